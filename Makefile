@@ -1,0 +1,47 @@
+# Everything a contributor needs, from a bare Python 3.11 or newer. `make help` lists it.
+
+PYTHON ?= python3
+PLAN ?= examples/quickstart/plan.toml
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test lint bench mutants clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+install: $(STAMP) ## make the virtual environment .venv (the others do it by themselves)
+
+# PIP_CONSTRAINT holds in the build environment too, which -c does not reach. -qq leaves errors visible and drops
+# warnings. The stamp is written last: an installation that was broken off starts again.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once, and again when pyproject.toml or constraints.txt change) ..."
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
+	@touch $@
+
+train: ## train the quickstart plan (another one with PLAN=...)
+	@begin=$$(date +%s); $(MAKE) --no-print-directory install; \
+	  ready=$$(date +%s); echo "installation: $$((ready - begin)) s"; \
+	  $(BIN)/tangram train $(PLAN) && echo "job: $$(($$(date +%s) - ready)) s"
+
+test: $(STAMP) ## run the tests (those that run ranks start processes of their own)
+	@$(BIN)/python -m pytest -n 2
+
+lint: $(STAMP) ## ruff check, ruff format --check and pyright
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(STAMP) ## run the benches of the layout algebra and of relayout
+	@$(BIN)/tangram bench layout
+	@$(BIN)/tangram bench relayout
+
+mutants: $(STAMP) ## plant mistakes in the algebra and count those that the tests find
+	@$(BIN)/python tests/mutants/run.py
+
+clean: ## remove the virtual environment and every cache
+	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
