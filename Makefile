@@ -13,6 +13,7 @@ help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 install: $(STAMP) ## make the virtual environment .venv (the others do it by themselves)
+	@:
 
 # PIP_CONSTRAINT holds in the build environment too, which -c does not reach. -qq leaves errors visible and drops
 # warnings. The stamp is written last: an installation that was broken off starts again.

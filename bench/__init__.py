@@ -1,0 +1,1 @@
+"""Benches: every number in the documentation comes from a script here; `tangram bench` lists and runs them."""

@@ -1,0 +1,77 @@
+"""The command line: one thin module per command, `tangram.cli.NAME` with a function NAME, and no logic.
+
+Only the module of the command that was asked for is imported, so that `tangram --help` is quick and no command pays for
+the libraries of another. A user's mistake ends with one sentence on stderr and exit code 2; anything else that goes
+wrong is a fault of ours and keeps its stack trace.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated
+
+import typer
+
+from tangram import __version__
+from tangram.cli.errors import reported
+
+__all__ = ["COMMANDS", "main"]
+
+# What `tangram --help` says of each command; the module is imported only when the command runs.
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "train": "Train a model as a plan says.",
+        "doctor": "Say what this machine has and what will work on it.",
+        "bench": "Measure Tangram beside its peers, from a checkout.",
+    }
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    code = reported(lambda: _app(given)(given, standalone_mode=False, prog_name="tangram"))
+    return _flushed(code)
+
+
+def _app(arguments: Sequence[str]) -> typer.Typer:
+    """The command line, with only the command that `arguments` ask for loaded."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(_options)
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        app.command(name, short_help=summary)(_load(name) if name == asked else _unloaded)
+    return app
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tangram {__version__}")
+        raise typer.Exit
+
+
+_VERSION = typer.Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
+
+
+def _options(version: Annotated[bool, _VERSION] = False) -> None:
+    """Train large models on PyTorch; their state takes any layout."""
+
+
+def _load(name: str) -> Callable[..., object]:
+    command: Callable[..., object] = getattr(importlib.import_module(f"tangram.cli.{name}"), name)
+    return command
+
+
+def _unloaded() -> None:
+    """Stands for a command that was not asked for; only its name and summary are shown."""
+
+
+def _flushed(code: int) -> int:
+    """Write out what is left; a reader that has gone (`tangram ... | head`) is no fault."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code

@@ -1,0 +1,51 @@
+"""`tangram bench`: run a bench of a checkout and print its figures beside peers, limits and targets."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tangram.cli.output import figure, print_json, print_table, progress
+from tangram.hardware.benches import Report, find_checkout, run, summaries
+
+__all__ = ["bench"]
+
+
+def bench(
+    name: Annotated[str | None, typer.Argument(help="Which bench to run; without a name they are listed.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats, smaller sizes: to see that it works.")] = False,
+) -> None:
+    """Measure Tangram beside its peers; a target that is missed is printed as such and is no error."""
+    checkout = find_checkout(Path.cwd())
+    if name is None:
+        known = summaries(checkout)
+        if json:
+            print_json(known)
+        else:
+            print_table("Benches", ("name", "what it measures"), list(known.items()))
+        return
+    with progress(f"bench {name}"):
+        report = run(checkout, name, quick)
+    if json:
+        print_json(report.as_json())
+    else:
+        _print(report)
+
+
+def _print(report: Report) -> None:
+    headers = ("figure", "unit", "ours", "peers", "limit", "ratio", "target", "met")
+    rows = [
+        (
+            row.figure,
+            row.unit,
+            figure(row.ours),
+            ", ".join(f"{peer} {figure(number)}" for peer, number in row.peers.items()),
+            figure(row.limit),
+            figure(row.ratio),
+            figure(row.aim),
+            {True: "yes", False: "no", None: ""}[row.met],
+        )
+        for row in report.rows
+    ]
+    print_table(f"Bench {report.bench}", headers, rows)

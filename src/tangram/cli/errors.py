@@ -1,0 +1,34 @@
+"""From what went wrong to an exit code: 2 and one sentence for a user's mistake, a stack trace for one of ours."""
+
+import sys
+from collections.abc import Callable
+
+import typer
+
+from tangram.errors import UserError
+
+__all__ = ["reported"]
+
+_MISTAKE = 2
+_INTERRUPTED = 130  # what a shell reports of a process that was ended by Ctrl-C
+
+
+def reported(command: Callable[[], object]) -> int:
+    """Run `command`; report a user's mistake; return the exit code. A number that the command returns is its code."""
+    try:
+        answer = command()
+    except UserError as mistake:
+        return _say(str(mistake))
+    except typer.TyperException as mistake:  # an unknown option, a missing argument ...
+        return _say(mistake.format_message())
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        return 0  # whoever read our output has seen enough
+    return answer if isinstance(answer, int) else 0
+
+
+def _say(sentence: str) -> int:
+    print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
+    return _MISTAKE

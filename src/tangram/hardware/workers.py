@@ -1,0 +1,172 @@
+"""Helper processes: the one module that starts them, and that cleans up after itself.
+
+A job is the name of a function and arguments that JSON can carry; it runs in a fresh interpreter, so that a crash, a
+hang or a leak in it costs the caller nothing but an `Outcome` that says so. Nothing is left behind: helpers are ended
+with all that they started when the time limit passes, when one of them fails, when the caller is interrupted, and also
+when the caller is killed outright (each helper watches the pipe that only the caller holds open).
+
+The trade-off: a fresh interpreter costs its imports anew (with torch, seconds), where a fork would cost nothing but
+copy locks and threads in whatever state they are. Linux, and macOS from Python 3.13 (where it has os.waitid).
+"""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+__all__ = ["Job", "Json", "Outcome", "run"]
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+_LOG_TAIL = 4000
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Call `function` ("package.module:name") with `arguments`; what it returns must be JSON, too."""
+
+    function: str
+    arguments: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a job: its value, or one sentence on why there is none; `log` is the end of what it printed."""
+
+    value: Json
+    error: str | None
+    log: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned."""
+        return self.error is None
+
+
+@dataclass(frozen=True, slots=True)
+class _Helper:
+    process: subprocess.Popen[bytes]
+    result: Path
+    log: Path
+
+
+def run(jobs: Sequence[Job], limit: float, environment: Mapping[str, str] | None = None) -> list[Outcome]:
+    """Run the jobs side by side, each in a process of its own, for at most `limit` seconds; outcomes in their order.
+
+    The jobs belong together: as soon as one fails the others are ended, since they may wait for it for ever.
+    """
+    with ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tangram-workers-")))
+        helpers: list[_Helper] = []
+        cleanup.callback(_end, helpers)
+        for number, job in enumerate(jobs):
+            helpers.append(_start(folder, number, job, environment or {}))
+        why = _wait(helpers, time.monotonic() + limit, limit)
+        unfinished = [_exit_status(helper) is None for helper in helpers]
+        _end(helpers)
+        return [_outcome(helper, why if cut else None) for helper, cut in zip(helpers, unfinished, strict=True)]
+
+
+def _start(folder: Path, number: int, job: Job, environment: Mapping[str, str]) -> _Helper:
+    request, result, log = (folder / f"{number}.{kind}" for kind in ("job", "result", "log"))
+    request.write_text(json.dumps({"function": job.function, "arguments": dict(job.arguments), "result": str(result)}))
+    paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 (sys.path holds strings)
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tangram.hardware.workers", str(request)],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+            start_new_session=True,
+        )
+    return _Helper(process, result, log)
+
+
+def _wait(helpers: Sequence[_Helper], deadline: float, limit: float) -> str:
+    """Wait until all have ended, one has failed or time is up; the reason why those still running are to be ended."""
+    while True:
+        statuses = [_exit_status(helper) for helper in helpers]
+        failed = next((number for number, status in enumerate(statuses) if status), None)
+        if None not in statuses:
+            return ""
+        if failed is not None:
+            return f"ended because helper {failed}, which belongs to the same run, failed"
+        if time.monotonic() > deadline:
+            return f"not done within {limit:g} s"
+        time.sleep(_POLL_SECONDS)
+
+
+def _exit_status(helper: _Helper) -> int | None:
+    """The exit code or signal of a helper that has ended, None while it runs; leaves it to be reaped by _end.
+
+    Until then its number cannot pass to another process, so its whole group can be ended safely.
+    """
+    ended = os.waitid(os.P_PID, helper.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return None if ended is None else ended.si_status
+
+
+def _end(helpers: list[_Helper]) -> None:
+    """End every helper and what it started, and reap it; a second call finds nothing to do."""
+    for helper in helpers:
+        if helper.process.returncode is None:
+            with suppress(PermissionError):  # macOS says this of a group of which only the ended helper is left
+                os.killpg(helper.process.pid, signal.SIGKILL)
+    for helper in helpers:
+        helper.process.wait()
+        if helper.process.stdin is not None:
+            helper.process.stdin.close()
+
+
+def _outcome(helper: _Helper, ended: str | None) -> Outcome:
+    log = helper.log.read_text(errors="replace")[-_LOG_TAIL:]
+    if ended is not None:
+        return Outcome(None, ended, log)
+    if not helper.result.exists():
+        code = helper.process.returncode
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return Outcome(None, f"the helper process ended with {how} and without a result", log)
+    answer = cast("dict[str, Json]", json.loads(helper.result.read_text()))
+    error = answer.get("error")
+    return Outcome(answer.get("value"), None if error is None else str(error), log)
+
+
+def _end_with_the_caller() -> None:
+    """End this helper and what it started once the caller is gone, however it went: its end closes the pipe."""
+    os.read(0, 1)  # not through sys.stdin, whose lock would be held when the interpreter shuts down
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _main(request: Path) -> int:
+    """The helper's side: run the job, leave the result in one piece."""
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    job = json.loads(request.read_text())
+    module, _, name = str(job["function"]).partition(":")
+    failed = False
+    try:
+        text = json.dumps({"value": getattr(importlib.import_module(module), name)(**job["arguments"])})
+    except Exception as error:  # noqa: BLE001 (whatever it is, the caller is told)
+        failed = True
+        text = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        traceback.print_exc()
+    result = Path(job["result"])
+    unfinished = result.with_suffix(".part")
+    unfinished.write_text(text)
+    unfinished.rename(result)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main(Path(sys.argv[1])))
