@@ -1,0 +1,124 @@
+"""Helper processes give their answer or say why not, and leave nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tangram.hardware.workers import Job, run
+
+HERE = "tests.hardware.test_workers"
+
+
+def add(a: int, b: int) -> int:
+    print("adding")
+    return a + b
+
+
+def fail() -> None:
+    raise RuntimeError("no luck")
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def unsayable() -> object:
+    return object()
+
+
+def sleep_with_a_child(note: str) -> None:
+    """Start a process, note its number and one's own, and hang."""
+    child = subprocess.Popen(["sleep", "600"])
+    Path(note).write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+
+
+def leave_a_child(note: str) -> None:
+    Path(note).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (one that waits for its parent to take note has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until_gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if all(gone(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_answers_come_in_the_order_of_the_jobs() -> None:
+    first, second = run([Job(f"{HERE}:add", {"a": 1, "b": 2}), Job("os:getpid")], limit=60)
+    assert (first.value, first.error, first.log) == (3, None, "adding\n")
+    assert second.value not in (None, os.getpid())
+
+
+def test_an_exception_is_told_and_logged() -> None:
+    (outcome,) = run([Job(f"{HERE}:fail")], limit=60)
+    assert outcome.error == "RuntimeError: no luck"
+    assert "in fail" in outcome.log
+    assert not outcome.ok
+
+
+def test_a_crash_is_told() -> None:
+    (outcome,) = run([Job(f"{HERE}:crash")], limit=60)
+    assert outcome.error == "the helper process ended with signal SIGSEGV and without a result"
+
+
+@pytest.mark.parametrize("function", ["tangram.nowhere:f", f"{HERE}:nothing", f"{HERE}:unsayable"])
+def test_what_cannot_be_called_or_said_is_an_error(function: str) -> None:
+    (outcome,) = run([Job(function)], limit=60)
+    assert outcome.error is not None
+
+
+def test_when_one_fails_the_others_are_ended(tmp_path: Path) -> None:
+    start = time.monotonic()
+    hanging, _ = run([Job(f"{HERE}:sleep_with_a_child", {"note": str(tmp_path / "n")}), Job(f"{HERE}:fail")], limit=300)
+    assert hanging.error == "ended because helper 1, which belongs to the same run, failed"
+    assert time.monotonic() - start < 60
+
+
+def test_the_time_limit_ends_a_helper_and_what_it_started(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    (outcome,) = run([Job(f"{HERE}:sleep_with_a_child", {"note": str(note)})], limit=3)
+    assert outcome.error == "not done within 3 s"
+    assert wait_until_gone([int(pid) for pid in note.read_text().split()])
+
+
+def test_what_a_helper_leaves_running_is_ended_too(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    (outcome,) = run([Job(f"{HERE}:leave_a_child", {"note": str(note)})], limit=60)
+    assert outcome.ok
+    assert wait_until_gone([int(note.read_text())])
+
+
+def test_helpers_end_when_their_caller_is_killed(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    code = f"from tangram.hardware.workers import *; run([Job('{HERE}:sleep_with_a_child', {{'note': '{note}'}})], 600)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    caller = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    while not note.exists() or len(note.read_text().split()) < 2:
+        assert caller.poll() is None
+        time.sleep(0.02)
+    caller.kill()
+    caller.wait()
+    assert wait_until_gone([int(pid) for pid in note.read_text().split()])
+
+
+def test_no_folder_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run([Job("os:getpid"), Job(f"{HERE}:fail")], limit=60)
+    assert list(tmp_path.iterdir()) == []
