@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes, exit codes, and what is on stdout and stderr."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -141,7 +142,11 @@ def test_a_fault_of_ours_keeps_its_stack_trace(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["--help", "bench", "bench --json"])
-def test_a_reader_that_goes_away_is_no_fault(arguments: str) -> None:
-    command = f"set -o pipefail; (sleep 0.5; {sys.executable} -m tangram {arguments}) | true"
-    answer = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (answer.returncode, answer.stderr) == (0, "")
+@pytest.mark.parametrize("buffered", ["", "-u"])
+def test_a_reader_that_goes_away_is_no_stack_trace(arguments: str, buffered: str) -> None:
+    command = f"set -o pipefail; (sleep 0.5; {sys.executable} {buffered} -m tangram {arguments}) | true"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    answer = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (answer.returncode, answer.stderr) == (1, "")

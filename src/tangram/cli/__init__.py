@@ -69,9 +69,13 @@ def _unloaded() -> None:
 
 
 def _flushed(code: int) -> int:
-    """Write out what is left; a reader that has gone (`tangram ... | head`) is no fault."""
+    """Write out what is left; a reader that has gone (`tangram ... | head`) is told by the exit code alone.
+
+    Typer does the same for what is written while a command runs.
+    """
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code

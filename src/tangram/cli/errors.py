@@ -24,8 +24,6 @@ def reported(command: Callable[[], object]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:
-        return 0  # whoever read our output has seen enough
     return answer if isinstance(answer, int) else 0
 
 
