@@ -24,9 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 train: ## train the quickstart plan (another one with PLAN=...)
-	@begin=$$(date +%s); $(MAKE) --no-print-directory install; \
+	@set -e; begin=$$(date +%s); $(MAKE) --no-print-directory install; \
 	  ready=$$(date +%s); echo "installation: $$((ready - begin)) s"; \
-	  $(BIN)/tangram train $(PLAN) && echo "job: $$(($$(date +%s) - ready)) s"
+	  $(BIN)/tangram train $(PLAN); echo "job: $$(($$(date +%s) - ready)) s"
 
 test: $(STAMP) ## run the tests (those that run ranks start processes of their own)
 	@$(BIN)/python -m pytest -n 2
