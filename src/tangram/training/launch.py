@@ -1,0 +1,246 @@
+"""Start the ranks of a job on this machine, and end all of them when one dies.
+
+Each rank is a spawned process with its own one-way pipe to the parent. Over that pipe come its events, its result or
+its first error; the end of the pipe is the end of the process. So the parent waits on pipes only: no polling, no fixed
+port (the ranks meet in a file), no second channel for errors. A rank that finds its parent gone ends itself, so that
+killing the parent leaves no orphan.
+
+Trade-off: this launcher serves one machine. More machines are started by torchrun, Slurm or Kubernetes.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tangram.errors import UserError
+
+Payload = TypeVar("Payload")
+Result = TypeVar("Result")
+
+LAST_WORDS_SECONDS = 0.5  # after one rank failed: how long to listen for an earlier error of another rank
+STOP_SECONDS = 3.0  # between asking a rank to stop and killing it
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+
+
+class RankError(Exception):
+    """A rank died: which one, its first error as one sentence, and the stack trace when there is one."""
+
+    def __init__(self, rank: int, world: int, error: str, details: str) -> None:
+        super().__init__(f"rank {rank} of {world} ended the job: {error}")
+        self.rank = rank
+        self.details = details
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a task knows of its place: its number, how many there are, its device and its line to the parent."""
+
+    index: int
+    world: int
+    device: torch.device
+    emit: Callable[[object], None]
+
+
+@dataclass(frozen=True)
+class _Event:
+    value: object
+
+
+@dataclass(frozen=True)
+class _Done:
+    result: object
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error of a rank. `at` is the machine-wide monotonic clock: the earliest failure is the cause of the others."""
+
+    at: float
+    error: str
+    details: str
+    by_user: bool
+
+
+def pick_device(choice: str, local_rank: int, world: int) -> torch.device:
+    """The device of a rank: the machine's accelerator when there is one for each rank, else the CPU if asked for."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if choice == "auto" else None
+    if accelerator is None:
+        return torch.device("cpu")
+    if torch.accelerator.device_count() < world:
+        raise UserError(
+            f"the mesh has {world} ranks but this machine has {torch.accelerator.device_count()} {accelerator.type} "
+            'device(s): set device = "cpu" in [run], or take a smaller mesh'
+        )
+    return torch.device(accelerator.type, local_rank)
+
+
+@dataclass
+class _Job(Generic[Result]):
+    """The parent's view of the running ranks."""
+
+    processes: list[BaseProcess]
+    lines: dict[Connection, int]
+    results: dict[int, Result] = field(default_factory=dict[int, Result])
+    failures: dict[int, _Failure] = field(default_factory=dict[int, _Failure])
+
+    def listen(self, on_event: Callable[[object], None], timeout: float | None = None) -> None:
+        """Take in what the ranks have to say now: one message of each that has one."""
+        for line in wait(list(self.lines), timeout):
+            assert isinstance(line, Connection)
+            rank = self.lines[line]
+            try:
+                message = line.recv()
+            except (EOFError, OSError):
+                self._hang_up(line, rank)
+                continue
+            if isinstance(message, _Event):
+                on_event(message.value)
+            elif isinstance(message, _Done):
+                self.results[rank] = message.result  # pyright: ignore[reportArgumentType]  the task's own return value
+            elif isinstance(message, _Failure):
+                self.failures.setdefault(rank, message)
+
+    def _hang_up(self, line: Connection, rank: int) -> None:
+        """The rank's process has ended; without a result or an error of its own it was killed."""
+        del self.lines[line]
+        process = self.processes[rank]
+        process.join()
+        if rank not in self.results and rank not in self.failures:
+            # No last words: nothing inside Python raised, so no other rank's error can have caused it. Hence "first".
+            self.failures[rank] = _Failure(float("-inf"), _death(process.exitcode), "", by_user=False)
+
+    def stop(self) -> None:
+        """End every process that still runs: ask, then kill."""
+        for process in self.processes:
+            if process.is_alive():
+                process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _death(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return f"killed by signal {-exitcode}"
+    return f"exited with code {exitcode} without an error message"
+
+
+def run_ranks(
+    task: Callable[[Rank, Payload], Result],
+    payload: Payload,
+    *,
+    world: int,
+    on_event: Callable[[object], None],
+    device: str = "auto",
+) -> list[Result]:
+    """Run `task(rank, payload)` on `world` processes joined in the default process group; their results in rank order.
+
+    Whatever a task emits reaches `on_event` in the caller's thread. The first rank to fail ends all: a `UserError` is
+    raised as it is, anything else as `RankError`.
+    """
+    pick_device(device, 0, world)  # a mesh that does not fit is refused before anything starts
+    context = multiprocessing.get_context("spawn")
+    threads = max(1, (os.cpu_count() or 1) // world)
+    with tempfile.TemporaryDirectory(prefix="tangram-") as meeting:
+        job = _Job[Result](processes=[], lines={})
+        try:
+            for index in range(world):
+                receiver, sender = context.Pipe(duplex=False)
+                arguments = (task, payload, index, world, device, threads, Path(meeting, "store"), sender)
+                process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
+                process.start()
+                sender.close()  # the rank holds the only other end, so its death ends the pipe
+                job.processes.append(process)
+                job.lines[receiver] = index
+            while job.lines and not job.failures:
+                job.listen(on_event)
+            _raise_first(job, on_event, world)
+        finally:
+            job.stop()
+    return [job.results[index] for index in range(world)]
+
+
+def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: int) -> None:
+    """Raise the earliest failure, after a short wait for one that was earlier but slower to be told."""
+    if not job.failures:
+        return
+    deadline = time.monotonic() + LAST_WORDS_SECONDS
+    while job.lines and (left := deadline - time.monotonic()) > 0:
+        job.listen(on_event, timeout=left)
+    rank, first = min(job.failures.items(), key=lambda item: item[1].at)
+    if first.by_user:
+        raise UserError(first.error)
+    raise RankError(rank, world, first.error, first.details)
+
+
+def _rank_main(
+    task: Callable[[Rank, Payload], object],
+    payload: Payload,
+    index: int,
+    world: int,
+    device: str,
+    threads: int,
+    store: Path,
+    line: Connection,
+) -> None:
+    """The life of one rank."""
+    _end_with_parent()
+    try:
+        torch.set_num_threads(threads)
+        here = pick_device(device, index, world)
+        if here.type != "cpu":
+            torch.accelerator.set_device_index(index)
+        dist.init_process_group(
+            dist.get_default_backend_for_device(here),
+            store=dist.FileStore(str(store), world),
+            rank=index,
+            world_size=world,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        result = task(Rank(index, world, here, lambda value: line.send(_Event(value))), payload)
+        line.send(_Done(result))
+        dist.destroy_process_group()
+    except BaseException as error:  # noqa: BLE001  the parent must hear of everything, an interrupt too
+        text = str(error) if isinstance(error, UserError) else _sentence(error)
+        failure = _Failure(time.monotonic(), text, traceback.format_exc(), isinstance(error, UserError))
+        with contextlib.suppress(OSError):  # the parent may be gone; then nobody is left to tell
+            line.send(failure)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # not a normal exit: tearing down a broken process group may wait for ranks that are gone
+
+
+def _sentence(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as its parent is gone, however it went."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="tangram-parent-watch", daemon=True).start()
