@@ -1,0 +1,308 @@
+"""The one parser: meshes, layouts, mappings and regions (op rules join later). LALR(1), by Lark.
+
+Every entry point takes text and returns values of `syntax`; errors are `NotationError`s that point at the character.
+Parsing is pure and cached, so callers may parse in inner loops.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, TypeVar, cast
+
+from lark import Lark, Token, Transformer
+from lark.exceptions import UnexpectedCharacters, UnexpectedEOF, UnexpectedInput, UnexpectedToken
+
+from tangram.layout.errors import NotationError
+from tangram.layout.intervals import IntSet, normal
+from tangram.layout.maps import MAPS
+from tangram.layout.syntax import REST, VOID, Cut, Dim, Index, Layout, Mapping, Statement, TensorPattern, Wild
+
+GRAMMAR = r"""
+mesh: view ("|" view)*
+view: axis*
+axis: NAME SIZE
+
+layout: dims suffix*
+dims: dim*
+dim: atom cut*
+atom: NAME [SIZE] -> named
+    | INT         -> literal
+    | "_" [SIZE]  -> void
+    | "..."       -> rest
+    | "(" term ("+" term)* ")" -> bracket
+term: dim+
+cut: "/" NAME [":" map]
+map: NAME ["[" args "]"] -> named_map
+   | "[" args "]"        -> sizes
+args: INT+ | NAME
+suffix: "//" NAME [":" map]      -> flat
+      | OP ":" NAME              -> pending
+      | "@" NAME SIZE ("," INT)* -> at
+
+statement: side "->" side [";" option+]
+side: tied ("," tied)* | "_"
+tied: tensor ("=" tensor)*
+tensor: PATTERN ["as" NAME] [colon dims]
+colon: ":"
+option: NAME "=" (NUMBER | value) | NAME
+value: NAME [":" NAME]
+index: dim ["+" INT]
+
+region: box ("+" box)*
+box: "[" set* "]"
+set: run ("," run)*
+run: INT ":" INT
+
+OP.2: /(sum|avg|max|min)(?=\s*:)/
+SIZE: /=\s*\d+/
+NAME: /[A-Za-z]\w*/
+PATTERN: /(?!_(?![\w.\/{]))([\w.\/]|-(?!>)|\{[^{}]*\})+/
+NUMBER: /-?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?|-?inf|nan/
+INT: /\d+/
+%import common.WS
+%ignore WS
+"""
+
+T = TypeVar("T")
+
+
+class _Build(Transformer[Token, Any]):
+    """Parse tree to `syntax` values; one method a rule."""
+
+    def INT(self, t: Token) -> int:
+        return int(t)
+
+    def SIZE(self, t: Token) -> int:
+        return int(t[1:])
+
+    def NUMBER(self, t: Token) -> float:
+        return float(t)
+
+    def NAME(self, t: Token) -> str:
+        return str(t)
+
+    def OP(self, t: Token) -> str:
+        return str(t)
+
+    def axis(self, c: list[Any]) -> tuple[str, int]:
+        return c[0], c[1]
+
+    def view(self, c: list[Any]) -> tuple[Any, ...]:
+        return tuple(c)
+
+    mesh = dims = term = tied = side = view
+
+    def named(self, c: list[Any]) -> Dim:
+        return Dim(c[0], c[1])
+
+    def literal(self, c: list[Any]) -> Dim:
+        return Dim("", c[0])
+
+    def void(self, c: list[Any]) -> Dim:
+        return Dim(VOID, c[0])
+
+    def rest(self, c: list[Any]) -> Dim:
+        return Dim(REST)
+
+    def bracket(self, c: list[Any]) -> Dim:
+        return Dim(terms=tuple(c))
+
+    def dim(self, c: list[Any]) -> Dim:
+        return replace(c[0], cuts=tuple(c[1:]))
+
+    def args(self, c: list[Any]) -> tuple[int, ...] | str:
+        return c[0] if isinstance(c[0], str) else tuple(c)
+
+    def named_map(self, c: list[Any]) -> tuple[str, Any]:
+        return c[0], c[1] if c[1] is not None else ()
+
+    def sizes(self, c: list[Any]) -> tuple[str, Any]:
+        return "sizes", c[0]
+
+    def cut(self, c: list[Any]) -> Cut:
+        return Cut(c[0], *(c[1] or ()))
+
+    def flat(self, c: list[Any]) -> tuple[str, Any]:
+        return "flat", Cut(c[0], *(c[1] or ()))
+
+    def pending(self, c: list[Any]) -> tuple[str, Any]:
+        return "pending", (c[0], c[1])
+
+    def at(self, c: list[Any]) -> tuple[str, Any]:
+        return "at", (c[0], tuple(c[1:]))
+
+    def layout(self, c: list[Any]) -> Layout:
+        def of(kind: str) -> tuple[Any, ...]:
+            return tuple(value for name, value in c[1:] if name == kind)
+
+        return Layout(c[0], of("flat"), of("pending"), of("at"))
+
+    def colon(self, c: list[Any]) -> bool:
+        return True
+
+    def tensor(self, c: list[Any]) -> TensorPattern:
+        name, alias, _, dims = c
+        return TensorPattern(_name_parts(str(name)), alias, dims)
+
+    def value(self, c: list[Any]) -> str:
+        return c[0] if c[1] is None else f"{c[0]}:{c[1]}"
+
+    def option(self, c: list[Any]) -> tuple[str, Any]:
+        return c[0], c[1] if len(c) > 1 else None
+
+    def statement(self, c: list[Any]) -> Statement:
+        return Statement(c[0], c[1], tuple(o for o in c[2:] if o is not None))
+
+    def index(self, c: list[Any]) -> Index:
+        return Index(c[0], c[1] or 0)
+
+    def run(self, c: list[Any]) -> tuple[int, int]:
+        return c[0], c[1]
+
+    def set(self, c: list[Any]) -> IntSet:
+        return normal(c)
+
+    def box(self, c: list[Any]) -> tuple[IntSet, ...]:
+        return tuple(c)
+
+    region = view
+
+
+_STARTS = ["mesh", "layout", "statement", "index", "region"]
+_LARK = Lark(GRAMMAR, parser="lalr", start=_STARTS, maybe_placeholders=True)
+_BUILD = _Build()
+
+_WORDS = {
+    "NAME": "a name", "INT": "a number", "SIZE": "=number", "PATTERN": "a tensor name", "NUMBER": "a number",
+    "LPAR": "(", "RPAR": ")", "LSQB": "[", "RSQB": "]", "SLASH": "/", "COLON": ":", "PLUS": "+", "COMMA": ",",
+    "EQUAL": "=", "SEMICOLON": ";", "VBAR": "|", "AT": "@", "OP": "sum:", "AS": "as", "UNDERSCORE": "_",
+    "$END": "the end",
+    "__ANON_0": "...", "__ANON_1": "//", "__ANON_2": "->",
+}  # fmt: skip
+
+
+def _parse(start: str, text: str) -> Any:
+    try:
+        return _BUILD.transform(_LARK.parse(text, start=start))
+    except UnexpectedInput as error:
+        raise NotationError(text, _position(error, text), _reason(error, text)) from None
+
+
+def _position(error: UnexpectedInput, text: str) -> int:
+    at = error.pos_in_stream
+    return len(text) if at is None or isinstance(error, UnexpectedEOF) or at < 0 or _at_end(error) else at
+
+
+def _at_end(error: UnexpectedInput) -> bool:
+    return isinstance(error, UnexpectedToken) and cast("Token", error.token).type == "$END"
+
+
+def _reason(error: UnexpectedInput, text: str) -> str:
+    expected: set[str] = set()
+    if isinstance(error, UnexpectedToken):
+        expected = set(error.accepts or error.expected)
+    elif isinstance(error, UnexpectedCharacters):
+        expected = set(cast("set[str]", error.allowed or ()))
+    position = _position(error, text)
+    found = repr(text[position]) if position < len(text) else "the end of the text"
+    words = sorted({_WORDS.get(e, e.lower()) for e in expected if e != "WS"})
+    return f"{found} is not understood here" + (f"; expected {', '.join(words)}" if words else "")
+
+
+def _name_parts(text: str) -> tuple[str | Index | Wild, ...]:
+    """`layers.{l+3}.w` as ("layers.", Index(l, 3), ".w")."""
+    parts: list[str | Index | Wild] = []
+    for literal, inner in re.findall(r"([^{}]+)|\{([^{}]*)\}", text):
+        if literal:
+            parts.append(literal)
+        elif re.fullmatch(r"\s*[A-Za-z]\w*\s*\*\s*", inner):
+            parts.append(Wild(inner.strip(" *")))
+        else:
+            parts.append(_index(inner))
+    return tuple(parts)
+
+
+def _index(text: str) -> Index:
+    index = cast("Index", _parse("index", text))
+    if any(node.cuts or node.name == REST for node in index.dim.nodes):
+        raise NotationError(text, 0, "an index in a name is made of factors, without cuts")
+    return index
+
+
+@lru_cache(1 << 14)
+def parse_layout(text: str) -> Layout:
+    """`Layout.parse`."""
+    layout = cast("Layout", _parse("layout", text))
+    for cut in [c for dim in layout.dims for node in dim.nodes for c in node.cuts] + list(layout.flat):
+        if cut.map not in MAPS:
+            known = ", ".join(sorted(m for m in MAPS if m and m != "sizes"))
+            raise NotationError(text, text.find(":" + cut.map) + 1, f"no index map {cut.map!r}; there are {known}")
+    if sum(d.name == REST for d in layout.dims) > 1:
+        raise NotationError(text, text.rfind(REST), "'...' stands once in a layout")
+    for dim in layout.dims:
+        if any(node.name == REST for node in dim.nodes[1:]) or (dim.name == REST and dim.cuts):
+            raise NotationError(text, text.find(REST), "'...' stands for whole dims, without brackets and cuts")
+    return layout
+
+
+@lru_cache(1 << 10)
+def parse_mesh(text: str) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """The views of a mesh."""
+    return cast("tuple[tuple[tuple[str, int], ...], ...]", _parse("mesh", text))
+
+
+@lru_cache(1 << 10)
+def parse_region(text: str) -> tuple[tuple[IntSet, ...], ...]:
+    """The boxes of a region."""
+    return cast("tuple[tuple[IntSet, ...], ...]", _parse("region", text))
+
+
+@lru_cache(1 << 12)
+def parse_mapping(text: str) -> Mapping:
+    """`Mapping.parse`."""
+    return Mapping(tuple(_within(text, start, line, _statement) for start, line in _lines(text)))
+
+
+@lru_cache(1 << 14)
+def _statement(text: str) -> Statement:
+    statement = cast("Statement", _parse("statement", text))
+    for tensor in statement.tensors:
+        for dim in tensor.dims or ():
+            if any(node.cuts for node in dim.nodes):
+                raise NotationError(
+                    text, text.find("/"), "a mapping has no cuts: it says what is what, not who holds it"
+                )
+            if any(node.name == REST for node in dim.nodes):
+                raise NotationError(text, text.find(REST), "a mapping names its dims; leave them out to keep any shape")
+    if not statement.source and not statement.target:
+        raise NotationError(text, 0, "a statement has a tensor on at least one side")
+    return statement
+
+
+def _within(text: str, start: int, line: str, parse: Callable[[str], T]) -> T:
+    try:
+        return parse(line)
+    except NotationError as error:
+        raise NotationError(text, start + error.position, error.reason) from None
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    """The statements of a text with their offsets. Comments and joints become spaces, so that offsets stay true."""
+    text = re.sub(r"#[^\n]*", lambda m: " " * len(m.group()), text)
+    text = re.sub(r"(,|=|->)([ \t]*)\n", r"\1\2 ", text)
+    text = re.sub(r"\n(?=[ \t]+\S)", " ", text) if _is_flush(text) else text
+    out: list[tuple[int, str]] = []
+    at = 0
+    for line in text.split("\n"):
+        if line.strip():
+            out.append((at, line))
+        at += len(line) + 1
+    return out
+
+
+def _is_flush(text: str) -> bool:
+    """Whether some statement begins in column 0, so that an indented line continues one."""
+    return any(line[:1].strip() for line in text.split("\n"))

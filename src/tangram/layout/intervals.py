@@ -1,0 +1,178 @@
+"""Sets of non-negative integers, kept as sorted intervals: what one rank holds of one tensor dim.
+
+An `IntSet` is a tuple of `(start, stop)` pairs: ascending, disjoint, not touching, none empty. The empty set is `()`.
+A plain tuple rather than a class, because these sets are created by the million while copies are planned, hash and
+compare at C speed, and serve as cache keys. Every function below costs time in the number of intervals, S, never in the
+number of elements, except where the result itself has more intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+IntSet = tuple[tuple[int, int], ...]
+"""Sorted, disjoint, non-touching, non-empty `(start, stop)` intervals."""
+
+
+def span(start: int, stop: int) -> IntSet:
+    """The integers `start <= x < stop`; empty when `stop <= start`."""
+    return ((start, stop),) if start < stop else ()
+
+
+def normal(pairs: Iterable[tuple[int, int]]) -> IntSet:
+    """The union of any intervals, in any order, overlapping or empty."""
+    out: list[tuple[int, int]] = []
+    for a, b in sorted(pairs):
+        if a >= b:
+            continue
+        if out and a <= out[-1][1]:
+            if b > out[-1][1]:
+                out[-1] = (out[-1][0], b)
+        else:
+            out.append((a, b))
+    return tuple(out)
+
+
+def size(s: IntSet) -> int:
+    """How many integers the set has."""
+    return sum([b - a for a, b in s])
+
+
+def shift(s: IntSet, k: int) -> IntSet:
+    """Every element plus `k`."""
+    return tuple([(a + k, b + k) for a, b in s]) if k else s
+
+
+def intersect(x: IntSet, y: IntSet) -> IntSet:
+    """The elements in both sets."""
+    if x == y:
+        return x
+    out: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(x) and j < len(y):
+        (a, b), (c, d) = x[i], y[j]
+        lo, hi = (a if a > c else c), (b if b < d else d)
+        if lo < hi:
+            out.append((lo, hi))
+        if b < d:
+            i += 1
+        else:
+            j += 1
+    return tuple(out)
+
+
+def subtract(x: IntSet, y: IntSet) -> IntSet:
+    """The elements of `x` that are not in `y`."""
+    if not x or not y:
+        return x
+    low = min(x[0][0], y[0][0])
+    high = max(x[-1][1], y[-1][1])
+    edges = [low, *chain.from_iterable(y), high]
+    gaps = tuple([(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b])
+    return intersect(x, gaps)
+
+
+def union(*sets: IntSet) -> IntSet:
+    """The elements in any of the sets."""
+    return normal(chain.from_iterable(sets))
+
+
+def take(s: IntSet, positions: IntSet) -> IntSet:
+    """The elements of `s` that stand at these positions of its ascending list. `rank` is its inverse."""
+    if len(s) == 1:
+        a, b = s[0]
+        return shift(intersect(positions, ((0, b - a),)), a)
+    out: list[tuple[int, int]] = []
+    base = j = 0
+    for a, b in s:
+        top = base + b - a
+        while j < len(positions) and positions[j][1] <= base:
+            j += 1
+        k = j
+        while k < len(positions) and positions[k][0] < top:
+            lo, hi = positions[k]
+            out.append((max(base, lo) + a - base, min(top, hi) + a - base))
+            k += 1
+        base = top
+    return normal(out)
+
+
+def rank(s: IntSet, elements: IntSet) -> IntSet:
+    """The positions, in the ascending list of `s`, of those `elements` that `s` has."""
+    if len(s) == 1:
+        return shift(intersect(elements, s), -s[0][0])
+    out: list[tuple[int, int]] = []
+    base = j = 0
+    for a, b in s:
+        while j < len(elements) and elements[j][1] <= a:
+            j += 1
+        k = j
+        while k < len(elements) and elements[k][0] < b:
+            lo, hi = elements[k]
+            out.append((max(a, lo) + base - a, min(b, hi) + base - a))
+            k += 1
+        base += b - a
+    return normal(out)
+
+
+def product(sets: Sequence[IntSet], sizes: Sequence[int]) -> IntSet:
+    """Row-major positions of a product of sets, one per digit, over digits of these sizes.
+
+    `product([rows, cols], [n_rows, n_cols])` is `{r * n_cols + c}`. Costs O(elements of the outer sets) only where an
+    inner set is not whole.
+    """
+    if not sets:
+        return ((0, 1),)
+    s, n = sets[-1], sizes[-1]
+    for outer, m in zip(reversed(sets[:-1]), reversed(sizes[:-1]), strict=True):
+        if not s or not outer:
+            return ()
+        if len(s) == 1:
+            ((a, b),) = s
+            if b - a == n:
+                s = tuple([(lo * n, hi * n) for lo, hi in outer])
+            else:
+                s = tuple([(i * n + a, i * n + b) for lo, hi in outer for i in range(lo, hi)])
+        else:
+            s = normal([(i * n + a, i * n + b) for lo, hi in outer for i in range(lo, hi) for a, b in s])
+        n *= m
+    return s
+
+
+def digits(s: IntSet, n: int) -> list[tuple[IntSet, IntSet]]:
+    """`s` over two digits (outer, inner of size `n`), as disjoint products: `[(outer set, inner set)]`.
+
+    One product for every distinct inner set, so a regular set gives one or two whatever its length. The inverse is the
+    union of `product([outer, inner], [_, n])` over the list.
+    """
+    if n == 1:
+        return [(s, ((0, 1),))] if s else []
+    rows: dict[int, list[tuple[int, int]]] = {}
+    whole: list[tuple[int, int]] = []
+    for a, b in s:
+        first, last = a // n, (b - 1) // n
+        if first == last and b - a < n:
+            rows.setdefault(first, []).append((a % n, a % n + b - a))
+            continue
+        if a % n:
+            rows.setdefault(first, []).append((a % n, n))
+            first += 1
+        if b % n:
+            rows.setdefault(last, []).append((0, b % n))
+        if first < b // n:
+            whole.append((first, b // n))
+    groups: dict[IntSet, list[tuple[int, int]]] = {((0, n),): whole} if whole else {}
+    for row, inner in rows.items():
+        groups.setdefault(tuple(inner), []).append((row, row + 1))
+    return [(normal(outer), inner) for inner, outer in groups.items()]
+
+
+def elements(s: IntSet) -> list[int]:
+    """The set as a list. O(elements): for short sets such as layers and experts."""
+    return [i for a, b in s for i in range(a, b)]
+
+
+def show(s: IntSet) -> str:
+    """As the notation writes a set: `0:4,8:12`."""
+    return ",".join(f"{a}:{b}" for a, b in s)

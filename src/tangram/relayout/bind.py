@@ -1,0 +1,385 @@
+"""Binding: a mapping's text and the tensors' shapes together, as cells that are proved to be bijections.
+
+`bind` finds the families among real names, solves every size, matches the parts, and refuses what does not add up:
+names that no statement uses, tensors claimed twice, dtypes that change without a cast. What it returns is pure data;
+copy plans for any number of ranks are made from it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tangram.layout import LayoutError, Region
+from tangram.layout.intervals import span
+from tangram.layout.sizes import name_voids, solve
+from tangram.layout.syntax import Dim, Side, Statement, TensorPattern, Wild
+from tangram.layout.syntax import Mapping as MappingText
+from tangram.relayout.cells import Cell, Monomial, match, monomials
+from tangram.relayout.codecs import CODECS, Codec, fill_value, result_dtype
+from tangram.relayout.errors import RelayoutError
+from tangram.relayout.names import Family, NameTable, TensorSpec, extents, template_of
+
+Specs = Mapping[str, TensorSpec]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of one side, as families by the name of their pattern."""
+
+    families: Mapping[str, Family]
+
+    def locate(self, name: str) -> tuple[Family, tuple[int, ...] | None]:
+        """The family of a tensor and its place there (None for a whole family). Raises RelayoutError."""
+        if name in self.families:
+            return self.families[name], None
+        for family in self._by_head.get(_head(name), ()):
+            index = family.index(name)
+            if index is not None:
+                return family, index
+        raise RelayoutError(f"the mapping has no tensor {name}")
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a tensor of this name is on this side."""
+        try:
+            self.locate(name)
+        except RelayoutError:
+            return False
+        return True
+
+    def lift(self, name: str, region: Region) -> tuple[Family, Region]:
+        """A region of a real tensor as a region of its family. Raises RelayoutError when it is outside the tensor."""
+        family, index = self.locate(name)
+        shape = family.spec.shape if index is None else family.member_shape
+        if not region.within(shape):
+            raise RelayoutError(f"{name} has shape {list(shape)}; the region {region} is outside it")
+        if index is None or not index:
+            return family, region
+        lead = tuple(span(i, i + 1) for i in index)
+        return family, Region.of([(*lead, *box) for box in region.boxes])
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Every real tensor with its shape and dtype, families written out."""
+        out: dict[str, TensorSpec] = {}
+        for family in self.families.values():
+            spec = TensorSpec(family.member_shape, family.spec.dtype)
+            for index in itertools.product(*[range(n) for n in family.spec.shape[: family.family_dims]]):
+                out[family.member(index)] = spec
+        return out
+
+    @cached_property
+    def _by_head(self) -> dict[str, list[Family]]:
+        out: dict[str, list[Family]] = {}
+        for family in self.families.values():
+            if family.family_dims:
+                out.setdefault(_skeleton(family), []).append(family)
+        return out
+
+
+def _head(name: str) -> str:
+    return "".join("#" if numeric else "".join(chars) for numeric, chars in itertools.groupby(name, str.isdigit))
+
+
+def _skeleton(family: Family) -> str:
+    return _head("0".join(family.template))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A mapping whose every size is known.
+
+    `cells` by target family; `dropped` are source elements that go nowhere, `(tensor, how many)`; `sizes` the solved
+    factors of each statement.
+    """
+
+    mapping: MappingText
+    source: Tensors
+    target: Tensors
+    cells: Mapping[str, tuple[Cell, ...]]
+    dropped: tuple[tuple[str, int], ...]
+    sizes: tuple[Mapping[str, int], ...]
+    codecs: Mapping[str, Codec]
+
+
+def bind(
+    mapping: str | MappingText,
+    source: Specs,
+    target: Specs | None = None,
+    *,
+    codecs: Mapping[str, Codec] = CODECS,
+    partial: bool = False,
+    **sizes: int,
+) -> Bound:
+    """Give a mapping its tensors.
+
+    `source` and `target` are the global shapes and dtypes by real name, or by the name of a family's pattern with its
+    indices as leading dims. Without `target`, its shapes follow from the source. `sizes` are factors that the shapes
+    leave open, such as `g=8`. `partial` permits source tensors that no statement names.
+
+    Raises RelayoutError or LayoutError, naming the statement and what is wrong with it.
+    """
+    text = MappingText.parse(mapping) if isinstance(mapping, str) else mapping
+    tables = NameTable.of(source), None if target is None else NameTable.of(target)
+    text = MappingText(tuple(fill_wilds(text.statements, *tables)))
+    binder = _Binder(*tables, sizes, codecs, {}, {}, {}, [], [], {}, {})
+    for statement in text.statements:
+        binder.add(statement)
+    _refuse_unused("source", source, binder.used_source, "say where it goes, or drop it with `-> _`", partial)
+    if target is not None:
+        _refuse_unused("target", target, binder.used_target, "say what it is made of", False)
+    return Bound(
+        text,
+        Tensors(binder.source),
+        Tensors(binder.target),
+        {name: tuple(cells) for name, cells in binder.cells.items()},
+        tuple(binder.dropped),
+        tuple(binder.solved),
+        codecs,
+    )
+
+
+def _refuse_unused(side: str, specs: Specs, used: Mapping[str, str], advice: str, partial: bool) -> None:
+    unused = [name for name in specs if name not in used]
+    if unused and not partial:
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        raise RelayoutError(f"no statement names the {side} tensor {unused[0]}{more}: {advice}")
+
+
+def fill_wilds(statements: Iterable[Statement], source: NameTable, target: NameTable | None) -> list[Statement]:
+    """Statements without `{name*}`: one for each value that the names give, where no plain statement takes the name."""
+    plain = [s for s in statements if not any(t.wilds for t in s.tensors)]
+    taken = (_claimed(plain, 0, source), _claimed(plain, 1, target))
+    out = list(plain)
+    for statement in statements:
+        if statement in plain:
+            continue
+        side, table = (0, source) if statement.source else (1, target)
+        if table is None:
+            raise RelayoutError(f"{statement}: which tensors these are follows only from the target's names; pass them")
+        wanted = frozenset(w for t in statement.tensors for w in t.wilds)
+        values: dict[tuple[tuple[str, str], ...], None] = {}
+        for pattern in (t for group in (statement.source, statement.target)[side] for t in group):
+            if pattern.wilds != wanted:
+                raise RelayoutError(f"{statement}: every tensor names the same wild cards")
+            for name, found in table.wild_values(pattern).items():
+                if name not in taken[side]:
+                    values.setdefault(tuple(sorted(found.items())))
+        out += [_filled(statement, dict(v)) for v in values]
+    return out
+
+
+def _claimed(statements: Iterable[Statement], side: int, table: NameTable | None) -> set[str]:
+    if table is None:
+        return set()
+    patterns = [t for s in statements for group in (s.source, s.target)[side] for t in group]
+    return {t.name for t in patterns} | {name for t in patterns for _, name in table.members(template_of(t)[0])}
+
+
+def _filled(statement: Statement, values: Mapping[str, str]) -> Statement:
+    def tensor(t: TensorPattern) -> TensorPattern:
+        parts = (values[p.name] if isinstance(p, Wild) else p for p in t.parts)
+        return replace(t, parts=tuple(parts))
+
+    def side(s: Side) -> Side:
+        return tuple(tuple(tensor(t) for t in group) for group in s)
+
+    return replace(statement, source=side(statement.source), target=side(statement.target))
+
+
+@dataclass(frozen=True)
+class _Present:
+    """A tensor of a statement as it was found: its whole shape and dtype, None where only the statement will tell."""
+
+    pattern: TensorPattern
+    template: tuple[str, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Binder:
+    """The statements bound so far. A builder: `add` fills the containers that `bind` then freezes."""
+
+    source_table: NameTable
+    target_table: NameTable | None
+    known: Mapping[str, int]
+    codecs: Mapping[str, Codec]
+    source: dict[str, Family]
+    target: dict[str, Family]
+    cells: dict[str, list[Cell]]
+    dropped: list[tuple[str, int]]
+    solved: list[Mapping[str, int]]
+    used_source: dict[str, str]
+    used_target: dict[str, str]
+
+    def add(self, statement: Statement) -> None:
+        try:
+            self._add(statement)
+        except (RelayoutError, LayoutError) as error:
+            text = str(statement)
+            raise error if text in str(error) else type(error)(f"{text}: {error}") from None
+
+    def _add(self, statement: Statement) -> None:
+        env = {**self.known, **_inline(statement)}
+        groups = (
+            [self._present(group, self.source_table, env) for group in statement.source],
+            [self._present(group, self.target_table, env) for group in statement.target],
+        )
+        flat = [p for side in groups for group in side for p in group]
+        labels = _labels([p.pattern for p in flat])
+        dims = _dims(flat)
+        env = {k: v for k, v in env.items() if k not in labels} | dict.fromkeys(labels, 1)
+        bound, sizes = solve(list(zip(dims, (p.shape for p in flat), strict=True)), env)
+        counter = itertools.count()
+        expanded: dict[int, list[Monomial]] = {}
+        for present, ds in zip(flat, bound, strict=True):
+            own = frozenset({present.pattern.label} & labels)
+            named = [name_voids(d, counter) for d in ds]
+            expanded[id(present)] = monomials(present.pattern.name, named, labels, own)
+        shapes = {id(p): tuple(d.n for d in ds) for p, ds in zip(flat, bound, strict=True)}
+        sides = [[[m for p in group for m in expanded[id(p)]] for group in side] for side in groups]
+        if statement.source and statement.target:
+            cells, voids = match(str(statement), sides[0], sides[1], statement.options)
+        else:
+            cells, voids = _created(sides[1], statement), [m for group in sides[0] for m in group]
+        self._register(statement, groups, shapes, cells)
+        self.dropped.extend((m.tensor, _count(m)) for m in voids)
+        self.solved.append({k: v for k, v in sizes.items() if k not in labels and k[:1] != "#"})
+
+    def _present(
+        self, group: Sequence[TensorPattern], table: NameTable | None, env: Mapping[str, int]
+    ) -> list[_Present]:
+        """The tensors of a tied group that are there. Of several tied ones some may be missing, but not all."""
+        found = [_find(pattern, table, env) for pattern in group]
+        present = [p for p in found if p is not None]
+        if not present:
+            raise RelayoutError(f"there is no tensor {group[0].name}")
+        return present
+
+    def _register(
+        self,
+        statement: Statement,
+        groups: tuple[list[list[_Present]], list[list[_Present]]],
+        shapes: Mapping[int, tuple[int, ...]],
+        cells: Sequence[Cell],
+    ) -> None:
+        dtypes = {p.dtype for group in groups[0] for p in group if p.dtype is not None}
+        if len(dtypes) > 1:
+            raise RelayoutError(f"the sources have different dtypes: {', '.join(sorted(dtypes))}")
+        wanted = {p.dtype for group in groups[1] for p in group if p.dtype is not None}
+        dtype = dtypes.pop() if dtypes else (sorted(wanted)[0] if wanted else "float32")
+        fill_value(statement.options)  # refused here when it is no number
+        result = result_dtype(dtype, statement.options, self.codecs) if statement.source else dtype
+        if statement.target and wanted - {result}:
+            raise RelayoutError(
+                f"it gives {result}, but the target has {', '.join(sorted(wanted))}: say cast={dtype}:..."
+            )
+        for side, families, used, kind in zip(
+            groups, (self.source, self.target), (self.used_source, self.used_target), (dtype, result), strict=True
+        ):
+            for p in (p for group in side for p in group):
+                _claim(p, used, str(statement))
+                families[p.pattern.name] = Family(
+                    p.pattern.name, p.template, p.offsets, TensorSpec(shapes[id(p)], p.dtype or kind)
+                )
+        for cell in cells:
+            self.cells.setdefault(cell.target.tensor, []).append(cell)
+
+
+def _inline(statement: Statement) -> dict[str, int]:
+    leaves = (
+        leaf for t in statement.tensors for d in (*(i.dim for i in t.index), *(t.dims or ())) for leaf in d.leaves
+    )
+    return {leaf.name: leaf.size for leaf in leaves if leaf.size is not None and leaf.name and leaf.name != "_"}
+
+
+def _find(pattern: TensorPattern, table: NameTable | None, env: Mapping[str, int]) -> _Present | None:
+    template, offsets = template_of(pattern)
+    if table is None:
+        return _Present(pattern, template, offsets, None, None, ())
+    if pattern.name in table.specs:
+        spec = table.specs[pattern.name]
+        return _Present(pattern, template, offsets, spec.shape, spec.dtype, (pattern.name,))
+    members = table.members(template)
+    if not members:
+        return None
+    known = tuple(_value(i.dim, env) for i in pattern.index)
+    sizes, names = extents(template, members, offsets, known)
+    specs = {table.specs[name] for name in names}
+    if len(specs) > 1:
+        a, b, *_ = ((n, table.specs[n]) for n in names if table.specs[n] != table.specs[names[0]] or n == names[0])
+        raise RelayoutError(
+            f"{a[0]} is {a[1].dtype} {list(a[1].shape)} but {b[0]} is {b[1].dtype} {list(b[1].shape)}; "
+            "the tensors of a family are alike: split it by ranges such as {l=3} and {m+3}"
+        )
+    if not specs:
+        return None
+    (spec,) = specs
+    return _Present(pattern, template, offsets, (*sizes, *spec.shape), spec.dtype, tuple(names))
+
+
+def _value(dim: Dim, env: Mapping[str, int]) -> int | None:
+    """The size of an index where the text or the caller gives it."""
+    if any(leaf.name and leaf.size is None and leaf.name not in env for leaf in dim.leaves):
+        return None
+    ((sized,),), _ = solve([((dim,), None)], {leaf.name: env[leaf.name] for leaf in dim.leaves if leaf.name in env})
+    return sized.n
+
+
+def _labels(patterns: Sequence[TensorPattern]) -> frozenset[str]:
+    """Names of tensors that stand as factors in another tensor's dims: they mark its parts and have size 1."""
+    labels: set[str] = set()
+    names = {p.label for p in patterns}
+    for p in patterns:
+        factors = {leaf.name for d in (*(i.dim for i in p.index), *(p.dims or ())) for leaf in d.leaves}
+        if p.label in factors:
+            raise RelayoutError(f"{p.label} is both a tensor and one of its factors: name the tensor with `as`")
+        labels |= factors & names
+    return frozenset(labels)
+
+
+def _dims(tensors: Sequence[_Present]) -> list[tuple[Dim, ...]]:
+    """Each tensor's dims, indices first. Where a statement gives none, the same unnamed ones for all."""
+    open_ = [p for p in tensors if p.pattern.dims is None]
+    rest = 0
+    if open_:
+        if len(open_) != len(tensors):
+            raise RelayoutError(f"give dims to all tensors or to none; {open_[0].pattern.name} has none")
+        ranks = {len(p.shape) - len(p.offsets) for p in open_ if p.shape is not None}
+        if len(ranks) != 1:
+            raise RelayoutError(
+                "the tensors have different numbers of dims; write them out" if ranks else "give the shape"
+            )
+        rest = ranks.pop()
+    extra = tuple(Dim(f"#{i}") for i in range(rest))
+    return [
+        (*(i.dim for i in p.pattern.index), *(extra if p.pattern.dims is None else p.pattern.dims)) for p in tensors
+    ]
+
+
+def _created(groups: Sequence[Sequence[Monomial]], statement: Statement) -> list[Cell]:
+    """The cells of whole tensors that the source does not have."""
+    return [
+        Cell(m.factors, tuple(d.size for d in m.digits), m.part(m.factors), None, (), statement.options)
+        for group in groups
+        for m in group
+    ]
+
+
+def _count(m: Monomial) -> int:
+    n = 1
+    for d in m.digits:
+        n *= d.size
+    return n
+
+
+def _claim(present: _Present, used: dict[str, str], statement: str) -> None:
+    for name in {present.pattern.name, *present.names}:
+        if name in used:
+            raise RelayoutError(f"{name} stands twice, here and in `{used[name]}`: tie copies with `=`")
+        used[name] = statement
