@@ -42,6 +42,10 @@ def checkout(tmp_path: Path) -> Path:
         "    yield Row('copy', 's', ours=3.0, peers={'numpy': 2.0}, limit=1.5, target_ratio=1.5)\n"
         "    yield Row('parse', 'us', ours=3.0 if quick else 4.0)\n"
     )
+    (bench / "threads.py").write_text(
+        '"""Counts."""\nimport threading\nfrom tangram.hardware.measure import Row\n'
+        "def rows(quick):\n    yield Row('threads', '', ours=threading.active_count())\n"
+    )
     (bench / "wrong.py").write_text('"""Raises."""\ndef rows(quick):\n    raise KeyError("ours")\n')
     return tmp_path
 
@@ -99,8 +103,8 @@ def test_doctor_compiles() -> None:
 
 def test_benches_are_listed_with_their_first_line(checkout: Path) -> None:
     answer = run("bench", "--json", folder=checkout)
-    assert json.loads(answer.stdout) == {"good": "Two figures.", "wrong": "Raises."}
-    assert "good   Two figures." in run("bench", folder=checkout).stdout
+    assert json.loads(answer.stdout) == {"good": "Two figures.", "threads": "Counts.", "wrong": "Raises."}
+    assert "good     Two figures." in run("bench", folder=checkout).stdout
 
 
 def test_a_bench_as_json_has_these_keys_and_no_others(checkout: Path) -> None:
@@ -129,9 +133,21 @@ def test_a_bench_as_table(checkout: Path) -> None:
     assert answer.stdout.splitlines()[2].split() == ["copy", "s", "3", "numpy", "2", "1.5", "2", "2.25", "no"]
 
 
+def test_nothing_runs_beside_a_bench_not_even_on_a_terminal(checkout: Path) -> None:
+    """A spinner that turns in a thread takes the interpreter from what is measured."""
+    ours, terminal = os.openpty()
+    command = [sys.executable, "-m", "tangram", "bench", "threads", "--json"]
+    answer = subprocess.run(command, cwd=checkout, stdout=subprocess.PIPE, stderr=terminal, text=True, check=True)
+    told = os.read(ours, 1000).decode()
+    os.close(ours)
+    os.close(terminal)
+    assert told.split() == ["threads:", "threads", "done"]
+    assert json.loads(answer.stdout)["rows"][0]["ours"] == 1
+
+
 def test_the_nearest_bench_is_named(checkout: Path) -> None:
     assert "did you mean 'good'?" in sentence(run("bench", "goood", folder=checkout))
-    assert "known benches: good, wrong" in sentence(run("bench", "xyz", folder=checkout))
+    assert "known benches: good, threads, wrong" in sentence(run("bench", "xyz", folder=checkout))
 
 
 def test_a_fault_of_ours_keeps_its_stack_trace(checkout: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tangram.cli.output import figure, print_json, print_table, progress
+from tangram.cli.output import figure, note, print_json, print_table
 from tangram.hardware.benches import Report, find_checkout, run, summaries
 
 __all__ = ["bench"]
@@ -25,8 +25,7 @@ def bench(
         else:
             print_table("Benches", ("name", "what it measures"), list(known.items()))
         return
-    with progress(f"bench {name}"):
-        report = run(checkout, name, quick)
+    report = run(checkout, name, quick, done=lambda row: note(f"{name}: {row.figure} done"))
     if json:
         print_json(report.as_json())
     else:

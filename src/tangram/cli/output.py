@@ -10,7 +10,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["figure", "print_json", "print_table", "progress"]
+__all__ = ["figure", "note", "print_json", "print_table", "progress"]
 
 _STYLES = {"ok": "green", "yes": "green", "missing": "yellow", "failed": "red", "no": "red"}
 
@@ -34,6 +34,15 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
 def progress(what: str) -> AbstractContextManager[Status]:
     """A spinner with a word on what goes on, on stderr and only if that is a terminal."""
     return Console(stderr=True).status(what)
+
+
+def note(what: str) -> None:
+    """A line on what has been done, on stderr and only if that is a terminal.
+
+    For benches: `progress` turns its spinner from a thread, which would take the interpreter from what is measured.
+    """
+    if sys.stderr.isatty():
+        print(what, file=sys.stderr)
 
 
 def figure(number: float | None) -> str:

@@ -67,10 +67,13 @@ def load(checkout: Path, name: str) -> Callable[[bool], Iterable[Row]]:
     return cast("Callable[[bool], Iterable[Row]]", module.rows)
 
 
-def run(checkout: Path, name: str, quick: bool = False) -> Report:
-    """Run one bench; `quick` asks it for fewer repeats and smaller sizes."""
-    rows = tuple(load(checkout, name)(quick))
+def run(checkout: Path, name: str, quick: bool, done: Callable[[Row], None]) -> Report:
+    """Run one bench; `quick` asks it for fewer repeats and smaller sizes; `done` is called between its figures."""
+    rows: list[Row] = []
+    for row in load(checkout, name)(quick):
+        rows.append(row)
+        done(row)
     # Imported after the figures were taken: machine needs torch, which a bench may want to measure the import of.
     from tangram.hardware.machine import describe, versions
 
-    return Report(name, describe(checkout).as_json(), versions(), rows)
+    return Report(name, describe(checkout).as_json(), versions(), tuple(rows))
