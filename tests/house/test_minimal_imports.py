@@ -25,7 +25,7 @@ class Blocker:
         top = name.partition(".")[0]
         if top in sys.stdlib_module_names or top in allowed:
             return None
-        raise ImportError(f"{top} is blocked")
+        raise ModuleNotFoundError(f"{top} is blocked", name=name)  # as if it were not installed: torch tries some
 
 sys.meta_path.insert(0, Blocker())
 importlib.import_module(module)
