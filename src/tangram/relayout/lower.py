@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from tangram.relayout.errors import RelayoutError
 from tangram.relayout.names import Family, TensorSpec
 
 Range = tuple[int, int]
+Grid = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ NOWHERE = View(Family("", ("",), (), TensorSpec(())), (), (), ())
 
 @lru_cache(1 << 12)
 def view(part: Part, region: Region, family: Family) -> View:
-    """How a part lies in buffers that hold `region`. Raises RelayoutError for a region that is no product over members."""
+    """How a part lies in buffers that hold `region`. Raises RelayoutError where members hold different regions."""
     n = family.family_dims
     leads = {box[:n] for box in region.boxes}
     if len(leads) > 1:
@@ -92,7 +94,7 @@ def _flattened(axes: Sequence[_Axis], shape: Sequence[int], runs: IntSet) -> _Ax
 
 @dataclass(frozen=True)
 class Block:
-    """A strided block of one buffer: `base` per buffer dim; per factor the buffer dim it moves along and its step there."""
+    """A strided block of a buffer: `base` per buffer dim; per factor the buffer dim it moves along and its step."""
 
     base: tuple[int, ...]
     dims: tuple[int, ...]
@@ -120,7 +122,7 @@ def _moved(block: Block, outer: Sequence[Range], inner: Sequence[Range]) -> Bloc
 
 
 def _blocks(axes: Sequence[_Axis], ranges: Sequence[Range]) -> Iterator[tuple[tuple[Range, ...], Block]]:
-    """Sub-ranges on which every buffer index is affine. Each factor moves along one dim, so dims are split on their own."""
+    """Sub-ranges on which every buffer index is affine. A factor moves along one dim, so dims split on their own."""
     per_axis = [_affine(axis, tuple(ranges[k] for k in axis.slots)) for axis in axes]
     for combo in itertools.product(*per_axis):
         inner = list(ranges)
@@ -169,16 +171,13 @@ def _regular(axis: _Axis, ranges: tuple[Range, ...]) -> tuple[int, tuple[int, ..
     """`(base, steps)` when the buffer index is affine in the factors though the block spans several runs, else None."""
     starts, before = (np.asarray(t, np.int64) for t in _table(axis.held))
 
-    def place(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def place(x: Grid) -> tuple[Grid, Grid]:
         run = np.searchsorted(starts, x, "right") - 1
         return run, before[run] + x - starts[run]
 
-    def grid(upto: int) -> np.ndarray:
-        x = np.full((1,) * upto, axis.const + sum(st * lo for st, (lo, _) in zip(axis.strides, ranges, strict=True)))
-        for i in range(upto):
-            lo, hi = ranges[i]
-            x = x + (np.arange(hi - lo) * axis.strides[i]).reshape([-1 if j == i else 1 for j in range(upto)])
-        return x
+    def grid(upto: int) -> Grid:
+        start = axis.const + sum(st * lo for st, (lo, _) in zip(axis.strides, ranges, strict=True))
+        return _plane(start, axis.strides[:upto], [hi - lo for lo, hi in ranges[:upto]])
 
     n = len(ranges)
     innermost = (ranges[-1][1] - ranges[-1][0] - 1) * axis.strides[-1]
@@ -188,17 +187,21 @@ def _regular(axis: _Axis, ranges: tuple[Range, ...]) -> tuple[int, tuple[int, ..
     if not whole:
         _, index = place(grid(n))
     steps = [_first_step(index, i) for i in range(index.ndim)]
-    straight = np.full((1,) * index.ndim, index.flat[0])
-    for i, step in enumerate(steps):
-        straight = straight + (np.arange(index.shape[i]) * step).reshape(
-            [-1 if j == i else 1 for j in range(index.ndim)]
-        )
+    straight = _plane(int(index.flat[0]), steps, index.shape)
     if not bool((straight == index).all()):
         return None
     return int(index.flat[0]), (*steps, axis.strides[-1]) if whole else tuple(steps)
 
 
-def _first_step(index: np.ndarray, i: int) -> int:
+def _plane(base: int, steps: Sequence[int], shape: Sequence[int]) -> Grid:
+    """`base + sum(step * index)` at every index of a grid."""
+    out: Grid = np.full((1,) * len(shape), base, np.int64)
+    for i, (step, n) in enumerate(zip(steps, shape, strict=True)):
+        out = out + (np.arange(n, dtype=np.int64) * step).reshape([-1 if j == i else 1 for j in range(len(shape))])
+    return out
+
+
+def _first_step(index: Grid, i: int) -> int:
     if index.shape[i] < 2:
         return 0
     return int(np.take(index, 1, axis=i).flat[0] - index.flat[0])

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from tangram.layout.syntax import Index, TensorPattern, Wild
@@ -82,7 +82,7 @@ def template_of(pattern: TensorPattern) -> tuple[tuple[str, ...], tuple[int, ...
             texts.append("")
         else:
             raise RelayoutError(f"{pattern.name}: the wild card {part} is not filled in")
-    for before, after in zip(texts, texts[1:], strict=False):
+    for before, after in itertools.pairwise(texts):
         if before[-1:].isdigit() or after[:1].isdigit() or "" in texts[1:-1]:
             raise RelayoutError(
                 f"{pattern.name}: an index beside a digit or another index cannot be read back from a name"
@@ -95,17 +95,17 @@ class NameTable:
     """The tensors of one side by name, with an index by skeleton."""
 
     specs: Mapping[str, TensorSpec]
-    _by_skeleton: dict[str, list[tuple[tuple[int, ...], str]]] = field(default_factory=dict)
+    _by_skeleton: Mapping[str, list[tuple[tuple[int, ...], str]]]
 
     @staticmethod
     def of(specs: Mapping[str, TensorSpec]) -> NameTable:
         """Index the names once."""
-        table = NameTable(specs)
+        by_skeleton: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         for name in specs:
             numbers = _NUMBER.findall(name)
             if all(str(int(x)) == x for x in numbers):
-                table._by_skeleton.setdefault(_NUMBER.sub("#", name), []).append((tuple(map(int, numbers)), name))
-        return table
+                by_skeleton.setdefault(_NUMBER.sub("#", name), []).append((tuple(map(int, numbers)), name))
+        return NameTable(specs, by_skeleton)
 
     def members(self, template: tuple[str, ...]) -> list[tuple[tuple[int, ...], str]]:
         """`[(numbers at the indices, name)]` of the names that fit a template."""

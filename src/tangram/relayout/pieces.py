@@ -41,11 +41,19 @@ class Holders(Protocol):
     """The source of a plan."""
 
     def find(self, part: Part, box: Box, near: Hashable) -> list[tuple[Piece, Box]]:
-        """Pieces of families with disjoint sub-boxes (over the cell's factors) of `box`; as near as possible to `near`."""
+        """Pieces of families with disjoint sub-boxes (over the cell's factors) of `box`, as near to `near` as can be."""
         ...
 
 
 # ---------------------------------------------------------------- layouts over a mesh
+
+
+@dataclass(frozen=True)
+class _Memo:
+    """What `Sharding.find` has worked out: owners along a dim, and regions at coordinates. Ranks ask the same."""
+
+    dims: dict[object, list[tuple[Coords, Box]]]
+    regions: dict[object, Region]
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,7 @@ class Sharding:
     mesh: Mesh
     layouts: Mapping[str, Layout]
     tensors: Tensors
-    _dims: dict[object, list[tuple[Coords, Box]]] = field(default_factory=dict, compare=False, repr=False)
-    _regions: dict[object, Region] = field(default_factory=dict, compare=False, repr=False)
+    _memo: _Memo = field(default_factory=lambda: _Memo({}, {}), compare=False, repr=False)
 
     def piece(self, tensor: str, rank: int) -> Piece:
         """What a rank holds of a family (or of a plain tensor)."""
@@ -87,21 +94,21 @@ class Sharding:
         return out
 
     def _dim(self, part: Part, i: int, sets: Box) -> list[tuple[Coords, Box]]:
-        """Who holds these factor values along one dim: `[(coordinates, sub-box)]`, a proved partition. Kept, as ranks repeat it."""
+        """Who holds these factor values along one dim: a proved partition. Kept, as ranks repeat it."""
         key = (part.tensor, i, part.dims[i], sets)
-        known = self._dims.get(key)
+        known = self._memo.dims.get(key)
         if known is None:
-            known = self._dims[key] = _owners_of(part.dims[i], self.layouts[part.tensor], i, sets, self.mesh)
+            known = self._memo.dims[key] = _owners_of(part.dims[i], self.layouts[part.tensor], i, sets, self.mesh)
         return known
 
     def _holder(self, tensor: str, coords: Coords, to: int) -> Piece:
         layout = self.layouts[tensor]
         rank = nearest_holder(layout, self.mesh, coords, to)
         key = (tensor, coords)
-        held = self._regions.get(key)
+        held = self._memo.regions.get(key)
         if held is None:
             lead = self.tensors.families[tensor].family_dims
-            held = self._regions[key] = region_at(layout, self.mesh, self.mesh.coords(rank), lead)
+            held = self._memo.regions[key] = region_at(layout, self.mesh, self.mesh.coords(rank), lead)
         return Piece(rank, tensor, held)
 
     def _flat(self, part: Part, coords: Coords, box: Box, to: int) -> list[tuple[Piece, Box]]:
@@ -169,7 +176,7 @@ def _wild_regex(key: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class PieceIndex:
-    """Explicit pieces, found through an index over their hulls dim by dim, so that a grid of shards is searched as a grid."""
+    """Explicit pieces, found through an index over their hulls, dim by dim: a grid of shards is searched as a grid."""
 
     pieces: Sequence[Piece]
     tensors: Tensors
@@ -190,7 +197,7 @@ class PieceIndex:
         return {name: _node(pieces, 0) for name, pieces in lifted.items()}
 
     def find(self, part: Part, box: Box, near: Hashable) -> list[tuple[Piece, Box]]:
-        """`Holders.find`. Pieces at `near` come first, then in the order given; each element from the first that has it."""
+        """`Holders.find`. Pieces at `near` come first, then in the order given; an element is from the first."""
         root = self._by_tensor.get(part.tensor)
         wanted = part.indices(box)
         if root is None or not all(wanted):
@@ -215,7 +222,7 @@ class PieceIndex:
 
 @dataclass(frozen=True)
 class _Node:
-    """Pieces by their hull along one dim: distinct hulls by start, the running maximum of stops, and what is below each."""
+    """Pieces by their hull along one dim: distinct hulls by start, the running maximum of stops, what is below."""
 
     starts: list[int]
     tops: list[int]
