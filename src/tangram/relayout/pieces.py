@@ -41,7 +41,7 @@ class Holders(Protocol):
     """The source of a plan."""
 
     def find(self, part: Part, box: Box, near: Hashable) -> list[tuple[Piece, Box]]:
-        """Pieces of families with disjoint sub-boxes (over the cell's factors) of `box`, as near to `near` as can be."""
+        """Pieces of families with disjoint sub-boxes (over the cell's factors) of `box`, those at `near` first."""
         ...
 
 
@@ -104,7 +104,7 @@ class Sharding:
     def _holder(self, tensor: str, coords: Coords, to: int) -> Piece:
         layout = self.layouts[tensor]
         rank = nearest_holder(layout, self.mesh, coords, to)
-        key = (tensor, coords)
+        key = (tensor, coords if len(coords) == len(layout.axes) else rank)  # an open axis may cut the rest of a sum
         held = self._memo.regions.get(key)
         if held is None:
             lead = self.tensors.families[tensor].family_dims
