@@ -45,7 +45,10 @@ def make_config(preset: str, changes: Mapping[str, Any]) -> PreTrainedConfig:
         if not hasattr(default, name):
             fields_of = list(default.to_dict())
             raise UserError(f'a {model_type} model has no field "{name}"{did_you_mean(name, fields_of)}')
-    return AutoConfig.for_model(model_type, **{**fields, **changes})
+    try:
+        return AutoConfig.for_model(model_type, **{**fields, **changes})
+    except Exception as error:  # noqa: BLE001  each class checks its fields in its own way, with errors of its own
+        raise UserError(f"a {model_type} model cannot have these fields: {error.__cause__ or error}") from error
 
 
 def did_you_mean(word: str, known: Any) -> str:

@@ -1,0 +1,48 @@
+"""What the ranks of the launcher's tests run."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tangram.errors import UserError
+from tangram.training.launch import Rank
+
+
+def add_up(rank: Rank, payload: int) -> int:
+    """Talk to the others, to the parent, and return a result."""
+    rank.emit(f"rank {rank.index} is here")
+    value = torch.tensor(payload + rank.index)
+    dist.all_reduce(value)
+    return int(value)
+
+
+def fail(rank: Rank, how: str) -> None:
+    """Rank 1 fails; the others wait for it in a collective."""
+    if rank.index == 1:
+        if how == "raise":
+            raise ValueError("the disk is on fire\nand more lines")
+        if how == "user":
+            raise UserError("mend your plan")
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hang(rank: Rank, payload: Path) -> None:
+    """Rank 1 fails while the others look at no collective and no signal."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dist.barrier()
+    if rank.index == 1:
+        raise ValueError("first")
+    time.sleep(600)
+
+
+def wait_for_ever(rank: Rank, payload: None) -> None:
+    """Until somebody ends this process."""
+    rank.emit("waiting")
+    time.sleep(600)

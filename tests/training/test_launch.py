@@ -1,0 +1,66 @@
+"""Ranks start, talk and end together; whatever ends one ends all, soon, with its name."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tangram.errors import UserError
+from tangram.training.launch import RankError, run_ranks
+from tests.training.launch_tasks import add_up, fail, hang
+
+SOON = 30.0  # seconds, of which nearly all is the start of two processes on a busy machine
+
+
+def test_results_in_rank_order_and_events() -> None:
+    events: list[object] = []
+    assert run_ranks(add_up, 10, world=2, on_event=events.append, device="cpu") == [21, 21]
+    assert sorted(map(str, events)) == ["rank 0 is here", "rank 1 is here"]
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "rank 1 of 2 ended the job: ValueError: the disk is on fire"),
+        ("exit", "rank 1 of 2 ended the job: exited with code 7 without an error message"),
+        ("kill", "rank 1 of 2 ended the job: killed by signal 9"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_job(how: str, message: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(fail, how, world=2, on_event=print, device="cpu")
+    assert str(caught.value) == message
+    assert ("and more lines" in caught.value.details) == (how == "raise")
+    assert time.monotonic() - started < SOON
+    assert not multiprocessing.active_children()
+
+
+def test_a_users_mistake_on_a_rank_stays_one() -> None:
+    with pytest.raises(UserError, match=r"^mend your plan$"):
+        run_ranks(fail, "user", world=2, on_event=print, device="cpu")
+
+
+def test_a_rank_that_will_not_stop_is_killed(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 of 2 ended the job: ValueError: first"):
+        run_ranks(hang, tmp_path, world=2, on_event=print, device="cpu")
+    assert time.monotonic() - started < SOON
+    assert not multiprocessing.active_children()
+
+
+def test_a_killed_parent_leaves_no_orphan() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "tests.training.orphans"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as parent:
+        assert parent.stdout is not None
+        assert [parent.stdout.readline() for _ in range(2)] == ["waiting\n"] * 2
+        parent.kill()
+        # The ranks hold the other end of this pipe: it ends when the last of them has ended.
+        output, _ = parent.communicate(timeout=10)
+        assert output == ""

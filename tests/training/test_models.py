@@ -1,0 +1,55 @@
+"""Initial weights depend on names and the seed only; a configuration with a wrong word is refused."""
+
+import pytest
+import torch
+
+from tangram.errors import UserError
+from tangram.models.build import build_on_meta, initial_tensors, make_config, presets
+
+SMALL = {"vocab_size": 11, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 1}
+
+
+def test_every_preset_builds_without_memory_and_has_its_size() -> None:
+    sizes = {}
+    for name in presets():
+        model = build_on_meta(make_config(name, {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}))
+        assert all(parameter.is_meta for parameter in model.parameters())
+        sizes[name] = sum(parameter.numel() for parameter in model.parameters())
+    assert sizes == {"qwen3-1m": 1_247_488, "qwen3-2m": 1_820_992}
+
+
+def test_initial_tensors_depend_on_the_seed_and_nothing_else() -> None:
+    config = make_config("qwen3-1m", SMALL)
+    before = torch.random.get_rng_state()
+    first = {name: tensor.clone() for name, tensor in initial_tensors(config, 7)}
+    assert torch.equal(before, torch.random.get_rng_state())
+    torch.rand(3)
+    again = dict(initial_tensors(config, 7))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    model = build_on_meta(config)
+    assert first.keys() == dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
+    other = dict(initial_tensors(config, 8))
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+    layers = [first[f"model.layers.{layer}.mlp.up_proj.weight"] for layer in range(2)]
+    assert not torch.equal(*layers)
+
+
+def test_a_tensor_that_nothing_initialises_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config("qwen3-1m", SMALL)
+    monkeypatch.setattr(type(build_on_meta(config)), "_init_weights", lambda self, module: None)
+    with pytest.raises(RuntimeError, match=r"leaves model\.embed_tokens\.weight without an initial value"):
+        list(initial_tensors(config, 0))
+
+
+@pytest.mark.parametrize(
+    ("preset", "change", "message"),
+    [
+        ("qwen3-1n", {}, 'no model preset "qwen3-1n"; did you mean "qwen3-1m"'),
+        ("zzz", {}, "known are qwen3-1m, qwen3-2m"),
+        ("qwen3-1m", {"hiden_size": 3}, 'no field "hiden_size"; did you mean "hidden_size"'),
+        ("qwen3-1m", {"hidden_size": "wide"}, "hidden_size"),
+    ],
+)
+def test_a_wrong_word_is_refused(preset: str, change: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_config(preset, change)
