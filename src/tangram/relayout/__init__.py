@@ -11,7 +11,7 @@ from tangram.relayout.bind import Bound, Tensors, bind
 from tangram.relayout.codecs import CODECS, Codec
 from tangram.relayout.errors import CoverageError, NotInvertibleError, RelayoutError
 from tangram.relayout.execute import execute
-from tangram.relayout.inverse import inverse
+from tangram.relayout.inverse import inverse, invert
 from tangram.relayout.names import TensorSpec
 from tangram.relayout.pieces import Holders, Piece, PieceIndex, Sharding, shard
 from tangram.relayout.plan import Check, Copy, Plan, plan
@@ -35,6 +35,7 @@ __all__ = [
     "bind",
     "execute",
     "inverse",
+    "invert",
     "plan",
     "shard",
 ]

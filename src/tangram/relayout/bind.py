@@ -92,7 +92,7 @@ class Bound:
     """A mapping whose every size is known.
 
     `cells` by target family; `dropped` are source elements that go nowhere, `(tensor, how many)`; `sizes` the solved
-    factors of each statement.
+    factors of each statement, `known` those that were given.
     """
 
     mapping: MappingText
@@ -101,6 +101,7 @@ class Bound:
     cells: Mapping[str, tuple[Cell, ...]]
     dropped: tuple[tuple[str, int], ...]
     sizes: tuple[Mapping[str, int], ...]
+    known: Mapping[str, int]
     codecs: Mapping[str, Codec]
 
 
@@ -111,20 +112,22 @@ def bind(
     *,
     codecs: Mapping[str, Codec] = CODECS,
     partial: bool = False,
-    **sizes: int,
+    sizes: Mapping[str, int] | None = None,
+    **more: int,
 ) -> Bound:
     """Give a mapping its tensors.
 
     `source` and `target` are the global shapes and dtypes by real name, or by the name of a family's pattern with its
     indices as leading dims. Without `target`, its shapes follow from the source. `sizes` are factors that the shapes
-    leave open, such as `g=8`. `partial` permits source tensors that no statement names.
+    leave open; they may be given as keywords, such as `g=8`. `partial` permits source tensors that no statement names.
 
     Raises RelayoutError or LayoutError, naming the statement and what is wrong with it.
     """
     text = MappingText.parse(mapping) if isinstance(mapping, str) else mapping
+    known = {**(sizes or {}), **more}
     tables = NameTable.of(source), None if target is None else NameTable.of(target)
     text = MappingText(tuple(fill_wilds(text.statements, *tables)))
-    binder = _Binder(*tables, sizes, codecs, {}, {}, {}, [], [], {}, {})
+    binder = _Binder(*tables, known, codecs, {}, {}, {}, [], [], {}, {})
     for statement in text.statements:
         binder.add(statement)
     _refuse_unused("source", source, binder.used_source, "say where it goes, or drop it with `-> _`", partial)
@@ -137,6 +140,7 @@ def bind(
         {name: tuple(cells) for name, cells in binder.cells.items()},
         tuple(binder.dropped),
         tuple(binder.solved),
+        known,
         codecs,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from tangram.layout.syntax import Mapping as MappingText
 from tangram.layout.syntax import Option, Side, Statement
+from tangram.relayout.bind import Bound, bind
 from tangram.relayout.codecs import CODECS, FILL, Codec
 from tangram.relayout.errors import NotInvertibleError, RelayoutError
 
@@ -23,6 +24,12 @@ def inverse(mapping: str | MappingText, *, lossy: bool = False, codecs: Mapping[
     """
     text = MappingText.parse(mapping) if isinstance(mapping, str) else mapping
     return MappingText(tuple(_backwards(s, lossy, codecs) for s in text.statements))
+
+
+def invert(bound: Bound, *, lossy: bool = False) -> Bound:
+    """The bound way back: from the target's tensors to the source's. Raises as `inverse` does."""
+    text = inverse(bound.mapping, lossy=lossy, codecs=bound.codecs)
+    return bind(text, bound.target.specs, bound.source.specs, codecs=bound.codecs, sizes=bound.known)
 
 
 def _backwards(statement: Statement, lossy: bool, codecs: Mapping[str, Codec]) -> Statement:

@@ -1,0 +1,138 @@
+"""Optimiser states, and whatever else goes with a parameter, follow it by a declared spec, never by guessing.
+
+A spec (`state_specs`) says how a state is made of its parameter's elements. From that and the parameter's statement
+follows the state's own statement (`state_rules`), and from the parameter's layout the state's; or that there is none:
+the column state of a fused tensor is not a function of its parts' column states, and is refused with that reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tangram.layout import Layout, Mesh
+from tangram.layout import Mapping as MappingText
+from tangram.layout.syntax import REST, VOID, Dim
+from tangram.relayout.bind import Specs, Tensors, bind
+from tangram.relayout.errors import RelayoutError
+from tangram.relayout.names import NameTable
+from tangram.relayout.state_rules import Job, derived, flattened
+from tangram.relayout.state_specs import (
+    ADAFACTOR,
+    ADAFACTOR_HF,
+    ADAM_4BIT,
+    ADAM_8BIT,
+    ADAMW,
+    COLUMN,
+    MUON,
+    ROW,
+    ROWWISE_8BIT,
+    SAME,
+    SHARED,
+    States,
+    StateSpec,
+)
+
+__all__ = [
+    "ADAFACTOR",
+    "ADAFACTOR_HF",
+    "ADAMW",
+    "ADAM_4BIT",
+    "ADAM_8BIT",
+    "COLUMN",
+    "MUON",
+    "ROW",
+    "ROWWISE_8BIT",
+    "SAME",
+    "SHARED",
+    "StateSpec",
+    "States",
+    "state_layout",
+    "state_layouts",
+    "with_states",
+]
+
+
+def with_states(
+    mapping: str | MappingText, specs: Specs, states: States, *, name: str = "{param}.{state}", **sizes: int
+) -> MappingText:
+    """The mapping with statements for the parameters' states added, ready for `bind`.
+
+    `specs` has the source's parameters and states; a state belongs to a parameter when its name is `name` with both
+    filled in. `sizes` as in `bind`. Parameters without a state of some kind are left without. Raises RelayoutError for a
+    state that does not follow from the mapping, with the reason.
+    """
+    is_state = {_state_name(name, p, s) for p in specs for s in states} & specs.keys()
+    params = {p: spec for p, spec in specs.items() if p not in is_state}
+    bound = bind(mapping, params, partial=True, sizes=sizes)
+    table = NameTable.of(specs)
+    out = list(bound.mapping.statements)
+    for statement, known in zip(bound.mapping.statements, bound.sizes, strict=True):
+        if statement.source:
+            out += derived(Job(statement, known, states, name, table))
+    return MappingText(tuple(out))
+
+
+def _state_name(template: str, param: str, state: str) -> str:
+    return template.replace("{param}", param).replace("{state}", state)
+
+
+# ---------------------------------------------------------------- layouts of states
+
+
+def state_layout(base: Layout, mesh: Mesh, spec: StateSpec, family_dims: int = 0) -> Layout:
+    """The layout of a state whose parameter lies as `base` (bound): each rank gets the values of what it holds.
+
+    Raises RelayoutError where a cut goes through a block, or through a bracket whose factors a block takes apart.
+    """
+    lead, dims = base.dims[:family_dims], base.dims[family_dims:]
+    if spec.kind == "same":
+        return base
+    if base.flat:
+        raise RelayoutError(f"{base}: a flat cut leaves nothing that a {spec.kind} state could follow")
+    if spec.kind == "shared":
+        return Layout((*lead, Dim(REST)), at=base.at)
+    if spec.kind == "reduced":
+        at = {d + len(dims) if d < 0 else d for d in spec.dims}
+        kept = [Dim("", 1) if i in at else d for i, d in enumerate(dims) if spec.keepdim or i not in at]
+        return Layout((*lead, *kept), at=base.at)
+    return Layout((*lead, *flattened(_outside_blocks(base, dims, mesh, spec.block))), at=base.at)
+
+
+def _outside_blocks(base: Layout, dims: Sequence[Dim], mesh: Mesh, block: int) -> tuple[Dim, ...]:
+    """`_split_block` on cut dims: a cut must fall between blocks."""
+    rest = list(dims)
+    while rest and block > 1:
+        last = rest.pop()
+        if last.terms and not last.cuts and len(last.terms) == 1:
+            rest += last.terms[0]
+        elif not last.cuts and last.n and block % last.n == 0:
+            block //= last.n
+        elif last.n and last.n % block == 0 and not last.terms and _aligned(last, mesh, block):
+            rest.append(Dim(VOID, last.n // block, cuts=last.cuts))
+            break
+        else:
+            raise RelayoutError(f"{base}: the cut of {last} goes through blocks of the state")
+    return tuple(rest)
+
+
+def _aligned(dim: Dim, mesh: Mesh, block: int) -> bool:
+    """Whether every cut of a factor falls between blocks."""
+    n = dim.n
+    for cut in dim.cuts:
+        k = mesh.axis(cut.axis)[0]
+        n = -(-n // k)
+        if k > 1 and (cut.map or n % block):
+            return False
+    return True
+
+
+def state_layouts(
+    layouts: Mapping[str, Layout], mesh: Mesh, tensors: Tensors, states: States, name: str = "{param}.{state}"
+) -> dict[str, Layout]:
+    """Layouts for the states in `tensors` of the parameters in `layouts` (bound, by family name): for `shard`."""
+    return {
+        key: state_layout(base, mesh, spec, tensors.families[key].family_dims)
+        for param, base in layouts.items()
+        for state, spec in states.items()
+        if (key := _state_name(name, param, state)) in tensors.families
+    }
