@@ -146,7 +146,7 @@ def owners(layout: Layout, mesh: Mesh, wanted: Region, family_dims: int = 0) -> 
     for box in wanted.boxes:
         per_dim = [dim_owners(dim, s, mesh) for dim, s in zip(layout.dims, box, strict=True)]
         for combo in itertools.product(*per_dim):
-            coords = tuple(sorted(itertools.chain.from_iterable([c for c, _ in combo])))
+            coords = tuple(sorted([pair for c, _ in combo for pair in c]))
             sub = tuple([s for _, s in combo])
             for more, part in flat_owners(layout, mesh, coords, sub, family_dims):
                 out.setdefault(more, []).append(part)
@@ -167,7 +167,10 @@ def nearest_holder(layout: Layout, mesh: Mesh, coords: Coords, to: int) -> int:
 
 
 def dim_owners(dim: Dim, s: IntSet, mesh: Mesh) -> list[tuple[Coords, IntSet]]:
-    """`[(coordinates, part of s)]` over the axes that cut this dim: who holds the set `s` of its indices."""
+    """`[(coordinates, part of s)]` over the axes that cut this dim: who holds the set `s` of its indices.
+
+    The coordinates of one answer stand in any order: callers join those of several dims and sort once.
+    """
     if not s:
         return []
     found = _bracket_owners(dim, s, mesh) if dim.terms else [((), s)]
@@ -181,22 +184,26 @@ def dim_owners(dim: Dim, s: IntSet, mesh: Mesh) -> list[tuple[Coords, IntSet]]:
             for coords, part in found
             for full, sub in _spread(coords, part, dim.inner_axes, mesh)
         ]
-    for cut in dim.cuts:
+    return _through_cuts(dim.cuts, state, mesh)
+
+
+def _through_cuts(
+    cuts: Sequence[Cut], state: Sequence[tuple[Coords, IntSet, IntSet]], mesh: Mesh
+) -> list[tuple[Coords, IntSet]]:
+    """Follow sets through cuts: `state` has, for coordinates, what is asked for and what is held before the cuts."""
+    for at, cut in enumerate(cuts):
         k = mesh.axis(cut.axis)[0]
         row = MAPS[cut.map]
+        more = at + 1 < len(cuts)
         after: list[tuple[Coords, IntSet, IntSet]] = []
         for coords, sub, have in state:
             n = intervals.size(have)
             args = check_cut(cut, n, k)
             for i, positions in row.who(n, k, intervals.rank(have, sub), args):
-                mine = intervals.take(have, row.holds(n, k, i, args))
-                after.append((_with(coords, cut.axis, i), intervals.take(have, positions), mine))
+                held_next = intervals.take(have, row.holds(n, k, i, args)) if more else ()
+                after.append(((*coords, (cut.axis, i)), intervals.take(have, positions), held_next))
         state = after
     return [(coords, sub) for coords, sub, _ in state]
-
-
-def _with(coords: Coords, axis: str, i: int) -> Coords:
-    return tuple(sorted({**dict(coords), axis: i}.items())) if coords else ((axis, i),)
 
 
 def _bracket_owners(dim: Dim, s: IntSet, mesh: Mesh) -> list[tuple[Coords, IntSet]]:
@@ -211,7 +218,7 @@ def _bracket_owners(dim: Dim, s: IntSet, mesh: Mesh) -> list[tuple[Coords, IntSe
         part = intervals.shift(intervals.intersect(s, intervals.span(base, base + n)), -base)
         for box in _factor_boxes(part, sizes):
             for combo in itertools.product(*[dim_owners(x, y, mesh) for x, y in zip(term, box, strict=True)]):
-                coords = tuple(sorted(itertools.chain.from_iterable([c for c, _ in combo])))
+                coords = tuple([pair for c, _ in combo for pair in c])
                 sub = intervals.product([y for _, y in combo], sizes)
                 out.setdefault(coords, []).extend(intervals.shift(sub, base))
         base += n
@@ -232,7 +239,7 @@ def _spread(coords: Coords, s: IntSet, axes: Sequence[str], mesh: Mesh) -> Itera
     """The same set at every coordinate of the axes that `coords` leaves open: the bracket depends on them all."""
     open_ = [a for a in axes if a not in dict(coords)]
     for more in itertools.product(*[[(a, i) for i in range(mesh.axis(a)[0])] for a in open_]):
-        yield tuple(sorted((*coords, *more))), s
+        yield (*coords, *more), s
 
 
 def flat_owners(layout: Layout, mesh: Mesh, coords: Coords, sub: Box, family_dims: int) -> Iterator[tuple[Coords, Box]]:
@@ -248,23 +255,8 @@ def flat_owners(layout: Layout, mesh: Mesh, coords: Coords, sub: Box, family_dim
         [intervals.rank(have, want) for have, want in zip(local, rest, strict=True)],
         [intervals.size(have) for have in local],
     )
-    state: list[tuple[Coords, IntSet, IntSet]] = [(coords, places, intervals.span(0, n))]
-    for cut in layout.flat:
-        k = mesh.axis(cut.axis)[0]
-        row = MAPS[cut.map]
-        state = [
-            (
-                _with(at_, cut.axis, i),
-                intervals.take(have, positions),
-                intervals.take(have, row.holds(intervals.size(have), k, i, check_cut(cut, intervals.size(have), k))),
-            )
-            for at_, want, have in state
-            for i, positions in row.who(
-                intervals.size(have), k, intervals.rank(have, want), check_cut(cut, intervals.size(have), k)
-            )
-        ]
-    for at_, want, _ in state:
+    for at_, want in _through_cuts(layout.flat, [(coords, places, intervals.span(0, n))], mesh):
         for box in flat_boxes(local, want):
             part = box_intersect(box, rest)
             if part is not None:
-                yield at_, (*lead, *part)
+                yield tuple(sorted(at_)), (*lead, *part)

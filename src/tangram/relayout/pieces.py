@@ -82,7 +82,7 @@ class Sharding:
         per_dim = [self._dim(part, i, tuple([box[k] for k in part.slots[i]])) for i in range(len(part.dims))]
         out: list[tuple[Piece, Box]] = []
         for combo in itertools.product(*per_dim):
-            coords = tuple(sorted(itertools.chain.from_iterable([c for c, _ in combo])))
+            coords = tuple(sorted([pair for c, _ in combo for pair in c]))
             values: list[IntSet] = list(box)
             for slots, (_, sets) in zip(part.slots, combo, strict=True):
                 for slot, s in zip(slots, sets, strict=True):
@@ -114,6 +114,10 @@ class Sharding:
     def _flat(self, part: Part, coords: Coords, box: Box, to: int) -> list[tuple[Piece, Box]]:
         layout, lead = self.layouts[part.tensor], self.tensors.families[part.tensor].family_dims
         out: list[tuple[Piece, Box]] = []
+        known = dict(coords)
+        if any(axis not in known for dim in layout.dims for axis in dim.axes):  # everybody's part of a cut sum
+            at = self.mesh.coords(nearest_holder(layout, self.mesh, coords, to))
+            coords = tuple(sorted((axis, at[axis]) for axis in frozenset().union(*(d.axes for d in layout.dims))))
         for more, held in flat_owners(layout, self.mesh, coords, part.indices(box), lead):
             for found in part.boxes(held):
                 common = box_intersect(found, box)

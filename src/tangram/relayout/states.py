@@ -58,7 +58,7 @@ def with_states(
     """The mapping with statements for the parameters' states added, ready for `bind`.
 
     `specs` has the source's parameters and states; a state belongs to a parameter when its name is `name` with both
-    filled in. `sizes` as in `bind`. Parameters without a state of some kind are left without. Raises RelayoutError for a
+    filled in. `sizes` as in `bind`. Parameters without a state of some kind stay without. Raises RelayoutError for a
     state that does not follow from the mapping, with the reason.
     """
     is_state = {_state_name(name, p, s) for p in specs for s in states} & specs.keys()
