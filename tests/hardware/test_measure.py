@@ -67,6 +67,11 @@ def test_a_target_given_as_a_multiple_is_printed_in_the_unit(ours: float, limit:
     assert row.met is (ours <= times * limit)
 
 
+def test_just_there_is_met_and_just_short_is_not() -> None:
+    assert [Row("f", "s", ours, target=1).met for ours in (0.999, 1, 1.001)] == [True, True, False]
+    assert [Row("f", "1/s", ours, target=1, better="higher").met for ours in (0.999, 1, 1.001)] == [False, True, True]
+
+
 def test_no_target_is_not_a_target_missed() -> None:
     assert Row("f", "s", 3).met is None
     assert Row("f", "s", 3, target=2).met is False
