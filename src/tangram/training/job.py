@@ -20,7 +20,7 @@ from tangram.layout import Mesh
 from tangram.models.build import build_on_meta, initial_tensors, make_config
 from tangram.training import data, loop, state
 from tangram.training.export import export, logits_difference
-from tangram.training.launch import Rank, RankError, run_ranks
+from tangram.training.launch import Rank, RankError, computing_as_a_rank, run_ranks
 from tangram.training.parallelise import materialise, parallelise, shard_dims
 from tangram.training.plan import AXIS, Plan
 from tangram.training.progress import Note
@@ -91,13 +91,15 @@ def run_job(plan: Plan, out: Path, on_event: Callable[[object], None]) -> TrainR
     on_event(Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {trained.seconds:.0f} s"))
     on_event(Note(f"held out   loss {before:.6f} on {plan.ranks} rank(s); unigram entropy {entropy:.4f}"))
 
-    model = load_in_one_process(plan, config, checkpoint)
-    after, relative = prove_same_loss(model, plan, held_out, before)
+    with computing_as_a_rank(plan.ranks):
+        model = load_in_one_process(plan, config, checkpoint)
+        after, relative = prove_same_loss(model, plan, held_out, before)
     on_event(
         Note(f"reloaded   loss {after:.6f} in one process; relative difference {relative:.1e}, at most {SAME_LOSS}")
     )
-    export(model, folder)
-    difference = prove_same_logits(model, plan, held_out, folder)
+    with computing_as_a_rank(plan.ranks):
+        export(model, folder)
+        difference = prove_same_logits(model, plan, held_out, folder)
     on_event(
         Note(f"exported   {folder}; loaded by transformers, logits differ by {difference:.1e}, at most {SAME_LOGITS}")
     )

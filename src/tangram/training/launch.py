@@ -11,14 +11,16 @@ Trade-off: this launcher serves one machine. More machines are started by torchr
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -87,6 +89,26 @@ def pick_device(choice: str, local_rank: int, world: int) -> torch.device:
             'device(s): set device = "cpu" in [run], or take a smaller mesh'
         )
     return torch.device(accelerator.type, local_rank)
+
+
+def threads_of_a_rank(world: int) -> int:
+    """The ranks share the cores of this machine."""
+    return max(1, (os.cpu_count() or 1) // world)
+
+
+@contextlib.contextmanager
+def computing_as_a_rank(world: int) -> Generator[None]:
+    """Give this process the threads of one rank for a while.
+
+    It then adds up in the order a rank does; and on a machine that others use too, more threads than free cores wait
+    for each other so long that one of them alone is several times faster.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_of_a_rank(world))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass
@@ -158,7 +180,7 @@ def run_ranks(
     """
     pick_device(device, 0, world)  # a mesh that does not fit is refused before anything starts
     context = multiprocessing.get_context("spawn")
-    threads = max(1, (os.cpu_count() or 1) // world)
+    threads = threads_of_a_rank(world)
     with tempfile.TemporaryDirectory(prefix="tangram-") as meeting:
         job = _Job[Result](processes=[], lines={})
         try:
@@ -166,7 +188,8 @@ def run_ranks(
                 receiver, sender = context.Pipe(duplex=False)
                 arguments = (task, payload, index, world, device, threads, Path(meeting, "store"), sender)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
-                process.start()
+                with _interrupts_held_back():
+                    process.start()
                 sender.close()  # the rank holds the only other end, so its death ends the pipe
                 job.processes.append(process)
                 job.lines[receiver] = index
@@ -176,6 +199,17 @@ def run_ranks(
         finally:
             job.stop()
     return [job.results[index] for index in range(world)]
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Generator[None]:
+    """A process started here never sees Ctrl-C, from its first instruction on: the parent does, and ends it."""
+    resource_tracker.ensure_running()  # started any later, it would undo the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: int) -> None:
