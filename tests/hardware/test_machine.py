@@ -24,6 +24,7 @@ def test_the_tightest_group_of_version_2_counts(tmp_path: Path) -> None:
         {
             "pod/cpu.max": "150000 100000\n",
             "pod/memory.max": "4096\n",
+            "memory.max": "8192\n",
             "pod/box/cpu.max": "max 100000\n",
             "pod/box/memory.max": "max\n",
             "other/cpu.max": "1 100000\n",
@@ -45,6 +46,12 @@ def test_groups_of_version_1(tmp_path: Path) -> None:
     )
     own = tree(tmp_path, {"own": "4:memory:/box\n3:cpu,cpuacct:/box\n"}) / "own"
     assert limits(root, own) == Limits(0.5, 1000)
+
+
+def test_no_limit_in_version_1_is_a_large_number(tmp_path: Path) -> None:
+    root = tree(tmp_path / "fs", {"memory/memory.limit_in_bytes": "9223372036854771712"})
+    own = tree(tmp_path, {"own": "4:memory:/\n"}) / "own"
+    assert limits(root, own) == Limits(None, None)
 
 
 def test_no_groups_no_limits(tmp_path: Path) -> None:

@@ -107,6 +107,12 @@ def test_benches_are_listed_with_their_first_line(checkout: Path) -> None:
     assert "good     Two figures." in run("bench", folder=checkout).stdout
 
 
+def test_a_bench_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "theirs.py").write_text('"""Theirs."""\n')
+    assert "theirs" not in run("bench", folder=tmp_path).stdout
+
+
 def test_a_bench_as_json_has_these_keys_and_no_others(checkout: Path) -> None:
     inner = checkout / "src" / "tangram"
     answer = run("bench", "good", "--json", folder=inner)
