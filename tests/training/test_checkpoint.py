@@ -21,12 +21,14 @@ from tangram.training.plan import Plan
 from tests.training.conftest import Warm
 from tests.training.small import SMALL_MODEL, small_plan
 
+CPU = torch.device("cpu")
+
 
 def fresh(plan: Plan) -> tuple[PreTrainedModel, AdamW]:
     """A whole model and optimiser in this process, with other weights than any checkpoint has."""
     config = job.model_config(plan)
     model = build_on_meta(config)
-    materialise(model, torch.device("cpu"), initial_tensors(config, plan.seed + 1))
+    materialise(model, CPU, initial_tensors(config, plan.seed + 1))
     optimiser = loop.make_adamw(model, plan.optimiser)
     state.empty_adamw_states(optimiser)
     return model, optimiser
@@ -52,7 +54,7 @@ def test_the_same_bits_as_torchs_own_loader(warm: Warm, tied: bool) -> None:
 def test_the_same_held_out_loss_in_one_process(warm: Warm, tied: bool) -> None:
     plan, path = (warm.tied, warm.tied_checkpoint) if tied else (warm.plan, warm.checkpoint)
     before = warm.measured[0].tied_held_out if tied else warm.measured[0].held_out
-    model = job.load_in_one_process(plan, job.model_config(plan), path)
+    model = job.load_in_one_process(plan, job.model_config(plan), path, CPU)
     _, held_out = data.read_corpus(plan.data)
     _, relative = job.prove_same_loss(model, plan, held_out, before)
     assert relative <= 1e-6
@@ -88,7 +90,7 @@ def swap_shards(metadata: Metadata) -> None:
 
 def test_swapped_shards_are_found_by_the_loss(warm: Warm, tmp_path: Path) -> None:
     path = rewrite(warm.checkpoint, tmp_path / "swapped", swap_shards)
-    model = job.load_in_one_process(warm.plan, job.model_config(warm.plan), path)
+    model = job.load_in_one_process(warm.plan, job.model_config(warm.plan), path, CPU)
     _, held_out = data.read_corpus(warm.plan.data)
     with pytest.raises(job.ProofError, match="held-out loss"):
         job.prove_same_loss(model, warm.plan, held_out, warm.measured[0].held_out)

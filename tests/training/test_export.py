@@ -9,11 +9,13 @@ from tangram.training import data, job
 from tangram.training.export import export
 from tests.training.conftest import Warm
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "tied"])
 def exported(request: pytest.FixtureRequest, warm: Warm, tmp_path_factory: pytest.TempPathFactory):
     plan, path = (warm.tied, warm.tied_checkpoint) if request.param else (warm.plan, warm.checkpoint)
-    model = job.load_in_one_process(plan, job.model_config(plan), path)
+    model = job.load_in_one_process(plan, job.model_config(plan), path, CPU)
     folder = tmp_path_factory.mktemp("export")
     export(model, folder)
     return plan, model, folder

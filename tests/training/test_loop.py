@@ -12,12 +12,14 @@ from tangram.training.plan import Plan
 from tangram.training.progress import StepDone
 from tests.training.conftest import Warm
 
+CPU = torch.device("cpu")
+
 
 def plain_loop(plan: Plan) -> tuple[list[float], nn.Module]:
     """The oracle: a loop as one writes it without Tangram, on the whole global batch."""
     config = job.model_config(plan)
     model = build_on_meta(config)
-    materialise(model, torch.device("cpu"), initial_tensors(config, plan.seed))
+    materialise(model, CPU, initial_tensors(config, plan.seed))
     decays = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decays, "weight_decay": plan.optimiser.weight_decay}, {"params": others, "weight_decay": 0}]
@@ -27,7 +29,7 @@ def plain_loop(plan: Plan) -> tuple[list[float], nn.Module]:
     for step, lr in enumerate([1e-2, 1e-2, 1e-2 * 0.55]):
         size = plan.data.global_batch
         samples = data.sample_stream(split, plan.seed, step * size, size)
-        batch = data.collate(split, samples, plan.data.sequence, torch.device("cpu"))
+        batch = data.collate(split, samples, plan.data.sequence, CPU)
         logits = model(input_ids=batch.inputs_BS).logits
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels_BS.flatten())
         for group in optimiser.param_groups:
@@ -44,7 +46,7 @@ def test_losses_and_updates_are_those_of_a_plain_loop(warm: Warm) -> None:
     losses, model = plain_loop(warm.plan)
     assert list(warm.measured[0].losses) == pytest.approx(losses, rel=1e-5)
     assert warm.measured[0].losses == warm.measured[1].losses
-    trained = job.load_in_one_process(warm.plan, job.model_config(warm.plan), warm.checkpoint)
+    trained = job.load_in_one_process(warm.plan, job.model_config(warm.plan), warm.checkpoint, CPU)
     start = dict(initial_tensors(job.model_config(warm.plan), warm.plan.seed))
     for (name, ours), right in zip(trained.named_parameters(), model.parameters(), strict=True):
         update = (right - start[name]).norm()

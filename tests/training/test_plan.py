@@ -62,6 +62,8 @@ def test_a_wrong_plan(
         (('"*" = "_/dp ..."', '"*.bias" = "_/dp ..."'), "no rule in [layouts] matches the parameter"),
         (('"*" = "_/dp ..."', '"*" = "..."'), "is not one that this version can train"),
         (('"*" = "_/dp ..."', '"*" = "_/tp ..."'), "no axis 'tp' in mesh dp=2"),
+        (('"qwen3-2m"', '"qwen3-2m"\nchange = { vocab_size = 100 }'), "but the tokens need 257"),
+        (("sequence = 128", "sequence = 2000"), "but the model has 1024 positions"),
         (('root = "stdlib"', 'root = "nowhere"'), 'nowhere" in data.root does not exist'),
     ],
 )

@@ -47,7 +47,7 @@ def make_config(preset: str, changes: Mapping[str, Any]) -> PreTrainedConfig:
             raise UserError(f'a {model_type} model has no field "{name}"{did_you_mean(name, fields_of)}')
     try:
         return AutoConfig.for_model(model_type, **{**fields, **changes})
-    except Exception as error:  # noqa: BLE001  each class checks its fields in its own way, with errors of its own
+    except Exception as error:
         raise UserError(f"a {model_type} model cannot have these fields: {error.__cause__ or error}") from error
 
 

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.build import build_on_meta, initial_tensors, make_config
 from tangram.training import data, loop, state
 from tangram.training.export import export, logits_difference
-from tangram.training.launch import Rank, RankError, computing_as_a_rank, run_ranks
+from tangram.training.launch import Rank, RankError, computing_as_a_rank, pick_device, run_ranks
 from tangram.training.parallelise import materialise, parallelise, shard_dims
 from tangram.training.plan import AXIS, Plan
 from tangram.training.progress import Note
@@ -92,7 +93,7 @@ def run_job(plan: Plan, out: Path, on_event: Callable[[object], None]) -> TrainR
     on_event(Note(f"held out   loss {before:.6f} on {plan.ranks} rank(s); unigram entropy {entropy:.4f}"))
 
     with computing_as_a_rank(plan.ranks):
-        model = load_in_one_process(plan, config, checkpoint)
+        model = load_in_one_process(plan, config, checkpoint, pick_device(plan.run.device, 0, plan.ranks))
         after, relative = prove_same_loss(model, plan, held_out, before)
     on_event(
         Note(f"reloaded   loss {after:.6f} in one process; relative difference {relative:.1e}, at most {SAME_LOSS}")
@@ -155,7 +156,15 @@ def prove_same_logits(model: PreTrainedModel, plan: Plan, held_out: data.Split, 
 def model_config(plan: Plan) -> PreTrainedConfig:
     """The model's configuration, fitted to the tokens of `tangram.training.data`."""
     tokens = {"vocab_size": data.VOCABULARY, "bos_token_id": data.END, "eos_token_id": data.END}
-    return make_config(plan.model.preset, tokens | dict(plan.model.change))
+    config = make_config(plan.model.preset, tokens | dict(plan.model.change))
+    if config.vocab_size < data.VOCABULARY:
+        raise UserError(f"model.change.vocab_size is {config.vocab_size}, but the tokens need {data.VOCABULARY}")
+    if config.max_position_embeddings < plan.data.sequence:
+        raise UserError(
+            f"data.sequence is {plan.data.sequence}, but the model has {config.max_position_embeddings} positions: "
+            "set model.change.max_position_embeddings"
+        )
+    return config
 
 
 def train_rank(rank: Rank, job: RankJob) -> RankReport:
@@ -181,10 +190,12 @@ def build_parallel(plan: Plan, rank: Rank) -> PreTrainedModel:
     return model
 
 
-def load_in_one_process(plan: Plan, config: PreTrainedConfig, checkpoint: Path) -> PreTrainedModel:
+def load_in_one_process(
+    plan: Plan, config: PreTrainedConfig, checkpoint: Path, device: torch.device
+) -> PreTrainedModel:
     """The trained model, whole, from a checkpoint of any number of ranks."""
     model = build_on_meta(config)
-    materialise(model, torch.device("cpu"), initial_tensors(config, plan.seed))
+    materialise(model, device, initial_tensors(config, plan.seed))
     optimiser = loop.make_adamw(model, plan.optimiser)
     state.empty_adamw_states(optimiser)
     state.load_whole(checkpoint, model, optimiser)
