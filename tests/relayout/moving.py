@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tangram.layout import Layout, Mesh, Region
 from tangram.relayout import Bound, Piece, Sharding, Tensors, TensorSpec, bind, execute, inverse, plan, shard
@@ -91,7 +91,9 @@ def locals_of(state: State, pattern: str, region: Region) -> dict[str, Array]:
 
 def opposite(a: Array) -> Array:
     """An array that differs from `a` in every bit (a bool in its one)."""
-    return ~a if a.dtype == bool else (~np.ascontiguousarray(a).view(np.uint8)).view(a.dtype).reshape(a.shape)
+    if a.dtype == bool:
+        return np.logical_not(a, out=np.empty_like(a))
+    return (~np.ascontiguousarray(a).view(np.uint8)).view(a.dtype).reshape(a.shape)
 
 
 def same_bits(a: Array, b: Array) -> bool:
@@ -99,28 +101,24 @@ def same_bits(a: Array, b: Array) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-class Written(TorchDispatchMode):
-    """Counts the elements that are written in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name == "aten::_foreach_copy_":
-            self.count += sum(t.numel() for t in args[0])
-        elif name in ("aten::copy_", "aten::fill_", "aten::zero_"):
-            self.count += args[0].numel()
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def counted(expected: int) -> Iterator[None]:
-    """Inside, exactly as many elements are written as expected."""
-    with Written() as written:
+    """Inside, exactly as many elements are written in place as expected."""
+    count = 0
+
+    def counting(write: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def counts(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            nonlocal count
+            count += self.numel()
+            return write(self, *args, **kwargs)
+
+        return counts
+
+    with ExitStack() as stack:
+        for name in ("copy_", "fill_", "zero_", "__setitem__"):
+            stack.enter_context(patch.object(torch.Tensor, name, counting(getattr(torch.Tensor, name))))
         yield
-    assert written.count == expected, f"{written.count} elements were written, not {expected}"
+    assert count == expected, f"{count} elements were written, not {expected}"
 
 
 def as_torch(a: Array, dtype: str | None) -> torch.Tensor:
@@ -153,18 +151,16 @@ def all_buffers(side: Side, sharding: Sharding) -> Buffers:
     }
 
 
-def by_member(pieces: Sequence[Piece], bound_side: Tensors) -> list[Piece]:
+def by_member(pieces: Sequence[Piece], tensors: Tensors) -> list[Piece]:
     """Pieces of families as pieces of the real tensors."""
-    out: list[Piece] = []
+    real = tensors.specs
+    out: dict[tuple[Hashable, str], list[Any]] = {}
     for p in pieces:
-        lead = p.tensor.count("{") if p.tensor not in bound_side.specs else 0
-        if not lead:
-            out.append(p)
-            continue
+        lead = 0 if p.tensor in real else p.tensor.count("{")
         for box in p.region.boxes:
             for index in itertools.product(*[[i for a, b in s for i in range(a, b)] for s in box[:lead]]):
-                out.append(Piece(p.place, member_name(p.tensor, index), Region.of([box[lead:]])))
-    return out
+                out.setdefault((p.place, member_name(p.tensor, index)), []).append(box[lead:])
+    return [Piece(place, name, Region.of(boxes)) for (place, name), boxes in out.items()]
 
 
 def check_move(bound: Bound, source: Any, have: Buffers, wanted: Sequence[Piece], to: Side, dtype: str | None) -> None:
@@ -191,6 +187,7 @@ def move(
     back: bool = True,
     lossy: bool = False,
     derive: bool = True,
+    ways: Sequence[str] = ("layouts", "pieces"),
     **sizes: int,
 ) -> Bound:
     """Relayout every rank of `target` from `source`, found by layout and as explicit pieces; then back.
@@ -207,11 +204,14 @@ def move(
     pieces = [p for rank in range(s.mesh.size) for p in s.pieces(rank)]
     for rank in range(t.mesh.size):
         wanted = t.pieces(rank)
-        check_move(bound, s, have, wanted, target, source.dtype)
-        check_move(bound, pieces if rank % 2 else by_member(pieces, bound.source), have, wanted, target, source.dtype)
+        if "layouts" in ways:
+            check_move(bound, s, have, wanted, target, source.dtype)
+        if "pieces" in ways:
+            explicit = pieces if rank % 2 else by_member(pieces, bound.source)
+            check_move(bound, explicit, have, wanted, target, source.dtype)
     if back:
-        backwards = inverse(mapping, lossy=lossy)
-        move(str(backwards), target, source, back=False, derive=False, **sizes)
+        backwards = str(inverse(mapping, lossy=lossy))
+        move(backwards, target, source, back=False, derive=False, ways=ways, **sizes)
     return bound
 
 

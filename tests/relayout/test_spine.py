@@ -61,7 +61,7 @@ def fill_and_compare(run: Callable[[Buffers], None], expected: Buffers, as_torch
 
 @pytest.mark.parametrize("as_torch", [True, False])
 @pytest.mark.parametrize(
-    "g, r, d, h", [(4, 2, 3, 5), (8, 4, 2, 1), (4, 1, 2, 3), (5, 3, 1, 4), (6, 2, 3, 7), (1, 2, 3, 2)]
+    ("g", "r", "d", "h"), [(4, 2, 3, 5), (8, 4, 2, 1), (4, 1, 2, 3), (5, 3, 1, 4), (6, 2, 3, 7), (1, 2, 3, 2)]
 )
 def test_hugging_face_tp2_to_megatron_tp4_and_back(g: int, r: int, d: int, h: int, as_torch: bool) -> None:
     parts = separate(g, r, d, h)
@@ -90,9 +90,9 @@ def test_hugging_face_tp2_to_megatron_tp4_and_back(g: int, r: int, d: int, h: in
         )
 
 
-@pytest.mark.parametrize("g, r, d, h", [(4, 2, 3, 5), (5, 3, 2, 3), (8, 4, 1, 1)])
+@pytest.mark.parametrize(("g", "r", "d", "h"), [(4, 2, 3, 5), (5, 3, 2, 3), (8, 4, 1, 1)])
 @pytest.mark.parametrize(
-    "mesh, layouts",
+    ("mesh", "layouts"),
     [
         ("dp=3 tp=2", {"qkv": "(g/tp (r + 1 + 1) d)/dp h"}),
         ("dp=3", {"qkv": "o/dp h"}),

@@ -97,6 +97,8 @@ def _as_tensor(raw: Any, what: str, written: bool) -> Tensor:
         raise RelayoutError(f"{what} is a DTensor; pass its local tensor")
     if isinstance(raw, np.ndarray | np.generic):
         array = np.asarray(cast("Any", raw))
+        if written and isinstance(raw, np.generic):
+            raise RelayoutError(f"{what} is a numpy scalar, which cannot be written; pass an array of shape ()")
         if written and not array.flags.writeable:
             raise RelayoutError(f"{what} is read-only")
         with warnings.catch_warnings():  # torch warns of read-only arrays; this one is only read
