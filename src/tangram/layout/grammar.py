@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
-from lark import Lark, Token, Transformer
-from lark.exceptions import UnexpectedCharacters, UnexpectedEOF, UnexpectedInput, UnexpectedToken
+from lark import Lark, Token, Transformer, Tree
+from lark.exceptions import UnexpectedCharacters, UnexpectedEOF, UnexpectedInput, UnexpectedToken, VisitError
 
 from tangram.layout.errors import NotationError
 from tangram.layout.intervals import IntSet, normal
@@ -57,10 +57,10 @@ set: run ("," run)*
 run: INT ":" INT
 
 OP.2: /(sum|avg|max|min)(?=\s*:)/
-SIZE: /=\s*\d+/
+SIZE: /=\s*\d+(?![\w.{])/
 NAME: /[A-Za-z]\w*/
 PATTERN: /(?!_(?![\w.\/{]))([\w.\/]|-(?!>)|\{[^{}]*\})+/
-NUMBER: /-?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?|-?inf|nan/
+NUMBER: /(-?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?|-?inf|nan)(?![\w:])/
 INT: /\d+/
 %import common.WS
 %ignore WS
@@ -145,7 +145,7 @@ class _Build(Transformer[Token, Any]):
 
     def tensor(self, c: list[Any]) -> TensorPattern:
         name, alias, _, dims = c
-        return TensorPattern(_name_parts(str(name)), alias, dims)
+        return TensorPattern(_name_parts(name), alias, dims)
 
     def value(self, c: list[Any]) -> str:
         return c[0] if c[1] is None else f"{c[0]}:{c[1]}"
@@ -172,7 +172,7 @@ class _Build(Transformer[Token, Any]):
 
 
 _STARTS = ["mesh", "layout", "statement", "index", "region"]
-_LARK = Lark(GRAMMAR, parser="lalr", start=_STARTS, maybe_placeholders=True)
+_LARK = Lark(GRAMMAR, parser="lalr", start=_STARTS, maybe_placeholders=True, propagate_positions=True)
 _BUILD = _Build()
 
 _WORDS = {
@@ -184,11 +184,32 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _parse(start: str, text: str) -> Any:
+def _parse(start: str, text: str, end: str = "the end of the text") -> Any:
     try:
         return _BUILD.transform(_LARK.parse(text, start=start))
     except UnexpectedInput as error:
-        raise NotationError(text, _position(error, text), _reason(error, text)) from None
+        raise NotationError(text, _position(error, text), _reason(error, text, end)) from None
+    except VisitError as error:
+        if isinstance(error.orig_exc, NotationError):  # an index in a tensor's name
+            raise NotationError(text, error.orig_exc.position, error.orig_exc.reason) from None
+        raise
+
+
+def _find(start: str, text: str, rule: str, which: Callable[[Tree[Token]], bool] = lambda _: True) -> int:
+    """Where the first such rule of a text that parses begins: for errors that the grammar cannot see."""
+    tree = _LARK.parse(text, start=start)
+    return min(node.meta.start_pos for node in tree.find_data(rule) if which(node))
+
+
+def _is_unknown_map(node: Tree[Token]) -> bool:
+    name, args = cast("tuple[Token, Tree[Token] | None]", tuple(node.children))
+    return str(name) not in MAPS or (str(name) == "sizes" and args is None)
+
+
+def _is_plain_rest(dim: Tree[Token]) -> bool:
+    """Whether a dim is `...` without cuts."""
+    (atom, *cuts) = cast("list[Tree[Token]]", dim.children)
+    return atom.data == "rest" and not cuts
 
 
 def _position(error: UnexpectedInput, text: str) -> int:
@@ -200,35 +221,45 @@ def _at_end(error: UnexpectedInput) -> bool:
     return isinstance(error, UnexpectedToken) and cast("Token", error.token).type == "$END"
 
 
-def _reason(error: UnexpectedInput, text: str) -> str:
+def _reason(error: UnexpectedInput, text: str, end: str) -> str:
     expected: set[str] = set()
     if isinstance(error, UnexpectedToken):
         expected = set(error.accepts or error.expected)
     elif isinstance(error, UnexpectedCharacters):
         expected = set(cast("set[str]", error.allowed or ()))
     position = _position(error, text)
-    found = repr(text[position]) if position < len(text) else "the end of the text"
+    found = repr(text[position]) if position < len(text) else end
     words = sorted({_WORDS.get(e, e.lower()) for e in expected if e != "WS"})
     return f"{found} is not understood here" + (f"; expected {', '.join(words)}" if words else "")
 
 
-def _name_parts(text: str) -> tuple[str | Index | Wild, ...]:
+def _name_parts(name: Token) -> tuple[str | Index | Wild, ...]:
     """`layers.{l+3}.w` as ("layers.", Index(l, 3), ".w")."""
     parts: list[str | Index | Wild] = []
-    for literal, inner in re.findall(r"([^{}]+)|\{([^{}]*)\}", text):
+    for found in re.finditer(r"([^{}]+)|\{([^{}]*)\}", name):
+        literal, inner = found.groups()
         if literal:
             parts.append(literal)
         elif re.fullmatch(r"\s*[A-Za-z]\w*\s*\*\s*", inner):
             parts.append(Wild(inner.strip(" *")))
         else:
-            parts.append(_index(inner))
+            parts.append(_index(inner, (name.start_pos or 0) + found.start(2)))
     return tuple(parts)
 
 
-def _index(text: str) -> Index:
-    index = cast("Index", _parse("index", text))
-    if any(node.cuts or node.name == REST for node in index.dim.nodes):
-        raise NotationError(text, 0, "an index in a name is made of factors, without cuts")
+def _index(text: str, at: int) -> Index:
+    """The index in braces that begins at this position of the statement."""
+    try:
+        index = cast("Index", _parse("index", text, end="'}'"))
+    except NotationError as error:
+        raise NotationError(text, at + error.position, error.reason) from None
+    for rule, wrong in (
+        ("cut", any(n.cuts for n in index.dim.nodes)),
+        ("rest", any(n.name == REST for n in index.dim.nodes)),
+    ):
+        if wrong:
+            position = at + _find("index", text, rule)
+            raise NotationError(text, position, "an index in a name is made of factors, without cuts")
     return index
 
 
@@ -237,14 +268,17 @@ def parse_layout(text: str) -> Layout:
     """`Layout.parse`."""
     layout = cast("Layout", _parse("layout", text))
     for cut in [c for dim in layout.dims for node in dim.nodes for c in node.cuts] + list(layout.flat):
-        if cut.map not in MAPS:
+        if cut.map not in MAPS or (cut.map == "sizes" and not cut.args):
             known = ", ".join(sorted(m for m in MAPS if m and m != "sizes"))
-            raise NotationError(text, text.find(":" + cut.map) + 1, f"no index map {cut.map!r}; there are {known}")
+            position = _find("layout", text, "named_map", _is_unknown_map)
+            raise NotationError(text, position, f"no index map {cut.map!r}; there are {known}")
+    if any(n.name == REST and (n is not dim or n.cuts) for dim in layout.dims for n in dim.nodes):
+        top = cast("Tree[Token]", _LARK.parse(text, start="layout").children[0])
+        plain = {d.meta.start_pos for d in cast("list[Tree[Token]]", top.children) if _is_plain_rest(d)}
+        position = _find("layout", text, "rest", lambda node: node.meta.start_pos not in plain)
+        raise NotationError(text, position, "'...' stands for whole dims, without brackets and cuts")
     if sum(d.name == REST for d in layout.dims) > 1:
         raise NotationError(text, text.rfind(REST), "'...' stands once in a layout")
-    for dim in layout.dims:
-        if any(node.name == REST for node in dim.nodes[1:]) or (dim.name == REST and dim.cuts):
-            raise NotationError(text, text.find(REST), "'...' stands for whole dims, without brackets and cuts")
     return layout
 
 
@@ -272,11 +306,11 @@ def _statement(text: str) -> Statement:
     for tensor in statement.tensors:
         for dim in tensor.dims or ():
             if any(node.cuts for node in dim.nodes):
-                raise NotationError(
-                    text, text.find("/"), "a mapping has no cuts: it says what is what, not who holds it"
-                )
+                position = _find("statement", text, "cut")
+                raise NotationError(text, position, "a mapping has no cuts: it says what is what, not who holds it")
             if any(node.name == REST for node in dim.nodes):
-                raise NotationError(text, text.find(REST), "a mapping names its dims; leave them out to keep any shape")
+                position = _find("statement", text, "rest")
+                raise NotationError(text, position, "a mapping names its dims; leave them out to keep any shape")
     if not statement.source and not statement.target:
         raise NotationError(text, 0, "a statement has a tensor on at least one side")
     return statement
@@ -292,7 +326,7 @@ def _within(text: str, start: int, line: str, parse: Callable[[str], T]) -> T:
 def _lines(text: str) -> list[tuple[int, str]]:
     """The statements of a text with their offsets. Comments and joints become spaces, so that offsets stay true."""
     text = re.sub(r"#[^\n]*", lambda m: " " * len(m.group()), text)
-    text = re.sub(r"(,|=|->)([ \t]*)\n", r"\1\2 ", text)
+    text = re.sub(r"(,|=|->)\s*\n", lambda m: m.group().replace("\n", " "), text)
     text = re.sub(r"\n(?=[ \t]+\S)", " ", text) if _is_flush(text) else text
     out: list[tuple[int, str]] = []
     at = 0
