@@ -16,7 +16,7 @@ QKV = Layout.parse("(g/tp (r + 1 + 1) d)/fsdp h/cp").bind(SHAPE, g=64, d=128)
 MESH = Mesh.parse("pp=8 fsdp=64 cp=4 tp=8")  # 16,384 ranks
 RANK = 12345
 
-OTHERS = (
+OTHERS: tuple[tuple[str, str, str, dict[str, int]], ...] = (
     ("rows over tp, then dp", "o/tp/dp h", "dp=2048 tp=8", {}),
     ("rows over dp, columns over tp", "o/dp h/tp", "dp=2048 tp=8", {}),
     ("heads over tp, the rest over dp", "(a/tp b)/dp h", "dp=2048 tp=8", {"b": 128}),
@@ -45,10 +45,16 @@ def _regions(repeats: int) -> Iterable[Row]:
     plain = Layout.parse("o/fsdp h/tp").bind(SHAPE)
     mesh = Mesh.parse("fsdp=2048 tp=8")
     coords_free = {"ours": lambda: region(QKV, MESH, RANK)}
-    yield Row("region of one rank of 16,384: fused QKV", "us", interleaved(coords_free, repeats)["ours"] * 1e6, target=100)
+    yield Row(
+        "region of one rank of 16,384: fused QKV", "us", interleaved(coords_free, repeats)["ours"] * 1e6, target=100
+    )
     times = interleaved({"ours": lambda: region(plain, mesh, RANK), "torch": _torch_offsets(mesh)}, repeats)
     yield Row(
-        "region of one rank of 16,384: FSDP x TP", "us", times["ours"] * 1e6, {"torch": times["torch"] * 1e6}, target=100
+        "region of one rank of 16,384: FSDP x TP",
+        "us",
+        times["ours"] * 1e6,
+        {"torch": times["torch"] * 1e6},
+        target=100,
     )
 
 
@@ -76,4 +82,6 @@ def _growth(mine: Region, repeats: int) -> Iterable[Row]:
     times = interleaved({str(n): _find(layout, mesh, mine) for n, mesh in meshes.items()}, repeats)
     found = len(owners(layout, meshes[1024], mine))
     for n in meshes:
-        yield Row(f"all {found} overlaps on a mesh of {n:,} ranks", "us", times[str(n)] * 1e6, limit=times["1024"] * 1e6)
+        yield Row(
+            f"all {found} overlaps on a mesh of {n:,} ranks", "us", times[str(n)] * 1e6, limit=times["1024"] * 1e6
+        )

@@ -161,6 +161,8 @@ def ranks_of(layout: Layout, mesh: Mesh, owner: Owner) -> Iterator[int]:
 
 def nearest_holder(layout: Layout, mesh: Mesh, coords: Coords, to: int) -> int:
     """One rank with these coordinates, `@` applied: `to` itself when it is one, else spread over `to`."""
+    if not layout.at:
+        return mesh.nearest(coords, to)
     here = mesh.coords(to % mesh.size)
     places = tuple((a, here[a] if here[a] in allowed else allowed[to % len(allowed)]) for a, allowed in layout.at)
     return mesh.nearest(tuple(sorted((*coords, *places))), to)
@@ -247,16 +249,16 @@ def flat_owners(layout: Layout, mesh: Mesh, coords: Coords, sub: Box, family_dim
     if not layout.flat:
         yield coords, sub
         return
-    at = dict(coords)
-    local = tuple(held(dim, mesh, at) for dim in layout.dims[family_dims:])
     lead, rest = sub[:family_dims], sub[family_dims:]
-    n = _count(local)
-    places = intervals.product(
-        [intervals.rank(have, want) for have, want in zip(local, rest, strict=True)],
-        [intervals.size(have) for have in local],
-    )
-    for at_, want in _through_cuts(layout.flat, [(coords, places, intervals.span(0, n))], mesh):
-        for box in flat_boxes(local, want):
-            part = box_intersect(box, rest)
-            if part is not None:
-                yield tuple(sorted(at_)), (*lead, *part)
+    axes = sorted(frozenset[str]().union(*(dim.axes for dim in layout.dims)))
+    for full, _ in _spread(coords, (), axes, mesh):  # where a flat block begins depends on all that the rank holds
+        local = tuple(held(dim, mesh, dict(full)) for dim in layout.dims[family_dims:])
+        places = intervals.product(
+            [intervals.rank(have, want) for have, want in zip(local, rest, strict=True)],
+            [intervals.size(have) for have in local],
+        )
+        for at, want in _through_cuts(layout.flat, [(full, places, intervals.span(0, _count(local)))], mesh):
+            for box in flat_boxes(local, want):
+                part = box_intersect(box, rest)
+                if part is not None:
+                    yield tuple(sorted(at)), (*lead, *part)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from tangram.layout.errors import LayoutError
 from tangram.layout.grammar import parse_mesh
@@ -98,6 +98,7 @@ class Mesh:
         """Raise LayoutError unless the axes are pairwise independent; `what` begins the sentence."""
         seen: list[str] = []
         for name in names:
+            self.axis(name)
             for other in seen:
                 if name == other:
                     raise LayoutError(f"{what}: axis {name} is used twice")
@@ -107,7 +108,7 @@ class Mesh:
 
     def ranks(self, coords: Coords = ()) -> Iterator[int]:
         """Every rank with these coordinates, ascending. Time in their number, not in the size of the mesh."""
-        free = _free_digits(self, tuple(a for a, _ in coords))
+        free = self._free_digits(tuple(a for a, _ in coords))
         base = sum(i * self.axis(a)[1] for a, i in coords)
 
         def walk(level: int, at: int) -> Iterator[int]:
@@ -125,9 +126,10 @@ class Mesh:
 
         It is `to` itself when it has them; spread over `to` it balances the replicas. `to` may lie outside the mesh.
         """
-        free = _free_digits(self, tuple(a for a, _ in coords))
+        axes = self.axes
+        free = self._free_digits(tuple([a for a, _ in coords]))
         to %= self.size
-        return sum(i * self.axis(a)[1] for a, i in coords) + sum(to // s % n * s for n, s in free)
+        return sum([i * axes[a][1] for a, i in coords]) + sum([to // s % n * s for n, s in free])
 
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` along these axes only, ascending, `rank` included: a process group."""
@@ -152,19 +154,25 @@ class Mesh:
         ranks = tuple(self.ranks(tuple(sorted((a, first // self.axis(a)[1] % self.axis(a)[0]) for a in coords))))
         return Mesh(tuple(v or (("one", 1),) for v in views)), ranks
 
+    @cached_property
+    def _free(self) -> dict[tuple[str, ...], tuple[tuple[int, int], ...]]:
+        """What `_free_digits` has worked out, kept here: hashing the mesh at each call costs more than the work."""
+        return {}
 
-@lru_cache(4096)
-def _free_digits(mesh: Mesh, fixed: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """The digits of the rank that the fixed axes leave free, as `((size, stride), ...)`, most significant first."""
-    mesh.require_independent(fixed, "coordinates")
-    out: list[tuple[int, int]] = []
-    top = mesh.size
-    for n, stride in sorted((mesh.axis(a) for a in fixed), key=lambda d: (-d[1], -d[0])):
-        if n == 1:
-            continue
-        if top > n * stride:
-            out.append((top // (n * stride), n * stride))
-        top = stride
-    if top > 1:
-        out.append((top, 1))
-    return tuple(out)
+    def _free_digits(self, fixed: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+        """The digits of the rank that the fixed axes leave free, `((size, stride), ...)`, most significant first."""
+        known = self._free.get(fixed)
+        if known is not None:
+            return known
+        self.require_independent(fixed, "coordinates")
+        out: list[tuple[int, int]] = []
+        top = self.size
+        for n, stride in sorted((self.axis(a) for a in fixed), key=lambda d: (-d[1], -d[0])):
+            if n == 1:
+                continue
+            if top > n * stride:
+                out.append((top // (n * stride), n * stride))
+            top = stride
+        if top > 1:
+            out.append((top, 1))
+        return self._free.setdefault(fixed, tuple(out))

@@ -237,6 +237,7 @@ class _Binder:
         flat = [p for side in groups for group in side for p in group]
         labels = _labels([p.pattern for p in flat])
         dims = _dims(flat)
+        _check_ranks(flat, dims)
         env = {k: v for k, v in env.items() if k not in labels} | dict.fromkeys(labels, 1)
         bound, sizes = solve(list(zip(dims, (p.shape for p in flat), strict=True)), env)
         counter = itertools.count()
@@ -314,16 +315,16 @@ def _find(pattern: TensorPattern, table: NameTable | None, env: Mapping[str, int
         return None
     known = tuple(_value(i.dim, env) for i in pattern.index)
     sizes, names = extents(template, members, offsets, known)
-    specs = {table.specs[name] for name in names}
-    if len(specs) > 1:
-        a, b, *_ = ((n, table.specs[n]) for n in names if table.specs[n] != table.specs[names[0]] or n == names[0])
+    if not names:
+        return None
+    spec = table.specs[names[0]]
+    other = next((n for n in names if table.specs[n] is not spec and table.specs[n] != spec), None)
+    if other is not None:
+        b = table.specs[other]
         raise RelayoutError(
-            f"{a[0]} is {a[1].dtype} {list(a[1].shape)} but {b[0]} is {b[1].dtype} {list(b[1].shape)}; "
+            f"{names[0]} is {spec.dtype} {list(spec.shape)} but {other} is {b.dtype} {list(b.shape)}; "
             "the tensors of a family are alike: split it by ranges such as {l=3} and {m+3}"
         )
-    if not specs:
-        return None
-    (spec,) = specs
     return _Present(pattern, template, offsets, (*sizes, *spec.shape), spec.dtype, tuple(names))
 
 
@@ -364,6 +365,13 @@ def _dims(tensors: Sequence[_Present]) -> list[tuple[Dim, ...]]:
     return [
         (*(i.dim for i in p.pattern.index), *(extra if p.pattern.dims is None else p.pattern.dims)) for p in tensors
     ]
+
+
+def _check_ranks(tensors: Sequence[_Present], dims: Sequence[tuple[Dim, ...]]) -> None:
+    for p, ds in zip(tensors, dims, strict=True):
+        if p.shape is not None and len(p.shape) != len(ds):
+            n, shape = len(p.pattern.index), list(p.shape)
+            raise RelayoutError(f"{p.pattern.name} has shape {shape[n:]}, but the text gives it {len(ds) - n} dims")
 
 
 def _created(groups: Sequence[Sequence[Monomial]], statement: Statement) -> list[Cell]:

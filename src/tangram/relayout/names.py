@@ -18,6 +18,8 @@ from tangram.layout.syntax import Index, TensorPattern, Wild
 from tangram.relayout.errors import RelayoutError
 
 _NUMBER = re.compile(r"\d+")
+_NUMBERS = re.compile(r"(\d+)")
+_LEADING_ZERO = re.compile(r"(?<!\d)0\d")
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,10 @@ class NameTable:
         """Index the names once."""
         by_skeleton: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         for name in specs:
-            numbers = _NUMBER.findall(name)
-            if all(str(int(x)) == x for x in numbers):
-                by_skeleton.setdefault(_NUMBER.sub("#", name), []).append((tuple(map(int, numbers)), name))
+            if _LEADING_ZERO.search(name):  # 007 is a name of its own, not the number 7
+                continue
+            parts = _NUMBERS.split(name)
+            by_skeleton.setdefault("#".join(parts[::2]), []).append((tuple(map(int, parts[1::2])), name))
         return NameTable(specs, by_skeleton)
 
     def members(self, template: tuple[str, ...]) -> list[tuple[tuple[int, ...], str]]:
@@ -115,11 +118,15 @@ class NameTable:
         for i, text in enumerate(template):
             constants += [None] * (i > 0) + [int(x) for x in _NUMBER.findall(text)]
         found = self._by_skeleton.get("#".join(_NUMBER.sub("#", text) for text in template), [])
-        out: list[tuple[tuple[int, ...], str]] = []
-        for numbers, name in found:
-            if all(c is None or c == x for c, x in zip(constants, numbers, strict=True)):
-                out.append((tuple(x for c, x in zip(constants, numbers, strict=True) if c is None), name))
-        return out
+        if all(c is None for c in constants):
+            return found
+        free = [i for i, c in enumerate(constants) if c is None]
+        fixed = [(i, c) for i, c in enumerate(constants) if c is not None]
+        return [
+            (tuple([numbers[i] for i in free]), name)
+            for numbers, name in found
+            if all(numbers[i] == c for i, c in fixed)
+        ]
 
     def wild_values(self, pattern: TensorPattern) -> dict[str, dict[str, str]]:
         """`{real name: {wild card: text}}` of the names that fit a pattern with wild cards."""
@@ -147,16 +154,18 @@ def extents(
     A size that is known claims just that range of numbers; an open one reaches to the highest number there is. Raises
     RelayoutError when a member inside these ranges is missing.
     """
-    inside = {
-        tuple(x - o for x, o in zip(numbers, offsets, strict=True)): name
-        for numbers, name in members
-        if all(x >= o and (k is None or x < o + k) for x, o, k in zip(numbers, offsets, known, strict=True))
-    }
-    sizes = tuple(k if k is not None else max((i[at] for i in inside), default=-1) + 1 for at, k in enumerate(known))
+    limits = [(o, math.inf if k is None else o + k) for o, k in zip(offsets, known, strict=True)]
+    inside = [m for m in members if all(lo <= x < hi for x, (lo, hi) in zip(m[0], limits, strict=True))]
+    columns = list(zip(*[numbers for numbers, _ in inside], strict=True)) or [()] * len(offsets)
+    sizes = tuple(
+        k if k is not None else max(column, default=o - 1) + 1 - o
+        for k, o, column in zip(known, offsets, columns, strict=True)
+    )
     if len(inside) != math.prod(sizes):
-        index = next(i for i in itertools.product(*map(range, sizes)) if i not in inside)
+        have = {tuple([x - o for x, o in zip(numbers, offsets, strict=True)]) for numbers, _ in inside}
+        index = next(i for i in itertools.product(*map(range, sizes)) if i not in have)
         missing = Family("", template, offsets, TensorSpec(sizes)).member(index)
         raise RelayoutError(
             f"{len(inside)} of {math.prod(sizes)} tensors are there; the first that is missing is {missing}"
         )
-    return sizes, list(inside.values())
+    return sizes, [name for _, name in inside]

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from tangram.layout import Coords, Layout, Mesh, Region, intervals, nearest_holder, region
 from tangram.layout.intervals import IntSet
-from tangram.layout.locate import dim_owners, flat_owners, region_at, validate
+from tangram.layout.locate import dim_owners, flat_owners, held, validate
 from tangram.layout.region import Box, box_intersect, box_subtract
 from tangram.relayout.bind import Tensors
 from tangram.relayout.cells import DimIndex, Part
@@ -50,10 +50,14 @@ class Holders(Protocol):
 
 @dataclass(frozen=True)
 class _Memo:
-    """What `Sharding.find` has worked out: owners along a dim, and regions at coordinates. Ranks ask the same."""
+    """What a sharding has worked out, since ranks ask the same again.
 
-    dims: dict[object, list[tuple[Coords, Box]]]
-    regions: dict[object, Region]
+    Owners along a dim by part (which is kept, so that its id stays its own), sets along a dim by coordinates, pieces.
+    """
+
+    dims: dict[tuple[int, int], tuple[Part, dict[Box, list[tuple[Coords, Box]]]]]
+    sets: dict[tuple[str, int, tuple[int, ...]], IntSet]
+    pieces: dict[tuple[str, int], Piece]
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,29 @@ class Sharding:
     mesh: Mesh
     layouts: Mapping[str, Layout]
     tensors: Tensors
-    _memo: _Memo = field(default_factory=lambda: _Memo({}, {}), compare=False, repr=False)
+    _memo: _Memo = field(default_factory=lambda: _Memo({}, {}, {}), compare=False, repr=False)
 
     def piece(self, tensor: str, rank: int) -> Piece:
         """What a rank holds of a family (or of a plain tensor)."""
-        family = self.tensors.families[tensor]
-        return Piece(rank, tensor, region(self.layouts[tensor], self.mesh, rank, family.family_dims))
+        known = self._memo.pieces.get((tensor, rank))
+        if known is None:
+            known = self._memo.pieces[tensor, rank] = Piece(rank, tensor, self._region(tensor, rank))
+        return known
+
+    def _region(self, tensor: str, rank: int) -> Region:
+        """`region`, from sets along dims that many ranks share."""
+        layout = self.layouts[tensor]
+        if layout.flat or layout.at:
+            return region(layout, self.mesh, rank, self.tensors.families[tensor].family_dims)
+        at = self.mesh.coords(rank)
+        sets: list[IntSet] = []
+        for i, dim in enumerate(layout.dims):
+            key = (tensor, i, tuple([at[a] for a in dim.axes]))
+            s = self._memo.sets.get(key)
+            if s is None:
+                s = self._memo.sets[key] = held(dim, self.mesh, at)
+            sets.append(s)
+        return Region((tuple(sets),)) if all(sets) else Region()
 
     def pieces(self, rank: int) -> list[Piece]:
         """What a rank holds of everything; nothing is listed where it holds nothing."""
@@ -90,26 +111,16 @@ class Sharding:
             if layout.flat:
                 out += self._flat(part, coords, tuple(values), to)
             else:
-                out.append((self._holder(part.tensor, coords, to), tuple(values)))
+                out.append((self.piece(part.tensor, nearest_holder(layout, self.mesh, coords, to)), tuple(values)))
         return out
 
     def _dim(self, part: Part, i: int, sets: Box) -> list[tuple[Coords, Box]]:
         """Who holds these factor values along one dim: a proved partition. Kept, as ranks repeat it."""
-        key = (part.tensor, i, part.dims[i], sets)
-        known = self._memo.dims.get(key)
-        if known is None:
-            known = self._memo.dims[key] = _owners_of(part.dims[i], self.layouts[part.tensor], i, sets, self.mesh)
-        return known
-
-    def _holder(self, tensor: str, coords: Coords, to: int) -> Piece:
-        layout = self.layouts[tensor]
-        rank = nearest_holder(layout, self.mesh, coords, to)
-        key = (tensor, coords if len(coords) == len(layout.axes) else rank)  # an open axis may cut the rest of a sum
-        held = self._memo.regions.get(key)
-        if held is None:
-            lead = self.tensors.families[tensor].family_dims
-            held = self._memo.regions[key] = region_at(layout, self.mesh, self.mesh.coords(rank), lead)
-        return Piece(rank, tensor, held)
+        _, known = self._memo.dims.setdefault((id(part), i), (part, {}))
+        found = known.get(sets)
+        if found is None:
+            found = known[sets] = _owners_of(part.dims[i], self.layouts[part.tensor], i, sets, self.mesh)
+        return found
 
     def _flat(self, part: Part, coords: Coords, box: Box, to: int) -> list[tuple[Piece, Box]]:
         layout, lead = self.layouts[part.tensor], self.tensors.families[part.tensor].family_dims
@@ -118,11 +129,11 @@ class Sharding:
         if any(axis not in known for dim in layout.dims for axis in dim.axes):  # everybody's part of a cut sum
             at = self.mesh.coords(nearest_holder(layout, self.mesh, coords, to))
             coords = tuple(sorted((axis, at[axis]) for axis in frozenset().union(*(d.axes for d in layout.dims))))
-        for more, held in flat_owners(layout, self.mesh, coords, part.indices(box), lead):
-            for found in part.boxes(held):
+        for more, inside in flat_owners(layout, self.mesh, coords, part.indices(box), lead):
+            for found in part.boxes(inside):
                 common = box_intersect(found, box)
                 if common is not None:
-                    out.append((self._holder(part.tensor, more, to), common))
+                    out.append((self.piece(part.tensor, nearest_holder(layout, self.mesh, more, to)), common))
         return out
 
 
@@ -130,8 +141,8 @@ def _owners_of(index: DimIndex, layout: Layout, i: int, sets: Box, mesh: Mesh) -
     wanted = index.indices(sets)
     out: list[tuple[Coords, Box]] = []
     left = wanted
-    for coords, held in dim_owners(layout.dims[i], wanted, mesh):
-        mine = intervals.intersect(held, left)  # an element that several ranks hold comes from the first
+    for coords, theirs in dim_owners(layout.dims[i], wanted, mesh):
+        mine = intervals.intersect(theirs, left)  # an element that several ranks hold comes from the first
         left = intervals.subtract(left, mine)
         for found in index.boxes(mine):
             common = tuple(intervals.intersect(a, b) for a, b in zip(found, sets, strict=True))
@@ -201,7 +212,7 @@ class PieceIndex:
         return {name: _node(pieces, 0) for name, pieces in lifted.items()}
 
     def find(self, part: Part, box: Box, near: Hashable) -> list[tuple[Piece, Box]]:
-        """`Holders.find`. Pieces at `near` come first, then in the order given; an element is from the first."""
+        """`Holders.find`. Pieces at `near` come first; an element that several hold is taken from one of them."""
         root = self._by_tensor.get(part.tensor)
         wanted = part.indices(box)
         if root is None or not all(wanted):
@@ -210,8 +221,8 @@ class PieceIndex:
         left = [box]
         out: list[tuple[Piece, Box]] = []
         for piece in candidates:
-            for held in piece.region.boxes:
-                common = box_intersect(held, wanted)
+            for inside in piece.region.boxes:
+                common = box_intersect(inside, wanted)
                 if common is None:
                     continue
                 for have in part.boxes(common):

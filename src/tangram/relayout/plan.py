@@ -97,20 +97,22 @@ def _copies(bound: Bound, cell: Cell, holders: Holders, target: Piece, boxes: Se
     if cell.source is None:
         return [Copy(cell, None, target, tuple(boxes))]
     found = _holders(bound, cell.source, holders, target, boxes)
-    return [Copy(cell, piece, target, tuple(got)) for piece, got in found.items()]
+    return [Copy(cell, piece, target, tuple(got)) for piece, got in found]
 
 
-def _holders(bound: Bound, part: Part, holders: Holders, target: Piece, boxes: Sequence[Box]) -> dict[Piece, list[Box]]:
+def _holders(
+    bound: Bound, part: Part, holders: Holders, target: Piece, boxes: Sequence[Box]
+) -> list[tuple[Piece, list[Box]]]:
     """Which pieces hold these boxes of a part, all of them, or CoverageError."""
-    found: dict[Piece, list[Box]] = {}
+    found: dict[int, tuple[Piece, list[Box]]] = {}  # by identity: hashing a region costs more than finding it
     for box in boxes:
         size = 0
         for piece, got in holders.find(part, box, target.place):
-            found.setdefault(piece, []).append(got)
+            found.setdefault(id(piece), (piece, []))[1].append(got)
             size += box_size(got)
         if size != box_size(box):
-            raise _missing(bound, part, target, box, [b for got in found.values() for b in got])
-    return found
+            raise _missing(bound, part, target, box, [b for _, got in found.values() for b in got])
+    return list(found.values())
 
 
 def _missing(bound: Bound, part: Part, target: Piece, box: Box, got: Sequence[Box]) -> CoverageError:
@@ -143,6 +145,6 @@ def _checks(bound: Bound, cell: Cell, holders: Holders, target: Piece, boxes: Se
     return [
         Check(cell, piece, other, part, tuple(common))
         for part in cell.tied
-        for piece, got in read.items()
-        for other, common in _holders(bound, part, holders, target, got).items()
+        for piece, got in read
+        for other, common in _holders(bound, part, holders, target, got)
     ]

@@ -61,8 +61,8 @@ def with_states(
     filled in. `sizes` as in `bind`. Parameters without a state of some kind stay without. Raises RelayoutError for a
     state that does not follow from the mapping, with the reason.
     """
-    is_state = {_state_name(name, p, s) for p in specs for s in states} & specs.keys()
-    params = {p: spec for p, spec in specs.items() if p not in is_state}
+    ends = [_state_name(name, "\n", s).split("\n") for s in states]
+    params = {p: spec for p, spec in specs.items() if not any(_is_state(p, specs, *end) for end in ends)}
     bound = bind(mapping, params, partial=True, sizes=sizes)
     table = NameTable.of(specs)
     out = list(bound.mapping.statements)
@@ -70,6 +70,12 @@ def with_states(
         if statement.source:
             out += derived(Job(statement, known, states, name, table))
     return MappingText(tuple(out))
+
+
+def _is_state(name: str, specs: Specs, before: str, after: str) -> bool:
+    """Whether a name is that of a state of a parameter that is there."""
+    fits = len(name) > len(before) + len(after) and name.startswith(before) and name.endswith(after)
+    return fits and name[len(before) : len(name) - len(after)] in specs
 
 
 def _state_name(template: str, param: str, state: str) -> str:
