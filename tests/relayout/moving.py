@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tangram.layout import Layout, Mesh, Region
-from tangram.relayout import Bound, Piece, Sharding, Tensors, TensorSpec, bind, execute, inverse, plan, shard
+from tangram.relayout import Bound, Piece, Plan, Sharding, Tensors, TensorSpec, bind, execute, inverse, plan, shard
 
 Array = np.ndarray[Any, Any]
 State = Mapping[str, Array]
@@ -219,3 +219,18 @@ def chunk(x: Array, k: int, i: int, axis: int = 0) -> Array:
     """The i-th of k chunks as `torch.chunk` cuts, trailing ones possibly empty."""
     c = -(-x.shape[axis] // k)
     return x[(slice(None),) * axis + (slice(i * c, i * c + c),)]
+
+
+def whole(text: str, shape: tuple[int, ...], dtype: str = "float32", **sizes: int) -> Plan:
+    """The plan that makes y of x, each in one piece."""
+    bound = bind(text, {"x": TensorSpec(shape, dtype)}, **sizes)
+    return plan(
+        bound,
+        [Piece(0, "x", Region.full(shape))],
+        [Piece(0, name, Region.full(spec.shape)) for name, spec in bound.target.specs.items()],
+    )
+
+
+def run(copies: Plan, x: Any, y: Any) -> Any:
+    execute(copies, {(0, "x"): x}, {(0, "y"): y})
+    return y
