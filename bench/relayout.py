@@ -2,7 +2,7 @@
 
 The model is a mixture of experts of 61 layers and 384 experts (latent attention, one trillion parameters), with bf16
 weights and fp32 master weights and AdamW moments, ZeRO-1 over the data axes, held by 4,096 ranks under Hugging Face
-names. It is wanted by 1,024 ranks at another tensor, pipeline and expert parallelism, experts stacked and gate/up fused.
+names. 1,024 ranks want it at another tensor, pipeline and expert parallelism, experts stacked and gate/up fused.
 """
 
 from __future__ import annotations

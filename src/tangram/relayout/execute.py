@@ -25,7 +25,7 @@ from tangram.relayout.pieces import Piece
 from tangram.relayout.plan import Check, Copy, Plan
 
 Key = tuple[Hashable, str]
-Buffers = Mapping[Key, Any] | Callable[[Hashable, str], Any]
+Buffers = Mapping[Any, Any] | Callable[[Hashable, str], Any]
 """Tensors or arrays by `(place, real name)`, or a function of both."""
 
 

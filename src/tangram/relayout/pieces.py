@@ -128,7 +128,7 @@ class Sharding:
         known = dict(coords)
         if any(axis not in known for dim in layout.dims for axis in dim.axes):  # everybody's part of a cut sum
             at = self.mesh.coords(nearest_holder(layout, self.mesh, coords, to))
-            coords = tuple(sorted((axis, at[axis]) for axis in frozenset().union(*(d.axes for d in layout.dims))))
+            coords = tuple(sorted((axis, at[axis]) for axis in frozenset[str]().union(*(d.axes for d in layout.dims))))
         for more, inside in flat_owners(layout, self.mesh, coords, part.indices(box), lead):
             for found in part.boxes(inside):
                 common = box_intersect(found, box)

@@ -1,0 +1,70 @@
+"""Live DTensors as layouts and back: the one place where relayout touches torch's own mesh and placement objects.
+
+Reading is exact; `layout_of` asks for the local shapes of all ranks because torch's own description of a tensor that
+FSDP2 cut unevenly inside tensor parallelism is wrong (docs/notation.md). Process groups are passed in, never made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
+
+from tangram.layout import Layout, LayoutError, Mesh
+from tangram.layout.placements import Placement, from_placements, to_placements
+
+
+def mesh_of(device_mesh: DeviceMesh) -> tuple[Mesh, tuple[int, ...]]:
+    """A device mesh as a mesh, and the global rank at each of its positions. Raises LayoutError for unnamed dims."""
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        raise LayoutError("the device mesh has no mesh_dim_names; name its dims")
+    sizes = tuple(int(n) for n in device_mesh.mesh.shape)
+    ranks = cast("list[int]", device_mesh.mesh.flatten().tolist())
+    return Mesh((tuple(zip(names, sizes, strict=True)),)), tuple(ranks)
+
+
+def local_shapes(tensor: DTensor, group: dist.ProcessGroup) -> dict[int, tuple[int, ...]]:
+    """The local shape at every position of the tensor's mesh. Collective over `group`, which has all ranks of the mesh.
+
+    Raises LayoutError when a rank of the mesh is not in the group.
+    """
+    _, ranks = mesh_of(tensor.device_mesh)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (dist.get_rank(), tuple(tensor.to_local().shape)), group=group)
+    shapes: dict[int, tuple[int, ...]] = dict(found)
+    missing = [r for r in ranks if r not in shapes]
+    if missing:
+        raise LayoutError(f"rank {missing[0]} of the tensor's mesh is not in the group")
+    return {position: shapes[rank] for position, rank in enumerate(ranks)}
+
+
+def layout_of(tensor: DTensor, shapes: Mapping[int, tuple[int, ...]]) -> tuple[Mesh, Layout]:
+    """The mesh and the bound layout of a DTensor, checked against the local shapes of all ranks (`local_shapes`).
+
+    Raises LayoutError for what is no layout, and where the shapes fit no reading of the placements.
+    """
+    mesh, _ = mesh_of(tensor.device_mesh)
+    return mesh, from_placements(tensor.placements, mesh, tuple(tensor.shape), shapes)
+
+
+def placements_of(layout: Layout, mesh: Mesh) -> tuple[TorchPlacement, ...]:
+    """torch placements that hold the same elements as a bound layout on every rank, or LayoutError."""
+    return tuple(_torch_placement(p) for p in to_placements(layout, mesh))
+
+
+def _torch_placement(p: Placement) -> TorchPlacement:
+    match p.kind:
+        case "replicate":
+            return Replicate()
+        case "shard":
+            return Shard(p.dim)
+        case "strided":
+            return _StridedShard(p.dim, split_factor=p.split_factor)
+        case "partial":
+            return Partial(p.op)
