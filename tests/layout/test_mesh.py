@@ -151,7 +151,7 @@ def test_slices_keep_the_views_that_have_the_axes() -> None:
     assert (str(small), ranks) == ("dp=2 rep=2", (2, 3, 6, 7))
     small, ranks = mesh.slice(x=5)
     assert (str(small), ranks) == ("one=1", (5,))
-    with pytest.raises(LayoutError, match="no view of mesh .* has all of dp, x|are not independent"):
+    with pytest.raises(LayoutError, match="axes dp and x are not independent"):
         mesh.slice(dp=1, x=5)
     assert Mesh.parse("a=2 one=1 | b=2").slice(one=0)[1] == (0, 1)
 

@@ -28,7 +28,8 @@ def validate(layout: Layout, mesh: Mesh) -> Layout:
     """Return the layout when it makes sense on the mesh, else raise LayoutError.
 
     An axis cuts a product once (terms of a sum may share it); axes of two views that share digits of the rank do not
-    stand together; an axis that cuts has no pending reduction and does not say who holds the tensor.
+    stand together (only in terms of a sum, where no cut stands on the bracket); an axis that cuts has no pending
+    reduction and does not say who holds the tensor.
     """
     for axis in sorted(layout.axes.union(a for _, a in layout.pending).union(a for a, _ in layout.at)):
         mesh.axis(axis)
@@ -39,6 +40,8 @@ def validate(layout: Layout, mesh: Mesh) -> Layout:
     parts += [(cut.axis,) for cut in layout.flat]
     parts += [(axis,) for _, axis in layout.pending] + [(axis,) for axis, _ in layout.at]
     _merge(parts, mesh, str(layout))
+    if layout.flat:
+        mesh.require_independent(sorted(layout.axes), str(layout))
     return layout
 
 
@@ -46,6 +49,8 @@ def _axes_of(dim: Dim, mesh: Mesh) -> set[str]:
     inner: set[str] = set()
     for term in dim.terms:
         inner |= _merge([sorted(_axes_of(x, mesh)) for x in term], mesh, str(dim))
+    if dim.cuts:  # what they cut depends on all axes inside together
+        mesh.require_independent(sorted(inner), str(dim))
     return _merge([sorted(inner), *((cut.axis,) for cut in dim.cuts)], mesh, str(dim))
 
 
@@ -142,6 +147,8 @@ def owners(layout: Layout, mesh: Mesh, wanted: Region, family_dims: int = 0) -> 
     x)/dp`.
     """
     validate(layout, mesh)
+    if not wanted.within(layout.shape):
+        raise LayoutError(f"{layout}: {wanted} does not lie inside a tensor of shape {list(layout.shape)}")
     out: dict[Coords, list[Box]] = {}
     for box in wanted.boxes:
         per_dim = [dim_owners(dim, s, mesh) for dim, s in zip(layout.dims, box, strict=True)]

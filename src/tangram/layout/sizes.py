@@ -83,7 +83,12 @@ def _anonymous(dim: Dim) -> Dim:
 def _inline(tensors: Iterable[tuple[Sequence[Dim], Shape | None]], known: Mapping[str, int]) -> dict[str, int]:
     """The sizes given from outside and in the text (`heads=32`), which must agree."""
     env = dict(known)
-    for dims, _ in tensors:
+    for name, n in env.items():
+        if n < 0:
+            raise LayoutError(f"{name}={n}: a size is not negative")
+    for dims, shape in tensors:
+        if min(shape or (), default=0) < 0:
+            raise LayoutError(f"{show(dims)!r}: no tensor has shape {list(shape or ())}")
         for leaf in (leaf for dim in dims for leaf in dim.leaves):
             if leaf.name and leaf.size is not None and env.setdefault(leaf.name, leaf.size) != leaf.size:
                 raise LayoutError(f"{leaf.name} is {env[leaf.name]} in one place and {leaf.size} in another")
