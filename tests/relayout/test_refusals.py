@@ -21,7 +21,7 @@ SQUARE = TensorSpec((4, 1))
         (
             "q: (g=2 d) h, k: (g d) h, v: (g d) h -> qkv: (g (1 + 1 + 1) d) h",
             {"q": (4, 1), "k": (4, 1), "v": (4, 1)},
-            r"parts of q and k look the same .*; name them with `as`",
+            r"parts of q and k look the same .*; mark them by their tensors' names",
         ),
         ("qkv: (g=2 (1 + 1) d) h -> k: (g d) h, v: (g d) h", {"qkv": (8, 1)}, r"two parts of qkv look the same"),
         ("a: n m, b: n m -> c: n m, d: n m", {"a": (4, 1), "b": (4, 1)}, "parts of a and b look the same"),
@@ -268,3 +268,24 @@ def test_tied_copies_that_differ() -> None:
     minus = numbered(3, 2) * 0
     with pytest.raises(RelayoutError, match="6 of the 6"):
         execute(copies, {("p", "a"): minus, ("q", "b"): (-minus).T}, {(0, "c"): out})
+
+
+def test_a_pending_reduction_is_not_copied_as_if_it_were_done() -> None:
+    bound = bind("a -> b", {"a": TensorSpec((4,))})
+    with pytest.raises(RelayoutError, match="before the sum over tp is done"):
+        shard("tp=2", {"a": "h sum:tp"}, bound.source)
+
+
+def test_a_fill_that_the_dtype_does_not_have() -> None:
+    with pytest.raises(RelayoutError, match=r"fill=0.5 is no value of a tensor of int64"):
+        bind("a: h -> b: (h + _=2); fill=0.5", {"a": TensorSpec((4,), "int64")})
+
+
+def test_a_family_and_one_of_its_members_are_not_wanted_together() -> None:
+    bound = bind("a.{l}.w: h -> b.{l}.w: h", {f"a.{i}.w": TensorSpec((4,)) for i in range(2)})
+    source = [Piece(0, f"a.{i}.w", Region.full((4,))) for i in range(2)]
+    whole, member = Piece(0, "b.{l}.w", Region.full((2, 4))), Piece(0, "b.1.w", Region.full((4,)))
+    for wanted in ([whole, member], [member, whole], [member, member]):
+        with pytest.raises(RelayoutError, match="wanted twice"):
+            plan(bound, source, wanted)
+    assert plan(bound, source, [member, Piece(0, "b.0.w", Region.full((4,)))]).size == 8

@@ -278,7 +278,7 @@ class _Binder:
             raise RelayoutError(f"the sources have different dtypes: {', '.join(sorted(dtypes))}")
         wanted = {p.dtype for group in groups[1] for p in group if p.dtype is not None}
         dtype = dtypes.pop() if dtypes else (sorted(wanted)[0] if wanted else "float32")
-        fill_value(statement.options)  # refused here when it is no number
+        _check_fill(fill_value(statement.options), wanted or {dtype})
         result = result_dtype(dtype, statement.options, self.codecs) if statement.source else dtype
         if statement.target and wanted - {result}:
             raise RelayoutError(
@@ -388,6 +388,12 @@ def _count(m: Monomial) -> int:
     for d in m.digits:
         n *= d.size
     return n
+
+
+def _check_fill(value: float, dtypes: Iterable[str]) -> None:
+    whole = [d for d in dtypes if not d.startswith(("float", "bfloat", "complex"))]
+    if whole and not value.is_integer():
+        raise RelayoutError(f"fill={value:g} is no value of a tensor of {whole[0]}")
 
 
 def _claim(present: _Present, used: dict[str, str], statement: str) -> None:

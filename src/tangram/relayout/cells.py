@@ -204,6 +204,9 @@ def _compose(
     return DimIndex(tuple(digits), carry), tags
 
 
+_ADVICE = "mark them by their tensors' names, as in (q + k)"
+
+
 def match(
     statement: str,
     source: Sequence[Sequence[Monomial]],
@@ -245,12 +248,12 @@ def _table(
                 continue
             same = here.setdefault(m.key, [])
             if any(o.tensor == m.tensor for o in same):
-                raise RelayoutError(f"{statement}: two parts of {m.tensor} look the same ({m}); name them with `as`")
+                raise RelayoutError(f"{statement}: two parts of {m.tensor} look the same ({m}); {_ADVICE}")
             same.append(m)
         for key, same in here.items():
             if key in out:
                 names = f"{out[key][0].tensor} and {same[0].tensor}"
-                raise RelayoutError(f"{statement}: parts of {names} look the same ({same[0]}); name them with `as`")
+                raise RelayoutError(f"{statement}: parts of {names} look the same ({same[0]}); {_ADVICE}")
             out[key] = same
     return out
 

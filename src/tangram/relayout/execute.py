@@ -174,8 +174,8 @@ def _refuse_shared(plan: Plan, sources: _Side, targets: _Side) -> None:
 
     Looks at the whole span of each buffer, so interleaved views of one tensor are refused too: copy one of them first.
     """
-    tied = {t.name: i for i, s in enumerate(plan.bound.mapping.statements) for group in s.target for t in group[1:]}
-    tied |= {group[0].name: i for i, s in enumerate(plan.bound.mapping.statements) for group in s.target if group[1:]}
+    groups = [group for s in plan.bound.mapping.statements for group in s.target if len(group) > 1]
+    tied = {t.name: i for i, group in enumerate(groups) for t in group}
     spans = sorted(
         [(*_span(t), 0, key) for key, t in sources.ready.items() if t.numel()]
         + [(*_span(t), 1, key) for key, t in targets.ready.items() if t.numel()],

@@ -175,6 +175,11 @@ def shard(
         if text is None:
             raise RelayoutError(f"there is no layout for {name}; to keep it whole on every rank, give it '...'")
         layout = Layout.parse(text) if isinstance(text, str) else text
+        if layout.pending:
+            op, axis = layout.pending[0]
+            raise RelayoutError(
+                f"{name}: no rank of {layout} has the values before the {op} over {axis} is done; reduce it first"
+            )
         try:
             out[name] = validate(layout.bind(family.spec.shape, **sizes), grid)
         except ValueError as error:

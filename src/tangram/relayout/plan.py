@@ -73,10 +73,8 @@ def plan(bound: Bound, source: Holders | Iterable[Piece], wanted: Iterable[Piece
     checks: list[Check] = []
     seen: set[tuple[Hashable, str]] = set()
     for want in wanted:
-        if (want.place, want.tensor) in seen:
-            raise RelayoutError(f"{want.tensor} is wanted twice at {want.place!r}: each element is written once")
-        seen.add((want.place, want.tensor))
         family, region = bound.target.lift(want.tensor, want.region)
+        _refuse_second(seen, want, family)
         target = Piece(want.place, family.name, region)
         total = 0
         for cell in bound.cells[family.name]:
@@ -91,6 +89,16 @@ def plan(bound: Bound, source: Holders | Iterable[Piece], wanted: Iterable[Piece
                 want.tensor, region, f"{want.tensor}: the mapping writes {total} of {region.size} elements"
             )
     return Plan(bound, tuple(copies), tuple(checks))
+
+
+def _refuse_second(seen: set[tuple[Hashable, str]], want: Piece, family: Family) -> None:
+    """Refuse a tensor that is wanted twice at a place, be it once by its name and once with its whole family."""
+    mark = (want.place, want.tensor)
+    whole = (want.place, family.name)
+    member = (want.place, f"{family.name} in part")
+    if mark in seen or whole in seen or (want.tensor == family.name and member in seen):
+        raise RelayoutError(f"{want.tensor} is wanted twice at {want.place!r}: each element is written once")
+    seen.update({mark} if want.tensor == family.name else {mark, member})
 
 
 def _copies(bound: Bound, cell: Cell, holders: Holders, target: Piece, boxes: Sequence[Box]) -> list[Copy]:
