@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tangram.layout.errors import LayoutError
@@ -12,8 +12,9 @@ from tangram.layout.syntax import VOID, Cut, Dim, Layout
 def follow(base: Layout, dims: str | Sequence[Dim]) -> Layout:
     """The layout of a companion with these dims: every factor keeps the cuts that it has in `base`.
 
-    A cut bracket is kept when the companion has a bracket of the same factors; when it has only some of them the cut
-    goes through factors that the companion lacks, and LayoutError is raised. `@` is kept; pending reductions are not.
+    A cut bracket is kept when the companion has a bracket of the same factors; when it has only some of them, or has
+    them otherwise, the cut cannot be said of the companion, and LayoutError is raised. `@` is kept; pending reductions
+    are not.
 
     >>> print(follow(Layout.parse("(heads/tp d)/dp i @pp=1"), "(heads d) rank"))
     (heads/tp d)/dp rank @pp=1
@@ -22,28 +23,43 @@ def follow(base: Layout, dims: str | Sequence[Dim]) -> Layout:
     if base.flat:
         raise LayoutError(f"{base}: a flat cut goes through all factors; a companion has no layout of its own")
     names = {leaf.name for dim in target for leaf in dim.leaves if leaf.name}
-    factors: dict[str, tuple[Cut, ...]] = {}
-    brackets: dict[tuple[object, ...], tuple[Cut, ...]] = {}
+    there = {_key(node) for dim in target for node in dim.nodes if node.terms}
+    text = repr(" ".join(map(str, target)))
+    cuts: dict[Key, tuple[Cut, ...]] = {}
     for node in (node for dim in base.dims for node in dim.nodes):
-        if not node.terms:
-            if node.name not in ("", VOID):
-                factors[node.name] = node.cuts
+        inner = {leaf.name for leaf in node.leaves} - {"", VOID}
+        if not inner & names:
             continue
-        inner = {leaf.name for leaf in node.leaves if leaf.name}
-        if node.cuts and inner & names and not inner <= names:
-            raise LayoutError(f"{node}: the cut goes through factors that {' '.join(map(str, target))!r} lacks")
-        brackets[_key(node)] = node.cuts
-    kept = tuple(_recut(dim, factors, brackets) for dim in target)
-    return Layout(kept, at=base.at)
+        if node.terms and node.cuts:
+            if not inner <= names:
+                raise LayoutError(f"{node}: the cut goes through factors that {text} lacks")
+            if _key(node) not in there:
+                raise LayoutError(f"{node}: the cut is of the whole bracket, and {text} has no such bracket")
+        if cuts.setdefault(_key(node), node.cuts) != node.cuts:
+            raise LayoutError(f"{base}: {node.uncut()} has two ways of being cut, so that a companion has none")
+    return Layout(tuple(_recut(dim, cuts) for dim in target), at=base.at)
 
 
-def _key(dim: Dim) -> tuple[object, ...]:
-    """What makes two brackets the same: their leaves, by name where they have one."""
-    return tuple(leaf.name or leaf.size for leaf in dim.leaves)
+Key = tuple[object, ...]
 
 
-def _recut(dim: Dim, factors: dict[str, tuple[Cut, ...]], brackets: dict[tuple[object, ...], tuple[Cut, ...]]) -> Dim:
+def _key(dim: Dim) -> Key:
+    """What makes two dims the same: `("factor", name)`, or a bracket's factors; brackets in a product do not count."""
     if not dim.terms:
-        return replace(dim, cuts=factors.get(dim.name, ()) if dim.name else ())
-    terms = tuple(tuple(_recut(x, factors, brackets) for x in term) for term in dim.terms)
-    return replace(dim, terms=terms, cuts=brackets.get(_key(dim), ()))
+        return ("factor", dim.name or dim.size)
+    terms = tuple(tuple(_factors(term)) for term in dim.terms)
+    return ("bracket", *terms)
+
+
+def _factors(term: Sequence[Dim]) -> Iterator[object]:
+    for x in term:
+        if len(x.terms) == 1:
+            yield from _factors(x.terms[0])
+        else:
+            yield _key(x)
+
+
+def _recut(dim: Dim, cuts: dict[Key, tuple[Cut, ...]]) -> Dim:
+    terms = tuple(tuple(_recut(x, cuts) for x in term) for term in dim.terms)
+    known = () if dim.name == VOID else cuts.get(_key(dim), ())
+    return replace(dim, terms=terms, cuts=known)

@@ -19,6 +19,7 @@ from tangram.layout.mesh import Mesh
 from tangram.layout.syntax import VOID, Cut, Dim, Layout
 
 OPS = ("sum", "avg", "max", "min")
+_SPECS = ("PartitionSpec", "P")
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,28 @@ class Placement:
     def read(placement: Any, ndim: int) -> Placement:
         """Read a `torch.distributed.tensor` placement by its public attributes.
 
-        Raises LayoutError for what is no layout: a masked partial, or a reduction other than sum, avg, max, min.
+        Raises LayoutError for what is no layout: a masked partial, a reduction other than sum, avg, max, min, or a dim
+        that a tensor of `ndim` dims does not have.
         """
         if isinstance(placement, Placement):
-            return placement
+            shards = placement.kind in ("shard", "strided")
+            return replace(placement, dim=_dim(placement.dim, ndim)) if shards else placement
         if placement.is_replicate():
             return Placement("replicate")
         if placement.is_partial():
             if hasattr(placement, "mask_buffer") or placement.reduce_op not in OPS:
                 raise LayoutError(f"{placement!r} is no layout: reduce it first")
             return Placement("partial", op=str(placement.reduce_op))
-        dim = int(placement.dim) % ndim if ndim else int(placement.dim)
+        dim = _dim(int(placement.dim), ndim)
         if hasattr(placement, "split_factor"):
             return Placement("strided", dim, int(placement.split_factor))
         return Placement("shard", dim)
+
+
+def _dim(dim: int, ndim: int) -> int:
+    if not -ndim <= dim < ndim:
+        raise LayoutError(f"a placement shards dim {dim} of a tensor of {ndim} dims")
+    return dim % ndim
 
 
 def from_placements(
@@ -60,16 +69,23 @@ def from_placements(
 
     Pass the local shapes of all ranks where they are known. torch's own description is wrong for some uneven tensors
     that FSDP2 cut inside tensor parallelism (it declares `o/dp:strided[2]/tp` where the data lie as `o/tp/dp`); the
-    shapes tell the two apart, and what fits neither is refused. Raises LayoutError.
+    shapes tell the two apart. Raises LayoutError for what fits neither, or both where they differ (on two mesh axes the
+    shapes of all ranks always suffice; on three they may not).
     """
     words = [Placement.read(p, len(shape)) for p in placements]
     declared = _declared(words, mesh).bind(tuple(shape))
     validate(declared, mesh)
-    if local_shapes is None or _fits(declared, mesh, local_shapes):
+    if local_shapes is None:
         return declared
     fsdp = _fsdp_order(declared, mesh)
-    if fsdp != declared and _fits(fsdp, mesh, local_shapes):
-        return fsdp
+    fits = [x for x in dict.fromkeys((declared, fsdp)) if _fits(x, mesh, local_shapes)]
+    if len(fits) == 2 and any(region(declared, mesh, r) != region(fsdp, mesh, r) for r in range(mesh.size)):
+        raise LayoutError(
+            f"the local shapes of {len(local_shapes)} of {mesh.size} ranks fit {declared} and FSDP's {fsdp} on mesh "
+            f"{mesh}, which do not hold the same elements: give more shapes, or make the layout with Layout.parse"
+        )
+    if fits:
+        return fits[0]
     raise LayoutError(
         f"the local shapes fit neither {declared} nor FSDP's {fsdp} on mesh {mesh}: "
         + ", ".join(f"rank {r} has {list(s)}" for r, s in list(local_shapes.items())[:4])
@@ -171,8 +187,8 @@ def from_partition_spec(text: str, ndim: int) -> Layout:
     """
     try:
         node = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(node, ast.Call) or node.keywords:
-            raise ValueError("not a call")
+        if not isinstance(node, ast.Call) or node.keywords or ast.unparse(node.func).split(".")[-1] not in _SPECS:
+            raise ValueError("not a PartitionSpec")
         entries = [ast.literal_eval(arg) for arg in node.args]
     except (SyntaxError, ValueError):
         raise LayoutError(f"{text!r} is not a PartitionSpec of axis names, None and tuples of names") from None
@@ -204,7 +220,10 @@ def to_partition_spec(layout: Layout) -> str:
 def from_dims_mapping(mapping: Sequence[Sequence[str]], partial: Mapping[str, str] | None = None) -> Layout:
     """The layout of Paddle's `dims_mapping` with axis names: for each dim the axes that cut it, major first.
 
-    `partial`: `{axis: op}` of pending reductions.
+    `partial`: `{axis: op}` of pending reductions. Raises LayoutError for a reduction that is not in `OPS`.
     """
+    for axis, op in (partial or {}).items():
+        if op not in OPS:
+            raise LayoutError(f"{op!r} over {axis} is no pending reduction: those are {', '.join(OPS)}")
     dims = tuple(Dim(VOID, cuts=tuple(Cut(axis) for axis in axes)) for axes in mapping)
     return Layout(dims, (), tuple((op, axis) for axis, op in (partial or {}).items()))
