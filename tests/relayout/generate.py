@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from tangram.layout import IntSet, Region
-from tangram.layout.intervals import normal
 from tests.relayout.moving import CARRIERS, Array, Side
 
 Draw = Any
@@ -136,7 +134,7 @@ NUMBERS = [
 ]
 
 
-def _split(draw: Draw, items: Sequence[Any]) -> list[list[Any]]:
+def split(draw: Draw, items: Sequence[Any]) -> list[list[Any]]:
     """Items in their order, parted into consecutive groups."""
     groups: list[list[Any]] = []
     for item in items:
@@ -183,7 +181,7 @@ def _tensor(draw: Draw, p: Parts, members: Sequence[str], labelled: bool, pad: i
         whole = np.concatenate(blocks, axis=len(outer))
         extents = [p.sizes[x] if x else whole.shape[len(outer)] for x in sequence]
     bracket = f"({' + '.join(terms)})" if terms else ""
-    groups = _split(draw, list(zip(sequence, extents, strict=True)))
+    groups = split(draw, list(zip(sequence, extents, strict=True)))
     dims, shape = [], []
     for group in groups:
         texts = [x or bracket for x, _ in group]
@@ -204,7 +202,7 @@ def stores(draw: Draw, p: Parts, fused: bool, labelled: bool, pad: int, prefix: 
     """All parts on one side: each in a tensor of its own, or in one or more brackets; some tensors tied to a copy."""
     store = Store()
     names = list(draw(st.permutations(list(p.own))))
-    groups = _split(draw, names) if fused and not labelled else [names] if fused else [[x] for x in names]
+    groups = split(draw, names) if fused and not labelled else [names] if fused else [[x] for x in names]
     for i, members in enumerate(groups):
         one = labelled and not fused
         copies = draw(st.sampled_from([1, 1, 1, 2]))
@@ -249,37 +247,3 @@ def cases(draw: Draw) -> Case:
         sides.append(Side(store.state, texts, mesh, dtype=dtype if dtype in CARRIERS else None))
     ways = draw(st.sampled_from([("layouts",), ("pieces",)]))
     return Case(text, sides[0], sides[1], p.sizes, ways)
-
-
-def _sets(draw: Draw, n: int) -> IntSet:
-    """Some of the integers below n, as sorted intervals."""
-    edges = sorted(draw(st.sets(st.integers(0, n), min_size=min(2, n + 1), max_size=4)))
-    return normal(zip(edges[::2], edges[1::2], strict=False))
-
-
-@st.composite
-def regions(draw: Draw, shape: tuple[int, ...]) -> Region:
-    """Up to three boxes of a tensor, which may overlap."""
-    return Region.of([tuple(_sets(draw, n) for n in shape) for _ in range(draw(st.integers(1, 3)))])
-
-
-@dataclass(frozen=True)
-class Scattered:
-    """Explicit pieces of a tensor, which may overlap and may leave holes, and regions that are wanted of it."""
-
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    held: list[Region]
-    wanted: list[Region]
-
-
-@st.composite
-def scattered(draw: Draw) -> Scattered:
-    """A tensor in pieces, and its dims in another order as the target."""
-    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=0, max_size=3)))
-    order = tuple(draw(st.permutations(range(len(shape)))))
-    held = draw(st.lists(regions(shape), min_size=1, max_size=6))
-    if draw(st.booleans()):
-        held.insert(draw(st.integers(0, len(held))), Region.full(shape))
-    wanted = draw(st.lists(regions(tuple(shape[i] for i in order)), min_size=1, max_size=3))
-    return Scattered(shape, order, held, wanted)

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from tangram.layout import Layout, Mesh, Region
+from tangram.layout import Layout, Mesh, Region, region
 from tangram.relayout import Bound, Piece, Plan, Sharding, Tensors, TensorSpec, bind, execute, inverse, plan, shard
 
 Array = np.ndarray[Any, Any]
@@ -40,10 +40,10 @@ def numbered(*shape: int, start: int = 1, dtype: Any = np.float32) -> Array:
     return np.arange(start, start + int(np.prod(shape)), dtype=dtype).reshape(shape)
 
 
-def mask_of(region: Region, shape: Sequence[int]) -> Array:
+def mask_of(held: Region, shape: Sequence[int]) -> Array:
     """The elements of a region, by numpy's own open mesh."""
     mask = np.zeros(shape, bool)
-    for box in region.boxes:
+    for box in held.boxes:
         mask[np.ix_(*[np.concatenate([np.arange(a, b) for a, b in s]) for s in box])] = True
     return mask
 
@@ -141,6 +141,15 @@ class Side:
         return shard(self.mesh, self.layouts, tensors, **self.sizes)
 
 
+def same_as_layouts(sharding: Sharding) -> None:
+    """What a sharding says of its ranks is what the layout room says, which is tested by itself."""
+    for rank in range(sharding.mesh.size):
+        pieces = {p.tensor: p.region for p in sharding.pieces(rank)}
+        for name, layout in sharding.layouts.items():
+            lead = sharding.tensors.families[name].family_dims
+            assert pieces.get(name, Region()) == region(layout, sharding.mesh, rank, lead)
+
+
 def all_buffers(side: Side, sharding: Sharding) -> Buffers:
     """Every rank's buffers as they should be."""
     return {
@@ -200,6 +209,8 @@ def move(
     if derive:
         assert bind(mapping, specs(source.state, source.dtype), **sizes).target.specs == wants
     s, t = source.sharding(bound.source), target.sharding(bound.target)
+    same_as_layouts(s)
+    same_as_layouts(t)
     have = all_buffers(source, s)
     pieces = [p for rank in range(s.mesh.size) for p in s.pieces(rank)]
     for rank in range(t.mesh.size):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from einops import rearrange
 
-from tangram.relayout import bind, execute, plan, shard
+from tangram.layout import Region
+from tangram.relayout import Piece, TensorSpec, bind, execute, plan, shard
 from tests.relayout.moving import Array, Side, chunk, mask_of, move, numbered, specs
 
 # ---------------------------------------------------------------- gate and up
@@ -71,6 +72,18 @@ def test_tied_embeddings_on_two_stages_with_padding() -> None:
             "pp=4 tp=2",
         ),
     )
+
+
+def test_ranks_outside_at_hold_nothing() -> None:
+    bound = bind("emb -> head", {"emb": TensorSpec((5, 2))})
+    s = shard("pp=4 tp=2", {"emb": "v/tp h @pp=0,3"}, bound.source)
+    held = {rank: [str(p.region) for p in s.pieces(rank)] for rank in range(8)}
+    first, second = ["[0:3 0:2]"], ["[3:5 0:2]"]
+    assert held == {0: first, 1: second, 2: [], 3: [], 4: [], 5: [], 6: first, 7: second}
+    for rank in range(8):  # a rank that holds what it wants reads it there, the others from either stage
+        copies = plan(bound, s, [Piece(rank, "head", Region.parse("[0:1 0:2]"))]).copies
+        assert [c.source.place for c in copies if c.source] in ([0], [6])
+    assert plan(bound, s, [Piece(6, "head", Region.parse("[0:1 0:2]"))]).copies[0].source == s.piece("emb", 6)
 
 
 def test_padding_that_follows_from_the_target() -> None:

@@ -76,6 +76,15 @@ def test_one_number_is_several_factors() -> None:
     same(got, {f"stage{p}.{c}.{k}.w": layer[c, p, k] for p in range(2) for c in range(2) for k in range(2)})
 
 
+def test_one_number_is_a_sum_of_two_stacks() -> None:
+    """Three dense layers and then two of experts, from two stacks into one sequence of names and back."""
+    dense, moe = numbered(3, 2), numbered(2, 2, start=90)
+    text = "dense: a h, moe: b h -> layers.{(dense a + moe b)+1}.w: h"
+    expected = {f"layers.{i + 1}.w": row for i, row in enumerate([*dense, *moe])}
+    same(convert(text, {"dense": dense, "moe": moe}), expected)
+    same(convert(str(inverse(text)), expected, a=3), {"dense": dense, "moe": moe})
+
+
 def test_wild_cards_take_what_nothing_else_names() -> None:
     source = {
         **many("layers.{}.w", 2),
