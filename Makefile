@@ -20,7 +20,7 @@ install: $(STAMP) ## make the virtual environment .venv (the others do it by the
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once, and again when pyproject.toml or constraints.txt change) ..."
-	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[hf,dev,lowbit]'
 	@touch $@
 
 train: ## train the quickstart plan (another one with PLAN=...)

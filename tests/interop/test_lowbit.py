@@ -1,0 +1,90 @@
+"""Real 8-bit and 4-bit optimiser states, of bitsandbytes and of torchao, follow a fused parameter.
+
+What must come out is said by the libraries themselves: the values of the moved state, dequantised by its own library, are
+the fused values of the parts' states. Both come with the extra `lowbit`, which `make test` installs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from tangram.layout import Region
+from tangram.relayout import Piece, TensorSpec, bind, execute, plan
+from tangram.relayout.states import ADAM_4BIT, ADAM_8BIT, SAME, SHARED, States, StateSpec, with_states
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # both libraries warn of accelerators that are not here
+
+SHAPES = {"q": (2 * 3 * 16, 512), "k": (2 * 16, 512), "v": (2 * 16, 512)}  # large enough to be quantised
+QKV = "q: (g r d) h, k: (g d) h, v: (g d) h -> qkv: (g (q r + k + v) d) h"
+TORCHAO_8BIT: States = {
+    f"{moment}.{name}": spec
+    for moment in ("exp_avg", "exp_avg_sq")
+    for name, spec in (("codes", SAME), ("scale", StateSpec("blocks", block=256)), ("qmap", SHARED))
+} | {"step": SHARED}
+
+
+def trained(optimiser: type[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Mapping[str, Mapping[str, object]]]:
+    """Parameters, and what the optimiser keeps for each after two steps."""
+    torch.manual_seed(0)
+    params = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+    opt = optimiser(list(params.values()), lr=1e-3)
+    for _ in range(2):
+        for p in params.values():
+            p.grad = torch.randn_like(p)
+        opt.step()
+    return {k: p.detach() for k, p in params.items()}, {k: opt.state[p] for k, p in params.items()}
+
+
+def moved(source: dict[str, Tensor], states: States) -> dict[str, Tensor]:
+    """The fused parameter with its states."""
+    specs = {k: TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in source.items()}
+    bound = bind(with_states(QKV, specs, states, g=2), specs, g=2)
+    out = {k: torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for k, s in bound.target.specs.items()}
+    pieces, wanted = ([Piece(0, k, Region.full(t.shape)) for k, t in side.items()] for side in (source, out))
+    execute(plan(bound, pieces, wanted), {(0, k): t for k, t in source.items()}, {(0, k): t for k, t in out.items()})
+    return out
+
+
+def fused(parts: list[Tensor]) -> Tensor:
+    """Grouped [q|k|v] by plain reshapes."""
+    return torch.cat([x.reshape(2, -1, 512) for x in parts], 1).reshape(-1, 512)
+
+
+def test_bitsandbytes_adamw_8bit() -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    params, kept = trained(bnb.optim.AdamW8bit)
+    source = dict(params)
+    for name, state in kept.items():
+        source |= {f"{name}.{k}": v if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()}
+    out = moved(source, ADAM_8BIT)
+
+    def values(state: Mapping[str, Tensor], name: str, i: int) -> Tensor:
+        codes, absmax, code = (state[f"{name}.{x}{i}"] for x in ("state", "absmax", "qmap"))
+        return bnb.functional.dequantize_blockwise(codes, absmax=absmax, code=code, blocksize=256)
+
+    for i in (1, 2):
+        assert torch.equal(values(out, "qkv", i), fused([values(source, name, i) for name in "qkv"]))
+
+
+@pytest.mark.parametrize(("optimiser", "states"), [("AdamW8bit", TORCHAO_8BIT), ("AdamW4bit", ADAM_4BIT)])
+def test_torchao_adamw(optimiser: str, states: States) -> None:
+    pytest.importorskip("torchao")
+    module = importlib.import_module("torchao.optim")
+    params, kept = trained(getattr(module, optimiser))
+    source = dict(params)
+    for name, state in kept.items():
+        source[f"{name}.step"] = state["step"]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            source |= {f"{name}.{moment}.{part}": getattr(state[moment], part) for part in ("codes", "scale", "qmap")}
+    out = moved(source, states)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        like = kept["q"][moment]
+        parts = [out[f"qkv.{moment}.{part}"] for part in ("codes", "scale", "qmap")]
+        rest = (like.signed, (160, 512)) if optimiser == "AdamW4bit" else (like.signed,)
+        whole = type(like)(*parts, *rest).dequantize()
+        assert torch.equal(whole, fused([kept[name][moment].dequantize() for name in "qkv"]))
