@@ -38,6 +38,13 @@ def test_numbers_are_numbers_and_not_text() -> None:
     same(convert("layers.{l}.w: o i -> w: l o i", shuffled), {"w": np.stack(list(source.values()))})
 
 
+def test_numbers_that_are_written_out_part_families() -> None:
+    source = {**many("tower.0.{}.w", 2), **many("tower.1.{}.w", 3, first=500), **many("tower.10.{}.w", 1, first=900)}
+    text = "\n".join(f"tower.{t}.{{l}}.w: o i -> t{t}: l o i" for t in (0, 1, 10))
+    rows = list(source.values())
+    same(convert(text, source), {"t0": np.stack(rows[:2]), "t1": np.stack(rows[2:5]), "t10": np.stack(rows[5:])})
+
+
 def test_two_numbers_in_the_names_in_any_order_on_the_other_side() -> None:
     x = numbered(2, 3, 4, 5)
     source = {f"layers.{i}.experts.{j}.up": x[i, j] for i in range(2) for j in range(3)}
@@ -230,3 +237,10 @@ def test_a_layout_for_every_tensor_and_no_other() -> None:
         shard("x=2", {"{x*}": "...", "v": "..."}, tensors)
     with pytest.raises(RelayoutError, match="w: "):
         shard("x=2", {"{x*}.norm": "...", "w": "o/y"}, tensors)
+
+
+@pytest.mark.parametrize(("index", "sizes"), [("{l=2}", {}), ("{l}", {"l": 2}), ("{(a b)}", {"a": 2, "b": 1})])
+def test_a_range_leaves_the_other_numbers_to_the_wild_card(index: str, sizes: dict[str, int]) -> None:
+    source = many("layers.{}.w", 4)
+    bound = bind(f"layers.{index}.w: o i -> first.{index}.w: i o\n{{x*}} -> rest.{{x*}}", specs(source), sizes=sizes)
+    assert set(bound.target.specs) == {"first.0.w", "first.1.w", "rest.layers.2.w", "rest.layers.3.w"}

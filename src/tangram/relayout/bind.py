@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from tangram.layout import LayoutError, Region
 from tangram.layout.intervals import span
 from tangram.layout.sizes import name_voids, solve
-from tangram.layout.syntax import Dim, Side, Statement, TensorPattern, Wild
+from tangram.layout.syntax import Dim, Statement, TensorPattern
 from tangram.layout.syntax import Mapping as MappingText
 from tangram.relayout.cells import Cell, Monomial, match, monomials
 from tangram.relayout.codecs import CODECS, Codec, fill_value, result_dtype
 from tangram.relayout.errors import RelayoutError
-from tangram.relayout.names import Family, NameTable, TensorSpec, extents, template_of
+from tangram.relayout.names import Family, NameTable, TensorSpec, extents, known_size, template_of
+from tangram.relayout.wilds import fill_wilds
 
 Specs = Mapping[str, TensorSpec]
 
@@ -126,7 +127,7 @@ def bind(
     text = MappingText.parse(mapping) if isinstance(mapping, str) else mapping
     known = {**(sizes or {}), **more}
     tables = NameTable.of(source), None if target is None else NameTable.of(target)
-    text = MappingText(tuple(fill_wilds(text.statements, *tables)))
+    text = MappingText(tuple(fill_wilds(text.statements, *tables, known)))
     binder = _Binder(*tables, known, codecs, {}, {}, {}, [], [], {}, {})
     for statement in text.statements:
         binder.add(statement)
@@ -150,47 +151,6 @@ def _refuse_unused(side: str, specs: Specs, used: Mapping[str, str], advice: str
     if unused and not partial:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise RelayoutError(f"no statement names the {side} tensor {unused[0]}{more}: {advice}")
-
-
-def fill_wilds(statements: Iterable[Statement], source: NameTable, target: NameTable | None) -> list[Statement]:
-    """Statements without `{name*}`: one for each value that the names give, where no plain statement takes the name."""
-    plain = [s for s in statements if not any(t.wilds for t in s.tensors)]
-    taken = (_claimed(plain, 0, source), _claimed(plain, 1, target))
-    out = list(plain)
-    for statement in statements:
-        if statement in plain:
-            continue
-        side, table = (0, source) if statement.source else (1, target)
-        if table is None:
-            raise RelayoutError(f"{statement}: which tensors these are follows only from the target's names; pass them")
-        wanted = frozenset(w for t in statement.tensors for w in t.wilds)
-        values: dict[tuple[tuple[str, str], ...], None] = {}
-        for pattern in (t for group in (statement.source, statement.target)[side] for t in group):
-            if pattern.wilds != wanted:
-                raise RelayoutError(f"{statement}: every tensor names the same wild cards")
-            for name, found in table.wild_values(pattern).items():
-                if name not in taken[side]:
-                    values.setdefault(tuple(sorted(found.items())))
-        out += [_filled(statement, dict(v)) for v in values]
-    return out
-
-
-def _claimed(statements: Iterable[Statement], side: int, table: NameTable | None) -> set[str]:
-    if table is None:
-        return set()
-    patterns = [t for s in statements for group in (s.source, s.target)[side] for t in group]
-    return {t.name for t in patterns} | {name for t in patterns for _, name in table.members(template_of(t)[0])}
-
-
-def _filled(statement: Statement, values: Mapping[str, str]) -> Statement:
-    def tensor(t: TensorPattern) -> TensorPattern:
-        parts = (values[p.name] if isinstance(p, Wild) else p for p in t.parts)
-        return replace(t, parts=tuple(parts))
-
-    def side(s: Side) -> Side:
-        return tuple(tuple(tensor(t) for t in group) for group in s)
-
-    return replace(statement, source=side(statement.source), target=side(statement.target))
 
 
 @dataclass(frozen=True)
@@ -313,7 +273,7 @@ def _find(pattern: TensorPattern, table: NameTable | None, env: Mapping[str, int
     members = table.members(template)
     if not members:
         return None
-    known = tuple(_value(i.dim, env) for i in pattern.index)
+    known = tuple(known_size(i.dim, env) for i in pattern.index)
     sizes, names = extents(template, members, offsets, known)
     if not names:
         return None
@@ -326,14 +286,6 @@ def _find(pattern: TensorPattern, table: NameTable | None, env: Mapping[str, int
             "the tensors of a family are alike: split it by ranges such as {l=3} and {m+3}"
         )
     return _Present(pattern, template, offsets, (*sizes, *spec.shape), spec.dtype, tuple(names))
-
-
-def _value(dim: Dim, env: Mapping[str, int]) -> int | None:
-    """The size of an index where the text or the caller gives it."""
-    if any(leaf.name and leaf.size is None and leaf.name not in env for leaf in dim.leaves):
-        return None
-    ((sized,),), _ = solve([((dim,), None)], {leaf.name: env[leaf.name] for leaf in dim.leaves if leaf.name in env})
-    return sized.n
 
 
 def _labels(patterns: Sequence[TensorPattern]) -> frozenset[str]:

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from tangram.layout.syntax import Index, TensorPattern, Wild
+from tangram.layout.sizes import solve
+from tangram.layout.syntax import Dim, Index, TensorPattern, Wild
 from tangram.relayout.errors import RelayoutError
 
 _NUMBER = re.compile(r"\d+")
@@ -141,6 +142,14 @@ class NameTable:
                 regex += r"\d+"
         compiled = re.compile(regex)
         return {name: m.groupdict() for name in self.specs if (m := compiled.fullmatch(name))}
+
+
+def known_size(dim: Dim, env: Mapping[str, int]) -> int | None:
+    """The size of an index where the text or the caller gives it."""
+    if any(leaf.name and leaf.size is None and leaf.name not in env for leaf in dim.leaves):
+        return None
+    ((sized,),), _ = solve([((dim,), None)], {leaf.name: env[leaf.name] for leaf in dim.leaves if leaf.name in env})
+    return sized.n
 
 
 def extents(
