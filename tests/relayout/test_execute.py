@@ -13,6 +13,7 @@ from tangram.relayout import (
     TensorSpec,
     bind,
     execute,
+    inverse,
     plan,
 )
 from tests.relayout.moving import CARRIERS, as_torch, counted, numbered, opposite, run, whole
@@ -101,6 +102,62 @@ def test_regions_that_are_no_grid_have_flat_buffers() -> None:
     execute(copies, {(0, "x"): X[:2], (1, "x"): X[2:]}, {(0, "y"): strided[::2]})
     np.testing.assert_array_equal(strided[::2].numpy(), X.T.ravel()[1:20])
     assert not strided[1::2].any()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_rows_of_a_fused_tensor(seed: int) -> None:
+    """Which rows of k are wanted moves the rows of q in the buffer: no stride serves a whole block."""
+    rng = np.random.default_rng(seed)
+    groups, b, c = 6, 2, 3
+    q, k = numbered(groups, b, 2), numbered(groups, c, 2, start=500)
+    fused = np.concatenate([q, k], 1).reshape(-1, 2)
+    bound = bind(
+        "q: (a b) h, k: (a c) h -> qk: (a (q b + k c)) h",
+        {"q": TensorSpec((groups * b, 2)), "k": TensorSpec((groups * c, 2))},
+        a=groups,
+    )
+    rows = np.flatnonzero((rng.random(len(fused)) < 0.5) | (np.arange(len(fused)) % (b + c) == 0))
+    region = Region.of([(((int(i), int(i) + 1),), ((0, 2),)) for i in rows])
+    held = [Piece(0, "q", Region.full((groups * b, 2))), Piece(0, "k", Region.full((groups * c, 2)))]
+    out = np.zeros((len(rows), 2), np.float32)
+    copies = plan(bound, held, [Piece(0, "qk", region)])
+    with counted(out.size):
+        execute(copies, {(0, "q"): q.reshape(-1, 2), (0, "k"): k.reshape(-1, 2)}, {(0, "qk"): out})
+    np.testing.assert_array_equal(out, fused[rows])
+    back = bind(inverse(bound.mapping), bound.target.specs, a=groups, b=b)
+    pieces = [Piece("these", "qk", region), Piece("those", "qk", Region.full(fused.shape) - region)]
+    others = np.delete(fused, rows, 0)
+    got = {(0, "q"): np.zeros((groups * b, 2), np.float32), (0, "k"): np.zeros((groups * c, 2), np.float32)}
+    execute(plan(back, pieces, held), {("these", "qk"): out, ("those", "qk"): others}, got)
+    np.testing.assert_array_equal(got[0, "q"], q.reshape(-1, 2))
+    np.testing.assert_array_equal(got[0, "k"], k.reshape(-1, 2))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_tied_copies_are_compared_wherever_their_elements_lie(seed: int) -> None:
+    """The second copy has padding between its rows, and lies in two pieces that part at any row of it."""
+    rng = np.random.default_rng(seed)
+    x = numbered(8, 2, 2)
+    padded = np.concatenate([x, -numbered(8, 3, 2)], 1).reshape(-1, 2)
+    specs = {"x": TensorSpec((16, 2)), "y": TensorSpec(padded.shape)}
+    bound = bind("x: (a b) h = y: (a (b + _)) h -> z: (a b) h", specs, b=2)
+    mine = (np.arange(40) % 5 < 2) | (rng.random(40) < 0.5)
+    mine[:2] = rng.random(2) < 0.5
+    regions = [Region.of([(((int(i), int(i) + 1),), ((0, 2),)) for i in np.flatnonzero(m)]) for m in (mine, ~mine)]
+    held = [Piece(0, "x", Region.full((16, 2)))] + [Piece(i, "y", region) for i, region in enumerate(regions)]
+    copies = plan(bound, held, [Piece(0, "z", Region.full((16, 2)))])
+    for at in (None, *np.flatnonzero(np.arange(40) % 5 < 2)):
+        y = padded.copy()
+        if at is not None:
+            y[at, 1] += 0.5
+        have = {(0, "x"): x.reshape(-1, 2), (0, "y"): y[mine], (1, "y"): y[~mine]}
+        out = np.zeros((16, 2), np.float32)
+        if at is None:
+            execute(copies, have, {(0, "z"): out})
+            np.testing.assert_array_equal(out, x.reshape(-1, 2))
+        else:
+            with pytest.raises(RelayoutError, match="are tied, but 1 of the"):
+                execute(copies, have, {(0, "z"): out})
 
 
 def test_numpy_and_torch_mixed_and_buffers_as_a_function() -> None:
