@@ -139,7 +139,7 @@ meshes = drawn(random_mesh)
 
 WORDS = ["h", "d", "heads", "x1", "A_b", "sum", "avg", "max", "as", "inf", "nan", "infx", "zigzag", "sizes", "e5", "tp"]
 LITERALS = ["w", "0.weight", "a.b_c", "3x", "x/y-z", "as", "sum.max", "_.q", "layers.", "._", "7.", "-x", "m.1e5", "h"]
-NUMBERS = [0.0, -1.5, 1e300, 5e-324, float("inf"), -float("inf"), 3.0, 0.1]
+NUMBERS = [0.0, 1 / 3, -1.5, 1e300, 5e-324, float("inf"), -float("inf"), 3.0, 0.1]
 
 
 def random_cut(rng: Random) -> Cut:

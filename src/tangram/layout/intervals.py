@@ -82,7 +82,8 @@ def take(s: IntSet, positions: IntSet) -> IntSet:
     """The elements of `s` that stand at these positions of its ascending list. `rank` is its inverse."""
     if len(s) == 1:
         a, b = s[0]
-        return shift(intersect(positions, ((0, b - a),)), a)
+        inside = not positions or positions[-1][1] <= b - a
+        return shift(positions if inside else intersect(positions, ((0, b - a),)), a)
     out: list[tuple[int, int]] = []
     base = j = 0
     for a, b in s:
@@ -101,7 +102,8 @@ def take(s: IntSet, positions: IntSet) -> IntSet:
 def rank(s: IntSet, elements: IntSet) -> IntSet:
     """The positions, in the ascending list of `s`, of those `elements` that `s` has."""
     if len(s) == 1:
-        return shift(intersect(elements, s), -s[0][0])
+        inside = not elements or (s[0][0] <= elements[0][0] and elements[-1][1] <= s[0][1])
+        return shift(elements if inside else intersect(elements, s), -s[0][0])
     out: list[tuple[int, int]] = []
     base = j = 0
     for a, b in s:

@@ -193,17 +193,20 @@ def dim_owners(dim: Dim, s: IntSet, mesh: Mesh) -> list[tuple[Coords, IntSet]]:
             for coords, part in found
             for full, sub in _spread(coords, part, dim.inner_axes, mesh)
         ]
-    return _through_cuts(dim.cuts, state, mesh)
+    return [(coords, sub) for coords, sub, _ in _through_cuts(dim.cuts, state, mesh, keep_held=False)]
 
 
 def _through_cuts(
-    cuts: Sequence[Cut], state: Sequence[tuple[Coords, IntSet, IntSet]], mesh: Mesh
-) -> list[tuple[Coords, IntSet]]:
-    """Follow sets through cuts: `state` has, for coordinates, what is asked for and what is held before the cuts."""
+    cuts: Sequence[Cut], state: Sequence[tuple[Coords, IntSet, IntSet]], mesh: Mesh, *, keep_held: bool
+) -> Sequence[tuple[Coords, IntSet, IntSet]]:
+    """Follow sets through cuts: `state` has, for coordinates, what is asked for and what is held before the cuts.
+
+    Returns the same after the cuts; what is held after the last one only with `keep_held`, as most callers need it not.
+    """
     for at, cut in enumerate(cuts):
         k = mesh.axis(cut.axis)[0]
         row = MAPS[cut.map]
-        more = at + 1 < len(cuts)
+        more = keep_held or at + 1 < len(cuts)
         after: list[tuple[Coords, IntSet, IntSet]] = []
         for coords, sub, have in state:
             n = intervals.size(have)
@@ -212,7 +215,7 @@ def _through_cuts(
                 held_next = intervals.take(have, row.holds(n, k, i, args)) if more else ()
                 after.append(((*coords, (cut.axis, i)), intervals.take(have, positions), held_next))
         state = after
-    return [(coords, sub) for coords, sub, _ in state]
+    return state
 
 
 def _bracket_owners(dim: Dim, s: IntSet, mesh: Mesh) -> list[tuple[Coords, IntSet]]:
@@ -264,8 +267,9 @@ def flat_owners(layout: Layout, mesh: Mesh, coords: Coords, sub: Box, family_dim
             [intervals.rank(have, want) for have, want in zip(local, rest, strict=True)],
             [intervals.size(have) for have in local],
         )
-        for at, want in _through_cuts(layout.flat, [(full, places, intervals.span(0, _count(local)))], mesh):
-            for box in flat_boxes(local, want):
+        whole = intervals.span(0, _count(local))
+        for at, _, mine in _through_cuts(layout.flat, [(full, places, whole)], mesh, keep_held=True):
+            for box in flat_boxes(local, mine):  # of fewer intervals than what of it is wanted
                 part = box_intersect(box, rest)
                 if part is not None:
                     yield tuple(sorted(at)), (*lead, *part)
