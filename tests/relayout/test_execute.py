@@ -186,6 +186,17 @@ def test_conjugate_and_negative_views_of_torch() -> None:
     np.testing.assert_array_equal(target.conj().resolve_conj().numpy(), c.numpy().T)
 
 
+def test_conjugate_views_are_compared_by_what_they_mean() -> None:
+    c = torch.from_numpy((X + 1j * X).astype(np.complex64))
+    for dtype, a, b in (("complex64", c.conj(), c.conj().resolve_conj()), ("float32", c.conj().imag, -c.imag)):
+        bound = bind("x: n h = z: n h -> y: h n", {"x": TensorSpec((6, 4), dtype), "z": TensorSpec((6, 4), dtype)})
+        held = [Piece(0, name, Region.full((6, 4))) for name in "xz"]
+        copies = plan(bound, held, [Piece(0, "y", Region.full((4, 6)))])
+        out = torch.zeros(4, 6, dtype=a.dtype)
+        execute(copies, {(0, "x"): a, (0, "z"): b}, {(0, "y"): out})
+        assert torch.equal(out, b.T)
+
+
 # ---------------------------------------------------------------- dtypes
 
 NUMPY = ["bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
