@@ -2,12 +2,13 @@
 
 PYTHON ?= python3
 PLAN ?= examples/quickstart/plan.toml
+EXTRAS := hf,dev
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint bench mutants clean
+.PHONY: help install train test interop lint bench mutants clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -20,7 +21,7 @@ install: $(STAMP) ## make the virtual environment .venv (the others do it by the
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once, and again when pyproject.toml or constraints.txt change) ..."
-	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[hf,dev,lowbit]'
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 train: ## train the quickstart plan (another one with PLAN=...)
@@ -30,6 +31,11 @@ train: ## train the quickstart plan (another one with PLAN=...)
 
 test: $(STAMP) ## run the tests (those that run ranks start processes of their own)
 	@$(BIN)/python -m pytest -n 2
+
+# In an environment of their own: transformers loads torchao wherever it is installed, with warnings, and Paddle is large.
+interop: ## compare with Paddle, bitsandbytes and torchao (installs them, about 400 MB, into .venv-interop)
+	@$(MAKE) --no-print-directory install VENV=.venv-interop EXTRAS=dev,lowbit,paddle
+	@.venv-interop/bin/python -m pytest tests/interop
 
 lint: $(STAMP) ## ruff check, ruff format --check and pyright
 	@$(BIN)/ruff check .
@@ -44,5 +50,5 @@ mutants: $(STAMP) ## plant mistakes in the algebra and count those that the test
 	@$(BIN)/python tests/mutants/run.py
 
 clean: ## remove the virtual environment and every cache
-	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf $(VENV) .venv-interop .pytest_cache .ruff_cache .hypothesis build dist
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """Real 8-bit and 4-bit optimiser states, of bitsandbytes and of torchao, follow a fused parameter.
 
 What must come out is said by the libraries themselves: the values of the moved state, dequantised by its own library,
-are the fused values of the parts' states. Both come with the extra `lowbit`, which `make test` installs.
+are the fused values of the parts' states. Both come with the extra `lowbit`; `make interop` runs this.
 """
 
 from __future__ import annotations
