@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tangram.layout import Box, LayoutError, Region, coverage
 from tangram.layout.intervals import IntSet
+from tangram.layout.region import box_intersect, box_size, box_subtract
 from tests.layout.oracle import flat_elements
 from tests.layout.strategies import as_intervals, as_list, drawn, examples, random_region, random_set
 
@@ -96,6 +97,21 @@ def test_flat_ranges(shape: Shape, start: int, stop: int) -> None:
     found = Region.flat(shape, start, stop)
     assert flat_elements(found, shape) == want
     assert len(found.boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@examples(300)
+@given(some_regions(2))
+def test_boxes_are_subtracted_into_disjoint_boxes(case: tuple[Shape, list[Region]]) -> None:
+    """One box less another: at most one box per dim, and none has an element of another."""
+    shape, (x, y) = case
+    for a, b in itertools.product(x.boxes[:1], y.boxes[:1]):
+        want = sorted(set(flat_elements(Region.of([a]), shape)) - set(flat_elements(Region.of([b]), shape)))
+        left = box_subtract(a, b)
+        assert sorted(i for box in left for i in flat_elements(Region.of([box]), shape)) == want
+        assert len(left) <= max(1, len(shape))
+        assert sum(box_size(box) for box in left) == len(want)
+        common = box_intersect(a, b)
+        assert (common is None) == (len(want) == box_size(a))
 
 
 def test_scalars_and_the_empty_region() -> None:

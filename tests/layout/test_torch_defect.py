@@ -159,6 +159,8 @@ def test_shapes_that_fit_nothing_are_refused() -> None:
     words = [Placement("strided", 0, 2), Placement("shard", 0)]
     with pytest.raises(LayoutError, match=r"the local shapes fit neither .*strided\[2\]/tp nor FSDP's .*/tp/dp"):
         from_placements(words, mesh, (7,), dict.fromkeys(range(6), (3,)))
+    with pytest.raises(LayoutError, match="the local shapes fit neither"):  # one row, and six ranks that have it
+        from_placements(words, mesh, (1,), dict.fromkeys(range(6), (1,)))
     with pytest.raises(LayoutError, match="the local shapes fit neither"):
         from_placements([Placement("shard", 0), Placement("replicate")], mesh, (7, 2), {0: (2, 3)})
     with pytest.raises(LayoutError, match="the local shapes fit neither"):

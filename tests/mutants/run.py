@@ -1,0 +1,160 @@
+"""Plant mistakes in the algebra, one at a time, and count those that the tests find.
+
+    python tests/mutants/run.py [--only NAME ...] [--table layout] [--sample N --seed S] [--jobs 2]
+
+Each mutant is a copy of src with one text replaced; its tests run there with a time limit. Before that the tests must
+pass on an unchanged copy, and every text must occur exactly once. Exit status 1 when a mutant survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.mutants.mutant import Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = ("layout", "relayout")
+LIMIT = 60
+"""Seconds for the tests of one mutant; one that takes longer counts as found (it does not end)."""
+
+
+def tables(names: Sequence[str]) -> list[Mutant]:
+    """The mutants of some tables, checked to have names of their own."""
+    sys.path.insert(0, str(ROOT))
+    out = [m for name in names for m in importlib.import_module(f"tests.mutants.{name}").MUTANTS]
+    twice = {m.name for m in out if sum(n.name == m.name for n in out) > 1}
+    if twice:
+        raise SystemExit(f"two mutants have one name: {', '.join(sorted(twice))}")
+    return out
+
+
+def misfits(mutants: Sequence[Mutant]) -> list[str]:
+    """A sentence for each mutant whose old text does not occur exactly once, or that changes nothing."""
+    out: list[str] = []
+    for m in mutants:
+        count = (ROOT / "src/tangram" / m.file).read_text().count(m.old)
+        if count != 1 or m.old == m.new:
+            out.append(f"{m.name}: its text occurs {count} times in {m.file}" if count != 1 else f"{m.name}: no change")
+    return out
+
+
+def copy(source: Path, mutant: Mutant | None) -> None:
+    """A copy of src in `source`, with the mutant's text replaced."""
+    shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+    if mutant:
+        path = source / "tangram" / mutant.file
+        path.write_text(path.read_text().replace(mutant.old, mutant.new))
+
+
+def run_tests(source: Path, tests: Sequence[str]) -> tuple[int | None, str]:
+    """pytest's exit status on the copy in `source`, None when it ran past the limit, and what it printed."""
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(source), str(ROOT / "tests/mutants")]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HYPOTHESIS_PROFILE": "mutants",
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(source.parent / "hypothesis"),
+        "MUTANT_SOURCE": str(source),
+    }
+    options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "quick"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    log = source.parent / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
+        try:
+            code = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # the tests' own processes, too
+                process.wait()
+    return code, log.read_text()
+
+
+def verdict(mutant: Mutant) -> tuple[bool, str]:
+    """Whether the tests find the mutant, and a line that says by which test."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        source = Path(folder, "src")
+        copy(source, mutant)
+        code, log = run_tests(source, mutant.tests)
+    seconds = f"{time.monotonic() - began:.0f} s"
+    if code == 0:
+        return False, f"SURVIVED  {mutant.name} ({seconds}): {mutant.why}"
+    if code is None:
+        return True, f"killed    {mutant.name} ({seconds}) by the time limit"
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", log, re.MULTILINE)
+    if code not in (1, 2) or not found:
+        raise SystemExit(f"{mutant.name}: pytest ended with status {code}\n{log}")
+    return True, f"killed    {mutant.name} ({seconds}) by {found[1].removeprefix('tests/')}"
+
+
+def check_unchanged(mutants: Sequence[Mutant], pool: ThreadPoolExecutor) -> None:
+    """The mutants' tests pass on an unchanged copy, else no kill means anything."""
+    by_file: dict[str, set[str]] = {}
+    for test in (t for m in mutants for t in m.tests):
+        by_file.setdefault(test.split("::")[0], set()).add(test)
+
+    def check(tests: set[str]) -> None:
+        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+            source = Path(folder, "src")
+            copy(source, None)
+            code, log = run_tests(source, sorted(tests))
+        if code != 0:
+            raise SystemExit(f"{', '.join(sorted(tests))}: fails without any mutant (status {code})\n{log}")
+
+    list(pool.map(check, by_file.values()))
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants")
+    parser.add_argument("--table", nargs="+", choices=TABLES, default=TABLES, help="the mutants of these tables")
+    parser.add_argument("--sample", type=int, metavar="N", help="that many mutants, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the mutants that were asked for and print the score."""
+    args = arguments()
+    mutants = tables(args.table)
+    if args.only:
+        unknown = sorted(set(args.only) - {m.name for m in mutants})
+        if unknown:
+            raise SystemExit(f"no mutant is called {', '.join(unknown)}")
+        mutants = [m for m in mutants if m.name in args.only]
+    if args.sample is not None:
+        mutants = random.Random(args.seed).sample(mutants, min(args.sample, len(mutants)))
+    wrong = misfits(mutants)
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+    killed = 0
+    with ThreadPoolExecutor(args.jobs) as pool:
+        check_unchanged(mutants, pool)
+        for dead, line in pool.map(verdict, mutants):
+            killed += dead
+            print(line, flush=True)
+    print(f"{killed} of {len(mutants)} killed")
+    return int(killed < len(mutants))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
