@@ -47,6 +47,7 @@ def test_factors_keep_their_cuts(base: str, dims: str, want: str) -> None:
         ("(a + b)/dp h", "(a b)", "no such bracket"),
         ("(a b)/dp h", "(a + b)", "no such bracket"),
         ("(f/tp + f) h", "f", "f has two ways of being cut"),
+        ("(2/tp f) h", "(2 f)", "a factor without a name is cut"),
         ("out in //dp", "out", "a flat cut goes through all factors"),
     ],
 )

@@ -35,6 +35,8 @@ def follow(base: Layout, dims: str | Sequence[Dim]) -> Layout:
                 raise LayoutError(f"{node}: the cut goes through factors that {text} lacks")
             if _key(node) not in there:
                 raise LayoutError(f"{node}: the cut is of the whole bracket, and {text} has no such bracket")
+        if _key(node) in there and any(leaf.cuts for leaf in node.leaves if leaf.name in ("", VOID)):
+            raise LayoutError(f"{node}: a factor without a name is cut; give it one, so that {text} can follow")
         if cuts.setdefault(_key(node), node.cuts) != node.cuts:
             raise LayoutError(f"{base}: {node.uncut()} has two ways of being cut, so that a companion has none")
     return Layout(tuple(_recut(dim, cuts) for dim in target), at=base.at)
