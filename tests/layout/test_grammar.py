@@ -272,3 +272,15 @@ def test_options(text: str, value: object) -> None:
     (statement,) = Mapping.parse(f"a -> b; {text}").statements
     assert statement.options == ((text.split("=")[0], value),)
     assert Mapping.parse(str(statement)).statements == (statement,)
+
+
+def test_an_indented_mapping_goes_on_where_it_is_indented_further() -> None:
+    text = """
+        a: x y
+            -> b: y x
+        c -> d  # the last
+    """
+    assert str(Mapping.parse(text)) == "a: x y -> b: y x\nc -> d"
+    with pytest.raises(NotationError) as error:
+        Mapping.parse("  a: x\n     -> b: $")
+    assert error.value.position == len("  a: x\n     -> b: ")

@@ -276,3 +276,11 @@ def test_a_layout_without_sizes_has_no_region() -> None:
         region(Layout.parse("a/dp"), Mesh.parse("dp=2"), 0)
     with pytest.raises(LayoutError, match="rank 2 is outside mesh"):
         region(Layout.parse("a/dp").bind((4,)), Mesh.parse("dp=2"), 2)
+
+
+def test_sizes_and_lists_may_be_numpys() -> None:
+    layout = Layout.parse("(a/x b) s/y:zigzag[docs]")
+    bound = layout.bind((np.int64(6), 4), a=np.int32(2), docs=np.array([3, 1]))  # type: ignore[arg-type]
+    assert bound == layout.bind((6, 4), a=2, docs=(3, 1))
+    with pytest.raises(LayoutError, match="the list docs is empty"):
+        layout.bind((6, 4), a=2, docs=())

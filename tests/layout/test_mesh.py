@@ -203,3 +203,5 @@ def test_coordinates_outside_the_mesh_are_refused() -> None:
             call()
     with pytest.raises(LayoutError, match="axis tp is used twice"):
         mesh.peers(0, "tp", "tp")
+    with pytest.raises(LayoutError, match="mesh dp=2 tp=3 has no tp=3"):
+        mesh.ranks((("tp", 3),))

@@ -244,3 +244,19 @@ def test_a_range_leaves_the_other_numbers_to_the_wild_card(index: str, sizes: di
     source = many("layers.{}.w", 4)
     bound = bind(f"layers.{index}.w: o i -> first.{index}.w: i o\n{{x*}} -> rest.{{x*}}", specs(source), sizes=sizes)
     assert set(bound.target.specs) == {"first.0.w", "first.1.w", "rest.layers.2.w", "rest.layers.3.w"}
+
+
+def test_numbers_with_leading_zeros_are_text() -> None:
+    source = {"h00.0.w": numbered(2, 3), "h00.1.w": numbered(2, 3, start=50), "h0.0.w": numbered(3)}
+    bound = bind("h00.{l}.w: o i -> w: l i o\nh0.0.w -> v", specs(source))
+    assert bound.target.specs == {"w": TensorSpec((2, 3, 2)), "v": TensorSpec((3,))}
+    assert bound.source.lift("h00.1.w", Region.full((2, 3)))[1] == Region.parse("[1:2 0:2 0:3]")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_parts_look_alike_or_not_whatever_their_sizes(n: int) -> None:
+    source = {"a": numbered(n, 2), "b": numbered(n, 2, start=50)}
+    bound = bind("a: n h, b: m h -> c: (n + m) h", specs(source))
+    assert bound.target.specs == {"c": TensorSpec((2 * n, 2))}
+    with pytest.raises(RelayoutError, match="no counterpart"):
+        bind("a: n h -> c: h", {"a": TensorSpec((1, 2))})

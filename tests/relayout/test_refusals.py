@@ -26,7 +26,7 @@ SQUARE = TensorSpec((4, 1))
         ("qkv: (g=2 (1 + 1) d) h -> k: (g d) h, v: (g d) h", {"qkv": (8, 1)}, r"two parts of qkv look the same"),
         ("a: n m, b: n m -> c: n m, d: n m", {"a": (4, 1), "b": (4, 1)}, "parts of a and b look the same"),
         # parts without counterpart
-        ("q: a h, k: b h -> qk: (q a) h", {"q": (4, 1), "k": (4, 1)}, r"no counterpart for \(b\)"),
+        ("q: a h, k: b h -> qk: (q a) h", {"q": (4, 1), "k": (4, 1)}, r"no counterpart for \(b h\)"),
         ("q: a h -> qk: (q a + k b) h", {"q": (4, 1)}, "the size of b, k does not follow"),
         ("x: a b -> y: a", {"x": (4, 3)}, r"no counterpart for \(a b\); \(a\)"),
         # a diagonal

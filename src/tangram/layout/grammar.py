@@ -327,16 +327,18 @@ def _lines(text: str) -> list[tuple[int, str]]:
     """The statements of a text with their offsets. Comments and joints become spaces, so that offsets stay true."""
     text = re.sub(r"#[^\n]*", lambda m: " " * len(m.group()), text)
     text = re.sub(r"(,|=|->)\s*\n", lambda m: m.group().replace("\n", " "), text)
-    text = re.sub(r"\n(?=[ \t]+\S)", " ", text) if _is_flush(text) else text
+    margin = min((_indent(line) for line in text.split("\n") if line.strip()), default=0)
     out: list[tuple[int, str]] = []
     at = 0
     for line in text.split("\n"):
-        if line.strip():
+        if out and line.strip() and _indent(line) > margin:  # indented further than the others: it goes on
+            start, before = out[-1]
+            out[-1] = (start, before + " " * (at - start - len(before)) + line)
+        elif line.strip():
             out.append((at, line))
         at += len(line) + 1
     return out
 
 
-def _is_flush(text: str) -> bool:
-    """Whether some statement begins in column 0, so that an indented line continues one."""
-    return any(line[:1].strip() for line in text.split("\n"))
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())

@@ -109,6 +109,9 @@ class Mesh:
     def ranks(self, coords: Coords = ()) -> Iterator[int]:
         """Every rank with these coordinates, ascending. Time in their number, not in the size of the mesh."""
         free = self._free_digits(tuple(a for a, _ in coords))
+        for a, i in coords:
+            if not 0 <= i < self.axis(a)[0]:
+                raise LayoutError(f"mesh {self} has no {a}={i}")
         base = sum(i * self.axis(a)[1] for a, i in coords)
 
         def walk(level: int, at: int) -> Iterator[int]:

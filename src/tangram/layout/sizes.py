@@ -8,7 +8,8 @@ guess.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 
 from tangram.layout.errors import LayoutError
@@ -20,8 +21,11 @@ Shape = tuple[int, ...]
 
 def bind_layout(layout: Layout, shape: Shape | None, known: Mapping[str, int | Shape]) -> Layout:
     """`Layout.bind`: sizes for every factor, lists for every `[name]` of a map."""
-    sizes = {k: v for k, v in known.items() if isinstance(v, int)}
-    lists = {k: tuple(v) for k, v in known.items() if not isinstance(v, int)}
+    sizes = {k: operator.index(v) for k, v in known.items() if not isinstance(v, Sized)}
+    lists = {k: tuple(map(operator.index, v)) for k, v in known.items() if isinstance(v, Sized)}
+    empty = [k for k, v in lists.items() if not v]
+    if empty:
+        raise LayoutError(f"the list {empty[0]} is empty")
     dims = expand_rest(layout.dims, shape)
     (solved,), _ = solve([(dims, shape)], sizes)
     return replace(

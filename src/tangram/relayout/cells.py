@@ -183,8 +183,10 @@ def _leaf(dim: Dim, labels: frozenset[str]) -> tuple[DimIndex, frozenset[str]]:
     void = dim.name[:1] == VOID
     if not dim.name and dim.n != 1:
         raise RelayoutError(f"the literal {dim.n} in a mapping says what nothing is; name the factor")
-    digits = () if dim.n == 1 and not void else (Digit(0, dim.n, 1, dim.name),)
-    return DimIndex(digits, 0), frozenset([dim.name]) if void or dim.name in labels else frozenset()
+    if not dim.name or dim.name in labels:
+        return DimIndex((), 0), frozenset([dim.name] if dim.name else [])
+    digit = Digit(0, dim.n, 1, dim.name)  # also of size 1: whether two parts look alike must not depend on the shapes
+    return DimIndex((digit,), 0), frozenset([dim.name] if void else [])
 
 
 def _compose(

@@ -18,9 +18,8 @@ from tangram.layout.sizes import solve
 from tangram.layout.syntax import Dim, Index, TensorPattern, Wild
 from tangram.relayout.errors import RelayoutError
 
-_NUMBER = re.compile(r"\d+")
-_NUMBERS = re.compile(r"(\d+)")
-_LEADING_ZERO = re.compile(r"(?<!\d)0\d")
+_NUMBERS = re.compile(r"(?<!\d)(0|[1-9]\d*)(?!\d)")
+"""Numbers as indices write them; the 007 in a name is text."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,6 @@ class NameTable:
         """Index the names once."""
         by_skeleton: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         for name in specs:
-            if _LEADING_ZERO.search(name):  # 007 is a name of its own, not the number 7
-                continue
             parts = _NUMBERS.split(name)
             by_skeleton.setdefault("#".join(parts[::2]), []).append((tuple(map(int, parts[1::2])), name))
         return NameTable(specs, by_skeleton)
@@ -117,8 +114,8 @@ class NameTable:
             return [((), template[0])] if template[0] in self.specs else []
         constants: list[int | None] = []
         for i, text in enumerate(template):
-            constants += [None] * (i > 0) + [int(x) for x in _NUMBER.findall(text)]
-        found = self._by_skeleton.get("#".join(_NUMBER.sub("#", text) for text in template), [])
+            constants += [None] * (i > 0) + [int(x) for x in _NUMBERS.findall(text)]
+        found = self._by_skeleton.get("#".join(_NUMBERS.sub("#", text) for text in template), [])
         if all(c is None for c in constants):
             return found
         free = [i for i, c in enumerate(constants) if c is None]
