@@ -239,8 +239,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "owners-hold-only-what-was-asked", "layout/locate.py",
-        "intervals.take(have, row.holds(n, k, i, args)) if more else ()",
-        "intervals.take(have, positions) if more else ()",
+        "intervals.take(have, row.holds(n, k, i, args)) if whole or not last else ()",
+        "intervals.take(have, positions) if whole or not last else ()",
         "the next cut divides what was asked for instead of what is held", OWNERS,
     ),
     Mutant(

@@ -322,8 +322,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "leading-zero-joins", "relayout/names.py",
-        "            if _LEADING_ZERO.search(name):  # 007 is a name of its own, not the number 7\n         "
-        "       continue\n", "", "layers.007 and layers.7 are one tensor",
+        r'_NUMBERS = re.compile(r"(?<!\d)(0|[1-9]\d*)(?!\d)")', r'_NUMBERS = re.compile(r"(\d+)")',
+        "layers.007 and layers.7 are one tensor",
         (_NAMES + "::test_numbers_with_leading_zeros_are_names_of_their_own",),
     ),
     Mutant(

@@ -193,29 +193,30 @@ def dim_owners(dim: Dim, s: IntSet, mesh: Mesh) -> list[tuple[Coords, IntSet]]:
             for coords, part in found
             for full, sub in _spread(coords, part, dim.inner_axes, mesh)
         ]
-    return [(coords, sub) for coords, sub, _ in _through_cuts(dim.cuts, state, mesh, keep_held=False)]
+    return _through_cuts(dim.cuts, state, mesh)
 
 
 def _through_cuts(
-    cuts: Sequence[Cut], state: Sequence[tuple[Coords, IntSet, IntSet]], mesh: Mesh, *, keep_held: bool
-) -> Sequence[tuple[Coords, IntSet, IntSet]]:
+    cuts: Sequence[Cut], state: Sequence[tuple[Coords, IntSet, IntSet]], mesh: Mesh, *, whole: bool = False
+) -> list[tuple[Coords, IntSet]]:
     """Follow sets through cuts: `state` has, for coordinates, what is asked for and what is held before the cuts.
 
-    Returns the same after the cuts; what is held after the last one only with `keep_held`, as most callers need it not.
+    Returns `[(coordinates, set)]` after them: the part that is asked for, or with `whole` all that is held there.
     """
-    for at, cut in enumerate(cuts):
+    for cut in cuts:
+        last = cut is cuts[-1]
         k = mesh.axis(cut.axis)[0]
         row = MAPS[cut.map]
-        more = keep_held or at + 1 < len(cuts)
         after: list[tuple[Coords, IntSet, IntSet]] = []
         for coords, sub, have in state:
             n = intervals.size(have)
             args = check_cut(cut, n, k)
             for i, positions in row.who(n, k, intervals.rank(have, sub), args):
-                held_next = intervals.take(have, row.holds(n, k, i, args)) if more else ()
-                after.append(((*coords, (cut.axis, i)), intervals.take(have, positions), held_next))
+                asked = () if last and whole else intervals.take(have, positions)
+                held_there = intervals.take(have, row.holds(n, k, i, args)) if whole or not last else ()
+                after.append(((*coords, (cut.axis, i)), asked, held_there))
         state = after
-    return state
+    return [(coords, have if whole else sub) for coords, sub, have in state]
 
 
 def _bracket_owners(dim: Dim, s: IntSet, mesh: Mesh) -> list[tuple[Coords, IntSet]]:
@@ -267,8 +268,8 @@ def flat_owners(layout: Layout, mesh: Mesh, coords: Coords, sub: Box, family_dim
             [intervals.rank(have, want) for have, want in zip(local, rest, strict=True)],
             [intervals.size(have) for have in local],
         )
-        whole = intervals.span(0, _count(local))
-        for at, _, mine in _through_cuts(layout.flat, [(full, places, whole)], mesh, keep_held=True):
+        block = intervals.span(0, _count(local))
+        for at, mine in _through_cuts(layout.flat, [(full, places, block)], mesh, whole=True):
             for box in flat_boxes(local, mine):  # of fewer intervals than what of it is wanted
                 part = box_intersect(box, rest)
                 if part is not None:

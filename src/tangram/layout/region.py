@@ -172,8 +172,8 @@ def flat_boxes(sets: Box, positions: IntSet) -> list[Box]:
 
 
 def _unflatten(positions: IntSet, counts: Sequence[int]) -> list[Box]:
-    if not counts:
-        return [()] if positions else []
+    if len(counts) < 2:
+        return [(positions,) if counts else ()] if positions else []
     inner = math.prod(counts[1:])
     return [
         (outer, *rest) for outer, part in intervals.digits(positions, inner) for rest in _unflatten(part, counts[1:])
