@@ -150,6 +150,8 @@ def digits(s: IntSet, n: int) -> list[tuple[IntSet, IntSet]]:
     """
     if n == 1:
         return [(s, ((0, 1),))] if s else []
+    if len(s) == 1 and not s[0][0] % n and not s[0][1] % n:  # whole rows, by far the most frequent
+        return [(((s[0][0] // n, s[0][1] // n),), ((0, n),))]
     rows: dict[int, list[tuple[int, int]]] = {}
     whole: list[tuple[int, int]] = []
     for a, b in s:

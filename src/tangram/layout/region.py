@@ -168,7 +168,7 @@ def flat_boxes(sets: Box, positions: IntSet) -> list[Box]:
     if 0 in counts or not positions:
         return []
     boxes = _unflatten(positions, counts)
-    return [tuple(intervals.take(s, p) for s, p in zip(sets, b, strict=True)) for b in boxes]
+    return [tuple([intervals.take(s, p) for s, p in zip(sets, b, strict=True)]) for b in boxes]
 
 
 def _unflatten(positions: IntSet, counts: Sequence[int]) -> list[Box]:

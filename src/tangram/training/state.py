@@ -1,16 +1,14 @@
 """The state of a training job as named tensors: written by every rank, read back through relayout.
 
 `model.<name>` is a parameter or a persistent buffer, `optim.<name>.<state>` what the optimiser keeps for a parameter.
-Which states there are and how each lies is declared in `ADAMW_STATES`, not guessed from names.
+Which states there are and how each lies is declared in `tangram.relayout.states`, not guessed from names.
 
 Writing is torch's distributed checkpoint for now. Reading is Tangram's own: the index of the checkpoint gives pieces,
 the model at hand gives the wanted regions, and `tangram.relayout` proves coverage and copies; so a checkpoint of any
 number of ranks goes into one process here, and into any other layout by other regions.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,12 +19,9 @@ from torch.optim import AdamW
 from tangram.checkpoint.formats.dcp import chunk_reader, read_index
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec, bind, execute, plan
+from tangram.relayout.states import ADAMW, States
 
-ADAMW_STATES: Mapping[str, Literal["follows", "scalar"]] = {
-    "exp_avg": "follows",  # lies as its parameter does
-    "exp_avg_sq": "follows",
-    "step": "scalar",  # one number, the same on every rank
-}
+ADAMW_STATES: States = {name: ADAMW[name] for name in ("exp_avg", "exp_avg_sq", "step")}  # without amsgrad
 HERE = "here"  # the place of the tensors that a checkpoint is read into
 
 
@@ -48,8 +43,8 @@ def empty_adamw_states(optimiser: AdamW) -> None:
     """Make the states that AdamW would make at its first step, so that a checkpoint has somewhere to go."""
     for group in optimiser.param_groups:
         for parameter in group["params"]:
-            for key, kind in ADAMW_STATES.items():
-                value = torch.zeros_like(parameter) if kind == "follows" else torch.zeros((), dtype=torch.float32)
+            for key, spec in ADAMW_STATES.items():
+                value = torch.zeros_like(parameter) if spec.kind == "same" else torch.zeros((), dtype=torch.float32)
                 optimiser.state[parameter][key] = value
 
 
