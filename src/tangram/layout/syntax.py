@@ -229,8 +229,8 @@ def _option(option: Option) -> str:
 class Mapping:
     """How the tensors of one model structure are made of those of another: one statement a line.
 
-    `Mapping.parse(text)`; `#` begins a comment; a line that ends in `,` `=` or `->`, or is followed by an indented one,
-    goes on. `tangram.relayout.bind` gives it the tensors' shapes, `tangram.relayout.inverse` turns it round.
+    `Mapping.parse(text)`; `#` begins a comment; a line that ends in `,` `=` or `->`, or is followed by one
+    indented further, goes on. `tangram.relayout.bind` gives it the tensors' shapes, `inverse` turns it round.
     """
 
     statements: tuple[Statement, ...]
