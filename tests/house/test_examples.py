@@ -1,6 +1,8 @@
 """What the pages show is what happens: every Python example in the documentation is run."""
 
 import doctest
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,10 @@ def test_a_false_example_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\n>>> 1 + 1\n3\n\n```\n")
     assert failures(page) == 1
+
+
+def test_the_spine_as_a_user_would_run_it() -> None:
+    ran = subprocess.run([sys.executable, ROOT / "examples" / "qkv.py"], capture_output=True, text=True, check=True)
+    *ranks, fused, back = ran.stdout.splitlines()
+    assert len(ranks) == 8
+    assert (fused, back) == ("fused as torch.cat would: True", "back bit for bit: True")
