@@ -57,7 +57,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "restrict-ignores-tail", "relayout/cells.py",
         "return [()] if intervals.intersect(s, ((tail, tail + 1),)) else []", "return [()]",
         "a single element is written for every region that is near it",
-        (_SPINE + "::test_other_layouts_of_the_fused_weight",),
+        (_CASES + "::test_parts_of_one_row",),
     ),
     Mutant(
         "restrict-keeps-outside", "relayout/cells.py",
@@ -268,12 +268,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "innermost-leaves-its-run", "relayout/lower.py", "    whole = bool((run == end_run).all())",
         "    whole = True", "a block crosses from one run into the next",
-        (_SPINE + "::test_other_layouts_of_the_fused_weight",),
+        (_CASES + "::test_pairs_that_a_cut_takes_apart",),
     ),
     Mutant(
         "axis-tail", "relayout/lower.py", "dim.tail + sum(d.offset for d in dim.digits)",
         "sum(d.offset for d in dim.digits)", "a part of one element is looked for at the start of the buffer",
-        (_SPINE + "::test_hugging_face_tp2_to_megatron_tp4_and_back",),
+        (_CASES + "::test_parts_of_one_row",),
     ),
     Mutant(
         "axis-offsets", "relayout/lower.py", "dim.tail + sum(d.offset for d in dim.digits)", "dim.tail",

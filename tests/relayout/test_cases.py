@@ -153,6 +153,27 @@ def test_a_cut_term_beside_one_that_all_hold(layout: str) -> None:
     move("a: n m -> b: m n", side, Side({"b": x.T.copy()}, {"b": "m/x n"}, "x=3"))
 
 
+@pytest.mark.parametrize(("text", "axis"), [("(a + b + c) h", 0), ("h (a + b + c)", 1)])
+@pytest.mark.parametrize("cut", ["k/x h", "k h/x"])
+def test_parts_of_one_row(text: str, axis: int, cut: str) -> None:
+    """A part that is one element of a dim has no factor there, only a place."""
+    parts = {name: numbered(5, start=10 * i) for i, name in enumerate("abc")}
+    stacked = Side({"w": np.stack(list(parts.values()), axis)}, {"w": cut}, "x=2")
+    move(f"a: h, b: h, c: h -> w: {text}", Side(parts, dict.fromkeys(parts, "h/y"), "y=3"), stacked)
+
+
+def test_pairs_that_a_cut_takes_apart() -> None:
+    """One rank holds every first row of the pairs, the other every second: neighbours there are not neighbours here."""
+    gate, up = numbered(5, 2), numbered(5, 2, start=50)
+    pairs = np.stack([gate, up], 1).reshape(-1, 2)
+    move(
+        "gate: f h, up: f h -> w1: (f (gate + up)) h",
+        Side({"gate": gate, "up": up}, {"gate": "f/y h", "up": "f h/y"}, "y=2"),
+        Side({"w1": pairs}, {"w1": "(f 2/x) h"}, "x=2"),
+        f=5,
+    )
+
+
 def test_rotary_halves_to_pairs_and_norm_plus_one() -> None:
     q, norm = numbered(2 * 2 * 3, 4), numbered(6)
     pairs = rearrange(q, "(heads two half) h -> (heads half two) h", heads=2, two=2)
