@@ -1,5 +1,6 @@
 """What the ranks of the launcher's tests run."""
 
+import atexit
 import os
 import signal
 import time
@@ -40,6 +41,12 @@ def hang(rank: Rank, payload: Path) -> None:
     if rank.index == 1:
         raise ValueError("first")
     time.sleep(600)
+
+
+def abort_at_exit(rank: Rank, payload: None) -> None:
+    """The interpreter's own end would abort, as threads of torch make it do now and then."""
+    print(f"rank {rank.index} prints", end="")
+    atexit.register(os.abort)
 
 
 def wait_for_ever(rank: Rank, payload: None) -> None:

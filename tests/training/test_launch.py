@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from tangram.errors import UserError
 from tangram.training.launch import RankError, run_ranks
-from tests.training.launch_tasks import add_up, fail, hang
+from tests.training.launch_tasks import abort_at_exit, add_up, fail, hang
 
 SOON = 30.0  # seconds, of which nearly all is the start of two processes on a busy machine
 
@@ -39,6 +40,24 @@ def test_a_rank_that_dies_ends_the_job(how: str, message: str) -> None:
     assert ("and more lines" in caught.value.details) == (how == "raise")
     assert time.monotonic() - started < SOON
     assert not multiprocessing.active_children()
+
+
+def test_a_rank_that_is_done_leaves_without_the_interpreters_own_end(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int | None] = []
+    joined = BaseProcess.join
+
+    def join(process: BaseProcess, timeout: float | None = None) -> None:
+        joined(process, timeout)
+        codes.append(process.exitcode)
+
+    monkeypatch.setattr(BaseProcess, "join", join)
+    run_ranks(abort_at_exit, None, world=2, on_event=print, device="cpu")
+    assert set(codes) == {0}
+    out, err = capfd.readouterr()
+    assert sorted(out.split("rank ")) == ["", "0 prints", "1 prints"]
+    assert err == ""
 
 
 def test_a_users_mistake_on_a_rank_stays_one() -> None:

@@ -24,7 +24,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -252,14 +252,23 @@ def _rank_main(
         result = task(Rank(index, world, here, lambda value: line.send(_Event(value))), payload)
         line.send(_Done(result))
         dist.destroy_process_group()
+        # Nor is this a normal exit: the interpreter's own end kills torch's threads wherever they are, and now and then
+        # one of them aborts the process ("terminate called without an active exception" on the user's terminal).
+        _leave(0)
     except BaseException as error:  # noqa: BLE001  the parent must hear of everything, an interrupt too
         text = str(error) if isinstance(error, UserError) else _sentence(error)
         failure = _Failure(time.monotonic(), text, traceback.format_exc(), isinstance(error, UserError))
         with contextlib.suppress(OSError):  # the parent may be gone; then nobody is left to tell
             line.send(failure)
+        _leave(1)  # not a normal exit: tearing down a broken process group may wait for ranks that are gone
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process here and now, with what it has printed but without the interpreter's own end."""
+    with contextlib.suppress(OSError):  # a terminal or a reader that is gone
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # not a normal exit: tearing down a broken process group may wait for ranks that are gone
+    os._exit(code)
 
 
 def _sentence(error: BaseException) -> str:
