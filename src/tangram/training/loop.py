@@ -63,7 +63,7 @@ def train_steps(
             raise FloatingPointError(f"the loss of step {step + 1} is {loss}: a smaller optimiser.lr may help")
         if rank.index == 0:
             seconds = time.monotonic() - started
-            rank.emit(StepDone(step + 1, plan.run.steps, loss, norm, batches.counted, seconds))
+            rank.emit(StepDone(step + 1, plan.run.steps, loss, norm, batches.counted, seconds, plan.run.max_seconds))
         if stop:
             break
     return Trained(tuple(losses), tokens, time.monotonic() - started)

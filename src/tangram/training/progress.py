@@ -3,6 +3,7 @@
 Everything goes to one rich console (stderr when the result is JSON on stdout); ranks never print, they emit events.
 """
 
+import math
 import time
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,6 +26,8 @@ class StepDone:
     gradient_norm: float
     tokens: int
     seconds: float
+    limit: float = math.inf
+    """The seconds after which training stops, if that is before the last step."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class ProgressLine:
     def __call__(self, event: object) -> None:
         """Show one event; of steps on a plain console only the first, the last and one every few seconds."""
         if isinstance(event, Note):
+            if self._live:
+                self._live.update(Text())  # the steps are behind us; what they ended at is no news
             self._console.print(event.text, highlight=False, soft_wrap=True, markup=False)
         elif isinstance(event, StepDone):
             self._step(event)
@@ -67,12 +72,22 @@ class ProgressLine:
         rate = self._tokens / max(event.seconds, 1e-9)
         line = (
             f"step {event.step:>{len(str(event.steps))}}/{event.steps}  loss {event.loss:.4f}  "
-            f"gradient norm {event.gradient_norm:.2f}  {rate:,.0f} tokens/s  {event.seconds:.0f} s"
+            f"{_left(event)}  gradient norm {event.gradient_norm:.2f}  {rate:,.0f} tokens/s"
         )
         if self._live:
-            self._live.update(Text(line))
+            # One line whatever the width, so that it does not jump; what matters most comes first.
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
             return
         now = time.monotonic()
         if event.step in (1, event.steps) or now - self._shown >= PLAIN_SECONDS:
             self._shown = now
             self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _left(event: StepDone) -> str:
+    """The time until the last step at the pace so far, or until the time limit where that comes first."""
+    pace = event.seconds / event.step
+    left = max(0.0, min(pace * (event.steps - event.step), event.limit - event.seconds))
+    minutes, seconds = divmod(round(left), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left"
