@@ -62,11 +62,9 @@ def test_an_epoch_takes_every_sample_once_and_the_next_in_another_order(splits: 
     assert data.sample_stream(split, 6, 0, n) != first
 
 
-def test_a_sample_predicts_the_bytes_of_one_file(tmp_path: Path) -> None:
+def test_a_sample_predicts_the_bytes_of_one_file() -> None:
     text = {"a.py": b"abcdefghij", "b.py": b"xyz", "c.py": b""}
-    for name, content in text.items():
-        (tmp_path / name).write_bytes(content)
-    split = data._split([tmp_path / name for name in text], 4)
+    split = data._split(text.values(), 4)
     batch = data.collate(split, range(len(split)), 4, CPU)
     counted = batch.labels_BS != IGNORE
     assert split.size_W.tolist() == counted.sum(1).tolist() == [4, 4, 3, 4, 1]
@@ -89,6 +87,33 @@ def test_held_out_files_are_never_trained_on_and_stay_held_out(plan: DataPlan, t
     assert len(training | held_out) == 40
     (tmp_path / "another.py").write_text("unique999")
     assert held_out <= names(data.read_corpus(own)[1])
+
+
+def test_a_copy_of_a_held_out_file_is_not_trained_on(plan: DataPlan, tmp_path: Path) -> None:
+    for number in range(40):  # twenty texts, each under two names that fall to either split
+        (tmp_path / f"file{number}.py").write_text(f"<{number % 20:02d}>" * 9)
+    training, held_out = data.read_corpus(plan.model_copy(update={"root": str(tmp_path)}))
+    trained, kept = (
+        {bytes(split.tokens_N[s + 1 : s + 5].tolist()) for s in split.start_W[::2]} for split in (training, held_out)
+    )
+    assert trained
+    assert kept
+    assert not trained & kept
+
+
+@pytest.mark.parametrize("pattern", ["", "/etc/*.py", "**.py"])
+def test_a_pattern_that_cannot_be_used_is_refused(pattern: str, plan: DataPlan) -> None:
+    with pytest.raises(UserError, match=r"data\.pattern = .* (cannot be used|match)|files? .* match"):
+        data.read_corpus(plan.model_copy(update={"pattern": pattern}))
+
+
+def test_a_file_that_cannot_be_read_is_named(plan: DataPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(UserError, match=r"file.*\.py.* cannot be read: Permission denied"):
+        data.read_corpus(plan)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -39,6 +39,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (('mesh = "dp=2"', 'mesh = "dp 2"'), "line {line}: mesh: "),
         (('"_/dp ..."', '"_/dp/ ..."'), "line {line}: layouts.*: "),
         (("global_batch = 8", "global_batch = 6"), "is not a multiple of data.micro_batch x ranks = 4 x 2 = 8"),
+        (("seed = 1", "seed = -1"), "line {line}: seed = -1: input should be greater than or equal to 0"),
+        (("lr = 2e-3", "lr = inf"), "line {line}: optimiser.lr = inf: input should be a finite number"),
+        (("weight_decay = 0.1", "weight_decay = inf"), "weight_decay = inf: input should be a finite number"),
         (("steps = 300", "steps = "), "this is not TOML: "),
     ],
 )

@@ -15,7 +15,7 @@ Trade-off: the corpus is held in memory whole, on every rank (the standard libra
 import hashlib
 import math
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,23 +65,47 @@ class RankBatches:
 
 
 def read_corpus(data: DataPlan) -> tuple[Split, Split]:
-    """The training and the held-out split. A file is held out by the hash of its path: adding files moves no other."""
+    """The training and the held-out split.
+
+    A file is held out by the hash of its path: adding files moves none from one split to the other. A training file with
+    the content of a held-out one (a copy, a link) is left out, for it would be learnt by heart.
+    """
     root = Path(sysconfig.get_path("stdlib")) if data.root == "stdlib" else Path(data.root)
     if not root.is_dir():
         raise UserError(f'the folder "{root}" in data.root does not exist: give a folder of text files or "stdlib"')
-    training: list[Path] = []
-    held_out: list[Path] = []
-    for path in sorted(root.glob(data.pattern)):
+    training: dict[Path, bytes] = {}
+    held_out: dict[Path, bytes] = {}
+    for path in _matches(root, data.pattern):
         name = path.relative_to(root)
         if path.is_file() and not SKIPPED_FOLDERS.intersection(name.parts[:-1]):
-            (held_out if _fraction(name.as_posix()) < data.held_out else training).append(path)
+            (held_out if _fraction(name.as_posix()) < data.held_out else training)[path] = _read(path)
+    known = set(held_out.values())
+    training = {path: text for path, text in training.items() if text not in known}
     for kind, paths in (("training", training), ("held-out", held_out)):
         if not paths:
             raise UserError(
                 f'no {kind} file among the {len(training) + len(held_out)} that match "{data.pattern}" under "{root}": '
                 f"change data.pattern, or data.held_out (now {data.held_out})"
             )
-    return _split(training, data.sequence), _split(held_out, data.sequence)
+    return _split(training.values(), data.sequence), _split(held_out.values(), data.sequence)
+
+
+def _matches(root: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(root.glob(pattern))
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(
+            f'data.pattern = "{pattern}" cannot be used: {error}. Give one relative to data.root, as in "**/*.py"'
+        ) from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f'the file "{path}" matches data.pattern and cannot be read: {error.strerror}. Leave it out by data.pattern'
+        ) from None
 
 
 def _fraction(text: str) -> float:
@@ -89,8 +113,8 @@ def _fraction(text: str) -> float:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
 
 
-def _split(paths: Sequence[Path], sequence: int) -> Split:
-    documents = [np.frombuffer(path.read_bytes(), dtype=np.uint8) for path in paths]
+def _split(texts: Iterable[bytes], sequence: int) -> Split:
+    documents = [np.frombuffer(text, dtype=np.uint8) for text in texts]
     pieces: list[npt.NDArray[np.int16]] = []
     starts: list[int] = []
     sizes: list[int] = []

@@ -156,9 +156,11 @@ def prove_same_logits(model: PreTrainedModel, plan: Plan, held_out: data.Split, 
 def model_config(plan: Plan) -> PreTrainedConfig:
     """The model's configuration, fitted to the tokens of `tangram.training.data`."""
     tokens = {"vocab_size": data.VOCABULARY, "bos_token_id": data.END, "eos_token_id": data.END}
-    config = make_config(plan.model.preset, tokens | dict(plan.model.change))
-    if config.vocab_size < data.VOCABULARY:
-        raise UserError(f"model.change.vocab_size is {config.vocab_size}, but the tokens need {data.VOCABULARY}")
+    fields = tokens | dict(plan.model.change)
+    size = fields["vocab_size"]
+    if isinstance(size, int) and size < data.VOCABULARY:  # before transformers warns of what follows from it
+        raise UserError(f"model.change.vocab_size is {size}, but the tokens need {data.VOCABULARY}")
+    config = make_config(plan.model.preset, fields)
     if config.max_position_embeddings < plan.data.sequence:
         raise UserError(
             f"data.sequence is {plan.data.sequence}, but the model has {config.max_position_embeddings} positions: "

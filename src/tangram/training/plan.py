@@ -59,7 +59,7 @@ class DataPlan(_Table):
     """A folder, relative to the plan file, or "stdlib": the sources of the Python that runs."""
     pattern: str = "**/*.py"
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """The share of files, chosen by the hash of their path, that is never trained on."""
+    """The share of files, chosen by the hash of their path, that is never trained on, nor is a copy of them."""
     held_out_samples: Annotated[int, Field(gt=0)] = 64
     sequence: Annotated[int, Field(gt=1)]
     global_batch: Annotated[int, Field(gt=0)]
@@ -71,9 +71,9 @@ class DataPlan(_Table):
 class OptimiserPlan(_Table):
     """AdamW: linear warm-up, then a cosine down to a tenth of `lr` at the last step."""
 
-    lr: Annotated[float, Field(gt=0)]
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Applies to matrices only."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     """The largest norm of the whole gradient that is applied unscaled."""
@@ -92,7 +92,7 @@ class Plan(_Table):
     """A whole plan file."""
 
     version: Literal[1]
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     mesh: MeshText
     model: ModelPlan
     layouts: dict[str, LayoutText]
