@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
+from tangram.training import launch
 from tangram.training.launch import RankError, run_ranks
 from tests.training.launch_tasks import abort_at_exit, add_up, fail, hang
 
@@ -58,6 +59,13 @@ def test_a_rank_that_is_done_leaves_without_the_interpreters_own_end(
     out, err = capfd.readouterr()
     assert sorted(out.split("rank ")) == ["", "0 prints", "1 prints"]
     assert err == ""
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1.5, 1), (8.0, 4), (0.5, 1)])
+def test_ranks_share_the_cores_that_they_may_use(cores: float, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "usable_cores", lambda: cores)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert launch.threads_of_a_rank(2) == threads
 
 
 def test_a_users_mistake_on_a_rank_stays_one() -> None:

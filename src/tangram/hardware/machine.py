@@ -18,7 +18,7 @@ import torch.distributed
 import tangram
 from tangram.hardware.cgroups import Limits, limits
 
-__all__ = ["LIBRARIES", "Accelerator", "Machine", "describe", "versions"]
+__all__ = ["LIBRARIES", "Accelerator", "Machine", "describe", "usable_cores", "versions"]
 
 # The libraries whose versions give a figure or a bug report its meaning: ours, and the peers that benches compare with.
 LIBRARIES = ("torch", "numpy", "lark", "safetensors", "pydantic", "typer", "rich", "transformers", "einops")
@@ -87,7 +87,7 @@ def describe(folder: Path | None = None) -> Machine:
     return Machine(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=_cpu(),
-        cores=_cores(allowed),
+        cores=usable_cores(allowed),
         cores_present=os.cpu_count() or 1,
         memory_bytes=memory,
         memory_available_bytes=available,
@@ -126,7 +126,9 @@ def _size(size: int | None) -> str:
     return "unknown" if size is None else f"{size / 2**30:.1f} GiB"
 
 
-def _cores(allowed: Limits) -> float:
+def usable_cores(allowed: Limits | None = None) -> float:
+    """The cores that affinity and control groups leave to this process; a fraction is possible."""
+    allowed = allowed or limits()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return usable if allowed.cores is None else min(usable, allowed.cores)
 

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from tangram.errors import UserError
+from tangram.hardware.machine import usable_cores
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
@@ -92,8 +93,8 @@ def pick_device(choice: str, local_rank: int, world: int) -> torch.device:
 
 
 def threads_of_a_rank(world: int) -> int:
-    """The ranks share the cores of this machine."""
-    return max(1, (os.cpu_count() or 1) // world)
+    """The ranks share the cores that this process may use, which in a container are fewer than the machine's."""
+    return max(1, int(usable_cores()) // world)
 
 
 @contextlib.contextmanager
