@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from tangram.cli.output import print_json
-from tangram.training.folder import make_run_folder
+from tangram.training.folder import run_folder
 from tangram.training.plan import load_plan
 from tangram.training.progress import ProgressLine
 
@@ -25,16 +25,15 @@ def train(
 ) -> int:
     """Train, checkpoint, reload in one process through relayout, export; exit code 1 when a rank or a proof fails."""
     checked = load_plan(plan, processes=processes, steps=steps)
-    folder = make_run_folder(out, plan)
+    with run_folder(out, plan) as folder:
+        from tangram.training.job import JOB_FAILURES, run_job  # loads torch and transformers: only for a sound plan
 
-    from tangram.training.job import JOB_FAILURES, run_job  # loads torch and transformers, so only for a sound plan
-
-    try:
-        with ProgressLine(Console(stderr=json)) as line:
-            report = run_job(checked, folder, line)
-    except JOB_FAILURES as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
+        try:
+            with ProgressLine(Console(stderr=json)) as line:
+                report = run_job(checked, folder, line)
+        except JOB_FAILURES as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            return 1
     if json:
         print_json(dataclasses.asdict(report))
     return 0

@@ -47,6 +47,10 @@ class Split:
     def __len__(self) -> int:
         return len(self.start_W)
 
+    def digest(self) -> str:
+        """A fixed text for the content, by which ranks know that they read the same."""
+        return hashlib.blake2b(self.tokens_N.tobytes(), digest_size=16).hexdigest()
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -67,8 +71,8 @@ class RankBatches:
 def read_corpus(data: DataPlan) -> tuple[Split, Split]:
     """The training and the held-out split.
 
-    A file is held out by the hash of its path: adding files moves none from one split to the other. A training file with
-    the content of a held-out one (a copy, a link) is left out, for it would be learnt by heart.
+    A file is held out by the hash of its path: adding files moves none from one split to the other. A training file
+    with the content of a held-out one (a copy, a link) is left out, for it would be learnt by heart.
     """
     root = Path(sysconfig.get_path("stdlib")) if data.root == "stdlib" else Path(data.root)
     if not root.is_dir():

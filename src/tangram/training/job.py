@@ -6,6 +6,8 @@
 The last two questions are answered by measuring, and a wrong answer fails the job.
 """
 
+import dataclasses
+import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from tangram.training.plan import AXIS, Plan
 from tangram.training.progress import Note
 
 SAME_LOSS = 1e-6  # relative; the sums are the same but for their order
+SUMMARY_FILE = "summary.json"  # the report, as `--json` prints it; written last, so it says that all proofs held
 FAILURE_FILE = "failure.txt"  # the stack trace of the rank that ended a job
 SAME_LOGITS = 1e-5  # absolute; the same operations on the same numbers
 
@@ -40,10 +43,12 @@ JOB_FAILURES = (RankError, ProofError)
 
 @dataclass(frozen=True)
 class RankJob:
-    """What a rank is told: the plan, and where to leave the checkpoint."""
+    """What a rank is told: the plan, where to leave the checkpoint, and what the text is."""
 
     plan: Plan
     checkpoint: Path
+    digests: tuple[str, str]
+    """Of the text that the parent has read; a rank that reads another one has to say so."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class TrainReport:
 
 
 def run_job(plan: Plan, out: Path, on_event: Callable[[object], None]) -> TrainReport:
-    """Train as planned and leave `checkpoint/` and `export/` in `out`, the folder that `make_run_folder` gave."""
+    """Train as planned; leave `checkpoint/`, `export/` and `summary.json` in `out`, the folder from `run_folder`."""
     config = model_config(plan)
     cut = shard_dims(build_on_meta(config), plan.layout_of, Mesh.parse(plan.mesh))  # refused here, not on every rank
     parameters = sum(parameter.numel() for parameter in cut)
@@ -88,7 +93,7 @@ def run_job(plan: Plan, out: Path, on_event: Callable[[object], None]) -> TrainR
     )
 
     checkpoint, folder = out / "checkpoint" / "last", out / "export"
-    trained, before = _run_ranks(RankJob(plan, checkpoint), out, on_event)
+    trained, before = _run_ranks(RankJob(plan, checkpoint, (split.digest(), held_out.digest())), out, on_event)
     on_event(Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {trained.seconds:.0f} s"))
     on_event(Note(f"held out   loss {before:.6f} on {plan.ranks} rank(s); unigram entropy {entropy:.4f}"))
 
@@ -104,7 +109,7 @@ def run_job(plan: Plan, out: Path, on_event: Callable[[object], None]) -> TrainR
     on_event(
         Note(f"exported   {folder}; loaded by transformers, logits differ by {difference:.1e}, at most {SAME_LOGITS}")
     )
-    return TrainReport(
+    report = TrainReport(
         parameters=parameters,
         ranks=plan.ranks,
         steps=len(trained.losses),
@@ -120,6 +125,8 @@ def run_job(plan: Plan, out: Path, on_event: Callable[[object], None]) -> TrainR
         checkpoint=str(checkpoint),
         export=str(folder),
     )
+    (out / SUMMARY_FILE).write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n", encoding="utf-8")
+    return report
 
 
 def _run_ranks(job: RankJob, out: Path, on_event: Callable[[object], None]) -> tuple[loop.Trained, float]:
@@ -176,6 +183,8 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     model = build_parallel(plan, rank)
     optimiser = loop.make_adamw(model, plan.optimiser)
     split, held_out = data.read_corpus(plan.data)
+    if (split.digest(), held_out.digest()) != job.digests:
+        raise UserError("the files of data.root have changed since the job began: let them rest, or train on a copy")
     trained = loop.train_steps(model, optimiser, split, plan, rank, group)
     loss = loop.held_out_loss(model, held_out, plan, rank, group)
     state.save(model, optimiser, job.checkpoint, group)

@@ -53,20 +53,26 @@ def train_steps(
         part = backward(model, batches)
         norm = whole_value(nn.utils.clip_grad_norm_(model.parameters(), plan.optimiser.clip_norm))
         set_lr(optimiser, lr_at(step, plan))
-        optimiser.step()
+        optimiser.step()  # may spread what is not finite; nothing is kept of it, as the checks below end the run
 
         time_is_up = rank.index == 0 and time.monotonic() - started >= plan.run.max_seconds
         loss, stop = sum_over(group, torch.tensor([part, float(time_is_up)], dtype=torch.float64, device=rank.device))
         losses.append(loss)
         tokens += batches.counted
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss of step {step + 1} is {loss}: a smaller optimiser.lr may help")
+        must_be_finite(f"the loss of step {step + 1}", loss)
+        must_be_finite(f"the gradient norm of step {step + 1}", norm)
         if rank.index == 0:
             seconds = time.monotonic() - started
             rank.emit(StepDone(step + 1, plan.run.steps, loss, norm, batches.counted, seconds, plan.run.max_seconds))
         if stop:
             break
     return Trained(tuple(losses), tokens, time.monotonic() - started)
+
+
+def must_be_finite(what: str, number: float) -> None:
+    """FloatingPointError for a number that says that training has gone astray; it is the same on every rank."""
+    if not math.isfinite(number):
+        raise FloatingPointError(f"{what} is {number}: a smaller optimiser.lr may help")
 
 
 def backward(model: nn.Module, batches: RankBatches) -> float:
@@ -107,6 +113,7 @@ def held_out_loss(model: nn.Module, split: Split, plan: Plan, rank: Rank, group:
     loss = evaluate(model, batches, rank.device, group)
     if isinstance(model, FSDPModule):
         model.reshard()  # without a backward, FSDP leaves the root's parameters whole, where the optimiser has no state
+    must_be_finite("the held-out loss", loss)
     return loss
 
 
@@ -135,7 +142,7 @@ def lr_at(step: int, plan: Plan) -> float:
     warmup = plan.optimiser.warmup_steps
     if step < warmup:
         return plan.optimiser.lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, plan.run.steps - warmup)
+    done = (step - warmup) / max(1, plan.run.steps - 1 - warmup)
     return plan.optimiser.lr * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
