@@ -163,6 +163,12 @@ def test_a_fault_of_ours_keeps_its_stack_trace(checkout: Path) -> None:
     assert "KeyError: 'ours'" in answer.stderr
 
 
+def test_an_interrupt_is_one_word(checkout: Path) -> None:
+    (checkout / "bench" / "stopped.py").write_text('"""Stops."""\ndef rows(quick):\n    raise KeyboardInterrupt\n')
+    answer = run("bench", "stopped", folder=checkout)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (130, "", "interrupted\n")
+
+
 @pytest.mark.parametrize("arguments", ["--help", "bench", "bench --json"])
 @pytest.mark.parametrize("buffered", ["", "-u"])
 def test_a_reader_that_goes_away_is_no_stack_trace(arguments: str, buffered: str) -> None:

@@ -28,7 +28,7 @@ def test_a_folder_asked_for_goes_to_one_run(plan: Path) -> None:
 
 
 def test_a_file_is_called_one(plan: Path) -> None:
-    with pytest.raises(UserError, match="mine.toml\" is a file"), run_folder(plan, plan):
+    with pytest.raises(UserError, match=r'mine\.toml" is a file'), run_folder(plan, plan):
         pass
 
 

@@ -46,10 +46,19 @@ def test_a_tensor_that_nothing_initialises_is_refused(monkeypatch: pytest.Monkey
     [
         ("qwen3-1n", {}, 'no model preset "qwen3-1n"; did you mean "qwen3-1m"'),
         ("zzz", {}, "known are qwen3-1m, qwen3-2m"),
-        ("qwen3-1m", {"hiden_size": 3}, 'no field "hiden_size"; did you mean "hidden_size"'),
+        ("qwen3-1m", {"hiden_size": 3}, 'no field "hiden_size" to change; did you mean "hidden_size"'),
         ("qwen3-1m", {"hidden_size": "wide"}, "hidden_size"),
+        ("qwen3-1m", {"to_dict": 3}, 'no field "to_dict" to change'),
+        ("qwen3-1m", {"dtype": "bfloat16"}, 'no field "dtype" to change'),
+        ("qwen3-1m", {"attention_dropout": 0.5}, "trains without dropout"),
     ],
 )
 def test_a_wrong_word_is_refused(preset: str, change: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_config(preset, change)
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": -32}, {"num_attention_heads": 0}, {"hidden_act": "gelly"}])
+def test_a_model_that_cannot_be_built_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="a qwen3 model cannot be built with these fields"):
+        build_on_meta(make_config("qwen3-1m", change))

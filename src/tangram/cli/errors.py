@@ -22,8 +22,9 @@ def reported(command: Callable[[], object]) -> int:
     except typer.TyperException as mistake:  # an unknown option, a missing argument ...
         return _say(mistake.format_message())
     except (KeyboardInterrupt, typer.Abort):
+        answer = _INTERRUPTED
+    if answer == _INTERRUPTED:  # typer makes this number of Ctrl-C by itself, and says nothing
         print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
     return answer if isinstance(answer, int) else 0
 
 

@@ -23,6 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from tangram.errors import UserError
 
+# Fields of a configuration that say how it was made, or what the training decides: all is float32.
+FIXED = frozenset({"_name_or_path", "architectures", "dtype", "model_type", "transformers_version"})
+
 
 @cache
 def presets() -> Mapping[str, Mapping[str, Any]]:
@@ -40,11 +43,15 @@ def make_config(preset: str, changes: Mapping[str, Any]) -> PreTrainedConfig:
         raise UserError(f'there is no model preset "{preset}"{did_you_mean(preset, known)}')
     fields = dict(known[preset])
     model_type: str = fields.pop("model_type")
-    default = AutoConfig.for_model(model_type)
-    for name in changes:
-        if not hasattr(default, name):
-            fields_of = list(default.to_dict())
-            raise UserError(f'a {model_type} model has no field "{name}"{did_you_mean(name, fields_of)}')
+    known_fields = AutoConfig.for_model(model_type).to_dict().keys() - FIXED
+    for name, value in changes.items():
+        if name not in known_fields:
+            raise UserError(f'a {model_type} model has no field "{name}" to change{did_you_mean(name, known_fields)}')
+        if "drop" in name and value:
+            raise UserError(
+                f"model.change.{name} = {value}: this version trains without dropout, whose masks would depend on the "
+                "number of ranks; leave it out"
+            )
     try:
         return AutoConfig.for_model(model_type, **{**fields, **changes})
     except Exception as error:
@@ -58,9 +65,14 @@ def did_you_mean(word: str, known: Any) -> str:
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model with shapes but no storage."""
-    with torch.device("meta"):
-        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32))
+    """The model with shapes but no storage; UserError where its class can make none of this configuration."""
+    try:
+        with torch.device("meta"):
+            return cast(PreTrainedModel, AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32))
+    except Exception as error:
+        raise UserError(
+            f"a {config.model_type} model cannot be built with these fields: {type(error).__name__}: {error}"
+        ) from error
 
 
 def initial_tensors(config: PreTrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
