@@ -12,7 +12,7 @@ import pytest
 
 from tangram.errors import UserError
 from tangram.training import launch
-from tangram.training.launch import RankError, run_ranks
+from tangram.training.launch import RankError, refuse_too_many, run_ranks
 from tests.training.launch_tasks import abort_at_exit, add_up, fail, hang
 
 SOON = 30.0  # seconds, of which nearly all is the start of two processes on a busy machine
@@ -91,3 +91,9 @@ def test_a_killed_parent_leaves_no_orphan() -> None:
         # The ranks hold the other end of this pipe: it ends when the last of them has ended.
         output, _ = parent.communicate(timeout=10)
         assert output == ""
+
+
+def test_a_mesh_that_no_machine_holds_is_refused() -> None:
+    refuse_too_many(256)
+    with pytest.raises(UserError, match="the mesh has 2,000,000 ranks, but this version starts at most 256"):
+        refuse_too_many(2_000_000)

@@ -23,7 +23,7 @@ from tangram.layout import Mesh
 from tangram.models.build import build_on_meta, initial_tensors, make_config
 from tangram.training import data, loop, state
 from tangram.training.export import export, logits_difference
-from tangram.training.launch import Rank, RankError, computing_as_a_rank, pick_device, run_ranks
+from tangram.training.launch import Rank, RankError, computing_as_a_rank, pick_device, refuse_too_many, run_ranks
 from tangram.training.parallelise import materialise, parallelise, shard_dims
 from tangram.training.plan import AXIS, Plan
 from tangram.training.progress import Note
@@ -82,6 +82,7 @@ class TrainReport:
 
 def run_job(plan: Plan, out: Path, on_event: Callable[[object], None]) -> TrainReport:
     """Train as planned; leave `checkpoint/`, `export/` and `summary.json` in `out`, the folder from `run_folder`."""
+    refuse_too_many(plan.ranks)
     config = model_config(plan)
     cut = shard_dims(build_on_meta(config), plan.layout_of, Mesh.parse(plan.mesh))  # refused here, not on every rank
     parameters = sum(parameter.numel() for parameter in cut)

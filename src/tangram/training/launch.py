@@ -37,6 +37,7 @@ Result = TypeVar("Result")
 
 LAST_WORDS_SECONDS = 0.5  # after one rank failed: how long to listen for an earlier error of another rank
 STOP_SECONDS = 3.0  # between asking a rank to stop and killing it
+MOST_RANKS = 256
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
@@ -90,6 +91,12 @@ def pick_device(choice: str, local_rank: int, world: int) -> torch.device:
             'device(s): set device = "cpu" in [run], or take a smaller mesh'
         )
     return torch.device(accelerator.type, local_rank)
+
+
+def refuse_too_many(world: int) -> None:
+    """One machine starts these ranks: more than it could ever hold is a slip of the pen. Raises UserError."""
+    if world > MOST_RANKS:
+        raise UserError(f"the mesh has {world:,} ranks, but this version starts at most {MOST_RANKS}, on one machine")
 
 
 def threads_of_a_rank(world: int) -> int:
