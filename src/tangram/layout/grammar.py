@@ -192,7 +192,11 @@ def _parse(start: str, text: str, end: str = "the end of the text") -> Any:
     except VisitError as error:
         if isinstance(error.orig_exc, NotationError):  # an index in a tensor's name
             raise NotationError(text, error.orig_exc.position, error.orig_exc.reason) from None
+        if isinstance(error.orig_exc, ValueError):  # Python reads no number of thousands of digits
+            raise NotationError(text, 0, "a number is too long") from None
         raise
+    except RecursionError:
+        raise NotationError(text, 0, "too many brackets inside each other") from None
 
 
 def _find(start: str, text: str, rule: str, which: Callable[[Tree[Token]], bool] = lambda _: True) -> int:
@@ -291,6 +295,9 @@ def parse_mesh(text: str) -> tuple[tuple[tuple[str, int], ...], ...]:
 @lru_cache(1 << 10)
 def parse_region(text: str) -> tuple[tuple[IntSet, ...], ...]:
     """The boxes of a region."""
+    for run in re.finditer(r"(\d+)\s*:\s*(\d+)", text):
+        if int(run[1]) > int(run[2]):
+            raise NotationError(text, run.start(), f"{run[0]} ends before it begins")
     return cast("tuple[tuple[IntSet, ...], ...]", _parse("region", text))
 
 

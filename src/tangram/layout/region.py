@@ -66,6 +66,8 @@ class Region:
         """The block of these sizes at these offsets, as most checkpoints name their shards."""
         if len(offsets) != len(sizes):
             raise LayoutError(f"{len(offsets)} offsets but {len(sizes)} sizes")
+        if min((*offsets, *sizes), default=0) < 0:
+            raise LayoutError(f"a block of offsets {list(offsets)} and sizes {list(sizes)}: neither is negative")
         return Region.of([tuple(intervals.span(o, o + n) for o, n in zip(offsets, sizes, strict=True))])
 
     @staticmethod
@@ -91,10 +93,12 @@ class Region:
         return bool(self.boxes)
 
     def __and__(self, other: Region) -> Region:
+        self._require_dims_of(other)
         found = (box_intersect(x, y) for x in self.boxes for y in other.boxes)
         return Region.of([b for b in found if b is not None])
 
     def __sub__(self, other: Region) -> Region:
+        self._require_dims_of(other)
         left = list(self.boxes)
         for y in other.boxes:
             left = [z for x in left for z in box_subtract(x, y)]
@@ -102,6 +106,10 @@ class Region:
 
     def __or__(self, other: Region) -> Region:
         return Region.of([*self.boxes, *other.boxes])
+
+    def _require_dims_of(self, other: Region) -> None:
+        if self.boxes and other.boxes and len(self.boxes[0]) != len(other.boxes[0]):
+            raise LayoutError(f"regions of {len(self.boxes[0])} and {len(other.boxes[0])} dims: {self} and {other}")
 
     @property
     def size(self) -> int:
@@ -127,11 +135,14 @@ class Region:
     def within(self, shape: Sequence[int]) -> bool:
         """Whether every element lies inside a tensor of this shape."""
         return all(
-            len(b) == len(shape) and all(s[-1][1] <= n for s, n in zip(b, shape, strict=True)) for b in self.boxes
+            len(b) == len(shape) and all(s[0][0] >= 0 and s[-1][1] <= n for s, n in zip(b, shape, strict=True))
+            for b in self.boxes
         )
 
     def runs(self, shape: Sequence[int]) -> IntSet:
         """The region as contiguous runs of the row-major buffer of the whole tensor of this shape, in elements."""
+        if not self.within(shape):
+            raise LayoutError(f"{self} is outside a tensor of shape {list(shape)}")
         return intervals.normal(run for b in self.boxes for run in intervals.product(b, shape))
 
 
@@ -141,23 +152,9 @@ def _canonical(boxes: Sequence[Box]) -> list[Box]:
         return []
     if not boxes[0]:
         return [()]
-    edges = sorted({e for b in boxes for run in b[0] for e in run})
     groups: dict[tuple[Box, ...], list[tuple[int, int]]] = {}
-    memo: dict[tuple[int, ...], tuple[Box, ...]] = {}
-    cursor = [0] * len(boxes)
-    for lo, hi in itertools.pairwise(edges):
-        active: list[int] = []
-        for i, b in enumerate(boxes):
-            while cursor[i] < len(b[0]) and b[0][cursor[i]][1] <= lo:
-                cursor[i] += 1
-            if cursor[i] < len(b[0]) and b[0][cursor[i]][0] <= lo:
-                active.append(i)
-        if not active:
-            continue
-        key = tuple(active)
-        if key not in memo:
-            memo[key] = tuple(_canonical([boxes[i][1:] for i in active]))
-        groups.setdefault(memo[key], []).append((lo, hi))
+    for places, here in _groups([b[0] for b in boxes]):
+        groups.setdefault(tuple(_canonical([boxes[i][1:] for i in here])), []).extend(places)
     out = [(intervals.normal(places), *box) for rest, places in groups.items() for box in rest]
     return sorted(out, key=lambda b: tuple(s[0] for s in b))
 
@@ -217,8 +214,8 @@ def coverage(whole: Region, parts: Iterable[Region]) -> Coverage:
             if count and not wanted:
                 outside.append(prefix)
             return
-        for places, subset in _groups(active, len(prefix)):
-            sweep(subset, (*prefix, places))
+        for places, here in _groups([box[len(prefix)] for box, _ in active]):
+            sweep([active[i] for i in here], (*prefix, places))
 
     if boxes:
         if len({len(b) for b, _ in boxes}) > 1:
@@ -227,12 +224,12 @@ def coverage(whole: Region, parts: Iterable[Region]) -> Coverage:
     return Coverage(Region.of(missing), Region.of(doubled), Region.of(outside))
 
 
-def _groups(active: Sequence[tuple[Box, int]], dim: int) -> list[tuple[IntSet, list[tuple[Box, int]]]]:
-    """The places along a dim, grouped by which boxes are there: `[(places, boxes)]`."""
+def _groups(sets: Sequence[IntSet]) -> list[tuple[IntSet, list[int]]]:
+    """The places along a dim, grouped by which sets are there: `[(places, numbers of the sets)]`."""
     starts: dict[int, list[int]] = {}
     stops: dict[int, list[int]] = {}
-    for i, (box, _) in enumerate(active):
-        for a, b in box[dim]:
+    for i, s in enumerate(sets):
+        for a, b in s:
             starts.setdefault(a, []).append(i)
             stops.setdefault(b, []).append(i)
     edges = sorted({*starts, *stops})
@@ -243,4 +240,4 @@ def _groups(active: Sequence[tuple[Box, int]], dim: int) -> list[tuple[IntSet, l
         here |= set(starts.get(lo, ()))
         if here:
             groups.setdefault(frozenset(here), []).append((lo, hi))
-    return [(intervals.normal(places), [active[i] for i in sorted(key)]) for key, places in groups.items()]
+    return [(intervals.normal(places), sorted(key)) for key, places in groups.items()]

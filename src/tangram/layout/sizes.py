@@ -11,6 +11,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
+from typing import SupportsIndex
 
 from tangram.layout.errors import LayoutError
 from tangram.layout.maps import MAPS
@@ -21,8 +22,8 @@ Shape = tuple[int, ...]
 
 def bind_layout(layout: Layout, shape: Shape | None, known: Mapping[str, int | Shape]) -> Layout:
     """`Layout.bind`: sizes for every factor, lists for every `[name]` of a map."""
-    sizes = {k: operator.index(v) for k, v in known.items() if not isinstance(v, Sized)}
-    lists = {k: tuple(map(operator.index, v)) for k, v in known.items() if isinstance(v, Sized)}
+    sizes = {k: whole(k, v) for k, v in known.items() if isinstance(v, str) or not isinstance(v, Sized)}
+    lists = {k: tuple([whole(k, x) for x in v]) for k, v in known.items() if k not in sizes and isinstance(v, Sized)}
     empty = [k for k, v in lists.items() if not v]
     if empty:
         raise LayoutError(f"the list {empty[0]} is empty")
@@ -33,6 +34,14 @@ def bind_layout(layout: Layout, shape: Shape | None, known: Mapping[str, int | S
         dims=tuple(_fill_lists(dim, lists) for dim in solved),
         flat=tuple(_fill_cut(cut, lists) for cut in layout.flat),
     )
+
+
+def whole(name: str, value: SupportsIndex | str) -> int:
+    """A size that is given from outside. Raises LayoutError when it is no whole number."""
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise LayoutError(f"{name}={value!r}: a size is a whole number") from None
 
 
 def expand_rest(dims: Sequence[Dim], shape: Shape | None) -> tuple[Dim, ...]:
