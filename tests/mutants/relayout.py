@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _SPINE = "tests/relayout/test_spine.py"
 _RANDOM = "tests/relayout/test_random.py"
+_MISTAKES = "tests/relayout/test_mistakes.py"
 _REFUSALS = "tests/relayout/test_refusals.py"
 _CASES = "tests/relayout/test_cases.py"
 _CASES_FAMILIES = "tests/relayout/test_cases_families.py"
@@ -171,7 +172,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (_RANDOM + "::test_mappings_and_layouts",),
     ),
     Mutant(
-        "two-pieces-one-place", "relayout/pieces.py", "            seen.add((p.place, p.tensor))\n", "",
+        "two-pieces-one-place", "relayout/pieces.py", "if stands_there(seen, p, family):", "if False:",
         "two pieces share one buffer and one of them is not read",
         (_REFUSALS + "::test_wanted_twice_and_pieces_twice_and_outside",),
     ),
@@ -192,7 +193,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (_RANDOM + "::test_pieces_with_overlaps_and_holes",),
     ),
     Mutant(
-        "wanted-twice", "relayout/plan.py", "    if mark in seen or whole in seen or (",
+        "wanted-twice", "relayout/pieces.py", "    if mark in seen or whole in seen or (",
         "    if whole in seen or (", "two copies race for one buffer",
         (_REFUSALS + "::test_a_family_and_one_of_its_members_are_not_wanted_together",),
     ),
@@ -331,8 +332,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "a layer that is missing is not noticed", (_NAMES + "::test_what_is_wrong_with_names_is_said",),
     ),
     Mutant(
-        "written-numbers-ignored", "relayout/names.py", "            if all(numbers[i] == c for i, c in fixed)",
-        "", "tower.0 and tower.1 are thrown together",
+        "written-numbers-ignored", "relayout/names.py",
+        "return groups.get(tuple([c for c in constants if c is not None]), [])",
+        "return [n for group in groups.values() for n in group]", "tower.0 and tower.1 are thrown together",
         (_NAMES + "::test_numbers_that_are_written_out_part_families",),
     ),
     Mutant(
@@ -342,8 +344,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- bind
     Mutant(
-        "claimed-twice", "relayout/bind.py", "                _claim(p, used, str(statement))\n",
-        "                used.update(dict.fromkeys((p.pattern.name, *p.names), str(statement)))\n",
+        "claimed-twice", "relayout/bind.py", "                _claim(family, used, text)\n",
+        "                used.update(dict.fromkeys((p.pattern.name, *p.names), text))\n",
         "the second target of a weight replaces the first",
         (_NAMES + "::test_two_wild_cards_for_one_name_are_refused",),
     ),
@@ -501,6 +503,29 @@ MUTANTS: tuple[Mutant, ...] = (
         "tied-share", "relayout/execute.py", "and not _same_tie(tied, plan, key, other[4])", "",
         "two names of one tensor cannot be loaded",
         (_REFUSALS + "::test_tied_targets_may_share_memory_with_each_other_only",),
+    ),
+    Mutant(
+        "made-names-unclaimed", "relayout/bind.py", "{family.name: None, **dict.fromkeys(family.members)}",
+        "{family.name: None}", "two families of one mapping make the same tensor",
+        (_MISTAKES + "::test_made_names_stand_once",),
+    ),
+    Mutant(
+        "tied-members-share", "relayout/execute.py", "alike = x[0] == y[0] and a != b and (i == j or None in (i, j))",
+        "alike = True", "layers of a tied family overwrite each other",
+        (_MISTAKES + "::test_only_the_same_elements_of_a_tie_share_memory",),
+    ),
+    Mutant(
+        "steps-by-name-alone", "relayout/state_rules.py", "here = {(k >= sources, m.name)", "here = {(False, m.name)",
+        "a parameter that keeps its name loses its step",
+        (_MISTAKES + "::test_a_step_stays_with_a_parameter_that_keeps_its_name",),
+    ),
+    Mutant(
+        "blocks-swallow-cuts", "relayout/states.py", "elif not last.axes and last.n", "elif not last.cuts and last.n",
+        "half a block on each rank, and its scale on all", (_MISTAKES + "::test_cuts_through_blocks_are_seen",),
+    ),
+    Mutant(
+        "last-part-is-like-the-others", "relayout/states.py", "for size in (c, n % c)}", "for size in (c,)}",
+        "the smaller last part is cut through blocks", (_MISTAKES + "::test_cuts_through_blocks_are_seen",),
     ),
 )
 # fmt: on

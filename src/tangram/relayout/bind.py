@@ -14,11 +14,11 @@ from functools import cached_property
 
 from tangram.layout import LayoutError, Region
 from tangram.layout.intervals import span
-from tangram.layout.sizes import name_voids, solve
+from tangram.layout.sizes import name_voids, solve, whole
 from tangram.layout.syntax import Dim, Statement, TensorPattern
 from tangram.layout.syntax import Mapping as MappingText
 from tangram.relayout.cells import Cell, Monomial, match, monomials
-from tangram.relayout.codecs import CODECS, Codec, fill_value, result_dtype
+from tangram.relayout.codecs import CODECS, Codec, arithmetic, fill_value, result_dtype
 from tangram.relayout.errors import RelayoutError
 from tangram.relayout.names import Family, NameTable, TensorSpec, extents, known_size, template_of
 from tangram.relayout.wilds import fill_wilds
@@ -67,8 +67,7 @@ class Tensors:
         out: dict[str, TensorSpec] = {}
         for family in self.families.values():
             spec = TensorSpec(family.member_shape, family.spec.dtype)
-            for index in itertools.product(*[range(n) for n in family.spec.shape[: family.family_dims]]):
-                out[family.member(index)] = spec
+            out.update(dict.fromkeys(family.members, spec))
         return out
 
     @cached_property
@@ -125,7 +124,7 @@ def bind(
     Raises RelayoutError or LayoutError, naming the statement and what is wrong with it.
     """
     text = MappingText.parse(mapping) if isinstance(mapping, str) else mapping
-    known = {**(sizes or {}), **more}
+    known = {name: whole(name, n) for name, n in {**(sizes or {}), **more}.items()}
     tables = NameTable.of(source), None if target is None else NameTable.of(target)
     text = MappingText(tuple(fill_wilds(text.statements, *tables, known)))
     binder = _Binder(*tables, known, codecs, {}, {}, {}, [], [], {}, {})
@@ -239,19 +238,24 @@ class _Binder:
         wanted = {p.dtype for group in groups[1] for p in group if p.dtype is not None}
         dtype = dtypes.pop() if dtypes else (sorted(wanted)[0] if wanted else "float32")
         _check_fill(fill_value(statement.options), wanted or {dtype})
+        work = arithmetic(statement.options)
+        if work and not (statement.source and statement.target):
+            raise RelayoutError(
+                f"{work[0][0]}: there is nothing to work on; created and dropped tensors take only fill="
+            )
         result = result_dtype(dtype, statement.options, self.codecs) if statement.source else dtype
         if statement.target and wanted - {result}:
             raise RelayoutError(
                 f"it gives {result}, but the target has {', '.join(sorted(wanted))}: say cast={dtype}:..."
             )
+        text = str(statement)
         for side, families, used, kind in zip(
             groups, (self.source, self.target), (self.used_source, self.used_target), (dtype, result), strict=True
         ):
             for p in (p for group in side for p in group):
-                _claim(p, used, str(statement))
-                families[p.pattern.name] = Family(
-                    p.pattern.name, p.template, p.offsets, TensorSpec(shapes[id(p)], p.dtype or kind)
-                )
+                spec = TensorSpec(shapes[id(p)], p.dtype or kind)
+                family = families[p.pattern.name] = Family(p.pattern.name, p.template, p.offsets, spec)
+                _claim(family, used, text)
         for cell in cells:
             self.cells.setdefault(cell.target.tensor, []).append(cell)
 
@@ -343,13 +347,13 @@ def _count(m: Monomial) -> int:
 
 
 def _check_fill(value: float, dtypes: Iterable[str]) -> None:
-    whole = [d for d in dtypes if not d.startswith(("float", "bfloat", "complex"))]
-    if whole and not value.is_integer():
-        raise RelayoutError(f"fill={value:g} is no value of a tensor of {whole[0]}")
+    exact = [d for d in dtypes if not d.startswith(("float", "bfloat", "complex"))]
+    if exact and not (value.is_integer() and abs(value) < 2**53):  # beyond, not every whole number has its float
+        raise RelayoutError(f"fill={value:g} is no value of a tensor of {exact[0]}")
 
 
-def _claim(present: _Present, used: dict[str, str], statement: str) -> None:
-    for name in {present.pattern.name, *present.names}:
+def _claim(family: Family, used: dict[str, str], statement: str) -> None:
+    for name in {family.name: None, **dict.fromkeys(family.members)}:
         if name in used:
             raise RelayoutError(f"{name} stands twice, here and in `{used[name]}`: tie copies with `=`")
         used[name] = statement

@@ -142,7 +142,9 @@ def arithmetic(options: tuple[Option, ...]) -> tuple[Option, ...]:
 
 
 def fill_value(options: tuple[Option, ...]) -> float:
-    """The value of `fill`, 0 when it is not given. Raises RelayoutError when it is no number."""
+    """The value of `fill`, 0 when it is not given. Raises RelayoutError when it is no number, or given twice."""
+    if sum(name == FILL for name, _ in options) > 1:
+        raise RelayoutError("fill is given twice")
     return _number(dict(options).get(FILL, 0.0), FILL)
 
 

@@ -109,6 +109,8 @@ def _as_tensor(raw: Any, what: str, written: bool) -> Tensor:
                 raise RelayoutError(f"{what}: {error}") from None
     if not isinstance(raw, Tensor):
         raise RelayoutError(f"{what} is a {type(raw).__name__}, not a torch tensor or a numpy array")
+    if raw.layout != torch.strided:
+        raise RelayoutError(f"{what} is a {str(raw.layout).removeprefix('torch.')} tensor; pass a dense one")
     if raw.is_meta:
         raise RelayoutError(f"{what} is on the meta device and has no values")
     t = raw.detach()
@@ -129,13 +131,24 @@ def _moves(copy: Copy, sources: _Side, targets: _Side) -> Iterator[tuple[Copy, T
     if copy.source is None or copy.cell.source is None:
         for box in copy.boxes:
             for _, name, extents, _, block in blocks(NOWHERE, to, box):
-                yield copy, None, targets.block(to, copy.target, name, extents, block)
+                blank = targets.block(to, copy.target, name, extents, block)
+                _check_fill(copy, blank, f"{name} at {copy.target.place!r}")
+                yield copy, None, blank
         return
     have = sources.view(copy.cell.source, copy.source)
     for box in copy.boxes:
         for source_name, name, extents, a, b in blocks(have, to, box):
             read = sources.block(have, copy.source, source_name, extents, a)
             yield copy, read, targets.block(to, copy.target, name, extents, b)
+
+
+def _check_fill(copy: Copy, target: Tensor, what: str) -> None:
+    value = fill_value(copy.cell.options)
+    try:
+        torch.full((2,), value, dtype=target.dtype)  # of one element torch would make inf of what is too large
+    except RuntimeError:
+        dtype = str(target.dtype).removeprefix("torch.")
+        raise RelayoutError(f"{what}: fill={value:g} is no value of {dtype}") from None
 
 
 def _coded(x: Tensor, copy: Copy, codecs: Mapping[str, Codec]) -> Tensor:
@@ -202,8 +215,9 @@ def _refuse_shared(plan: Plan, sources: _Side, targets: _Side) -> None:
 def _same_tie(tied: Mapping[str, int], plan: Plan, x: Key, y: Key) -> bool:
     if not tied or any(name not in plan.bound.target for name in (x[1], y[1])):
         return False
-    families = [plan.bound.target.locate(name)[0].name for name in (x[1], y[1])]
-    return families[0] in tied and tied[families[0]] == tied.get(families[1])
+    (a, i), (b, j) = [plan.bound.target.locate(name) for name in (x[1], y[1])]
+    alike = x[0] == y[0] and a != b and (i == j or None in (i, j))  # other members and places hold other elements
+    return alike and a.name in tied and tied[a.name] == tied.get(b.name)
 
 
 def _span(t: Tensor) -> tuple[str, int, int]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,10 +25,17 @@ _NUMBERS = re.compile(r"(?<!\d)(0|[1-9]\d*)(?!\d)")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A logical tensor: its global shape, and its dtype by torch's name (`float32`, `bfloat16`, ...)."""
+    """A logical tensor: its global shape, and its dtype by torch's name (`float32`, `bfloat16`, ...) or torch's own."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "shape", tuple(map(operator.index, self.shape)))
+        except TypeError:
+            raise RelayoutError(f"{self.shape!r}: a shape is a tuple of whole numbers") from None
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,11 @@ class Family:
         for i, offset, text in zip(index, self.offsets, self.template[1:], strict=True):
             out += [str(i + offset), text]
         return "".join(out)
+
+    @property
+    def members(self) -> Iterator[str]:
+        """The real names."""
+        return map(self.member, itertools.product(*[range(n) for n in self.spec.shape[: self.family_dims]]))
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
@@ -92,39 +105,47 @@ def template_of(pattern: TensorPattern) -> tuple[tuple[str, ...], tuple[int, ...
     return tuple(texts), tuple(offsets)
 
 
+Numbered = tuple[tuple[int, ...], str]
+"""The numbers in a name, and the name."""
+
+
 @dataclass(frozen=True)
 class NameTable:
-    """The tensors of one side by name, with an index by skeleton."""
+    """The tensors of one side by name, with an index by skeleton, and where one is asked for by some of the numbers."""
 
     specs: Mapping[str, TensorSpec]
-    _by_skeleton: Mapping[str, list[tuple[tuple[int, ...], str]]]
+    _by_skeleton: Mapping[str, list[Numbered]]
+    _by_constants: dict[tuple[str, tuple[int, ...]], dict[tuple[int, ...], list[Numbered]]]
 
     @staticmethod
     def of(specs: Mapping[str, TensorSpec]) -> NameTable:
         """Index the names once."""
-        by_skeleton: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+        by_skeleton: dict[str, list[Numbered]] = {}
         for name in specs:
             parts = _NUMBERS.split(name)
             by_skeleton.setdefault("#".join(parts[::2]), []).append((tuple(map(int, parts[1::2])), name))
-        return NameTable(specs, by_skeleton)
+        return NameTable(specs, by_skeleton, {})
 
-    def members(self, template: tuple[str, ...]) -> list[tuple[tuple[int, ...], str]]:
+    def members(self, template: tuple[str, ...]) -> list[Numbered]:
         """`[(numbers at the indices, name)]` of the names that fit a template."""
         if len(template) == 1:
             return [((), template[0])] if template[0] in self.specs else []
         constants: list[int | None] = []
         for i, text in enumerate(template):
             constants += [None] * (i > 0) + [int(x) for x in _NUMBERS.findall(text)]
-        found = self._by_skeleton.get("#".join(_NUMBERS.sub("#", text) for text in template), [])
+        skeleton = "#".join(_NUMBERS.sub("#", text) for text in template)
+        found = self._by_skeleton.get(skeleton, [])
         if all(c is None for c in constants):
             return found
         free = [i for i, c in enumerate(constants) if c is None]
-        fixed = [(i, c) for i, c in enumerate(constants) if c is not None]
-        return [
-            (tuple([numbers[i] for i in free]), name)
-            for numbers, name in found
-            if all(numbers[i] == c for i, c in fixed)
-        ]
+        fixed = tuple(i for i, c in enumerate(constants) if c is not None)
+        groups = self._by_constants.get((skeleton, fixed))
+        if groups is None:
+            groups = self._by_constants[skeleton, fixed] = {}
+            for numbers, name in found:
+                key = tuple([numbers[i] for i in fixed])
+                groups.setdefault(key, []).append((tuple([numbers[i] for i in free]), name))
+        return groups.get(tuple([c for c in constants if c is not None]), [])
 
     def wild_values(self, pattern: TensorPattern) -> dict[str, dict[str, str]]:
         """`{real name: {wild card: text}}` of the names that fit a pattern with wild cards."""

@@ -21,6 +21,7 @@ from tangram.layout.region import Box, box_intersect, box_subtract
 from tangram.relayout.bind import Tensors
 from tangram.relayout.cells import DimIndex, Part
 from tangram.relayout.errors import RelayoutError
+from tangram.relayout.names import Family
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,17 @@ class Piece:
     place: Hashable
     tensor: str
     region: Region
+
+
+def stands_there(seen: set[tuple[Hashable, str]], piece: Piece, family: Family) -> bool:
+    """Whether a buffer of this piece is another's, be it once by its name and once with its whole family; marks it."""
+    mark = (piece.place, piece.tensor)
+    whole = (piece.place, family.name)
+    member = (piece.place, f"{family.name} in part")
+    if mark in seen or whole in seen or (piece.tensor == family.name and member in seen):
+        return True
+    seen.update({mark} if piece.tensor == family.name else {mark, member})
+    return False
 
 
 class Holders(Protocol):
@@ -78,7 +90,7 @@ class Sharding:
 
     def _region(self, tensor: str, rank: int) -> Region:
         """`region`, from sets along dims that many ranks share."""
-        layout = self.layouts[tensor]
+        layout = self._layout(tensor)
         if layout.flat or layout.at:
             return region(layout, self.mesh, rank, self.tensors.families[tensor].family_dims)
         at = self.mesh.coords(rank)
@@ -91,6 +103,12 @@ class Sharding:
             sets.append(s)
         return Region((tuple(sets),)) if all(sets) else Region()
 
+    def _layout(self, tensor: str) -> Layout:
+        try:
+            return self.layouts[tensor]
+        except KeyError:
+            raise RelayoutError(f"the sharding has no tensor {tensor}") from None
+
     def pieces(self, rank: int) -> list[Piece]:
         """What a rank holds of everything; nothing is listed where it holds nothing."""
         found = [self.piece(name, rank) for name in self.layouts]
@@ -98,7 +116,7 @@ class Sharding:
 
     def find(self, part: Part, box: Box, near: Hashable) -> list[tuple[Piece, Box]]:
         """`Holders.find`. A rank `near` picks the replica: itself where it is one, else spread over the ranks."""
-        layout = self.layouts[part.tensor]
+        layout = self._layout(part.tensor)
         to = near if isinstance(near, int) else 0
         per_dim = [self._dim(part, i, tuple([box[k] for k in part.slots[i]])) for i in range(len(part.dims))]
         out: list[tuple[Piece, Box]] = []
@@ -206,12 +224,11 @@ class PieceIndex:
         lifted: dict[str, list[Piece]] = {}
         seen: set[tuple[Hashable, str]] = set()
         for p in self.pieces:
-            if (p.place, p.tensor) in seen:
+            family, held = self.tensors.lift(p.tensor, p.region)
+            if stands_there(seen, p, family):
                 raise RelayoutError(
                     f"two pieces of {p.tensor} have the same place {p.place!r}; give each a place of its own"
                 )
-            seen.add((p.place, p.tensor))
-            family, held = self.tensors.lift(p.tensor, p.region)
             if held:
                 lifted.setdefault(family.name, []).append(Piece(p.place, family.name, held))
         return {name: _node(pieces, 0) for name, pieces in lifted.items()}

@@ -16,7 +16,7 @@ from tangram.relayout.bind import Bound
 from tangram.relayout.cells import Cell, Part
 from tangram.relayout.errors import CoverageError, RelayoutError
 from tangram.relayout.names import Family
-from tangram.relayout.pieces import Holders, Piece, PieceIndex
+from tangram.relayout.pieces import Holders, Piece, PieceIndex, Sharding, stands_there
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,14 @@ def plan(bound: Bound, source: Holders | Iterable[Piece], wanted: Iterable[Piece
     read. Raises CoverageError, naming tensor and region, when an element would not be written exactly once.
     """
     holders = source if not isinstance(source, Iterable) else PieceIndex(tuple(source), bound.source)
+    _refuse_foreign(bound, holders)
     copies: list[Copy] = []
     checks: list[Check] = []
     seen: set[tuple[Hashable, str]] = set()
     for want in wanted:
         family, region = bound.target.lift(want.tensor, want.region)
-        _refuse_second(seen, want, family)
+        if stands_there(seen, want, family):
+            raise RelayoutError(f"{want.tensor} is wanted twice at {want.place!r}: each element is written once")
         target = Piece(want.place, family.name, region)
         total = 0
         for cell in bound.cells[family.name]:
@@ -91,14 +93,15 @@ def plan(bound: Bound, source: Holders | Iterable[Piece], wanted: Iterable[Piece
     return Plan(bound, tuple(copies), tuple(checks))
 
 
-def _refuse_second(seen: set[tuple[Hashable, str]], want: Piece, family: Family) -> None:
-    """Refuse a tensor that is wanted twice at a place, be it once by its name and once with its whole family."""
-    mark = (want.place, want.tensor)
-    whole = (want.place, family.name)
-    member = (want.place, f"{family.name} in part")
-    if mark in seen or whole in seen or (want.tensor == family.name and member in seen):
-        raise RelayoutError(f"{want.tensor} is wanted twice at {want.place!r}: each element is written once")
-    seen.update({mark} if want.tensor == family.name else {mark, member})
+def _refuse_foreign(bound: Bound, source: Holders) -> None:
+    """Refuse a sharding of tensors that have the names of the mapping's source but other shapes: of the target, say."""
+    if not isinstance(source, Sharding) or source.tensors is bound.source:
+        return
+    for name, family in bound.source.families.items():
+        other = source.tensors.families.get(name)
+        if other is not None and other.spec.shape != family.spec.shape:
+            shape, found = list(family.spec.shape), list(other.spec.shape)
+            raise RelayoutError(f"{name} has shape {shape}, but in the sharding {found}; make it from bound.source")
 
 
 def _copies(bound: Bound, cell: Cell, holders: Holders, target: Piece, boxes: Sequence[Box]) -> list[Copy]:

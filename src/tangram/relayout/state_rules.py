@@ -106,6 +106,8 @@ def _reduced(job: Job, state: str, spec: StateSpec) -> Iterator[Statement]:
         if other_spec.kind == "reduced" and all(_gone_or_none(job, t, other_spec) == factors for t in targets)
     }
     target_state = state if state in found else next(iter(found), None)
+    if state not in found and len(found) > 1:
+        raise job.refuse(state, f"{' and '.join(found)} of the target both reduce over {_names(factors)}")
     if target_state is None:
         raise job.refuse(state, f"no state of the target reduces over just {_names(factors)}")
     specs = {id(t): spec if t in sources else found[target_state] for t in tensors}
@@ -216,7 +218,14 @@ def _shared(job: Job, state: str, spec: StateSpec) -> Iterator[Statement]:
     for members in classes:
         source = tuple(job.pattern(t, state, None) for t, origin in members if origin in sources and job.has(t, state))
         target = tuple(job.pattern(t, state, None) for t, origin in members if origin not in sources)
+        if not source:
+            made = next(t.name for t, origin in members if origin not in sources)
+            raise job.refuse(state, f"no source of {made} has it")
         yield Statement((source,), (target,) if target else ())
+
+
+_Member = tuple[bool, str]
+"""Whether a tensor is of the target, and its name: both sides may use the same names."""
 
 
 def _has_index(t: TensorPattern, dim: Dim) -> bool:
@@ -232,12 +241,14 @@ def _classes(
 ) -> list[list[tuple[TensorPattern, int]]]:
     """Real tensors grouped by which share elements: `[[(tensor, id of its pattern)]]`."""
     open_ = sorted({f for t in tensors for i in t.index if not _has(common, i) for f in _factors(i.dim)})
-    groups: dict[str, dict[str, tuple[TensorPattern, int]]] = {}
-    where: dict[str, dict[str, tuple[TensorPattern, int]]] = {}
+    groups: dict[_Member, dict[_Member, tuple[TensorPattern, int]]] = {}
+    where: dict[_Member, dict[_Member, tuple[TensorPattern, int]]] = {}
+    sources = sum(len(group) for group in job.statement.source)
     for values in itertools.product(*[range(_size(job, f)) for f in open_]):
         at = dict(zip(open_, values, strict=True))
-        here = {m.name: (m, id(t)) for t in tensors for m in [_member(job, t, common, at)]}
-        joined: dict[str, tuple[TensorPattern, int]] = {}
+        members = [_member(job, t, common, at) for t in tensors]
+        here = {(k >= sources, m.name): (m, id(t)) for k, (m, t) in enumerate(zip(members, tensors, strict=True))}
+        joined: dict[_Member, tuple[TensorPattern, int]] = {}
         for name in here:
             joined.update(where.get(name, {}))
         joined.update(here)

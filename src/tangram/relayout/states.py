@@ -61,6 +61,8 @@ def with_states(
     filled in. `sizes` as in `bind`. Parameters without a state of some kind stay without. Raises RelayoutError for a
     state that does not follow from the mapping, with the reason.
     """
+    if name.count("{param}") != 1 or name.count("{state}") != 1:
+        raise RelayoutError(f"the name of a state has {{param}} and {{state}} once, not {name!r}")
     ends = [_state_name(name, "\n", s).split("\n") for s in states]
     params = {p: spec for p, spec in specs.items() if not any(_is_state(p, specs, *end) for end in ends)}
     bound = bind(mapping, params, partial=True, sizes=sizes)
@@ -99,6 +101,9 @@ def state_layout(base: Layout, mesh: Mesh, spec: StateSpec, family_dims: int = 0
         return Layout((*lead, Dim(REST)), at=base.at)
     if spec.kind == "reduced":
         at = {d + len(dims) if d < 0 else d for d in spec.dims}
+        outside = [d for d in spec.dims if not -len(dims) <= d < len(dims)]
+        if outside:
+            raise RelayoutError(f"{base}: it has no dim {outside[0]} to reduce")
         kept = [Dim("", 1) if i in at else d for i, d in enumerate(dims) if spec.keepdim or i not in at]
         return Layout((*lead, *kept), at=base.at)
     return Layout((*lead, *flattened(_outside_blocks(base, dims, mesh, spec.block))), at=base.at)
@@ -111,7 +116,7 @@ def _outside_blocks(base: Layout, dims: Sequence[Dim], mesh: Mesh, block: int) -
         last = rest.pop()
         if last.terms and not last.cuts and len(last.terms) == 1:
             rest += last.terms[0]
-        elif not last.cuts and last.n and block % last.n == 0:
+        elif not last.axes and last.n and block % last.n == 0:
             block //= last.n
         elif last.n and last.n % block == 0 and not last.terms and _aligned(last, mesh, block):
             rest.append(Dim(VOID, last.n // block, cuts=last.cuts))
@@ -123,12 +128,13 @@ def _outside_blocks(base: Layout, dims: Sequence[Dim], mesh: Mesh, block: int) -
 
 def _aligned(dim: Dim, mesh: Mesh, block: int) -> bool:
     """Whether every cut of a factor falls between blocks."""
-    n = dim.n
+    sizes = {dim.n}  # of the parts so far: they are not all alike where a cut does not divide
     for cut in dim.cuts:
         k = mesh.axis(cut.axis)[0]
-        n = -(-n // k)
-        if k > 1 and (cut.map or n % block):
+        chunks = {n: -(-n // k) for n in sizes if n}
+        if k > 1 and (cut.map or any(c % block for c in chunks.values())):
             return False
+        sizes = {size for n, c in chunks.items() for size in (c, n % c)}
     return True
 
 

@@ -17,12 +17,13 @@ def fill_wilds(
 
     `known` are sizes given from outside: `{l}` of a known size takes just its range of numbers.
     """
-    plain = [s for s in statements if not any(t.wilds for t in s.tensors)]
+    plain: list[Statement] = []
+    wild: list[Statement] = []
+    for statement in statements:
+        (wild if any(t.wilds for t in statement.tensors) else plain).append(statement)
     taken = (_claimed(plain, 0, source, known), _claimed(plain, 1, target, known))
     out = list(plain)
-    for statement in statements:
-        if statement in plain:
-            continue
+    for statement in wild:
         side, table = (0, source) if statement.source else (1, target)
         if table is None:
             raise RelayoutError(f"{statement}: which tensors these are follows only from the target's names; pass them")
