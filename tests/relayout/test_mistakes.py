@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tangram.layout import Layout, LayoutError, Mesh, Region
-from tangram.relayout import Piece, RelayoutError, TensorSpec, bind, execute, plan, shard
+from tangram.relayout import Bound, Piece, RelayoutError, TensorSpec, bind, execute, plan, shard
 from tangram.relayout.states import ADAMW, COLUMN, ROW, StateSpec, state_layout, with_states
 
 THREE = TensorSpec((3,))
@@ -79,15 +79,23 @@ def test_thousands_of_statements_and_wild_families_cost_no_square() -> None:
 
 # ---------------------------------------------------------------- pieces and buffers
 
-RENAME = bind("w -> v", specs("w"))
-LAYERS = bind("w.{l} -> v.{l}", specs("w.0", "w.1", shape=(4, 2)))
-TIED = bind("a.{l}: h -> b.{l}: h = c.{l}: h", specs("a.0", "a.1"))
+
+def rename() -> Bound:
+    return bind("w -> v", specs("w"))
+
+
+def layers() -> Bound:
+    return bind("w.{l} -> v.{l}", specs("w.0", "w.1", shape=(4, 2)))
+
+
+def tied() -> Bound:
+    return bind("a.{l}: h -> b.{l}: h = c.{l}: h", specs("a.0", "a.1"))
 
 
 def test_a_piece_below_zero_is_outside() -> None:
     below = Region.of([(((-2, 3),),)])
     with pytest.raises(RelayoutError, match=r"w has shape \[3\]; the region \[-2:3\] is outside it"):
-        plan(RENAME, [Piece(0, "w", below)], [Piece(0, "v", Region.full((3,)))])
+        plan(rename(), [Piece(0, "w", below)], [Piece(0, "v", Region.full((3,)))])
 
 
 def test_one_buffer_is_one_piece() -> None:
@@ -96,14 +104,14 @@ def test_one_buffer_is_one_piece() -> None:
     wanted = [Piece(0, "v.0", Region.full((4, 2)))]
     for pieces in ([family, member], [member, family]):
         with pytest.raises(RelayoutError, match=r"two pieces of w\.(0|\{l\}) have the same place 0"):
-            plan(LAYERS, pieces, wanted)
+            plan(layers(), pieces, wanted)
     other = Piece(1, "w.0", Region.parse("[2:4 0:2]"))
-    assert plan(LAYERS, [family, other], wanted).size == 8
+    assert plan(layers(), [family, other], wanted).size == 8
 
 
 def run(wanted: list[Piece], out: dict[tuple[Any, str], torch.Tensor]) -> None:
     have = {(0, "a.0"): torch.ones(3), (0, "a.1"): torch.ones(3) * 2}
-    execute(plan(TIED, [Piece(0, "a.{l}", Region.full((2, 3)))], wanted), have, out)
+    execute(plan(tied(), [Piece(0, "a.{l}", Region.full((2, 3)))], wanted), have, out)
 
 
 def test_only_the_same_elements_of_a_tie_share_memory() -> None:
@@ -139,7 +147,7 @@ def test_a_fill_beyond_what_its_text_can_say() -> None:
 
 
 def test_sparse_tensors_are_refused() -> None:
-    copies = plan(RENAME, [Piece(0, "w", Region.full((3,)))], [Piece(0, "v", Region.full((3,)))])
+    copies = plan(rename(), [Piece(0, "w", Region.full((3,)))], [Piece(0, "v", Region.full((3,)))])
     with pytest.raises(RelayoutError, match="w at 0 is a sparse_coo tensor"):
         execute(copies, {(0, "w"): torch.ones(3).to_sparse()}, {(0, "v"): torch.zeros(3)})
 
