@@ -1,12 +1,12 @@
 """Mistakes in what is passed: each is a sentence, and nothing that means nothing is let through."""
 
-import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from tangram.layout import Layout, LayoutError, NotationError, Region, coverage
+from tests.counting import lines_run
 
 ROWS, SQUARE = Region.full((4,)), Region.full((4, 2))
 
@@ -50,10 +50,21 @@ def test_numbers_of_numpy_are_sizes() -> None:
 
 
 def test_thousands_of_boxes_cost_no_square() -> None:
-    boxes = [(((2 * i, 2 * i + 1),), ((i % 7, i % 7 + 3),)) for i in range(40_000)]
-    start = time.perf_counter()
-    found = Region.of(boxes)
-    proof = coverage(Region.full((80_000, 9)), [found])
-    assert time.perf_counter() - start < 10  # a pass over all boxes at each edge would take minutes
-    assert found.size == 120_000
-    assert proof.missing.size == 80_000 * 9 - 120_000
+    def prove(n: int) -> None:
+        found = Region.of([(((2 * i, 2 * i + 1),), ((i % 7, i % 7 + 3),)) for i in range(n)])
+        proof = coverage(Region.full((2 * n, 9)), [found])
+        assert found.size == 3 * n
+        assert proof.missing.size == 2 * n * 9 - 3 * n
+
+    prove(40_000)
+    assert lines_run(lambda: prove(4000)) < 6 * lines_run(lambda: prove(1000))  # a square would be 16 times
+
+
+def test_a_square_is_seen() -> None:
+    def compare_all(n: int) -> None:
+        seen: list[int] = []
+        for i in range(n):
+            assert not any(i == j for j in seen)
+            seen.append(i)
+
+    assert lines_run(lambda: compare_all(400)) > 10 * lines_run(lambda: compare_all(100))
