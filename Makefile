@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 PLAN ?= examples/quickstart/plan.toml
-EXTRAS := hf,dev
+EXTRAS := hf,data,report,dev
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

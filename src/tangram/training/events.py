@@ -1,0 +1,109 @@
+"""What happens in a job, as values: ranks emit them, the progress line, the logs and the report take them in."""
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Note:
+    """A milestone worth a line of its own."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A short table for a person: a title, headers, rows of text."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Working:
+    """How far a long piece of work that is no training step has come, as tokenising: `done` of `total` in `unit`."""
+
+    what: str
+    done: int
+    total: int
+    unit: str
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One finished training step: its loss is the mean over the counted tokens of the global batch, in nats."""
+
+    step: int
+    """From 1; of a run that was resumed it goes on counting."""
+    steps: int
+    loss: float
+    gradient_norm: float
+    """Before clipping."""
+    lr: float
+    tokens: int
+    """Counted in this step, over all ranks."""
+    seconds: float
+    """Since this process group began to train, this step included."""
+    first: int = 1
+    """The first step of this process group: 1, or the one after the checkpoint that it resumed from."""
+    limit: float = math.inf
+    """The seconds after which training stops, if that is before the last step."""
+    flops: float = 0.0
+    """Of the model in this step, forward and backward over all ranks; recomputation is not counted. 0: unknown."""
+    peak_flops: float = 0.0
+    """What the devices of all ranks can do in a second. 0: unknown."""
+    rss_mb: float = 0.0
+    """Resident memory of rank 0 now."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The held-out loss after `step` steps, in nats per token."""
+
+    step: int
+    loss: float
+    seconds: float
+    """Since training began."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is committed: complete on disk under its final name."""
+
+    step: int
+    path: str
+    blocked_seconds: float
+    """How long training stood still for it."""
+    seconds: float
+    """From the begin of the save to the commit."""
+    asynchronous: bool
+
+
+@dataclass(frozen=True)
+class SaveFailed:
+    """A checkpoint that could not be written; training goes on and the last good one is untouched."""
+
+    step: int
+    reason: str
+
+
+@dataclass
+class Record:
+    """Everything that happened in a run, in the order in which it came."""
+
+    steps: list[StepDone] = field(default_factory=list[StepDone])
+    evaluations: list[Evaluated] = field(default_factory=list[Evaluated])
+    saves: list[Saved] = field(default_factory=list[Saved])
+    failures: list[SaveFailed] = field(default_factory=list[SaveFailed])
+
+    def __call__(self, event: object) -> None:
+        """Keep an event; those that are only for the eye are passed over."""
+        for kind, kept in (
+            (StepDone, self.steps),
+            (Evaluated, self.evaluations),
+            (Saved, self.saves),
+            (SaveFailed, self.failures),
+        ):
+            if isinstance(event, kind):
+                kept.append(event)  # pyright: ignore[reportArgumentType]  the list of this kind
