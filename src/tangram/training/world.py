@@ -1,0 +1,98 @@
+"""The mesh as one rank sees it: its place, its process group, and the device mesh that torch's own modules want.
+
+A plan's mesh has axes of the user's naming in the user's order. torch's FSDP2 and DTensor want three in a fixed order:
+`replicate` (the batch is cut, parameters are copies), `shard` (the batch and the parameters are cut: FSDP) and
+`tensor`. A `DeviceMesh` of these three, each of at least one rank, is made over the same ranks.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tangram.errors import UserError
+from tangram.layout import Layout, Mesh, Region, region
+from tangram.planner.plan import Plan
+
+DEVICE_AXES = ("replicate", "shard", "tensor")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a plan's mesh by what torch calls them."""
+
+    replicate: tuple[str, ...]
+    shard: tuple[str, ...]
+    tensor: tuple[str, ...]
+
+    @property
+    def in_order(self) -> tuple[tuple[str, ...], ...]:
+        """As in `DEVICE_AXES`."""
+        return (self.replicate, self.shard, self.tensor)
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of a job, and this one's place among them."""
+
+    mesh: Mesh
+    axes: Axes
+    index: int
+    device: torch.device
+    group: dist.ProcessGroup
+    """All ranks."""
+    devices: DeviceMesh
+    """Dims as in `DEVICE_AXES`."""
+    data_index: int
+    """The place among the ranks that the batch is cut over."""
+    data_size: int
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.mesh.size
+
+    @property
+    def tensor_size(self) -> int:
+        """How many ranks share one part of the batch."""
+        return self.mesh.size // self.data_size
+
+
+def axes_of(plan: Plan) -> Axes:
+    """What each axis of the mesh is to torch. Raises UserError for what this version cannot run."""
+    cutting: frozenset[str] = frozenset().union(*(Layout.parse(text).axes for text in plan.layouts.parameters.values()))
+    shard = tuple(axis for axis in plan.axes.data if axis in cutting)
+    if len(shard) > 1:
+        raise UserError(f"parameters are cut over the data axes {', '.join(shard)}: this version cuts them over one")
+    if len(plan.axes.tensor) > 1:
+        raise UserError(f"the tensor axes are {', '.join(plan.axes.tensor)}: this version takes one")
+    return Axes(tuple(axis for axis in plan.axes.data if axis not in cutting), shard, plan.axes.tensor)
+
+
+def make_world(plan: Plan, index: int, device: torch.device, group: dist.ProcessGroup) -> World:
+    """This rank's view of the plan's mesh. Collective: makes the groups of the axes; all ranks call it."""
+    mesh, axes = Mesh.parse(plan.mesh), axes_of(plan)
+    names = [axis for axis, _ in mesh.views[0]]
+    sizes = dict(mesh.views[0])
+    order = [names.index(axis) for kind in axes.in_order for axis in kind]
+    shape = [math.prod(sizes[axis] for axis in kind) for kind in axes.in_order]
+    ranks = torch.arange(mesh.size).reshape(list(sizes.values())).permute(order).reshape(shape)
+    devices = DeviceMesh(device.type, ranks, mesh_dim_names=DEVICE_AXES)
+    replicate, shard, _ = (int(n) for n in (ranks == index).nonzero()[0])
+    return World(mesh, axes, index, device, group, devices, replicate * shape[1] + shard, shape[0] * shape[1])
+
+
+def bound_layout(plan: Plan, name: str, shape: tuple[int, ...]) -> Layout:
+    """The layout of a parameter with every size known. Raises UserError where it does not fit the shape."""
+    text = plan.layout_of(name)
+    try:
+        return Layout.parse(text).bind(shape, **plan.layouts.sizes)
+    except UserError as error:
+        raise UserError(f'the layout "{text}" does not fit {name} of shape {shape}: {error}') from None
+
+
+def held(plan: Plan, name: str, shape: tuple[int, ...], world: World) -> Region:
+    """What this rank holds of a parameter."""
+    return region(bound_layout(plan, name, shape), world.mesh, world.index)
