@@ -1,0 +1,176 @@
+"""Make any module parallel as a plan says: `apply(model, plan, world)`.
+
+    freeze -> cut over the tensor axis (DTensor) -> recompute, compile -> FSDP2 over the data axes
+
+The module is changed in place and its own code stays as it is. FSDP2 is always there, over one rank if need be, so that
+every parameter ends as a DTensor, every strategy is one code path, and copies are all-reduced as its HSDP does.
+
+Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of the whole global batch, and
+FSDP2 left alone would divide by the number of ranks once more.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from tangram.errors import UserError
+from tangram.planner.plan import Plan, matches
+from tangram.training.cuts import Cuts, cuts_of, is_meta
+from tangram.training.tensor import cut_modules
+from tangram.training.world import World
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def apply(model: Model, plan: Plan, world: World) -> Model:
+    """Make `model` parallel in place, as the plan's layouts say, and return it.
+
+    A model on meta (shapes only) is cut before it has memory; give it values with `materialise`. One that has values
+    must have the same on every rank, on the rank's device. Collective: all ranks of `world` call it. Raises UserError
+    for layouts that do not fit the model, and where ranks have different values.
+    """
+    freeze(model, plan)
+    cuts = cuts_of(model, plan)
+    if not is_meta(model):
+        _refuse_unlike_values(model, world)
+    if world.tensor_size > 1:
+        cut_modules(model, plan, cuts, world)
+        cuts = cuts_of(model, plan)  # the parameters that stand in the model now; as DTensors they have whole shapes
+    blocks = blocks_of(model)
+    _recompute(model, plan)
+    if plan.run.compile:
+        for block in blocks:
+            block.compile()
+    _fully_shard(model, blocks, plan, cuts, world)
+    return model
+
+
+def freeze(model: nn.Module, plan: Plan) -> None:
+    """Switch off the gradients of the parameters that the plan freezes. Raises UserError for a pattern without any."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in plan.model.freeze:
+        if not any(matches((pattern,), name) for name in names):
+            raise UserError(f'model.freeze names "{pattern}", which fits no parameter: the first is "{names[0]}"')
+    for name, parameter in model.named_parameters():
+        if matches(plan.model.freeze, name):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("model.freeze leaves no parameter to train")
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: the members of the outermost module lists. FSDP gathers one of them at a time."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    blocks = [block for name in outer for block in cast("nn.ModuleList", model.get_submodule(name))]
+    return [block for block in blocks if any(True for _ in block.parameters())]
+
+
+def _fully_shard(
+    model: nn.Module, blocks: Iterable[nn.Module], plan: Plan, cuts: dict[nn.Parameter, Cuts], world: World
+) -> None:
+    dims = ("replicate", "shard") if world.devices["replicate"].size() > 1 else ("shard",)
+    types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    low = plan.precision.compute != "float32"
+    precision = MixedPrecisionPolicy(
+        param_dtype=types[plan.precision.compute] if low else None,
+        reduce_dtype=types[plan.precision.reduce] if low else None,
+    )
+
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(cuts[parameter].shard or 0)
+
+    for module in (*blocks, model):
+        fully_shard(module, mesh=world.devices[dims], shard_placement_fn=place, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, even by one
+
+
+def _recompute(model: nn.Module, plan: Plan) -> None:
+    """Keep no activations of the modules that the plan names: their forward runs again in the backward."""
+    if not plan.run.recompute:
+        return
+    chosen = [module for name, module in model.named_modules() if matches(plan.run.recompute, name)]
+    if not chosen:
+        raise UserError(f"run.recompute = {list(plan.run.recompute)} fits no module of the model")
+    for module in chosen:
+        module.forward = _checkpointed(module.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def _refuse_unlike_values(model: nn.Module, world: World) -> None:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != world.device.type:
+            raise UserError(
+                f"{name} is on {tensor.device}, but this rank computes on {world.device}: move the model there"
+            )
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, digest.hexdigest(), group=world.group)
+    unlike = [rank for rank, other in enumerate(found) if other != found[0]]
+    if unlike:
+        raise UserError(
+            f"rank {unlike[0]} has other initial values than rank 0: use the same seed on every rank, or make the model "
+            "on meta and give it values with materialise"
+        )
+
+
+def materialise(model: nn.Module, device: torch.device, values: Iterable[tuple[str, Tensor]]) -> None:
+    """Give a model on meta storage and the given whole tensors, of which each rank keeps its shard."""
+    give_storage(model, device)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    waiting = set(tensors)
+    with torch.no_grad():
+        for name, whole in values:
+            put(tensors[name], whole)
+            waiting.discard(name)
+    if waiting:
+        raise RuntimeError(f"these tensors got no value: {', '.join(sorted(waiting))}")
+
+
+def give_storage(model: nn.Module, device: torch.device) -> None:
+    """Memory for every tensor of a model on meta, without values; tied parameters stay one."""
+    tied = _tied(model)
+    model.to_empty(device=device)
+    for first, *others in tied:
+        parameter = model.get_parameter(first)
+        for name in others:
+            path, _, key = name.rpartition(".")
+            model.get_submodule(path).register_parameter(key, parameter)
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that stands in several places."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def put(target: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor into a parameter or buffer, or this rank's part of it into a shard."""
+    if target.shape != whole.shape:
+        raise RuntimeError(f"a tensor of shape {tuple(whole.shape)} does not fit one of {tuple(target.shape)}")
+    if isinstance(target, DTensor):
+        # Every rank has the same whole tensor, so nothing needs to be sent.
+        part = distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(part.to_local())
+    else:
+        target.copy_(whole)

@@ -1,0 +1,103 @@
+"""From layouts to what torch can run: the dim that FSDP2 cuts and the dim that tensor parallelism cuts.
+
+A layout is taken only by comparison: for every rank, the region that it says must be the region of the chunk that torch
+will give that rank (first the tensor axis cuts, then FSDP what is left). So nothing of the notation is interpreted here,
+and a layout that means something else is refused, never approximated.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from torch import nn
+
+from tangram.errors import UserError
+from tangram.layout import Layout, Mesh, Region, region
+from tangram.layout.placements import to_placements
+from tangram.planner.plan import Plan
+from tangram.training.world import Axes, axes_of, bound_layout
+
+MOST_COMPARED = 64  # ranks whose regions are compared one by one; of a larger mesh the first and last of every axis
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The dims of a parameter that are cut; None is not cut."""
+
+    shard: int | None
+    tensor: int | None
+
+
+def cuts_of(model: nn.Module, plan: Plan) -> dict[nn.Parameter, Cuts]:
+    """How each parameter is cut. Raises UserError for a layout that this version cannot train."""
+    mesh, axes = Mesh.parse(plan.mesh), axes_of(plan)
+    found: dict[nn.Parameter, Cuts] = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        layout = bound_layout(plan, name, shape)
+        cuts = _cuts(layout, shape, mesh, axes)
+        if isinstance(cuts, str):
+            raise UserError(f'the layout "{plan.layout_of(name)}" of {name}, of shape {shape}, {cuts}')
+        found[parameter] = cuts
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _cuts(layout: Layout, shape: tuple[int, ...], mesh: Mesh, axes: Axes) -> Cuts | str:
+    """The cuts that a bound layout means, or why it cannot be trained."""
+    sizes = dict(mesh.views[0])
+    shards = sizes[axes.shard[0]] if axes.shard else 1
+    tensors = sizes[axes.tensor[0]] if axes.tensor else 1
+    dims = range(len(shape))
+    candidates = [
+        Cuts(shard, tensor)
+        for shard, tensor in product(dims if axes.shard else (None,), (None, *dims) if axes.tensor else (None,))
+    ]
+    ranks = _compared(mesh)
+    wanted = [region(layout, mesh, rank) for rank in ranks]
+    for cuts in candidates:
+        if all(_chunk(shape, cuts, mesh, axes, rank) == box for rank, box in zip(ranks, wanted, strict=True)):
+            break
+    else:
+        over = f"cut one dim over the {shards} ranks of {axes.shard[0]}" if axes.shard else "be cut over no data axis"
+        return f"is not one that this version can train: it must {over}, and at most one over a tensor axis"
+    if cuts.shard and (shape[cuts.shard] // (tensors if cuts.shard == cuts.tensor else 1)) % shards:
+        return f"cuts dim {cuts.shard} unevenly: FSDP2 takes an uneven cut of the first dim only"
+    try:
+        to_placements(layout, mesh)  # as torch describes it in its checkpoints; of some uneven cuts it has no true word
+    except UserError as error:
+        return f"cannot be said in torch's placements: {error}"
+    return cuts
+
+
+def _compared(mesh: Mesh) -> list[int]:
+    """The ranks that are compared: all, or the corners of a large mesh (cuts are regular between them)."""
+    if mesh.size <= MOST_COMPARED:
+        return list(range(mesh.size))
+    ends = [sorted({0, 1, n - 2, n - 1}) if n > 1 else [0] for _, n in mesh.views[0]]
+    strides = [mesh.axes[axis][1] for axis, _ in mesh.views[0]]
+    return [sum(at * stride for at, stride in zip(place, strides, strict=True)) for place in product(*ends)]
+
+
+def _chunk(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh, axes: Axes, rank: int) -> Region:
+    """What torch gives a rank: the tensor axis cuts first, FSDP cuts what is left, both as torch.chunk does."""
+    at = mesh.coords(rank)
+    starts, stops = [0] * len(shape), list(shape)
+    for dim, axis in ((cuts.tensor, axes.tensor), (cuts.shard, axes.shard)):
+        if dim is None:
+            continue
+        n = mesh.axes[axis[0]][0]
+        chunk = -(-(stops[dim] - starts[dim]) // n)
+        first = min(starts[dim] + at[axis[0]] * chunk, stops[dim])
+        starts[dim], stops[dim] = first, min(first + chunk, stops[dim])
+    return Region.box(starts, [stop - start for start, stop in zip(starts, stops, strict=True)])
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether a model has shapes only. Raises UserError for one that is half made."""
+    kinds = {tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())}
+    if kinds == {True, False}:
+        raise UserError(
+            "some tensors of the model are on meta and some are not: make it under torch.device('meta') or not"
+        )
+    return kinds == {True}
