@@ -38,7 +38,7 @@ def flow(text: str) -> tuple[Layout, Layout]:
     """The two layouts of an activation rule "input -> output". Raises ValueError without exactly one arrow."""
     sides = text.split("->")
     if len(sides) != 2:
-        raise ValueError(f'"{text}" is no activation rule: write the input and the output, as in "b s h -> b s (n/tp d)"')
+        raise ValueError(f'"{text}" is no activation rule: write input and output, as in "b s h -> b s (n/tp d)"')
     return Layout.parse(sides[0]), Layout.parse(sides[1])
 
 
@@ -251,8 +251,12 @@ class Plan(Job):
 
     def layout_of(self, name: str) -> str:
         """The layout text of a parameter, by the first rule that matches its name."""
-        return first_match(self.layouts.parameters, name, "layouts.parameters", f'"*" = "_/{self.axes.data[0]} ..."'
-                           if self.axes.data else '"*" = "..."')
+        return first_match(
+            self.layouts.parameters,
+            name,
+            "layouts.parameters",
+            f'"*" = "_/{self.axes.data[0]} ..."' if self.axes.data else '"*" = "..."',
+        )
 
 
 def matches(patterns: tuple[str, ...], name: str) -> bool:

@@ -1,153 +1,101 @@
-"""The plan file: what `tangram train` reads, checked before anything starts.
+"""The files of jobs and plans: read, checked before anything starts, and written.
 
-A plan is TOML with a version. Keys that are not known are refused, and every mistake is one sentence with the line, the
-key and, for a misspelt key, the nearest one that exists. Reading a plan loads neither torch nor transformers, so a
-mistake shows at once.
+A file is TOML with a version. One with any of `mesh`, `[axes]`, `[layouts]` is a plan, one without them a job. Keys
+that are not known are refused, and every mistake is one sentence with the line, the key and, for a misspelt key, the
+nearest one that exists. Reading loads neither torch nor transformers, so a mistake shows at once.
 
-Trade-off: TOML parsers keep no positions, so the line of a key is found by a second look at the text.
+Trade-off: TOML parsers keep no positions, so the line of a key is found by a second look (`tangram.planner.lines`).
 """
 
 import difflib
 import re
 import tomllib
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from types import MappingProxyType
+from typing import Any, TypeVar, cast, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+import tomli_w
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tangram.errors import UserError
-from tangram.layout import Layout, Mesh
+from tangram.planner.lines import line_of, split_key
+from tangram.planner.migrate import Tables, migrate
+from tangram.planner.plan import VERSION, DataPlan, Job, Plan
 
-AXIS = "dp"  # the one mesh axis that this version trains over
+STRATEGY = ("mesh", "axes", "layouts")
+"""What a plan has and a job has not."""
 
-
-def _check_mesh(text: str) -> str:
-    mesh = Mesh.parse(text)
-    if set(mesh.axes) != {AXIS}:
-        raise ValueError(f'this version trains over the one mesh axis {AXIS}, as in "{AXIS}=2"; the mesh is "{text}"')
-    return text
-
-
-def _check_layout(text: str) -> str:
-    Layout.parse(text)
-    return text
+_WORDS = {"stdlib", "bytes", "model"}  # stand where a path could, and are none
+_NO_CHANGES: Mapping[str, str] = MappingProxyType({})
+_Any = TypeVar("_Any", bound=Job)
 
 
-MeshText = Annotated[str, AfterValidator(_check_mesh)]
-LayoutText = Annotated[str, AfterValidator(_check_layout)]
+def load(path: Path | str, changes: Mapping[str, str] = _NO_CHANGES) -> Job | Plan:
+    """Read and check a job or a plan, with some keys changed; paths in it become absolute.
 
-
-class _Table(BaseModel):
-    """A table of the plan: exact types, no unknown keys, no change after reading."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class ModelPlan(_Table):
-    """Which model: a preset of `tangram.models`, with fields of its configuration changed."""
-
-    preset: str
-    change: dict[str, bool | int | float | str] = {}
-
-
-class DataPlan(_Table):
-    """Which text, cut into which samples, and how many of them make a step."""
-
-    root: str
-    """A folder, relative to the plan file, or "stdlib": the sources of the Python that runs."""
-    pattern: str = "**/*.py"
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """The share of files, chosen by the hash of their path, that is never trained on, nor is a copy of them."""
-    held_out_samples: Annotated[int, Field(gt=0)] = 64
-    sequence: Annotated[int, Field(gt=1)]
-    global_batch: Annotated[int, Field(gt=0)]
-    """Samples in one step over all ranks and micro-batches."""
-    micro_batch: Annotated[int, Field(gt=0)]
-    """Samples that one rank takes through the model at once."""
-
-
-class OptimiserPlan(_Table):
-    """AdamW: linear warm-up, then a cosine down to a tenth of `lr` at the last step."""
-
-    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Applies to matrices only."""
-    clip_norm: Annotated[float, Field(gt=0)] = 1.0
-    """The largest norm of the whole gradient that is applied unscaled."""
-
-
-class RunPlan(_Table):
-    """When to stop, and on what to run."""
-
-    steps: Annotated[int, Field(gt=0)]
-    max_seconds: Annotated[float, Field(gt=0)] = float("inf")
-    """Training stops after the step in which this time has passed, if that is before `steps`."""
-    device: Literal["auto", "cpu"] = "auto"
-
-
-class Plan(_Table):
-    """A whole plan file."""
-
-    version: Literal[1]
-    seed: Annotated[int, Field(ge=0)] = 0
-    mesh: MeshText
-    model: ModelPlan
-    layouts: dict[str, LayoutText]
-    """Parameter name pattern -> layout; the first pattern that matches a name decides."""
-    data: DataPlan
-    optimiser: OptimiserPlan
-    run: RunPlan
-
-    @model_validator(mode="after")
-    def _batch_divides(self) -> Self:
-        width = self.data.micro_batch * self.ranks
-        if self.data.global_batch % width:
-            raise ValueError(
-                f"data.global_batch = {self.data.global_batch} is not a multiple of data.micro_batch x ranks = "
-                f"{self.data.micro_batch} x {self.ranks} = {width}"
-            )
-        return self
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks the mesh has."""
-        return Mesh.parse(self.mesh).size
-
-    def layout_of(self, name: str) -> str:
-        """The layout text of a parameter, by the first rule that matches its name."""
-        for pattern, layout in self.layouts.items():
-            if fnmatchcase(name, pattern):
-                return layout
-        raise UserError(
-            f'no rule in [layouts] matches the parameter "{name}": add one, for instance "*" = "_/{AXIS} ..."'
-        )
-
-
-def load_plan(path: Path, *, processes: int | None = None, steps: int | None = None) -> Plan:
-    """Read and check a plan file; `steps` replaces its number of steps, `processes` must agree with its mesh."""
+    `changes`: dotted keys and values as on the command line, {"run.steps": "300", "data.sources.0.path": "text"}.
+    Values are TOML; what is no TOML value is taken as text. Raises UserError for any mistake.
+    """
+    path = Path(path)
     text = _read(path)
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: this is not TOML: {error}") from None
-    if steps is not None and isinstance(tables.get("run"), dict):
-        tables["run"]["steps"] = steps
+    except RecursionError:
+        raise UserError(f"{path}: this is no plan: its values are nested too deeply") from None
+    if "version" not in tables:
+        raise UserError(f'{path}: the key "version" is missing: write version = {VERSION}')
     try:
-        plan = Plan.model_validate(tables)
+        tables = migrate(tables)
+    except UserError as error:
+        raise UserError(f"{path}, line {line_of(text, ['version'])}: {error}") from None
+    for key, value in changes.items():
+        _set(tables, key, value)
+    kind = Plan if any(key in tables for key in STRATEGY) else Job
+    try:
+        return absolute(kind.model_validate(tables), path.parent)
     except ValidationError as error:
-        raise UserError(_sentence(path, text, error.errors(include_url=False))) from None
-    if processes is not None and processes != plan.ranks:
-        raise UserError(
-            f'--processes {processes} does not agree with {path}, whose mesh "{plan.mesh}" has {plan.ranks} rank(s): '
-            "leave the option out or change the mesh"
-        )
-    if plan.data.root == "stdlib":
-        return plan
-    data = plan.data.model_copy(update={"root": str(path.parent / plan.data.root)})
-    return plan.model_copy(update={"data": data})
+        raise UserError(_sentence(kind, path, text, changes, error.errors(include_url=False))) from None
+
+
+def changes_of(words: Iterable[str]) -> dict[str, str]:
+    """The changes that `--set KEY=VALUE` words ask for. Raises UserError for a word without an equals sign."""
+    changes: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f'--set {word}: write a key and a value, as in "--set run.steps=300"')
+        changes[key.strip()] = value.strip()
+    return changes
+
+
+def dumps(plan: Job) -> str:
+    """The plan (or job) as a file that reads back equal: paths absolute, defaults left out."""
+    plan = absolute(plan, Path.cwd())
+    tables = {"version": plan.version, **plan.model_dump(exclude_defaults=True)}
+    what = "plan: a job with its strategy" if isinstance(plan, Plan) else "job: what to train, without a strategy"
+    use = "tangram plan --show FILE explains it, tangram train FILE runs it"
+    return f"# A Tangram {what}. {use}.\n\n{tomli_w.dumps(tables)}"
+
+
+def absolute(plan: _Any, folder: Path) -> _Any:
+    """The same with relative paths found from `folder`; "stdlib", "bytes" and "model" are words and no paths."""
+
+    def full(text: str) -> str:
+        return text if text in _WORDS else str((folder / Path(text).expanduser()).resolve())
+
+    data: DataPlan = plan.data.model_copy(
+        update={
+            "sources": tuple(source.model_copy(update={"path": full(source.path)}) for source in plan.data.sources),
+            "tokenizer": full(plan.data.tokenizer),
+            "cache": plan.data.cache and full(plan.data.cache),
+        }
+    )
+    model = plan.model.model_copy(update={"path": plan.model.path and full(plan.model.path)})
+    return plan.model_copy(update={"data": data, "model": model})
 
 
 def _read(path: Path) -> str:
@@ -161,55 +109,131 @@ def _read(path: Path) -> str:
         raise UserError(f"the plan file {path} cannot be read: {error.strerror}") from None
 
 
-def _sentence(path: Path, text: str, errors: list[ErrorDetails]) -> str:
+def _set(tables: Tables, key: str, text: str) -> None:
+    """Change one key of the tables; what is not there yet is made."""
+    keys = _schema_keys(split_key(key))
+    here: Any = tables
+    for at, part in enumerate(keys[:-1]):
+        if isinstance(here, list):
+            here = _item(cast(list[Any], here), part, key, text)
+        elif isinstance(here, dict):
+            here = cast(Tables, here).setdefault(part, {})
+        if not isinstance(here, dict | list):
+            raise UserError(f'--set {key}={text}: "{".".join(keys[: at + 1])}" is a value and has no keys below it')
+    if isinstance(here, list):
+        items = cast(list[Any], here)
+        _item(items, keys[-1], key, text)
+        items[int(keys[-1])] = _value(text)
+    else:
+        cast(Tables, here)[keys[-1]] = _value(text)
+
+
+def _schema_keys(parts: Sequence[str]) -> list[str]:
+    """The parts of a dotted key; below a table of free names the rest is one name, as in model.change.x."""
+    table: Any = Plan
+    for at, part in enumerate(parts):
+        field = table.model_fields.get(part) if table is not None else None
+        if field is None:
+            table = table if part.isdigit() else None
+        elif get_origin(field.annotation) is dict:
+            rest = parts[at + 1 :]
+            return [*parts[: at + 1], *([".".join(rest)] if rest else [])]
+        else:
+            table = _table_in(field.annotation)
+    return list(parts)
+
+
+def _item(items: list[Any], part: str, key: str, text: str) -> Any:
+    if not part.isdigit() or int(part) >= len(items):
+        raise UserError(f'--set {key}={text}: "{part}" is none of the {len(items)} items, which count from 0')
+    return items[int(part)]
+
+
+def _value(text: str) -> Any:
+    try:
+        tables = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
+    return tables["value"] if len(tables) == 1 else text
+
+
+def _sentence(kind: type[Job], path: Path, text: str, changes: Mapping[str, str], errors: list[ErrorDetails]) -> str:
     """All that is wrong as one sentence: the first mistake in full, a misspelt key before the key it leaves missing."""
-    error = min(errors, key=lambda error: error["type"] != "extra_forbidden")
-    keys = [str(key) for key in error["loc"]]
-    line = _line_of(text, keys)
-    where = f"{path}, line {line}" if line else f"{path}"
-    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return f"{where}: {_what(error, keys)}{more}"
+    located = [(error, _located(kind, error)) for error in errors]
+    error, keys = min(located, key=lambda item: item[0]["type"] != "extra_forbidden")
+    change = next((key for key in changes if _schema_keys(split_key(key))[: len(keys)] == keys), None) if keys else None
+    line = line_of(text, keys)
+    where = f"--set {change}={changes[change]}" if change else f"{path}, line {line}" if line else f"{path}"
+    others = len({tuple(keys) for _, keys in located}) - 1
+    return f"{where}: {_what(kind, error, keys)}{f' (and {others} more)' if others else ''}"
 
 
-def _what(error: ErrorDetails, keys: list[str]) -> str:
+def _what(kind: type[Job], error: ErrorDetails, keys: list[str]) -> str:
     key = ".".join(keys)
     match error["type"]:
         case "extra_forbidden":
-            known = _keys_at(keys[:-1])
-            near = difflib.get_close_matches(keys[-1], known, n=1)
-            hint = f'did you mean "{near[0]}"?' if near else f"known are {', '.join(known)}"
-            return f'unknown key "{key}"; {hint}'
+            return f'unknown key "{key}"; {_hint(kind, keys)}'
         case "missing":
             return f'the key "{key}" is missing'
         case "value_error":  # our own sentences
             reason = " ".join(str(error.get("ctx", {}).get("error", error["msg"])).split())
             return f"{key}: {reason}" if key else reason
         case _:
-            return f"{key} = {error['input']!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"
+            given = repr(error["input"])
+            given = given if len(given) <= 60 else f"{given[:57]}..."
+            message = re.sub(r"valid dictionary( or .*)?$", "table", error["msg"])
+            return f"{key} = {given}: {message[:1].lower()}{message[1:]}"
 
 
-def _keys_at(keys: list[str]) -> list[str]:
-    """The known keys of the table at `keys`."""
-    table: Any = Plan
+def _hint(kind: type[Job], keys: list[str]) -> str:
+    """The nearest known key of the same table, or the table where a key of this name stands, or all known ones."""
+    table = _table_at(kind, keys[:-1])
+    known = list(table.model_fields) if table else []
+    if near := difflib.get_close_matches(keys[-1], known, n=1):
+        return f'did you mean "{near[0]}"?'
+    if elsewhere := [name for name in _all_keys(Plan) if name.rpartition(".")[2] == keys[-1]]:
+        return f'did you mean "{elsewhere[0]}"?'
+    return f"known are {', '.join(known)}"
+
+
+def _all_keys(table: type[BaseModel], above: str = "") -> Iterable[str]:
+    for name, field in table.model_fields.items():
+        yield f"{above}{name}"
+        if (below := _table_in(field.annotation)) is not None and get_origin(field.annotation) is not tuple:
+            yield from _all_keys(below, f"{above}{name}.")
+
+
+def _located(kind: type[Job], error: ErrorDetails) -> list[str]:
+    """Where in the file the mistake is: pydantic's place without what it adds for unions and keys."""
+    keys: list[str] = []
+    table: type[BaseModel] | None = kind
+    free = False
+    for part in error["loc"]:
+        if free:
+            return [*keys, str(part)]
+        keys.append(str(part))
+        if isinstance(part, int):
+            continue
+        field = table.model_fields.get(part) if table else None
+        if field is None:
+            break
+        free = get_origin(field.annotation) is dict
+        table = _table_in(field.annotation)
+    return keys
+
+
+def _table_at(kind: type[Job], keys: list[str]) -> type[BaseModel] | None:
+    """The schema of the table at `keys`."""
+    table: type[BaseModel] | None = kind
     for key in keys:
-        annotation = table.model_fields[key].annotation
-        table = next((kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")), None)
-        if table is None:
-            return []
-    return list(table.model_fields)
+        if table is None or key.isdigit():
+            continue
+        table = _table_in(table.model_fields[key].annotation)
+    return table
 
 
-def _line_of(text: str, keys: list[str]) -> int | None:
-    """The line on which a key stands, or its table when the key itself is not there; None when neither is."""
-    found: int | None = None
-    table: list[str] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line):
-            table = [part.strip().strip("\"'") for part in header[1].split(".")]
-            if table == keys[: len(table)]:
-                found = number
-        elif entry := re.match(r"""\s*("[^"]*"|'[^']*'|[\w.-]+)\s*=""", line):
-            here = [*table, entry[1].strip("\"'")]
-            if here == keys[: len(here)]:
-                return number
-    return found
+def _table_in(annotation: Any) -> type[BaseModel] | None:
+    """The table that an annotation speaks of: itself, or the items of its array."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for kind in get_args(annotation) if (found := _table_in(kind))), None)
