@@ -7,12 +7,10 @@ from contextlib import AbstractContextManager
 
 from rich.console import Console
 from rich.status import Status
-from rich.table import Table
-from rich.text import Text
+
+from tangram.training.tables import drawn, plain
 
 __all__ = ["figure", "note", "print_json", "print_table", "progress"]
-
-_STYLES = {"ok": "green", "yes": "green", "missing": "yellow", "failed": "red", "no": "red"}
 
 
 def print_json(value: object) -> None:
@@ -23,12 +21,9 @@ def print_json(value: object) -> None:
 def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table on stdout: drawn by rich on a terminal, aligned columns of plain text elsewhere."""
     if not sys.stdout.isatty():
-        print("\n".join(_plain(title, headers, rows)), end="\n\n")
+        print("\n".join(plain(title, headers, rows)), end="\n\n")
         return
-    table = Table(*headers, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    Console().print(table)
+    Console().print(drawn(title, headers, rows))
 
 
 def progress(what: str) -> AbstractContextManager[Status]:
@@ -48,9 +43,3 @@ def note(what: str) -> None:
 def figure(number: float | None) -> str:
     """A number at four significant digits, nothing for None."""
     return "" if number is None else f"{number:.4g}"
-
-
-def _plain(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (headers, *rows)]
-    return [title, *(line.rstrip() for line in lines)]

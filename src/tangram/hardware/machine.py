@@ -9,6 +9,7 @@ import os
 import platform
 import resource
 import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +19,16 @@ import torch.distributed
 import tangram
 from tangram.hardware.cgroups import Limits, limits
 
-__all__ = ["LIBRARIES", "Accelerator", "Machine", "describe", "usable_cores", "versions"]
+__all__ = [
+    "LIBRARIES",
+    "Accelerator",
+    "Machine",
+    "describe",
+    "peak_resident_mb",
+    "resident_mb",
+    "usable_cores",
+    "versions",
+]
 
 # The libraries whose versions give a figure or a bug report its meaning: ours, and the peers that benches compare with.
 LIBRARIES = ("torch", "numpy", "lark", "safetensors", "pydantic", "typer", "rich", "transformers", "einops")
@@ -143,6 +153,20 @@ def _memory(allowed: Limits) -> tuple[int | None, int | None]:
     if allowed.memory is None:
         return total, available
     return min(total, allowed.memory), min(available, allowed.memory)
+
+
+def resident_mb() -> float:
+    """The memory of this process that is in RAM now, in MB; its highest so far where the system does not tell."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return peak_resident_mb()
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def peak_resident_mb() -> float:
+    """The most memory that this process has had in RAM, in MB."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most / 1e6 if sys.platform == "darwin" else most * 1024 / 1e6
 
 
 def _shared_memory() -> int | None:

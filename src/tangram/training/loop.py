@@ -2,16 +2,21 @@
 
 The loss of a step is the sum over the counted tokens of the global batch divided by their number; every micro-batch of
 every rank adds its sum over that one number. A mean of the ranks' means is another loss as soon as ranks count
-different numbers of tokens. One all-reduce a step carries the loss for the report, and rank 0's word on whether time is
-up.
+different numbers of tokens. One all-reduce a step carries the loss, the squared norm of the gradient, and whether
+somebody wants to stop, so all ranks clip alike and stop at the same step.
+
+Nothing random is carried from step to step: the generator is seeded anew from (seed, step, place among the data ranks).
+So the state of a job is model, optimiser and three counters, and a run that resumes goes on bit for bit.
 """
 
 # ruff: noqa: N806  a tensor carries its dims in its name
 
+import contextlib
+import hashlib
 import math
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -19,54 +24,179 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from tangram.training.data import IGNORE, Batch, RankBatches, Split, held_out_batches, step_batches
-from tangram.training.launch import Rank
-from tangram.training.plan import OptimiserPlan, Plan
-from tangram.training.progress import StepDone
+from tangram.hardware.machine import resident_mb
+from tangram.planner.plan import Plan
+from tangram.training.checkpoints import Checkpointer, JobState
+from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, held_out_batches, step_batches
+from tangram.training.events import Evaluated, StepDone
+from tangram.training.optimise import clip, local_gradients, lr_at, set_lr, square_sum
+from tangram.training.tensor import refuse_unlike_gradients
+from tangram.training.world import World
+
+LossSum = Callable[[nn.Module, Batch], Tensor]
+"""The loss of a batch, summed over its counted tokens."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step computes and what the devices could, for the progress line; 0 is unknown."""
+
+    flops_per_sample: float = 0.0
+    peak_flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop tells and asks: where events go, whether to stop, what happens around a step."""
+
+    emit: Callable[[object], None]
+    stop_asked: Callable[[], bool]
+    after_step: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What training did: one loss per step, and how long it took."""
+    """What training did in this process group."""
 
     losses: tuple[float, ...]
     tokens: int
     seconds: float
+    stopped: str | None
+    """Why it ended before the last step: "time" or "signal"."""
 
 
 def train_steps(
-    model: nn.Module, optimiser: AdamW, split: Split, plan: Plan, rank: Rank, group: dist.ProcessGroup
+    state: JobState,
+    corpus: Corpus,
+    plan: Plan,
+    world: World,
+    checkpointer: Checkpointer,
+    hooks: Hooks,
+    costs: Costs = Costs(),  # noqa: B008  frozen
 ) -> Trained:
-    """Train until the plan's steps or its time are used up, whichever comes first."""
+    """Train from where `state` stands until the plan's steps or its time are used up, or somebody asks to stop."""
+    model, optimiser = state.model, state.optimiser
     model.train()
     started = time.monotonic()
+    first = state.progress.step
     losses: list[float] = []
+    stopped: str | None = None
     tokens = 0
-    for step in range(plan.run.steps):
+    while state.progress.step < plan.run.steps and stopped is None:
+        step = state.progress.step
+        seed_step(plan.seed, step, world.data_index)
         batches = step_batches(
-            split, plan.data, seed=plan.seed, step=step, rank=rank.index, world=rank.world, device=rank.device
+            corpus,
+            plan.data,
+            seed=plan.seed,
+            first_sample=state.progress.samples,
+            index=world.data_index,
+            size=world.data_size,
+            micro_steps=plan.micro_steps,
+            device=world.device,
         )
-        optimiser.zero_grad()
-        part = backward(model, batches)
-        norm = whole_value(nn.utils.clip_grad_norm_(model.parameters(), plan.optimiser.clip_norm))
-        set_lr(optimiser, lr_at(step, plan))
-        optimiser.step()  # may spread what is not finite; nothing is kept of it, as the checks below end the run
-
-        time_is_up = rank.index == 0 and time.monotonic() - started >= plan.run.max_seconds
-        loss, stop = sum_over(group, torch.tensor([part, float(time_is_up)], dtype=torch.float64, device=rank.device))
-        losses.append(loss)
+        late = world.index == 0 and time.monotonic() - started >= plan.run.max_seconds
+        lr = lr_at(step, plan.run.steps, plan.optimiser)
+        done = train_step(
+            model, optimiser, batches, plan, world, lr=lr, asks=(late, hooks.stop_asked()), check=step == first
+        )
+        losses.append(done.loss)
         tokens += batches.counted
-        must_be_finite(f"the loss of step {step + 1}", loss)
-        must_be_finite(f"the gradient norm of step {step + 1}", norm)
-        if rank.index == 0:
-            seconds = time.monotonic() - started
-            rank.emit(StepDone(step + 1, plan.run.steps, loss, norm, batches.counted, seconds, plan.run.max_seconds))
-        if stop:
-            break
-    return Trained(tuple(losses), tokens, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        state.progress = replace(
+            state.progress,
+            step=step + 1,
+            samples=state.progress.samples + plan.data.global_batch,
+            tokens=state.progress.tokens + batches.counted,
+        )
+        if world.index == 0:
+            flops = costs.flops_per_sample * plan.data.global_batch
+            hooks.emit(
+                StepDone(
+                    step=step + 1,
+                    steps=plan.run.steps,
+                    loss=done.loss,
+                    gradient_norm=done.norm,
+                    lr=lr,
+                    tokens=batches.counted,
+                    seconds=seconds,
+                    first=first + 1,
+                    limit=plan.run.max_seconds,
+                    flops=flops,
+                    peak_flops=costs.peak_flops,
+                    rss_mb=resident_mb(),
+                )
+            )
+        stopped = "signal" if done.asked[1] else "time" if done.asked[0] else None
+        last = stopped is not None or step + 1 == plan.run.steps
+        if not last and _due(step + 1, plan.checkpoint.every_steps):
+            checkpointer.save(state)
+        if not last and _due(step + 1, plan.run.evaluate_every):
+            loss = held_out_loss(model, corpus, plan, world)
+            hooks.emit(Evaluated(step + 1, loss, time.monotonic() - started))
+            model.train()
+        for event in checkpointer.poll():
+            hooks.emit(event)
+        hooks.after_step()
+    return Trained(tuple(losses), tokens, time.monotonic() - started, stopped)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The same on every rank."""
+
+    loss: float
+    norm: float
+    asked: tuple[bool, ...]
+
+
+def train_step(
+    model: nn.Module,
+    optimiser: AdamW,
+    batches: RankBatches,
+    plan: Plan,
+    world: World,
+    *,
+    lr: float,
+    loss_sum: LossSum | None = None,
+    asks: tuple[bool, ...] = (),
+    check: bool = False,
+) -> StepResult:
+    """One step on a global batch; `loss_sum` is next-token prediction unless said otherwise.
+
+    `asks` are wishes of single ranks, of which all ranks learn. `check` compares the gradients that tensor-parallel
+    ranks should have in common. Raises FloatingPointError when the loss or the norm is not finite, before anything is
+    updated.
+    """
+    optimiser.zero_grad()
+    part = backward(model, batches, loss_sum or next_token_loss)
+    if check and world.tensor_size > 1:
+        refuse_unlike_gradients(model, world)
+    gradients = local_gradients(model)
+    sums = torch.zeros(2 + len(asks), dtype=torch.float64, device=world.device)
+    sums[0] = part / world.tensor_size  # the ranks of a tensor axis have all computed the same part
+    sums[1] = square_sum(gradients, world.size)
+    sums[2:] = torch.tensor(asks, dtype=torch.float64, device=world.device)
+    loss, square, *asked = sum_over(world.group, sums)
+    norm = math.sqrt(square) if square >= 0 else math.nan
+    must_be_finite("the loss", loss)
+    must_be_finite("the gradient norm", norm)
+    clip(gradients, norm, plan.optimiser.clip_norm)
+    set_lr(optimiser, lr)
+    optimiser.step()
+    return StepResult(loss, norm, tuple(wish > 0 for wish in asked))
+
+
+def seed_step(seed: int, step: int, data_index: int) -> None:
+    """Seed this process's generators for one step. Ranks that share a part of the batch draw the same numbers."""
+    text = f"{seed}:{step}:{data_index}".encode()
+    torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()))
 
 
 def must_be_finite(what: str, number: float) -> None:
@@ -75,78 +205,68 @@ def must_be_finite(what: str, number: float) -> None:
         raise FloatingPointError(f"{what} is {number}: a smaller optimiser.lr may help")
 
 
-def backward(model: nn.Module, batches: RankBatches) -> float:
+def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum) -> float:
     """Add the gradients of this rank's micro-batches; its part of the global batch's loss."""
-    part = 0.0
+    parts: list[Tensor] = []
     for batch in batches.micro:
-        loss = loss_sum(model, batch) / batches.counted
+        loss = loss_sum(model, batch) / max(1, batches.counted)
         loss.backward()
-        part += loss.item()
-    return part
+        parts.append(loss.detach())
+    return float(torch.stack(parts).double().sum().item())
 
 
-def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
-    """The cross-entropy in nats, summed over the tokens that count."""
-    logits_BSV = model(input_ids=batch.inputs_BS, use_cache=False).logits
+def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The cross-entropy in nats of the next token, summed over the tokens that count."""
+    logits_BSV = logits_of(model, batch)
     return F.cross_entropy(
         logits_BSV.flatten(0, 1).float(), batch.labels_BS.flatten(), ignore_index=IGNORE, reduction="sum"
     )
 
 
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    """A Hugging Face model's logits; position ids that begin anew tell it where documents do."""
+    logits: Tensor = model(input_ids=batch.inputs_BS, position_ids=batch.positions_BS, use_cache=False).logits
+    return logits
+
+
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, batches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup | None
+    model: nn.Module, batches: Iterable[Batch], world: World | None, loss_sum: LossSum | None = None
 ) -> float:
-    """The mean loss per counted token over all ranks' batches; without a group, over these alone."""
+    """The mean loss per counted token over all data ranks' batches; without a world, over these alone."""
     model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    totals: Tensor | None = None
     for batch in batches:
-        totals[0] += loss_sum(model, batch).double()
-        totals[1] += (batch.labels_BS != IGNORE).sum()
-    total, counted = sum_over(group, totals)
+        loss = (loss_sum or next_token_loss)(model, batch).double()
+        pair = torch.stack([loss, (batch.labels_BS != IGNORE).sum().double()])
+        totals = pair if totals is None else totals + pair
+    if totals is None:
+        raise ValueError("there is no batch to evaluate")
+    total, counted = sum_over(world.group if world else None, totals)  # of tensor-parallel ranks both are multiples
     return total / counted
 
 
-def held_out_loss(model: nn.Module, split: Split, plan: Plan, rank: Rank, group: dist.ProcessGroup) -> float:
+def held_out_loss(model: nn.Module, corpus: Corpus, plan: Plan, world: World) -> float:
     """The held-out loss, measured by all ranks together."""
-    batches = held_out_batches(split, plan.data, rank=rank.index, world=rank.world, device=rank.device)
-    loss = evaluate(model, batches, rank.device, group)
-    if isinstance(model, FSDPModule):
-        model.reshard()  # without a backward, FSDP leaves the root's parameters whole, where the optimiser has no state
+    batches = held_out_batches(corpus, plan.data, index=world.data_index, size=world.data_size, device=world.device)
+    with resharded(model):
+        loss = evaluate(model, batches, world)
     must_be_finite("the held-out loss", loss)
     return loss
+
+
+@contextlib.contextmanager
+def resharded(model: nn.Module) -> Iterator[None]:
+    """Cut the parameters again at the end: without a backward, FSDP leaves the root's whole."""
+    try:
+        yield
+    finally:
+        if isinstance(model, FSDPModule):
+            model.reshard()
 
 
 def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> list[float]:
     """Each value summed over the ranks of a group, which get the same numbers."""
     if group is not None:
         dist.all_reduce(values, group=group)
-    return cast(list[float], values.tolist())
-
-
-def whole_value(value: Tensor) -> float:
-    """The number in a scalar tensor, which FSDP may keep as a part of a sum."""
-    return float((value.full_tensor() if isinstance(value, DTensor) else value).item())
-
-
-def make_adamw(model: nn.Module, plan: OptimiserPlan) -> AdamW:
-    """AdamW over all parameters, with weight decay on matrices only."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return AdamW([group for group in groups if group["params"]], lr=plan.lr, betas=(0.9, 0.95))
-
-
-def lr_at(step: int, plan: Plan) -> float:
-    """Linear warm-up, then half a cosine from `lr` to a tenth of it at the last step."""
-    warmup = plan.optimiser.warmup_steps
-    if step < warmup:
-        return plan.optimiser.lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, plan.run.steps - 1 - warmup)
-    return plan.optimiser.lr * (0.55 + 0.45 * math.cos(math.pi * done))
-
-
-def set_lr(optimiser: AdamW, lr: float) -> None:
-    """Use this learning rate from now on."""
-    for group in optimiser.param_groups:
-        group["lr"] = lr
+    return cast("list[float]", values.tolist())

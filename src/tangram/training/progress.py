@@ -3,38 +3,20 @@
 Everything goes to one rich console (stderr when the result is JSON on stdout); ranks never print, they emit events.
 """
 
-import math
 import time
-from dataclasses import dataclass
+from collections import deque
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from tangram.training.events import Evaluated, Note, SaveFailed, Saved, StepDone, Table, Working
+from tangram.training.tables import drawn, plain
+
 PLAIN_SECONDS = 5.0  # between two plain lines, so that a log file stays readable
-
-
-@dataclass(frozen=True)
-class StepDone:
-    """One finished training step: its loss is the mean over the counted tokens of the global batch, in nats."""
-
-    step: int
-    steps: int
-    loss: float
-    gradient_norm: float
-    tokens: int
-    seconds: float
-    limit: float = math.inf
-    """The seconds after which training stops, if that is before the last step."""
-
-
-@dataclass(frozen=True)
-class Note:
-    """A milestone worth a line of its own."""
-
-    text: str
+RECENT = 20  # steps that the shown rate is taken over
 
 
 class ProgressLine:
@@ -43,9 +25,8 @@ class ProgressLine:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
-        self._started = time.monotonic()
         self._shown = float("-inf")
-        self._tokens = 0
+        self._recent: deque[StepDone] = deque(maxlen=RECENT + 1)
 
     def __enter__(self) -> Self:
         if self._live:
@@ -60,33 +41,77 @@ class ProgressLine:
 
     def __call__(self, event: object) -> None:
         """Show one event; of steps on a plain console only the first, the last and one every few seconds."""
-        if isinstance(event, Note):
-            if self._live:
-                self._live.update(Text())  # the steps are behind us; what they ended at is no news
-            self._console.print(event.text, highlight=False, soft_wrap=True, markup=False)
-        elif isinstance(event, StepDone):
-            self._step(event)
+        match event:
+            case Note():
+                self._print(event.text)
+            case Table():
+                self._table(event)
+            case Working():
+                share = event.done / event.total if event.total else 1.0
+                line = f"{event.what} {share:4.0%}  {event.done:,} of {event.total:,} {event.unit}"
+                self._line(line, event.done >= event.total)
+            case StepDone():
+                self._step(event)
+            case Evaluated():
+                self._print(f"step {event.step}: held-out loss {event.loss:.4f}")
+            case Saved():
+                how = "while training went on" if event.asynchronous else "with training halted"
+                self._print(
+                    f"step {event.step}: checkpoint committed {how}, {event.seconds:.2f} s; "
+                    f"training stood still for {event.blocked_seconds:.3f} s"
+                )
+            case SaveFailed():
+                self._print(f"step {event.step}: NO checkpoint was written: {event.reason}; training goes on")
+            case _:
+                pass  # for the record only
 
-    def _step(self, event: StepDone) -> None:
-        self._tokens += event.tokens
-        rate = self._tokens / max(event.seconds, 1e-9)
-        line = (
-            f"step {event.step:>{len(str(event.steps))}}/{event.steps}  loss {event.loss:.4f}  "
-            f"{_left(event)}  gradient norm {event.gradient_norm:.2f}  {rate:,.0f} tokens/s"
-        )
+    def _print(self, text: RenderableType) -> None:
+        if self._live:
+            self._live.update(Text())  # what was shown is behind us
+        self._console.print(text, highlight=False, soft_wrap=isinstance(text, str), markup=False)
+
+    def _table(self, event: Table) -> None:
+        if self._console.is_terminal:
+            self._print(drawn(event.title, event.headers, event.rows))
+        else:
+            self._print("\n".join(plain(event.title, event.headers, event.rows)) + "\n")
+
+    def _line(self, line: str, important: bool) -> None:
         if self._live:
             # One line whatever the width, so that it does not jump; what matters most comes first.
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
             return
         now = time.monotonic()
-        if event.step in (1, event.steps) or now - self._shown >= PLAIN_SECONDS:
+        if important or now - self._shown >= PLAIN_SECONDS:
             self._shown = now
             self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
+    def _step(self, event: StepDone) -> None:
+        self._recent.append(event)
+        line = (
+            f"step {event.step:>{len(str(event.steps))}}/{event.steps}  loss {event.loss:.4f}  {time_left(event)}  "
+            f"{self._rates()}  gradient norm {event.gradient_norm:.2f}"
+        )
+        self._line(line, event.step in (event.first, event.steps))
 
-def _left(event: StepDone) -> str:
+    def _rates(self) -> str:
+        """Tokens a second, and where they are known the model's FLOP/s and their share of what the devices can do."""
+        last = self._recent[-1]
+        before = self._recent[0].seconds if len(self._recent) > 1 else 0.0
+        steps = list(self._recent)[1:] if len(self._recent) > 1 else [last]
+        seconds = max(last.seconds - before, 1e-9)
+        words = [f"{sum(step.tokens for step in steps) / seconds:,.0f} tokens/s"]
+        flops = sum(step.flops for step in steps) / seconds
+        if flops:
+            words.append(f"{flops / 1e12:.3g} TFLOP/s")
+            if last.peak_flops:
+                words.append(f"MFU {flops / last.peak_flops:.0%}")
+        return "  ".join(words)
+
+
+def time_left(event: StepDone) -> str:
     """The time until the last step at the pace so far, or until the time limit where that comes first."""
-    pace = event.seconds / event.step
+    pace = event.seconds / (event.step - event.first + 1)
     left = max(0.0, min(pace * (event.steps - event.step), event.limit - event.seconds))
     minutes, seconds = divmod(round(left), 60)
     hours, minutes = divmod(minutes, 60)

@@ -1,0 +1,98 @@
+"""The optimiser's part of a step: parameter groups, the learning rate, the norm of the whole gradient.
+
+The norm is summed by hand over the local shards, each divided by the number of ranks that hold a copy of it: parameters
+of one model lie over different meshes, which torch's own `clip_grad_norm_` does not add up. Its one sum travels in the
+all-reduce that a step makes anyway.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+from tangram.planner.plan import OptimiserPlan, matches
+
+
+def make_adamw(model: nn.Module, plan: OptimiserPlan) -> AdamW:
+    """AdamW over the parameters that are trained, without weight decay where the plan has none.
+
+    Parameters that lie over different meshes stand in groups of their own: one fused update takes one mesh.
+    """
+    groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = parameter.ndim >= 2 and not matches(plan.no_decay, name)
+            mesh = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+            groups.setdefault((decays, mesh), []).append(parameter)
+    tables = [
+        {"params": parameters, "weight_decay": plan.weight_decay if decays else 0.0}
+        for (decays, _), parameters in groups.items()
+    ]
+    return AdamW(tables, lr=plan.lr, betas=plan.betas, eps=plan.eps)
+
+
+def lr_at(step: int, steps: int, plan: OptimiserPlan) -> float:
+    """The learning rate of step number `step` (from 0) of `steps`: linear warm-up, then the plan's schedule.
+
+    cosine: half a cosine that reaches `final_lr` x `lr` at the last step. wsd (warm-up, stable, decay): constant, then
+    linear to the same over the last `decay_steps`. constant: as it says.
+    """
+    if step < plan.warmup_steps:
+        return plan.lr * (step + 1) / plan.warmup_steps
+    if plan.schedule == "cosine":
+        done = (step - plan.warmup_steps) / max(1, steps - 1 - plan.warmup_steps)
+        high = 0.5 + 0.5 * math.cos(math.pi * min(1.0, done))
+    elif plan.schedule == "wsd" and plan.decay_steps:
+        high = min(1.0, (steps - 1 - step) / plan.decay_steps)
+    else:
+        return plan.lr
+    return plan.lr * (plan.final_lr + (1 - plan.final_lr) * max(0.0, high))
+
+
+def set_lr(optimiser: AdamW, lr: float) -> None:
+    """Use this learning rate from now on."""
+    for group in optimiser.param_groups:
+        group["lr"] = lr
+
+
+def local_gradients(model: nn.Module) -> list[tuple[Tensor, int]]:
+    """This rank's part of every gradient, and over how many ranks it is cut (1 where it is whole here).
+
+    Raises RuntimeError for a trained parameter without gradient: the loss does not depend on it, or it was lost.
+    """
+    found: list[tuple[Tensor, int]] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        grad = parameter.grad
+        if grad is None:
+            raise RuntimeError(f"the parameter {name} got no gradient; freeze it if the loss does not depend on it")
+        if isinstance(grad, DTensor):
+            sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
+            parts = math.prod(int(n) for placement, n in sizes if not placement.is_replicate())
+            found.append((grad.to_local(), parts))
+        else:
+            found.append((grad, 1))
+    return found
+
+
+def square_sum(gradients: list[tuple[Tensor, int]], ranks: int) -> Tensor:
+    """This rank's share of the squared norm of the whole gradient: a float64 scalar that the ranks add up."""
+    by_parts: dict[int, list[Tensor]] = {}
+    for grad, parts in gradients:
+        by_parts.setdefault(parts, []).append(grad)
+    device = gradients[0][0].device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for parts, tensors in by_parts.items():
+        norms = torch.stack(torch._foreach_norm(tensors))  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+        total += norms.double().square().sum() * parts / ranks
+    return total
+
+
+@torch.no_grad()
+def clip(gradients: list[tuple[Tensor, int]], norm: float, limit: float) -> None:
+    """Scale every gradient so that the norm of the whole, which is `norm`, is at most `limit`."""
+    if norm > limit:
+        torch._foreach_mul_([grad for grad, _ in gradients], limit / (norm + 1e-6))  # pyright: ignore[reportPrivateUsage]
