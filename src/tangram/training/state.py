@@ -1,67 +1,131 @@
-"""The state of a training job as named tensors: written by every rank, read back through relayout.
+"""The state of a training job as named tensors, each with the part of it that this rank holds.
 
 `model.<name>` is a parameter or a persistent buffer, `optim.<name>.<state>` what the optimiser keeps for a parameter.
-Which states there are and how each lies is declared in `tangram.relayout.states`, not guessed from names.
-
-Writing is torch's distributed checkpoint for now. Reading is Tangram's own: the index of the checkpoint gives pieces,
-the model at hand gives the wanted regions, and `tangram.relayout` proves coverage and copies; so a checkpoint of any
-number of ranks goes into one process here, and into any other layout by other regions.
+Which states there are and how each lies is declared in `tangram.relayout.states`, not guessed from names. Parameters
+that are not trained have no states. Randomness is no part of it: the loop draws it from (seed, step, data rank), and
+the learning rate is a function of the step.
 """
 
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from tangram.checkpoint.formats.dcp import chunk_reader, read_index
-from tangram.layout import Region
-from tangram.relayout import Piece, TensorSpec, bind, execute, plan
+from tangram.layout import Layout, Region, region
+from tangram.planner.plan import Plan
+from tangram.relayout import TensorSpec
 from tangram.relayout.states import ADAMW, States
+from tangram.training.world import World, bound_layout
 
 ADAMW_STATES: States = {name: ADAMW[name] for name in ("exp_avg", "exp_avg_sq", "step")}  # without amsgrad
-HERE = "here"  # the place of the tensors that a checkpoint is read into
+WHOLE = Layout.parse("...")
 
 
-def state_tensors(model: nn.Module, optimiser: AdamW) -> dict[str, Tensor]:
-    """Every tensor of the state by name, as it lies here: shards under FSDP, whole tensors in one process."""
-    parameters = dict(model.named_parameters())
-    kept = model.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in (parameters | buffers).items()}
-    for name, parameter in parameters.items():
-        state = optimiser.state[parameter]
-        if state.keys() != ADAMW_STATES.keys():
-            raise RuntimeError(f"the optimiser keeps {sorted(state)} for {name}, not {sorted(ADAMW_STATES)}")
-        tensors |= {f"optim.{name}.{key}": value for key, value in state.items()}
-    return tensors
+@dataclass(frozen=True)
+class Progress:
+    """How far training has come, over all runs that it took."""
+
+    step: int = 0
+    samples: int = 0
+    """Of the stream's order: where the data goes on."""
+    tokens: int = 0
+    seconds: float = 0.0
 
 
-def empty_adamw_states(optimiser: AdamW) -> None:
-    """Make the states that AdamW would make at its first step, so that a checkpoint has somewhere to go."""
+@dataclass
+class JobState:
+    """All that a job needs to go on: what `Checkpointer.save` writes and `load` fills."""
+
+    model: nn.Module
+    optimiser: AdamW | None
+    """None: only the model, to evaluate or export it."""
+    progress: Progress = field(default_factory=Progress)
+    about: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What made the state, for people and for checks before loading: anything that JSON can say."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the state, as it lies on this rank."""
+
+    name: str
+    spec: TensorSpec
+    """Of the whole tensor."""
+    region: Region
+    """What this rank holds of it."""
+    local: Tensor
+    """The memory that it is in."""
+    axes: frozenset[str]
+    """The axes of the mesh that cut it; over the others it is copied."""
+
+
+def entries(state: JobState, plan: Plan, world: World | None) -> list[Entry]:
+    """Every tensor of the state. Without a world everything is whole in this process."""
+    for module in state.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after an evaluation the root's parameters stand there whole
+    parameters = dict(state.model.named_parameters())
+    kept = state.model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in state.model.named_buffers() if name in kept}
+    found = [_entry(f"model.{name}", tensor, name, plan, world) for name, tensor in parameters.items()]
+    found += [_entry(f"model.{name}", tensor, None, plan, world) for name, tensor in buffers.items()]
+    if state.optimiser is not None:
+        make_missing_states(state.optimiser)
+        for name in trained(state):
+            values = cast("dict[str, Tensor]", state.optimiser.state[parameters[name]])
+            if values.keys() != ADAMW_STATES.keys():
+                raise RuntimeError(f"the optimiser keeps {sorted(values)} for {name}, not {sorted(ADAMW_STATES)}")
+            for key, spec in ADAMW_STATES.items():
+                like = name if spec.kind == "same" else None
+                found.append(_entry(f"optim.{name}.{key}", values[key], like, plan, world))
+    return found
+
+
+def _entry(name: str, tensor: Tensor, parameter: str | None, plan: Plan, world: World | None) -> Entry:
+    """`parameter`: the one that it lies like; None for what is whole on every rank."""
+    shape = tuple(tensor.shape)
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    if world is None:
+        axes, here = frozenset[str](), Region.full(shape)
+    else:
+        layout = WHOLE.bind(shape) if parameter is None else bound_layout(plan, parameter, shape)
+        axes, here = layout.axes, region(layout, world.mesh, world.index)
+    if local.numel() != here.size or (here.size and tuple(local.shape) != here.local_shape):
+        raise RuntimeError(
+            f"{name} has a part of shape {tuple(local.shape)} here, but by the plan this rank has {here}"
+        )
+    return Entry(name, TensorSpec(shape, str(tensor.dtype).removeprefix("torch.")), here, local, axes)
+
+
+def trained(state: JobState) -> list[str]:
+    """The parameters that the optimiser has and that are not frozen."""
+    assert state.optimiser is not None
+    known = {id(parameter) for group in state.optimiser.param_groups for parameter in group["params"]}
+    return [name for name, p in state.model.named_parameters() if p.requires_grad and id(p) in known]
+
+
+def frozen(state: JobState) -> tuple[str, ...]:
+    """The parameters without optimiser states."""
+    if state.optimiser is None:
+        return ()
+    some = set(trained(state))
+    return tuple(name for name, _ in state.model.named_parameters() if name not in some)
+
+
+def make_missing_states(optimiser: AdamW) -> None:
+    """Give every parameter the states that AdamW gives it at its first gradient; with step 0 they mean the same."""
     for group in optimiser.param_groups:
         for parameter in group["params"]:
+            if not parameter.requires_grad or optimiser.state.get(parameter):
+                continue
+            there = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
             for key, spec in ADAMW_STATES.items():
-                value = torch.zeros_like(parameter) if spec.kind == "same" else torch.zeros((), dtype=torch.float32)
-                optimiser.state[parameter][key] = value
-
-
-def save(model: nn.Module, optimiser: AdamW, path: Path, group: dist.ProcessGroup) -> None:
-    """Write the state; every rank of the group calls this, and each writes what it holds."""
-    dcp.save(
-        state_tensors(model, optimiser),
-        storage_writer=dcp.FileSystemWriter(str(path)),
-        process_group=group,
-    )
-
-
-def load_whole(path: Path, model: nn.Module, optimiser: AdamW) -> None:
-    """Read a checkpoint, written by any number of ranks, into a model and optimiser that are whole in this process."""
-    targets = state_tensors(model, optimiser)
-    specs = {name: TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in targets.items()}
-    index = read_index(path)
-    wanted = [Piece(HERE, name, Region.full(spec.shape)) for name, spec in specs.items()]
-    copies = plan(bind("{name*} -> {name*}", index.specs, specs), index.pieces, wanted)
-    execute(copies, chunk_reader(path), {(HERE, name): target for name, target in targets.items()})
+                whole = spec.kind == "same"
+                optimiser.state[parameter][key] = (
+                    torch.zeros_like(parameter) if whole else torch.zeros((), dtype=torch.float32, device=there)
+                )

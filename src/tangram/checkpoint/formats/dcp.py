@@ -1,27 +1,42 @@
-"""Torch's distributed checkpoint (DCP): a directory of `.metadata` and `.distcp` files, read as pieces.
+"""Torch's distributed checkpoint (DCP): a directory of `.metadata` and `.distcp` files, as pieces.
 
 The metadata says for each tensor its shape and the chunks it is made of, and for each chunk the file, offset and length
-of its bytes. That is all a relayout needs, so torch's load planner, which wants the tensors of a running job, is not
-used.
+of its bytes. That is all a relayout needs, so torch's planners, which want the DTensors of a running job on either
+side, are not used: what is written are regions, and torch's own description of a DTensor is wrong for some uneven cuts.
 
-Trade-off: the metadata is a pickle that torch writes, and unpickling runs code. Read directories that you trust. The
+Trade-off: the metadata is a pickle as torch writes it, and unpickling runs code. Read directories that you trust. The
 tensors themselves are read with `weights_only`, which runs none.
 """
 
 import io
+import os
 import pickle
-from collections.abc import Callable, Hashable, Mapping
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    _StorageInfo,  # pyright: ignore[reportPrivateUsage]  what torch's own reader unpickles
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
+
+INDEX = ".metadata"
 
 
 @dataclass(frozen=True)
@@ -81,8 +96,11 @@ def _region(chunk: ChunkStorageMetadata) -> Region:
     return Region.box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def chunk_reader(path: Path) -> Callable[[Hashable, str], Tensor]:
-    """A function from the place and tensor of a piece to its values, read when asked for."""
+def chunk_reader(path: Path, sums: Mapping[str, Mapping[int, int]] | None = None) -> Callable[[Hashable, str], Tensor]:
+    """A function from the place and tensor of a piece to its values, read when asked for.
+
+    `sums`: the crc32 of the chunks by file and offset, which are then compared.
+    """
 
     def read(place: Hashable, name: str) -> Tensor:
         assert isinstance(place, Span)
@@ -92,6 +110,96 @@ def chunk_reader(path: Path) -> Callable[[Hashable, str], Tensor]:
             data = stream.read(place.length)
         if len(data) != place.length:
             raise UserError(f'"{name}" in "{file}" is cut off: it has {len(data)} of {place.length} bytes')
+        if sums is not None and sums.get(place.file, {}).get(place.offset) != zlib.crc32(data):
+            raise UserError(f'"{name}" in "{file}" is damaged: its bytes are not those that were written')
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
     return read
+
+
+# ---------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of a tensor, with memory of its own on the CPU."""
+
+    name: str
+    offsets: tuple[int, ...]
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Written:
+    """A block that is on the disk."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    span: Span
+    crc32: int
+
+
+def write_chunks(file: Path, chunks: Iterable[Chunk]) -> list[Written]:
+    """Write blocks one behind the other into a new file, and wait until they are on the disk."""
+    written: list[Written] = []
+    with file.open("xb") as stream:
+        for chunk in chunks:
+            start = stream.tell()
+            sink = _Sink(stream)
+            torch.save(chunk.values, cast(IO[bytes], sink))
+            if sink.error is not None:
+                raise sink.error
+            span = Span(file.name, start, sink.size)
+            written.append(Written(chunk.name, chunk.offsets, tuple(chunk.values.shape), span, sink.crc32))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return written
+
+
+class _Sink:
+    """The stream that torch.save writes into: adds up size and checksum.
+
+    An error of the disk is kept for after torch.save, whose writer in C++ is not made to be left in the middle.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream = stream
+        self.size = 0
+        self.crc32 = 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        """Take the next bytes."""
+        n = memoryview(data).nbytes
+        if self.error is None:
+            try:
+                self.stream.write(data)
+            except OSError as error:
+                self.error = error
+            self.size += n
+            self.crc32 = zlib.crc32(data, self.crc32)
+        return n
+
+    def flush(self) -> None:
+        """Nothing to do here: the file is flushed once, at its end."""
+
+
+def write_index(path: Path, specs: Mapping[str, TensorSpec], written: Iterable[Written]) -> tuple[int, int]:
+    """Write the `.metadata` of the directory `path`, as torch's own reader wants it; its size and crc32."""
+    chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in specs}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    for block in written:
+        offsets = torch.Size(block.offsets)
+        chunks[block.name].append(ChunkStorageMetadata(offsets, torch.Size(block.sizes)))
+        stored[MetadataIndex(block.name, offsets)] = _StorageInfo(block.span.file, block.span.offset, block.span.length)
+    entries = {
+        name: TensorStorageMetadata(TensorProperties(getattr(torch, spec.dtype)), torch.Size(spec.shape), chunks[name])
+        for name, spec in specs.items()
+    }
+    data = pickle.dumps(Metadata(dict(entries), {name: (name,) for name in specs}, stored, version=CURRENT_DCP_VERSION))
+    with (path / INDEX).open("xb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return len(data), zlib.crc32(data)
