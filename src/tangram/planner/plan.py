@@ -19,6 +19,14 @@ from tangram.layout import Layout, Mesh
 VERSION = 2
 
 
+class Mistake(ValueError):
+    """What is wrong between several keys, and the dotted key that is best changed (its line is shown)."""
+
+    def __init__(self, key: str, why: str) -> None:
+        super().__init__(why)
+        self.key = key
+
+
 def _check_mesh(text: str) -> str:
     Mesh.parse(text)
     return text
@@ -48,6 +56,8 @@ FlowText = Annotated[str, AfterValidator(_check_flow)]
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+PathText = Annotated[str, Field(min_length=1)]
 
 
 class Table(BaseModel):
@@ -69,7 +79,7 @@ class ModelPlan(Table):
     """Which model: a preset of `tangram.models` or a Hugging Face directory or configuration file; one of the two."""
 
     preset: str | None = None
-    path: str | None = None
+    path: PathText | None = None
     """A Hugging Face directory (its safetensors weights are read when there) or a config.json, relative to the file."""
     change: dict[str, bool | int | float | str] = {}
     """Fields of the model's configuration to change."""
@@ -86,7 +96,7 @@ class ModelPlan(Table):
 class SourcePlan(Table):
     """One source of documents."""
 
-    path: str
+    path: PathText
     """A file or folder, relative to the plan file; "stdlib" is the sources of the Python that runs."""
     pattern: str | None = None
     """For a folder: which files under it, as in "**/*.py". The default takes every file of a known kind."""
@@ -100,7 +110,7 @@ class DataPlan(Table):
     """Which text, cut into which samples, and how many of them make a step."""
 
     sources: Annotated[tuple[SourcePlan, ...], Field(min_length=1)]
-    tokenizer: str = "model"
+    tokenizer: PathText = "model"
     """"bytes", "model" (the tokenizer beside the model; bytes for a preset), or a Hugging Face directory."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """The share of documents, chosen by the hash of their content, that is never trained on."""
@@ -110,7 +120,7 @@ class DataPlan(Table):
     """Samples in one step over all ranks and micro-batches."""
     micro_batch: Positive = 1
     """Samples that one rank takes through the model at once; the rest of its share follows, gradients add up."""
-    cache: str | None = None
+    cache: PathText | None = None
     """Where tokens are kept between runs; the default is the user's cache folder."""
 
 
@@ -118,7 +128,7 @@ class OptimiserPlan(Table):
     """AdamW with a linear warm-up."""
 
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
     weight_decay: Share = 0.0
     no_decay: tuple[str, ...] = ("*norm*", "*.bias", "bias")
@@ -182,6 +192,35 @@ class Job(Table):
     checkpoint: CheckpointPlan = CheckpointPlan()
     run: RunPlan
 
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        optimiser, steps = self.optimiser, self.run.steps
+        if optimiser.warmup_steps >= steps:
+            raise Mistake(
+                "optimiser.warmup_steps",
+                f"warming up takes {optimiser.warmup_steps} steps of the {steps} in run.steps: take fewer than {steps}",
+            )
+        if optimiser.schedule == "wsd" and not optimiser.decay_steps:
+            raise Mistake("optimiser.schedule", 'the schedule "wsd" needs decay_steps, the steps at the end that decay')
+        if optimiser.schedule != "wsd" and optimiser.decay_steps:
+            raise Mistake(
+                "optimiser.decay_steps", f'only the schedule "wsd" has decay_steps; this is "{optimiser.schedule}"'
+            )
+        if optimiser.warmup_steps + optimiser.decay_steps > steps:
+            raise Mistake(
+                "optimiser.decay_steps",
+                f"warming up and decaying take {optimiser.warmup_steps} + {optimiser.decay_steps} steps, more than the "
+                f"{steps} in run.steps",
+            )
+        if self.precision.reduce != "float32" and self.precision.compute == "float32":
+            raise Mistake(
+                "precision.reduce",
+                "gradients of a float32 computation are summed in float32: leave precision.reduce out",
+            )
+        if self.run.evaluate_every and not self.data.held_out:
+            raise Mistake("run.evaluate_every", "data.held_out = 0 leaves nothing to measure the held-out loss on")
+        return self
+
 
 class AxesPlan(Table):
     """What each axis of the mesh is for; every axis has one role."""
@@ -197,7 +236,7 @@ class AxesPlan(Table):
 class LayoutsPlan(Table):
     """How tensors lie over the mesh, by name pattern."""
 
-    parameters: dict[str, LayoutText]
+    parameters: Annotated[dict[str, LayoutText], Field(min_length=1)]
     activations: dict[str, FlowText] = {}
     """Module name pattern -> "input -> output": how what goes into the module and what comes out lie over the tensor
     axes. Data axes are not written here: they cut the batch."""
@@ -217,17 +256,40 @@ class Plan(Job):
         roles = [*self.axes.data, *self.axes.tensor, *self.axes.pipeline, *self.axes.expert]
         mesh = Mesh.parse(self.mesh)
         if len(mesh.views) > 1:
-            raise ValueError(f'this version trains over a mesh of one view; the mesh is "{self.mesh}"')
+            raise Mistake("mesh", f'this version trains over a mesh of one view; the mesh is "{self.mesh}"')
         if unknown := [axis for axis in roles if axis not in mesh.axes]:
-            raise ValueError(f'axes names "{unknown[0]}", which is no axis of the mesh "{self.mesh}"')
+            raise Mistake("axes", f'"{unknown[0]}" is no axis of the mesh "{self.mesh}"')
         if bare := [axis for axis in mesh.axes if roles.count(axis) != 1]:
-            raise ValueError(
-                f'the axis "{bare[0]}" of the mesh has {roles.count(bare[0])} roles: name it once in [axes], '
-                "under data, tensor, pipeline or expert"
+            raise Mistake(
+                "axes",
+                f'the axis "{bare[0]}" of the mesh has {roles.count(bare[0])} roles: name it once, under data, tensor, '
+                "pipeline or expert",
             )
         for kind in ("pipeline", "expert"):
             if getattr(self.axes, kind):
-                raise ValueError(f"axes.{kind} is not run by this version: take data and tensor axes")
+                raise Mistake(f"axes.{kind}", "this version does not run it: take data and tensor axes")
+        return self
+
+    @model_validator(mode="after")
+    def _layouts_name_axes(self) -> Self:
+        mesh = Mesh.parse(self.mesh)
+        for pattern, text in self.layouts.parameters.items():
+            if unknown := Layout.parse(text).axes - set(mesh.axes):
+                raise Mistake(
+                    f"layouts.parameters.{pattern}", f'"{text}" names {min(unknown)}, no axis of the mesh "{self.mesh}"'
+                )
+        for pattern, text in self.layouts.activations.items():
+            into, out = flow(text)
+            if foreign := (into.axes | out.axes) - set(self.axes.tensor):
+                raise Mistake(
+                    f"layouts.activations.{pattern}",
+                    f'"{text}" names {min(foreign)}, but activations are cut by tensor axes only (axes.tensor)',
+                )
+        if self.data.global_batch < self.data_ranks:
+            raise Mistake(
+                "data.global_batch",
+                f"{self.data.global_batch} samples cannot be cut over the {self.data_ranks} ranks of the data axes",
+            )
         return self
 
     @property

@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 from tangram.errors import UserError
 from tangram.planner.lines import line_of, split_key
 from tangram.planner.migrate import Tables, migrate
-from tangram.planner.plan import VERSION, DataPlan, Job, Plan
+from tangram.planner.plan import VERSION, DataPlan, Job, Mistake, Plan
 
 STRATEGY = ("mesh", "axes", "layouts")
 """What a plan has and a job has not."""
@@ -158,14 +158,19 @@ def _value(text: str) -> Any:
 
 
 def _sentence(kind: type[Job], path: Path, text: str, changes: Mapping[str, str], errors: list[ErrorDetails]) -> str:
-    """All that is wrong as one sentence: the first mistake in full, a misspelt key before the key it leaves missing."""
+    """All that is wrong as one sentence: one mistake in full, a misspelt key before the key it leaves missing."""
     located = [(error, _located(kind, error)) for error in errors]
-    error, keys = min(located, key=lambda item: item[0]["type"] != "extra_forbidden")
-    change = next((key for key in changes if _schema_keys(split_key(key))[: len(keys)] == keys), None) if keys else None
+    first = {"extra_forbidden": 0, "missing": 2}
+    error, keys = min(located, key=lambda item: first.get(item[0]["type"], 1))
+    change = next((key for key in changes if keys and _one_holds_other(_schema_keys(split_key(key)), keys)), None)
     line = line_of(text, keys)
     where = f"--set {change}={changes[change]}" if change else f"{path}, line {line}" if line else f"{path}"
     others = len({tuple(keys) for _, keys in located}) - 1
     return f"{where}: {_what(kind, error, keys)}{f' (and {others} more)' if others else ''}"
+
+
+def _one_holds_other(one: list[str], other: list[str]) -> bool:
+    return one[: len(other)] == other[: len(one)]
 
 
 def _what(kind: type[Job], error: ErrorDetails, keys: list[str]) -> str:
@@ -206,6 +211,9 @@ def _all_keys(table: type[BaseModel], above: str = "") -> Iterable[str]:
 def _located(kind: type[Job], error: ErrorDetails) -> list[str]:
     """Where in the file the mistake is: pydantic's place without what it adds for unions and keys."""
     keys: list[str] = []
+    mistake = error.get("ctx", {}).get("error")
+    if isinstance(mistake, Mistake):
+        return _schema_keys(split_key(mistake.key))
     table: type[BaseModel] | None = kind
     free = False
     for part in error["loc"]:
