@@ -33,8 +33,8 @@ def test_what_is_wrong_in_an_old_file_is_said_in_its_own_lines(tmp_path: Path) -
 
 
 def test_tables_that_are_none_are_left_to_the_check(tmp_path: Path) -> None:
-    (tmp_path / "plan.toml").write_text("version = 1\nlayouts = 3\ndata = 4\n")
-    with pytest.raises(UserError, match="line 2: layouts = 3: input should be a table"):
+    (tmp_path / "plan.toml").write_text("version = 1\ndata = 4\nlayouts = 3\n")
+    with pytest.raises(UserError, match="line 2: data = 4: input should be a table"):
         load(tmp_path / "plan.toml")
 
 

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ from tangram.planner.plan import (
     RunPlan,
     SourcePlan,
 )
-from tangram.planner.read import changes_of, dumps, load
+from tangram.planner.read import absolute, changes_of, dumps, load
 from tests.planner.small import JOB, PLAN
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "job.toml"
@@ -210,6 +211,14 @@ def test_paths_are_found_from_the_file(tmp_path: Path) -> None:
     assert load(QUICKSTART).data.tokenizer == "model"
 
 
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/x", "a\\u0000b", "loop/x"])
+def test_a_path_that_is_none(name: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "job.toml").write_text(JOB.replace('"text"', f'"{name}"'))
+    with pytest.raises(UserError, match="is no path"):
+        load(tmp_path / "job.toml")
+
+
 def test_no_torch_is_loaded() -> None:
     command = [
         sys.executable,
@@ -232,7 +241,7 @@ rates = st.floats(1e-9, 1e9)
 def jobs(draw: st.DrawFn) -> Job:
     """A job, or a plan of one."""
     steps = draw(st.integers(5, 10**12))
-    job = {
+    job: dict[str, Any] = {
         "seed": draw(st.integers(0, 2**70)),
         "model": ModelPlan(
             path=f"/{draw(words)}",
@@ -275,7 +284,7 @@ def jobs(draw: st.DrawFn) -> Job:
 @settings(max_examples=60, deadline=None)
 @given(jobs())
 def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
-    job = Job.model_validate(job) if type(job) is Job else job
+    job = absolute(job, Path("/"))
     path = tmp_path_factory.getbasetemp() / "again.toml"
     text = dumps(job)
     path.write_text(text, encoding="utf-8")

@@ -85,7 +85,10 @@ def absolute(plan: _Any, folder: Path) -> _Any:
     """The same with relative paths found from `folder`; "stdlib", "bytes" and "model" are words and no paths."""
 
     def full(text: str) -> str:
-        return text if text in _WORDS else str((folder / Path(text).expanduser()).resolve())
+        try:
+            return text if text in _WORDS else str((folder / Path(text).expanduser()).resolve())
+        except (RuntimeError, ValueError, OSError) as error:  # no such home, a zero byte, a loop of links
+            raise UserError(f"{text!r} is no path: {error}") from None
 
     data: DataPlan = plan.data.model_copy(
         update={
