@@ -1,6 +1,5 @@
 """`tangram train`: train a model as a plan says, and prove that what is left behind is what was trained."""
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,31 +8,48 @@ import typer
 from rich.console import Console
 
 from tangram.cli.output import print_json
-from tangram.training.folder import run_folder
-from tangram.training.plan import load_plan
+from tangram.errors import UserError
+from tangram.planner.read import changes_of, load
+from tangram.training.folder import PLAN_FILE, folder_to_resume, run_name
 from tangram.training.progress import ProgressLine
 
 __all__ = ["train"]
 
 
 def train(
-    plan: Annotated[Path, typer.Argument(help="The plan file, for instance examples/quickstart/plan.toml.")],
-    processes: Annotated[int | None, typer.Option(help="Must agree with the plan's mesh.")] = None,
+    plan: Annotated[Path | None, typer.Argument(help="A plan, or a job that a plan is made for.")] = None,
+    processes: Annotated[int | None, typer.Option("--processes", "-n", help="How many ranks to start.")] = None,
+    model: Annotated[str | None, typer.Option(help="Another model: a Hugging Face directory or config.json.")] = None,
     out: Annotated[Path | None, typer.Option(help="An empty or new folder; runs/NAME when not given.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Train this many steps instead of the plan's.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint of the run.")] = False,
+    change: Annotated[list[str] | None, typer.Option("--set", help="Change a key, as in run.steps=300.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Short for --set run.steps=N.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Short for --set seed=N.")] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Refuse what is not repeatable.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Profile a few steps into the run's folder.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document on stdout.")] = False,
 ) -> int:
-    """Train, checkpoint, reload in one process through relayout, export; exit code 1 when a rank or a proof fails."""
-    checked = load_plan(plan, processes=processes, steps=steps)
-    with run_folder(out, plan) as folder:
-        from tangram.training.job import JOB_FAILURES, run_job  # loads torch and transformers: only for a sound plan
+    """Train, save, reload in one process, export, report; exit code 1 when a rank or a proof fails."""
+    changes = changes_of(change or [])
+    short = {"run.steps": steps, "seed": seed, "run.deterministic": True if deterministic else None}
+    changes |= {key: str(value).lower() for key, value in short.items() if value is not None}
+    if model is not None:
+        changes["model"] = f'{{path = "{Path(model).resolve()}"}}'
+    folder = folder_to_resume(out, run_name(plan) if plan else None) if resume else None
+    if plan is None:
+        if folder is None:
+            raise UserError("give a plan or a job, for instance examples/quickstart/job.toml")
+        plan = folder / PLAN_FILE
+    asked = load(plan, changes)
 
-        try:
-            with ProgressLine(Console(stderr=json)) as line:
-                report = run_job(checked, folder, line)
-        except JOB_FAILURES as failure:
-            print(f"error: {failure}", file=sys.stderr)
-            return 1
-    if json:
-        print_json(dataclasses.asdict(report))
-    return 0
+    from tangram.training.start import FAILURES, Asked, train_as_asked  # loads torch and transformers: for a sound plan
+
+    try:
+        with ProgressLine(Console(stderr=json)) as line:
+            code, summary = train_as_asked(Asked(asked, run_name(plan), processes, out, folder, profile), line)
+    except FAILURES as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 1
+    if json and summary is not None:
+        print_json(summary)
+    return code

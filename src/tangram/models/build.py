@@ -12,7 +12,7 @@ import copy
 import difflib
 import hashlib
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any, cast
@@ -43,7 +43,20 @@ def make_config(preset: str, changes: Mapping[str, Any]) -> PreTrainedConfig:
         raise UserError(f'there is no model preset "{preset}"{did_you_mean(preset, known)}')
     fields = dict(known[preset])
     model_type: str = fields.pop("model_type")
-    known_fields = AutoConfig.for_model(model_type).to_dict().keys() - FIXED
+    refuse_unknown_fields(model_type, AutoConfig.for_model(model_type), changes)
+    return _made(model_type, {**fields, **changes})
+
+
+def change_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
+    """A configuration with some fields changed; a field that its class does not know is refused."""
+    kind = str(config.model_type)
+    refuse_unknown_fields(kind, config, changes)
+    return _made(kind, {**config.to_dict(), **changes}) if changes else config
+
+
+def refuse_unknown_fields(model_type: str, config: PreTrainedConfig, changes: Mapping[str, Any]) -> None:
+    """Raise UserError for a field that a class of configuration does not have, and for dropout."""
+    known_fields = config.to_dict().keys() - FIXED
     for name, value in changes.items():
         if name not in known_fields:
             raise UserError(f'a {model_type} model has no field "{name}" to change{did_you_mean(name, known_fields)}')
@@ -52,16 +65,20 @@ def make_config(preset: str, changes: Mapping[str, Any]) -> PreTrainedConfig:
                 f"model.change.{name} = {value}: this version trains without dropout, whose masks would depend on the "
                 "number of ranks; leave it out"
             )
+
+
+def _made(model_type: str, fields: Mapping[str, Any]) -> PreTrainedConfig:
     try:
-        return AutoConfig.for_model(model_type, **{**fields, **changes})
+        return AutoConfig.for_model(model_type, **{key: fields[key] for key in fields if key != "model_type"})
     except Exception as error:
         raise UserError(f"a {model_type} model cannot have these fields: {error.__cause__ or error}") from error
 
 
-def did_you_mean(word: str, known: Any) -> str:
-    """A hint at the nearest known word, or the list of all when none is near."""
+def did_you_mean(word: str, known: Any, *, listed: bool = True) -> str:
+    """A hint at the nearest known word; when none is near, the list of all or nothing."""
     near = difflib.get_close_matches(word, list(known), n=1)
-    return f'; did you mean "{near[0]}"?' if near else f"; known are {', '.join(sorted(known))}"
+    others = f"; known are {', '.join(sorted(known))}" if listed else ""
+    return f'; did you mean "{near[0]}"?' if near else others
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
@@ -75,10 +92,16 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         ) from error
 
 
-def initial_tensors(config: PreTrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer by name, whole, on the CPU; tied parameters once, under their first name."""
+def initial_tensors(
+    config: PreTrainedConfig, seed: int, only: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer by name, whole, on the CPU; tied parameters once, under their first name.
+
+    `only`: of these names; modules without any are not made.
+    """
     model = build_on_meta(config)
-    wanted = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    names_in_it = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
+    wanted = {name for name in names_in_it if only(name)}
     for path, module in cast(Iterator[tuple[str, nn.Module]], model.named_modules()):
         names = _own_tensors(module)
         if not any(_join(path, name) in wanted for name in names):

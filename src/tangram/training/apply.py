@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]  typed in part
 
 from tangram.errors import UserError
 from tangram.planner.plan import Plan, matches
-from tangram.training.cuts import Cuts, cuts_of, is_meta
+from tangram.training.cuts import Cuts, cuts_of, is_meta, named_modules
 from tangram.training.tensor import cut_modules
 from tangram.training.world import World
 
@@ -67,9 +67,9 @@ def freeze(model: nn.Module, plan: Plan) -> None:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks: the members of the outermost module lists. FSDP gathers one of them at a time."""
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [name for name, module in named_modules(model) if isinstance(module, nn.ModuleList)]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    blocks = [block for name in outer for block in cast("nn.ModuleList", model.get_submodule(name))]
+    blocks = [block for name in outer for block in cast("Iterable[nn.Module]", model.get_submodule(name))]
     return [block for block in blocks if any(True for _ in block.parameters())]
 
 
@@ -99,7 +99,7 @@ def _recompute(model: nn.Module, plan: Plan) -> None:
     """Keep no activations of the modules that the plan names: their forward runs again in the backward."""
     if not plan.run.recompute:
         return
-    chosen = [module for name, module in model.named_modules() if matches(plan.run.recompute, name)]
+    chosen = [module for name, module in named_modules(model) if matches(plan.run.recompute, name)]
     if not chosen:
         raise UserError(f"run.recompute = {list(plan.run.recompute)} fits no module of the model")
     for module in chosen:
@@ -108,7 +108,7 @@ def _recompute(model: nn.Module, plan: Plan) -> None:
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return cast(Any, checkpoint(forward, *args, use_reentrant=False, **kwargs))
 
     return run
 
@@ -127,22 +127,29 @@ def _refuse_unlike_values(model: nn.Module, world: World) -> None:
     unlike = [rank for rank, other in enumerate(found) if other != found[0]]
     if unlike:
         raise UserError(
-            f"rank {unlike[0]} has other initial values than rank 0: use the same seed on every rank, or make the model "
-            "on meta and give it values with materialise"
+            f"rank {unlike[0]} has other initial values than rank 0: use the same seed on every rank, or make the "
+            "model on meta and give it values with materialise"
         )
 
 
 def materialise(model: nn.Module, device: torch.device, values: Iterable[tuple[str, Tensor]]) -> None:
     """Give a model on meta storage and the given whole tensors, of which each rank keeps its shard."""
     give_storage(model, device)
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    waiting = set(tensors)
-    with torch.no_grad():
-        for name, whole in values:
-            put(tensors[name], whole)
-            waiting.discard(name)
+    filled = fill(model, values)
+    waiting = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} - filled
     if waiting:
         raise RuntimeError(f"these tensors got no value: {', '.join(sorted(waiting))}")
+
+
+@torch.no_grad()
+def fill(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> set[str]:
+    """Copy whole tensors into a model that has storage; the names that were given."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    filled: set[str] = set()
+    for name, whole in values:
+        put(tensors[name], whole)
+        filled.add(name)
+    return filled
 
 
 def give_storage(model: nn.Module, device: torch.device) -> None:

@@ -1,15 +1,16 @@
 """From layouts to what torch can run: the dim that FSDP2 cuts and the dim that tensor parallelism cuts.
 
-A layout is taken only by comparison: for every rank, the region that it says must be the region of the chunk that torch
-will give that rank (first the tensor axis cuts, then FSDP what is left). So nothing of the notation is interpreted here,
-and a layout that means something else is refused, never approximated.
+A layout is taken only by comparison: for every rank, the region that it says must be the region of the chunk that
+torch will give that rank (first the tensor axis cuts, then FSDP what is left). So nothing of the notation is
+interpreted here, and a layout that means something else is refused, never approximated.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, region
@@ -93,9 +94,15 @@ def _chunk(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh, axes: Axes, rank: int
     return Region.box(starts, [stop - start for start, stop in zip(starts, stops, strict=True)])
 
 
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module by name, the model itself first."""
+    return cast("list[tuple[str, nn.Module]]", list(model.named_modules()))
+
+
 def is_meta(model: nn.Module) -> bool:
     """Whether a model has shapes only. Raises UserError for one that is half made."""
-    kinds = {tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())}
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    kinds = {tensor.device.type == "meta" for tensor in tensors}
     if kinds == {True, False}:
         raise UserError(
             "some tensors of the model are on meta and some are not: make it under torch.device('meta') or not"

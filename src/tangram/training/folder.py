@@ -1,4 +1,4 @@
-"""The folder of a run: a new one, or one that holds nothing yet, so that no run overwrites another."""
+"""The folder of a run: a new or empty one, so that no run overwrites another; or that of a run to go on with."""
 
 import contextlib
 import itertools
@@ -7,19 +7,24 @@ from pathlib import Path
 
 from tangram.errors import UserError
 
-PLAN_FILE = "plan.toml"  # what was asked for, as it was read; whoever writes it first has the folder
+PLAN_FILE = "plan.toml"  # what is run, complete; whoever writes it first has the folder
+RUNS = Path("runs")
+
+
+def run_name(plan_path: Path) -> str:
+    """The name of a plan's runs: its file's, or for plan.toml and job.toml the one of their folder."""
+    return plan_path.resolve().parent.name if plan_path.stem in ("plan", "job") else plan_path.stem
 
 
 @contextlib.contextmanager
-def run_folder(out: Path | None, plan_path: Path) -> Generator[Path]:
+def run_folder(out: Path | None, name: str, plan_text: str) -> Generator[Path]:
     """Take the folder asked for, which must hold no file, or the first free one of `runs/NAME`, `runs/NAME-2` ...
 
-    NAME is the plan's file name, or for a file called plan.toml the name of its folder. A folder is taken by writing
-    the plan into it: of two runs that begin together only one gets it. A run that leaves nothing else gives it back.
+    A folder is taken by writing the plan into it: of two runs that begin together only one gets it. A run that leaves
+    nothing else gives it back. Raises UserError for a folder that holds files and for one that cannot be made.
     """
     try:
-        folder = _take(out, plan_path)
-        (folder / "checkpoint").mkdir(exist_ok=True)
+        folder = _take(out, name, plan_text)
     except OSError as error:
         raise UserError(f'the folder of the run cannot be made: "{error.filename}": {error.strerror}') from None
     try:
@@ -29,26 +34,57 @@ def run_folder(out: Path | None, plan_path: Path) -> Generator[Path]:
             (folder / PLAN_FILE).unlink()
 
 
-def _take(out: Path | None, plan_path: Path) -> Path:
-    text = plan_path.read_bytes()
+@contextlib.contextmanager
+def resumed_folder(folder: Path, plan_text: str) -> Generator[Path]:
+    """Go on in the folder of a run. Its plan is replaced when it changes, and the one before kept as plan-N.toml."""
+    current = folder / PLAN_FILE
+    try:
+        if not current.exists() or current.read_text(encoding="utf-8") != plan_text:
+            if current.exists():
+                kept = next(path for n in itertools.count(1) if not (path := folder / f"plan-{n}.toml").exists())
+                current.rename(kept)
+            current.write_text(plan_text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f'the run cannot go on in "{folder}": "{error.filename}": {error.strerror}') from None
+    yield folder
+
+
+def folder_to_resume(out: Path | None, name: str | None) -> Path:
+    """The folder of the run to go on with: `out`, or the last of `runs/NAME`, `runs/NAME-2` ... that is there."""
     if out is not None:
-        if not _claimed(out, text):
-            what = f'the folder "{out}" holds files already' if out.is_dir() else f'"{out}" is a file'
-            raise UserError(f"{what}: give another folder with --out, or remove it")
+        if not out.is_dir():
+            raise UserError(f'there is no run to resume in "{out}"')
         return out
-    name = plan_path.resolve().parent.name if plan_path.stem == "plan" else plan_path.stem
-    numbered = (Path("runs", name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
-    return next(folder for folder in numbered if _claimed(folder, text))
+    if name is None:
+        raise UserError("say what to resume: give the plan, or the folder of the run with --out")
+    there = [folder for folder in itertools.takewhile(Path.is_dir, _numbered(name)) if (folder / PLAN_FILE).is_file()]
+    if not there:
+        raise UserError(f'there is no run to resume in "{RUNS / name}": give its folder with --out')
+    return there[-1]
 
 
-def _claimed(folder: Path, text: bytes) -> bool:
+def _numbered(name: str) -> Generator[Path]:
+    for number in itertools.count(1):
+        yield RUNS / (name if number == 1 else f"{name}-{number}")
+
+
+def _take(out: Path | None, name: str, plan_text: str) -> Path:
+    if out is not None:
+        if not _claimed(out, plan_text):
+            what = f'the folder "{out}" holds files already' if out.is_dir() else f'"{out}" is a file'
+            raise UserError(f"{what}: give another folder with --out, go on in it with --resume, or remove it")
+        return out
+    return next(folder for folder in _numbered(name) if _claimed(folder, plan_text))
+
+
+def _claimed(folder: Path, plan_text: str) -> bool:
     """Take a folder in which nothing is but perhaps empty folders; False if it is taken."""
     if folder.exists() and (not folder.is_dir() or _files(folder)):
         return False
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with (folder / PLAN_FILE).open("xb") as stream:
-            stream.write(text)
+        with (folder / PLAN_FILE).open("x", encoding="utf-8") as stream:
+            stream.write(plan_text)
     except FileExistsError:
         return False
     return True

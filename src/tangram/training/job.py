@@ -1,214 +1,253 @@
 """The whole of `tangram train`: train on many ranks, then prove in one process that the state survived.
 
-    read the text -> train on the mesh -> checkpoint -> load it in one process through relayout -> same held-out loss?
-    -> export -> does transformers load it with the same logits?
+    read the text -> train on the mesh, saving -> newest checkpoint, loaded whole in one process -> same held-out loss,
+    same logits? -> a sample of text -> export -> does transformers load it with the same logits? -> report
 
-The last two questions are answered by measuring, and a wrong answer fails the job.
+The questions are answered by measuring, and a wrong answer fails the job.
 """
 
-import dataclasses
-import json
-import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from tangram.errors import UserError
+from tangram.hardware.machine import describe, versions
 from tangram.layout import Mesh
-from tangram.models.build import build_on_meta, initial_tensors, make_config
-from tangram.training import data, loop, state
-from tangram.training.export import export, logits_difference
-from tangram.training.launch import Rank, RankError, computing_as_a_rank, pick_device, refuse_too_many, run_ranks
-from tangram.training.parallelise import materialise, parallelise, shard_dims
-from tangram.training.plan import AXIS, Plan
-from tangram.training.progress import Note
+from tangram.models.build import build_on_meta
+from tangram.models.costs import costs as model_costs
+from tangram.models.source import Source
+from tangram.planner.estimate import Estimate
+from tangram.planner.plan import Plan
+from tangram.planner.read import dumps
+from tangram.training import loop, summary
+from tangram.training.boards import TensorBoard
+from tangram.training.building import has_dropout, source_of
+from tangram.training.checkpoints import newest, read_marker
+from tangram.training.cuts import cuts_of
+from tangram.training.data import Corpus, Tokens, load_tokens, open_corpus, prepare, unigram_entropy
+from tangram.training.events import Note, Record, Table
+from tangram.training.launch import RankError, computing_as_a_rank, pick_device, refuse_too_many, run_ranks
+from tangram.training.proofs import ProofError, Proved, prove
+from tangram.training.rank import CHECKPOINTS, RankJob, RankReport, train_rank
+from tangram.training.report import write_report
 
-SAME_LOSS = 1e-6  # relative; the sums are the same but for their order
-SUMMARY_FILE = "summary.json"  # the report, as `--json` prints it; written last, so it says that all proofs held
+SUMMARY_FILE = "summary.json"  # written last, so it says that all proofs held
+REPORT_FILE = "report.html"
 FAILURE_FILE = "failure.txt"  # the stack trace of the rank that ended a job
-SAME_LOGITS = 1e-5  # absolute; the same operations on the same numbers
-
-
-class ProofError(Exception):
-    """The job ran, but what it left behind is not what it trained."""
-
+BOARD_FOLDER = "tensorboard"
 
 JOB_FAILURES = (RankError, ProofError)
+OnEvent = Callable[[object], None]
 
 
 @dataclass(frozen=True)
-class RankJob:
-    """What a rank is told: the plan, where to leave the checkpoint, and what the text is."""
+class Options:
+    """What the command line adds to a plan."""
 
-    plan: Plan
-    checkpoint: Path
-    digests: tuple[str, str]
-    """Of the text that the parent has read; a rank that reads another one has to say so."""
+    resume: bool = False
+    profile: bool = False
 
 
 @dataclass(frozen=True)
-class RankReport:
-    """What a rank has measured; the same on every rank but for the clock."""
+class Prepared:
+    """What is known before a rank starts."""
 
-    trained: loop.Trained
-    held_out_loss: float
-
-
-@dataclass(frozen=True)
-class TrainReport:
-    """The result of a job, as shown and as `--json` writes it."""
-
+    source: Source
+    tokens: Tokens
+    corpus: Corpus
+    costs: loop.Costs
     parameters: int
-    ranks: int
-    steps: int
-    tokens: int
-    seconds: float
-    first_loss: float
-    final_loss: float
-    """The mean of the last ten steps."""
-    unigram_entropy: float
-    held_out_loss: float
-    held_out_loss_reloaded: float
-    relative_difference: float
-    logits_difference: float
-    checkpoint: str
-    export: str
+    entropy: float
 
 
-def run_job(plan: Plan, out: Path, on_event: Callable[[object], None]) -> TrainReport:
-    """Train as planned; leave `checkpoint/`, `export/` and `summary.json` in `out`, the folder from `run_folder`."""
+@dataclass(frozen=True)
+class Stopped:
+    """A job that somebody asked to stop: its state is saved, and it can go on."""
+
+    step: int
+    checkpoint: Path | None
+
+
+def run_job(
+    plan: Plan, out: Path, on_event: OnEvent, *, options: Options, predicted: Estimate | None, peak_flops: float = 0.0
+) -> "summary.Summary | Stopped":
+    """Train as planned; leave checkpoints, export, report and summary in `out`, the folder from `run_folder`."""
+    begun = time.monotonic()
     refuse_too_many(plan.ranks)
-    config = model_config(plan)
-    cut = shard_dims(build_on_meta(config), plan.layout_of, Mesh.parse(plan.mesh))  # refused here, not on every rank
-    parameters = sum(parameter.numel() for parameter in cut)
-    split, held_out = data.read_corpus(plan.data)
-    entropy = data.unigram_entropy(held_out, data.held_out_samples(held_out, plan.data))
-    on_event(Note(f"model      {plan.model.preset}, {parameters:,} parameters, mesh {plan.mesh}"))
-    on_event(
-        Note(f"text       {len(split.tokens_N):,} tokens to train on, {len(held_out.tokens_N):,} held out by file")
-    )
+    ready = prepare_job(plan, peak_flops, on_event)
+    resume = checkpoint_to_resume(out, plan, ready.corpus) if options.resume else None
+    show(plan, ready, predicted, resume, on_event)
+    record, board = Record(), TensorBoard(out / BOARD_FOLDER)
 
-    checkpoint, folder = out / "checkpoint" / "last", out / "export"
-    trained, before = _run_ranks(RankJob(plan, checkpoint, (split.digest(), held_out.digest())), out, on_event)
-    on_event(Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {trained.seconds:.0f} s"))
-    on_event(Note(f"held out   loss {before:.6f} on {plan.ranks} rank(s); unigram entropy {entropy:.4f}"))
+    def everybody(event: object) -> None:
+        on_event(event)
+        record(event)
+        board(event)
 
-    with computing_as_a_rank(plan.ranks):
-        model = load_in_one_process(plan, config, checkpoint, pick_device(plan.run.device, 0, plan.ranks))
-        after, relative = prove_same_loss(model, plan, held_out, before)
-    on_event(
-        Note(f"reloaded   loss {after:.6f} in one process; relative difference {relative:.1e}, at most {SAME_LOSS}")
-    )
-    with computing_as_a_rank(plan.ranks):
-        export(model, folder)
-        difference = prove_same_logits(model, plan, held_out, folder)
-    on_event(
-        Note(f"exported   {folder}; loaded by transformers, logits differ by {difference:.1e}, at most {SAME_LOGITS}")
-    )
-    report = TrainReport(
-        parameters=parameters,
-        ranks=plan.ranks,
-        steps=len(trained.losses),
-        tokens=trained.tokens,
-        seconds=trained.seconds,
-        first_loss=trained.losses[0],
-        final_loss=statistics.fmean(trained.losses[-10:]),
-        unigram_entropy=entropy,
-        held_out_loss=before,
-        held_out_loss_reloaded=after,
-        relative_difference=relative,
-        logits_difference=difference,
-        checkpoint=str(checkpoint),
-        export=str(folder),
-    )
-    (out / SUMMARY_FILE).write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n", encoding="utf-8")
-    return report
-
-
-def _run_ranks(job: RankJob, out: Path, on_event: Callable[[object], None]) -> tuple[loop.Trained, float]:
-    """Run the ranks; what rank 0 measured. The stack trace of a rank that fails goes to a file."""
-    plan = job.plan
+    job = RankJob(plan, out, ready.corpus.digest, ready.costs, resume, options.profile)
     try:
-        first, *_ = run_ranks(train_rank, job, world=plan.ranks, on_event=on_event, device=plan.run.device)
-    except RankError as failure:
-        (out / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
-        raise
-    return first.trained, first.held_out_loss
+        reports = _run_ranks(job, everybody)
+    finally:
+        board.close()
+    return finish(plan, out, on_event, ready, record, reports, predicted, begun)
 
 
-def prove_same_loss(model: PreTrainedModel, plan: Plan, held_out: data.Split, before: float) -> tuple[float, float]:
-    """The held-out loss of the reloaded model and how far it is from the one before; ProofError when too far."""
-    batches = data.held_out_batches(held_out, plan.data, rank=0, world=1, device=model.device)
-    after = loop.evaluate(model, batches, model.device, group=None)
-    relative = abs(after - before) / abs(before)
-    if not relative <= SAME_LOSS:
-        raise ProofError(f"the reloaded checkpoint has a held-out loss of {after}, not the {before} that was measured")
-    return after, relative
+def prepare_job(plan: Plan, peak_flops: float, on_event: OnEvent) -> Prepared:
+    """Read model and text, and refuse here what would else be refused on every rank."""
+    tokens = load_tokens(plan.data, plan.model.path)
+    source = source_of(plan, tokens)
+    model = build_on_meta(source.config)
+    cuts_of(model, plan)
+    prepare(plan.data, tokens, on_event)
+    corpus = open_corpus(plan.data, tokens)
+    counted = model_costs(model, plan.data.sequence, plan.data.micro_batch)
+    flops = counted.forward_flops_per_sample + counted.backward_flops_per_sample
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Prepared(
+        source, tokens, corpus, loop.Costs(flops, peak_flops), parameters, unigram_entropy(corpus, plan.data)
+    )
 
 
-def prove_same_logits(model: PreTrainedModel, plan: Plan, held_out: data.Split, folder: Path) -> float:
-    """How far the logits of the exported model are from ours on held-out text; ProofError when too far."""
-    samples = data.held_out_samples(held_out, plan.data)[: plan.data.micro_batch]
-    probe = data.collate(held_out, samples, plan.data.sequence, model.device)
-    difference = logits_difference(model, folder, probe.inputs_BS)
-    if not difference <= SAME_LOGITS:
-        raise ProofError(f"transformers loads {folder} as another model: the logits differ by {difference}")
-    return difference
-
-
-def model_config(plan: Plan) -> PreTrainedConfig:
-    """The model's configuration, fitted to the tokens of `tangram.training.data`."""
-    tokens = {"vocab_size": data.VOCABULARY, "bos_token_id": data.END, "eos_token_id": data.END}
-    fields = tokens | dict(plan.model.change)
-    size = fields["vocab_size"]
-    if isinstance(size, int) and size < data.VOCABULARY:  # before transformers warns of what follows from it
-        raise UserError(f"model.change.vocab_size is {size}, but the tokens need {data.VOCABULARY}")
-    config = make_config(plan.model.preset, fields)
-    if config.max_position_embeddings < plan.data.sequence:
+def checkpoint_to_resume(out: Path, plan: Plan, corpus: Corpus) -> Path:
+    """The newest good checkpoint of a run, if this plan can go on from it. Raises UserError otherwise."""
+    found = newest(out / CHECKPOINTS)
+    if found is None:
+        raise UserError(f'there is no complete checkpoint in "{out / CHECKPOINTS}" to resume from')
+    marker = read_marker(found)
+    step = int(marker.progress["step"])
+    if step >= plan.run.steps:
         raise UserError(
-            f"data.sequence is {plan.data.sequence}, but the model has {config.max_position_embeddings} positions: "
-            "set model.change.max_position_embeddings"
+            f'the newest checkpoint in "{out}" is of step {step}, and run.steps is {plan.run.steps}: nothing is left to do; '
+            "raise it with --set run.steps=N"
         )
-    return config
+    if marker.about.get("text") != corpus.digest:
+        raise UserError(f'"{found}" was trained on another text than [data] gives now: resume on the same files')
+    if marker.about.get("seed") != plan.seed:
+        raise UserError(f'"{found}" was trained with seed {marker.about.get("seed")}, and the plan has {plan.seed}')
+    return found
 
 
-def train_rank(rank: Rank, job: RankJob) -> RankReport:
-    """The part of one rank: build, train, measure, save."""
-    plan, group = job.plan, dist.group.WORLD
-    assert group is not None  # the launcher has made it
-    model = build_parallel(plan, rank)
-    optimiser = loop.make_adamw(model, plan.optimiser)
-    split, held_out = data.read_corpus(plan.data)
-    if (split.digest(), held_out.digest()) != job.digests:
-        raise UserError("the files of data.root have changed since the job began: let them rest, or train on a copy")
-    trained = loop.train_steps(model, optimiser, split, plan, rank, group)
-    loss = loop.held_out_loss(model, held_out, plan, rank, group)
-    state.save(model, optimiser, job.checkpoint, group)
-    return RankReport(trained, loss)
+def show(plan: Plan, ready: Prepared, predicted: Estimate | None, resume: Path | None, on_event: OnEvent) -> None:
+    """The machine, the model, the plan and what it is predicted to need, as short tables."""
+    machine = describe()
+    found = versions()
+    on_event(
+        Table(
+            "This run",
+            ("what", ""),
+            (
+                ("machine", machine.summary()),
+                ("software", ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers") if found[name])),
+                ("model", _model_words(ready.source.config, ready.source, ready.parameters)),
+                ("text", ready.corpus.summary()),
+                ("mesh", f"{plan.mesh} ({plan.ranks} processes)"),
+                *((("resumed from", str(resume)),) if resume else ()),
+            ),
+        )
+    )
+    if predicted is not None:
+        on_event(Table("Predicted for a rank", ("what", "predicted"), tuple(predicted.in_words())))
+    if has_dropout(ready.source.config):
+        on_event(Note("the model has dropout: its masks depend on how the batch is cut over ranks"))
 
 
-def build_parallel(plan: Plan, rank: Rank) -> PreTrainedModel:
-    """This rank's part of the model, with its initial weights."""
-    config = model_config(plan)
-    model = build_on_meta(config)
-    devices = init_device_mesh(rank.device.type, (rank.world,), mesh_dim_names=(AXIS,))
-    parallelise(model, plan.layout_of, Mesh.parse(plan.mesh), devices)
-    materialise(model, rank.device, initial_tensors(config, plan.seed))
-    return model
+def _model_words(config: PreTrainedConfig, source: Source, parameters: int) -> str:
+    begin = f"weights of {source.weights}" if source.weights else "from scratch"
+    return f"{source.name} ({config.model_type}), {parameters:,} parameters, {begin}"
 
 
-def load_in_one_process(
-    plan: Plan, config: PreTrainedConfig, checkpoint: Path, device: torch.device
-) -> PreTrainedModel:
-    """The trained model, whole, from a checkpoint of any number of ranks."""
-    model = build_on_meta(config)
-    materialise(model, device, initial_tensors(config, plan.seed))
-    optimiser = loop.make_adamw(model, plan.optimiser)
-    state.empty_adamw_states(optimiser)
-    state.load_whole(checkpoint, model, optimiser)
-    return model
+def _run_ranks(job: RankJob, on_event: OnEvent) -> list[RankReport]:
+    """Run the ranks. The stack trace of a rank that fails goes to a file."""
+    try:
+        return run_ranks(train_rank, job, world=job.plan.ranks, on_event=on_event, device=job.plan.run.device)
+    except RankError as failure:
+        (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
+        raise
+
+
+def finish(
+    plan: Plan,
+    out: Path,
+    on_event: OnEvent,
+    ready: Prepared,
+    record: Record,
+    reports: list[RankReport],
+    predicted: Estimate | None,
+    begun: float,
+) -> "summary.Summary | Stopped":
+    """What comes after the ranks: proofs, export, report, summary."""
+    first = reports[0]
+    checkpoint = newest(out / CHECKPOINTS)
+    if first.held_out_loss is None:
+        return Stopped(first.step, checkpoint)
+    if checkpoint is None:
+        raise ProofError(f'there is no complete checkpoint in "{out / CHECKPOINTS}" after training')
+    trained = first.trained
+    on_event(Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {trained.seconds:.0f} s"))
+    on_event(
+        Note(
+            f"held out   loss {first.held_out_loss:.6f} on {plan.ranks} rank(s); unigram entropy {ready.entropy:.4f}, "
+            f"ratio {first.held_out_loss / ready.entropy:.2f}"
+        )
+    )
+    with computing_as_a_rank(plan.ranks):
+        device = pick_device(plan.run.device, 0, 1)
+        proved = prove(plan, ready.source, ready.tokens, ready.corpus, checkpoint, out, first, device, on_event)
+    made = summary.summarise(
+        plan=plan,
+        record=record,
+        wall_s=time.monotonic() - begun,
+        eval_loss=first.held_out_loss,
+        unigram_entropy=ready.entropy,
+        peak_rss_mb=max(report.peak_rss_mb for report in reports),
+        stopped=trained.stopped,
+        **_found(plan, out, ready, proved, checkpoint, first, predicted),
+    )
+    write_report(
+        out / REPORT_FILE, plan=plan, record=record, summary=made, machine=describe().in_words(), sample=proved.sample
+    )
+    made.write(out / SUMMARY_FILE)
+    on_event(Table("Results", ("what", "where"), tuple((what, str(path)) for what, path in _paths(out).items())))
+    return made
+
+
+def _found(
+    plan: Plan,
+    out: Path,
+    ready: Prepared,
+    proved: Proved,
+    checkpoint: Path,
+    first: RankReport,
+    predicted: Estimate | None,
+) -> Mapping[str, Any]:
+    return {
+        "model": ready.source.name,
+        "parameters": ready.parameters,
+        "mesh": str(Mesh.parse(plan.mesh)),
+        "eval_loss_relayout": proved.loss,
+        "relayout_relative_difference": proved.relative,
+        "relayout_logits_max_diff": proved.logits,
+        "export_logits_max_diff": proved.export,
+        "checkpoint": str(checkpoint),
+        "predicted": predicted.as_json() if predicted else None,
+        "resumed_from": first.first or None,
+        **{what: str(path) for what, path in _paths(out).items() if what != "summary"},
+    }
+
+
+def _paths(out: Path) -> dict[str, Path]:
+    return {
+        "export": out / "export",
+        "report": out / REPORT_FILE,
+        "tensorboard": out / BOARD_FOLDER,
+        "summary": out / SUMMARY_FILE,
+    }
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write the plan that is run, complete, as a file that `tangram train` reads."""
+    path.write_text(dumps(plan), encoding="utf-8")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from tangram.errors import UserError
 from tangram.planner.plan import OptimiserPlan, matches
 
 
@@ -60,7 +61,7 @@ def set_lr(optimiser: AdamW, lr: float) -> None:
 def local_gradients(model: nn.Module) -> list[tuple[Tensor, int]]:
     """This rank's part of every gradient, and over how many ranks it is cut (1 where it is whole here).
 
-    Raises RuntimeError for a trained parameter without gradient: the loss does not depend on it, or it was lost.
+    Raises UserError for a trained parameter without gradient: the loss does not depend on it, or it was lost.
     """
     found: list[tuple[Tensor, int]] = []
     for name, parameter in model.named_parameters():
@@ -68,7 +69,9 @@ def local_gradients(model: nn.Module) -> list[tuple[Tensor, int]]:
             continue
         grad = parameter.grad
         if grad is None:
-            raise RuntimeError(f"the parameter {name} got no gradient; freeze it if the loss does not depend on it")
+            raise UserError(
+                f'the parameter "{name}" got no gradient: name it in model.freeze if the loss does not depend on it'
+            )
         if isinstance(grad, DTensor):
             sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
             parts = math.prod(int(n) for placement, n in sizes if not placement.is_replicate())

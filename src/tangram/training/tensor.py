@@ -4,8 +4,8 @@ Each module with an activation rule "input -> output" computes on DTensors: its 
 lies as `input` says, and what it returns is brought to `output` and handed on as a plain local tensor. So everything
 between such modules is a model's own code on local tensors, and needs no rule of its own: attention sees fewer heads.
 
-What goes wrong when a rule is missing: a weight that every rank holds whole, as a norm over the heads, gets on each rank
-the gradient of that rank's part only. `refuse_unlike_gradients` compares them after the first backward.
+What goes wrong when a rule is missing: a weight that every rank holds whole, as a norm over the heads, gets on each
+rank the gradient of that rank's part only. `refuse_unlike_gradients` compares them after the first backward.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.planner.plan import Plan, flow
 from tangram.relayout.dtensor import placements_of
-from tangram.training.cuts import Cuts
+from tangram.training.cuts import Cuts, named_modules
 from tangram.training.world import World
 
 UNLIKE = 1e-3  # relative: replicated arithmetic gives the same gradient but for the order of sums
@@ -34,14 +34,14 @@ def cut_modules(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts],
     Raises UserError for a parameter that is cut over a tensor axis while its module has no rule.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for name, module in cast("list[tuple[str, nn.Module]]", list(model.named_modules())):
+    for name, module in named_modules(model):
         rule = _rule(plan, name)
         own = list(module.named_parameters(recurse=False))
         if rule is None:
             for key, parameter in own:
                 if parameter in cuts and cuts[parameter].tensor is not None:
                     raise UserError(
-                        f"{name}.{key} is cut over {world.axes.tensor[0]}, but no rule of [layouts.activations] matches "
+                        f"{name}.{key} is cut over {world.axes.tensor[0]}, but no rule of [layouts.activations] fits "
                         f'its module: add one, as in "{name}" = "b s h -> b s h"'
                     )
             continue
@@ -88,7 +88,7 @@ def _hook(module: nn.Module, name: str, rule: tuple[Layout, Layout], plan: Plan,
                 f'the module "{name}" has a rule in [layouts.activations] but returns a {type(result).__name__}: '
                 "give rules to modules that take one tensor and return one"
             )
-        return _NoView.apply(result.redistribute(mesh, [out(result, False)]).to_local())
+        return cast(Tensor, _NoView.apply(result.redistribute(mesh, [out(result, False)]).to_local()))
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)

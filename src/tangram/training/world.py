@@ -62,7 +62,9 @@ class World:
 
 def axes_of(plan: Plan) -> Axes:
     """What each axis of the mesh is to torch. Raises UserError for what this version cannot run."""
-    cutting: frozenset[str] = frozenset().union(*(Layout.parse(text).axes for text in plan.layouts.parameters.values()))
+    cutting: frozenset[str] = frozenset[str]().union(
+        *(Layout.parse(text).axes for text in plan.layouts.parameters.values())
+    )
     shard = tuple(axis for axis in plan.axes.data if axis in cutting)
     if len(shard) > 1:
         raise UserError(f"parameters are cut over the data axes {', '.join(shard)}: this version cuts them over one")

@@ -1,0 +1,75 @@
+"""Where a model comes from: a preset of Tangram, a Hugging Face directory with weights, or a configuration alone.
+
+The configuration is all that is read here; the weights of a directory are read later, by each rank what it holds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tangram.errors import UserError
+from tangram.models.build import change_config, did_you_mean, make_config
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model before it is built."""
+
+    name: str
+    config: PreTrainedConfig
+    weights: Path | None
+    """The directory of its safetensors files; None: it begins from scratch."""
+
+
+def read_source(preset: str | None, path: str | None, changes: Mapping[str, Any]) -> Source:
+    """The model of a preset, or of a directory or config.json at `path`, with fields of its configuration changed.
+
+    Raises UserError for an unknown preset, a path without configuration, an unknown model type, one that is no causal
+    language model, and weights that are not safetensors.
+    """
+    if preset is not None:
+        return Source(preset, make_config(preset, changes), None)
+    folder = Path(path or "")
+    file = folder / "config.json" if folder.is_dir() else folder
+    if not file.is_file():
+        what = "has no config.json" if folder.is_dir() else "does not exist"
+        raise UserError(f'the model "{folder}" {what}: give a Hugging Face directory or a configuration file')
+    config = change_config(_read_config(file), changes)
+    return Source(folder.name if folder.is_dir() else folder.stem, config, _weights(folder))
+
+
+def _read_config(file: Path) -> PreTrainedConfig:
+    try:
+        fields = cast("dict[str, Any]", PreTrainedConfig.get_config_dict(file)[0])
+    except (OSError, ValueError) as error:
+        raise UserError(f'"{file}" is no configuration of a model: {str(error).splitlines()[0]}') from None
+    kind = fields.get("model_type")
+    if not isinstance(kind, str):
+        raise UserError(f'"{file}" names no model_type, so what it configures is unknown')
+    known = cast("Mapping[str, str]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if kind not in known:
+        raise UserError(
+            f'"{file}" has the model_type "{kind}", which this transformers has no causal language model for'
+            f"{did_you_mean(kind, known, listed=False)}"
+        )
+    try:
+        return cast(PreTrainedConfig, AutoConfig.for_model(**fields))
+    except Exception as error:
+        raise UserError(f'"{file}" cannot configure a {kind} model: {error.__cause__ or error}') from error
+
+
+def _weights(folder: Path) -> Path | None:
+    """The directory if it holds safetensors. Raises UserError for weights in another format."""
+    if not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
+        return folder if folder.is_dir() else None
+    other = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
+    if other:
+        raise UserError(
+            f'the weights of "{folder}" are in {other[0].name}, a pickle: convert them to safetensors, '
+            "or give its config.json to begin from scratch"
+        )
+    return None

@@ -1,0 +1,85 @@
+"""Build the model that a plan asks for: cut over the ranks, or whole in one process; with values or waiting for them.
+
+Values come from the weights of a Hugging Face directory, from the model class's own initialisation (see
+`tangram.models.build`), or later from a checkpoint; then only what no checkpoint holds is filled here.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from tangram.errors import UserError
+from tangram.models.build import build_on_meta, initial_tensors
+from tangram.models.source import Source, read_source
+from tangram.planner.plan import Plan
+from tangram.training.apply import apply, fill, freeze, give_storage, materialise
+from tangram.training.data import Tokens
+from tangram.training.weights import load_pretrained
+from tangram.training.world import World
+
+
+def source_of(plan: Plan, tokens: Tokens) -> Source:
+    """The plan's model, fitted to its tokens. Raises UserError where they do not fit.
+
+    A preset has the vocabulary of the tokens, unless the plan says otherwise; a model at a path keeps its own.
+    """
+    changes = dict(plan.model.change)
+    if plan.model.preset is not None:
+        begin = tokens.end if tokens.begin is None else tokens.begin
+        changes = {"vocab_size": tokens.vocabulary, "bos_token_id": begin, "eos_token_id": tokens.end, **changes}
+        asked = changes["vocab_size"]
+        if isinstance(asked, int) and asked < tokens.vocabulary:  # before transformers warns of what follows from it
+            _refuse_vocabulary(asked, tokens)
+    source = read_source(plan.model.preset, plan.model.path, changes)
+    text = source.config.get_text_config()
+    if text.vocab_size < tokens.vocabulary:
+        _refuse_vocabulary(text.vocab_size, tokens)
+    positions = getattr(text, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < plan.data.sequence:
+        raise UserError(
+            f"data.sequence is {plan.data.sequence}, but the model has {positions} positions: shorten it, or set "
+            "model.change.max_position_embeddings"
+        )
+    return source
+
+
+def _refuse_vocabulary(size: int, tokens: Tokens) -> None:
+    raise UserError(
+        f"the model has a vocabulary of {size}, but the tokenizer makes {tokens.vocabulary} tokens: take the model's "
+        "own tokenizer, or set model.change.vocab_size"
+    )
+
+
+def has_dropout(config: PreTrainedConfig) -> bool:
+    """Whether training draws masks, which depend on how the batch is cut over ranks."""
+    fields = config.get_text_config().to_dict()
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in fields.items())
+
+
+def build(plan: Plan, source: Source, world: World, *, values: bool) -> PreTrainedModel:
+    """This rank's part of the model. Without `values` only what no checkpoint holds has any."""
+    model = apply(build_on_meta(source.config), plan, world)
+    _fill(model, plan, source, world, world.device, values=values)
+    return model
+
+
+def build_whole(plan: Plan, source: Source, device: torch.device, *, values: bool = False) -> PreTrainedModel:
+    """The whole model in this process, in the plan's precision of computing."""
+    model = build_on_meta(source.config)
+    freeze(model, plan)
+    _fill(model, plan, source, None, device, values=values)
+    return model
+
+
+def _fill(
+    model: PreTrainedModel, plan: Plan, source: Source, world: World | None, device: torch.device, *, values: bool
+) -> None:
+    if values and source.weights is None:
+        materialise(model, device, initial_tensors(source.config, plan.seed))
+        return
+    give_storage(model, device)
+    lasting = model.state_dict(keep_vars=True).keys()
+    fill(model, initial_tensors(source.config, plan.seed, only=lambda name: name not in lasting))
+    if values:
+        load_pretrained(Path(source.weights or ""), model, plan, world)

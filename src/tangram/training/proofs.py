@@ -1,0 +1,119 @@
+"""The proofs at the end of a job: what it leaves behind is what it trained.
+
+The newest checkpoint is loaded whole in one process, another layout than the one that wrote it. There the held-out loss
+and the logits of a fixed batch must be those that the ranks have measured, and the export must give the same logits
+when transformers loads it.
+"""
+
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from tangram.models.source import Source
+from tangram.planner.plan import Plan
+from tangram.training import loop
+from tangram.training.building import build_whole
+from tangram.training.checkpoints import JobState, load
+from tangram.training.data import Corpus, Tokens, held_out_batches
+from tangram.training.events import Note
+from tangram.training.export import export, logits_difference
+from tangram.training.rank import RankReport, probe_batch, probe_logits
+from tangram.training.sample import sample_text
+
+SAME_LOSS = {"float32": 1e-6, "bfloat16": 2e-3}  # relative; the sums are the same but for their order
+SAME_LOGITS = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest logit
+
+
+class ProofError(Exception):
+    """The job ran, but what it left behind is not what it trained."""
+
+
+@dataclass(frozen=True)
+class Proved:
+    """What was measured in one process."""
+
+    loss: float
+    relative: float
+    """Of the loss, to the one that the ranks measured."""
+    logits: float
+    """The largest difference to the logits of the ranks."""
+    export: float
+    """The largest difference to the logits of the exported model."""
+    sample: str
+
+
+def prove(
+    plan: Plan,
+    source: Source,
+    tokens: Tokens,
+    corpus: Corpus,
+    checkpoint: Path,
+    out: Path,
+    measured: RankReport,
+    device: torch.device,
+    on_event: Callable[[object], None],
+) -> Proved:
+    """Measure all of it in this process. Raises ProofError for the first thing that is not so."""
+    model = build_whole(plan, source, device)
+    load(checkpoint, JobState(model, None), plan, None)
+    assert measured.held_out_loss is not None  # the caller has seen to it
+    assert measured.probe is not None
+    computed = as_computed(model, plan)
+    loss, relative = same_loss(computed, plan, corpus, measured.held_out_loss)
+    difference = same_logits(computed, plan, corpus, measured.probe)
+    limit = SAME_LOSS[plan.precision.compute]
+    on_event(
+        Note(
+            f"reloaded   loss {loss:.6f} in one process; relative difference {relative:.1e}, at most {limit:.0e}; "
+            f"logits of a fixed batch differ by {difference:.1e}"
+        )
+    )
+    folder = out / "export"
+    export(model, folder, tokens)
+    exported = logits_difference(model, folder, probe_batch(corpus, plan, device).inputs_BS)
+    if not exported <= SAME_LOGITS["float32"]:
+        raise ProofError(f"transformers loads {folder} as another model: the logits differ by {exported}")
+    on_event(Note(f"exported   {folder}; loaded by transformers, logits differ by {exported:.1e}"))
+    sample = sample_text(model, tokens, probe_batch(corpus, plan, device))
+    on_event(Note(f"sample     {sample!r}"))
+    return Proved(loss, relative, difference, exported, sample)
+
+
+def as_computed(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
+    """The model as the ranks computed with it: a copy with rounded parameters, where the plan's precision is low."""
+    if plan.precision.compute == "float32":
+        return model
+    rounded = copy.deepcopy(model)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.to(getattr(torch, plan.precision.compute))
+    return rounded
+
+
+def same_loss(model: PreTrainedModel, plan: Plan, corpus: Corpus, before: float) -> tuple[float, float]:
+    """The held-out loss of the reloaded model and how far it is from the one before; ProofError when too far."""
+    batches = held_out_batches(corpus, plan.data, index=0, size=1, device=model.device)
+    after = loop.evaluate(model, batches, None)
+    relative = abs(after - before) / abs(before)
+    if not relative <= SAME_LOSS[plan.precision.compute]:
+        raise ProofError(f"the reloaded checkpoint has a held-out loss of {after}, not the {before} that was measured")
+    return after, relative
+
+
+def same_logits(model: PreTrainedModel, plan: Plan, corpus: Corpus, before_BSV: npt.NDArray[np.float32]) -> float:
+    """How far the logits of the fixed batch are from the ones before; ProofError when too far."""
+    after_BSV = probe_logits(model, corpus, plan, model.device)
+    difference = float(np.abs(after_BSV - before_BSV).max())
+    limit = SAME_LOGITS[plan.precision.compute] * float(np.abs(before_BSV).max())
+    if not difference <= limit:
+        raise ProofError(
+            f"the reloaded checkpoint has other logits: they differ by {difference}, at most {limit} is right"
+        )
+    return difference

@@ -1,0 +1,135 @@
+"""The part of one rank in `tangram train`: build, resume, train, save, measure."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+import tangram
+from tangram.errors import UserError
+from tangram.hardware.machine import peak_resident_mb
+from tangram.planner.plan import Plan
+from tangram.planner.read import dumps
+from tangram.training import loop
+from tangram.training.building import build, source_of
+from tangram.training.checkpoints import Checkpointer, JobState, load
+from tangram.training.data import Batch, Corpus, held_out_batches, load_tokens, open_corpus
+from tangram.training.events import SaveFailed
+from tangram.training.launch import Rank
+from tangram.training.optimise import make_adamw
+from tangram.training.packing import respects_documents
+from tangram.training.profiling import profiled
+from tangram.training.world import World, make_world
+
+CHECKPOINTS = "checkpoint"  # in the folder of a run
+PROBE_TOKENS = 128  # of the fixed batch whose logits are compared
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What a rank is told."""
+
+    plan: Plan
+    folder: Path
+    digest: str
+    """Of the text that the parent has read; a rank that reads another one has to say so."""
+    costs: loop.Costs
+    resume: Path | None = None
+    profile: bool = False
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank has measured; the same on every rank but for clock and memory."""
+
+    trained: loop.Trained
+    first: int
+    """The steps that were done before, by the run that this one resumed."""
+    step: int
+    held_out_loss: float | None
+    """None: somebody asked to stop, so nothing was measured."""
+    probe: npt.NDArray[np.float32] | None
+    """The logits of the fixed batch, from rank 0."""
+    peak_rss_mb: float
+    blocked_seconds: float
+
+
+def train_rank(rank: Rank, job: RankJob) -> RankReport:
+    """The task of a rank."""
+    plan, group = job.plan, dist.group.WORLD
+    assert group is not None  # the launcher has made it
+    torch.use_deterministic_algorithms(plan.run.deterministic)
+    world = make_world(plan, rank.index, rank.device, group)
+    tokens = load_tokens(plan.data, plan.model.path)
+    corpus = open_corpus(plan.data, tokens)
+    if corpus.digest != job.digest:
+        raise UserError("this rank reads another text than the others: let the files rest, or train on a copy")
+    source = source_of(plan, tokens)
+    model = build(plan, source, world, values=job.resume is None)
+    state = JobState(model, make_adamw(model, plan.optimiser), about=about(plan, corpus))
+    checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world)
+    if job.resume is not None:
+        state.progress = load(job.resume, state, plan, world)
+    refuse_mixing(model, world)
+
+    first = state.progress.step
+    with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
+        hooks = loop.Hooks(rank.emit, rank.stop.asked, after_step)
+        trained = loop.train_steps(state, corpus, plan, world, checkpointer, hooks, job.costs)
+    checkpointer.save(state, wait=True)
+    for event in checkpointer.close():
+        rank.emit(event)
+        if isinstance(event, SaveFailed) and event.step == state.progress.step:
+            raise UserError(f"the last checkpoint could not be written: {event.reason}")
+    stopped = trained.stopped == "signal"
+    return RankReport(
+        trained=trained,
+        first=first,
+        step=state.progress.step,
+        held_out_loss=None if stopped else loop.held_out_loss(model, corpus, plan, world),
+        probe=None if stopped else probe_logits(model, corpus, plan, world.device),
+        peak_rss_mb=peak_resident_mb(),
+        blocked_seconds=checkpointer.blocked_seconds,
+    )
+
+
+def about(plan: Plan, corpus: Corpus) -> dict[str, Any]:
+    """What a checkpoint says of the run that wrote it."""
+    return {
+        "plan": dumps(plan),
+        "text": corpus.digest,
+        "seed": plan.seed,
+        "tangram": tangram.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def refuse_mixing(model: nn.Module, world: World | None) -> None:
+    """Raise UserError for a model in which a document sees the one that is packed before it."""
+    with loop.resharded(model):
+        if not respects_documents(model, device=next(model.parameters()).device):
+            raise UserError(
+                f"{type(model).__name__} lets a document see the one that is packed before it: it takes no notice of "
+                "position ids, so this version cannot train it"
+            )
+
+
+def probe_batch(corpus: Corpus, plan: Plan, device: torch.device) -> Batch:
+    """The fixed batch: the begin of the first held-out sample, the same for any number of ranks."""
+    batch = next(iter(held_out_batches(corpus, plan.data, index=0, size=1, device=device)))
+    return Batch(*(x_BS[:1, :PROBE_TOKENS] for x_BS in (batch.inputs_BS, batch.labels_BS, batch.positions_BS)))
+
+
+@torch.no_grad()
+def probe_logits(model: nn.Module, corpus: Corpus, plan: Plan, device: torch.device) -> npt.NDArray[np.float32]:
+    """The logits of the fixed batch, computed by all ranks of the model together."""
+    model.eval()
+    with loop.resharded(model):
+        return loop.logits_of(model, probe_batch(corpus, plan, device)).float().cpu().numpy()
