@@ -11,7 +11,6 @@ Of what several ranks hold, one writes. On the disk is torch's distributed check
 """
 
 import itertools
-import math
 import threading
 import time
 import zlib
@@ -26,22 +25,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.checkpoint import folders
-from tangram.checkpoint.folders import FileMark, Marker, newest, read_marker
+from tangram.checkpoint.folders import FileMark, Marker, newest
 from tangram.checkpoint.formats import dcp
 from tangram.errors import UserError
 from tangram.layout import Region, coverage, intervals
 from tangram.planner.plan import Plan
-from tangram.relayout import Piece, TensorSpec, bind, execute
-from tangram.relayout import plan as plan_copies
+from tangram.relayout import TensorSpec
 from tangram.training.events import Note, Saved, SaveFailed
+from tangram.training.restore import describe, load
 from tangram.training.state import Entry, JobState, Progress, entries, frozen
 from tangram.training.world import World
 
-__all__ = ["Checkpointer", "JobState", "Progress", "load", "newest", "read_marker"]
+__all__ = ["Checkpointer", "JobState", "Progress", "describe", "load", "newest"]
 
 T = TypeVar("T")
 LONGEST_WRITE = timedelta(hours=1)  # ranks wait this long for one that still writes; one that dies is seen at once
-HERE = "here"  # the place of the tensors that a checkpoint is read into
 
 
 @dataclass
@@ -313,81 +311,3 @@ class _Peers:
         box: list[Any] | None = [None] * len(self._ranks) if self.index == 0 else None
         dist.gather_object(own, box, dst=self._ranks[0], group=self._group)
         return box or []
-
-
-# ---------------------------------------------------------------- loading
-
-
-def load(path: Path, state: JobState, plan: Plan, world: World | None) -> Progress:
-    """Fill a job's state from a checkpoint of any layout and any number of ranks; how far it was.
-
-    `plan` and `world` are of the job that goes on; without a world everything is whole in this process. A rank reads
-    the pieces that have something of what it holds. Not collective. Raises UserError for a checkpoint that is not
-    whole, is damaged, or is of another model.
-    """
-    marker = read_marker(path)
-    targets = entries(state, plan, world)
-    index = _checked_index(path, marker)
-    specs = {entry.name: entry.spec for entry in targets}
-    found = {name: spec for name, spec in index.specs.items() if state.optimiser is not None or name in specs}
-    if state.optimiser is not None:
-        _refuse_other_frozen(path, marker, frozen(state))
-    _refuse_other_model(path, found, specs)
-    pieces: dict[str, list[Piece]] = {name: [] for name in specs}
-    for piece in index.pieces:
-        if piece.tensor in pieces:
-            pieces[piece.tensor].append(piece)
-    read = dcp.chunk_reader(path, {name: mark.sums for name, mark in marker.files.items()})
-    for entry in targets:  # one by one, so that only one tensor's pieces are in memory beside the model
-        if entry.region:
-            same = {entry.name: entry.spec}
-            copies = plan_copies(bind("{name*} -> {name*}", same, same), pieces[entry.name], [_want(entry)])
-            execute(copies, read, {(HERE, entry.name): entry.local})
-    state.progress = progress_of(marker)
-    return state.progress
-
-
-def progress_of(marker: Marker) -> Progress:
-    """How far training was."""
-    return Progress(**{key: marker.progress[key] for key in asdict(Progress())})  # pyright: ignore[reportArgumentType]
-
-
-def _want(entry: Entry) -> Piece:
-    return Piece(HERE, entry.name, entry.region)
-
-
-def _checked_index(path: Path, marker: Marker) -> dcp.DcpIndex:
-    """The index of a checkpoint; its bytes are checked before they are unpickled."""
-    mark = marker.files.get(dcp.INDEX)
-    if mark is None or zlib.crc32((path / dcp.INDEX).read_bytes()) != mark.sums.get(0):
-        raise UserError(f'the "{dcp.INDEX}" of the checkpoint "{path}" is damaged: its bytes are not those written')
-    index = dcp.read_index(path)
-    if folders.digest(index.specs) != marker.digest:
-        raise UserError(f'the checkpoint "{path}" is damaged: its tensors are not those that {folders.MARKER} names')
-    return index
-
-
-def _refuse_other_frozen(path: Path, marker: Marker, now: tuple[str, ...]) -> None:
-    then = set(marker.frozen)
-    newly, freed = sorted(set(now) - then), sorted(then - set(now))
-    if newly or freed:
-        what, name = ("trained", newly[0]) if newly else ("frozen", freed[0])
-        raise UserError(
-            f'the checkpoint "{path}" was written with {name} {what} ({len(newly) + len(freed)} parameter(s) differ): '
-            "resume with the same model.freeze"
-        )
-
-
-def _refuse_other_model(path: Path, found: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]) -> None:
-    differences = [f"it lacks {name}" for name in wanted if name not in found]
-    differences += [f"it has {name}" for name in found if name not in wanted]
-    for name in wanted.keys() & found.keys():
-        a, b = found[name], wanted[name]
-        if a != b:
-            differences.append(f"its {name} is {a.dtype} {list(a.shape)}, not {b.dtype} {list(b.shape)}")
-    if differences:
-        total = math.fsum(1 for _ in differences)
-        raise UserError(
-            f'the checkpoint "{path}" is of another model than the plan\'s: {differences[0]}'
-            + (f" ({total:.0f} differences in all)" if total > 1 else "")
-        )

@@ -1,0 +1,134 @@
+"""A Hugging Face directory: `model.safetensors`, or shard files with an index, read as pieces.
+
+Every tensor lies whole in one file, and the files are mapped into memory: a rank that wants some rows reads the pages
+that they are on and nothing else. Nothing is unpickled, so a directory from elsewhere cannot run code; one that has
+only pickled weights is refused.
+"""
+
+import json
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tangram.errors import UserError
+from tangram.layout import Region
+from tangram.relayout import Piece, TensorSpec
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# safetensors' names of the types, and torch's.
+DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+
+
+@dataclass(frozen=True)
+class HuggingFaceIndex:
+    """The tensors of a directory; the place of a piece is the name of its file."""
+
+    specs: Mapping[str, TensorSpec]
+    pieces: tuple[Piece, ...]
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a directory has safetensors weights, be they sound or not."""
+    return (path / SINGLE).exists() or (path / INDEX).exists()
+
+
+def read_index(path: Path) -> HuggingFaceIndex:
+    """Read what tensors a directory has from the headers of its files. Raises UserError for one that is not whole."""
+    if (path / SINGLE).exists():
+        named: dict[str, str] = {}
+        files = [SINGLE]
+    elif (path / INDEX).exists():
+        named = _weight_map(path)
+        files = sorted(set(named.values()))
+    else:
+        pickled = [name for name in PICKLED if (path / name).exists()]
+        why = f" (its {pickled[0]} is pickled and is not read: convert it to safetensors)" if pickled else ""
+        raise UserError(f'"{path}" has no {SINGLE} and no {INDEX}{why}')
+    specs: dict[str, TensorSpec] = {}
+    home: dict[str, str] = {}
+    for file in files:
+        for name, spec in _header(path / file).items():
+            if name in home:
+                raise UserError(f'"{path}" has the tensor {name} twice, in {home[name]} and in {file}')
+            specs[name], home[name] = spec, file
+    for name, file in named.items():
+        if home.get(name) != file:
+            raise UserError(f'the index "{path / INDEX}" says that {name} is in {file}, but it is not')
+    return HuggingFaceIndex(specs, tuple(Piece(home[name], name, Region.full(s.shape)) for name, s in specs.items()))
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Which file each tensor is in, by the index."""
+    file = path / INDEX
+    try:
+        fields: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f'the index "{file}" cannot be read: {error}') from None
+    table: Any = cast(dict[str, Any], fields).get("weight_map") if isinstance(fields, dict) else None
+    if not isinstance(table, dict) or not table:
+        raise UserError(f'the index "{file}" has no table weight_map')
+    named: dict[str, str] = {}
+    for name, home in cast(dict[str, Any], table).items():
+        if not isinstance(home, str) or Path(home).name != home:
+            raise UserError(f'the index "{file}" says that {name} is in {home!r}, which is no name of a file beside it')
+        named[name] = home
+    return named
+
+
+def _header(file: Path) -> dict[str, TensorSpec]:
+    """The tensors of one file."""
+    with _opened(file) as stream:
+        specs: dict[str, TensorSpec] = {}
+        for name in stream.keys():  # noqa: SIM118  it is no dict
+            part = stream.get_slice(name)
+            dtype = str(part.get_dtype())
+            if dtype not in DTYPES:
+                raise UserError(f'{name} in "{file}" has the type {dtype}, which this version does not read')
+            specs[name] = TensorSpec(tuple(part.get_shape()), DTYPES[dtype])
+    return specs
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise UserError(f'"{file.parent}" is not whole: its file {file.name} is not there') from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f'"{file}" is damaged or cut off: {error}') from None
+
+
+def mapped_reader(path: Path) -> Callable[[Hashable, str], Tensor]:
+    """A function from the place and name of a piece to its values: a view of the mapped file, read where it is used."""
+    files: dict[str, Any] = {}
+
+    def read(place: Hashable, name: str) -> Tensor:
+        assert isinstance(place, str)
+        if place not in files:
+            files[place] = _opened(path / place)
+        return files[place].get_tensor(name)
+
+    return read

@@ -1,0 +1,333 @@
+"""What was saved is what is loaded, at any layout; whatever fails or is killed, the last good checkpoint stays good."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+from tangram.checkpoint import folders
+from tangram.errors import UserError
+from tangram.training.checkpoints import Checkpointer, JobState, Progress, describe, load, newest
+from tangram.training.events import Saved, SaveFailed
+from tangram.training.launch import run_ranks
+from tests.training.saving import Seen, net, plan_of, same, step, trainable, two_ranks, values, whole_state
+
+ONE = plan_of(ranks=1)
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sequence[Seen]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "file").touch()
+    return folder, run_ranks(two_ranks, folder, world=2, on_event=print, device="cpu")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, JobState]:
+    """A checkpoint of one process, and the state that is in it."""
+    state = whole_state(net())
+    return save(tmp_path / "checkpoint", state), state
+
+
+def save(folder: Path, state: JobState) -> Path:
+    checkpointer = Checkpointer(folder, ONE, None)
+    checkpointer.save(state, wait=True)
+    (event,) = checkpointer.close()
+    assert isinstance(event, Saved), event
+    return Path(event.path)
+
+
+def other() -> JobState:
+    """A job of the same kind with other values everywhere."""
+    return whole_state(net(7), seed=5, steps=3)
+
+
+# ---------------------------------------------------------------- other layouts
+
+
+def test_two_ranks_to_one_process(warm: tuple[Path, Sequence[Seen]]) -> None:
+    folder, seen = warm
+    state = other()
+    assert not same(values(state), seen[0].saved)
+    assert load(folder / "rows" / "step-00000002", state, ONE, None) == Progress(2, 16, 128, 1.5)
+    assert same(values(state), seen[0].saved), "and not what training made of it while it was written"
+    assert state.model.get_parameter("head.weight") is state.model.get_parameter("embed.weight")
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "copies"])
+def test_two_ranks_to_two_of_any_layout(warm: tuple[Path, Sequence[Seen]], layout: str) -> None:
+    _, seen = warm
+    for rank in seen:
+        assert same(rank.loaded[layout], rank.saved)
+
+
+def test_torchs_own_reader_reads_the_same(warm: tuple[Path, Sequence[Seen]]) -> None:
+    folder, seen = warm
+    path = folder / "rows" / "step-00000002"
+    state = other()
+    load(path, state, ONE, None)
+    parameters = {f"model.{name}": torch.full_like(p, -7) for name, p in state.model.named_parameters()}
+    theirs = parameters | {"optim.embed.weight.exp_avg_sq": torch.zeros(11, 6), "optim.gain.bias.step": torch.zeros(())}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        torch_dcp.load(theirs, checkpoint_id=path, no_dist=True)
+    for name, tensor in theirs.items():
+        assert np.array_equal(tensor.detach(), seen[0].saved[name.removeprefix("model.").removeprefix("optim.")]), name
+
+
+def test_only_the_first_rank_tells(warm: tuple[Path, Sequence[Seen]]) -> None:
+    _, (first, second) = warm
+    (event,) = first.events["rows"]
+    assert isinstance(event, Saved)
+    assert event.asynchronous
+    assert event.step == 2
+    assert 0 < event.blocked_seconds <= event.seconds
+    assert not any(second.events.values())
+
+
+def test_a_parameter_that_some_rank_has_nothing_of_is_there_once(warm: tuple[Path, Sequence[Seen]]) -> None:
+    from tangram.checkpoint.formats.dcp import read_index
+
+    index = read_index(warm[0] / "rows" / "step-00000002")
+    pieces = [piece.tensor for piece in index.pieces]
+    assert pieces.count("model.gain.bias") == 1  # one element, two ranks
+    assert pieces.count("model.embed.weight") == 2
+    assert pieces.count("optim.embed.weight.step") == 1  # every rank has it
+    assert "model.seen" in pieces
+    assert not {"model.table", "model.head.weight", "optim.norm.weight.exp_avg"} & index.specs.keys()
+
+
+# ---------------------------------------------------------------- what cannot be written
+
+
+def test_one_rank_cannot_write(warm: tuple[Path, Sequence[Seen]]) -> None:
+    folder, (first, _) = warm
+    (failed,) = first.events["full"]
+    assert isinstance(failed, SaveFailed)
+    assert failed.step == 3
+    assert failed.reason == "rank 1 cannot write: File too large"
+    (after,) = first.events["after"]
+    assert isinstance(after, Saved), "the next one is written again"
+    assert not after.asynchronous
+    assert sorted(path.name for path in (folder / "rows").iterdir()) == ["step-00000002", "step-00000004"]
+
+
+def test_no_folder_can_be_made(warm: tuple[Path, Sequence[Seen]]) -> None:
+    (failed,) = warm[1][0].events["no folder"]
+    assert isinstance(failed, SaveFailed)
+    assert "the folder of the checkpoint cannot be made" in failed.reason
+    assert "Not a directory" in failed.reason
+
+
+def test_what_json_cannot_say_fails_the_checkpoint_only(tmp_path: Path) -> None:
+    state = whole_state(net())
+    state.about = {"plan": object()}
+    checkpointer = Checkpointer(tmp_path, ONE, None)
+    checkpointer.save(state)
+    (failed,) = checkpointer.close()
+    assert isinstance(failed, SaveFailed)
+    assert "not JSON serializable" in failed.reason
+    assert not list(tmp_path.iterdir())
+
+
+def die_at(number: int, folder: Path) -> None:
+    """Kill this process when something is done to files in the folder for the n-th time."""
+    left = number
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and str(folder) in str(arguments[0]):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """Every file operation of a save is once the last thing that a process does."""
+    folder = tmp_path / "checkpoint"
+    plan = plan_of(ranks=1, keep=1)
+    state = whole_state(net())
+    kept: dict[int, Any] = {}
+    seen: set[int] = set()
+    moment = status = 0
+    for moment in range(100):
+        shutil.rmtree(folder, ignore_errors=True)
+        state.progress = Progress(1)
+        kept[1] = values(state)
+        Checkpointer(folder, plan, None).save(state, wait=True)
+        assert state.optimiser is not None
+        step(state.model, state.optimiser, 1)
+        state.progress = Progress(2)
+        kept[2] = values(state)
+        child = os.fork()
+        if child == 0:
+            die_at(moment, folder)
+            Checkpointer(folder, plan, None).save(state, wait=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        path = newest(folder)
+        assert path is not None
+        found = other()
+        at = load(path, found, plan, None).step
+        assert same(values(found), kept[at]), f"killed before file operation {moment}"
+        seen.add(at)
+        if not os.WIFSIGNALED(status):
+            break
+        Checkpointer(folder, plan, None).save(state, wait=True)
+        assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == [], "what the dead one left is removed"
+    assert seen == {1, 2}
+    assert moment > 8
+    assert not os.WIFSIGNALED(status)
+
+
+# ---------------------------------------------------------------- which are kept
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    state = whole_state(net())
+    checkpointer = Checkpointer(tmp_path, plan_of(ranks=1, keep=2), None)
+    for number in (1, 2, 3, 4):
+        state.progress = Progress(number)
+        checkpointer.save(state)
+    steps = [event.step for event in checkpointer.close() if isinstance(event, Saved)]
+    assert steps == [1, 2, 3, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    assert newest(tmp_path) == tmp_path / "step-00000004"
+
+
+def test_of_a_job_that_went_back_the_newest_is_what_it_wrote_last(tmp_path: Path) -> None:
+    state = whole_state(net())
+    for number in (10, 20, 10):
+        state.progress = Progress(number)
+        save(tmp_path, state)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010-2", "step-00000020"]
+    assert newest(tmp_path) == tmp_path / "step-00000010-2"
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    state = whole_state(net())
+    checkpointer = Checkpointer(tmp_path, ONE, None)
+    checkpointer.save(state)
+    checkpointer.save(state, wait=True)
+    assert len(checkpointer.close()) == 1
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_before_the_first_step(tmp_path: Path, asynchronous: bool) -> None:
+    model = net()
+    state = JobState(model, torch.optim.AdamW(trainable(model)))
+    checkpointer = Checkpointer(tmp_path, plan_of(ranks=1, asynchronous=asynchronous), None)
+    checkpointer.save(state)
+    (event,) = checkpointer.close()
+    assert isinstance(event, Saved)
+    assert event.asynchronous == asynchronous
+    found = JobState(net(3), None)
+    assert load(Path(event.path), found, ONE, None) == Progress()
+    assert torch.equal(found.model.get_parameter("embed.weight"), model.embed.weight)
+
+
+# ---------------------------------------------------------------- checkpoints that are wrong
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def change(path: Path, **fields: Any) -> None:
+    marker = path / folders.MARKER
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), **fields}))
+
+
+DATA = "__0_0.distcp"
+
+
+HARMS: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda path: flip(path / DATA, 700), r'".*" in ".*__0_0.distcp" is damaged'),
+    (lambda path: flip(path / ".metadata", 100), r'the ".metadata" of the checkpoint ".*" is damaged'),
+    (lambda path: cut(path / DATA), r'is not whole: its file "__0_0.distcp" has \d+ of \d+ bytes'),
+    (lambda path: (path / DATA).unlink(), r'is not whole: its file "__0_0.distcp" is not there'),
+    (lambda path: (path / folders.MARKER).unlink(), "is not a whole checkpoint: it has no tangram.json"),
+    (lambda path: (path / folders.MARKER).write_text("{"), r"the tangram.json of the checkpoint .* cannot be read"),
+    (lambda path: (path / folders.MARKER).write_text("[]"), r"has the format None; this version reads 1"),
+    (lambda path: change(path, format=2), r"has the format 2; this version reads 1"),
+    (lambda path: change(path, files=3), r"the tangram.json of the checkpoint .* is damaged"),
+    (lambda path: change(path, progress={"step": 1}), r"the tangram.json of the checkpoint .* is damaged"),
+    (lambda path: change(path, digest="0"), r"its tensors are not those that tangram.json names"),
+    (lambda path: shutil.rmtree(path), "there is no checkpoint"),
+]
+TEARS: list[Callable[[Path], Any]] = [lambda path: cut(path / DATA), lambda path: (path / folders.MARKER).unlink()]
+
+
+@pytest.mark.parametrize(("harm", "message"), HARMS)
+def test_harm_is_found(saved: tuple[Path, JobState], harm: Callable[[Path], Any], message: str) -> None:
+    path, _ = saved
+    harm(path)
+    with pytest.raises(UserError, match=message):
+        load(path, other(), ONE, None)
+
+
+@pytest.mark.parametrize("harm", TEARS)
+def test_a_torn_one_is_passed_over(saved: tuple[Path, JobState], harm: Callable[[Path], Any]) -> None:
+    path, state = saved
+    state.progress = Progress(90)
+    later = save(path.parent, state)
+    assert newest(path.parent) == later
+    harm(later)
+    assert newest(path.parent) == path
+
+
+def test_the_folder_of_all_of_them_is_none(saved: tuple[Path, JobState]) -> None:
+    path, _ = saved
+    with pytest.raises(UserError, match=f'holds several checkpoints, give one of them: the newest is "{path}"'):
+        load(path.parent, other(), ONE, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tied": False}, r"of another model than the plan's: it lacks model.head.weight \(4 differences in all\)"),
+        ({"width": 8}, r"its model.embed.weight is float32 \[11, 6\], not float32 \[11, 8\]"),
+    ],
+)
+def test_another_model(saved: tuple[Path, JobState], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load(saved[0], whole_state(net(**options)), ONE, None)
+
+
+def test_another_type(saved: tuple[Path, JobState]) -> None:
+    with pytest.raises(UserError, match=r"model.embed.weight is float32 \[11, 6\], not bfloat16"):
+        load(saved[0], JobState(net().to(torch.bfloat16), None), ONE, None)
+
+
+def test_other_frozen_parameters(saved: tuple[Path, JobState]) -> None:
+    path, _ = saved
+    assert describe(path).frozen == ("norm.weight",)
+    model = net()
+    with pytest.raises(UserError, match=r"was written with norm.weight frozen .* the same model.freeze"):
+        load(path, JobState(model, torch.optim.AdamW(model.parameters())), ONE, None)
+    model.norm.weight.requires_grad_(False)
+    model.gain.bias.requires_grad_(False)
+    with pytest.raises(UserError, match=r"was written with gain.bias trained \(1 parameter"):
+        load(path, JobState(model, torch.optim.AdamW(trainable(model))), ONE, None)
