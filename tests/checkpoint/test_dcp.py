@@ -1,0 +1,115 @@
+"""torch's distributed checkpoints: what we write its own reader reads, and what it writes we read."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from tangram.checkpoint.formats.dcp import Chunk, chunk_reader, read_index, write_chunks, write_index
+from tangram.errors import UserError
+from tangram.layout import Region
+from tangram.relayout import Piece, TensorSpec, bind, execute, plan
+
+ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+TENSORS: dict[str, Tensor] = {
+    "w": torch.arange(35.0).view(7, 5),
+    "half": torch.arange(4.0).to(torch.bfloat16),
+    "step": torch.tensor(3.0),
+    "none": torch.zeros(0, 4),
+}
+
+
+def read(path: Path, name: str) -> Tensor:
+    index = read_index(path)
+    spec = {name: index.specs[name]}
+    out = torch.empty(spec[name].shape, dtype=getattr(torch, spec[name].dtype))
+    pieces = [piece for piece in index.pieces if piece.tensor == name]
+    copies = plan(bind("{n*} -> {n*}", spec, spec), pieces, [Piece("here", name, Region.full(out.shape))])
+    execute(copies, chunk_reader(path), {("here", name): out})
+    return out
+
+
+@ALONE
+def test_torch_reads_what_we_write(tmp_path: Path) -> None:
+    w = TENSORS["w"]
+    first = [Chunk("w", (0, 0), w[:4].clone()), Chunk("step", (), TENSORS["step"])]
+    second = [Chunk("w", (4, 3), w[4:, 3:].contiguous()), Chunk("half", (0,), TENSORS["half"])]
+    second.append(Chunk("w", (4, 0), w[4:, :3].contiguous()))
+    written = write_chunks(tmp_path / "__0_0.distcp", first) + write_chunks(tmp_path / "__1_0.distcp", second)
+    specs = {name: TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in TENSORS.items()}
+    write_index(tmp_path, specs, written)
+    theirs = {name: torch.full_like(tensor, -1) for name, tensor in TENSORS.items()}
+    torch_dcp.load(theirs, checkpoint_id=tmp_path, no_dist=True)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(theirs[name], tensor), name
+        assert torch.equal(read(tmp_path, name), tensor), name
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A checkpoint by torch."""
+    torch_dcp.save({**TENSORS, "note": "opaque"}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    return tmp_path / "theirs"
+
+
+@ALONE
+def test_we_read_what_torch_writes(theirs: Path) -> None:
+    index = read_index(theirs)
+    assert index.opaque == ("note",)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(read(theirs, name), tensor), name
+
+
+@ALONE
+def test_a_missing_chunk_is_named_with_its_region(theirs: Path) -> None:
+    metadata: Metadata = torch_dcp.FileSystemReader(str(theirs)).read_metadata()
+    entry = metadata.state_dict_metadata["w"]
+    assert isinstance(entry, TensorStorageMetadata)
+    entry.chunks.pop()
+    (theirs / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=r"(?s)w.*0:7"):
+        read(theirs, "w")
+
+
+@ALONE
+def test_a_cut_off_file_is_named(theirs: Path) -> None:
+    file = next(theirs.glob("__0_*.distcp"))
+    file.write_bytes(file.read_bytes()[:-2000])
+    with pytest.raises(UserError, match=rf"{file.name}.*is cut off"):
+        [read(theirs, name) for name in TENSORS]
+
+
+def test_changed_bytes_are_found(tmp_path: Path) -> None:
+    (written,) = write_chunks(tmp_path / "f", [Chunk("w", (0, 0), TENSORS["w"])])
+    assert torch.equal(chunk_reader(tmp_path, {"f": {0: written.crc32}})(written.span, "w"), TENSORS["w"])
+    data = bytearray((tmp_path / "f").read_bytes())
+    data[len(data) // 2] ^= 4
+    (tmp_path / "f").write_bytes(data)
+    with pytest.raises(UserError, match=r'"w" in ".*f" is damaged'):
+        chunk_reader(tmp_path, {"f": {0: written.crc32}})(written.span, "w")
+
+
+def test_a_full_disk_is_an_error_like_any_other(tmp_path: Path) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_chunks(
+                tmp_path / "f", [Chunk("w", (0,), torch.zeros(500_000)), Chunk("v", (0,), torch.zeros(500_000))]
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "not a complete DCP checkpoint"), (b"junk", "is damaged")])
+def test_a_folder_without_sound_metadata(tmp_path: Path, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_index(tmp_path)
