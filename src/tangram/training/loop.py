@@ -74,7 +74,7 @@ def train_steps(
     world: World,
     checkpointer: Checkpointer,
     hooks: Hooks,
-    costs: Costs = Costs(),  # noqa: B008  frozen
+    costs: Costs = Costs(),
 ) -> Trained:
     """Train from where `state` stands until the plan's steps or its time are used up, or somebody asks to stop."""
     model, optimiser = state.model, state.optimiser
@@ -230,9 +230,7 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, batches: Iterable[Batch], world: World | None, loss_sum: LossSum | None = None
-) -> float:
+def evaluate(model: nn.Module, batches: Iterable[Batch], world: World | None, loss_sum: LossSum | None = None) -> float:
     """The mean loss per counted token over all data ranks' batches; without a world, over these alone."""
     model.eval()
     totals: Tensor | None = None

@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from tangram.training.events import Evaluated, Note, SaveFailed, Saved, StepDone, Table, Working
+from tangram.training.events import Evaluated, Note, Saved, SaveFailed, StepDone, Table, Working
 from tangram.training.tables import drawn, plain
 
 PLAIN_SECONDS = 5.0  # between two plain lines, so that a log file stays readable
