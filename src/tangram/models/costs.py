@@ -1,0 +1,338 @@
+"""What a model costs: parameters, operations and bytes of one micro-batch, counted by running it without memory.
+
+`costs` runs forward, loss and backward of a copy of the model under torch's fake tensors, as on the CPU (so that
+attention is one fused operator), and looks at every operator: the FLOPs of products, the bytes that all others read and
+write, and what autograd keeps for the backward. So it needs no rules per architecture. FLOPs are those of dense
+attention: a causal kernel that skips half of the scores is credited with all of them, as is usual.
+
+Trade-off: activations are counted as eager autograd keeps them; compilation keeps less. Experts in float32, whose
+product torch can only fake in bfloat16, are run in bfloat16 with every such tensor counted twice.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.errors import UserError
+
+OUTSIDE = ""
+"""The name under which what lies outside the blocks is kept."""
+
+_aten = torch.ops.aten
+_GATHERS = {_aten.embedding, _aten.index, _aten.gather, _aten.index_select}  # read no more than they write
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter, tied ones once under their first name."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: str
+    """The name of the repeated block that it belongs to, "" outside all blocks."""
+    trained: bool = True
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the devices do in one pass: products by the FLOPs of a call, other operators by the bytes of a call."""
+
+    products: tuple[tuple[float, int], ...] = ()
+    """(FLOPs of one call, how many calls)."""
+    moves: tuple[tuple[float, int], ...] = ()
+    """(bytes read and written by one call, how many calls)."""
+
+    @property
+    def flops(self) -> float:
+        """Of all products."""
+        return sum(flops * times for flops, times in self.products)
+
+    @property
+    def bytes_moved(self) -> float:
+        """By all other operators."""
+        return sum(size * times for size, times in self.moves)
+
+    @property
+    def calls(self) -> int:
+        """How many operators run."""
+        return sum(times for _, times in (*self.products, *self.moves))
+
+
+@dataclass(frozen=True)
+class Part:
+    """One block, or what lies outside of all: its share of a micro-batch."""
+
+    name: str
+    forward_flops: float
+    backward_flops: float
+    kept_bytes: float
+    """Of activations that the backward needs."""
+    input_bytes: float
+    """What has to be kept of a block that is computed again in the backward."""
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """What one micro-batch of `micro_batch` samples of `sequence` tokens costs on one device that holds the model."""
+
+    sequence: int
+    micro_batch: int
+    parameters: tuple[Parameter, ...]
+    parts: tuple[Part, ...]
+    """The blocks in order, then what lies outside."""
+    forward: Work
+    backward: Work
+    logits_bytes: float
+    """Of the logits in float32, as the loss takes them; their gradient is as large again."""
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers in all parameters."""
+        return sum(parameter.size for parameter in self.parameters)
+
+    @property
+    def forward_flops_per_sample(self) -> float:
+        """FLOPs of a sample's forward."""
+        return self.forward.flops / self.micro_batch
+
+    @property
+    def backward_flops_per_sample(self) -> float:
+        """FLOPs of a sample's backward."""
+        return self.backward.flops / self.micro_batch
+
+    @property
+    def flops_per_sample(self) -> float:
+        """FLOPs of a sample's forward and backward."""
+        return self.forward_flops_per_sample + self.backward_flops_per_sample
+
+    @property
+    def activation_bytes(self) -> float:
+        """What is kept for the backward of a micro-batch, parameters not counted."""
+        return sum(part.kept_bytes for part in self.parts)
+
+    @property
+    def blocks(self) -> tuple[Part, ...]:
+        """The repeated blocks."""
+        return tuple(part for part in self.parts if part.name != OUTSIDE)
+
+    def block_parameters(self, block: str) -> int:
+        """Numbers in the parameters of one block, or of "" outside all blocks."""
+        return sum(parameter.size for parameter in self.parameters if parameter.block == block)
+
+
+def block_names(model: nn.Module) -> list[str]:
+    """The repeated blocks: the members of the outermost module lists that have parameters."""
+    named = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    lists = {name: module for name, module in named if isinstance(module, nn.ModuleList)}
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return [
+        f"{name}.{key}"
+        for name in outer
+        for key, block in lists[name].named_children()
+        if any(True for _ in block.parameters())
+    ]
+
+
+def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
+    """Every parameter with the block it belongs to."""
+    blocks = block_names(model)
+    return tuple(
+        Parameter(
+            name,
+            tuple(parameter.shape),
+            next((block for block in blocks if name.startswith(f"{block}.")), OUTSIDE),
+            parameter.requires_grad,
+        )
+        for name, parameter in model.named_parameters()
+    )
+
+
+def costs(model: nn.Module, sequence: int, micro_batch: int = 1, dtype: torch.dtype = torch.float32) -> ModelCosts:
+    """Count what a causal language model (on meta or not) costs; `dtype` is that of the computation.
+
+    The model is not changed. Raises UserError for a model that does not run on token ids alone.
+    """
+    experts = any(parameter.ndim == 3 for parameter in model.parameters())  # stacked, for one grouped product
+    scale = dtype.itemsize // 2 if experts else 1
+    try:
+        return _counted(model, sequence, micro_batch, torch.bfloat16 if experts else dtype, scale)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"what a {type(model).__name__} costs cannot be counted: {reason}") from error
+
+
+def _counted(model: nn.Module, sequence: int, micro_batch: int, dtype: torch.dtype, scale: int) -> ModelCosts:
+    fake = FakeTensorMode()
+    twin = _twin(model, dtype, fake)
+    blocks = block_names(twin)
+    meter = _Meter(twin, blocks, scale)
+    with ExitStack() as stack:
+        stack.enter_context(fake)
+        ids_BS = torch.zeros(micro_batch, sequence, dtype=torch.long)  # noqa: N806
+        positions_BS = torch.arange(sequence).expand(micro_batch, sequence)  # noqa: N806
+        stack.enter_context(meter.flops)
+        stack.enter_context(meter)
+        with torch.autograd.graph.saved_tensors_hooks(meter.keep, _same):
+            logits_BSV: Tensor = twin(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).logits  # noqa: N806
+            loss = F.cross_entropy(logits_BSV.flatten(0, 1).float(), ids_BS.flatten(), reduction="sum")
+        forward, forward_flops = meter.take(), meter.flops_by_block()
+        loss.backward()
+        backward, all_flops = meter.take(), meter.flops_by_block()
+    parts = tuple(
+        Part(
+            name,
+            forward_flops[name],
+            all_flops[name] - forward_flops[name],
+            float(meter.kept[name]),
+            float(meter.inputs[name]),
+        )
+        for name in (*blocks, OUTSIDE)
+    )
+    return ModelCosts(sequence, micro_batch, parameters_of(model), parts, forward, backward, 4.0 * logits_BSV.numel())
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _twin(model: nn.Module, dtype: torch.dtype, fake: FakeTensorMode) -> nn.Module:
+    """A copy of the model whose tensors are fake ones on the CPU; tied parameters stay one."""
+    twin = copy.deepcopy(model).train()
+    made: dict[Tensor, Tensor] = {}
+
+    def faked(tensor: Tensor) -> Tensor:
+        if tensor not in made:
+            with fake:
+                kind = dtype if tensor.is_floating_point() and isinstance(tensor, nn.Parameter) else tensor.dtype
+                empty = torch.empty(tensor.shape, dtype=kind, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        return made[tensor]
+
+    for module in cast("Iterable[nn.Module]", twin.modules()):
+        for tensors in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage]
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    cast("dict[str, Tensor]", tensors)[name] = faked(tensor)
+    return twin
+
+
+class _Meter(TorchDispatchMode):
+    """Looks at every operator that runs, and at every tensor that autograd keeps."""
+
+    def __init__(self, model: nn.Module, blocks: list[str], scale: int) -> None:
+        super().__init__()
+        self.flops = flop_counter.FlopCounterMode(display=False, custom_mapping=_PRODUCTS)
+        self.root = type(model).__name__
+        self.blocks = blocks
+        self.kept: Counter[str] = Counter()
+        self.inputs: Counter[str] = Counter()
+        self._products: Counter[float] = Counter()
+        self._moves: Counter[float] = Counter()
+        self._scale = scale
+        self._block = OUTSIDE
+        # Storages that have been seen; they are held, so that no other one gets their number.
+        self._seen = {_storage(x): x for x in (*model.parameters(), *model.buffers())}
+        for name in blocks:
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+            block.register_forward_hook(self._leave)
+
+    def _enter(self, name: str, _: nn.Module, *given: Any) -> None:
+        self._block = name
+        first = next((x for x in tree_leaves(given) if isinstance(x, Tensor)), None)
+        self.inputs[name] = self._size(first) if first is not None else 0
+
+    def _leave(self, *_: Any) -> None:
+        self._block = OUTSIDE
+
+    def keep(self, x: Tensor) -> Tensor:
+        """A tensor that the backward needs; each storage counts once."""
+        key = _storage(x)
+        if key not in self._seen:
+            self._seen[key] = x
+            self.kept[self._block] += x.untyped_storage().nbytes() * (self._scale if x.dtype == torch.bfloat16 else 1)
+        return x
+
+    def take(self) -> Work:
+        """What ran since the last call."""
+        work = Work(tuple(sorted(self._products.items())), tuple(sorted(self._moves.items())))
+        self._products.clear()
+        self._moves.clear()
+        return work
+
+    def flops_by_block(self) -> dict[str, float]:
+        """The FLOPs until now of each block and of what lies outside."""
+        counts = self.flops.get_flop_counts()
+        found = {name: float(sum(counts.get(f"{self.root}.{name}", {}).values())) for name in self.blocks}
+        return {**found, OUTSIDE: self.flops.get_total_flops() - sum(found.values())}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.flops.get_total_flops()
+        result = func(*args, **(kwargs or {}))
+        if flops := self.flops.get_total_flops() - before:
+            self._products[float(flops)] += 1
+        elif size := self._moved(func, [args, kwargs or {}], result):
+            self._moves[float(size)] += 1
+        return result
+
+    def _moved(self, func: Any, given: Any, result: Any) -> int:
+        inputs = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        storages = {_storage(x) for x in inputs}
+        if not outputs or (not func._schema.is_mutable and all(_storage(x) in storages for x in outputs)):
+            return 0  # a view
+        written = sum(map(self._size, outputs))
+        return 2 * written if func.overloadpacket in _GATHERS else written + sum(map(self._size, inputs))
+
+    def _size(self, x: Tensor) -> int:
+        held = min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+        return held * (self._scale if x.dtype == torch.bfloat16 else 1)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return flop_counter.sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return flop_counter.sdpa_backward_flop_count(grad, query, key, value)
+
+
+def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    """One product a row group: what each row of `left` meets is a single matrix of `right`."""
+    flops = 2 * right[-1]
+    for n in left:
+        flops *= n
+    return flops
+
+
+# Products that torch's counter does not know.
+_PRODUCTS: dict[Any, Any] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten._grouped_mm: _grouped,
+}
