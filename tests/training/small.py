@@ -1,13 +1,13 @@
 """A model, a text and a plan small enough for tests."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from tangram.training.plan import Plan
+import tomli_w
+
+from tangram.planner.plan import Plan
 
 WORLD = 2
-SCALARS = ("version", "seed", "mesh")
 SMALL_MODEL = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -28,36 +28,28 @@ def write_text(folder: Path) -> Path:
 
 
 def small_plan(text: Path, **changes: dict[str, Any]) -> Plan:
-    """A plan on `text`; `changes` are keys of its tables."""
+    """A plan on `text`; `changes` are keys of its tables, or whole values of keys outside tables."""
     return Plan.model_validate(small_tables(text, **changes))
 
 
 def plan_file(path: Path, text: Path, **changes: dict[str, Any]) -> Path:
-    """The plan as a file: JSON's scalars, and tables in line, are TOML too."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in small_tables(text, **changes).items() if key in SCALARS]
-    for name, table in small_tables(text, **changes).items():
-        if name not in SCALARS:
-            lines += [f"[{name}]", *(f"{json.dumps(key)} = {_toml(value)}" for key, value in table.items())]
-    path.write_text("\n".join(lines))
+    """The plan as a file."""
+    path.write_text(tomli_w.dumps(small_tables(text, **changes)))
     return path
 
 
-def _toml(value: Any) -> str:
-    if not isinstance(value, dict):
-        return json.dumps(value)
-    return "{" + ", ".join(f"{key} = {json.dumps(inner)}" for key, inner in value.items()) + "}"
-
-
-def small_tables(text: Path, **changes: dict[str, Any]) -> dict[str, Any]:
+def small_tables(text: Path, **changes: Any) -> dict[str, Any]:
     """The tables of a plan as its file would have them."""
     tables: dict[str, Any] = {
-        "version": 1,
+        "version": 2,
         "seed": 3,
         "mesh": f"dp={WORLD}",
+        "axes": {"data": ["dp"]},
+        "layouts": {"parameters": {"*": "_/dp ..."}},
         "model": {"preset": "qwen3-1m", "change": SMALL_MODEL},
-        "layouts": {"*": "_/dp ..."},
         "data": {
-            "root": str(text),
+            "sources": [{"path": str(text), "pattern": "**/*.py"}],
+            "cache": str(text.parent / "tokens"),
             "held_out": 0.3,
             "held_out_samples": 13,
             "sequence": 32,
@@ -68,5 +60,5 @@ def small_tables(text: Path, **changes: dict[str, Any]) -> dict[str, Any]:
         "run": {"steps": 3, "device": "cpu"},
     }
     for table, keys in changes.items():
-        tables[table] = {**tables[table], **keys}
+        tables[table] = {**tables[table], **keys} if isinstance(keys, dict) else keys
     return tables

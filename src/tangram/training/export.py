@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging
 
-from tangram.training.data.tokens import END
+from tangram.training.data import END, Tokens
 
 END_TEXT = "<|endoftext|>"
 
@@ -43,15 +43,15 @@ def _no_progress_bars() -> Generator[None]:
             logging.enable_progress_bar()
 
 
-def export(model: PreTrainedModel, folder: Path, tokenizer: Path | None) -> None:
-    """Write model, configuration and tokenizer (None: bytes); the model must be whole in this process.
+def export(model: PreTrainedModel, folder: Path, tokens: Tokens) -> None:
+    """Write model, configuration and tokenizer; the model must be whole in this process.
 
     What stands in `folder` already, from a run that was resumed, is replaced.
     """
     with _no_progress_bars():
         model.save_pretrained(folder)
-    with_tokens = byte_tokenizer() if tokenizer is None else AutoTokenizer.from_pretrained(tokenizer)
-    with_tokens.save_pretrained(folder)
+    tokenizer = byte_tokenizer() if tokens.folder is None else AutoTokenizer.from_pretrained(tokens.folder)
+    tokenizer.save_pretrained(folder)
 
 
 @torch.no_grad()

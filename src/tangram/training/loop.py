@@ -135,7 +135,8 @@ def train_steps(
             checkpointer.save(state)
         if not last and _due(step + 1, plan.run.evaluate_every):
             loss = held_out_loss(model, corpus, plan, world)
-            hooks.emit(Evaluated(step + 1, loss, time.monotonic() - started))
+            if world.index == 0:
+                hooks.emit(Evaluated(step + 1, loss, time.monotonic() - started))
             model.train()
         for event in checkpointer.poll():
             hooks.emit(event)

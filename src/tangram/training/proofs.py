@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +48,9 @@ class Proved:
     """The largest difference to the logits of the ranks."""
     export: float
     """The largest difference to the logits of the exported model."""
-    sample: str
+    prompt: str
+    written: str
+    """What the model makes of the prompt."""
 
 
 def prove(
@@ -82,9 +85,9 @@ def prove(
     if not exported <= SAME_LOGITS["float32"]:
         raise ProofError(f"transformers loads {folder} as another model: the logits differ by {exported}")
     on_event(Note(f"exported   {folder}; loaded by transformers, logits differ by {exported:.1e}"))
-    sample = sample_text(model, tokens, probe_batch(corpus, plan, device))
-    on_event(Note(f"sample     {sample!r}"))
-    return Proved(loss, relative, difference, exported, sample)
+    prompt, written = sample_text(model, tokens, probe_batch(corpus, plan, device).inputs_BS)
+    on_event(Note(f"sample     of what the model writes, after {prompt[-24:]!r}:\n{indent(written.strip(), ' ' * 11)}"))
+    return Proved(loss, relative, difference, exported, prompt, written)
 
 
 def as_computed(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:

@@ -1,0 +1,75 @@
+"""The strategies that this version trains, as plans: which mesh, what its axes are for, how everything lies."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tangram.planner.plan import Plan
+from tests.training.small import SMALL_MODEL
+
+ACTIVATIONS = {
+    "*.embed_tokens": "b s -> b s h",
+    "*.[qkv]_proj": "b s h -> b s (heads/tp head_dim)",
+    "*.[qk]_norm": "b s heads/tp head_dim -> b s heads/tp head_dim",
+    "*.o_proj": "b s (heads/tp head_dim) -> b s h",
+    "*.gate_proj": "b s h -> b s f/tp",
+    "*.up_proj": "b s h -> b s f/tp",
+    "*.down_proj": "b s f/tp -> b s h",
+    "lm_head": "b s h -> b s v",
+}
+
+
+def cut_by_tensor(data: str) -> dict[str, str]:
+    """Layouts of a decoder's parameters over tp, cut further over the data axis (empty: copies)."""
+    dp = f"/{data}" if data else ""
+    return {
+        "*.[qkv]_proj.weight": f"(heads/tp head_dim){dp} h",
+        "*.[qkv]_proj.bias": f"(heads/tp head_dim){dp}",
+        "*.o_proj.weight": f"h{dp} (heads/tp head_dim)",
+        "*.gate_proj.weight": f"f/tp{dp} h",
+        "*.up_proj.weight": f"f/tp{dp} h",
+        "*.down_proj.weight": f"h{dp} f/tp",
+        "*embed_tokens.weight": f"v/tp h{dp}",
+        "lm_head.weight": f"v/tp h{dp}",
+        "*": f"_{dp} ...",
+    }
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to lie over the ranks."""
+
+    mesh: str
+    data: tuple[str, ...] = ()
+    tensor: tuple[str, ...] = ()
+    parameters: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """The tables of a plan that say it."""
+        return {
+            "mesh": self.mesh,
+            "axes": {"data": list(self.data), "tensor": list(self.tensor)},
+            "layouts": {
+                "parameters": dict(self.parameters),
+                "activations": ACTIVATIONS if self.tensor else {},
+                "sizes": {"head_dim": SMALL_MODEL["head_dim"]},
+            },
+        }
+
+
+FSDP, COPIES = {"*": "_/dp ..."}, {"*": "..."}
+STRATEGIES: Mapping[str, Strategy] = {
+    "fsdp": Strategy("dp=4", ("dp",), (), FSDP),
+    "copies": Strategy("dp=4", ("dp",), (), COPIES),
+    "hsdp": Strategy("rep=2 dp=2", ("rep", "dp"), (), FSDP),
+    "hsdp, shards far apart": Strategy("dp=2 rep=2", ("dp", "rep"), (), FSDP),
+    "tensor": Strategy("tp=2 one=2", ("one",), ("tp",), cut_by_tensor("")),
+    "tensor inside fsdp": Strategy("dp=2 tp=2", ("dp",), ("tp",), cut_by_tensor("dp")),
+    "fsdp inside tensor": Strategy("tp=2 dp=2", ("dp",), ("tp",), cut_by_tensor("dp")),
+}
+
+
+def planned(base: Mapping[str, Any], strategy: str) -> Plan:
+    """The plan of a strategy on the tables of a job."""
+    return Plan.model_validate({**base, **STRATEGIES[strategy].tables})
