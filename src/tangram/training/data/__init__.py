@@ -1,0 +1,40 @@
+"""From files to batches: documents, tokens, packed samples, and a stream whose position no number of ranks changes.
+
+sources  documents of files        tokens   text <-> numbers        cache   tokens on disk, made once
+samples  windows over documents    shuffle  an order as a function  mix     sources by weight
+corpus   what a job trains on      stream   what each rank gets of it
+"""
+
+from tangram.training.data.corpus import Corpus, open_corpus, prepare
+from tangram.training.data.samples import IGNORE, Batch, Split
+from tangram.training.data.stream import (
+    RankBatches,
+    Stream,
+    held_out_batches,
+    held_out_samples,
+    sample_ids,
+    step_batches,
+    unigram_entropy,
+)
+from tangram.training.data.tokens import BYTES, END, VOCABULARY, Tokens, load_tokens
+
+__all__ = [
+    "BYTES",
+    "END",
+    "IGNORE",
+    "VOCABULARY",
+    "Batch",
+    "Corpus",
+    "RankBatches",
+    "Split",
+    "Stream",
+    "Tokens",
+    "held_out_batches",
+    "held_out_samples",
+    "load_tokens",
+    "open_corpus",
+    "prepare",
+    "sample_ids",
+    "step_batches",
+    "unigram_entropy",
+]

@@ -1,0 +1,80 @@
+"""Several sources in proportion to their weights: which source sample k of a job comes from, and its number there.
+
+Weights become whole numbers of slots in a cycle, and the order of the cycle is fixed and smooth: after any number of
+samples each source has had its exact share to within less than one sample (Tijdeman's solution of the chairman
+assignment problem). So the mix holds in every global batch, not only on average, and k is found without a history.
+
+Trade-off: a cycle has at most `MOST_SLOTS` slots, so weights like 1 : pi are rounded, and none is below one slot.
+"""
+
+# ruff: noqa: N815  a tensor carries its dims in its name
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+MOST_SLOTS = 4096
+
+
+@dataclass(frozen=True)
+class Mix:
+    """One cycle: the source of each slot, the how-manieth of that source it is, and the slots of each source."""
+
+    source_W: Ints
+    turn_W: Ints
+    slots_N: Ints
+
+    def places(self, samples: npt.ArrayLike) -> tuple[Ints, Ints]:
+        """For samples of the job: the source of each, and its number within the source."""
+        cycle, slot = np.divmod(np.asarray(samples, np.int64), len(self.source_W))
+        source = self.source_W[slot]
+        return source, cycle * self.slots_N[source] + self.turn_W[slot]
+
+
+def make_mix(weights: Sequence[float]) -> Mix:
+    """The cycle for these weights."""
+    slots = _slots(weights)
+    order = _order(slots)
+    turns = np.zeros(len(order), np.int64)
+    for source in range(len(slots)):
+        turns[order == source] = np.arange(slots[source])
+    return Mix(order, turns, np.array(slots, np.int64))
+
+
+def _slots(weights: Sequence[float]) -> list[int]:
+    """Whole numbers in the proportion of the weights, exact where a cycle is long enough for that."""
+    total = sum(map(Fraction, weights))
+    shares = [Fraction(weight) / total for weight in weights]
+    for length in range(len(weights), MOST_SLOTS + 1):
+        counts = [round(share * length) for share in shares]
+        if sum(counts) == length and all(
+            abs(count - share * length) * 10**6 < share for count, share in zip(counts, shares, strict=True)
+        ):
+            return counts
+    length = max(MOST_SLOTS, len(weights))
+    counts = [max(1, int(share * length)) for share in shares]
+    by_rest = sorted(range(len(shares)), key=lambda source: counts[source] - shares[source] * length)
+    for source in by_rest[: max(0, length - sum(counts))]:
+        counts[source] += 1
+    return counts
+
+
+def _order(slots: Sequence[int]) -> Ints:
+    """Of the sources that may come without being ahead by one, the one that would first be behind by one."""
+    sources, length = len(slots), sum(slots)
+    order = np.zeros(length, np.int64)
+    if sources == 1:
+        return order
+    shares, counts = np.array(slots, np.float64) / length, np.zeros(sources)
+    slack = 1 / (2 * sources - 2)
+    for slot in range(length):
+        behind = shares * (slot + 1) - counts
+        deadline = np.where(behind >= slack - 1e-9, (1 - slack - behind) / shares, np.inf)
+        order[slot] = source = int(np.argmin(deadline))
+        counts[source] += 1
+    return order

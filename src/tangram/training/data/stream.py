@@ -1,0 +1,187 @@
+"""The stream of samples: what each rank trains on, and what the held-out loss is measured on.
+
+Sample k of a job is a pure function of (seed, k): the mix says which source it comes from, and each source is shuffled
+anew in every epoch. Ranks only deal the samples out, so the position of the stream is the number of samples consumed,
+whatever the number of ranks; and every rank knows, without a collective, how many labels the whole global batch counts.
+"""
+
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tangram.errors import UserError
+from tangram.planner.plan import DataPlan
+from tangram.training.data.corpus import Corpus
+from tangram.training.data.mix import Mix, make_mix
+from tangram.training.data.samples import IGNORE, Batch, Split, collate
+from tangram.training.data.shuffle import permuted
+
+Ints = npt.NDArray[np.int64]
+
+_HELD_OUT_SEED = 0  # the held-out samples are the same for every seed of a job
+
+
+@dataclass(frozen=True)
+class RankBatches:
+    """One rank's part of a global batch, in micro-batches, with the labels counted in the whole of it."""
+
+    micro: tuple[Batch, ...]
+    counted: int
+
+
+def sample_ids(corpus: Corpus, data: DataPlan, seed: int, first: int, count: int) -> list[tuple[int, int]]:
+    """Samples `first` to `first + count` of the job, each as (source, window of the source's training text)."""
+    source_B, window_B = _choose(corpus.training, data, seed, *_mix(data).places(np.arange(first, first + count)))
+    return list(zip(source_B.tolist(), window_B.tolist(), strict=True))
+
+
+def step_batches(
+    corpus: Corpus,
+    data: DataPlan,
+    *,
+    seed: int,
+    first_sample: int,
+    index: int,
+    size: int,
+    micro_steps: int,
+    device: torch.device,
+) -> RankBatches:
+    """What data rank `index` of `size` trains on in the step that begins at `first_sample`: its share of the rows.
+
+    Shares are contiguous and differ by one row at most; every rank gets `micro_steps` micro-batches, filled up with
+    empty rows, so all of them join in every collective.
+    """
+    rows = sample_ids(corpus, data, seed, first_sample, data.global_batch)
+    mine: list[tuple[Split, int] | None] = [
+        (corpus.training[source], window) for source, window in rows[slice(*_share(len(rows), index, size))]
+    ]
+    if len(mine) > micro_steps * data.micro_batch:
+        raise ValueError(f"{len(mine)} samples do not fit into {micro_steps} micro-batches of {data.micro_batch}")
+    mine += [None] * (micro_steps * data.micro_batch - len(mine))
+    return RankBatches(
+        micro=tuple(
+            collate(mine[at : at + data.micro_batch], data.sequence, corpus.fill, device)
+            for at in range(0, len(mine), data.micro_batch)
+        ),
+        counted=_count(corpus.training, rows, data.sequence),
+    )
+
+
+def held_out_samples(corpus: Corpus, data: DataPlan) -> list[tuple[int, int]]:
+    """What the held-out loss is measured on, as (source, window): the same for every seed, step and number of ranks.
+
+    The sources have their weights' shares, until one has no more. Raises UserError when nothing is held out.
+    """
+    windows_N = np.array([split.windows(data.sequence) for split in corpus.held_out])
+    wanted = min(data.held_out_samples, int(windows_N.sum()))
+    if not wanted:
+        raise UserError("no text is held out to measure the loss on: set data.held_out above 0 and train anew")
+    mix, chosen, first = _mix(data), list[tuple[int, int]](), 0
+    while len(chosen) < wanted:
+        count = max(wanted, len(mix.source_W))
+        source_B, number_B = mix.places(np.arange(first, first + count))
+        there_B = number_B < windows_N[source_B]
+        source_B, window_B = _choose(corpus.held_out, data, _HELD_OUT_SEED, source_B[there_B], number_B[there_B])
+        chosen += zip(source_B.tolist(), window_B.tolist(), strict=True)
+        first += count
+    return chosen[:wanted]
+
+
+def held_out_batches(corpus: Corpus, data: DataPlan, *, index: int, size: int, device: torch.device) -> Iterator[Batch]:
+    """One rank's share of the held-out samples; empty rows where they run out, so that all get as many batches."""
+    rows: list[tuple[Split, int] | None] = [
+        (corpus.held_out[source], window) for source, window in held_out_samples(corpus, data)
+    ]
+    width = data.micro_batch * size
+    rows += [None] * (-len(rows) % width)
+    for at in range(index * data.micro_batch, len(rows), width):
+        yield collate(rows[at : at + data.micro_batch], data.sequence, corpus.fill, device)
+
+
+def unigram_entropy(corpus: Corpus, data: DataPlan) -> float:
+    """Entropy in nats of the labels that held-out evaluation counts: no model without context gets a lower loss."""
+    counts_V = np.zeros(0, np.int64)
+    for batch in held_out_batches(corpus, data, index=0, size=1, device=torch.device("cpu")):
+        labels_M = batch.labels_BS.numpy()
+        here_V = np.bincount(labels_M[labels_M != IGNORE], minlength=len(counts_V))
+        here_V[: len(counts_V)] += counts_V
+        counts_V = here_V
+    share_V = counts_V[counts_V > 0] / counts_V.sum()
+    return -math.fsum((share_V * np.log(share_V)).tolist())
+
+
+class Stream:
+    """An endless iterator of one rank's `RankBatches`, for a training loop of one's own.
+
+    `position` is the number of samples that all ranks together have consumed; save it, and set it to go on, on any
+    number of ranks.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        data: DataPlan,
+        *,
+        seed: int = 0,
+        index: int = 0,
+        size: int = 1,
+        device: torch.device | None = None,
+        position: int = 0,
+    ) -> None:
+        if not 0 <= index < size <= data.global_batch:
+            raise ValueError(f"rank {index} of {size} has no share of a global batch of {data.global_batch}")
+        self.position = position
+        self._corpus, self._data, self._seed = corpus, data, seed
+        self._index, self._size, self._device = index, size, device or torch.device("cpu")
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> RankBatches:
+        batches = step_batches(
+            self._corpus,
+            self._data,
+            seed=self._seed,
+            first_sample=self.position,
+            index=self._index,
+            size=self._size,
+            micro_steps=-(-self._data.global_batch // (self._data.micro_batch * self._size)),
+            device=self._device,
+        )
+        self.position += self._data.global_batch
+        return batches
+
+
+def _mix(data: DataPlan) -> Mix:
+    return make_mix(tuple(source.weight for source in data.sources))
+
+
+def _share(rows: int, index: int, size: int) -> tuple[int, int]:
+    return index * rows // size, (index + 1) * rows // size
+
+
+def _choose(splits: Sequence[Split], data: DataPlan, seed: int, source_B: Ints, number_B: Ints) -> tuple[Ints, Ints]:
+    """Sample number n of a source is in epoch n // windows; each epoch of each source is an own shuffle."""
+    window_B = np.zeros_like(number_B)
+    for source in sorted(set(source_B.tolist())):
+        at_M = np.flatnonzero(source_B == source)
+        windows = splits[source].windows(data.sequence)
+        epoch_M, place_M = np.divmod(number_B[at_M], windows)
+        for epoch in sorted(set(epoch_M.tolist())):
+            here = epoch_M == epoch
+            window_B[at_M[here]] = permuted(place_M[here], windows, f"{seed}:{source}:{epoch}")
+    return source_B, window_B
+
+
+def _count(splits: Sequence[Split], rows: Sequence[tuple[int, int]], sequence: int) -> int:
+    pairs_B2 = np.array(rows, np.int64)
+    return sum(
+        int(splits[source].labels(pairs_B2[pairs_B2[:, 0] == source, 1], sequence).sum())
+        for source in sorted(set(pairs_B2[:, 0].tolist()))
+    )

@@ -1,0 +1,145 @@
+"""Text to tokens and back: bytes, or a Hugging Face tokenizer.
+
+With bytes nothing has to be trained or downloaded before the first step: token i is byte i, and `END` opens and closes
+every document. Of a Hugging Face tokenizer only the text's own tokens are taken; what opens and closes a document is
+added here, for tokenizers do it in many ways, and packing needs exactly one.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from tangram.errors import UserError
+from tangram.planner.plan import DataPlan
+
+END = 256  # before and after every document of bytes
+VOCABULARY = 257
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model")
+
+TokenArray = npt.NDArray[np.uint32]
+
+
+class NotText(ValueError):
+    """A document is not UTF-8: its place among those that were given."""
+
+    def __init__(self, document: int, why: str) -> None:
+        super().__init__(why)
+        self.document = document
+
+
+class _Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    bos_token_id: int | None
+    eos_token_id: int | None
+
+    def __call__(self, text: list[str], **options: Any) -> Any: ...
+    def __len__(self) -> int: ...
+    def decode(self, ids: list[int], **options: Any) -> str: ...
+    def get_vocab(self) -> dict[str, int]: ...
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A way to write text as numbers below `vocabulary`; a document is `[begin] ... end`."""
+
+    name: str
+    vocabulary: int
+    begin: int | None
+    end: int
+    digest: str
+    """A fixed text for what `encode` does: other tokens, another digest."""
+    folder: Path | None = None
+    """Where the tokenizer was read from; None: bytes."""
+    _tokenizer: _Tokenizer | None = field(default=None, repr=False, compare=False)
+
+    def encode(self, documents: Sequence[bytes]) -> list[TokenArray]:
+        """The tokens of each document, without begin and end. Raises NotText for bytes that are no UTF-8."""
+        if self._tokenizer is None:
+            return [np.frombuffer(document, np.uint8).astype(np.uint32) for document in documents]
+        texts: list[str] = []
+        for number, document in enumerate(documents):
+            try:
+                texts.append(document.decode())
+            except UnicodeDecodeError as error:
+                raise NotText(number, f"byte {error.start} is {document[error.start]:#04x}") from None
+        if not texts:
+            return []
+        rows = self._tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+        )["input_ids"]
+        return [np.array(row, np.uint32) for row in rows]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some tokens; begin and end are left out, and bytes that are no text show as such."""
+        kept = [int(token) for token in ids if token not in (self.begin, self.end)]
+        if self._tokenizer is None:
+            return bytes(token for token in kept if token < END).decode(errors="replace")
+        return self._tokenizer.decode(kept)
+
+
+BYTES = Tokens("bytes", VOCABULARY, END, END, hashlib.blake2b(b"bytes", digest_size=16).hexdigest())
+
+
+def load_tokens(data: DataPlan, model_path: str | None) -> Tokens:
+    """The tokens that a plan asks for; `model_path` is where its model lies, None for a preset.
+
+    Raises UserError for a tokenizer that is missing, cannot be read, or has no token to end a document with.
+    """
+    if data.tokenizer == "bytes" or (data.tokenizer == "model" and model_path is None):
+        return BYTES
+    folder = Path(data.tokenizer if data.tokenizer != "model" else model_path or "")
+    if data.tokenizer == "model" and not folder.is_dir():
+        folder = folder.parent  # the model is given by its config.json
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        where = f'beside the model in "{folder}"' if data.tokenizer == "model" else f'in "{folder}"'
+        raise UserError(
+            f"there is no tokenizer {where}: set data.tokenizer to a Hugging Face directory that has one, "
+            'or to "bytes" for a model that is trained from scratch'
+        )
+    return _read_tokenizer(folder)
+
+
+def _read_tokenizer(folder: Path) -> Tokens:
+    from transformers import AutoTokenizer  # takes seconds, which a job on bytes need not wait for
+
+    try:
+        tokenizer = cast(_Tokenizer, AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+    except Exception as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f'the tokenizer in "{folder}" cannot be read ({why}): set data.tokenizer to another Hugging Face directory'
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f'the tokenizer in "{folder}" has no end-of-sequence token, so documents could not be told apart: '
+            "add eos_token to its tokenizer_config.json"
+        )
+    vocabulary = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+    return Tokens(
+        name=folder.resolve().name,
+        vocabulary=vocabulary,
+        begin=tokenizer.bos_token_id,
+        end=tokenizer.eos_token_id,
+        digest=_digest(tokenizer, folder),
+        folder=folder,
+        _tokenizer=tokenizer,
+    )
+
+
+def _digest(tokenizer: _Tokenizer, folder: Path) -> str:
+    """Of the files that say how text is cut, and of what opens and closes a document."""
+    content = hashlib.blake2b(digest_size=16)
+    content.update(json.dumps([tokenizer.bos_token_id, tokenizer.eos_token_id, type(tokenizer).__name__]).encode())
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and ("token" in file.name or file.name in {"vocab.json", "merges.txt", "spiece.model"}):
+            content.update(f"{file.name}\n".encode())
+            content.update(hashlib.blake2b(file.read_bytes()).digest())
+    return content.hexdigest()
