@@ -1,7 +1,7 @@
 """A module of odd sizes, plans that cut it in several ways, and what two ranks do with its checkpoints."""
 
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tangram.training.apply import apply
 from tangram.training.checkpoints import Checkpointer, JobState, Progress, load
 from tangram.training.events import Note, Saved, SaveFailed
 from tangram.training.launch import Rank
+from tangram.training.weights import load_pretrained
 from tangram.training.world import make_world
 
 Values = dict[str, npt.NDArray[Any]]
@@ -28,6 +29,8 @@ ROWS, COLUMNS, COPIES = {"*": "_/dp ..."}, {"*": "... _/dp"}, {"*": "..."}
 
 class Net(nn.Module):
     """Odd numbers of rows, a bias of one element, tied embeddings, a frozen scale and buffers of both kinds."""
+
+    seen: Tensor
 
     def __init__(self, *, tied: bool = True, width: int = 6) -> None:
         super().__init__()
@@ -105,9 +108,13 @@ def values(state: JobState) -> Values:
         for name, parameter in state.model.named_parameters():
             for key, value in state.optimiser.state.get(parameter, {}).items():
                 found[f"{name}.{key}"] = value
-    return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().numpy().copy() for name, t in found.items()
-    }
+    return values_of(found)
+
+
+def values_of(found: Mapping[str, Tensor]) -> Values:
+    """Tensors as they are when no rank holds just a part. Collective where they are cut."""
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in found.items()}
+    return {name: t.detach().numpy().copy() for name, t in whole.items()}
 
 
 def same(a: Values, b: Values) -> bool:
@@ -161,6 +168,18 @@ def two_ranks(rank: Rank, folder: Path) -> Seen:
     blocked.save(state)
     seen.events["no folder"] = blocked.close()
     return seen
+
+
+def load_cut(rank: Rank, folder: Path) -> list[Values]:
+    """The weights of a directory at three layouts."""
+    found: list[Values] = []
+    for layout in (ROWS, COLUMNS, COPIES):
+        plan = plan_of(layout)
+        _, world = _place(rank, plan)
+        model = apply(net(1), plan, world)
+        load_pretrained(folder, model, plan, world)
+        found.append(values_of({**dict(model.named_parameters()), "seen": model.seen}))
+    return found
 
 
 def _place(rank: Rank, plan: Plan) -> tuple[Plan, Any]:
