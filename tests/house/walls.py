@@ -27,7 +27,7 @@ MINIMAL = {
 
 # One owner each: the modules (or rooms) that may use what the name on the left stands for.
 OWNERS: Mapping[str, tuple[str, ...]] = {
-    "a collective": ("tangram.relayout", "tangram.training", "tangram.hardware.checks"),
+    "a collective": ("tangram.relayout", "tangram.training", "tangram.hardware.checks", "tangram.hardware.rates"),
     "a default process group": ("tangram.training", "tangram.resilience"),
     "a process": ("tangram.hardware.workers", "tangram.training", "tangram.resilience"),
     "a parser": ("tangram.layout",),
