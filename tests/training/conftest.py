@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tangram.training.plan import Plan
+from tangram.planner.plan import Plan
 from tests.training.small import SMALL_MODEL, WORLD, small_plan, write_text
 
 

@@ -5,43 +5,80 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
-from tangram.training.folder import run_folder
+from tangram.training.folder import folder_to_resume, resumed_folder, run_folder, run_name
+
+PLAN = "seed = 1"
 
 
-@pytest.fixture
-def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "mine.toml"
-    path.write_text("seed = 1")
-    return path
+    return tmp_path
 
 
-def test_two_runs_that_begin_together_get_two_folders(plan: Path) -> None:
-    with run_folder(None, plan) as first, run_folder(None, plan) as second:
+def test_two_runs_that_begin_together_get_two_folders() -> None:
+    with run_folder(None, "mine", PLAN) as first, run_folder(None, "mine", PLAN) as second:
         assert [first, second] == [Path("runs/mine"), Path("runs/mine-2")]
 
 
-def test_a_folder_asked_for_goes_to_one_run(plan: Path) -> None:
+def test_a_folder_asked_for_goes_to_one_run() -> None:
     out = Path("out")
-    with run_folder(out, plan), pytest.raises(UserError, match="holds files already"), run_folder(out, plan):
+    with (
+        run_folder(out, "mine", PLAN),
+        pytest.raises(UserError, match="holds files already"),
+        run_folder(out, "mine", PLAN),
+    ):
         pass
 
 
-def test_a_file_is_called_one(plan: Path) -> None:
-    with pytest.raises(UserError, match=r'mine\.toml" is a file'), run_folder(plan, plan):
+def test_a_file_is_called_one() -> None:
+    Path("mine.toml").write_text(PLAN)
+    with pytest.raises(UserError, match=r'mine\.toml" is a file'), run_folder(Path("mine.toml"), "mine", PLAN):
         pass
 
 
-def test_a_run_that_leaves_nothing_gives_its_folder_back(plan: Path) -> None:
+def test_a_run_that_leaves_nothing_gives_its_folder_back() -> None:
     for _ in range(2):
-        with pytest.raises(UserError, match="mend"), run_folder(None, plan) as folder:
+        with pytest.raises(UserError, match="mend"), run_folder(None, "mine", PLAN) as folder:
             raise UserError("mend your plan")
         assert folder == Path("runs/mine")
 
 
-def test_a_run_that_leaves_something_keeps_it_with_its_plan(plan: Path) -> None:
-    with run_folder(None, plan) as folder:
-        (folder / "checkpoint" / "part").touch()
-    assert (folder / "plan.toml").read_text() == "seed = 1"
-    with run_folder(None, plan) as folder:
+def test_a_run_that_leaves_something_keeps_it_with_its_plan() -> None:
+    with run_folder(None, "mine", PLAN) as folder:
+        (folder / "summary.json").touch()
+    assert (folder / "plan.toml").read_text() == PLAN
+    with run_folder(None, "mine", PLAN) as folder:
         assert folder == Path("runs/mine-2")
+
+
+def test_the_name_of_a_run_is_the_plans_or_its_folders() -> None:
+    names = [run_name(Path(path)) for path in ("a/quickstart/job.toml", "a/quickstart/plan.toml", "a/big.toml")]
+    assert names == ["quickstart", "quickstart", "big"]
+
+
+def test_the_last_run_of_a_name_is_resumed_and_keeps_the_plan_before() -> None:
+    for folder in ("runs/mine", "runs/mine-2", "runs/other"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "plan.toml").write_text(PLAN)
+    folder = folder_to_resume(None, "mine")
+    assert folder == Path("runs/mine-2")
+    with resumed_folder(folder, PLAN):
+        assert [path.name for path in folder.iterdir()] == ["plan.toml"]
+    for seed in (2, 3):
+        with resumed_folder(folder, f"seed = {seed}"):
+            pass
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        "plan.toml": "seed = 3",
+        "plan-1.toml": "seed = 1",
+        "plan-2.toml": "seed = 2",
+    }
+
+
+@pytest.mark.parametrize(
+    ("out", "name", "words"),
+    [("nowhere", None, 'no run to resume in "nowhere"'), (None, "mine", "no run to resume"), (None, None, "--out")],
+)
+def test_there_must_be_something_to_resume(out: str | None, name: str | None, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        folder_to_resume(Path(out) if out else None, name)

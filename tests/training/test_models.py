@@ -50,7 +50,6 @@ def test_a_tensor_that_nothing_initialises_is_refused(monkeypatch: pytest.Monkey
         ("qwen3-1m", {"hidden_size": "wide"}, "hidden_size"),
         ("qwen3-1m", {"to_dict": 3}, 'no field "to_dict" to change'),
         ("qwen3-1m", {"dtype": "bfloat16"}, 'no field "dtype" to change'),
-        ("qwen3-1m", {"attention_dropout": 0.5}, "trains without dropout"),
     ],
 )
 def test_a_wrong_word_is_refused(preset: str, change: dict[str, object], message: str) -> None:

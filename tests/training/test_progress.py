@@ -2,12 +2,14 @@
 
 import io
 import re
+from dataclasses import replace
 from math import inf
 
 import pytest
 from rich.console import Console
 
-from tangram.training.progress import Note, ProgressLine, StepDone
+from tangram.training.events import Evaluated, Note, Saved, SaveFailed, StepDone, Table, Working
+from tangram.training.progress import ProgressLine
 
 
 def shown(terminal: bool, width: int = 200, notes: tuple[str, ...] = ()) -> str:
@@ -15,7 +17,7 @@ def shown(terminal: bool, width: int = 200, notes: tuple[str, ...] = ()) -> str:
     with ProgressLine(Console(file=out, force_terminal=terminal, width=width, height=25)) as line:
         line(Note("model [small]"))
         for step in range(1, 51):
-            line(StepDone(step, 50, 2.5, 1.25, tokens=100, seconds=step / 10))
+            line(StepDone(step, 50, 2.5, 1.25, 1e-3, tokens=100, seconds=step / 10))
         for note in notes:
             line(Note(note))
         line(object())  # what it does not know it does not show
@@ -25,8 +27,8 @@ def shown(terminal: bool, width: int = 200, notes: tuple[str, ...] = ()) -> str:
 def test_plain_lines_are_few() -> None:
     assert shown(terminal=False).splitlines() == [
         "model [small]",
-        "step  1/50  loss 2.5000  0:05 left  gradient norm 1.25  1,000 tokens/s",
-        "step 50/50  loss 2.5000  0:00 left  gradient norm 1.25  1,000 tokens/s",
+        "step  1/50  loss 2.5000  0:05 left  1,000 tokens/s  gradient norm 1.25",
+        "step 50/50  loss 2.5000  0:00 left  1,000 tokens/s  gradient norm 1.25",
     ]
 
 
@@ -38,8 +40,8 @@ def test_a_terminal_gets_one_line_that_goes_away(width: int) -> None:
 
 
 def test_a_narrow_terminal_keeps_what_comes_first() -> None:
-    assert "step 50/50  loss 2.5000  0:00 left  gradient norm 1.25" in shown(terminal=True, width=60)
-    assert "tokens/s" not in shown(terminal=True, width=60)
+    assert "step 50/50  loss 2.5000  0:00 left  1,000 tokens/s" in shown(terminal=True, width=60)
+    assert "gradient norm" not in shown(terminal=True, width=60)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +50,49 @@ def test_a_narrow_terminal_keeps_what_comes_first() -> None:
 )
 def test_the_time_left(step: int, seconds: float, limit: float, left: str) -> None:
     out = io.StringIO()
-    ProgressLine(Console(file=out, width=200))(StepDone(step, 100, 2.5, 1.25, 100, seconds, limit))
+    ProgressLine(Console(file=out, width=200))(StepDone(step, 100, 2.5, 1.25, 1e-3, 100, seconds, limit=limit))
     assert left in out.getvalue()
+
+
+def plainly(*events: object) -> list[str]:
+    out = io.StringIO()
+    line = ProgressLine(Console(file=out, width=200))
+    for event in events:
+        line(event)
+    return out.getvalue().splitlines()
+
+
+def test_the_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
+    (line,) = plainly(StepDone(51, 100, 2.5, 1.25, 1e-3, 100, seconds=2.0, first=51))
+    assert "1:38 left" in line
+
+
+def test_rates_are_those_of_the_last_steps() -> None:
+    slow = [StepDone(n, 40, 2.5, 1.0, 1e-3, 100, seconds=10.0 * n, flops=2e9, peak_flops=8e9) for n in range(1, 20)]
+    quick = [replace(slow[0], step=20 + n, seconds=190 + n / 10) for n in range(21)]
+    *_, line = plainly(*slow, *quick)
+    assert "1,000 tokens/s  0.02 TFLOP/s  MFU 250%" in line
+
+
+def test_what_else_happens_has_a_line_of_its_own() -> None:
+    assert plainly(
+        Evaluated(10, 2.25, 1.0),
+        Saved(10, "run/step-10", blocked_seconds=0.0125, seconds=0.5, asynchronous=True),
+        SaveFailed(20, "the disk is full"),
+        Table("Plan", ("what", "value"), (("mesh", "dp=2"),)),
+        Working("tokenising", 3, 4, "files"),
+        Working("tokenising", 4, 4, "files"),
+    ) == [
+        "step 10: held-out loss 2.2500",
+        "step 10: checkpoint committed while training went on, 0.50 s; training stood still for 0.013 s",
+        "step 20: NO checkpoint was written: the disk is full; training goes on",
+        "Plan",
+        "what  value",
+        "mesh  dp=2",
+        "",
+        "tokenising  75%  3 of 4 files",
+        "tokenising 100%  4 of 4 files",
+    ]
 
 
 class Screen:

@@ -55,16 +55,11 @@ def change_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTr
 
 
 def refuse_unknown_fields(model_type: str, config: PreTrainedConfig, changes: Mapping[str, Any]) -> None:
-    """Raise UserError for a field that a class of configuration does not have, and for dropout."""
+    """Raise UserError for a field that a class of configuration does not have."""
     known_fields = config.to_dict().keys() - FIXED
     for name, value in changes.items():
         if name not in known_fields:
             raise UserError(f'a {model_type} model has no field "{name}" to change{did_you_mean(name, known_fields)}')
-        if "drop" in name and value:
-            raise UserError(
-                f"model.change.{name} = {value}: this version trains without dropout, whose masks would depend on the "
-                "number of ranks; leave it out"
-            )
 
 
 def _made(model_type: str, fields: Mapping[str, Any]) -> PreTrainedConfig:

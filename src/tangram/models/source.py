@@ -44,7 +44,7 @@ def read_source(preset: str | None, path: str | None, changes: Mapping[str, Any]
 
 def _read_config(file: Path) -> PreTrainedConfig:
     try:
-        fields = cast("dict[str, Any]", PreTrainedConfig.get_config_dict(file)[0])
+        fields = PreTrainedConfig.get_config_dict(file)[0]
     except (OSError, ValueError) as error:
         raise UserError(f'"{file}" is no configuration of a model: {str(error).splitlines()[0]}') from None
     kind = fields.get("model_type")
@@ -57,7 +57,7 @@ def _read_config(file: Path) -> PreTrainedConfig:
             f"{did_you_mean(kind, known, listed=False)}"
         )
     try:
-        return cast(PreTrainedConfig, AutoConfig.for_model(**fields))
+        return AutoConfig.for_model(**fields)
     except Exception as error:
         raise UserError(f'"{file}" cannot configure a {kind} model: {error.__cause__ or error}') from error
 

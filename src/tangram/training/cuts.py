@@ -101,7 +101,7 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def is_meta(model: nn.Module) -> bool:
     """Whether a model has shapes only. Raises UserError for one that is half made."""
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    tensors = cast("list[Tensor]", [*model.parameters(), *model.buffers()])
     kinds = {tensor.device.type == "meta" for tensor in tensors}
     if kinds == {True, False}:
         raise UserError(

@@ -5,7 +5,7 @@
 import contextlib
 from collections.abc import Generator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -50,7 +50,7 @@ def export(model: PreTrainedModel, folder: Path, tokens: Tokens) -> None:
     """
     with _no_progress_bars():
         model.save_pretrained(folder)
-    tokenizer = byte_tokenizer() if tokens.folder is None else AutoTokenizer.from_pretrained(tokens.folder)
+    tokenizer = byte_tokenizer() if tokens.folder is None else cast(Any, AutoTokenizer.from_pretrained(tokens.folder))
     tokenizer.save_pretrained(folder)
 
 

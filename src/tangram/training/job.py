@@ -26,7 +26,8 @@ from tangram.planner.read import dumps
 from tangram.training import loop, summary
 from tangram.training.boards import TensorBoard
 from tangram.training.building import has_dropout, source_of
-from tangram.training.checkpoints import newest, read_marker
+from tangram.training.checkpoints import describe as describe_checkpoint
+from tangram.training.checkpoints import newest
 from tangram.training.cuts import cuts_of
 from tangram.training.data import Corpus, Tokens, load_tokens, open_corpus, prepare, unigram_entropy
 from tangram.training.events import Note, Record, Table
@@ -117,17 +118,17 @@ def checkpoint_to_resume(out: Path, plan: Plan, corpus: Corpus) -> Path:
     found = newest(out / CHECKPOINTS)
     if found is None:
         raise UserError(f'there is no complete checkpoint in "{out / CHECKPOINTS}" to resume from')
-    marker = read_marker(found)
-    step = int(marker.progress["step"])
+    told = describe_checkpoint(found)
+    step = told.progress.step
     if step >= plan.run.steps:
         raise UserError(
-            f'the newest checkpoint in "{out}" is of step {step}, and run.steps is {plan.run.steps}: nothing is left to do; '
-            "raise it with --set run.steps=N"
+            f'the newest checkpoint in "{out}" is of step {step}, and run.steps is {plan.run.steps}: nothing is left '
+            "to do; raise it with --set run.steps=N"
         )
-    if marker.about.get("text") != corpus.digest:
+    if told.about.get("text") != corpus.digest:
         raise UserError(f'"{found}" was trained on another text than [data] gives now: resume on the same files')
-    if marker.about.get("seed") != plan.seed:
-        raise UserError(f'"{found}" was trained with seed {marker.about.get("seed")}, and the plan has {plan.seed}')
+    if told.about.get("seed") != plan.seed:
+        raise UserError(f'"{found}" was trained with seed {told.about.get("seed")}, and the plan has {plan.seed}')
     return found
 
 

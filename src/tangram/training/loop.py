@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -78,6 +78,8 @@ def train_steps(
 ) -> Trained:
     """Train from where `state` stands until the plan's steps or its time are used up, or somebody asks to stop."""
     model, optimiser = state.model, state.optimiser
+    if optimiser is None:
+        raise ValueError("a state without an optimiser cannot be trained")
     model.train()
     started = time.monotonic()
     first = state.progress.step
@@ -255,7 +257,7 @@ def held_out_loss(model: nn.Module, corpus: Corpus, plan: Plan, world: World) ->
 
 
 @contextlib.contextmanager
-def resharded(model: nn.Module) -> Iterator[None]:
+def resharded(model: nn.Module) -> Generator[None]:
     """Cut the parameters again at the end: without a backward, FSDP leaves the root's whole."""
     try:
         yield

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
+from torch.profiler import (
+    ProfilerActivity,
+    profile,
+    schedule,  # pyright: ignore[reportUnknownVariableType]  typed in part
+    supported_activities,
+)
 
 SKIPPED, WARM_UP, RECORDED = 2, 1, 3  # steps
 MOST_EVENTS = 100_000  # of the allocator that the snapshot keeps
@@ -30,13 +35,13 @@ def profiled(folder: Path | None, rank: int, device: torch.device) -> Generator[
 
     def ready(profiler: "profile") -> None:
         profiler.export_chrome_trace(str(folder / f"trace-rank{rank}.json"))
-        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
+        table = str(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=40))
         (folder / f"operators-rank{rank}.txt").write_text(table, encoding="utf-8")
         if snapshots is not None:
             snapshots._dump_snapshot(str(folder / f"memory-rank{rank}.pickle"))
 
     chosen = [kind for kind in supported_activities() if kind is ProfilerActivity.CPU or device.type != "cpu"]
-    steps = schedule(skip_first=SKIPPED, wait=0, warmup=WARM_UP, active=RECORDED, repeat=1)
+    steps: Any = schedule(skip_first=SKIPPED, wait=0, warmup=WARM_UP, active=RECORDED, repeat=1)
     with profile(activities=chosen, schedule=steps, on_trace_ready=ready, profile_memory=True) as profiler:
         yield profiler.step
     if snapshots is not None:

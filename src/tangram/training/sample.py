@@ -2,6 +2,9 @@
 
 # ruff: noqa: N803, N806  a tensor carries its dims in its name
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -26,8 +29,7 @@ def sample_text(model: PreTrainedModel, tokens: Tokens, inputs_BS: Tensor, seed:
     )
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
-        written_BS = model.eval().generate(
-            prompt_BS, attention_mask=torch.ones_like(prompt_BS), generation_config=chosen
-        )
-    ids: list[int] = written_BS[0].tolist()
+        generate = cast("Callable[..., Tensor]", model.eval().generate)
+        written_BS = generate(prompt_BS, attention_mask=torch.ones_like(prompt_BS), generation_config=chosen)
+    ids = cast("list[int]", written_BS[0].tolist())
     return tokens.decode(ids[: prompt_BS.shape[1]]), tokens.decode(ids[prompt_BS.shape[1] :])
