@@ -33,7 +33,7 @@ from tangram.planner.plan import Plan
 from tangram.relayout import TensorSpec
 from tangram.training.events import Note, Saved, SaveFailed
 from tangram.training.restore import describe, load
-from tangram.training.state import Entry, JobState, Progress, entries, frozen
+from tangram.training.state import Entry, JobState, Places, Progress, entries, frozen
 from tangram.training.world import World
 
 __all__ = ["Checkpointer", "JobState", "Progress", "describe", "load", "newest"]
@@ -83,6 +83,7 @@ class Checkpointer:
         """How long training stood still for saving, so far."""
         self._plan = plan
         self._world = world
+        self._places = Places(plan, world)
         self._peers = _Peers(world)
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -132,7 +133,7 @@ class Checkpointer:
 
     def _stage(self, state: JobState, begun: float, *, asynchronous: bool) -> _Job:
         """Copy what this rank writes; a rank that cannot goes on, as the others count on it."""
-        found = entries(state, self._plan, self._world)
+        found = entries(state, self._places)
         job = _Job(
             progress=state.progress,
             about=dict(state.about),
@@ -146,8 +147,8 @@ class Checkpointer:
         try:
             mine = (entry for entry in found if self._writes(entry))
             job.chunks = [self._staged(*block, copy=asynchronous) for entry in mine for block in _blocks(entry)]
-            if self._world is not None and self._world.device.type != "cpu":
-                torch.accelerator.synchronize(self._world.device)
+            for device in {entry.local.device for entry in found} - {torch.device("cpu")}:
+                torch.accelerator.synchronize(device)
         except (RuntimeError, MemoryError) as error:  # no memory, most likely
             job.problem = f"the state could not be copied: {_sentence(error)}"
         return job
@@ -274,7 +275,9 @@ def _blocks(entry: Entry) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
         for runs in itertools.product(*([(run, intervals.rank(s, (run,))) for run in s] for s in box)):
             values = entry.local
             for dim, (_, place) in enumerate(runs):
-                values = values.narrow(dim, place[0][0], place[0][1] - place[0][0])
+                ((start, stop),) = place
+                if stop - start < values.shape[dim]:
+                    values = values.narrow(dim, start, stop - start)
             yield entry.name, tuple(run[0] for run, _ in runs), values
 
 

@@ -16,7 +16,7 @@ from tangram.errors import UserError
 from tangram.planner.plan import Plan
 from tangram.relayout import Piece, TensorSpec, bind, execute
 from tangram.relayout import plan as plan_copies
-from tangram.training.state import Entry, JobState, Progress, entries, frozen
+from tangram.training.state import Entry, JobState, Places, Progress, entries, frozen
 from tangram.training.world import World
 
 HERE = "here"  # the place of the tensors that a checkpoint is read into
@@ -31,7 +31,7 @@ def load(path: Path, state: JobState, plan: Plan, world: World | None) -> Progre
     """
     marker = read_marker(path)
     progress = _progress(path, marker)
-    targets = entries(state, plan, world)
+    targets = entries(state, Places(plan, world))
     index = _checked_index(path, marker)
     specs = {entry.name: entry.spec for entry in targets}
     found = {name: spec for name, spec in index.specs.items() if state.optimiser is not None or name in specs}

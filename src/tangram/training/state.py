@@ -16,14 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from tangram.layout import Layout, Region, region
+from tangram.layout import Region, region
 from tangram.planner.plan import Plan
 from tangram.relayout import TensorSpec
 from tangram.relayout.states import ADAMW, States
 from tangram.training.world import World, bound_layout
 
 ADAMW_STATES: States = {name: ADAMW[name] for name in ("exp_avg", "exp_avg_sq", "step")}  # without amsgrad
-WHOLE = Layout.parse("...")
 
 
 @dataclass(frozen=True)
@@ -64,16 +63,37 @@ class Entry:
     """The axes of the mesh that cut it; over the others it is copied."""
 
 
-def entries(state: JobState, plan: Plan, world: World | None) -> list[Entry]:
-    """Every tensor of the state. Without a world everything is whole in this process."""
+class Places:
+    """Where tensors lie on this rank, worked out once each. Without a world everything is whole in this process."""
+
+    def __init__(self, plan: Plan, world: World | None) -> None:
+        self._plan = plan
+        self._world = world
+        self._known: dict[tuple[str | None, tuple[int, ...]], tuple[Region, frozenset[str]]] = {}
+
+    def of(self, parameter: str | None, shape: tuple[int, ...]) -> tuple[Region, frozenset[str]]:
+        """What this rank holds of a tensor that lies like a parameter (None: whole on every rank); the cutting axes."""
+        known = self._known.get((parameter, shape))
+        if known is None:
+            if self._world is None or parameter is None:
+                known = Region.full(shape), frozenset[str]()
+            else:
+                layout = bound_layout(self._plan, parameter, shape)
+                known = region(layout, self._world.mesh, self._world.index), layout.axes
+            self._known[parameter, shape] = known
+        return known
+
+
+def entries(state: JobState, places: Places) -> list[Entry]:
+    """Every tensor of the state, as it lies on this rank."""
     for module in state.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after an evaluation the root's parameters stand there whole
     parameters = dict(state.model.named_parameters())
     kept = state.model.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in state.model.named_buffers() if name in kept}
-    found = [_entry(f"model.{name}", tensor, name, plan, world) for name, tensor in parameters.items()]
-    found += [_entry(f"model.{name}", tensor, None, plan, world) for name, tensor in buffers.items()]
+    found = [_entry(f"model.{name}", tensor, name, places) for name, tensor in parameters.items()]
+    found += [_entry(f"model.{name}", tensor, None, places) for name, tensor in buffers.items()]
     if state.optimiser is not None:
         make_missing_states(state.optimiser)
         for name in trained(state):
@@ -82,19 +102,15 @@ def entries(state: JobState, plan: Plan, world: World | None) -> list[Entry]:
                 raise RuntimeError(f"the optimiser keeps {sorted(values)} for {name}, not {sorted(ADAMW_STATES)}")
             for key, spec in ADAMW_STATES.items():
                 like = name if spec.kind == "same" else None
-                found.append(_entry(f"optim.{name}.{key}", values[key], like, plan, world))
+                found.append(_entry(f"optim.{name}.{key}", values[key], like, places))
     return found
 
 
-def _entry(name: str, tensor: Tensor, parameter: str | None, plan: Plan, world: World | None) -> Entry:
-    """`parameter`: the one that it lies like; None for what is whole on every rank."""
+def _entry(name: str, tensor: Tensor, parameter: str | None, places: Places) -> Entry:
+    """`parameter`: the one that it lies like."""
     shape = tuple(tensor.shape)
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    if world is None:
-        axes, here = frozenset[str](), Region.full(shape)
-    else:
-        layout = WHOLE.bind(shape) if parameter is None else bound_layout(plan, parameter, shape)
-        axes, here = layout.axes, region(layout, world.mesh, world.index)
+    here, axes = places.of(parameter, shape)
     if local.numel() != here.size or (here.size and tuple(local.shape) != here.local_shape):
         raise RuntimeError(
             f"{name} has a part of shape {tuple(local.shape)} here, but by the plan this rank has {here}"

@@ -18,7 +18,7 @@ from tangram.layout import Statement, TensorPattern
 from tangram.planner.plan import Plan
 from tangram.relayout import Piece, TensorSpec, bind, execute
 from tangram.relayout import plan as plan_copies
-from tangram.training.state import Entry, JobState, entries
+from tangram.training.state import Entry, JobState, Places, entries
 from tangram.training.world import World
 
 HERE = "here"
@@ -32,7 +32,9 @@ def load_pretrained(folder: Path, model: nn.Module, plan: Plan, world: World | N
     whole in this process. Not collective. Raises UserError for a directory that is not whole or has other tensors.
     """
     index = huggingface.read_index(folder)
-    targets = {entry.name.removeprefix("model."): entry for entry in entries(JobState(model, None), plan, world)}
+    targets = {
+        entry.name.removeprefix("model."): entry for entry in entries(JobState(model, None), Places(plan, world))
+    }
     names = _names(model, targets)
     stored = _translated(model, index.specs, {name for alike in names.values() for name in alike})
     _refuse_others(folder, model, names, stored)
