@@ -25,6 +25,8 @@ from tangram.training.world import make_world
 Values = dict[str, npt.NDArray[Any]]
 Events = list[Saved | SaveFailed | Note]
 ROWS, COLUMNS, COPIES = {"*": "_/dp ..."}, {"*": "... _/dp"}, {"*": "..."}
+TENSOR = {"blocks.*.weight": "o/tp i", "blocks.*.bias": "o/tp", "*": "..."}
+LAYOUTS = {"rows": ROWS, "columns": COLUMNS, "copies": COPIES, "tensor": TENSOR}
 
 
 class Net(nn.Module):
@@ -62,7 +64,8 @@ def net(seed: int = 0, **options: Any) -> Net:
 def plan_of(
     parameters: dict[str, str] = ROWS, *, ranks: int = 2, freeze: Iterable[str] = ("norm.weight",), **policy: Any
 ) -> Plan:
-    """A plan over `dp`; `policy` are keys of the checkpoint's table."""
+    """A plan over `dp`, or over `tp` for the layout that cuts it; `policy` are keys of the checkpoint's table."""
+    tensor = parameters is TENSOR
     return Plan.model_validate(
         {
             "version": 2,
@@ -71,9 +74,9 @@ def plan_of(
             "optimiser": {"lr": 0.01},
             "run": {"steps": 1},
             "checkpoint": policy,
-            "mesh": f"dp={ranks}",
-            "axes": {"data": ["dp"]},
-            "layouts": {"parameters": parameters},
+            "mesh": f"dp=1 tp={ranks}" if tensor else f"dp={ranks}",
+            "axes": {"data": ["dp"], "tensor": ["tp"] if tensor else []},
+            "layouts": {"parameters": parameters, "activations": {"blocks.*": "b s h -> b s h"} if tensor else {}},
         }
     )
 
@@ -153,11 +156,12 @@ def two_ranks(rank: Rank, folder: Path) -> Seen:
             state.optimiser.state[parameter]["exp_avg"].zero_()
     seen.events["rows"] = checkpointer.close()
 
-    for name, layout in {"rows": ROWS, "columns": COLUMNS, "copies": COPIES}.items():
-        other, _ = _start(rank, plan_of(layout), folder / "none", seed=9)
+    for name, layout in LAYOUTS.items():
+        other, again = _start(rank, plan_of(layout), folder / f"again-{name}", seed=9)
         progress = load(folder / "rows" / "step-00000002", other, *_place(rank, plan_of(layout)))
         assert progress == other.progress == Progress(2, 16, 128, 1.5)
         seen.loaded[name] = values(other)
+        again.save(other, wait=True)
 
     seen.events["full"] = _fail_on_rank_1(rank, checkpointer, state)
     state.progress = Progress(4)
@@ -173,7 +177,7 @@ def two_ranks(rank: Rank, folder: Path) -> Seen:
 def load_cut(rank: Rank, folder: Path) -> list[Values]:
     """The weights of a directory at three layouts."""
     found: list[Values] = []
-    for layout in (ROWS, COLUMNS, COPIES):
+    for layout in LAYOUTS.values():
         plan = plan_of(layout)
         _, world = _place(rank, plan)
         model = apply(net(1), plan, world)

@@ -15,11 +15,12 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 from tangram.checkpoint import folders
+from tangram.checkpoint.formats.dcp import Span, read_index
 from tangram.errors import UserError
 from tangram.training.checkpoints import Checkpointer, JobState, Progress, describe, load, newest
 from tangram.training.events import Saved, SaveFailed
 from tangram.training.launch import run_ranks
-from tests.training.saving import Seen, net, plan_of, same, step, trainable, two_ranks, values, whole_state
+from tests.training.saving import LAYOUTS, Seen, net, plan_of, same, step, trainable, two_ranks, values, whole_state
 
 ONE = plan_of(ranks=1)
 
@@ -63,11 +64,21 @@ def test_two_ranks_to_one_process(warm: tuple[Path, Sequence[Seen]]) -> None:
     assert state.model.get_parameter("head.weight") is state.model.get_parameter("embed.weight")
 
 
-@pytest.mark.parametrize("layout", ["rows", "columns", "copies"])
-def test_two_ranks_to_two_of_any_layout(warm: tuple[Path, Sequence[Seen]], layout: str) -> None:
-    _, seen = warm
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_to_two_of_any_layout_and_from_there(warm: tuple[Path, Sequence[Seen]], layout: str) -> None:
+    folder, seen = warm
     for rank in seen:
         assert same(rank.loaded[layout], rank.saved)
+    state = other()
+    load(folder / f"again-{layout}" / "step-00000002", state, ONE, None)
+    assert same(values(state), seen[0].saved)
+
+
+def test_what_all_ranks_hold_is_written_once_and_by_turns(warm: tuple[Path, Sequence[Seen]]) -> None:
+    index = read_index(warm[0] / "again-copies" / "step-00000002")
+    assert len(index.pieces) == len(index.specs)
+    files = [piece.place.file for piece in index.pieces if isinstance(piece.place, Span)]
+    assert 0.2 < files.count("__0_0.distcp") / len(files) < 0.8
 
 
 def test_torchs_own_reader_reads_the_same(warm: tuple[Path, Sequence[Seen]]) -> None:
@@ -94,8 +105,6 @@ def test_only_the_first_rank_tells(warm: tuple[Path, Sequence[Seen]]) -> None:
 
 
 def test_a_parameter_that_some_rank_has_nothing_of_is_there_once(warm: tuple[Path, Sequence[Seen]]) -> None:
-    from tangram.checkpoint.formats.dcp import read_index
-
     index = read_index(warm[0] / "rows" / "step-00000002")
     pieces = [piece.tensor for piece in index.pieces]
     assert pieces.count("model.gain.bias") == 1  # one element, two ranks
@@ -161,15 +170,14 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     kept: dict[int, Any] = {}
     seen: set[int] = set()
     moment = status = 0
+    state.progress, kept[1] = Progress(1), values(state)
+    Checkpointer(tmp_path / "before", plan, None).save(state, wait=True)
+    assert state.optimiser is not None
+    step(state.model, state.optimiser, 1)
+    state.progress, kept[2] = Progress(2), values(state)
     for moment in range(100):
         shutil.rmtree(folder, ignore_errors=True)
-        state.progress = Progress(1)
-        kept[1] = values(state)
-        Checkpointer(folder, plan, None).save(state, wait=True)
-        assert state.optimiser is not None
-        step(state.model, state.optimiser, 1)
-        state.progress = Progress(2)
-        kept[2] = values(state)
+        shutil.copytree(tmp_path / "before", folder)
         child = os.fork()
         if child == 0:
             die_at(moment, folder)
@@ -184,8 +192,8 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         seen.add(at)
         if not os.WIFSIGNALED(status):
             break
-        Checkpointer(folder, plan, None).save(state, wait=True)
-        assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == [], "what the dead one left is removed"
+        partial = folders.begin(folder, 3)
+        assert list(folder.glob(".*")) == [partial], "the next one removes what the dead one left"
     assert seen == {1, 2}
     assert moment > 8
     assert not os.WIFSIGNALED(status)
