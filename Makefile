@@ -1,7 +1,8 @@
 # Everything a contributor needs, from a bare Python 3.11 or newer. `make help` lists it.
 
 PYTHON ?= python3
-PLAN ?= examples/quickstart/plan.toml
+JOB ?= examples/quickstart/job.toml
+PROCESSES ?= 2
 EXTRAS := hf,data,report,dev
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,10 +25,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
-train: ## train the quickstart plan (another one with PLAN=...)
+train: ## train the quickstart on two processes (another job or plan: JOB=... PROCESSES=...)
 	@set -e; begin=$$(date +%s); $(MAKE) --no-print-directory install; \
 	  ready=$$(date +%s); echo "installation: $$((ready - begin)) s"; \
-	  $(BIN)/tangram train $(PLAN); echo "job: $$(($$(date +%s) - ready)) s"
+	  $(BIN)/tangram train $(JOB) --processes $(PROCESSES); echo "job: $$(($$(date +%s) - ready)) s"
 
 test: $(STAMP) ## run the tests (those that run ranks start processes of their own)
 	@$(BIN)/python -m pytest -n 2
@@ -42,9 +43,10 @@ lint: $(STAMP) ## ruff check, ruff format --check and pyright
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: $(STAMP) ## run the benches of the layout algebra and of relayout
+bench: $(STAMP) ## run the benches of the layout algebra, of relayout and of the training loop
 	@$(BIN)/tangram bench layout
 	@$(BIN)/tangram bench relayout
+	@$(BIN)/tangram bench training
 
 mutants: $(STAMP) ## plant mistakes in the algebra and count those that the tests find
 	@$(BIN)/python tests/mutants/run.py

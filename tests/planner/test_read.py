@@ -76,7 +76,7 @@ def said(path: Path, text: str, changes: dict[str, str] | None = None) -> str:
         (("[run]", '[precision]\nreduce = "bfloat16"\n\n[run]'), ": precision.reduce: gradients of a float32"),
         (("sequence = 16", "sequence = 16\nheld_out = 0"), ""),
         (("seed = 1", "seed = -1"), ", line {line}: seed = -1: input should be greater than or equal to 0"),
-        (("[model]", "[model]\npath = 'here'"), ", line {line}: model: give the model by one of preset and path"),
+        (("[model]", "[model]\npath = 'here'"), ", line {line}: model: give the model by preset or by path, not both"),
         (("[model]", "[model]\nchange = { a = [1] }"), ", line 5: model.change.a = [1]: input should be a valid bool"),
         (("[model]", "[model]\nchange = 3"), ", line 5: model.change = 3: input should be a table"),
         (("steps = 300", "steps = "), ": this is not TOML: "),

@@ -33,7 +33,9 @@ def read_source(preset: str | None, path: str | None, changes: Mapping[str, Any]
     """
     if preset is not None:
         return Source(preset, make_config(preset, changes), None)
-    folder = Path(path or "")
+    if path is None:
+        raise UserError("the plan names no model: give model.preset or model.path")
+    folder = Path(path)
     file = folder / "config.json" if folder.is_dir() else folder
     if not file.is_file():
         what = "has no config.json" if folder.is_dir() else "does not exist"

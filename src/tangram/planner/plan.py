@@ -76,7 +76,10 @@ class Table(BaseModel):
 
 
 class ModelPlan(Table):
-    """Which model: a preset of `tangram.models` or a Hugging Face directory or configuration file; one of the two."""
+    """Which model: a preset of `tangram.models`, or a Hugging Face directory or configuration file.
+
+    Neither is given where a training loop of one's own makes the model.
+    """
 
     preset: str | None = None
     path: PathText | None = None
@@ -88,8 +91,8 @@ class ModelPlan(Table):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.preset is None) == (self.path is None):
-            raise ValueError("give the model by one of preset and path")
+        if self.preset is not None and self.path is not None:
+            raise ValueError("give the model by preset or by path, not both")
         return self
 
 
@@ -185,7 +188,7 @@ class Job(Table):
 
     version: Literal[2] = VERSION
     seed: Count = 0
-    model: ModelPlan
+    model: ModelPlan = ModelPlan()
     data: DataPlan
     optimiser: OptimiserPlan
     precision: PrecisionPlan = PrecisionPlan()

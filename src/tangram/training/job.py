@@ -134,14 +134,14 @@ def checkpoint_to_resume(out: Path, plan: Plan, corpus: Corpus) -> Path:
 
 def show(plan: Plan, ready: Prepared, predicted: Estimate | None, resume: Path | None, on_event: OnEvent) -> None:
     """The machine, the model, the plan and what it is predicted to need, as short tables."""
-    machine = describe()
+    machine = describe().in_words()
     found = versions()
     on_event(
         Table(
             "This run",
             ("what", ""),
             (
-                ("machine", machine.summary()),
+                ("machine", ", ".join(machine[key] for key in ("processor", "cores", "memory") if key in machine)),
                 ("software", ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers") if found[name])),
                 ("model", _model_words(ready.source.config, ready.source, ready.parameters)),
                 ("text", ready.corpus.summary()),

@@ -1,0 +1,76 @@
+"""A training loop of your own, with your own module and loss: Tangram cuts it, deals out the text, saves and resumes.
+
+torchrun --nproc-per-node 2 examples/own_loop.py runs/own      (start it again: it goes on where it was)
+"""
+
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tangram.planner.plan import Plan
+from tangram.planner.read import load
+from tangram.training.apply import apply
+from tangram.training.checkpoints import Checkpointer, JobState, Progress, newest
+from tangram.training.checkpoints import load as load_checkpoint
+from tangram.training.data import BYTES, Stream, open_corpus, prepare
+from tangram.training.optimise import make_adamw
+from tangram.training.world import make_world
+
+
+class Model(nn.Module):
+    """Any module will do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(BYTES.vocabulary, 48)
+        self.memory = nn.GRU(48, 96, batch_first=True)
+        self.head = nn.Linear(96, BYTES.vocabulary)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        return self.head(self.memory(self.embed(tokens_BS))[0])
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    plan = load(Path(__file__).with_suffix(".toml"))
+    assert isinstance(plan, Plan)
+    world = make_world(plan, dist.get_rank(), torch.device("cpu"), dist.group.WORLD)
+
+    torch.manual_seed(plan.seed)  # the same values on every rank; a large model is made on meta instead
+    model = apply(Model(), plan, world)
+    state = JobState(model, make_adamw(model, plan.optimiser))
+    checkpoints = Checkpointer(folder, plan, world)
+    if last := newest(folder):
+        state.progress = load_checkpoint(last, state, plan, world)
+    prepare(plan.data, BYTES, print)
+    stream = Stream(open_corpus(plan.data, BYTES), plan.data, index=world.data_index, size=world.data_size)
+    stream.position = state.progress.samples
+
+    for step in range(state.progress.step, plan.run.steps):
+        batches = next(stream)
+        state.optimiser.zero_grad()
+        total = torch.zeros(())
+        for batch in batches.micro:  # each rank adds its sums over one number: the tokens of the global batch
+            logits_BSV = model(batch.inputs_BS)
+            loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
+            (loss / batches.counted).backward()
+            total += loss.detach() / batches.counted
+        state.optimiser.step()
+        state.progress = Progress(step + 1, stream.position)
+        dist.all_reduce(total)
+        if (step + 1) % 20 == 0:
+            checkpoints.save(state)  # goes on while the next steps are trained
+            if world.index == 0:
+                print(f"step {step + 1}: loss {total:.4f}")
+    checkpoints.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
