@@ -30,6 +30,8 @@ def fail(rank: Rank, how: str) -> None:
             raise UserError("mend your plan")
         if how == "exit":
             os._exit(7)
+        if how == "abort":
+            os.abort()
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 

@@ -30,7 +30,8 @@ def test_results_in_rank_order_and_events() -> None:
     [
         ("raise", "rank 1 of 2 ended the job: ValueError: the disk is on fire"),
         ("exit", "rank 1 of 2 ended the job: exited with code 7 without an error message"),
-        ("kill", "rank 1 of 2 ended the job: killed by signal 9"),
+        ("kill", "rank 1 of 2 ended the job: killed by signal 9, as the kernel does when memory runs out"),
+        ("abort", "rank 1 of 2 ended the job: killed by signal 6"),
     ],
 )
 def test_a_rank_that_dies_ends_the_job(how: str, message: str) -> None:

@@ -3,14 +3,18 @@
 Each rank is a spawned process with its own one-way pipe to the parent. Over that pipe come its events, its result or
 its first error; the end of the pipe is the end of the process. So the parent waits on pipes only: no polling, no fixed
 port (the ranks meet in a file), no second channel for errors. A rank that finds its parent gone ends itself, so that
-killing the parent leaves no orphan.
+killing the parent leaves no orphan and no file.
 
-Trade-off: this launcher serves one machine. More machines are started by torchrun, Slurm or Kubernetes.
+The first Ctrl-C or SIGTERM, to the parent, a rank or all of them, asks the ranks to stop after their step (see
+`tangram.training.stop`); they then return as at any other end. The second ends the job at once.
+
+Trade-off: this launcher serves one machine. More machines are started by torchrun or Slurm (`training/torchrun.py`).
 """
 
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -31,12 +35,13 @@ import torch.distributed as dist
 
 from tangram.errors import UserError
 from tangram.hardware.machine import usable_cores
+from tangram.training.events import Note
+from tangram.training.stop import Stop, on_signals
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
 
 LAST_WORDS_SECONDS = 0.5  # after one rank failed: how long to listen for an earlier error of another rank
-STOP_SECONDS = 3.0  # between asking a rank to stop and killing it
 MOST_RANKS = 256
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
@@ -52,17 +57,26 @@ class RankError(Exception):
 
 @dataclass(frozen=True)
 class Rank:
-    """What a task knows of its place: its number, how many there are, its device and its line to the parent."""
+    """What a task knows of its place: its number, how many there are, its device and its line to whoever watches."""
 
     index: int
     world: int
     device: torch.device
     emit: Callable[[object], None]
+    stop: Stop
+    """Whether to stop after this step; the ranks have to agree on the answer, as a signal may reach only one."""
 
 
 @dataclass(frozen=True)
 class _Event:
     value: object
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A rank was sent a signal of its own."""
+
+    signal: str
 
 
 @dataclass(frozen=True)
@@ -123,15 +137,23 @@ def computing_as_a_rank(world: int) -> Generator[None]:
 class _Job(Generic[Result]):
     """The parent's view of the running ranks."""
 
-    processes: list[BaseProcess]
-    lines: dict[Connection, int]
+    wishes: Connection
+    """From the parent's signal handler, which may interrupt anything, to where it may speak: the names of signals."""
+    processes: list[BaseProcess] = field(default_factory=list[BaseProcess])
+    lines: dict[Connection, int] = field(default_factory=dict[Connection, int])
+    orders: list[Connection] = field(default_factory=list[Connection])
+    """To each rank: the name of the signal that asks it to stop."""
+    stopping: bool = False
     results: dict[int, Result] = field(default_factory=dict[int, Result])
     failures: dict[int, _Failure] = field(default_factory=dict[int, _Failure])
 
     def listen(self, on_event: Callable[[object], None], timeout: float | None = None) -> None:
-        """Take in what the ranks have to say now: one message of each that has one."""
-        for line in wait(list(self.lines), timeout):
+        """Take in what there is to hear now: one message of each rank that has one, and the wish to stop."""
+        for line in wait([self.wishes, *self.lines], timeout):
             assert isinstance(line, Connection)
+            if line is self.wishes:
+                self._tell_to_stop(line.recv(), on_event, "stopping after this step (again to stop at once)")
+                continue
             rank = self.lines[line]
             try:
                 message = line.recv()
@@ -140,10 +162,23 @@ class _Job(Generic[Result]):
                 continue
             if isinstance(message, _Event):
                 on_event(message.value)
+            elif isinstance(message, _Asked):
+                note = f"rank {rank} was sent {message.signal}: stopping after this step"
+                self._tell_to_stop(message.signal, on_event, note)
             elif isinstance(message, _Done):
                 self.results[rank] = message.result  # pyright: ignore[reportArgumentType]  the task's own return value
             elif isinstance(message, _Failure):
                 self.failures.setdefault(rank, message)
+
+    def _tell_to_stop(self, name: str, on_event: Callable[[object], None], note: str) -> None:
+        """Pass the wish on, once: the same signal may have reached the parent and several ranks."""
+        if self.stopping:
+            return
+        self.stopping = True
+        on_event(Note(note))
+        for order in self.orders:
+            with contextlib.suppress(OSError):  # a rank that is done
+                order.send(name)
 
     def _hang_up(self, line: Connection, rank: int) -> None:
         """The rank's process has ended; without a result or an error of its own it was killed."""
@@ -154,20 +189,18 @@ class _Job(Generic[Result]):
             # No last words: nothing inside Python raised, so no other rank's error can have caused it. Hence "first".
             self.failures[rank] = _Failure(float("-inf"), _death(process.exitcode), "", by_user=False)
 
-    def stop(self) -> None:
-        """End every process that still runs: ask, then kill."""
+    def end(self) -> None:
+        """End every process that still runs. To ask it first would be to wait for its step, or for ever."""
         for process in self.processes:
-            if process.is_alive():
-                process.terminate()
-        deadline = time.monotonic() + STOP_SECONDS
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
-                process.join()
+        for process in self.processes:
+            process.join()
 
 
 def _death(exitcode: int | None) -> str:
+    if exitcode == -signal.SIGKILL:
+        return "killed by signal 9, as the kernel does when memory runs out"
     if exitcode is not None and exitcode < 0:
         return f"killed by signal {-exitcode}"
     return f"exited with code {exitcode} without an error message"
@@ -189,31 +222,45 @@ def run_ranks(
     pick_device(device, 0, world)  # a mesh that does not fit is refused before anything starts
     context = multiprocessing.get_context("spawn")
     threads = threads_of_a_rank(world)
-    with tempfile.TemporaryDirectory(prefix="tangram-") as meeting:
-        job = _Job[Result](processes=[], lines={})
+    wishes, wish = context.Pipe(duplex=False)
+    job = _Job[Result](wishes)
+    with (
+        on_signals((signal.SIGINT, signal.SIGTERM), wish.send, _interrupt),
+        tempfile.TemporaryDirectory(prefix="tangram-") as meeting,
+    ):
         try:
             for index in range(world):
                 receiver, sender = context.Pipe(duplex=False)
-                arguments = (task, payload, index, world, device, threads, Path(meeting, "store"), sender)
+                orders, order = context.Pipe(duplex=False)
+                arguments = (task, payload, index, world, device, threads, Path(meeting, "store"), sender, orders)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
-                with _interrupts_held_back():
+                with _signals_held_back():
                     process.start()
+                    job.processes.append(process)
                 sender.close()  # the rank holds the only other end, so its death ends the pipe
-                job.processes.append(process)
+                orders.close()
+                job.orders.append(order)
                 job.lines[receiver] = index
             while job.lines and not job.failures:
                 job.listen(on_event)
             _raise_first(job, on_event, world)
         finally:
-            job.stop()
+            job.end()
     return [job.results[index] for index in range(world)]
 
 
+def _interrupt(name: str) -> NoReturn:
+    raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
-def _interrupts_held_back() -> Generator[None]:
-    """A process started here never sees Ctrl-C, from its first instruction on: the parent does, and ends it."""
+def _signals_held_back() -> Generator[None]:
+    """A process started here sees no SIGINT, for good, and no SIGTERM until it is ready for it.
+
+    So Ctrl-C, which a terminal sends to all, is the parent's alone, and neither ends a rank that is still starting.
+    """
     resource_tracker.ensure_running()  # started any later, it would undo the mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
@@ -242,36 +289,41 @@ def _rank_main(
     threads: int,
     store: Path,
     line: Connection,
+    orders: Connection,
 ) -> None:
     """The life of one rank."""
-    _end_with_parent()
+    _end_with_parent(store.parent)
+    stop = Stop(orders, heard=lambda name: line.send(_Asked(name)))
     try:
-        torch.set_num_threads(threads)
-        here = pick_device(device, index, world)
-        if here.type != "cpu":
-            torch.accelerator.set_device_index(index)
-        dist.init_process_group(
-            dist.get_default_backend_for_device(here),
-            store=dist.FileStore(str(store), world),
-            rank=index,
-            world_size=world,
-            timeout=COLLECTIVE_TIMEOUT,
-        )
-        result = task(Rank(index, world, here, lambda value: line.send(_Event(value))), payload)
-        line.send(_Done(result))
-        dist.destroy_process_group()
-        # Nor is this a normal exit: the interpreter's own end kills torch's threads wherever they are, and now and then
-        # one of them aborts the process ("terminate called without an active exception" on the user's terminal).
-        _leave(0)
+        # Of a second signal, too, it is for the parent to make something.
+        with on_signals((signal.SIGTERM,), stop.ask, again=stop.ask):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            torch.set_num_threads(threads)
+            here = pick_device(device, index, world)
+            if here.type != "cpu":
+                torch.accelerator.set_device_index(index)
+            dist.init_process_group(
+                dist.get_default_backend_for_device(here),
+                store=dist.FileStore(str(store), world),
+                rank=index,
+                world_size=world,
+                timeout=COLLECTIVE_TIMEOUT,
+            )
+            result = task(Rank(index, world, here, lambda value: line.send(_Event(value)), stop), payload)
+            line.send(_Done(result))
+            dist.destroy_process_group()
+            # Nor is this a normal exit: the interpreter's own end kills torch's threads wherever they are, and now and
+            # then one of them aborts the process ("terminate called without an active exception" on the terminal).
+            leave(0)
     except BaseException as error:  # noqa: BLE001  the parent must hear of everything, an interrupt too
-        text = str(error) if isinstance(error, UserError) else _sentence(error)
+        text = str(error) if isinstance(error, UserError) else first_line(error)
         failure = _Failure(time.monotonic(), text, traceback.format_exc(), isinstance(error, UserError))
         with contextlib.suppress(OSError):  # the parent may be gone; then nobody is left to tell
             line.send(failure)
-        _leave(1)  # not a normal exit: tearing down a broken process group may wait for ranks that are gone
+        leave(1)  # not a normal exit: tearing down a broken process group may wait for ranks that are gone
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """End this process here and now, with what it has printed but without the interpreter's own end."""
     with contextlib.suppress(OSError):  # a terminal or a reader that is gone
         sys.stdout.flush()
@@ -279,19 +331,21 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _sentence(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """An error as one sentence: its kind and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _end_with_parent() -> None:
-    """End this process as soon as its parent is gone, however it went."""
+def _end_with_parent(meeting: Path) -> None:
+    """End this process as soon as its parent is gone, however it went, and with it the folder that it has left."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
 
     def watch() -> None:
         wait([parent.sentinel])
+        shutil.rmtree(meeting, ignore_errors=True)  # the other ranks do so, too
         os._exit(1)
 
     threading.Thread(target=watch, name="tangram-parent-watch", daemon=True).start()

@@ -1,0 +1,81 @@
+"""A polite stop: a signal asks, the rank finishes its step, and whoever cannot wait asks again.
+
+A signal is only a wish: its handler takes a note, and the training loop asks for it once a step. What comes within half
+a second of the first signal counts as the same one, since many wrappers (`timeout`, `srun`, package runners) pass on
+a signal that the terminal or the scheduler has delivered to everybody already. The trade-off: who presses Ctrl-C twice
+in that time has to press it once more.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from multiprocessing.connection import Connection
+from types import FrameType
+
+SAME_SECONDS = 0.5
+
+
+class Stop:
+    """Whether somebody wants this rank to stop after its step: a signal of its own, or word from the parent."""
+
+    def __init__(self, line: Connection | None = None, heard: Callable[[str], None] | None = None) -> None:
+        self.signal = ""
+        """The name of the signal, as "SIGTERM"; empty until one was seen."""
+        self._line = line
+        self._heard = heard
+
+    def ask(self, name: str) -> None:
+        """Note the wish; this is all that a signal handler does."""
+        self.signal = self.signal or name
+
+    def asked(self) -> bool:
+        """Ask this once a step. The first to see a signal of the rank itself also tells of it."""
+        if self._line is not None and not self.signal and self._line.poll():
+            with contextlib.suppress(EOFError, OSError):  # the parent is gone; that ends a rank by another way
+                self.signal = str(self._line.recv())
+                self._heard = None  # whom we would tell has told us
+        if self.signal and self._heard is not None:
+            heard, self._heard = self._heard, None
+            heard(self.signal)
+        return bool(self.signal)
+
+
+@contextlib.contextmanager
+def on_signals(
+    numbers: Iterable[signal.Signals], first: Callable[[str], None], again: Callable[[str], None]
+) -> Generator[None]:
+    """For a while, call `first` with the name of the first of these signals and `again` with that of any later one.
+
+    Signals that are ignored stay ignored (as in a job that a shell put in the background). Outside the main thread,
+    where Python takes no signals, nothing changes. Both are called inside a signal handler: in the midst of anything.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    owner = os.getpid()
+    since: float | None = None
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal since
+        if os.getpid() != owner:  # a forked child has inherited this handler but not the wish to be polite
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif since is None:
+            since = time.monotonic()
+            first(signal.Signals(number).name)
+        elif time.monotonic() - since >= SAME_SECONDS:
+            again(signal.Signals(number).name)
+
+    before = {
+        number: handler for number in numbers if (handler := signal.getsignal(number)) not in (None, signal.SIG_IGN)
+    }
+    try:
+        for number in before:
+            signal.signal(number, handle)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
