@@ -172,7 +172,8 @@ def _choose(splits: Sequence[Split], data: DataPlan, seed: int, source_B: Ints, 
     for source in sorted(set(source_B.tolist())):
         at_M = np.flatnonzero(source_B == source)
         windows = splits[source].windows(data.sequence)
-        epoch_M, place_M = np.divmod(number_B[at_M], windows)
+        number_M = number_B[at_M]
+        epoch_M, place_M = number_M // windows, number_M % windows
         for epoch in sorted(set(epoch_M.tolist())):
             here = epoch_M == epoch
             window_B[at_M[here]] = permuted(place_M[here], windows, f"{seed}:{source}:{epoch}")
