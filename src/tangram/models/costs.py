@@ -9,7 +9,6 @@ Trade-off: activations are counted as eager autograd keeps them; compilation kee
 product torch can only fake in bfloat16, are run in bfloat16 with every such tensor counted twice.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
+from tangram.models.twin import fake_twin, stacked_experts
 
 OUTSIDE = ""
 """The name under which what lies outside the blocks is kept."""
@@ -172,7 +172,7 @@ def costs(model: nn.Module, sequence: int, micro_batch: int = 1, dtype: torch.dt
 
     The model is not changed. Raises UserError for a model that does not run on token ids alone.
     """
-    experts = any(parameter.ndim == 3 for parameter in model.parameters())  # stacked, for one grouped product
+    experts = stacked_experts(model)
     scale = dtype.itemsize // 2 if experts else 1
     try:
         return _counted(model, sequence, micro_batch, torch.bfloat16 if experts else dtype, scale)
@@ -183,7 +183,7 @@ def costs(model: nn.Module, sequence: int, micro_batch: int = 1, dtype: torch.dt
 
 def _counted(model: nn.Module, sequence: int, micro_batch: int, dtype: torch.dtype, scale: int) -> ModelCosts:
     fake = FakeTensorMode()
-    twin = _twin(model, dtype, fake)
+    twin = fake_twin(model, dtype, fake)
     blocks = block_names(twin)
     meter = _Meter(twin, blocks, scale)
     with ExitStack() as stack:
@@ -213,28 +213,6 @@ def _counted(model: nn.Module, sequence: int, micro_batch: int, dtype: torch.dty
 
 def _same(x: Tensor) -> Tensor:
     return x
-
-
-def _twin(model: nn.Module, dtype: torch.dtype, fake: FakeTensorMode) -> nn.Module:
-    """A copy of the model whose tensors are fake ones on the CPU; tied parameters stay one."""
-    twin = copy.deepcopy(model).train()
-    made: dict[Tensor, Tensor] = {}
-
-    def faked(tensor: Tensor) -> Tensor:
-        if tensor not in made:
-            with fake:
-                kind = dtype if tensor.is_floating_point() and isinstance(tensor, nn.Parameter) else tensor.dtype
-                empty = torch.empty(tensor.shape, dtype=kind, device="cpu")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-        return made[tensor]
-
-    for module in cast("Iterable[nn.Module]", twin.modules()):
-        for tensors in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage]
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    cast("dict[str, Tensor]", tensors)[name] = faked(tensor)
-    return twin
 
 
 class _Meter(TorchDispatchMode):
