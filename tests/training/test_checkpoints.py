@@ -186,6 +186,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         _, status = os.waitpid(child, 0)
         path = newest(folder)
         assert path is not None
+        assert len(folders.whole(folder)) == len(list(folder.glob("step-*"))), "none is seen half gone"
         found = other()
         at = load(path, found, plan, None).step
         assert same(values(found), kept[at]), f"killed before file operation {moment}"
@@ -229,6 +230,19 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     checkpointer.save(state)
     checkpointer.save(state, wait=True)
     assert len(checkpointer.close()) == 1
+
+
+def test_of_a_view_only_the_view_is_written(tmp_path: Path) -> None:
+    model = net()
+    model.gain.weight = torch.nn.Parameter(torch.arange(1e6)[5:11].view(1, 6))
+    checkpointer = Checkpointer(tmp_path, plan_of(ranks=1, asynchronous=False), None)
+    checkpointer.save(JobState(model, None))
+    (event,) = checkpointer.close()
+    assert isinstance(event, Saved)
+    assert (Path(event.path) / DATA).stat().st_size < 100_000
+    found = JobState(net(3), None)
+    load(Path(event.path), found, ONE, None)
+    assert torch.equal(found.model.get_parameter("gain.weight"), model.gain.weight)
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
@@ -282,6 +296,7 @@ HARMS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda path: change(path, format=2), r"has the format 2; this version reads 1"),
     (lambda path: change(path, files=3), r"the tangram.json of the checkpoint .* is damaged"),
     (lambda path: change(path, progress={"step": 1}), r"the tangram.json of the checkpoint .* is damaged"),
+    (lambda path: change(path, progress={"step": "1"}), r"the tangram.json of the checkpoint .* is damaged"),
     (lambda path: change(path, digest="0"), r"its tensors are not those that tangram.json names"),
     (lambda path: shutil.rmtree(path), "there is no checkpoint"),
 ]

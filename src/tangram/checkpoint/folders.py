@@ -101,7 +101,7 @@ def _parse(fields: Any, path: Path) -> Marker:
         }
         return Marker(
             serial=int(known["serial"]),
-            progress={str(key): value + 0 for key, value in known["progress"].items()},
+            progress={str(key): _number(value) for key, value in known["progress"].items()},
             about=dict(known["about"]),
             digest=str(known["digest"]),
             frozen=tuple(str(name) for name in known["frozen"]),
@@ -109,6 +109,12 @@ def _parse(fields: Any, path: Path) -> Marker:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f'the {MARKER} of the checkpoint "{path}" is damaged: {error!r}') from None
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    return value
 
 
 def whole(folder: Path) -> list[tuple[Path, Marker]]:

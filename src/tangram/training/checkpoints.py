@@ -42,7 +42,7 @@ T = TypeVar("T")
 LONGEST_WRITE = timedelta(hours=1)  # ranks wait this long for one that still writes; one that dies is seen at once
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
     """One save: what the thread needs, and what came of it."""
 
@@ -167,7 +167,7 @@ class Checkpointer:
 
     def _staged(self, name: str, offsets: tuple[int, ...], values: Tensor, *, copy: bool) -> dcp.Chunk:
         """A block with memory of its own, which is kept for the next time."""
-        if not copy and values.device.type == "cpu" and values.is_contiguous():
+        if not copy and values.device.type == "cpu" and values.untyped_storage().nbytes() == values.nbytes:
             return dcp.Chunk(name, offsets, values)
         buffer = self._buffers.get((name, offsets))
         if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
@@ -185,6 +185,7 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001  a rank that is gone, say: training finds that out by itself
             verdict = _Verdict(None, f"the ranks could not agree on it: {_sentence(error)}")
         job.path, job.reason, job.notes = verdict.path, verdict.reason, list(verdict.notes)
+        job.chunks = []
         job.ended = time.monotonic()
 
     def _write(self, job: _Job) -> _Verdict:
