@@ -1,19 +1,14 @@
 """The text of a job, ready to be trained on: tokenised once by `prepare`, mapped by every rank with `open_corpus`."""
 
 import hashlib
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-
-import numpy as np
 
 from tangram.errors import UserError
-from tangram.planner.plan import DataPlan, SourcePlan
+from tangram.planner.plan import DataPlan
+from tangram.training.data.cache import PART_BYTES, fill, open_source
 from tangram.training.data.samples import Split
 from tangram.training.data.tokens import Tokens
-
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
 
 @dataclass(frozen=True)
@@ -36,44 +31,40 @@ class Corpus:
         return f"{trained}; held out {kept}"
 
 
-def prepare(data: DataPlan, tokens: Tokens, on_event: Callable[[object], None]) -> None:
-    """Tokenise what is not in the cache yet."""
+def prepare(
+    data: DataPlan, tokens: Tokens, on_event: Callable[[object], None], *, part_bytes: int = PART_BYTES
+) -> None:
+    """Tokenise what is not in the cache yet. `part_bytes` of text are written at once: what a kill loses at most.
+
+    Raises UserError for a source that cannot be read or has too little text, and a cache that cannot be written.
+    """
+    for source in data.sources:
+        fill(data, source, tokens, on_event, part_bytes)
+    open_corpus(data, tokens)
 
 
 def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
-    """Map the tokens that `prepare` has made."""
-    training: list[Split] = []
-    held_out: list[Split] = []
-    digest = hashlib.blake2b(digest_size=16)
-    for source in data.sources:
-        kept: tuple[list[bytes], list[bytes]] = ([], [])
-        for text in _documents(source):
-            kept[held_out_by_content(text, data.held_out)].append(text)
-        for splits, texts in zip((training, held_out), kept, strict=True):
-            splits.append(_in_memory(texts, tokens))
-            digest.update(splits[-1].read(0, splits[-1].size).tobytes())
-    return Corpus(tuple(training), tuple(held_out), digest.hexdigest(), tokens.end)
+    """Map the tokens that `prepare` has made. Raises UserError when they are not there, or too few."""
+    stores = [open_source(data, source, tokens) for source in data.sources]
+    content = hashlib.blake2b(f"{tokens.digest} {data.held_out}".encode(), digest_size=16)
+    for store in stores:
+        content.update(store.digest.encode())
+    training, held_out = (tuple(store.splits[split] for store in stores) for split in (0, 1))
+    for source, split, kept in zip(data.sources, training, held_out, strict=True):
+        if not split.windows(data.sequence):
+            raise UserError(
+                f'the source "{source.path}" has no text to train on: {_where(len(kept.end_D), data.held_out)}'
+            )
+    if data.held_out and not any(split.windows(data.sequence) for split in held_out):
+        count = sum(len(split.end_D) for split in training)
+        raise UserError(
+            f"none of the {count} documents in data.sources is held out to measure the loss on: raise data.held_out "
+            f"(now {data.held_out}) or give more documents (a text file is one, a line of JSONL is one)"
+        )
+    return Corpus(training, held_out, content.hexdigest(), tokens.end)
 
 
-def held_out_by_content(text: bytes, share: float) -> bool:
-    """Whether a document is held out: by its content alone, so copies go together and new documents move none."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest()) / 2**48 < share
-
-
-def _documents(source: SourcePlan) -> list[bytes]:
-    root = Path(sysconfig.get_path("stdlib")) if source.path == "stdlib" else Path(source.path)
-    if not root.is_dir():
-        raise UserError(f'the source "{root}" in data.sources does not exist')
-    files = [
-        path
-        for path in sorted(root.glob(source.pattern or "**/*.py"))
-        if path.is_file() and not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1])
-    ]
-    return [text for path in files if (text := path.read_bytes())]
-
-
-def _in_memory(texts: list[bytes], tokens: Tokens) -> Split:
-    begin = [] if tokens.begin is None else [tokens.begin]
-    rows = [np.concatenate([begin, row, [tokens.end]]).astype(np.int64) for row in tokens.encode(texts)]
-    everything = np.concatenate([np.zeros(0, np.int64), *rows])
-    return Split(len(everything), np.cumsum([len(row) for row in rows], dtype=np.int64), lambda a, b: everything[a:b])
+def _where(kept: int, share: float) -> str:
+    if not kept:
+        return "its files are empty"
+    return f"all of its {kept} documents are held out: lower data.held_out (now {share}) or give more documents"

@@ -12,6 +12,7 @@ Trade-off: a cycle has at most `MOST_SLOTS` slots, so weights like 1 : pi are ro
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,8 @@ class Mix:
         return source, cycle * self.slots_N[source] + self.turn_W[slot]
 
 
-def make_mix(weights: Sequence[float]) -> Mix:
+@lru_cache(maxsize=16)  # every step of a job asks for the same one
+def make_mix(weights: tuple[float, ...]) -> Mix:
     """The cycle for these weights."""
     slots = _slots(weights)
     order = _order(slots)

@@ -169,12 +169,12 @@ def _share(rows: int, index: int, size: int) -> tuple[int, int]:
 def _choose(splits: Sequence[Split], data: DataPlan, seed: int, source_B: Ints, number_B: Ints) -> tuple[Ints, Ints]:
     """Sample number n of a source is in epoch n // windows; each epoch of each source is an own shuffle."""
     window_B = np.zeros_like(number_B)
-    for source in sorted(set(source_B.tolist())):
+    for source in _distinct(source_B):
         at_M = np.flatnonzero(source_B == source)
         windows = splits[source].windows(data.sequence)
         number_M = number_B[at_M]
         epoch_M, place_M = number_M // windows, number_M % windows
-        for epoch in sorted(set(epoch_M.tolist())):
+        for epoch in _distinct(epoch_M):
             here = epoch_M == epoch
             window_B[at_M[here]] = permuted(place_M[here], windows, f"{seed}:{source}:{epoch}")
     return source_B, window_B
@@ -184,5 +184,9 @@ def _count(splits: Sequence[Split], rows: Sequence[tuple[int, int]], sequence: i
     pairs_B2 = np.array(rows, np.int64)
     return sum(
         int(splits[source].labels(pairs_B2[pairs_B2[:, 0] == source, 1], sequence).sum())
-        for source in sorted(set(pairs_B2[:, 0].tolist()))
+        for source in _distinct(pairs_B2[:, 0])
     )
+
+
+def _distinct(numbers: Ints) -> list[int]:
+    return [int(number) for number in np.unique(numbers)]

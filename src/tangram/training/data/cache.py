@@ -1,0 +1,159 @@
+"""The cache of tokens: a source is tokenised once, and again only when its files, its field or the tokens change.
+
+The folder of a source is named by the hash of all that decides its tokens, so a changed file means another folder, and
+old ones may be deleted at any time. A lock lets one process write; others that want the same wait for it and find the
+work done.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tangram.errors import UserError
+from tangram.planner.plan import DataPlan, SourcePlan
+from tangram.training.data.sources import Document, Files, documents, list_files
+from tangram.training.data.store import FORMAT, Store, Writer, open_store
+from tangram.training.data.tokens import NotText, Tokens
+from tangram.training.events import Note, Working
+
+PART_BYTES = 4 << 20  # of text in a part, unless one document has more; what a kill loses at most
+
+OnEvent = Callable[[object], None]
+
+
+def cache_root(data: DataPlan) -> Path:
+    """The folder of all caches."""
+    if data.cache is not None:
+        return Path(data.cache)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "tangram" / "tokens"
+
+
+def fill(data: DataPlan, source: SourcePlan, tokens: Tokens, on_event: OnEvent, part_bytes: int = PART_BYTES) -> None:
+    """Tokenise a source if its cache is not complete, from where an earlier attempt has come to."""
+    files = list_files(source)
+    identity = _identity(files, source, data, tokens)
+    folder = _folder(data, identity)
+    if _is_complete(folder):
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, on_event):
+            if _is_complete(folder):
+                return
+            writer = Writer(folder, np.uint16 if tokens.vocabulary <= 1 << 16 else np.uint32)
+            _write(writer, files, source, data, tokens, on_event, part_bytes)
+            if _identity(list_files(source), source, data, tokens) != identity:
+                raise UserError(f'files of the source "{source.path}" changed while they were read: run again')
+            writer.finish({"source": source.path, "field": source.field, "tokens": tokens.name})
+    except OSError as error:
+        raise UserError(
+            f'the tokens of "{source.path}" cannot be kept in "{folder.parent}": {error.strerror or error}. Set '
+            f"data.cache to a folder with room for them (about {_room(files, tokens)} MB)"
+        ) from None
+
+
+def open_source(data: DataPlan, source: SourcePlan, tokens: Tokens) -> Store:
+    """Map the cache of a source. Raises UserError when it is not complete, or damaged."""
+    folder = _folder(data, _identity(list_files(source), source, data, tokens))
+    try:
+        store = open_store(folder)
+    except OSError as error:
+        raise UserError(f'the tokens in "{folder}" cannot be read: {error.strerror or error}') from None
+    if store is None:
+        raise UserError(
+            f'the tokens of "{source.path}" are not in the cache "{folder.parent}": prepare them first, or set '
+            "data.cache to a folder that all machines share"
+        )
+    return store
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether nothing has to be written. Damage that shows on opening makes a folder incomplete."""
+    try:
+        return open_store(folder) is not None
+    except (UserError, OSError):
+        return False
+
+
+def _identity(files: Files, source: SourcePlan, data: DataPlan, tokens: Tokens) -> str:
+    listed = [[file.name, file.size, file.changed_ns] for file in files.files]
+    about = [FORMAT, str(files.root.absolute()), listed, source.field, data.held_out, tokens.digest]
+    return hashlib.blake2b(json.dumps(about).encode(), digest_size=16).hexdigest()
+
+
+def _folder(data: DataPlan, identity: str) -> Path:
+    return cache_root(data) / identity
+
+
+def _room(files: Files, tokens: Tokens) -> int:
+    """Bytes as tokens take twice the room; others about half of it, or as much."""
+    return max(1, round(files.size * (2 if tokens.folder is None else 1) / 1e6))
+
+
+@contextmanager
+def _locked(folder: Path, on_event: OnEvent) -> Generator[None]:
+    """Be the only one who writes. The lock is the kernel's: it ends with its process, however that ends."""
+    with (folder / "lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_event(Note(f"waiting    another process prepares the tokens in {folder}"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write(
+    writer: Writer,
+    files: Files,
+    source: SourcePlan,
+    data: DataPlan,
+    tokens: Tokens,
+    on_event: OnEvent,
+    part_bytes: int,
+) -> None:
+    what = f"tokenising {source.path}"
+    on_event(Working(what, writer.last.done, files.size, "bytes"))
+    part: list[Document] = []
+    size = 0
+    last = Document(-1, -1, b"", -1)
+    for document in chain(documents(files, source.field, writer.last.cursor), [last]):
+        if document is not last:
+            part.append(document)
+            size += len(document.text)
+        if part and (size >= part_bytes or document is last):
+            writer.append(_encoded(part, files, data, tokens), (part[-1].file, part[-1].number + 1), part[-1].done)
+            on_event(Working(what, part[-1].done, files.size, "bytes"))
+            part, size = [], 0
+
+
+def _encoded(part: list[Document], files: Files, data: DataPlan, tokens: Tokens) -> tuple[list[Any], list[Any]]:
+    """The tokens of the documents that are trained on, and of those that are held out."""
+    try:
+        encoded = tokens.encode([document.text for document in part])
+    except NotText as error:
+        wrong = part[error.document]
+        raise UserError(
+            f'the file "{files.path(wrong.file)}" is no UTF-8 text ({error}): leave it out by the pattern of its '
+            'source, or set data.tokenizer = "bytes"'
+        ) from None
+    rows: tuple[list[Any], list[Any]] = ([], [])
+    begin = np.array([] if tokens.begin is None else [tokens.begin], np.uint32)
+    end = np.array([tokens.end], np.uint32)
+    for document, row in zip(part, encoded, strict=True):
+        if len(row):
+            rows[is_held_out(document.text, data.held_out)].append(np.concatenate([begin, row, end]))
+    return rows
+
+
+def is_held_out(text: bytes, share: float) -> bool:
+    """Whether a document is held out: by its content alone, so copies go together and new documents move none."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest()) / 2**48 < share

@@ -1,0 +1,42 @@
+"""What all readers of files share: a row, its text, and what is said of a row or file that is wrong."""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from tangram.errors import UserError
+
+
+class Row(NamedTuple):
+    """A document of a file, and which share of the file has been read with it."""
+
+    number: int
+    text: bytes
+    share: float
+
+
+def text_of(value: object, field: str, where: str) -> bytes:
+    """The bytes of a column's value; none for null."""
+    if value is None:
+        return b""
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise UserError(f'"{field}" in {where} is {type(value).__name__}, not text: set the source\'s field')
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise UserError(f'"{field}" in {where} is no text: it holds one half of a surrogate pair') from None
+
+
+def no_field(field: str, known: Iterable[str], where: str) -> UserError:
+    names = list(known)
+    near = difflib.get_close_matches(field, names, 1)
+    hint = f'did you mean "{near[0]}"?' if near else f"it has {', '.join(names) or 'none'}"
+    return UserError(f'{where} has no "{field}": {hint} Set the source\'s field')
+
+
+def unreadable(path: Path, error: Exception) -> UserError:
+    why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return UserError(f'the file "{path}" cannot be read: {why}. Leave it out by the pattern of its source')
