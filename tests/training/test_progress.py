@@ -71,7 +71,7 @@ def test_rates_are_those_of_the_last_steps() -> None:
     slow = [StepDone(n, 40, 2.5, 1.0, 1e-3, 100, seconds=10.0 * n, flops=2e9, peak_flops=8e9) for n in range(1, 20)]
     quick = [replace(slow[0], step=20 + n, seconds=190 + n / 10) for n in range(21)]
     *_, line = plainly(*slow, *quick)
-    assert "1,000 tokens/s  0.02 TFLOP/s  MFU 250%" in line
+    assert "1,000 tokens/s  20 GFLOP/s  MFU 250%" in line
 
 
 def test_what_else_happens_has_a_line_of_its_own() -> None:

@@ -7,23 +7,20 @@ The questions are answered by measuring, and a wrong answer fails the job.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedConfig
 
 from tangram.errors import UserError
 from tangram.hardware.machine import describe, versions
-from tangram.layout import Mesh
 from tangram.models.build import build_on_meta
 from tangram.models.costs import costs as model_costs
 from tangram.models.source import Source
 from tangram.planner.estimate import Estimate
 from tangram.planner.plan import Plan
-from tangram.planner.read import dumps
-from tangram.training import loop, summary
+from tangram.training import loop
 from tangram.training.boards import TensorBoard
 from tangram.training.building import has_dropout, source_of
 from tangram.training.checkpoints import describe as describe_checkpoint
@@ -32,9 +29,10 @@ from tangram.training.cuts import cuts_of
 from tangram.training.data import Corpus, Tokens, load_tokens, open_corpus, prepare, unigram_entropy
 from tangram.training.events import Note, Record, Table
 from tangram.training.launch import RankError, computing_as_a_rank, pick_device, refuse_too_many, run_ranks
-from tangram.training.proofs import ProofError, Proved, prove
+from tangram.training.proofs import ProofError, prove
 from tangram.training.rank import CHECKPOINTS, RankJob, RankReport, train_rank
 from tangram.training.report import write_report
+from tangram.training.summary import Summary, summarise
 
 SUMMARY_FILE = "summary.json"  # written last, so it says that all proofs held
 REPORT_FILE = "report.html"
@@ -46,11 +44,13 @@ OnEvent = Callable[[object], None]
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the command line adds to a plan."""
+class Chosen:
+    """The plan to run, with what is predicted of it."""
 
-    resume: bool = False
-    profile: bool = False
+    plan: Plan
+    predicted: Estimate | None
+    peak_flops: float
+    """What the devices of all ranks can do in a second; 0: unknown."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Prepared:
     costs: loop.Costs
     parameters: int
     entropy: float
+    begun: float
+    """When the job began, by the monotonic clock."""
 
 
 @dataclass(frozen=True)
@@ -73,43 +75,59 @@ class Stopped:
     checkpoint: Path | None
 
 
-def run_job(
-    plan: Plan, out: Path, on_event: OnEvent, *, options: Options, predicted: Estimate | None, peak_flops: float = 0.0
-) -> "summary.Summary | Stopped":
-    """Train as planned; leave checkpoints, export, report and summary in `out`, the folder from `run_folder`."""
-    begun = time.monotonic()
-    refuse_too_many(plan.ranks)
-    ready = prepare_job(plan, peak_flops, on_event)
-    resume = checkpoint_to_resume(out, plan, ready.corpus) if options.resume else None
-    show(plan, ready, predicted, resume, on_event)
-    record, board = Record(), TensorBoard(out / BOARD_FOLDER)
+Run = Callable[[RankJob, OnEvent], RankReport]
+"""Runs the ranks, or this one of them; the report of rank 0."""
+
+
+def run_here(job: RankJob, on_event: OnEvent) -> RankReport:
+    """Start all ranks on this machine."""
+    refuse_too_many(job.plan.ranks)
+    return run_ranks(train_rank, job, world=job.plan.ranks, on_event=on_event, device=job.plan.run.device)[0]
+
+
+def train_job(job: RankJob, chosen: Chosen, ready: Prepared, on_event: OnEvent, run: Run) -> Summary | Stopped:
+    """Train as planned; leave checkpoints, export, report and summary in the job's folder."""
+    show(chosen, ready, job.resume, on_event)
+    record, board = Record(), TensorBoard(job.folder / BOARD_FOLDER, chosen.plan)
 
     def everybody(event: object) -> None:
         on_event(event)
         record(event)
         board(event)
 
-    job = RankJob(plan, out, ready.corpus.digest, ready.costs, resume, options.profile)
     try:
-        reports = _run_ranks(job, everybody)
+        report = run(job, everybody)
+    except RankError as failure:  # its stack trace goes to a file
+        (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
+        raise
     finally:
         board.close()
-    return finish(plan, out, on_event, ready, record, reports, predicted, begun)
+    return finish(job, chosen, ready, record, report, on_event)
 
 
-def prepare_job(plan: Plan, peak_flops: float, on_event: OnEvent) -> Prepared:
+def prepare_text(plan: Plan, on_event: OnEvent) -> None:
+    """Make the tokens that the ranks of this machine will read, unless they are there."""
+    prepare(plan.data, load_tokens(plan.data, plan.model.path), on_event)
+
+
+def prepare_job(chosen: Chosen, on_event: OnEvent) -> Prepared:
     """Read model and text, and refuse here what would else be refused on every rank."""
+    begun, plan = time.monotonic(), chosen.plan
     tokens = load_tokens(plan.data, plan.model.path)
     source = source_of(plan, tokens)
     model = build_on_meta(source.config)
     cuts_of(model, plan)
-    prepare(plan.data, tokens, on_event)
     corpus = open_corpus(plan.data, tokens)
     counted = model_costs(model, plan.data.sequence, plan.data.micro_batch)
-    flops = counted.forward_flops_per_sample + counted.backward_flops_per_sample
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Prepared(
-        source, tokens, corpus, loop.Costs(flops, peak_flops), parameters, unigram_entropy(corpus, plan.data)
+        source=source,
+        tokens=tokens,
+        corpus=corpus,
+        costs=loop.Costs(counted.flops_per_sample, chosen.peak_flops),
+        parameters=parameters,
+        entropy=unigram_entropy(corpus, plan.data),
+        begun=begun,
     )
 
 
@@ -132,8 +150,9 @@ def checkpoint_to_resume(out: Path, plan: Plan, corpus: Corpus) -> Path:
     return found
 
 
-def show(plan: Plan, ready: Prepared, predicted: Estimate | None, resume: Path | None, on_event: OnEvent) -> None:
+def show(chosen: Chosen, ready: Prepared, resume: Path | None, on_event: OnEvent) -> None:
     """The machine, the model, the plan and what it is predicted to need, as short tables."""
+    plan = chosen.plan
     machine = describe().in_words()
     found = versions()
     on_event(
@@ -150,8 +169,8 @@ def show(plan: Plan, ready: Prepared, predicted: Estimate | None, resume: Path |
             ),
         )
     )
-    if predicted is not None:
-        on_event(Table("Predicted for a rank", ("what", "predicted"), tuple(predicted.in_words())))
+    if chosen.predicted is not None:
+        on_event(Table("Predicted for a rank", ("what", "predicted"), tuple(chosen.predicted.in_words())))
     if has_dropout(ready.source.config):
         on_event(Note("the model has dropout: its masks depend on how the batch is cut over ranks"))
 
@@ -161,83 +180,52 @@ def _model_words(config: PreTrainedConfig, source: Source, parameters: int) -> s
     return f"{source.name} ({config.model_type}), {parameters:,} parameters, {begin}"
 
 
-def _run_ranks(job: RankJob, on_event: OnEvent) -> list[RankReport]:
-    """Run the ranks. The stack trace of a rank that fails goes to a file."""
-    try:
-        return run_ranks(train_rank, job, world=job.plan.ranks, on_event=on_event, device=job.plan.run.device)
-    except RankError as failure:
-        (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
-        raise
-
-
 def finish(
-    plan: Plan,
-    out: Path,
-    on_event: OnEvent,
-    ready: Prepared,
-    record: Record,
-    reports: list[RankReport],
-    predicted: Estimate | None,
-    begun: float,
-) -> "summary.Summary | Stopped":
+    job: RankJob, chosen: Chosen, ready: Prepared, record: Record, report: RankReport, on_event: OnEvent
+) -> Summary | Stopped:
     """What comes after the ranks: proofs, export, report, summary."""
-    first = reports[0]
+    plan, out = job.plan, job.folder
     checkpoint = newest(out / CHECKPOINTS)
-    if first.held_out_loss is None:
-        return Stopped(first.step, checkpoint)
+    if report.held_out_loss is None:
+        return Stopped(report.step, checkpoint)
     if checkpoint is None:
         raise ProofError(f'there is no complete checkpoint in "{out / CHECKPOINTS}" after training')
-    trained = first.trained
+    trained = report.trained
     on_event(Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {trained.seconds:.0f} s"))
     on_event(
         Note(
-            f"held out   loss {first.held_out_loss:.6f} on {plan.ranks} rank(s); unigram entropy {ready.entropy:.4f}, "
-            f"ratio {first.held_out_loss / ready.entropy:.2f}"
+            f"held out   loss {report.held_out_loss:.6f} on {plan.ranks} rank(s); unigram entropy {ready.entropy:.4f}, "
+            f"ratio {report.held_out_loss / ready.entropy:.2f}"
         )
     )
     with computing_as_a_rank(plan.ranks):
         device = pick_device(plan.run.device, 0, 1)
-        proved = prove(plan, ready.source, ready.tokens, ready.corpus, checkpoint, out, first, device, on_event)
-    made = summary.summarise(
+        proved = prove(plan, ready.source, ready.tokens, ready.corpus, checkpoint, out, report, device, on_event)
+    summary = summarise(
         plan=plan,
         record=record,
-        wall_s=time.monotonic() - begun,
-        eval_loss=first.held_out_loss,
-        unigram_entropy=ready.entropy,
-        peak_rss_mb=max(report.peak_rss_mb for report in reports),
         stopped=trained.stopped,
-        **_found(plan, out, ready, proved, checkpoint, first, predicted),
-    )
-    write_report(
-        out / REPORT_FILE, plan=plan, record=record, summary=made, machine=describe().in_words(), sample=proved.sample
-    )
-    made.write(out / SUMMARY_FILE)
-    on_event(Table("Results", ("what", "where"), tuple((what, str(path)) for what, path in _paths(out).items())))
-    return made
-
-
-def _found(
-    plan: Plan,
-    out: Path,
-    ready: Prepared,
-    proved: Proved,
-    checkpoint: Path,
-    first: RankReport,
-    predicted: Estimate | None,
-) -> Mapping[str, Any]:
-    return {
-        "model": ready.source.name,
-        "parameters": ready.parameters,
-        "mesh": str(Mesh.parse(plan.mesh)),
-        "eval_loss_relayout": proved.loss,
-        "relayout_relative_difference": proved.relative,
-        "relayout_logits_max_diff": proved.logits,
-        "export_logits_max_diff": proved.export,
-        "checkpoint": str(checkpoint),
-        "predicted": predicted.as_json() if predicted else None,
-        "resumed_from": first.first or None,
+        wall_s=time.monotonic() - ready.begun,
+        model=ready.source.name,
+        parameters=ready.parameters,
+        eval_loss=report.held_out_loss,
+        unigram_entropy=ready.entropy,
+        eval_loss_relayout=proved.loss,
+        relayout_relative_difference=proved.relative,
+        relayout_logits_max_diff=proved.logits,
+        export_logits_max_diff=proved.export,
+        peak_rss_mb=report.peak_rss_mb,
+        checkpoint=str(checkpoint),
+        predicted=chosen.predicted.as_json() if chosen.predicted else None,
+        resumed_from=report.first or None,
         **{what: str(path) for what, path in _paths(out).items() if what != "summary"},
-    }
+    )
+    sample = f"{proved.prompt}{proved.written}"
+    machine = describe().in_words()
+    write_report(out / REPORT_FILE, plan=plan, record=record, summary=summary, machine=machine, sample=sample)
+    summary.write(out / SUMMARY_FILE)
+    on_event(Table("Results", ("what", "where"), tuple((what, str(path)) for what, path in _paths(out).items())))
+    return summary
 
 
 def _paths(out: Path) -> dict[str, Path]:
@@ -247,8 +235,3 @@ def _paths(out: Path) -> dict[str, Path]:
         "tensorboard": out / BOARD_FOLDER,
         "summary": out / SUMMARY_FILE,
     }
-
-
-def write_plan(plan: Plan, path: Path) -> None:
-    """Write the plan that is run, complete, as a file that `tangram train` reads."""
-    path.write_text(dumps(plan), encoding="utf-8")

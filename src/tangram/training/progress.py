@@ -103,7 +103,7 @@ class ProgressLine:
         words = [f"{sum(step.tokens for step in steps) / seconds:,.0f} tokens/s"]
         flops = sum(step.flops for step in steps) / seconds
         if flops:
-            words.append(f"{flops / 1e12:.3g} TFLOP/s")
+            words.append(f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP/s")
             if last.peak_flops:
                 words.append(f"MFU {flops / last.peak_flops:.0%}")
         return "  ".join(words)

@@ -57,6 +57,7 @@ class RankReport:
     probe: npt.NDArray[np.float32] | None
     """The logits of the fixed batch, from rank 0."""
     peak_rss_mb: float
+    """The most memory that any rank has had."""
     blocked_seconds: float
 
 
@@ -94,9 +95,16 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
         step=state.progress.step,
         held_out_loss=None if stopped else loop.held_out_loss(model, corpus, plan, world),
         probe=None if stopped else probe_logits(model, corpus, plan, world.device),
-        peak_rss_mb=peak_resident_mb(),
+        peak_rss_mb=highest(peak_resident_mb(), world),
         blocked_seconds=checkpointer.blocked_seconds,
     )
+
+
+def highest(mine: float, world: World) -> float:
+    """The highest of the ranks' numbers, on all."""
+    number = torch.tensor(mine, dtype=torch.float64, device=world.device)
+    dist.all_reduce(number, dist.ReduceOp.MAX, group=world.group)
+    return float(number.item())
 
 
 def about(plan: Plan, corpus: Corpus) -> dict[str, Any]:
