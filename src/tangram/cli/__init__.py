@@ -16,6 +16,7 @@ import typer
 
 from tangram import __version__
 from tangram.cli.errors import reported
+from tangram.training.environment import started_by_torchrun
 
 __all__ = ["COMMANDS", "main"]
 
@@ -33,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     code = reported(lambda: _app(given)(given, standalone_mode=False, prog_name="tangram"))
-    return _flushed(code)
+    code = _flushed(code)
+    if started_by_torchrun():  # the interpreter's own end may wait for ranks that are gone, and now and then aborts
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _app(arguments: Sequence[str]) -> typer.Typer:

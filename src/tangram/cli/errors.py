@@ -6,6 +6,7 @@ from collections.abc import Callable
 import typer
 
 from tangram.errors import UserError
+from tangram.training.environment import SaidElsewhere, speaks
 
 __all__ = ["reported"]
 
@@ -19,8 +20,10 @@ def reported(command: Callable[[], object]) -> int:
         answer = command()
     except UserError as mistake:
         return _say(str(mistake))
-    except typer.TyperException as mistake:  # an unknown option, a missing argument ...
-        return _say(mistake.format_message())
+    except typer.TyperException as mistake:  # an unknown option, a missing argument ... on every rank of a job alike
+        return _say(mistake.format_message()) if speaks() else _MISTAKE
+    except SaidElsewhere as elsewhere:
+        return elsewhere.code
     except (KeyboardInterrupt, typer.Abort):
         answer = _INTERRUPTED
     if answer == _INTERRUPTED:  # typer makes this number of Ctrl-C by itself, and says nothing

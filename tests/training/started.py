@@ -1,0 +1,147 @@
+"""A rank that torchrun, or a test in its place, has started; the arguments say which scenes it plays."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tangram.cli.errors import reported
+from tangram.errors import UserError
+from tangram.training.environment import together
+from tangram.training.events import Note
+from tangram.training.launch import Rank, RankError
+from tangram.training.torchrun import Meeting, on_one, run_as_rank
+
+
+def say(*words: object) -> None:
+    """One line, in one piece: several processes write to the same pipe."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def show(event: object) -> None:
+    say("event:", event.text if isinstance(event, Note) else event)
+
+
+def add_up(rank: Rank, payload: int) -> int:
+    """Talk to the others and to whoever watches."""
+    rank.emit(f"rank {rank.index} emits")
+    value = torch.tensor(payload + rank.index)
+    dist.all_reduce(value)
+    return int(value)
+
+
+def step_until_asked(rank: Rank, payload: None) -> int:
+    """The step at which all ranks stopped."""
+    for step in range(1_000_000):
+        wish = torch.tensor(float(rank.stop.asked()))
+        dist.all_reduce(wish)
+        if step == 0:
+            say("pid", rank.index, os.getpid())
+        if wish > 0:
+            return step
+    raise AssertionError("nobody asked")
+
+
+def fail(rank: Rank, payload: None) -> None:
+    """Rank 1 fails; the others wait for it in a collective."""
+    if rank.index == 1:
+        raise ValueError("the disk is on fire\nand more lines")
+    dist.barrier()
+
+
+def fail_at_first(rank: Rank, payload: str) -> int:
+    """Rank 1 of the first attempt is killed in training; in the second all goes well."""
+    for step in range(5):
+        dist.barrier()
+        if rank.index == 1 and step == 3 and not Path(payload).exists():
+            Path(payload).write_text("")
+            os.kill(os.getpid(), signal.SIGKILL)
+    return add_up(rank, 10)
+
+
+def work(meeting: Meeting | None, arguments: list[str]) -> None:
+    """Before, in and after the process group, all goes well."""
+    assert meeting is not None
+    here = meeting.place.index
+    value = on_one(meeting, lambda: say("once") or f"of rank {here}")
+    node = on_one(meeting, lambda: say("once per node") or here, per="node")
+    try:
+        run_as_rank(add_up, 0, world=3, on_event=show, device="cpu", meeting=meeting)
+    except UserError as error:
+        mistake = str(error)
+    total = run_as_rank(add_up, 10, world=2, on_event=show, device="cpu", meeting=meeting)
+    say("rank", here, "|", value, "|", node, "|", total, "|", mistake)
+    on_one(meeting, lambda: time.sleep(0.1) or say("proved"))
+
+
+def mistaken(meeting: Meeting | None, arguments: list[str]) -> None:
+    """All ranks read the same plan, and it is wrong."""
+    raise UserError("mend your plan")
+
+
+def mistaken_once(meeting: Meeting | None, arguments: list[str]) -> None:
+    """Rank 0 reads the plan for all."""
+
+    def read() -> int:
+        raise UserError("mend your plan, rank 0")
+
+    on_one(meeting, read)
+
+
+def mistaken_elsewhere(meeting: Meeting | None, arguments: list[str]) -> None:
+    """Rank 1 lacks a file that rank 0 has."""
+    assert meeting is not None
+    if meeting.place.index == 1:
+        raise UserError("where is the text, rank 1")
+    on_one(meeting, lambda: None)
+
+
+def other_mesh(meeting: Meeting | None, arguments: list[str]) -> None:
+    assert meeting is not None
+    run_as_rank(add_up, 0, world=3, on_event=show, device="cpu", meeting=meeting)
+
+
+def crash(meeting: Meeting | None, arguments: list[str]) -> None:
+    assert meeting is not None
+    run_as_rank(fail, None, world=2, on_event=show, device="cpu", meeting=meeting)
+
+
+def stop(meeting: Meeting | None, arguments: list[str]) -> None:
+    assert meeting is not None
+    say("stopped at step", run_as_rank(step_until_asked, None, world=2, on_event=show, device="cpu", meeting=meeting))
+
+
+def restart(meeting: Meeting | None, arguments: list[str]) -> None:
+    assert meeting is not None
+    say("total", run_as_rank(fail_at_first, arguments[0], world=2, on_event=show, device="cpu", meeting=meeting))
+
+
+SCENES: dict[str, Callable[[Meeting | None, list[str]], None]] = {
+    scene.__name__: scene
+    for scene in (work, mistaken, mistaken_once, mistaken_elsewhere, other_mesh, crash, stop, restart)
+}
+
+
+def play(scene: str, arguments: list[str]) -> int:
+    """Play one scene as `tangram train` is to run a job; the exit code."""
+    try:
+        with together() as meeting:
+            SCENES[scene](meeting, arguments)
+    except RankError as failure:
+        os.write(2, f"error: {failure}\n".encode())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    names, rest = sys.argv[1].split(","), sys.argv[2:]
+    codes = [reported(lambda name=name: play(name, rest)) for name in names]
+    if len(codes) > 1:
+        say("codes", *codes)
+    sys.stderr.flush()
+    os._exit(codes[-1])  # as tangram.cli.main does
