@@ -47,6 +47,12 @@ def step_until_asked(rank: Rank, payload: None) -> int:
     raise AssertionError("nobody asked")
 
 
+def never_ask(rank: Rank, payload: None) -> None:
+    """A step that takes for ever."""
+    say("pid", rank.index, os.getpid())
+    time.sleep(600)
+
+
 def fail(rank: Rank, payload: None) -> None:
     """Rank 1 fails; the others wait for it in a collective."""
     if rank.index == 1:
@@ -116,6 +122,11 @@ def stop(meeting: Meeting | None, arguments: list[str]) -> None:
     say("stopped at step", run_as_rank(step_until_asked, None, world=2, on_event=show, device="cpu", meeting=meeting))
 
 
+def stubborn(meeting: Meeting | None, arguments: list[str]) -> None:
+    assert meeting is not None
+    run_as_rank(never_ask, None, world=2, on_event=show, device="cpu", meeting=meeting)
+
+
 def restart(meeting: Meeting | None, arguments: list[str]) -> None:
     assert meeting is not None
     say("total", run_as_rank(fail_at_first, arguments[0], world=2, on_event=show, device="cpu", meeting=meeting))
@@ -123,7 +134,7 @@ def restart(meeting: Meeting | None, arguments: list[str]) -> None:
 
 SCENES: dict[str, Callable[[Meeting | None, list[str]], None]] = {
     scene.__name__: scene
-    for scene in (work, mistaken, mistaken_once, mistaken_elsewhere, other_mesh, crash, stop, restart)
+    for scene in (work, mistaken, mistaken_once, mistaken_elsewhere, other_mesh, crash, stop, stubborn, restart)
 }
 
 

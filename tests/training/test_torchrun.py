@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.training.environment import place, speaks, started_by_torchrun, together
+from tangram.training.stop import SAME_SECONDS
 from tangram.training.torchrun import agree, on_one
 
 SOON = 60.0
@@ -111,6 +113,17 @@ def test_a_signal_to_one_rank_stops_all_after_their_step() -> None:
     assert note == "event: SIGTERM: stopping after this step (again to stop at once)"
     assert second.splitlines() == [stopped]
     assert (codes, err) == ([0, 0], ["", ""])
+
+
+def test_the_second_signal_ends_a_rank_at_once() -> None:
+    ranks = start_ranks("stubborn")
+    process_ids(ranks)
+    for wait in (SAME_SECONDS, 0.0):
+        for rank in ranks:
+            assert rank.poll() is None
+            rank.send_signal(signal.SIGINT)
+        time.sleep(wait)
+    assert ended(ranks) == ([130, 130], ["", ""], ["", ""])
 
 
 def test_ranks_agree_on_a_word_in_a_store_that_a_dead_attempt_has_used() -> None:

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import cast
 
 __all__ = ["Job", "Json", "Outcome", "run"]
@@ -30,7 +31,6 @@ __all__ = ["Job", "Json", "Outcome", "run"]
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 _LOG_TAIL = 4000
-_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,8 @@ class _Helper:
     process: subprocess.Popen[bytes]
     result: Path
     log: Path
+    watcher: threading.Thread
+    """Ends with the process."""
 
 
 def run(jobs: Sequence[Job], limit: float, environment: Mapping[str, str] | None = None) -> list[Outcome]:
@@ -70,16 +72,17 @@ def run(jobs: Sequence[Job], limit: float, environment: Mapping[str, str] | None
     with ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tangram-workers-")))
         helpers: list[_Helper] = []
+        ended: SimpleQueue[int] = SimpleQueue()
         cleanup.callback(_end, helpers)
         for number, job in enumerate(jobs):
-            helpers.append(_start(folder, number, job, environment or {}))
-        why = _wait(helpers, time.monotonic() + limit, limit)
+            helpers.append(_start(folder, number, job, environment or {}, ended))
+        why = _wait(helpers, ended, time.monotonic() + limit, limit)
         unfinished = [_exit_status(helper) is None for helper in helpers]
         _end(helpers)
         return [_outcome(helper, why if cut else None) for helper, cut in zip(helpers, unfinished, strict=True)]
 
 
-def _start(folder: Path, number: int, job: Job, environment: Mapping[str, str]) -> _Helper:
+def _start(folder: Path, number: int, job: Job, environment: Mapping[str, str], ended: SimpleQueue[int]) -> _Helper:
     request, result, log = (folder / f"{number}.{kind}" for kind in ("job", "result", "log"))
     request.write_text(json.dumps({"function": job.function, "arguments": dict(job.arguments), "result": str(result)}))
     paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 (sys.path holds strings)
@@ -92,21 +95,31 @@ def _start(folder: Path, number: int, job: Job, environment: Mapping[str, str]) 
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
             start_new_session=True,
         )
-    return _Helper(process, result, log)
+    return _Helper(process, result, log, _tell_end(process, number, ended))
 
 
-def _wait(helpers: Sequence[_Helper], deadline: float, limit: float) -> str:
+def _wait(helpers: Sequence[_Helper], ended: SimpleQueue[int], deadline: float, limit: float) -> str:
     """Wait until all have ended, one has failed or time is up; the reason why those still running are to be ended."""
-    while True:
-        statuses = [_exit_status(helper) for helper in helpers]
-        failed = next((number for number, status in enumerate(statuses) if status), None)
-        if None not in statuses:
-            return ""
-        if failed is not None:
-            return f"ended because helper {failed}, which belongs to the same run, failed"
-        if time.monotonic() > deadline:
+    for _ in helpers:
+        try:
+            number = ended.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
             return f"not done within {limit:g} s"
-        time.sleep(_POLL_SECONDS)
+        if _exit_status(helpers[number]):
+            return f"ended because helper {number}, which belongs to the same run, failed"
+    return ""
+
+
+def _tell_end(process: subprocess.Popen[bytes], number: int, ended: SimpleQueue[int]) -> threading.Thread:
+    """A thread that waits for a helper and puts its number in the queue; it leaves the helper to be reaped by _end."""
+
+    def wait() -> None:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        ended.put(number)
+
+    thread = threading.Thread(target=wait, name=f"tangram-helper-{number}", daemon=True)
+    thread.start()
+    return thread
 
 
 def _exit_status(helper: _Helper) -> int | None:
@@ -125,6 +138,7 @@ def _end(helpers: list[_Helper]) -> None:
             with suppress(PermissionError):  # macOS says this of a group of which only the ended helper is left
                 os.killpg(helper.process.pid, signal.SIGKILL)
     for helper in helpers:
+        helper.watcher.join()  # before the helper is reaped, when its number may pass to another process
         helper.process.wait()
         if helper.process.stdin is not None:
             helper.process.stdin.close()
