@@ -12,14 +12,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta, initial_tensors
 from tangram.models.source import Source, read_source
-from tangram.planner.plan import Plan
+from tangram.planner.plan import Job, Plan
 from tangram.training.apply import apply, fill, freeze, give_storage, materialise
 from tangram.training.data import Tokens
 from tangram.training.weights import load_pretrained
 from tangram.training.world import World
 
 
-def source_of(plan: Plan, tokens: Tokens) -> Source:
+def source_of(plan: Job, tokens: Tokens) -> Source:
     """The plan's model, fitted to its tokens. Raises UserError where they do not fit.
 
     A preset has the vocabulary of the tokens, unless the plan says otherwise; a model at a path keeps its own.

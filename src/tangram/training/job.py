@@ -216,7 +216,7 @@ def finish(
         export_logits_max_diff=proved.export,
         peak_rss_mb=report.peak_rss_mb,
         checkpoint=str(checkpoint),
-        predicted=chosen.predicted.as_json() if chosen.predicted else None,
+        predicted=_predicted(chosen.predicted),
         resumed_from=report.first or None,
         **{what: str(path) for what, path in _paths(out).items() if what != "summary"},
     )
@@ -226,6 +226,18 @@ def finish(
     summary.write(out / SUMMARY_FILE)
     on_event(Table("Results", ("what", "where"), tuple((what, str(path)) for what, path in _paths(out).items())))
     return summary
+
+
+def _predicted(estimate: Estimate | None) -> dict[str, object] | None:
+    """What was predicted, by the names of what was measured."""
+    if estimate is None:
+        return None
+    return {
+        "step_seconds": estimate.seconds.total,
+        "tokens_per_s": estimate.tokens_per_second,
+        "memory_mb": estimate.memory.total / 1e6,
+        "parts": estimate.as_json(),
+    }
 
 
 def _paths(out: Path) -> dict[str, Path]:

@@ -4,17 +4,24 @@ A job without a strategy is given to the planner, and the first plan that it ran
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tangram.errors import UserError
+from tangram.hardware.machine import accelerators
+from tangram.hardware.rates import rates
+from tangram.planner.estimate import megabytes
 from tangram.planner.plan import Job, Plan
+from tangram.planner.rank import Ranked, predict, rank
 from tangram.planner.read import dumps
+from tangram.training.building import source_of
+from tangram.training.data import load_tokens
 from tangram.training.environment import together
-from tangram.training.events import Note
+from tangram.training.events import Note, Table
 from tangram.training.folder import resumed_folder, run_folder
 from tangram.training.job import (
     JOB_FAILURES,
@@ -27,6 +34,7 @@ from tangram.training.job import (
     run_here,
     train_job,
 )
+from tangram.training.launch import pick_device
 from tangram.training.rank import RankJob, RankReport, train_rank
 from tangram.training.torchrun import Meeting, on_one, run_as_rank
 
@@ -102,6 +110,49 @@ def _folder(asked: Asked, plan: Plan) -> AbstractContextManager[Path]:
 
 
 def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
-    """The plan to run, with what it is predicted to need."""
-    assert isinstance(asked.job, Plan)
-    return Chosen(asked.job, None, 0.0)
+    """The plan to run, with what it is predicted to need; of a job, the first that the planner ranks."""
+    job = asked.job
+    started = meeting.place.world if meeting else None
+    processes = _processes(job, asked.processes, started)
+    config = source_of(job, load_tokens(job.data, job.model.path)).config
+    device = pick_device(job.run.device, 0, 1).type
+    found = rates(device, processes)
+    peak = processes * found.peak_flops(job.precision.compute)
+    if isinstance(job, Plan):
+        return Chosen(job, predict(job, found, config), peak)
+    ranked = rank(job, processes, found, config)
+    alone = rank(job, 1, rates(device, 1), config) if processes > 1 else ()
+    on_event(_ranking(ranked, alone, processes))
+    first = ranked[0]
+    if first.plan is None or not first.fits:
+        raise UserError(f"no plan for {processes} process(es) can be run here: {first.name}: {first.why_not}")
+    return Chosen(first.plan, first.estimate, peak)
+
+
+def _processes(job: Job, asked: int | None, started: int | None) -> int:
+    """How many ranks there will be: as asked, as a plan's mesh says, as torchrun started, else one per accelerator."""
+    if isinstance(job, Plan):
+        if asked not in (None, job.ranks):
+            raise UserError(
+                f'--processes {asked} does not agree with the plan\'s mesh "{job.mesh}" of {job.ranks} rank(s): leave '
+                "the option out, or change the mesh"
+            )
+        return job.ranks
+    if started is not None and asked not in (None, started):
+        raise UserError(f"--processes {asked}, but {started} were started: leave the option out")
+    return started or asked or max(1, len(accelerators()) if job.run.device == "auto" else 1)
+
+
+def _ranking(ranked: Sequence[Ranked], alone: Sequence[Ranked], processes: int) -> Table:
+    """The best micro-batch of every strategy, and beside them what one process would do."""
+    rows: dict[tuple[str, str], tuple[str, ...]] = {}
+    for one in (*ranked, *alone[:1]):
+        if one.estimate is None:
+            what = (str(one.micro_batch or ""), "", "", "", one.why_not)
+        else:
+            seconds, rate = one.estimate.seconds.total, one.estimate.tokens_per_second
+            memory = megabytes(one.estimate.memory.total)
+            what = (str(one.micro_batch), memory, f"{1e3 * seconds:.0f} ms", f"{rate:,.0f}", one.why_not)
+        rows.setdefault((one.name, one.mesh), (one.name, one.mesh, *what))
+    headers = ("plan", "mesh", "micro-batch", "memory of a rank", "step", "tokens/s", "why not")
+    return Table(f"Plans for {processes} process(es), as predicted; the first is run", headers, tuple(rows.values()))
