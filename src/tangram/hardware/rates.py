@@ -39,6 +39,7 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _SIDES = (16, 64, 128, 256, 512, 1024)  # of the square matrices that are multiplied
 _ELEMENTS = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # of the float32 tensors that are added
+_POOL = 1 << 23  # elements that are gone through before one of them is met again
 _MESSAGES = (1 << 10, 1 << 17, 1 << 20)  # float32 numbers that are summed between two
 _TURNS = 5
 _SECONDS = 0.15  # for one curve; the sizes that are left when it has passed are not measured
@@ -149,15 +150,16 @@ def measure(device: str = "cpu", processes: int = 1) -> Rates:
                 memory=_memory(device, processes),
                 source=str(figures["source"]),
             )
+    crowd = max(1.0, processes / usable_cores()) if device == "cpu" else 1.0  # ranks that share one core
     products = {name: _by_threads(partial(_products, device, kind), processes) for name, kind in TYPES.items()}
     alone = _by_threads(partial(_moves, device), processes)
     return Rates(
         device=device,
         name=_name(device),
         processes=processes,
-        products=products,
-        moves=alone if device != "cpu" else _shared(alone, processes),
-        call_seconds=call_seconds,
+        products={name: _slower(curve, crowd) for name, curve in products.items()},
+        moves=_slower(alone if device != "cpu" else _shared(alone, processes), crowd),
+        call_seconds=call_seconds * crowd,
         latency=latency,
         links=links,
         memory=_memory(device, processes),
@@ -205,22 +207,23 @@ def _by_threads(measured: Callable[[], Curve], processes: int) -> Curve:
 
 
 def _best(call: Callable[[], object], device: str, turns: int = _TURNS) -> float:
-    """Seconds of one call in the best of some turns, each of at least a millisecond."""
+    """Seconds of one call in the best of some turns of a millisecond or more; fewer turns where they are long."""
     call()
     times, best = 1, math.inf
     done = 0
-    while done < turns:
+    end = time.perf_counter() + _SECONDS
+    while done < turns and (best == math.inf or time.perf_counter() < end):
         start = time.perf_counter()
         for _ in range(times):
             call()
         if device != "cpu":
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - start
+        best = min(best, seconds / times)
         if seconds < 1e-3:
             times *= 2
-            continue
-        best = min(best, seconds / times)
-        done += 1
+        else:
+            done += 1
     return best
 
 
@@ -237,12 +240,23 @@ def _products(device: str, kind: torch.dtype) -> Curve:
 
 
 def _moves(device: str, sizes: tuple[int, ...] = _ELEMENTS) -> Curve:
+    """Sums of two tensors, over so many in turn that none is still in a cache from its last time, as in training."""
     points: list[tuple[float, float]] = []
-    for size in sizes:
-        left, right = (torch.ones(size, device=device) for _ in range(2))
+    end = time.perf_counter() + _SECONDS
+    for size in reversed(sizes):  # the largest is what training moves most
+        if points and time.perf_counter() > end:
+            break
+        count = max(2, _POOL // size)
+        given = [torch.ones(size, device=device) for _ in range(count)]
+        kept = list(given)
+
+        def turn(given: list[torch.Tensor] = given, kept: list[torch.Tensor] = kept) -> None:
+            for number, left in enumerate(given):
+                kept[number - 1] = left + given[number - 1]
+
         moved = 12.0 * size  # two read, one written
-        points.append((moved, moved / _best(lambda left=left, right=right: left + right, device)))
-    return Curve(tuple(points))
+        points.append((moved, moved * count / _best(turn, device, turns=3)))
+    return Curve(tuple(reversed(points)))
 
 
 def _shared(alone: Curve, processes: int) -> Curve:
@@ -252,6 +266,10 @@ def _shared(alone: Curve, processes: int) -> Curve:
     with _threads(_threads_of_one_of(1)):
         size, together = _moves("cpu", _ELEMENTS[-1:]).points[0]
     return Curve((*alone.points[:-1], (size, min(alone.points[-1][1], together / processes))))
+
+
+def _slower(curve: Curve, times: float) -> Curve:
+    return Curve(tuple((size, rate / times) for size, rate in curve.points))
 
 
 def _call_seconds(device: str) -> float:

@@ -1,0 +1,256 @@
+"""What a plan needs: memory of the rank that needs most, and seconds of a step. A simple first estimate.
+
+Memory of a rank, in bytes, with P its numbers of parameters (by the plan's own layouts, so uneven cuts count):
+
+    parameters  4 P        gradients  4 P (trained)        optimiser  8 P (trained)
+    activations what the backward of a micro-batch keeps; of blocks in run.recompute only their input, and of the one
+                that is computed again all
+    logits      of a micro-batch and their gradient
+    gathered    what FSDP2 holds whole: what lies outside the blocks, two blocks, and one block's gradient
+    process     a constant (`hardware.overheads`)
+
+Seconds of a step, with M micro-batches, each operator at the rate of its size, but never quicker than a call can be:
+
+    products    M x matrix products, forward, backward, and forward again where recomputed
+    moves       M x all other operators, by the bytes that they move
+    communication  M x (gather each unit twice, reduce its gradient: over gloo as an all-reduce; all-reduce over copies;
+                over tensor ranks one all-reduce for each module that is cut), and one number at the end of a step
+    optimiser   AdamW's passes through what the rank holds, and what each parameter costs to handle
+
+Of tensor parallelism, activations and products are counted on the model that one tensor rank has. Nothing overlaps, and
+ranks wait for nobody. Recomputation inside a block is not seen, only that of blocks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+
+from tangram.hardware import overheads
+from tangram.hardware.rates import Rates
+from tangram.layout import Layout, Mesh, region
+from tangram.models.costs import OUTSIDE, ModelCosts, Parameter, Work
+from tangram.planner.plan import Plan, matches
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the rank that needs most."""
+
+    parameters: float
+    gradients: float
+    optimiser: float
+    activations: float
+    logits: float
+    gathered: float
+    process: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one step."""
+
+    products: float
+    moves: float
+    communication: float
+    optimiser: float
+
+    @property
+    def total(self) -> float:
+        """All of it; nothing overlaps."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a plan is predicted to need."""
+
+    memory: Memory
+    seconds: Seconds
+    tokens: int
+    """In a step, over all ranks."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks."""
+        return self.tokens / self.seconds.total
+
+    def in_words(self) -> list[tuple[str, str]]:
+        """What, and how much, for a person."""
+        memory = ", ".join(f"{name} {megabytes(size)}" for name, size in asdict(self.memory).items() if size >= 5e4)
+        seconds = ", ".join(f"{name} {1e3 * one:.1f}" for name, one in asdict(self.seconds).items())
+        return [
+            ("memory of a rank", f"{megabytes(self.memory.total)} ({memory})"),
+            ("step", f"{1e3 * self.seconds.total:.0f} ms ({seconds})"),
+            ("tokens per second", f"{self.tokens_per_second:,.0f}"),
+        ]
+
+    def as_json(self) -> dict[str, object]:
+        """The parts and their sums; bytes and seconds."""
+        return {
+            "memory": {**asdict(self.memory), "total": self.memory.total},
+            "seconds": {**asdict(self.seconds), "total": self.seconds.total},
+            "tokens_per_s": self.tokens_per_second,
+            "step_s": self.seconds.total,
+            "memory_mb": self.memory.total / 1e6,
+        }
+
+
+def megabytes(size: float) -> str:
+    """A size for a person."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def estimate(plan: Plan, whole: ModelCosts, local: ModelCosts, rates: Rates) -> Estimate:
+    """What the plan needs on this machine.
+
+    `whole`: the costs of the whole model, of which only the parameters are used. `local`: those of the model that one
+    tensor rank computes, for a micro-batch of the plan (the same where no axis is tensor's).
+    """
+    held = numbers_held(plan, whole.parameters)
+    return Estimate(
+        _memory(plan, whole.parameters, local, held),
+        _seconds(plan, whole.parameters, local, held, rates),
+        plan.data.global_batch * plan.data.sequence,
+    )
+
+
+def numbers_held(plan: Plan, parameters: tuple[Parameter, ...]) -> Mapping[str, int]:
+    """How many numbers of each parameter the rank with the largest part of it holds."""
+    mesh = Mesh.parse(plan.mesh)
+    known: dict[tuple[str, tuple[int, ...]], int] = {}
+    held: dict[str, int] = {}
+    for parameter in parameters:
+        text = plan.layout_of(parameter.name)
+        key = (text, parameter.shape)
+        if key not in known:
+            layout = Layout.parse(text).bind(parameter.shape, **plan.layouts.sizes)
+            known[key] = region(layout, mesh, 0).size  # as torch.chunk cuts, nobody has more than the first
+        held[parameter.name] = known[key]
+    return held
+
+
+def shard_size(plan: Plan) -> int:
+    """Over how many ranks FSDP cuts parameters."""
+    cutting = {axis for text in plan.layouts.parameters.values() for axis in Layout.parse(text).axes}
+    return prod(Mesh.parse(plan.mesh).axis(axis)[0] for axis in plan.axes.data if axis in cutting)
+
+
+def _recomputed(plan: Plan, block: str) -> bool:
+    return block != OUTSIDE and matches(plan.run.recompute, block)
+
+
+def _unit_numbers(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> dict[str, float]:
+    """The numbers of each FSDP unit as it is gathered: whole but for what the tensor axis cuts."""
+    shards = shard_size(plan)
+    units: dict[str, float] = {OUTSIDE: 0.0}
+    for one in parameters:
+        gathered = min(one.size, held[one.name] * shards)
+        units[one.block] = units.get(one.block, 0.0) + gathered
+    return units
+
+
+def _memory(plan: Plan, parameters: tuple[Parameter, ...], local: ModelCosts, held: Mapping[str, int]) -> Memory:
+    numbers = sum(held.values())
+    trained = sum(held[one.name] for one in parameters if one.trained)
+    again = [part for part in local.blocks if _recomputed(plan, part.name)]
+    activations = sum(part.input_bytes if part in again else part.kept_bytes for part in local.parts)
+    activations += max((part.kept_bytes for part in again), default=0.0)
+    units = _unit_numbers(plan, parameters, held)
+    block = max((size for name, size in units.items() if name != OUTSIDE), default=0.0)
+    compute = BYTES[plan.precision.compute]
+    return Memory(
+        parameters=4.0 * numbers,
+        gradients=4.0 * trained,
+        optimiser=8.0 * trained,
+        activations=activations,
+        logits=2.0 * local.logits_bytes,
+        gathered=compute * (units[OUTSIDE] + 2 * block) + BYTES[plan.precision.reduce] * block,
+        process=overheads.PROCESS_BYTES,
+    )
+
+
+def _seconds(
+    plan: Plan, parameters: tuple[Parameter, ...], local: ModelCosts, held: Mapping[str, int], rates: Rates
+) -> Seconds:
+    products, moves = 0.0, 0.0
+    again = sum(part.forward_flops for part in local.blocks if _recomputed(plan, part.name))
+    extra = again / local.forward.flops if local.forward.flops else 0.0
+    for work, times in ((local.forward, 1 + extra), (local.backward, 1.0)):
+        product, move = _work_seconds(work, plan, rates)
+        products += times * product
+        moves += times * move
+    return Seconds(
+        products=plan.micro_steps * products,
+        moves=plan.micro_steps * moves,
+        communication=plan.micro_steps * _micro_batch_communication(plan, parameters, local, held, rates)
+        + (rates.latency if plan.ranks > 1 else 0.0),
+        optimiser=_optimiser_seconds(parameters, held, rates),
+    )
+
+
+def _work_seconds(work: Work, plan: Plan, rates: Rates) -> tuple[float, float]:
+    call = overheads.MODULE_CALLS * rates.call_seconds
+    curve = rates.products[plan.precision.compute]
+    return (
+        sum(max(call, curve.seconds(flops)) for flops in work.products),
+        sum(max(call, rates.moves.seconds(size)) for size in work.moves),
+    )
+
+
+def _micro_batch_communication(
+    plan: Plan, parameters: tuple[Parameter, ...], local: ModelCosts, held: Mapping[str, int], rates: Rates
+) -> float:
+    shards = shard_size(plan)
+    copies = plan.data_ranks // shards
+    over_gloo = rates.device == "cpu"
+    seconds = 0.0
+    for name, numbers in _unit_numbers(plan, parameters, held).items():
+        if not numbers:
+            continue
+        weights = BYTES[plan.precision.compute] * numbers
+        gradients = BYTES[plan.precision.reduce] * numbers
+        gathers = 1 if name == OUTSIDE else 2  # what lies outside the blocks stays whole until the backward
+        seconds += overheads.FSDP_UNIT_CALLS * rates.call_seconds
+        seconds += rates.moves.seconds(2 * weights) * gathers + rates.moves.seconds(2 * gradients)
+        seconds += gathers * _exchange(weights, shards, rates)
+        seconds += _exchange(gradients * (2 if over_gloo else 1), shards, rates)  # gloo reduces all, then takes a part
+        seconds += _exchange(2 * gradients / shards, copies, rates)
+    return seconds + _tensor_seconds(plan, parameters, local, rates)
+
+
+def _tensor_seconds(plan: Plan, parameters: tuple[Parameter, ...], local: ModelCosts, rates: Rates) -> float:
+    ranks = plan.ranks // plan.data_ranks
+    if ranks == 1:
+        return 0.0
+    modules = {name for one in parameters if matches(tuple(plan.layouts.activations), name := _module_of(one.name))}
+    hidden = max((part.input_bytes for part in local.blocks), default=0.0)
+    each = _exchange(2 * hidden, ranks, rates) + overheads.TENSOR_MODULE_CALLS * rates.call_seconds
+    return len(modules) * each
+
+
+def _module_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _exchange(size: float, ranks: int, rates: Rates) -> float:
+    """A collective in a ring, in which each rank sends `size` bytes but for its own part."""
+    if ranks == 1:
+        return 0.0
+    sent = size * (ranks - 1) / ranks
+    return rates.latency * (ranks - 1) + rates.links.seconds(sent)
+
+
+def _optimiser_seconds(parameters: tuple[Parameter, ...], held: Mapping[str, int], rates: Rates) -> float:
+    calls = overheads.OPTIMISER_PARAMETER_CALLS + overheads.STEP_PARAMETER_CALLS
+    return sum(
+        overheads.OPTIMISER_PASSES * rates.moves.seconds(12.0 * held[one.name]) + calls * rates.call_seconds
+        for one in parameters
+        if one.trained
+    )

@@ -1,0 +1,212 @@
+"""Which plans there are for a job on this machine, and which is best: all are made, checked, estimated and sorted.
+
+The space is small and searched whole: FSDP, copies, both (HSDP), tensor parallelism where the model has rules for it,
+tensor parallelism inside FSDP; each with every micro-batch that divides a rank's share of the batch. The answer depends
+on nothing but the job, the model and the rates.
+"""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from tangram.errors import UserError
+from tangram.hardware.rates import Rates
+from tangram.models.build import build_on_meta
+from tangram.models.costs import ModelCosts, at_micro_batch, costs
+from tangram.models.tensor_rules import TensorRules, rules_for
+from tangram.models.twin import Shapes, module_shapes
+from tangram.planner.estimate import Estimate, estimate, megabytes
+from tangram.planner.legal import legal
+from tangram.planner.plan import AxesPlan, Job, LayoutsPlan, Plan
+
+MOST_PROCESSES = 64
+FILLED = 0.9  # of the memory there is: estimates are rough, and the machine does other things too
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A plan and what it is predicted to need, or the reason why it is none."""
+
+    name: str
+    mesh: str
+    micro_batch: int
+    """0 where no plan came about."""
+    plan: Plan | None = None
+    estimate: Estimate | None = None
+    why_not: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can be run here."""
+        return not self.why_not
+
+    def as_json(self) -> dict[str, object]:
+        """As one row of `tangram plan --json`."""
+        return {
+            "name": self.name,
+            "mesh": self.mesh,
+            "micro_batch": self.micro_batch,
+            "predicted": self.estimate.as_json() if self.estimate else None,
+            "why_not": self.why_not or None,
+        }
+
+
+@dataclass(frozen=True)
+class _Strategy:
+    name: str
+    mesh: str
+    data: tuple[str, ...]
+    tensor: tuple[tuple[str, int], ...] = ()
+    shard: str | None = None
+
+
+def rank(job: Job, processes: int, rates: Rates, config: PreTrainedConfig) -> tuple[Ranked, ...]:
+    """Every plan for the job on so many processes: those that fit, the most tokens a second first, then the others.
+
+    `rates` are those of one of so many processes. Raises UserError where the job cannot be planned at all.
+    """
+    if not 1 <= processes <= MOST_PROCESSES:
+        raise UserError(f"{processes} processes cannot be planned for: give 1 to {MOST_PROCESSES}")
+    model = frozen(build_on_meta(config), job)
+    counted = _Counted(job, config, model)
+    found = [ranked for one in _strategies(processes) for ranked in _ranked(one, job, counted, rates)]
+    return tuple(sorted(found, key=_order))
+
+
+def frozen(model: nn.Module, job: Job) -> nn.Module:
+    """The model with the parameters frozen that the job freezes."""
+    from tangram.planner.plan import matches
+
+    for name, parameter in model.named_parameters():
+        if matches(job.model.freeze, name):
+            parameter.requires_grad_(False)
+    return model
+
+
+def predict(plan: Plan, rates: Rates, config: PreTrainedConfig) -> Estimate:
+    """What a plan that somebody else made is predicted to need. Raises UserError where it is not legal."""
+    model = frozen(build_on_meta(config), plan)
+    legal(plan, model)
+    counted = _Counted(plan, config, model)
+    tensor = plan.ranks // plan.data_ranks
+    found = rules_for(config, model, (plan.axes.tensor[0], tensor), None) if plan.axes.tensor else None
+    rules = found if isinstance(found, TensorRules) else None
+    local = counted.costs(tensor if rules else 1, rules is not None and rules.vocabulary, plan.data.micro_batch)
+    return estimate(plan, counted.costs(1, False, plan.data.micro_batch), local, rates)
+
+
+class _Counted:
+    """The costs of the model, counted once for each number of tensor ranks."""
+
+    def __init__(self, job: Job, config: PreTrainedConfig, model: nn.Module) -> None:
+        self.job, self.config, self.model = job, config, model
+        self._pair = cache(self._count)
+
+    def costs(self, tensor: int, vocabulary: bool, micro_batch: int) -> ModelCosts:
+        """Of one of so many tensor ranks, for one micro-batch."""
+        return at_micro_batch(*self._pair(tensor, vocabulary), micro_batch)
+
+    @property
+    def shapes(self) -> Shapes:
+        """What flows through the modules."""
+        return self._shapes()
+
+    @cache  # noqa: B019  lives as long as one ranking
+    def _shapes(self) -> Shapes:
+        return module_shapes(self.model, 2, 7)
+
+    def _count(self, tensor: int, vocabulary: bool) -> tuple[ModelCosts, ModelCosts]:
+        model = self.model if tensor == 1 else build_on_meta(_one_of(self.config, tensor, vocabulary))
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.job.precision.compute]
+        one, two = (costs(model, self.job.data.sequence, batch, dtype) for batch in (1, 2))
+        return one, two
+
+
+def _one_of(config: PreTrainedConfig, tensor: int, vocabulary: bool) -> PreTrainedConfig:
+    """The model that one of so many tensor ranks computes: fewer heads, a narrower inside."""
+    config = deepcopy(config)
+    text = config.get_text_config()
+    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    text.num_key_value_heads = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // tensor
+    text.num_attention_heads //= tensor
+    text.intermediate_size //= tensor
+    if vocabulary:
+        text.vocab_size //= tensor
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(text, token, None)
+    return config
+
+
+def _strategies(processes: int) -> Iterator[_Strategy]:
+    if processes == 1:
+        yield _Strategy("one process", "dp=1", ("dp",), shard="dp")
+        return
+    yield _Strategy("FSDP", f"dp={processes}", ("dp",), shard="dp")
+    yield _Strategy("copies", f"dp={processes}", ("dp",))
+    for size in range(2, processes):
+        if processes % size == 0:
+            yield _Strategy("HSDP", f"dp={processes // size} fsdp={size}", ("dp", "fsdp"), shard="fsdp")
+    for size in range(2, processes):
+        if processes % size == 0:
+            yield _Strategy("FSDP x tensor", f"dp={processes // size} tp={size}", ("dp",), (("tp", size),), "dp")
+    yield _Strategy("tensor", f"tp={processes}", (), (("tp", processes),))
+
+
+def _ranked(one: _Strategy, job: Job, counted: _Counted, rates: Rates) -> Iterator[Ranked]:
+    rules: TensorRules | None = None
+    if one.tensor:
+        found = rules_for(counted.config, counted.model, one.tensor[0], one.shard)
+        if isinstance(found, str):
+            yield Ranked(one.name, one.mesh, 0, why_not=found)
+            return
+        rules = found
+    size = one.tensor[0][1] if one.tensor else 1
+    vocabulary = rules is not None and rules.vocabulary
+    try:
+        plan = _plan(one, job, rules, 1)
+        legal(plan, counted.model, counted.shapes if one.tensor else None)
+        for micro_batch in _micro_batches(plan):
+            plan = _plan(one, job, rules, micro_batch)
+            whole, local = counted.costs(1, False, micro_batch), counted.costs(size, vocabulary, micro_batch)
+            needs = estimate(plan, whole, local, rates)
+            most = FILLED * rates.memory
+            short = (
+                f"needs {megabytes(needs.memory.total)} a rank, and there are {megabytes(most)}"
+                if needs.memory.total > most
+                else ""
+            )
+            yield Ranked(one.name, one.mesh, micro_batch, plan, needs, short)
+    except (UserError, ValueError) as error:
+        yield Ranked(one.name, one.mesh, 0, why_not=" ".join(str(error).split()))
+
+
+def _plan(one: _Strategy, job: Job, rules: TensorRules | None, micro_batch: int) -> Plan:
+    """The job with a strategy. Raises ValueError (pydantic's) where the two do not go together."""
+    rest = {"*": f"_/{one.shard} ..." if one.shard else "..."}
+    tables = {name: getattr(job, name) for name in Job.model_fields if name != "data"}
+    return Plan(
+        **tables,
+        data=job.data.model_copy(update={"micro_batch": micro_batch}),
+        mesh=one.mesh,
+        axes=AxesPlan(data=one.data, tensor=tuple(axis for axis, _ in one.tensor)),
+        layouts=LayoutsPlan(
+            parameters={**(rules.parameters if rules else {}), **rest},
+            activations=dict(rules.activations) if rules else {},
+            sizes=dict(rules.sizes) if rules else {},
+        ),
+    )
+
+
+def _micro_batches(plan: Plan) -> list[int]:
+    share = -(-plan.data.global_batch // plan.data_ranks)
+    return [size for size in range(1, share + 1) if share % size == 0]
+
+
+def _order(one: Ranked) -> tuple[bool, float, str, str, int]:
+    speed = one.estimate.tokens_per_second if one.estimate else 0.0
+    return (not one.fits, -speed, one.name, one.mesh, one.micro_batch)
