@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta
-from tangram.models.costs import OUTSIDE, block_names, costs
+from tangram.models.costs import OUTSIDE, at_micro_batch, block_names, costs
 from tests.models.tiny import KINDS, tiny
 
 SEQUENCE, BATCH = 16, 2
@@ -60,6 +60,20 @@ def test_twice_the_samples_cost_twice(kind: str) -> None:
     assert two.backward.flops == 2 * one.backward.flops
     assert 1.8 < two.activation_bytes / one.activation_bytes <= 2.0
     assert abs(two.forward.calls - one.forward.calls) <= 4
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt2"])
+def test_more_samples_are_found_along_a_line(kind: str) -> None:
+    model = build_on_meta(tiny(kind))
+    one, two, five = (costs(model, SEQUENCE, batch) for batch in (1, 2, 5))
+    found = at_micro_batch(one, two, 5)
+    assert found.forward.flops == five.forward.flops
+    assert found.backward.flops == five.backward.flops
+    assert math.isclose(found.activation_bytes, five.activation_bytes, rel_tol=0.01)
+    assert math.isclose(found.forward.bytes_moved, five.forward.bytes_moved, rel_tol=0.01)
+    assert math.isclose(found.backward.bytes_moved, five.backward.bytes_moved, rel_tol=0.01)
+    assert found.logits_bytes == five.logits_bytes
+    assert at_micro_batch(one, two, 2) == two
 
 
 def test_experts_count_only_where_tokens_go() -> None:

@@ -55,27 +55,27 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Work:
-    """What the devices do in one pass: products by the FLOPs of a call, other operators by the bytes of a call."""
+    """What the devices do in one pass, call after call."""
 
-    products: tuple[tuple[float, int], ...] = ()
-    """(FLOPs of one call, how many calls)."""
-    moves: tuple[tuple[float, int], ...] = ()
-    """(bytes read and written by one call, how many calls)."""
+    products: tuple[float, ...] = ()
+    """FLOPs of each matrix product."""
+    moves: tuple[float, ...] = ()
+    """Bytes that each other operator reads and writes."""
 
     @property
     def flops(self) -> float:
         """Of all products."""
-        return sum(flops * times for flops, times in self.products)
+        return sum(self.products)
 
     @property
     def bytes_moved(self) -> float:
         """By all other operators."""
-        return sum(size * times for size, times in self.moves)
+        return sum(self.moves)
 
     @property
     def calls(self) -> int:
         """How many operators run."""
-        return sum(times for _, times in (*self.products, *self.moves))
+        return len(self.products) + len(self.moves)
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,40 @@ def costs(model: nn.Module, sequence: int, micro_batch: int = 1, dtype: torch.dt
         raise UserError(f"what a {type(model).__name__} costs cannot be counted: {reason}") from error
 
 
+def at_micro_batch(one: ModelCosts, two: ModelCosts, micro_batch: int) -> ModelCosts:
+    """The costs of any number of samples from those of one and of two: every call grows along a line."""
+
+    def line(low: float, high: float) -> float:
+        return low + (micro_batch - 1) * (high - low)
+
+    def each(low: tuple[float, ...], high: tuple[float, ...]) -> tuple[float, ...]:
+        if len(low) != len(high):  # other calls for other sizes: in proportion to the larger one
+            return tuple(size * micro_batch / 2 for size in high)
+        return tuple(map(line, low, high))
+
+    def work(low: Work, high: Work) -> Work:
+        return Work(each(low.products, high.products), each(low.moves, high.moves))
+
+    return ModelCosts(
+        one.sequence,
+        micro_batch,
+        one.parameters,
+        tuple(
+            Part(
+                low.name,
+                line(low.forward_flops, high.forward_flops),
+                line(low.backward_flops, high.backward_flops),
+                line(low.kept_bytes, high.kept_bytes),
+                line(low.input_bytes, high.input_bytes),
+            )
+            for low, high in zip(one.parts, two.parts, strict=True)
+        ),
+        work(one.forward, two.forward),
+        work(one.backward, two.backward),
+        line(one.logits_bytes, two.logits_bytes),
+    )
+
+
 def _counted(model: nn.Module, sequence: int, micro_batch: int, dtype: torch.dtype, scale: int) -> ModelCosts:
     fake = FakeTensorMode()
     twin = fake_twin(model, dtype, fake)
@@ -225,8 +259,8 @@ class _Meter(TorchDispatchMode):
         self.blocks = blocks
         self.kept: Counter[str] = Counter()
         self.inputs: Counter[str] = Counter()
-        self._products: Counter[float] = Counter()
-        self._moves: Counter[float] = Counter()
+        self._products: list[float] = []
+        self._moves: list[float] = []
         self._scale = scale
         self._block = OUTSIDE
         # Storages that have been seen; they are held, so that no other one gets their number.
@@ -254,7 +288,7 @@ class _Meter(TorchDispatchMode):
 
     def take(self) -> Work:
         """What ran since the last call."""
-        work = Work(tuple(sorted(self._products.items())), tuple(sorted(self._moves.items())))
+        work = Work(tuple(self._products), tuple(self._moves))
         self._products.clear()
         self._moves.clear()
         return work
@@ -269,9 +303,9 @@ class _Meter(TorchDispatchMode):
         before = self.flops.get_total_flops()
         result = func(*args, **(kwargs or {}))
         if flops := self.flops.get_total_flops() - before:
-            self._products[float(flops)] += 1
+            self._products.append(float(flops))
         elif size := self._moved(func, [args, kwargs or {}], result):
-            self._moves[float(size)] += 1
+            self._moves.append(float(size))
         return result
 
     def _moved(self, func: Any, given: Any, result: Any) -> int:
