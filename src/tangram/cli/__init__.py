@@ -24,6 +24,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "train": "Train a model as a plan says.",
+        "plan": "Rank the strategies for a job on this machine, or explain a plan.",
         "doctor": "Say what this machine has and what will work on it.",
         "bench": "Measure Tangram beside its peers, from a checkout.",
     }

@@ -42,7 +42,7 @@ _ELEMENTS = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # of the float32 tensors that 
 _POOL = 1 << 23  # elements that are gone through before one of them is met again
 _MESSAGES = (1 << 10, 1 << 17, 1 << 20)  # float32 numbers that are summed between two
 _TURNS = 5
-_SECONDS = 0.15  # for one curve; the sizes that are left when it has passed are not measured
+_SECONDS = 0.15  # for one figure, and for the sizes of a curve of products
 _PATIENCE = timedelta(seconds=30)
 
 
@@ -242,10 +242,7 @@ def _products(device: str, kind: torch.dtype) -> Curve:
 def _moves(device: str, sizes: tuple[int, ...] = _ELEMENTS) -> Curve:
     """Sums of two tensors, over so many in turn that none is still in a cache from its last time, as in training."""
     points: list[tuple[float, float]] = []
-    end = time.perf_counter() + _SECONDS
-    for size in reversed(sizes):  # the largest is what training moves most
-        if points and time.perf_counter() > end:
-            break
+    for size in sizes:
         count = max(2, _POOL // size)
         given = [torch.ones(size, device=device) for _ in range(count)]
         kept = list(given)
@@ -256,16 +253,17 @@ def _moves(device: str, sizes: tuple[int, ...] = _ELEMENTS) -> Curve:
 
         moved = 12.0 * size  # two read, one written
         points.append((moved, moved * count / _best(turn, device, turns=3)))
-    return Curve(tuple(reversed(points)))
+    return Curve(tuple(points))
 
 
 def _shared(alone: Curve, processes: int) -> Curve:
     """All ranks share one memory: what does not fit the caches gets its share of what all cores together reach."""
     if processes == 1:
         return alone
+    size, one = alone.points[-1]
     with _threads(_threads_of_one_of(1)):
-        size, together = _moves("cpu", _ELEMENTS[-1:]).points[0]
-    return Curve((*alone.points[:-1], (size, min(alone.points[-1][1], together / processes))))
+        together = max(one, _moves("cpu", _ELEMENTS[-1:]).points[0][1])
+    return Curve((*alone.points[:-1], (size, min(one, together / processes))))
 
 
 def _slower(curve: Curve, times: float) -> Curve:

@@ -5,6 +5,8 @@ tensor parallelism inside FSDP; each with every micro-batch that divides a rank'
 on nothing but the job, the model and the rates.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from tangram.models.tensor_rules import TensorRules, rules_for
 from tangram.models.twin import Shapes, module_shapes
 from tangram.planner.estimate import Estimate, estimate, megabytes
 from tangram.planner.legal import legal
-from tangram.planner.plan import AxesPlan, Job, LayoutsPlan, Plan
+from tangram.planner.plan import AxesPlan, Job, LayoutsPlan, Plan, matches
 
 MOST_PROCESSES = 64
 FILLED = 0.9  # of the memory there is: estimates are rough, and the machine does other things too
@@ -45,6 +47,13 @@ class Ranked:
         """Whether it can be run here."""
         return not self.why_not
 
+    @property
+    def taken(self) -> Plan:
+        """The plan. Raises UserError where there is none."""
+        if self.plan is None:
+            raise UserError(f"{self.name} is no plan here: {self.why_not}")
+        return self.plan
+
     def as_json(self) -> dict[str, object]:
         """As one row of `tangram plan --json`."""
         return {
@@ -65,23 +74,23 @@ class _Strategy:
     shard: str | None = None
 
 
-def rank(job: Job, processes: int, rates: Rates, config: PreTrainedConfig) -> tuple[Ranked, ...]:
+def rank(
+    job: Job, processes: int, rates: Rates, config: PreTrainedConfig, counted: Counted | None = None
+) -> tuple[Ranked, ...]:
     """Every plan for the job on so many processes: those that fit, the most tokens a second first, then the others.
 
-    `rates` are those of one of so many processes. Raises UserError where the job cannot be planned at all.
+    `rates` are those of one of so many processes. `counted` saves counting the same model twice. Raises UserError where
+    the job cannot be planned at all.
     """
     if not 1 <= processes <= MOST_PROCESSES:
         raise UserError(f"{processes} processes cannot be planned for: give 1 to {MOST_PROCESSES}")
-    model = frozen(build_on_meta(config), job)
-    counted = _Counted(job, config, model)
+    counted = counted or Counted(job, config)
     found = [ranked for one in _strategies(processes) for ranked in _ranked(one, job, counted, rates)]
     return tuple(sorted(found, key=_order))
 
 
 def frozen(model: nn.Module, job: Job) -> nn.Module:
     """The model with the parameters frozen that the job freezes."""
-    from tangram.planner.plan import matches
-
     for name, parameter in model.named_parameters():
         if matches(job.model.freeze, name):
             parameter.requires_grad_(False)
@@ -90,22 +99,23 @@ def frozen(model: nn.Module, job: Job) -> nn.Module:
 
 def predict(plan: Plan, rates: Rates, config: PreTrainedConfig) -> Estimate:
     """What a plan that somebody else made is predicted to need. Raises UserError where it is not legal."""
-    model = frozen(build_on_meta(config), plan)
-    legal(plan, model)
-    counted = _Counted(plan, config, model)
+    counted = Counted(plan, config)
+    legal(plan, counted.model)
     tensor = plan.ranks // plan.data_ranks
-    found = rules_for(config, model, (plan.axes.tensor[0], tensor), None) if plan.axes.tensor else None
+    found = rules_for(config, counted.model, (plan.axes.tensor[0], tensor), None) if plan.axes.tensor else None
     rules = found if isinstance(found, TensorRules) else None
     local = counted.costs(tensor if rules else 1, rules is not None and rules.vocabulary, plan.data.micro_batch)
     return estimate(plan, counted.costs(1, False, plan.data.micro_batch), local, rates)
 
 
-class _Counted:
-    """The costs of the model, counted once for each number of tensor ranks."""
+class Counted:
+    """A job's model on meta and what it costs, counted once for each number of tensor ranks."""
 
-    def __init__(self, job: Job, config: PreTrainedConfig, model: nn.Module) -> None:
-        self.job, self.config, self.model = job, config, model
+    def __init__(self, job: Job, config: PreTrainedConfig) -> None:
+        self.job, self.config = job, config
+        self.model = frozen(build_on_meta(config), job)
         self._pair = cache(self._count)
+        self._shapes = cache(lambda: module_shapes(self.model, 2, 7))
 
     def costs(self, tensor: int, vocabulary: bool, micro_batch: int) -> ModelCosts:
         """Of one of so many tensor ranks, for one micro-batch."""
@@ -115,10 +125,6 @@ class _Counted:
     def shapes(self) -> Shapes:
         """What flows through the modules."""
         return self._shapes()
-
-    @cache  # noqa: B019  lives as long as one ranking
-    def _shapes(self) -> Shapes:
-        return module_shapes(self.model, 2, 7)
 
     def _count(self, tensor: int, vocabulary: bool) -> tuple[ModelCosts, ModelCosts]:
         model = self.model if tensor == 1 else build_on_meta(_one_of(self.config, tensor, vocabulary))
@@ -157,7 +163,7 @@ def _strategies(processes: int) -> Iterator[_Strategy]:
     yield _Strategy("tensor", f"tp={processes}", (), (("tp", processes),))
 
 
-def _ranked(one: _Strategy, job: Job, counted: _Counted, rates: Rates) -> Iterator[Ranked]:
+def _ranked(one: _Strategy, job: Job, counted: Counted, rates: Rates) -> Iterator[Ranked]:
     rules: TensorRules | None = None
     if one.tensor:
         found = rules_for(counted.config, counted.model, one.tensor[0], one.shard)

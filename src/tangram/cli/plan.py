@@ -1,0 +1,59 @@
+"""`tangram plan`: which strategies a job has on this machine, what each is predicted to need, and the one to take."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tangram.cli.output import print_json, print_table, progress
+from tangram.errors import UserError
+from tangram.planner.plan import Plan
+from tangram.planner.read import changes_of, dumps, load
+
+__all__ = ["plan"]
+
+
+def plan(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A job; or a plan to --show.")],
+    processes: Annotated[int, typer.Option("--processes", "-n", help="For how many ranks on this machine.")] = 1,
+    show: Annotated[bool, typer.Option("--show", help="Explain the file and stop.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Where to write the plan that is taken.")] = None,
+    pick: Annotated[int, typer.Option(help="Which row of the table to write; 1 is the best.")] = 1,
+    change: Annotated[list[str] | None, typer.Option("--set", help="Change a key, as in run.steps=300.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the machine anew.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
+) -> int:
+    """Rank the strategies of a job; exit code 1 when none fits this machine."""
+    job = load(file, changes_of(change or []))
+    if show:
+        from tangram.planner.show import rows
+
+        said = rows(job)
+        print_json(dict(said)) if json else print_table(str(file), ("what", "how"), said)
+        return 0
+    if isinstance(job, Plan):
+        raise UserError(f"{file} is a plan already: `tangram plan --show {file}` explains it, `tangram train` runs it")
+    from tangram.training.choosing import plans_of  # loads torch and transformers: only for a sound job
+
+    with progress("measuring the machine, counting the model, ranking plans"):
+        found = plans_of(job, processes, anew=measure)
+    fitting = found.fitting
+    if out is not None:
+        if not 1 <= pick <= len(fitting):
+            raise UserError(f"--pick {pick}: there are {len(fitting)} plans that fit this machine")
+        _write(dumps(fitting[pick - 1].taken), out)
+    if json:
+        print_json(found.as_json())
+    else:
+        for title, headers, said in found.tables():
+            print_table(title, headers, said)
+        if out is not None:
+            print(f"wrote {out}: tangram train {out}")
+    return 0 if fitting else 1
+
+
+def _write(text: str, path: Path) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the plan cannot be written to {path}: {error.strerror}") from None
