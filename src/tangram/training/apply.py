@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]  typed in part
 
 from tangram.errors import UserError
-from tangram.planner.plan import Plan, matches
+from tangram.planner.plan import Job, Plan, matches
 from tangram.training.cuts import Cuts, cuts_of, is_meta, named_modules
 from tangram.training.tensor import cut_modules
 from tangram.training.world import World
@@ -52,7 +52,7 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
     return model
 
 
-def freeze(model: nn.Module, plan: Plan) -> None:
+def freeze(model: nn.Module, plan: Job) -> None:
     """Switch off the gradients of the parameters that the plan freezes. Raises UserError for a pattern without any."""
     names = [name for name, _ in model.named_parameters()]
     for pattern in plan.model.freeze:

@@ -35,6 +35,12 @@ def source_of(plan: Job, tokens: Tokens) -> Source:
     text = source.config.get_text_config()
     if text.vocab_size < tokens.vocabulary:
         _refuse_vocabulary(text.vocab_size, tokens)
+    heads, kv_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+        raise UserError(
+            f"the model has {heads} query heads (num_attention_heads) for {kv_heads} key-value heads "
+            "(num_key_value_heads): give a divisor"
+        )
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and positions < plan.data.sequence:
         raise UserError(

@@ -14,10 +14,13 @@ from typing import Any
 from tangram.errors import UserError
 from tangram.hardware.machine import accelerators
 from tangram.hardware.rates import rates
+from tangram.models.build import build_on_meta
+from tangram.models.source import read_source
 from tangram.planner.estimate import megabytes
 from tangram.planner.plan import Job, Plan
 from tangram.planner.rank import Ranked, predict, rank
 from tangram.planner.read import dumps
+from tangram.training.apply import freeze
 from tangram.training.building import source_of
 from tangram.training.data import load_tokens
 from tangram.training.environment import together
@@ -114,7 +117,9 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
     job = asked.job
     started = meeting.place.world if meeting else None
     processes = _processes(job, asked.processes, started)
+    read_source(job.model.preset, job.model.path, {})  # a model that is not there is told of before its tokenizer
     config = source_of(job, load_tokens(job.data, job.model.path)).config
+    freeze(build_on_meta(config), job)
     device = pick_device(job.run.device, 0, 1).type
     found = rates(device, processes)
     peak = processes * found.peak_flops(job.precision.compute)
