@@ -106,9 +106,10 @@ def test_what_a_helper_leaves_running_is_ended_too(tmp_path: Path) -> None:
 
 
 def test_helpers_end_when_their_caller_is_killed(tmp_path: Path) -> None:
-    note = tmp_path / "note"
+    note, temporary = tmp_path / "note", tmp_path / "temporary"
+    temporary.mkdir()
     code = f"from tangram.hardware.workers import *; run([Job('{HERE}:sleep_with_a_child', {{'note': '{note}'}})], 600)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary)}
     caller = subprocess.Popen([sys.executable, "-c", code], env=environment)
     while not note.exists() or len(note.read_text().split()) < 2:
         assert caller.poll() is None
@@ -116,6 +117,7 @@ def test_helpers_end_when_their_caller_is_killed(tmp_path: Path) -> None:
     caller.kill()
     caller.wait()
     assert wait_until_gone([int(pid) for pid in note.read_text().split()])
+    assert list(temporary.iterdir()) == []
 
 
 def test_no_folder_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ copy locks and threads in whatever state they are. Linux, and macOS from Python 
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,15 +158,16 @@ def _outcome(helper: _Helper, ended: str | None) -> Outcome:
     return Outcome(answer.get("value"), None if error is None else str(error), log)
 
 
-def _end_with_the_caller() -> None:
+def _end_with_the_caller(folder: Path) -> None:
     """End this helper and what it started once the caller is gone, however it went: its end closes the pipe."""
     os.read(0, 1)  # not through sys.stdin, whose lock would be held when the interpreter shuts down
+    shutil.rmtree(folder, ignore_errors=True)  # the caller has left it; the other helpers remove it, too
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def _main(request: Path) -> int:
     """The helper's side: run the job, leave the result in one piece."""
-    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    threading.Thread(target=_end_with_the_caller, args=(request.parent,), daemon=True).start()
     job = json.loads(request.read_text())
     module, _, name = str(job["function"]).partition(":")
     failed = False
