@@ -52,7 +52,7 @@ def respects_documents(model: nn.Module, *, device: torch.device | None = None) 
 
 
 def _traced(model: nn.Module, before_S: Tensor, document_S: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The document's logits, and how much its last ones owe to the embedding of each token of the row.
+    """The document's logits, and how much they owe to the embedding of each token of the row.
 
     None where embeddings are not to be had whole: there is no such module, or it hands on a part of the sequence.
     """
@@ -69,7 +69,8 @@ def _traced(model: nn.Module, before_S: Tensor, document_S: Tensor) -> tuple[Ten
     try:
         with torch.enable_grad():
             logits_SV = _logits(model, before_S, document_S)
-            (logits_SV.float() * torch.linspace(-1, 1, logits_SV.shape[-1], device=logits_SV.device)).sum().backward()
+            weights_M = torch.cos(torch.arange(logits_SV.numel(), device=logits_SV.device))  # which cancel nowhere
+            (logits_SV.float() * weights_M.view_as(logits_SV)).sum().backward()
     finally:
         if handle is not None:
             handle.remove()

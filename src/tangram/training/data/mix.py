@@ -4,18 +4,19 @@ Weights become whole numbers of slots in a cycle, and the order of the cycle is 
 samples each source has had its exact share to within less than one sample (Tijdeman's solution of the chairman
 assignment problem). So the mix holds in every global batch, not only on average, and k is found without a history.
 
-Trade-off: a cycle has at most `MOST_SLOTS` slots, so weights like 1 : pi are rounded, and none is below one slot.
+Trade-off: a cycle has at most `MOST_SLOTS` slots, so weights like 1 : pi are rounded, and very small ones refused.
 """
 
 # ruff: noqa: N815  a tensor carries its dims in its name
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+
+from tangram.errors import UserError
 
 Ints = npt.NDArray[np.int64]
 
@@ -50,20 +51,23 @@ def make_mix(weights: tuple[float, ...]) -> Mix:
 
 def _slots(weights: Sequence[float]) -> list[int]:
     """Whole numbers in the proportion of the weights, exact where a cycle is long enough for that."""
-    total = sum(map(Fraction, weights))
-    shares = [Fraction(weight) / total for weight in weights]
+    shares = np.array(weights, np.float64) / np.max(weights)
+    shares /= shares.sum()
     for length in range(len(weights), MOST_SLOTS + 1):
-        counts = [round(share * length) for share in shares]
-        if sum(counts) == length and all(
-            abs(count - share * length) * 10**6 < share for count, share in zip(counts, shares, strict=True)
-        ):
-            return counts
+        counts = np.rint(shares * length)
+        if np.all(np.abs(counts - shares * length) <= 1e-9 * shares * length):
+            return [int(count) for count in counts]
     length = max(MOST_SLOTS, len(weights))
-    counts = [max(1, int(share * length)) for share in shares]
-    by_rest = sorted(range(len(shares)), key=lambda source: counts[source] - shares[source] * length)
-    for source in by_rest[: max(0, length - sum(counts))]:
-        counts[source] += 1
-    return counts
+    counts = np.floor(shares * length)
+    by_rest = np.argsort(counts - shares * length, kind="stable")
+    counts[by_rest[: length - int(counts.sum())]] += 1
+    if not counts.all():
+        least = int(np.argmin(shares))
+        raise UserError(
+            f"the weight {weights[least]} in data.sources is less than one sample in {length}: raise it, or leave the "
+            "source out"
+        )
+    return [int(count) for count in counts]
 
 
 def _order(slots: Sequence[int]) -> Ints:

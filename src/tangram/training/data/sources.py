@@ -86,8 +86,9 @@ def list_files(source: SourcePlan) -> Files:
 
 def _matches(root: Path, source: SourcePlan) -> Iterable[Path]:
     stdlib = source.path == STDLIB
+    default = "**/*.py" if stdlib else "**/*"
     try:
-        paths = list(root.glob(source.pattern or ("**/*.py" if stdlib else "**/*")))
+        paths = list(root.glob(default if source.pattern is None else source.pattern))
     except (ValueError, NotImplementedError, IndexError) as error:
         raise UserError(
             f'the pattern "{source.pattern}" in data.sources cannot be used: {error}. Give one relative to its path, '

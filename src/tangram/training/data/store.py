@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from tangram.errors import UserError
 from tangram.training.data.samples import Split
 
 FORMAT = 1
-MANIFEST = "manifest.json"
+MANIFEST = "manifest"
 JOURNAL = "journal"
 SPLITS = ("training", "held_out")
 BLOCK = 1 << 16  # bytes under one checksum
@@ -39,6 +39,8 @@ Ints = npt.NDArray[np.int64]
 class Part:
     """A line of the journal: where the source goes on after it, what all parts so far hold, checksums of this one."""
 
+    PAIRS: ClassVar = ("cursor", "tokens", "documents", "blocks", "ends")
+
     cursor: tuple[int, int]
     done: int
     tokens: tuple[int, int] = (0, 0)
@@ -47,9 +49,8 @@ class Part:
     ends: tuple[int, int] = (0, 0)
 
     def line(self) -> bytes:
-        """As it is written: its own checksum first."""
-        text = json.dumps(asdict(self)).encode()
-        return b"%08x %s\n" % (zlib.crc32(text), text)
+        """As it is written."""
+        return _line(asdict(self))
 
 
 BEGIN = Part((0, 0), 0)
@@ -60,22 +61,24 @@ def read_journal(folder: Path) -> list[Part]:
     parts: list[Part] = []
     with suppress(FileNotFoundError):
         for line in (folder / JOURNAL).read_bytes().splitlines(keepends=True):
-            with suppress(ValueError, KeyError, TypeError):
-                text = line[9:-1]
-                fields = json.loads(text)
-                part = Part(
-                    cursor=tuple(fields["cursor"]),
-                    done=fields["done"],
-                    tokens=tuple(fields["tokens"]),
-                    documents=tuple(fields["documents"]),
-                    blocks=tuple(fields["blocks"]),
-                    ends=tuple(fields["ends"]),
-                )
-                if line == part.line():
-                    parts.append(part)
-                    continue
-            break
+            fields = _fields(line)
+            if fields is None:
+                break
+            pairs = {name: cast(Any, tuple(fields[name])) for name in Part.PAIRS}
+            parts.append(Part(done=fields["done"], **pairs))
     return parts
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    """A line of JSON, its checksum first."""
+    text = json.dumps(fields).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _fields(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None when it is not what was written."""
+    text = line[9:-1]
+    return json.loads(text) if line == b"%08x %s\n" % (zlib.crc32(text), text) else None
 
 
 class Writer:
@@ -106,7 +109,10 @@ class Writer:
         part = Part(
             cursor,
             done,
-            tokens=(last.tokens[0] + len(tokens[0]) // self._size, last.tokens[1] + len(tokens[1]) // self._size),
+            tokens=(
+                last.tokens[0] + len(tokens[0]) // self._dtype.itemsize,
+                last.tokens[1] + len(tokens[1]) // self._dtype.itemsize,
+            ),
             documents=(last.documents[0] + len(rows[0]), last.documents[1] + len(rows[1])),
             blocks=(_checksums(tokens[0]), _checksums(tokens[1])),
             ends=(zlib.crc32(ends[0]), zlib.crc32(ends[1])),
@@ -125,13 +131,9 @@ class Writer:
         }
         unfinished = self.folder / f"{MANIFEST}.new"
         unfinished.unlink(missing_ok=True)
-        _append(unfinished, json.dumps(manifest, indent=1).encode())
+        _append(unfinished, _line(manifest))
         unfinished.replace(self.folder / MANIFEST)
         _sync_folder(self.folder)
-
-    @property
-    def _size(self) -> int:
-        return self._dtype.itemsize
 
     def _whole(self, parts: list[Part]) -> list[Part]:
         """The parts from the first on whose files hold what the journal says."""
@@ -151,7 +153,7 @@ class Writer:
             for part in parts:
                 for split, (tokens, ends) in enumerate(files):
                     count = part.tokens[split] - before.tokens[split]
-                    if _checksums(tokens.read(count * self._size)) != part.blocks[split]:
+                    if _checksums(tokens.read(count * self._dtype.itemsize)) != part.blocks[split]:
                         return whole
                     if zlib.crc32(ends.read(8 * (part.documents[split] - before.documents[split]))) != part.ends[split]:
                         return whole
@@ -166,7 +168,7 @@ class Writer:
         _append(unfinished, b"".join(part.line() for part in self.parts))
         unfinished.replace(self.folder / JOURNAL)
         for split in range(2):
-            _cut(_tokens_file(self.folder, split), self.last.tokens[split] * self._size)
+            _cut(_tokens_file(self.folder, split), self.last.tokens[split] * self._dtype.itemsize)
             _cut(_ends_file(self.folder, split), self.last.documents[split] * 8)
         _sync_folder(self.folder)
 
@@ -216,15 +218,14 @@ class Store:
 def open_store(folder: Path) -> Store | None:
     """Map a folder; None when it is not complete. Raises UserError when it does not hold what it should."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        dtype = np.dtype(cast(str, manifest["dtype"]))
-        count, checksum = int(manifest["parts"]), int(manifest["journal"])
+        manifest = _fields((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError):
-        raise damaged(folder / MANIFEST) from None
+    if manifest is None:
+        raise damaged(folder / MANIFEST)
+    dtype = np.dtype(cast(str, manifest["dtype"]))
     parts = read_journal(folder)
-    if len(parts) != count or zlib.crc32((folder / JOURNAL).read_bytes()) != checksum:
+    if len(parts) != manifest["parts"] or zlib.crc32((folder / JOURNAL).read_bytes()) != manifest["journal"]:
         raise damaged(folder / JOURNAL)
     content = hashlib.blake2b(dtype.str.encode(), digest_size=16)
     for part in parts:

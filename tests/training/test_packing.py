@@ -1,0 +1,152 @@
+"""Documents that are packed into one row are kept apart by the models that say so, and the others are found out."""
+
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tangram.training.packing import respects_documents
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+FAMILIES = {
+    "llama": SIZES,
+    "qwen3": SIZES,
+    "gemma3_text": {**SIZES, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+def build(family: str, attention: str, **sizes: Any) -> PreTrainedModel:
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(family, **sizes)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+
+
+def logits(model: nn.Module, ids_S: Tensor, positions_S: Tensor) -> Tensor:
+    return model(input_ids=ids_S[None], position_ids=positions_S[None], use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_document_behind_others_has_the_logits_it_has_alone(family: str, attention: str) -> None:
+    model = build(family, attention, **FAMILIES[family]).eval()
+    lengths = (5, 1, 9, 7)
+    documents = [torch.randint(3, 64, (length,)) for length in lengths]
+    packed_SV = logits(model, torch.cat(documents), torch.cat([torch.arange(length) for length in lengths]))
+    alone_SV = torch.cat([logits(model, ids_S, torch.arange(len(ids_S))) for ids_S in documents])
+    run_on_SV = logits(model, torch.cat(documents), torch.arange(sum(lengths)))
+    assert torch.allclose(packed_SV, alone_SV, atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(packed_SV, run_on_SV, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
+def test_models_that_keep_documents_apart_pass(family: str, dtype: torch.dtype) -> None:
+    model = build(family, "sdpa", **FAMILIES.get(family, GPT2)).to(dtype).train()
+    assert respects_documents(model)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_whose_embedding_is_frozen_is_judged() -> None:
+    model = build("llama", "sdpa", **SIZES)
+    model.get_input_embeddings().requires_grad_(False)
+    assert respects_documents(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+        ("gpt_oss", {**SIZES, "num_local_experts": 4}),  # makes its masks without position ids
+        ("lfm2", {**SIZES, "layer_types": ["conv", "full_attention"]}),  # a convolution runs on over documents
+    ],
+)
+def test_models_that_mix_documents_are_found_out(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> None:
+    assert not respects_documents(build(family, "eager", **sizes).to(dtype))
+
+
+class Wrapped(nn.Module):
+    """A model behind which a mistake is planted."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+
+class NoPositions(Wrapped):
+    """Position ids are dropped on the way."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool) -> Any:
+        return self.model(input_ids=input_ids, use_cache=use_cache)
+
+
+class PositionsRunOn(Wrapped):
+    """Attention keeps documents apart, but their positions do not begin anew."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool) -> Any:
+        document_BS = (position_ids == 0).cumsum(-1)
+        same_BSS = document_BS[:, :, None] == document_BS[:, None, :]
+        mask_B1SS = torch.where(same_BSS.tril()[:, None], 0.0, torch.finfo(torch.float32).min)
+        run_on_BS = torch.arange(input_ids.shape[1])[None]
+        return self.model(input_ids=input_ids, position_ids=run_on_BS, attention_mask=mask_B1SS, use_cache=use_cache)
+
+
+class LeaksALittle(Wrapped):
+    """A ten-thousandth of the first token's embedding comes through to every logit."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool) -> Any:
+        kept: list[Tensor] = []
+        handle = self.get_input_embeddings().register_forward_hook(lambda _, args, output: kept.append(output))
+        output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
+        handle.remove()
+        output.logits = output.logits + 1e-4 * kept[0][:, :1].sum(-1, keepdim=True).to(output.logits.dtype)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("mistake", "family", "dtype"),
+    [
+        (NoPositions, "llama", torch.float32),
+        (NoPositions, "qwen3", torch.bfloat16),
+        (PositionsRunOn, "gpt2", torch.float32),
+        (LeaksALittle, "llama", torch.float32),
+        (LeaksALittle, "llama", torch.bfloat16),
+    ],
+)
+def test_planted_mistakes_are_found_out(mistake: type[Wrapped], family: str, dtype: torch.dtype) -> None:
+    model = build(family, "sdpa", **FAMILIES.get(family, GPT2)).to(dtype)
+    assert respects_documents(model)
+    assert not respects_documents(mistake(model))
+
+
+def test_relative_positions_may_run_on() -> None:
+    assert respects_documents(PositionsRunOn(build("llama", "sdpa", **SIZES)))
+
+
+def test_a_model_in_which_no_token_sees_another_is_not_judged_good() -> None:
+    model = build("llama", "sdpa", **SIZES)
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name:
+            nn.init.zeros_(parameter)
+    assert not respects_documents(model)
