@@ -50,8 +50,14 @@ def start_ranks(scenes: str) -> list[subprocess.Popen[str]]:
 
 
 def ended(ranks: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
-    """Exit codes of the ranks, and what they have printed on stdout and on stderr together."""
-    said = [rank.communicate(timeout=SOON) for rank in ranks]
+    """Exit codes, and what was printed on stdout and on stderr; nothing is left running, however it goes."""
+    try:
+        said = [rank.communicate(timeout=SOON) for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.terminate()
+                rank.communicate()
     return [rank.returncode for rank in ranks], [out for out, _ in said], [err for _, err in said]
 
 
@@ -67,8 +73,8 @@ def torchrun(*arguments: str) -> subprocess.Popen[str]:
 
 def test_two_ranks_of_torchrun_do_all_that_a_job_needs() -> None:
     started = torchrun("--standalone", "--nproc-per-node=2", "-m", MODULE, "work")
-    out, err = started.communicate(timeout=SOON)
-    assert started.returncode == 0, err
+    codes, (out,), err = ended([started])
+    assert codes == [0], err
     lines = out.splitlines()
     assert [lines.count(line) for line in ("once", "once per node", "event: rank 0 emits", "proved")] == [1] * 4
     mistake = "the plan's mesh has 3 ranks, but 2 were started (WORLD_SIZE): start 3, or change the mesh"
@@ -218,9 +224,9 @@ def test_a_job_that_torchrun_restarts_in_place_goes_on(agents: int, tmp_path: Pa
         str(tmp_path / "died"),
     )  # fmt: skip
     started = [torchrun(*shared) for _ in range(agents)]
-    said = [agent.communicate(timeout=SOON) for agent in started]
-    assert [agent.returncode for agent in started] == [0] * agents, said
-    lines = "".join(out for out, _ in said).splitlines()
+    codes, out, err = ended(started)
+    assert codes == [0] * agents, err
+    lines = "".join(out).splitlines()
     assert lines.count("total 21") == 2
     assert sorted(line for line in lines if line.startswith("restarts")) == [f"restarts {2 - agents}", "restarts 1"]
     assert (tmp_path / "died").exists()
@@ -231,8 +237,8 @@ def test_two_agents_make_one_job() -> None:
     port = free_port()
     shared = ("--nproc-per-node=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}")
     started = [torchrun(*shared, f"--node-rank={node}", "-m", MODULE, "work") for node in range(2)]
-    said = [agent.communicate(timeout=SOON) for agent in started]
-    assert [agent.returncode for agent in started] == [0, 0], said
-    lines = "".join(out for out, _ in said).splitlines()
+    codes, out, err = ended(started)
+    assert codes == [0, 0], err
+    lines = "".join(out).splitlines()
     assert [lines.count(line) for line in ("once", "once per node", "event: rank 0 emits", "proved")] == [1, 2, 1, 1]
     assert [sum(f"rank {rank} | of rank 0 | {rank} | 21" in line for line in lines) for rank in range(2)] == [1, 1]
