@@ -33,13 +33,17 @@ def plan(
         return 0
     if isinstance(job, Plan):
         raise UserError(f"{file} is a plan already: `tangram plan --show {file}` explains it, `tangram train` runs it")
+    if pick < 1:
+        raise UserError(f"--pick {pick}: rows count from 1")
+    if out is not None and (not out.resolve().parent.is_dir() or out.is_dir()):
+        raise UserError(f"the plan cannot be written to {out}: give a file in a folder that is there")
     from tangram.training.choosing import plans_of  # loads torch and transformers: only for a sound job
 
     with progress("measuring the machine, counting the model, ranking plans"):
         found = plans_of(job, processes, anew=measure)
     fitting = found.fitting
     if out is not None:
-        if not 1 <= pick <= len(fitting):
+        if pick > len(fitting):
             raise UserError(f"--pick {pick}: there are {len(fitting)} plans that fit this machine")
         _write(dumps(fitting[pick - 1].taken), out)
     if json:

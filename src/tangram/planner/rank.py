@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
+from math import isqrt
 
 import torch
 from torch import nn
@@ -210,7 +211,8 @@ def _plan(one: _Strategy, job: Job, rules: TensorRules | None, micro_batch: int)
 
 def _micro_batches(plan: Plan) -> list[int]:
     share = -(-plan.data.global_batch // plan.data_ranks)
-    return [size for size in range(1, share + 1) if share % size == 0]
+    low = [size for size in range(1, isqrt(share) + 1) if share % size == 0]
+    return sorted({*low, *(share // size for size in low)})
 
 
 def _order(one: Ranked) -> tuple[bool, float, str, str, int]:

@@ -1,0 +1,124 @@
+"""Estimates against numbers by hand, and the directions in which they must go."""
+
+import pytest
+
+from tangram.hardware import overheads
+from tangram.models.build import build_on_meta
+from tangram.models.costs import ModelCosts, costs
+from tangram.planner.estimate import Estimate, estimate, numbers_held, shard_size
+from tangram.planner.plan import Plan
+from tests.models.tiny import tiny
+from tests.planner.machine import rates
+
+SEQUENCE = 16
+JOB = {
+    "model": {"preset": "qwen3-1m"},
+    "data": {"sources": [{"path": "stdlib"}], "sequence": SEQUENCE, "global_batch": 8, "micro_batch": 2},
+    "optimiser": {"lr": 1e-3},
+    "run": {"steps": 10},
+}
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelCosts:
+    return costs(build_on_meta(tiny("llama")), SEQUENCE, 2)
+
+
+def plan(mesh: str = "dp=2", layout: str = "_/dp ...", **changes: dict[str, object]) -> Plan:
+    tables = {key: {**value, **changes.get(key, {})} for key, value in JOB.items()}
+    tables |= {key: value for key, value in changes.items() if key not in JOB}
+    axes = [word.partition("=")[0] for word in mesh.split()]
+    return Plan.model_validate(
+        {**tables, "mesh": mesh, "axes": {"data": axes}, "layouts": {"parameters": {"*": layout}}}
+    )
+
+
+def found(costs: ModelCosts, one: Plan, **machine: object) -> Estimate:
+    return estimate(one, costs, costs, rates(one.ranks, **machine))
+
+
+def test_memory_by_hand(llama: ModelCosts) -> None:
+    numbers = llama.parameter_count
+    whole = found(llama, plan(layout="...")).memory
+    assert (whole.parameters, whole.gradients, whole.optimiser) == (4 * numbers, 4 * numbers, 8 * numbers)
+    assert whole.activations == llama.activation_bytes
+    assert whole.logits == 2 * 4 * 2 * SEQUENCE * 65
+    block = llama.block_parameters("model.layers.0")
+    assert whole.gathered == 4 * (numbers - 2 * block + 2 * block) + 4 * block
+    assert whole.process == overheads.PROCESS_BYTES
+    assert whole.total == sum((16 * numbers, whole.activations, whole.logits, whole.gathered, whole.process))
+
+
+def test_what_fsdp_cuts(llama: ModelCosts) -> None:
+    cut = found(llama, plan()).memory
+    held = numbers_held(plan(), llama.parameters)
+    assert held["model.embed_tokens.weight"] == 33 * 32  # 65 rows: the first rank has one more
+    assert cut.parameters == 4 * sum(held.values())
+    assert 0.5 <= cut.parameters / (4 * llama.parameter_count) < 0.52
+    assert cut.gathered == pytest.approx(found(llama, plan(layout="...")).memory.gathered, rel=0.02)
+    assert shard_size(plan()) == 2
+    assert shard_size(plan("dp=2 fsdp=4", "_/fsdp ...")) == 4
+    assert shard_size(plan(layout="...")) == 1
+
+
+def test_seconds_by_hand(llama: ModelCosts) -> None:
+    one = found(llama, plan(layout="..."))
+    assert plan().micro_steps == 2
+    assert one.seconds.products == pytest.approx(2 * (llama.forward.flops + llama.backward.flops) / 1e9)
+    assert one.seconds.moves == pytest.approx(2 * (llama.forward.bytes_moved + llama.backward.bytes_moved) / 1e9)
+    assert one.seconds.optimiser == pytest.approx(overheads.OPTIMISER_PASSES * 12 * llama.parameter_count / 1e9)
+    # Copies: an all-reduce sends each number twice, but for a rank's own half; plus copies in and out of buffers.
+    numbers = llama.parameter_count
+    units, block = 3, 2 * llama.block_parameters("model.layers.0")
+    sent = 2 * 4 * numbers / 2 / 1e8 + units * 1e-3
+    copied = (2 * 4 * (numbers + block) + 2 * 4 * numbers) / 1e9
+    assert one.seconds.communication == pytest.approx(2 * (sent + copied) + 1e-3)
+    assert one.tokens == 8 * SEQUENCE
+    assert one.tokens_per_second == pytest.approx(8 * SEQUENCE / one.seconds.total)
+
+
+def test_no_call_is_quicker_than_a_call(llama: ModelCosts) -> None:
+    slow = found(llama, plan(), call_seconds=1.0).seconds
+    assert slow.products == pytest.approx(
+        2 * overheads.MODULE_CALLS * (len(llama.forward.products) + len(llama.backward.products))
+    )
+
+
+def test_directions(llama: ModelCosts) -> None:
+    usual = found(llama, plan())
+    again = found(llama, plan(run={"recompute": ["model.layers.*"]}))
+    assert again.memory.activations < usual.memory.activations
+    assert again.seconds.products > usual.seconds.products
+    low = found(llama, plan(precision={"compute": "bfloat16"}))
+    assert low.seconds.products < usual.seconds.products
+    assert low.memory.gathered < usual.memory.gathered
+    frozen = found(_frozen(), plan())
+    assert frozen.memory.optimiser == 0
+    assert frozen.memory.parameters == usual.memory.parameters
+    smaller = found(llama, plan(data={"micro_batch": 1}))  # of costs that were counted for two
+    assert smaller.seconds.products == 2 * usual.seconds.products
+    hybrid, copies = found(llama, plan("dp=2 fsdp=2", "_/fsdp ...")), found(llama, plan("dp=4", "..."))
+    assert hybrid.memory.parameters < copies.memory.parameters
+
+
+def _frozen() -> ModelCosts:
+    model = build_on_meta(tiny("llama"))
+    counted = costs(model, SEQUENCE, 2)
+    model.requires_grad_(False)
+    model.get_parameter("model.norm.weight").requires_grad_(True)
+    again = costs(model, SEQUENCE, 2)
+    assert again.backward.flops < counted.backward.flops
+    model.requires_grad_(False)
+    from dataclasses import replace
+
+    return replace(again, parameters=tuple(replace(one, trained=False) for one in again.parameters))
+
+
+def test_in_words_and_numbers(llama: ModelCosts) -> None:
+    one = found(llama, plan())
+    said = dict(one.in_words())
+    assert "process 360.0 MB" in said["memory of a rank"]
+    assert said["step"].startswith(f"{1e3 * one.seconds.total:.0f} ms (products ")
+    numbers = one.as_json()
+    assert numbers["tokens_per_s"] == one.tokens_per_second
+    assert numbers["memory_mb"] == one.memory.total / 1e6
