@@ -10,6 +10,7 @@ from rich.console import Console
 from tangram.cli.output import print_json
 from tangram.errors import UserError
 from tangram.planner.read import changes_of, load
+from tangram.training.environment import speaks, together
 from tangram.training.folder import PLAN_FILE, folder_to_resume, run_name
 from tangram.training.progress import ProgressLine
 
@@ -30,26 +31,28 @@ def train(
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document on stdout.")] = False,
 ) -> int:
     """Train, save, reload in one process, export, report; exit code 1 when a rank or a proof fails."""
-    changes = changes_of(change or [])
+    # The model first: it replaces the whole table, whose keys may then be set.
+    changes = {} if model is None else {"model": f'{{path = "{Path(model).resolve()}"}}'}
     short = {"run.steps": steps, "seed": seed, "run.deterministic": True if deterministic else None}
-    changes |= {key: str(value).lower() for key, value in short.items() if value is not None}
-    if model is not None:
-        changes["model"] = f'{{path = "{Path(model).resolve()}"}}'
-    folder = folder_to_resume(out, run_name(plan) if plan else None) if resume else None
-    if plan is None:
-        if folder is None:
-            raise UserError("give a plan or a job, for instance examples/quickstart/job.toml")
-        plan = folder / PLAN_FILE
-    asked = load(plan, changes)
+    with together() as meeting:  # so that of ranks that torchrun started only one tells of a mistake
+        changes |= changes_of(change or [])
+        changes |= {key: str(value).lower() for key, value in short.items() if value is not None}
+        folder = folder_to_resume(out, run_name(plan) if plan else None) if resume else None
+        if plan is None:
+            if folder is None:
+                raise UserError("give a plan or a job, for instance examples/quickstart/job.toml")
+            plan = folder / PLAN_FILE
+        asked = load(plan, changes)
 
-    from tangram.training.start import FAILURES, Asked, train_as_asked  # loads torch and transformers: for a sound plan
+        from tangram.training.start import FAILURES, Asked, train_as_asked  # loads torch: only for a sound plan
 
-    try:
-        with ProgressLine(Console(stderr=json)) as line:
-            code, summary = train_as_asked(Asked(asked, run_name(plan), processes, out, folder, profile), line)
-    except FAILURES as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
+        try:
+            with ProgressLine(Console(stderr=json, quiet=not speaks())) as line:
+                told = Asked(asked, run_name(plan), processes, out, folder, profile)
+                summary = train_as_asked(told, line, meeting)
+        except FAILURES as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            return 1
     if json and summary is not None:
         print_json(summary)
-    return code
+    return 0

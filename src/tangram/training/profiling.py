@@ -40,7 +40,7 @@ def profiled(folder: Path | None, rank: int, device: torch.device) -> Generator[
         if snapshots is not None:
             snapshots._dump_snapshot(str(folder / f"memory-rank{rank}.pickle"))
 
-    chosen = [kind for kind in supported_activities() if kind is ProfilerActivity.CPU or device.type != "cpu"]
+    chosen = [kind for kind in supported_activities() if kind == ProfilerActivity.CPU or device.type != "cpu"]
     steps: Any = schedule(skip_first=SKIPPED, wait=0, warmup=WARM_UP, active=RECORDED, repeat=1)
     with profile(activities=chosen, schedule=steps, on_trace_ready=ready, profile_memory=True) as profiler:
         yield profiler.step

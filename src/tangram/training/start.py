@@ -23,7 +23,6 @@ from tangram.planner.read import dumps
 from tangram.training.apply import freeze
 from tangram.training.building import source_of
 from tangram.training.data import load_tokens
-from tangram.training.environment import together
 from tangram.training.events import Note, Table
 from tangram.training.folder import resumed_folder, run_folder
 from tangram.training.job import (
@@ -60,9 +59,9 @@ class Asked:
     profile: bool
 
 
-def train_as_asked(asked: Asked, on_event: OnEvent) -> tuple[int, Mapping[str, Any] | None]:
-    """Run it; the exit code, and the summary if it came to one, which is known where rank 0 is."""
-    with together() as meeting, contextlib.ExitStack() as opened:
+def train_as_asked(asked: Asked, on_event: OnEvent, meeting: Meeting | None) -> Mapping[str, Any] | None:
+    """Run it; the summary, where rank 0 is and if it came to one. `meeting`: of the ranks that torchrun started."""
+    with contextlib.ExitStack() as opened:
         leads = meeting is None or meeting.place.index == 0
         tell = on_event if leads else _nowhere
         chosen = on_one(meeting, lambda: choose(asked, meeting, tell))
@@ -83,11 +82,11 @@ def train_as_asked(asked: Asked, on_event: OnEvent) -> tuple[int, Mapping[str, A
             outcome = train_job(job, chosen, known[0], tell, partial(_as_rank, meeting))
         else:
             _as_rank(meeting, job, tell)
-            return 0, None
+            return None
     if isinstance(outcome, Stopped):
         say_stopped(outcome, folder, tell)
-        return 0, None
-    return 0, outcome.as_json()
+        return None
+    return outcome.as_json()
 
 
 def _as_rank(meeting: Meeting, job: RankJob, on_event: OnEvent) -> RankReport:

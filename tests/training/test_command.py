@@ -1,0 +1,133 @@
+"""`tangram train` as a user runs it: what it leaves behind, going on, other models, ranks that torchrun starts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tangram.cli import main
+from tangram.planner.read import load
+from tangram.training.export import byte_tokenizer
+from tests.training.small import small_tables, write_text
+
+STRATEGY = ("mesh", "axes", "layouts")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a job, a plan and their text."""
+    folder = tmp_path_factory.mktemp("command")
+    (folder / "text").mkdir()
+    tables = small_tables(write_text(folder / "text"), run={"steps": 6, "evaluate_every": 2})
+    tables["checkpoint"] = {"every_steps": 2}
+    (folder / "plan.toml").write_text(tomli_w.dumps(tables))
+    (folder / "job.toml").write_text(tomli_w.dumps({key: tables[key] for key in tables if key not in STRATEGY}))
+    return folder
+
+
+def train(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
+    """The summary of a run and what was shown."""
+    capsys.readouterr()
+    code = main(["train", *map(str, arguments), "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return json.loads(out) if out else {}, err
+
+
+def test_a_job_is_planned_trained_proved_and_reported(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shared / "whole"
+    summary, shown = train(capsys, shared / "job.toml", "-n", 2, "--out", out, "--profile")
+    assert summary == json.loads((out / "summary.json").read_text())
+    assert (summary["ranks"], summary["steps"], summary["stopped_early"]) == (2, 6, None)
+    assert summary["relayout_relative_difference"] <= 1e-6
+    assert summary["export_logits_max_diff"] <= 1e-5
+    assert summary["predicted"]["tokens_per_s"] > 0
+    assert all(
+        summary[key] > 0 for key in ("wall_s", "tokens_per_s", "eval_loss", "checkpoint_blocked_s", "peak_rss_mb")
+    )
+    assert "Plans for 2 process(es)" in shown
+    assert "one process" in shown
+    assert "step 2: checkpoint committed while training went on" in shown
+    assert load(out / "plan.toml").data.global_batch == 8
+    assert "<svg" in (out / "report.html").read_text() or "Plotly" in (out / "report.html").read_text()
+    assert list((out / "tensorboard").glob("events.*"))
+    assert {path.name for path in (out / "profile").iterdir()} == {
+        f"{what}-rank{rank}.{kind}" for what, kind in (("trace", "json"), ("operators", "txt")) for rank in (0, 1)
+    }
+    with safe_open(out / "export" / "model.safetensors", "pt") as tensors:
+        assert "model.layers.1.mlp.up_proj.weight" in tensors.keys()  # noqa: SIM118  not a mapping
+
+
+def test_a_run_that_is_cut_short_goes_on_as_if_it_had_not_been(
+    shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, out = shared / "plan.toml", shared / "cut"
+    whole, _ = train(capsys, plan, "--out", shared / "uncut")
+    cut, _ = train(capsys, plan, "--out", out, "--set", "run.max_seconds=1e-6")
+    assert (cut["stopped_early"], cut["steps"]) == ("time", 1)
+    rest, _ = train(capsys, "--resume", "--out", out, "--set", "run.max_seconds=inf")
+    assert (rest["resumed_from"], rest["steps"]) == (1, 6)
+    assert rest["eval_loss"] == whole["eval_loss"]
+    assert rest["train_loss"] != whole["train_loss"]  # the mean of other steps: those of this run
+    assert (out / "plan-1.toml").exists()
+    assert main(["train", "--resume", "--out", str(out)]) == 2
+    assert "is of step 6, and run.steps is 6: nothing is left to do" in capsys.readouterr().err
+    assert main(["train", str(plan), "--resume", "--out", str(out), "--set", "seed=4", "--steps", "9"]) == 2
+    assert "was trained with seed 3, and the plan has 4" in capsys.readouterr().err
+    other = ["--set", "model.change.hidden_size=16", "--set", "run.steps=9"]
+    assert main(["train", str(plan), "--resume", "--out", str(out), *other]) == 2
+    assert "another model" in capsys.readouterr().err
+
+
+def test_a_model_with_weights_and_a_tokenizer_of_its_own(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = shared / "llama", shared / "tuned"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    original = LlamaForCausalLM(LlamaConfig(vocab_size=300, bos_token_id=256, eos_token_id=256, **sizes))
+    original.save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    frozen = ["--set", 'model.freeze=["*.embed_tokens.weight"]']
+    summary, shown = train(capsys, shared / "plan.toml", "--model", model, "--out", out, *frozen)
+    assert f"weights of {model}" in shown
+    tuned = AutoModelForCausalLM.from_pretrained(out / "export")
+    before, after = original.state_dict(), tuned.state_dict()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {"model.embed_tokens.weight"}
+    assert torch.allclose(before["lm_head.weight"], after["lm_head.weight"], atol=0.1)  # it began from the weights
+    assert AutoTokenizer.from_pretrained(out / "export").encode("ab") == [97, 98]
+    assert summary["model"] == "llama"
+
+
+def test_ranks_that_torchrun_starts(shared: Path) -> None:
+    out = shared / "torchrun"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "tangram", "train", shared / "job.toml", "--out", out, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads((out / "summary.json").read_text())
+    assert done.stderr.count("This run") == 1  # rank 0 speaks, and no other
+
+
+def test_a_mistake_is_told_once_by_ranks_that_torchrun_starts(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "tangram", "train", tmp_path / "nowhere.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stderr.count("error: there is no") == 1
+    assert "exitcode  : 2" in done.stderr
+
+
+def test_a_run_that_diverges_ends_with_one_sentence(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shared / "diverges"
+    assert main(["train", str(shared / "plan.toml"), "--out", str(out), "--set", "optimiser.lr=1e30"]) == 1
+    _, err = capsys.readouterr()
+    assert err.count("\n") == 1
+    assert "of 2 ended the job: FloatingPointError: the gradient norm is nan" in err
+    assert "Traceback" in (out / "failure.txt").read_text()
+    assert not (out / "summary.json").exists()
