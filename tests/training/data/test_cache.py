@@ -146,9 +146,9 @@ def test_a_large_vocabulary_takes_wide_tokens(tmp_path: Path) -> None:
     assert split.read(0, 4).tolist() == [2, 65536, 65535, 65537]
 
 
-def test_a_kill_at_any_sync_is_mended(plan: DataPlan, made: DataPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_at_any_sync_is_mended(plan: DataPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is certain to be on disk but what a sync has put there, so the moments around syncs are all there are."""
-    sync, expected, left = os.fsync, content(made), 0
+    sync, left = os.fsync, 0
 
     def killing(descriptor: int) -> None:
         nonlocal left
@@ -157,26 +157,28 @@ def test_a_kill_at_any_sync_is_mended(plan: DataPlan, made: DataPlan, monkeypatc
             raise KeyboardInterrupt
         sync(descriptor)
 
+    prepare(plan, BYTES, ignore, part_bytes=2 * PART)
+    expected = open_corpus(plan, BYTES).digest
     monkeypatch.setattr(os, "fsync", killing)
     kept: list[int] = []
     for syncs in range(1000):
         left = syncs
         own = plan.model_copy(update={"cache": f"{plan.cache}/{syncs}"})
         try:
-            prepare(own, BYTES, ignore, part_bytes=PART)
+            prepare(own, BYTES, ignore, part_bytes=2 * PART)
         except KeyboardInterrupt:
             events: list[object] = []
-            prepare(own, BYTES, events.append, part_bytes=PART)
+            prepare(own, BYTES, events.append, part_bytes=2 * PART)
             kept.append(cast(Working, events[0]).done if events else -1)
-            assert content(own) == expected
+            assert open_corpus(own, BYTES).digest == expected
         else:
             break
-    assert len(kept) > 40
-    assert len(set(kept)) > 6  # each whole part was kept
+    assert len(kept) > 20
+    assert len(set(kept)) > 3  # each whole part was kept
     assert kept[:-1] == sorted(kept[:-1])
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(st.sampled_from(FILES), st.integers(0, 10**9), st.sampled_from(["cut", "flip", "add", "gone"]))
 def test_damage_is_never_read_and_always_mended(made: DataPlan, name: str, where: int, how: str) -> None:
     """Whatever happens to a file: it is refused, and the next run makes it whole."""

@@ -27,7 +27,7 @@ def test_keys_choose_other_orders() -> None:
     assert len(orders) > 1800  # 2000 draws of the 20160 even permutations give some 1900
 
 
-@pytest.mark.parametrize("n", [10, 600, 1025])
+@pytest.mark.parametrize("n", [10, 257])
 def test_it_spreads_like_a_drawn_one(n: int) -> None:
     orders = np.stack([permuted(np.arange(n), n, str(key)) for key in range(2000)])
     assert abs(np.mean(orders == np.arange(n)) * n - 1) < 0.1  # one fixed point on average

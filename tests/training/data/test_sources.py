@@ -170,7 +170,7 @@ def test_sources_that_are_none_are_refused(tmp_path: Path) -> None:
         (tmp_path, "/etc/*", "cannot be used: .*Give one relative"),
         (tmp_path, "**.py", "cannot be used"),
         (tmp_path, "", "cannot be used"),
-        (tmp_path, "*.zip", r'a\.zip" is packed: unpack it'),
+        (tmp_path, "*.zip", r'a\.zip" is no text: unpack it'),
     ]:
         with pytest.raises(UserError, match=why):
             read(path, pattern)

@@ -58,8 +58,8 @@ def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
     if data.held_out and not any(split.windows(data.sequence) for split in held_out):
         count = sum(len(split.end_D) for split in training)
         raise UserError(
-            f"none of the {count} documents in data.sources is held out to measure the loss on: raise data.held_out "
-            f"(now {data.held_out}) or give more documents (a text file is one, a line of JSONL is one)"
+            f"none of the {count} documents in data.sources is held out to measure the loss on: give more documents (a "
+            f"text file is one, a line of JSONL is one), or raise data.held_out (now {data.held_out})"
         )
     return Corpus(training, held_out, content.hexdigest(), tokens.end)
 

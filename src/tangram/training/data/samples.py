@@ -80,6 +80,8 @@ def _lay(split: Split, window: int, sequence: int, inputs_S: Ints, labels_S: Int
     first, last = np.searchsorted(split.end_D, [kind(start), kind(stop)], "right")
     ends_E = split.end_D[first:last].astype(np.int64) - start
     labels_S[ends_E - 1] = IGNORE
-    begins_E = np.concatenate([ends_E, [count]])  # what is filled up stands apart, like a document
-    for begin, end in zip(begins_E, [*begins_E[1:], sequence], strict=True):
-        positions_S[begin:end] = np.arange(end - begin)
+    begin_S = np.zeros_like(positions_S)
+    begin_S[ends_E[ends_E < len(begin_S)]] = ends_E[ends_E < len(begin_S)]
+    if count < len(begin_S):
+        begin_S[count] = count  # what is filled up stands apart, like a document
+    positions_S -= np.maximum.accumulate(begin_S)

@@ -24,7 +24,7 @@ SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", 
 TEXT = (".txt", ".md", ".rst", ".py")  # taken without a pattern; with one, every file that it matches
 JSONL = (".jsonl", ".jsonl.gz")
 PARQUET = ".parquet"
-_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".7z")
+_BINARY = (".arrow", ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".7z")
 
 
 class Document(NamedTuple):
@@ -143,8 +143,8 @@ def _file_rows(path: Path, field: str, first: int) -> Generator[Row]:
             yield from _json_rows(path, field, first)
         elif name.endswith(PARQUET):
             yield from parquet_rows(path, field, first)
-        elif name.endswith(_PACKED):
-            raise UserError(f'the file "{path}" is packed: unpack it, or leave it out by the source\'s pattern')
+        elif name.endswith(_BINARY):
+            raise UserError(f'the file "{path}" is no text: unpack it, or leave it out by the source\'s pattern')
         elif not first and (text := path.read_bytes()):
             yield Row(0, text, 1.0)
     except (OSError, EOFError, zlib.error) as error:
