@@ -41,6 +41,12 @@ def train(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[
     return json.loads(out) if out else {}, err
 
 
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+
+
 def test_a_job_is_planned_trained_proved_and_reported(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = shared / "whole"
     summary, shown = train(capsys, shared / "job.toml", "-n", 2, "--out", out, "--profile")
@@ -81,6 +87,12 @@ def test_a_run_that_is_cut_short_goes_on_as_if_it_had_not_been(
     assert "is of step 6, and run.steps is 6: nothing is left to do" in capsys.readouterr().err
     assert main(["train", str(plan), "--resume", "--out", str(out), "--set", "seed=4", "--steps", "9"]) == 2
     assert "was trained with seed 3, and the plan has 4" in capsys.readouterr().err
+    assert load(out / "plan.toml").seed == 3  # a plan that was refused has replaced nothing
+    newest = max((out / "checkpoint").glob("step-*"))
+    flip_a_bit(max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size))
+    again, shown = train(capsys, "--resume", "--out", out)
+    assert "damaged" in shown
+    assert (again["resumed_from"], again["eval_loss"]) == (4, whole["eval_loss"])  # the one before it
     other = ["--set", "model.change.hidden_size=16", "--set", "run.steps=9"]
     assert main(["train", str(plan), "--resume", "--out", str(out), *other]) == 2
     assert "another model" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
-from tangram.training.folder import folder_to_resume, resumed_folder, run_folder, run_name
+from tangram.training.folder import folder_to_resume, replace_plan, run_folder, run_name
 
 PLAN = "seed = 1"
 
@@ -63,11 +63,10 @@ def test_the_last_run_of_a_name_is_resumed_and_keeps_the_plan_before() -> None:
         Path(folder, "plan.toml").write_text(PLAN)
     folder = folder_to_resume(None, "mine")
     assert folder == Path("runs/mine-2")
-    with resumed_folder(folder, PLAN):
-        assert [path.name for path in folder.iterdir()] == ["plan.toml"]
+    replace_plan(folder, PLAN)
+    assert [path.name for path in folder.iterdir()] == ["plan.toml"]
     for seed in (2, 3):
-        with resumed_folder(folder, f"seed = {seed}"):
-            pass
+        replace_plan(folder, f"seed = {seed}")
     assert {path.name: path.read_text() for path in folder.iterdir()} == {
         "plan.toml": "seed = 3",
         "plan-1.toml": "seed = 1",

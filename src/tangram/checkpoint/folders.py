@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import shutil
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from tangram.relayout import TensorSpec
 
 MARKER = "tangram.json"
 FORMAT = 1
+BLOCK = 1 << 24  # bytes that are read at once to be checked
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,21 @@ def newest(folder: Path) -> Path | None:
     """The checkpoint that was committed last, of those in a folder that are whole."""
     found = whole(folder)
     return found[-1][0] if found else None
+
+
+def damaged(path: Path, marker: Marker) -> str | None:
+    """The first file of a checkpoint whose bytes are not those that were written; None if there is none. Reads all."""
+    for name, mark in marker.files.items():
+        starts = sorted(mark.sums)
+        with (path / name).open("rb") as stream:
+            for start, stop in zip(starts, [*starts[1:], mark.size], strict=True):
+                stream.seek(start)
+                crc, left = 0, stop - start
+                while data := stream.read(min(BLOCK, left)):
+                    crc, left = zlib.crc32(data, crc), left - len(data)
+                if crc != mark.sums[start]:
+                    return name
+    return None
 
 
 # ---------------------------------------------------------------- writing

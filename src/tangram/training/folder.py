@@ -34,19 +34,17 @@ def run_folder(out: Path | None, name: str, plan_text: str) -> Generator[Path]:
             (folder / PLAN_FILE).unlink()
 
 
-@contextlib.contextmanager
-def resumed_folder(folder: Path, plan_text: str) -> Generator[Path]:
-    """Go on in the folder of a run. Its plan is replaced when it changes, and the one before kept as plan-N.toml."""
+def replace_plan(folder: Path, plan_text: str) -> None:
+    """Make this the plan of a run that goes on; the one before, if it is another, is kept as plan-N.toml."""
     current = folder / PLAN_FILE
     try:
-        if not current.exists() or current.read_text(encoding="utf-8") != plan_text:
-            if current.exists():
-                kept = next(path for n in itertools.count(1) if not (path := folder / f"plan-{n}.toml").exists())
-                current.rename(kept)
-            current.write_text(plan_text, encoding="utf-8")
+        if current.exists():
+            if current.read_text(encoding="utf-8") == plan_text:
+                return
+            current.rename(next(path for n in itertools.count(1) if not (path := folder / f"plan-{n}.toml").exists()))
+        current.write_text(plan_text, encoding="utf-8")
     except OSError as error:
         raise UserError(f'the run cannot go on in "{folder}": "{error.filename}": {error.strerror}') from None
-    yield folder
 
 
 def folder_to_resume(out: Path | None, name: str | None) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from tangram.checkpoint.folders import damaged, whole
 from tangram.errors import UserError
 from tangram.hardware.machine import describe, versions
 from tangram.models.build import build_on_meta
@@ -131,11 +132,14 @@ def prepare_job(chosen: Chosen, on_event: OnEvent) -> Prepared:
     )
 
 
-def checkpoint_to_resume(out: Path, plan: Plan, corpus: Corpus) -> Path:
-    """The newest good checkpoint of a run, if this plan can go on from it. Raises UserError otherwise."""
-    found = newest(out / CHECKPOINTS)
+def checkpoint_to_resume(out: Path, plan: Plan, corpus: Corpus, on_event: OnEvent) -> Path:
+    """The newest good checkpoint of a run, if this plan can go on from it. Raises UserError otherwise.
+
+    Every byte of it is checked; one that is damaged is told of, and the one before it taken.
+    """
+    found = newest_good(out, on_event)
     if found is None:
-        raise UserError(f'there is no complete checkpoint in "{out / CHECKPOINTS}" to resume from')
+        raise UserError(f'there is no good checkpoint in "{out / CHECKPOINTS}" to resume from')
     told = describe_checkpoint(found)
     step = told.progress.step
     if step >= plan.run.steps:
@@ -148,6 +152,15 @@ def checkpoint_to_resume(out: Path, plan: Plan, corpus: Corpus) -> Path:
     if told.about.get("seed") != plan.seed:
         raise UserError(f'"{found}" was trained with seed {told.about.get("seed")}, and the plan has {plan.seed}')
     return found
+
+
+def newest_good(out: Path, on_event: OnEvent) -> Path | None:
+    """The checkpoint that was committed last, of those whose every byte is as it was written."""
+    for path, marker in reversed(whole(out / CHECKPOINTS)):
+        if (name := damaged(path, marker)) is None:
+            return path
+        on_event(Note(f'the checkpoint "{path}" is damaged in "{name}": passed over'))
+    return None
 
 
 def show(chosen: Chosen, ready: Prepared, resume: Path | None, on_event: OnEvent) -> None:

@@ -24,7 +24,7 @@ from tangram.training.apply import freeze
 from tangram.training.building import source_of
 from tangram.training.data import load_tokens
 from tangram.training.events import Note, Table
-from tangram.training.folder import resumed_folder, run_folder
+from tangram.training.folder import replace_plan, run_folder
 from tangram.training.job import (
     JOB_FAILURES,
     Chosen,
@@ -72,7 +72,9 @@ def train_as_asked(asked: Asked, on_event: OnEvent, meeting: Meeting | None) -> 
         def begin() -> RankJob:
             known.append(prepare_job(chosen, tell))
             ready = known[0]
-            resume = checkpoint_to_resume(folder, chosen.plan, ready.corpus) if asked.resume else None
+            resume = checkpoint_to_resume(folder, chosen.plan, ready.corpus, tell) if asked.resume else None
+            if resume is not None:
+                replace_plan(folder, dumps(chosen.plan))
             return RankJob(chosen.plan, folder, ready.corpus.digest, ready.costs, resume, asked.profile)
 
         job = on_one(meeting, begin)
@@ -105,10 +107,9 @@ def say_stopped(outcome: Stopped, folder: Path, on_event: OnEvent) -> None:
 
 
 def _folder(asked: Asked, plan: Plan) -> AbstractContextManager[Path]:
-    plan_text = dumps(plan)
     if asked.resume is not None:
-        return resumed_folder(asked.resume, plan_text)
-    return run_folder(asked.out, asked.name, plan_text)
+        return contextlib.nullcontext(asked.resume)
+    return run_folder(asked.out, asked.name, dumps(plan))
 
 
 def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
