@@ -7,6 +7,7 @@ source as a whole. Text in columns is in the column `field`; null and empty text
 
 import gzip
 import json
+import os
 import sysconfig
 import zlib
 from collections.abc import Generator, Iterable, Iterator
@@ -84,28 +85,31 @@ def list_files(source: SourcePlan) -> Files:
     return Files(root, tuple(_found(path, root) for path in sorted(paths)), table)
 
 
-def _matches(root: Path, source: SourcePlan) -> Iterable[Path]:
+def _matches(root: Path, source: SourcePlan) -> Iterator[Path]:
     stdlib = source.path == STDLIB
-    default = "**/*.py" if stdlib else "**/*"
+    if source.pattern is None:
+        kinds = (".py",) if stdlib else (*TEXT, *JSONL, PARQUET)
+        yield from _walk(root, kinds, stdlib)
+        return
     try:
-        paths = list(root.glob(default if source.pattern is None else source.pattern))
+        paths = list(root.glob(source.pattern))
     except (ValueError, NotImplementedError, IndexError) as error:
         raise UserError(
             f'the pattern "{source.pattern}" in data.sources cannot be used: {error}. Give one relative to its path, '
             'as in "**/*.py"'
         ) from None
     for path in paths:
-        folders = path.relative_to(root).parts[:-1]
-        if stdlib:
-            taken = not SKIPPED_FOLDERS.intersection(folders)
-        elif source.pattern is None:
-            taken = path.name.lower().endswith((*TEXT, *JSONL, PARQUET)) and not any(
-                part.startswith(".") for part in (*folders, path.name)
-            )
-        else:
-            taken = True
-        if taken:
+        if not (stdlib and SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1])):
             yield path
+
+
+def _walk(root: Path, kinds: tuple[str, ...], stdlib: bool) -> Iterator[Path]:
+    """The files of these kinds; what is skipped is not even looked into, for it may hold more than all the rest."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not (name in SKIPPED_FOLDERS if stdlib else name.startswith("."))]
+        for name in names:
+            if name.lower().endswith(kinds) and not name.startswith("."):
+                yield Path(folder) / name
 
 
 def _found(path: Path, root: Path) -> File:
