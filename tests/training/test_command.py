@@ -117,6 +117,24 @@ def test_a_model_with_weights_and_a_tokenizer_of_its_own(shared: Path, capsys: p
     assert summary["model"] == "llama"
 
 
+def test_nothing_held_out(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    every = [
+        "--set",
+        "data.held_out=0",
+        "--set",
+        "run.evaluate_every=0",
+        "--steps",
+        "2",
+        "--set",
+        "precision.compute=bfloat16",
+    ]
+    summary, shown = train(capsys, shared / "plan.toml", "--out", shared / "all", *every)
+    assert (summary["eval_loss"], summary["eval_loss_relayout"], summary["unigram_entropy"]) == (None, None, None)
+    assert summary["relayout_logits_max_diff"] <= 0.1
+    assert summary["export_logits_max_diff"] <= 1e-5
+    assert "held-out" not in shown
+
+
 def test_ranks_that_torchrun_starts(shared: Path) -> None:
     out = shared / "torchrun"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -31,7 +32,7 @@ from tangram.training.data import Corpus, Tokens, load_tokens, open_corpus, prep
 from tangram.training.events import Note, Record, Table
 from tangram.training.launch import RankError, computing_as_a_rank, pick_device, refuse_too_many, run_ranks
 from tangram.training.proofs import ProofError, prove
-from tangram.training.rank import CHECKPOINTS, RankJob, RankReport, train_rank
+from tangram.training.rank import CHECKPOINTS, RankJob, RankReport, stream_of, train_rank
 from tangram.training.report import write_report
 from tangram.training.summary import Summary, summarise
 
@@ -63,7 +64,8 @@ class Prepared:
     corpus: Corpus
     costs: loop.Costs
     parameters: int
-    entropy: float
+    entropy: float | None
+    """Of the held-out text; None where none is held out."""
     begun: float
     """When the job began, by the monotonic clock."""
 
@@ -127,7 +129,7 @@ def prepare_job(chosen: Chosen, on_event: OnEvent) -> Prepared:
         corpus=corpus,
         costs=loop.Costs(counted.flops_per_sample, chosen.peak_flops),
         parameters=parameters,
-        entropy=unigram_entropy(corpus, plan.data),
+        entropy=unigram_entropy(corpus, plan.data) if plan.data.held_out else None,
         begun=begun,
     )
 
@@ -147,11 +149,18 @@ def checkpoint_to_resume(out: Path, plan: Plan, corpus: Corpus, on_event: OnEven
             f'the newest checkpoint in "{out}" is of step {step}, and run.steps is {plan.run.steps}: nothing is left '
             "to do; raise it with --set run.steps=N"
         )
-    if told.about.get("text") != corpus.digest:
-        raise UserError(f'"{found}" was trained on another text than [data] gives now: resume on the same files')
-    if told.about.get("seed") != plan.seed:
-        raise UserError(f'"{found}" was trained with seed {told.about.get("seed")}, and the plan has {plan.seed}')
+    before: dict[str, Any] = told.about.get("stream", {})
+    for key, now in stream_of(plan, corpus).items():
+        if before.get(key) != now:
+            raise UserError(_other_stream(found, key, before.get(key), now))
     return found
+
+
+def _other_stream(path: Path, key: str, before: object, now: object) -> str:
+    if key == "text":
+        return f'"{path}" was trained on another text than [data] gives now: resume on the same files'
+    what = {"seed": "seed", "sequence": "data.sequence", "weights": "weights of data.sources"}[key]
+    return f'"{path}" was trained with {what} {before}, and the plan has {now}: resume with the same'
 
 
 def newest_good(out: Path, on_event: OnEvent) -> Path | None:
@@ -199,18 +208,15 @@ def finish(
     """What comes after the ranks: proofs, export, report, summary."""
     plan, out = job.plan, job.folder
     checkpoint = newest(out / CHECKPOINTS)
-    if report.held_out_loss is None:
+    if report.trained.stopped == "signal":
         return Stopped(report.step, checkpoint)
     if checkpoint is None:
         raise ProofError(f'there is no complete checkpoint in "{out / CHECKPOINTS}" after training')
     trained = report.trained
     on_event(Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {trained.seconds:.0f} s"))
-    on_event(
-        Note(
-            f"held out   loss {report.held_out_loss:.6f} on {plan.ranks} rank(s); unigram entropy {ready.entropy:.4f}, "
-            f"ratio {report.held_out_loss / ready.entropy:.2f}"
-        )
-    )
+    if report.held_out_loss is not None and ready.entropy is not None:
+        words = f"loss {report.held_out_loss:.6f} on {plan.ranks} rank(s); unigram entropy {ready.entropy:.4f}"
+        on_event(Note(f"held out   {words}, ratio {report.held_out_loss / ready.entropy:.2f}"))
     with computing_as_a_rank(plan.ranks):
         device = pick_device(plan.run.device, 0, 1)
         proved = prove(plan, ready.source, ready.tokens, ready.corpus, checkpoint, out, report, device, on_event)

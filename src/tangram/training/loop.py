@@ -135,7 +135,7 @@ def train_steps(
         last = stopped is not None or step + 1 == plan.run.steps
         if not last and _due(step + 1, plan.checkpoint.every_steps):
             checkpointer.save(state)
-        if not last and _due(step + 1, plan.run.evaluate_every):
+        if not last and plan.data.held_out and _due(step + 1, plan.run.evaluate_every):
             loss = held_out_loss(model, corpus, plan, world)
             if world.index == 0:
                 hooks.emit(Evaluated(step + 1, loss, time.monotonic() - started))

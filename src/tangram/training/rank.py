@@ -19,7 +19,7 @@ from tangram.planner.read import dumps
 from tangram.training import loop
 from tangram.training.building import build, source_of
 from tangram.training.checkpoints import Checkpointer, JobState, load
-from tangram.training.data import Batch, Corpus, held_out_batches, load_tokens, open_corpus
+from tangram.training.data import Batch, Corpus, Stream, held_out_batches, load_tokens, open_corpus
 from tangram.training.events import SaveFailed
 from tangram.training.launch import Rank
 from tangram.training.optimise import make_adamw
@@ -53,7 +53,7 @@ class RankReport:
     """The steps that were done before, by the run that this one resumed."""
     step: int
     held_out_loss: float | None
-    """None: somebody asked to stop, so nothing was measured."""
+    """None where nothing is held out, or somebody asked to stop, so that nothing was measured."""
     probe: npt.NDArray[np.float32] | None
     """The logits of the fixed batch, from rank 0."""
     peak_rss_mb: float
@@ -93,7 +93,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
         trained=trained,
         first=first,
         step=state.progress.step,
-        held_out_loss=None if stopped else loop.held_out_loss(model, corpus, plan, world),
+        held_out_loss=loop.held_out_loss(model, corpus, plan, world) if plan.data.held_out and not stopped else None,
         probe=None if stopped else probe_logits(model, corpus, plan, world.device),
         peak_rss_mb=highest(peak_resident_mb(), world),
         blocked_seconds=checkpointer.blocked_seconds,
@@ -111,11 +111,20 @@ def about(plan: Plan, corpus: Corpus) -> dict[str, Any]:
     """What a checkpoint says of the run that wrote it."""
     return {
         "plan": dumps(plan),
-        "text": corpus.digest,
-        "seed": plan.seed,
+        "stream": stream_of(plan, corpus),
         "tangram": tangram.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+    }
+
+
+def stream_of(plan: Plan, corpus: Corpus) -> dict[str, Any]:
+    """What gives a position in the stream of samples its meaning: a run goes on with the same only."""
+    return {
+        "text": corpus.digest,
+        "seed": plan.seed,
+        "sequence": plan.data.sequence,
+        "weights": [source.weight for source in plan.data.sources],
     }
 
 
@@ -130,8 +139,12 @@ def refuse_mixing(model: nn.Module, world: World | None) -> None:
 
 
 def probe_batch(corpus: Corpus, plan: Plan, device: torch.device) -> Batch:
-    """The fixed batch: the begin of the first held-out sample, the same for any number of ranks."""
-    batch = next(iter(held_out_batches(corpus, plan.data, index=0, size=1, device=device)))
+    """The fixed batch: the begin of the first held-out sample (else training sample), the same for any ranks."""
+    if plan.data.held_out:
+        batch = next(iter(held_out_batches(corpus, plan.data, index=0, size=1, device=device)))
+    else:
+        stream = Stream(corpus, plan.data, seed=plan.seed, device=device)
+        batch = next(stream).micro[0]
     return Batch(*(x_BS[:1, :PROBE_TOKENS] for x_BS in (batch.inputs_BS, batch.labels_BS, batch.positions_BS)))
 
 
