@@ -1,6 +1,9 @@
 """`tangram train` as a user runs it: what it leaves behind, going on, other models, ranks that torchrun starts."""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +136,43 @@ def test_nothing_held_out(shared: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert summary["relayout_logits_max_diff"] <= 0.1
     assert summary["export_logits_max_diff"] <= 1e-5
     assert "held-out" not in shown
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_saves_and_says_how_to_go_on(name: str, shared: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "tangram", "train", shared / "plan.toml", "--out", out, "--steps", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as running:
+        assert running.stdout is not None
+        shown = ""
+        while "step 2: checkpoint committed" not in shown:
+            line = running.stdout.readline()
+            assert line, shown
+            shown += line
+        os.killpg(running.pid, signal.Signals[name])  # as a terminal does: everybody gets it
+        shown += running.stdout.read()
+    assert running.returncode == 0, shown
+    last = re.findall(r"stopped after step (\d+), its checkpoint is (\S+); to go on:", shown)
+    assert len(last) == 1
+    step, checkpoint = int(last[0][0]), Path(last[0][1])
+    assert checkpoint == out / "checkpoint" / f"step-{step:08}"
+    assert f"tangram train --resume --out {out}" in shown
+    assert not (out / "summary.json").exists()
+    more = subprocess.run(
+        [sys.executable, "-m", "tangram", "train", "--resume", "--out", out, "--steps", str(step + 1), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert json.loads(more.stdout)["resumed_from"] == step, more.stderr
+
+
+@pytest.mark.slow
+def test_compiled_blocks(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, _ = train(capsys, shared / "plan.toml", "--out", shared / "plain", "--steps", 3)
+    quick, _ = train(capsys, shared / "plan.toml", "--out", shared / "quick", "--steps", 3, "--set", "run.compile=true")
+    assert quick["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5)
 
 
 def test_ranks_that_torchrun_starts(shared: Path) -> None:
