@@ -57,7 +57,7 @@ def change_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTr
 def refuse_unknown_fields(model_type: str, config: PreTrainedConfig, changes: Mapping[str, Any]) -> None:
     """Raise UserError for a field that a class of configuration does not have."""
     known_fields = config.to_dict().keys() - FIXED
-    for name, value in changes.items():
+    for name in changes:
         if name not in known_fields:
             raise UserError(f'a {model_type} model has no field "{name}" to change{did_you_mean(name, known_fields)}')
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]  typed in part
 
 from tangram.errors import UserError
+from tangram.models.costs import block_names
 from tangram.planner.plan import Job, Plan, matches
 from tangram.training.cuts import Cuts, cuts_of, is_meta, named_modules
 from tangram.training.tensor import cut_modules
@@ -66,11 +67,8 @@ def freeze(model: nn.Module, plan: Job) -> None:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the members of the outermost module lists. FSDP gathers one of them at a time."""
-    lists = [name for name, module in named_modules(model) if isinstance(module, nn.ModuleList)]
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    blocks = [block for name in outer for block in cast("Iterable[nn.Module]", model.get_submodule(name))]
-    return [block for block in blocks if any(True for _ in block.parameters())]
+    """The repeated blocks. FSDP gathers one of them at a time."""
+    return [model.get_submodule(name) for name in block_names(model)]
 
 
 def _fully_shard(

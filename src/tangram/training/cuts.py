@@ -5,6 +5,7 @@ torch will give that rank (first the tensor axis cuts, then FSDP what is left). 
 interpreted here, and a layout that means something else is refused, never approximated.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -101,7 +102,8 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def is_meta(model: nn.Module) -> bool:
     """Whether a model has shapes only. Raises UserError for one that is half made."""
-    tensors = cast("list[Tensor]", [*model.parameters(), *model.buffers()])
+    buffers = cast("Iterable[Tensor]", model.buffers())
+    tensors: list[Tensor] = [*model.parameters(), *buffers]
     kinds = {tensor.device.type == "meta" for tensor in tensors}
     if kinds == {True, False}:
         raise UserError(

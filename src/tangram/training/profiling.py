@@ -8,7 +8,7 @@ are not like the others.
 import contextlib
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.profiler import (
@@ -35,13 +35,14 @@ def profiled(folder: Path | None, rank: int, device: torch.device) -> Generator[
 
     def ready(profiler: "profile") -> None:
         profiler.export_chrome_trace(str(folder / f"trace-rank{rank}.json"))
-        table = str(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=40))
+        averages = cast(Any, profiler.key_averages())
+        table = str(averages.table(sort_by="self_cpu_time_total", row_limit=40))
         (folder / f"operators-rank{rank}.txt").write_text(table, encoding="utf-8")
         if snapshots is not None:
             snapshots._dump_snapshot(str(folder / f"memory-rank{rank}.pickle"))
 
     chosen = [kind for kind in supported_activities() if kind == ProfilerActivity.CPU or device.type != "cpu"]
-    steps: Any = schedule(skip_first=SKIPPED, wait=0, warmup=WARM_UP, active=RECORDED, repeat=1)
+    steps = cast(Any, schedule)(skip_first=SKIPPED, wait=0, warmup=WARM_UP, active=RECORDED, repeat=1)
     with profile(activities=chosen, schedule=steps, on_trace_ready=ready, profile_memory=True) as profiler:
         yield profiler.step
     if snapshots is not None:

@@ -4,7 +4,7 @@ A job without a strategy is given to the planner, and the first plan that it ran
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +18,12 @@ from tangram.models.build import build_on_meta
 from tangram.models.source import read_source
 from tangram.planner.estimate import megabytes
 from tangram.planner.plan import Job, Plan
-from tangram.planner.rank import Ranked, predict, rank
+from tangram.planner.rank import predict
 from tangram.planner.read import dumps
+from tangram.planner.table import Ranking
 from tangram.training.apply import freeze
 from tangram.training.building import source_of
+from tangram.training.choosing import plans_of
 from tangram.training.data import load_tokens
 from tangram.training.events import Note, Table
 from tangram.training.folder import replace_plan, run_folder
@@ -120,18 +122,15 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
     read_source(job.model.preset, job.model.path, {})  # a model that is not there is told of before its tokenizer
     config = source_of(job, load_tokens(job.data, job.model.path)).config
     freeze(build_on_meta(config), job)
-    device = pick_device(job.run.device, 0, 1).type
-    found = rates(device, processes)
-    peak = processes * found.peak_flops(job.precision.compute)
     if isinstance(job, Plan):
-        return Chosen(job, predict(job, found, config), peak)
-    ranked = rank(job, processes, found, config)
-    alone = rank(job, 1, rates(device, 1), config) if processes > 1 else ()
-    on_event(_ranking(ranked, alone, processes))
-    first = ranked[0]
+        found = rates(pick_device(job.run.device, 0, 1).type, processes)
+        return Chosen(job, predict(job, found, config), processes * found.peak_flops(job.precision.compute))
+    ranking = plans_of(job, processes)
+    on_event(_shown(ranking))
+    first = ranking.ranked[0]
     if first.plan is None or not first.fits:
         raise UserError(f"no plan for {processes} process(es) can be run here: {first.name}: {first.why_not}")
-    return Chosen(first.plan, first.estimate, peak)
+    return Chosen(first.plan, first.estimate, processes * ranking.rates.peak_flops(job.precision.compute))
 
 
 def _processes(job: Job, asked: int | None, started: int | None) -> int:
@@ -148,16 +147,18 @@ def _processes(job: Job, asked: int | None, started: int | None) -> int:
     return started or asked or max(1, len(accelerators()) if job.run.device == "auto" else 1)
 
 
-def _ranking(ranked: Sequence[Ranked], alone: Sequence[Ranked], processes: int) -> Table:
+def _shown(ranking: Ranking) -> Table:
     """The best micro-batch of every strategy, and beside them what one process would do."""
     rows: dict[tuple[str, str], tuple[str, ...]] = {}
-    for one in (*ranked, *alone[:1]):
-        if one.estimate is None:
-            what = (str(one.micro_batch or ""), "", "", "", one.why_not)
-        else:
-            seconds, rate = one.estimate.seconds.total, one.estimate.tokens_per_second
-            memory = megabytes(one.estimate.memory.total)
-            what = (str(one.micro_batch), memory, f"{1e3 * seconds:.0f} ms", f"{rate:,.0f}", one.why_not)
-        rows.setdefault((one.name, one.mesh), (one.name, one.mesh, *what))
+    for one in (*ranking.ranked, *([ranking.alone] if ranking.alone else [])):
+        needs = one.estimate
+        what = ("", "", "")
+        if needs is not None:
+            seconds, rate = needs.seconds.total, needs.tokens_per_second
+            what = (megabytes(needs.memory.total), f"{1e3 * seconds:.0f} ms", f"{rate:,.0f}")
+        rows.setdefault((one.name, one.mesh), (one.name, one.mesh, str(one.micro_batch or ""), *what, one.why_not))
     headers = ("plan", "mesh", "micro-batch", "memory of a rank", "step", "tokens/s", "why not")
-    return Table(f"Plans for {processes} process(es), as predicted; the first is run", headers, tuple(rows.values()))
+    why = any(row[-1] for row in rows.values())
+    shown = tuple(row if why else row[:-1] for row in rows.values())
+    title = f"Plans for {ranking.processes} process(es), as predicted; the first is run"
+    return Table(title, headers if why else headers[:-1], shown)
