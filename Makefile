@@ -3,13 +3,14 @@
 PYTHON ?= python3
 JOB ?= examples/quickstart/job.toml
 PROCESSES ?= 2
+SAMPLE ?= 8
 EXTRAS := hf,data,report,dev
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test interop lint bench mutants clean
+.PHONY: help install train test slow interop lint bench mutants clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -32,6 +33,9 @@ train: ## train the quickstart on two processes (another job or plan: JOB=... PR
 
 test: $(STAMP) ## run the tests (those that run ranks start processes of their own)
 	@$(BIN)/python -m pytest -n 2
+
+slow: $(STAMP) ## run some of the slow tests, others with every commit (SAMPLE=1000 for all)
+	@$(BIN)/python -m pytest -n 2 -m slow --sample $(SAMPLE)
 
 # In an environment of their own: transformers loads torchao wherever it is installed, with warnings, and Paddle is large.
 interop: ## compare with Paddle, bitsandbytes and torchao (installs them, about 400 MB, into .venv-interop)

@@ -1,4 +1,4 @@
-"""What holds for every test: how hard hypothesis searches, and one thread for torch.
+"""What holds for every test: how hard hypothesis searches, one thread for torch, and a sample of the slow tests.
 
 HYPOTHESIS_PROFILE chooses the search: `dev` is quick, `ci` (the default where CI is set) runs more examples, `thorough`
 is for a night. None has a deadline: a busy machine is no bug. Each run draws new examples; a failure prints how to
@@ -6,7 +6,11 @@ repeat it.
 """
 
 import os
+import random
+import subprocess
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -16,3 +20,19 @@ settings.register_profile("thorough", settings.get_profile("ci"), max_examples=3
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 torch.set_num_threads(1)  # tests run side by side; more threads than cores make all of them slower
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", type=int, help="run so many of the chosen tests, other ones with every commit")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    size: int | None = config.getoption("--sample")
+    if size is None or size >= len(items):
+        return
+    git = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
+    chosen = set(random.Random(commit).sample(sorted(item.nodeid for item in items), size))  # alike in every worker
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]

@@ -97,7 +97,7 @@ def _chunk(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh, axes: Axes, rank: int
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every module by name, the model itself first."""
-    return cast("list[tuple[str, nn.Module]]", list(model.named_modules()))
+    return list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
 
 
 def is_meta(model: nn.Module) -> bool:
