@@ -27,7 +27,7 @@ def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None) -> None:
     data = set(plan.axes.data)
     cutting: set[str] = set()
     for name, parameter in model.named_parameters():
-        layout = _bound(plan, name, tuple(parameter.shape))
+        layout = bound_layout(plan, name, tuple(parameter.shape))
         if layout.pending or layout.at or layout.flat:
             raise UserError(f'the layout "{layout}" of {name} leaves a sum or a rank out: give each rank its cut')
         cutting |= layout.axes & data
@@ -40,7 +40,8 @@ def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None) -> None:
         _flows(plan, shapes or module_shapes(model, 2, 7), mesh)
 
 
-def _bound(plan: Plan, name: str, shape: tuple[int, ...]) -> Layout:
+def bound_layout(plan: Plan, name: str, shape: tuple[int, ...]) -> Layout:
+    """The layout of a parameter with every size known. Raises UserError where it does not fit the shape."""
     text = plan.layout_of(name)
     try:
         return Layout.parse(text).bind(shape, **plan.layouts.sizes)

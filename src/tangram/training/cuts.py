@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.layout.placements import to_placements
+from tangram.planner.legal import bound_layout
 from tangram.planner.plan import Plan
-from tangram.training.world import Axes, axes_of, bound_layout
+from tangram.training.world import Axes, axes_of
 
 MOST_COMPARED = 64  # ranks whose regions are compared one by one; of a larger mesh the first and last of every axis
 

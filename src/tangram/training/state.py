@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from tangram.layout import Region, region
+from tangram.planner.legal import bound_layout
 from tangram.planner.plan import Plan
 from tangram.relayout import TensorSpec
 from tangram.relayout.states import ADAMW, States
-from tangram.training.world import World, bound_layout
+from tangram.training.world import World
 
 ADAMW_STATES: States = {name: ADAMW[name] for name in ("exp_avg", "exp_avg_sq", "step")}  # without amsgrad
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, region
+from tangram.planner.legal import bound_layout
 from tangram.planner.plan import Plan
 
 DEVICE_AXES = ("replicate", "shard", "tensor")
@@ -84,15 +85,6 @@ def make_world(plan: Plan, index: int, device: torch.device, group: dist.Process
     devices = DeviceMesh(device.type, ranks, mesh_dim_names=DEVICE_AXES)
     replicate, shard, _ = (int(n) for n in (ranks == index).nonzero()[0])
     return World(mesh, axes, index, device, group, devices, replicate * shape[1] + shard, shape[0] * shape[1])
-
-
-def bound_layout(plan: Plan, name: str, shape: tuple[int, ...]) -> Layout:
-    """The layout of a parameter with every size known. Raises UserError where it does not fit the shape."""
-    text = plan.layout_of(name)
-    try:
-        return Layout.parse(text).bind(shape, **plan.layouts.sizes)
-    except UserError as error:
-        raise UserError(f'the layout "{text}" does not fit {name} of shape {shape}: {error}') from None
 
 
 def held(plan: Plan, name: str, shape: tuple[int, ...], world: World) -> Region:
