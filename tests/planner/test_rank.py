@@ -107,7 +107,7 @@ def test_what_does_not_fit_says_so(counted: Counted) -> None:
 def test_a_batch_smaller_than_the_ranks(counted: Counted) -> None:
     found = rank(job(global_batch=2), 4, rates(4), CONFIG, counted)
     refused = {one.name: one.why_not for one in found if not one.fits}
-    assert "2 samples cannot be cut over the 4 ranks of the data axes" in refused["FSDP"]
+    assert refused["FSDP"] == "data.global_batch: 2 samples cannot be cut over the 4 ranks of the data axes"
     assert {one.name for one in found if one.fits} == {"FSDP x tensor"}
 
 

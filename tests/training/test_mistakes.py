@@ -50,6 +50,21 @@ def another_mesh_size(folder: Path, tables: Tables) -> list[str]:
     return ["--processes", "3"]
 
 
+def no_processes(folder: Path, tables: Tables) -> list[str]:
+    as_a_job(tables)
+    return ["--processes", "0"]
+
+
+def a_folder_in_use(folder: Path, tables: Tables) -> list[str]:
+    as_a_job(tables)  # nothing is measured and planned before it is told of
+    return ["--out", str(folder / "text")]
+
+
+def as_a_job(tables: Tables) -> None:
+    for key in ("mesh", "axes", "layouts"):
+        del tables[key]
+
+
 def unknown_key(folder: Path, tables: Tables) -> None:
     tables["optimiser"]["weight_decai"] = 0.1
 
@@ -117,6 +132,8 @@ MISTAKES: dict[Mistake, str] = {
     small_vocabulary: "vocabulary of 200.*257",
     empty_data: "empty",
     no_data_there: "nowhere",
+    no_processes: "--processes 0: plans are made for 1 to 64",
+    a_folder_in_use: 'the folder ".*text" holds files already',
     another_mesh_size: '--processes 3 .*"dp=2"',
     unknown_key: 'plan.toml, line [0-9]+: unknown key "optimiser.weight_decai"; did you mean "weight_decay"',
     unknown_key_on_the_command_line: r'run\.stepps.*"steps"|stepps.*steps',

@@ -78,13 +78,15 @@ def test_what_else_happens_has_a_line_of_its_own() -> None:
     assert plainly(
         Evaluated(10, 2.25, 1.0),
         Saved(10, "run/step-10", blocked_seconds=0.0125, seconds=0.5, asynchronous=True),
+        Saved(20, "run/step-20", blocked_seconds=0.25, seconds=0.25, asynchronous=False),
         SaveFailed(20, "the disk is full"),
         Table("Plan", ("what", "value"), (("mesh", "dp=2"),)),
         Working("tokenising", 3, 4, "files"),
         Working("tokenising", 4, 4, "files"),
     ) == [
         "step 10: held-out loss 2.2500",
-        "step 10: checkpoint committed while training went on, 0.50 s; training stood still for 0.013 s",
+        "step 10: checkpoint committed in 0.50 s; training stood still for 0.013 s of it",
+        "step 20: checkpoint committed in 0.25 s",
         "step 20: NO checkpoint was written: the disk is full; training goes on",
         "Plan",
         "what  value",

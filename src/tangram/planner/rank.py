@@ -14,6 +14,7 @@ from functools import cache
 from math import isqrt
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -26,6 +27,7 @@ from tangram.models.twin import Shapes, module_shapes
 from tangram.planner.estimate import Estimate, estimate, megabytes
 from tangram.planner.legal import legal
 from tangram.planner.plan import AxesPlan, Job, LayoutsPlan, Plan, matches
+from tangram.planner.read import mistakes
 
 MOST_PROCESSES = 64
 FILLED = 0.9  # of the memory there is: estimates are rough, and the machine does other things too
@@ -188,6 +190,8 @@ def _ranked(one: _Strategy, job: Job, counted: Counted, rates: Rates) -> Iterato
                 else ""
             )
             yield Ranked(one.name, one.mesh, micro_batch, plan, needs, short)
+    except ValidationError as error:
+        yield Ranked(one.name, one.mesh, 0, why_not=mistakes(error))
     except (UserError, ValueError) as error:
         yield Ranked(one.name, one.mesh, 0, why_not=" ".join(str(error).split()))
 

@@ -61,6 +61,11 @@ def load(path: Path | str, changes: Mapping[str, str] = _NO_CHANGES) -> Job | Pl
         raise UserError(_sentence(kind, path, text, changes, error.errors(include_url=False))) from None
 
 
+def mistakes(error: ValidationError) -> str:
+    """What is wrong with a plan that was made in memory, in words: no file, no lines."""
+    return "; ".join(_what(Plan, one, _located(Plan, one)) for one in error.errors(include_url=False))
+
+
 def changes_of(words: Iterable[str]) -> dict[str, str]:
     """The changes that `--set KEY=VALUE` words ask for. Raises UserError for a word without an equals sign."""
     changes: dict[str, str] = {}

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Generator
 from pathlib import Path
+from typing import NoReturn
 
 from tangram.errors import UserError
 
@@ -66,11 +67,21 @@ def _numbered(name: str) -> Generator[Path]:
         yield RUNS / (name if number == 1 else f"{name}-{number}")
 
 
+def refuse_in_use(out: Path) -> None:
+    """Raise UserError for what cannot be the folder of a new run."""
+    if out.exists() and (not out.is_dir() or _files(out)):
+        _refuse(out)
+
+
+def _refuse(out: Path) -> NoReturn:
+    what = f'the folder "{out}" holds files already' if out.is_dir() else f'"{out}" is a file'
+    raise UserError(f"{what}: give another folder with --out, go on in it with --resume, or remove it")
+
+
 def _take(out: Path | None, name: str, plan_text: str) -> Path:
     if out is not None:
         if not _claimed(out, plan_text):
-            what = f'the folder "{out}" holds files already' if out.is_dir() else f'"{out}" is a file'
-            raise UserError(f"{what}: give another folder with --out, go on in it with --resume, or remove it")
+            _refuse(out)
         return out
     return next(folder for folder in _numbered(name) if _claimed(folder, plan_text))
 

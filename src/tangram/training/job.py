@@ -35,6 +35,7 @@ from tangram.training.proofs import ProofError, prove
 from tangram.training.rank import CHECKPOINTS, RankJob, RankReport, stream_of, train_rank
 from tangram.training.report import write_report
 from tangram.training.summary import Summary, summarise
+from tangram.training.tables import count, span
 
 SUMMARY_FILE = "summary.json"  # written last, so it says that all proofs held
 REPORT_FILE = "report.html"
@@ -176,17 +177,18 @@ def show(chosen: Chosen, ready: Prepared, resume: Path | None, on_event: OnEvent
     """The machine, the model, the plan and what it is predicted to need, as short tables."""
     plan = chosen.plan
     machine = describe().in_words()
+    machine["cores"] = f"cores: {machine['cores']}"
     found = versions()
     on_event(
         Table(
             "This run",
-            ("what", ""),
+            ("what", "found"),
             (
-                ("machine", ", ".join(machine[key] for key in ("processor", "cores", "memory") if key in machine)),
+                ("machine", ", ".join(machine[key] for key in ("processor", "cores", "memory"))),
                 ("software", ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers") if found[name])),
                 ("model", _model_words(ready.source.config, ready.source, ready.parameters)),
                 ("text", ready.corpus.summary()),
-                ("mesh", f"{plan.mesh} ({plan.ranks} processes)"),
+                ("mesh", f"{plan.mesh} ({count(plan.ranks, 'process', 'es')})"),
                 *((("resumed from", str(resume)),) if resume else ()),
             ),
         )
@@ -213,9 +215,9 @@ def finish(
     if checkpoint is None:
         raise ProofError(f'there is no complete checkpoint in "{out / CHECKPOINTS}" after training')
     trained = report.trained
-    on_event(Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {trained.seconds:.0f} s"))
+    on_event(Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {span(trained.seconds)}"))
     if report.held_out_loss is not None and ready.entropy is not None:
-        words = f"loss {report.held_out_loss:.6f} on {plan.ranks} rank(s); unigram entropy {ready.entropy:.4f}"
+        words = f"loss {report.held_out_loss:.6f} on {count(plan.ranks, 'rank')}; unigram entropy {ready.entropy:.4f}"
         on_event(Note(f"held out   {words}, ratio {report.held_out_loss / ready.entropy:.2f}"))
     with computing_as_a_rank(plan.ranks):
         device = pick_device(plan.run.device, 0, 1)

@@ -55,11 +55,8 @@ class ProgressLine:
             case Evaluated():
                 self._print(f"step {event.step}: held-out loss {event.loss:.4f}")
             case Saved():
-                how = "while training went on" if event.asynchronous else "with training halted"
-                self._print(
-                    f"step {event.step}: checkpoint committed {how}, {event.seconds:.2f} s; "
-                    f"training stood still for {event.blocked_seconds:.3f} s"
-                )
+                still = f"; training stood still for {event.blocked_seconds:.3f} s of it" if event.asynchronous else ""
+                self._print(f"step {event.step}: checkpoint committed in {event.seconds:.2f} s{still}")
             case SaveFailed():
                 self._print(f"step {event.step}: NO checkpoint was written: {event.reason}; training goes on")
             case _:

@@ -28,8 +28,11 @@ from tangram.training.events import Note
 from tangram.training.export import export, logits_difference
 from tangram.training.rank import RankReport, probe_batch, probe_logits
 from tangram.training.sample import sample_text
+from tangram.training.tables import printable
 
-SAME_LOSS = {"float32": 1e-6, "bfloat16": 2e-3}  # relative; the sums are the same but for their order
+# Relative; of a loss below one nat absolute, since rounding is of logits, which do not get smaller with the loss. The
+# sums are the same but for their order.
+SAME_LOSS = {"float32": 1e-6, "bfloat16": 2e-3}
 SAME_LOGITS = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest logit
 
 
@@ -85,7 +88,8 @@ def prove(
         raise ProofError(f"transformers loads {folder} as another model: the logits differ by {exported}")
     on_event(Note(f"exported   {folder}; loaded by transformers, logits differ by {exported:.1e}"))
     prompt, written = sample_text(model, tokens, probe_batch(corpus, plan, device).inputs_BS)
-    on_event(Note(f"sample     of what the model writes, after {prompt[-24:]!r}:\n{indent(written.strip(), ' ' * 11)}"))
+    shown = indent(printable(written.strip()), " " * 11)
+    on_event(Note(f"sample     of what the model writes, after {prompt[-24:]!r}:\n{shown}"))
     return Proved(loss, relative, difference, exported, prompt, written)
 
 
@@ -103,10 +107,15 @@ def same_loss(model: PreTrainedModel, plan: Plan, corpus: Corpus, before: float)
     """The held-out loss of the reloaded model and how far it is from the one before; ProofError when too far."""
     batches = held_out_batches(corpus, plan.data, index=0, size=1, device=model.device)
     after = loop.evaluate(model, batches, None)
-    relative = abs(after - before) / abs(before)
+    relative = loss_difference(after, before)
     if not relative <= SAME_LOSS[plan.precision.compute]:
         raise ProofError(f"the reloaded checkpoint has a held-out loss of {after}, not the {before} that was measured")
     return after, relative
+
+
+def loss_difference(after: float, before: float) -> float:
+    """As `SAME_LOSS` counts it."""
+    return abs(after - before) / max(1.0, before)
 
 
 def same_logits(model: PreTrainedModel, plan: Plan, corpus: Corpus, before_BSV: npt.NDArray[np.float32]) -> float:

@@ -4,6 +4,7 @@ A job without a strategy is given to the planner, and the first plan that it ran
 """
 
 import contextlib
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tangram.models.build import build_on_meta
 from tangram.models.source import read_source
 from tangram.planner.estimate import megabytes
 from tangram.planner.plan import Job, Plan
-from tangram.planner.rank import predict
+from tangram.planner.rank import MOST_PROCESSES, predict
 from tangram.planner.read import dumps
 from tangram.planner.table import Ranking
 from tangram.training.apply import freeze
@@ -26,7 +27,7 @@ from tangram.training.building import source_of
 from tangram.training.choosing import plans_of
 from tangram.training.data import load_tokens
 from tangram.training.events import Note, Table
-from tangram.training.folder import replace_plan, run_folder
+from tangram.training.folder import refuse_in_use, replace_plan, run_folder
 from tangram.training.job import (
     JOB_FAILURES,
     Chosen,
@@ -40,6 +41,7 @@ from tangram.training.job import (
 )
 from tangram.training.launch import pick_device
 from tangram.training.rank import RankJob, RankReport, train_rank
+from tangram.training.tables import count
 from tangram.training.torchrun import Meeting, on_one, run_as_rank
 
 FAILURES = JOB_FAILURES
@@ -66,6 +68,8 @@ def train_as_asked(asked: Asked, on_event: OnEvent, meeting: Meeting | None) -> 
     with contextlib.ExitStack() as opened:
         leads = meeting is None or meeting.place.index == 0
         tell = on_event if leads else _nowhere
+        if asked.out is not None and asked.resume is None:
+            on_one(meeting, partial(refuse_in_use, asked.out))  # before anything is measured
         chosen = on_one(meeting, lambda: choose(asked, meeting, tell))
         on_one(meeting, lambda: prepare_text(chosen.plan, tell), per="node")
         folder = on_one(meeting, lambda: opened.enter_context(_folder(asked, chosen.plan)).resolve())
@@ -105,7 +109,7 @@ def _nowhere(event: object) -> None:
 def say_stopped(outcome: Stopped, folder: Path, on_event: OnEvent) -> None:
     """Tell how to go on."""
     on_event(Note(f"stopped after step {outcome.step}, its checkpoint is {outcome.checkpoint}; to go on:"))
-    on_event(Note(f"  tangram train --resume --out {folder}"))
+    on_event(Note(f"  tangram train --resume --out {shlex.quote(str(folder))}"))
 
 
 def _folder(asked: Asked, plan: Plan) -> AbstractContextManager[Path]:
@@ -129,7 +133,9 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
     on_event(_shown(ranking))
     first = ranking.ranked[0]
     if first.plan is None or not first.fits:
-        raise UserError(f"no plan for {processes} process(es) can be run here: {first.name}: {first.why_not}")
+        raise UserError(
+            f"no plan for {count(processes, 'process', 'es')} can be run here: {first.name}: {first.why_not}"
+        )
     return Chosen(first.plan, first.estimate, processes * ranking.rates.peak_flops(job.precision.compute))
 
 
@@ -138,12 +144,14 @@ def _processes(job: Job, asked: int | None, started: int | None) -> int:
     if isinstance(job, Plan):
         if asked not in (None, job.ranks):
             raise UserError(
-                f'--processes {asked} does not agree with the plan\'s mesh "{job.mesh}" of {job.ranks} rank(s): leave '
-                "the option out, or change the mesh"
+                f'--processes {asked} does not agree with the plan\'s mesh "{job.mesh}" of {count(job.ranks, "rank")}: '
+                "leave the option out, or change the mesh"
             )
         return job.ranks
     if started is not None and asked not in (None, started):
         raise UserError(f"--processes {asked}, but {started} were started: leave the option out")
+    if asked is not None and not 1 <= asked <= MOST_PROCESSES:
+        raise UserError(f"--processes {asked}: plans are made for 1 to {MOST_PROCESSES}")
     return started or asked or max(1, len(accelerators()) if job.run.device == "auto" else 1)
 
 
@@ -160,5 +168,5 @@ def _shown(ranking: Ranking) -> Table:
     headers = ("plan", "mesh", "micro-batch", "memory of a rank", "step", "tokens/s", "why not")
     why = any(row[-1] for row in rows.values())
     shown = tuple(row if why else row[:-1] for row in rows.values())
-    title = f"Plans for {ranking.processes} process(es), as predicted; the first is run"
+    title = f"Plans for {count(ranking.processes, 'process', 'es')}, as predicted; the first is run"
     return Table(title, headers if why else headers[:-1], shown)

@@ -85,7 +85,8 @@ def _refuse_others(folder: Path, model: nn.Module, names: Mapping[str, list[str]
     parts += [f"it has {_first(surplus)} that the model has not"] if surplus else []
     fused = any("experts" in name for name in (*missing, *surplus))
     why = " (weights of experts that transformers fuses on loading are not supported yet)" if fused else ""
-    raise UserError(f'the weights in "{folder}" do not fit a {type(model).__name__}: {"; ".join(parts)}{why}')
+    name = type(model).__name__.removeprefix("FSDP")  # which fully_shard puts before it
+    raise UserError(f'the weights in "{folder}" do not fit a {name}: {"; ".join(parts)}{why}')
 
 
 def _unneeded(model: nn.Module, name: str) -> bool:
