@@ -271,6 +271,11 @@ class Plan(Job):
         for kind in ("pipeline", "expert"):
             if getattr(self.axes, kind):
                 raise Mistake(f"axes.{kind}", "this version does not run it: take data and tensor axes")
+        if self.run.compile and self.ranks > self.data_ranks:
+            raise Mistake(
+                "run.compile",
+                "this version does not compile blocks that are cut over a tensor axis: run.compile = false",
+            )
         return self
 
     @model_validator(mode="after")

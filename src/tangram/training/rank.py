@@ -14,6 +14,8 @@ from torch import nn
 import tangram
 from tangram.errors import UserError
 from tangram.hardware.machine import peak_resident_mb
+from tangram.models.build import build_on_meta
+from tangram.models.twin import module_shapes
 from tangram.planner.plan import Plan
 from tangram.planner.read import dumps
 from tangram.training import loop
@@ -25,6 +27,7 @@ from tangram.training.launch import Rank
 from tangram.training.optimise import make_adamw
 from tangram.training.packing import respects_documents
 from tangram.training.profiling import profiled
+from tangram.training.tensor import PROBED, refuse_wrong_flow
 from tangram.training.world import World, make_world
 
 CHECKPOINTS = "checkpoint"  # in the folder of a run
@@ -77,6 +80,9 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world)
     if job.resume is not None:
         state.progress = load(job.resume, state, plan, world)
+    if world.tensor_size > 1:
+        with loop.resharded(model):
+            refuse_wrong_flow(model, plan, world, module_shapes(build_on_meta(source.config), 1, PROBED))
     refuse_mixing(model, world)
 
     first = state.progress.step

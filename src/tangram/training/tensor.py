@@ -4,12 +4,17 @@ Each module with an activation rule "input -> output" computes on DTensors: its 
 lies as `input` says, and what it returns is brought to `output` and handed on as a plain local tensor. So everything
 between such modules is a model's own code on local tensors, and needs no rule of its own: attention sees fewer heads.
 
-What goes wrong when a rule is missing: a weight that every rank holds whole, as a norm over the heads, gets on each
-rank the gradient of that rank's part only. `refuse_unlike_gradients` compares them after the first backward.
+A rule says how something lies, and tensors do not know whether that is so. What is said to be whole but is a part, or
+the reverse, trains with wrong gradients while every shape fits. So `refuse_wrong_flow` compares one forward with the
+shapes in the model that is not cut, and `refuse_unlike_gradients` the gradients after the first backward: a weight that
+every rank holds whole, as a norm over the heads, would have on each rank the gradient of that rank's part only.
 """
+
+# ruff: noqa: N806  a tensor carries its dims in its name
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,14 +22,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
+from torch.utils.hooks import RemovableHandle
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
+from tangram.models.twin import Shapes
 from tangram.planner.plan import Plan, flow
 from tangram.relayout.dtensor import placements_of
 from tangram.training.cuts import Cuts, named_modules
 from tangram.training.world import World
 
+PROBED = 16  # tokens of the sample by which the flow is compared
 UNLIKE = 1e-3  # relative: replicated arithmetic gives the same gradient but for the order of sums
 
 
@@ -50,13 +59,21 @@ def cut_modules(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts],
                 made[parameter] = _cut(parameter, cuts[parameter].tensor, world)
             module.register_parameter(key, made[parameter])
         _hook(module, name, rule, plan, world)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in made:
+            raise UserError(
+                f"{name} is tied to a parameter whose module has a rule in [layouts.activations], and its own has "
+                "none, so they would be two: give a rule to both or to neither"
+            )
+
+
+def _pattern(plan: Plan, name: str) -> str | None:
+    return next((pattern for pattern in plan.layouts.activations if fnmatchcase(name, pattern)), None)
 
 
 def _rule(plan: Plan, name: str) -> tuple[Layout, Layout] | None:
-    for pattern, text in plan.layouts.activations.items():
-        if fnmatchcase(name, pattern):
-            return flow(text)
-    return None
+    pattern = _pattern(plan, name)
+    return None if pattern is None else flow(plan.layouts.activations[pattern])
 
 
 def _cut(parameter: nn.Parameter, dim: int | None, world: World) -> nn.Parameter:
@@ -149,14 +166,13 @@ def _placement(layout: Layout, shape: tuple[int, ...], local: bool, name: str, p
 def refuse_unlike_gradients(model: nn.Module, world: World) -> None:
     """Raise UserError where ranks of the tensor axis have other gradients of a weight that they all hold whole.
 
-    Collective over all ranks; call it after a backward. Weights under a rule are DTensors, whose gradients are summed.
+    Collective over all ranks; call it after a backward.
     """
     group = world.devices.get_group("tensor")
     names: list[str] = []
     marks: list[Tensor] = []
     for name, parameter in model.named_parameters():
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        if parameter.grad is None or (mesh is not None and "tensor" in (mesh.mesh_dim_names or ())):
+        if parameter.grad is None or _cut_by_tensor(parameter):
             continue
         grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         names.append(name)
@@ -173,5 +189,70 @@ def refuse_unlike_gradients(model: nn.Module, world: World) -> None:
     if float(apart[worst] / size[worst]) > UNLIKE:
         raise UserError(
             f'the ranks of the axis {world.axes.tensor[0]} have different gradients of "{names[worst]}", which each '
-            "holds whole: its module works on a part of the activations, so give it a rule in [layouts.activations]"
+            "holds whole: its module works on a part of the activations, so give it the rule in [layouts.activations] "
+            "that says so"
+        )
+
+
+def _cut_by_tensor(parameter: Tensor) -> bool:
+    """Whether ranks of the tensor axis hold different parts."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return "tensor" in names and not parameter.placements[names.index("tensor")].is_replicate()
+
+
+@torch.no_grad()
+def refuse_wrong_flow(model: nn.Module, plan: Plan, world: World, whole: Shapes) -> None:
+    """Raise UserError where an activation rule says of what flows another thing than is so in this model.
+
+    `whole`: what `module_shapes` says of the same model, not cut, on one sample of `PROBED` tokens. Collective over all
+    ranks; it costs one forward of that sample.
+    """
+    wrong: list[str] = []
+
+    def compare(name: str, side: int, tensors: Any) -> None:
+        lies: Any = next((x for x in tree_leaves(tensors) if isinstance(x, DTensor)), None)
+        if name in whole and lies is not None and tuple(lies.shape) != whole[name][side]:
+            what, words = ("takes", "gives")[side], plan.layouts.activations[_pattern(plan, name) or ""]
+            wrong.append(
+                f'by its rule "{words}" the module "{name}" {what} {tuple(lies.shape)} over all ranks, but in the '
+                f"model that is not cut {whole[name][side]}"
+            )
+
+    def given(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        compare(name, 0, (args, kwargs))
+
+    def made(name: str, _: nn.Module, args: Any, result: Any) -> None:
+        compare(name, 1, result)
+
+    handles: list[RemovableHandle] = []
+    for name, module in named_modules(model):
+        if _rule(plan, name) is not None:  # between the hooks that make DTensors of what flows and those that end it
+            handles.append(module.register_forward_pre_hook(partial(given, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(made, name), prepend=True))
+    was_training = model.training
+    positions_BS = torch.arange(PROBED, device=world.device)[None]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            logits_BSV: Tensor = model.eval()(
+                input_ids=3 + positions_BS, position_ids=positions_BS, use_cache=False
+            ).logits
+    except RuntimeError as error:
+        if not wrong:
+            raise
+        raise UserError(wrong[0]) from error
+    finally:
+        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    if wrong:
+        raise UserError(wrong[0])
+    highest, lowest = logits_BSV.float().contiguous(), logits_BSV.float().clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=world.devices.get_group("tensor"))
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=world.devices.get_group("tensor"))
+    if float((highest - lowest).abs().max()) > UNLIKE * float(highest.abs().max()):
+        raise UserError(
+            f"the ranks of the axis {world.axes.tensor[0]} have different logits: let the output of the last module "
+            'with a rule in [layouts.activations] be whole, as in "lm_head" = "b s h -> b s v"'
         )
