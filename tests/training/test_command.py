@@ -104,7 +104,7 @@ def test_a_run_that_is_cut_short_goes_on_as_if_it_had_not_been(
 def test_a_model_with_weights_and_a_tokenizer_of_its_own(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = shared / "llama", shared / "tuned"
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     original = LlamaForCausalLM(LlamaConfig(vocab_size=300, bos_token_id=256, eos_token_id=256, **sizes))
     original.save_pretrained(model)
     byte_tokenizer().save_pretrained(model)

@@ -8,7 +8,7 @@ from tangram.planner.rank import Ranked
 
 Titled = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
-HEADERS = ("", "plan", "mesh", "micro-batch", "memory", "step", "of which", "tokens/s")
+HEADERS = ("", "plan", "mesh", "micro-batch", "memory", "step", "tokens/s")
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,15 @@ class Ranking:
         rows = [_row(str(number), one) for number, one in enumerate(fitting, start=1)]
         if self.alone is not None and self.alone.estimate is not None:
             rows.append(_row("-", self.alone))
+        seconds = [_seconds(str(number), one) for number, one in enumerate(fitting, start=1)]
         memory = [_memory(str(number), one) for number, one in enumerate(fitting, start=1)]
         tables: list[Titled] = []
         if rows:
             word = "process" if self.processes == 1 else "processes"
             tables.append((f"Plans for {self.processes} {word}, predicted", HEADERS, rows))
+        if fitting and fitting[0].estimate:
+            parts = tuple(asdict(fitting[0].estimate.seconds))
+            tables.append(("A step", ("", "in all", *parts), seconds))
         if memory:
             parts = tuple(asdict(fitting[0].estimate.memory)) if fitting[0].estimate else ()
             tables.append((f"Memory of a rank, of {megabytes(self.rates.memory)}", ("", "in all", *parts), memory))
@@ -59,18 +63,22 @@ class Ranking:
 def _row(number: str, one: Ranked) -> tuple[str, ...]:
     if one.estimate is None:
         raise ValueError(f"{one.name} has no estimate")
-    seconds = one.estimate.seconds
-    parts = ", ".join(f"{name} {1e3 * part:.0f}" for name, part in asdict(seconds).items())
     return (
         number,
         one.name,
         one.mesh,
         str(one.micro_batch),
         megabytes(one.estimate.memory.total),
-        f"{1e3 * seconds.total:.0f} ms",
-        parts,
+        f"{1e3 * one.estimate.seconds.total:.0f} ms",
         f"{one.estimate.tokens_per_second:,.0f}",
     )
+
+
+def _seconds(number: str, one: Ranked) -> tuple[str, ...]:
+    if one.estimate is None:
+        raise ValueError(f"{one.name} has no estimate")
+    seconds = one.estimate.seconds
+    return (number, *(f"{1e3 * part:.1f} ms" for part in (seconds.total, *asdict(seconds).values())))
 
 
 def _memory(number: str, one: Ranked) -> tuple[str, ...]:
