@@ -6,6 +6,7 @@ are not like the others.
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +30,7 @@ def profiled(folder: Path | None, rank: int, device: torch.device) -> Generator[
         yield lambda: None
         return
     folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells of its stages on stderr, in the midst of ours
     snapshots: Any = None if device.type == "cpu" else getattr(torch.get_device_module(device), "memory", None)
     if snapshots is not None:
         snapshots._record_memory_history(max_entries=MOST_EVENTS)
