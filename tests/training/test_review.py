@@ -2,6 +2,8 @@
 
 # ruff: noqa: N806  a tensor carries its dims in its name
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from tangram.cli import main
 from tangram.errors import UserError
 from tangram.models.twin import module_shapes
 from tangram.planner.plan import Plan
@@ -19,7 +22,7 @@ from tangram.training.launch import Rank, run_ranks
 from tangram.training.proofs import SAME_LOSS, loss_difference
 from tangram.training.tensor import PROBED, refuse_unlike_gradients, refuse_wrong_flow
 from tangram.training.world import make_world
-from tests.training.small import SMALL_MODEL, small_tables
+from tests.training.small import SMALL_MODEL, plan_file, small_tables, write_text
 from tests.training.strategies import ACTIVATIONS, cut_by_tensor
 
 Plans = dict[str, Plan]
@@ -127,3 +130,21 @@ def test_compiled_blocks_with_tensor_parallel_modules_are_refused_before_anythin
         Plan.model_validate(tables)
     tables["mesh"] = "tp=1"
     assert Plan.model_validate(tables).run.compile
+
+
+def test_a_run_that_ended_in_its_proofs_is_finished_by_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one that a signal has stopped after the last step; only a run with a summary has nothing left to do."""
+    (tmp_path / "text").mkdir()
+    plan = plan_file(tmp_path / "plan.toml", write_text(tmp_path / "text"), mesh="dp=1", run={"steps": 2})
+    out = tmp_path / "out"
+    assert main(["train", str(plan), "--out", str(out)]) == 0
+    assert main(["train", "--resume", "--out", str(out)]) == 2
+    assert "nothing is left to do" in capsys.readouterr().err
+    (out / "summary.json").rename(tmp_path / "before.json")
+    shutil.rmtree(out / "export")
+    assert main(["train", "--resume", "--out", str(out)]) == 0
+    before, after = (json.loads(path.read_text()) for path in (tmp_path / "before.json", out / "summary.json"))
+    assert (after["steps"], after["eval_loss"]) == (2, before["eval_loss"])
+    assert (out / "export" / "model.safetensors").is_file()

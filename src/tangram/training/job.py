@@ -139,13 +139,14 @@ def checkpoint_to_resume(out: Path, plan: Plan, corpus: Corpus, on_event: OnEven
     """The newest good checkpoint of a run, if this plan can go on from it. Raises UserError otherwise.
 
     Every byte of it is checked; one that is damaged is told of, and the one before it taken.
+    A run that was ended after its last step, before all was proved and exported, has that left to do.
     """
     found = newest_good(out, on_event)
     if found is None:
         raise UserError(f'there is no good checkpoint in "{out / CHECKPOINTS}" to resume from')
     told = describe_checkpoint(found)
     step = told.progress.step
-    if step >= plan.run.steps:
+    if step > plan.run.steps or (step == plan.run.steps and (out / SUMMARY_FILE).exists()):
         raise UserError(
             f'the newest checkpoint in "{out}" is of step {step}, and run.steps is {plan.run.steps}: nothing is left '
             "to do; raise it with --set run.steps=N"
