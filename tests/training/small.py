@@ -60,5 +60,5 @@ def small_tables(text: Path, **changes: Any) -> dict[str, Any]:
         "run": {"steps": 3, "device": "cpu"},
     }
     for table, keys in changes.items():
-        tables[table] = {**tables[table], **keys} if isinstance(keys, dict) else keys
+        tables[table] = {**tables.get(table, {}), **keys} if isinstance(keys, dict) else keys
     return tables

@@ -1,0 +1,38 @@
+"""What the ranks have measured, and what the oracle says to it."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.training.oracle.cases import Case, cases
+from tests.training.oracle.trace import Trace
+from tests.training.oracle.warm import Measured, measure, once
+
+Oracle = Callable[[Case], Trace]
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return once(tmp_path_factory, "oracle", measure)
+
+
+@pytest.fixture(scope="session")
+def everything(measured: Measured) -> dict[str, Case]:
+    return cases(measured.folder / "text")
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Oracle:
+    """The same run in one process; what differs in its strategy only is run once."""
+    from tests.training.oracle.plain import plain_run
+
+    runs: dict[str, Trace] = {}
+
+    def find(case: Case) -> Trace:
+        job = case.plan.model_copy(update={"mesh": "", "axes": None, "layouts": None, "checkpoint": None})
+        key = f"{job!r} {case.until} {bool(case.own)} {case.shares if 'dropout' in case.name else ''}"
+        if key not in runs:
+            runs[key] = plain_run(case)
+        return runs[key]
+
+    return find

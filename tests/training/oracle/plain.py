@@ -1,0 +1,180 @@
+"""The oracle: training in one process, written as one writes it without Tangram.
+
+Only the text and the choice of samples come from Tangram. The model is transformers' own, with a mask of attention that
+is written out; the whole global batch goes through it at once; the loss is the mean over the counted labels.
+"""
+
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
+
+import copy
+import hashlib
+import math
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from tangram.models.build import initial_tensors
+from tangram.planner.plan import DataPlan, Plan
+from tangram.training.building import source_of
+from tangram.training.data import BYTES, Batch, Corpus, open_corpus, sample_ids
+from tangram.training.data.samples import collate
+from tests.training.oracle.cases import Case
+from tests.training.oracle.own import own_model
+from tests.training.oracle.trace import CAPTURED, Tensors, Trace
+
+CPU = torch.device("cpu")
+
+
+def plain_run(case: Case) -> Trace:
+    """Train."""
+    plan = case.plan
+    model = plain_model(case).train()
+    trained = [(name, p) for name, p in model.named_parameters() if not _fits(plan.model.freeze, name)]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not _fits(plan.model.freeze, name))
+    decayed = [p for name, p in trained if p.ndim > 1 and "norm" not in name]
+    others = [p for name, p in trained if p.ndim < 2 or "norm" in name]
+    groups = [{"params": decayed, "weight_decay": plan.optimiser.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimiser = torch.optim.AdamW(
+        [group for group in groups if group["params"]], betas=plan.optimiser.betas, eps=plan.optimiser.eps
+    )
+    losses: list[float] = []
+    norms: list[float] = []
+    gradients: dict[int, Tensors] = {}
+    values: dict[int, Tensors] = {}
+    for step in range(case.until):
+        optimiser.zero_grad()
+        if case.shares and _dropout(model):
+            loss = _by_rank(model, case, step)
+        elif plan.precision.compute == "bfloat16":
+            loss = _rounded(model, case, step)
+        else:
+            batch = whole_batch(plan, step)
+            loss = F.cross_entropy(_logits(model, batch).flatten(0, 1), batch.labels_BS.flatten())
+            loss.backward()
+        norm = nn.utils.clip_grad_norm_([p for _, p in trained], plan.optimiser.clip_norm)
+        for group in optimiser.param_groups:
+            group["lr"] = rate(plan, step)
+        optimiser.step()
+        losses.append(float(loss.detach()))
+        norms.append(float(norm))
+        if step + 1 in CAPTURED:
+            gradients[step + 1] = {name: _kept(p.grad) for name, p in trained}
+            values[step + 1] = {name: _kept(p) for name, p in model.named_parameters()}
+    return Trace(tuple(losses), tuple(norms), gradients, values)
+
+
+def rate(plan: Plan, step: int) -> float:
+    """The learning rate, written out: a linear warm-up, then half a cosine down to a tenth at the last step."""
+    warm, last, high = plan.optimiser.warmup_steps, plan.run.steps - 1, plan.optimiser.lr
+    if step < warm:
+        return high * (step + 1) / warm
+    return 0.1 * high + 0.9 * high * (1 + math.cos(math.pi * (step - warm) / (last - warm))) / 2
+
+
+def plain_model(case: Case) -> nn.Module:
+    """The model in this process, as its class makes it, with the initial values of the run."""
+    if case.own:
+        return own_model(case.plan.seed)
+    config = source_of(case.plan, BYTES).config
+    model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name, whole in initial_tensors(config, case.plan.seed):
+            tensors.pop(name).copy_(whole)
+    assert not tensors, f"without an initial value: {sorted(tensors)}"
+    return model
+
+
+def whole_batch(plan: Plan, step: int) -> Batch:
+    """The global batch of a step."""
+    return _collated(plan, _rows(plan, step))
+
+
+def _rows(plan: Plan, step: int) -> list[Any]:
+    corpus = corpus_of(plan.data)
+    first, count = step * plan.data.global_batch, plan.data.global_batch
+    return [
+        (corpus.training[source], window) for source, window in sample_ids(corpus, plan.data, plan.seed, first, count)
+    ]
+
+
+def _collated(plan: Plan, rows: list[Any]) -> Batch:
+    return collate(rows, plan.data.sequence, corpus_of(plan.data).fill, CPU)
+
+
+@lru_cache(maxsize=8)
+def _open(data: str) -> Corpus:
+    return open_corpus(DataPlan.model_validate_json(data), BYTES)
+
+
+def corpus_of(data: DataPlan) -> Corpus:
+    """The text, which is prepared already."""
+    return _open(data.model_dump_json())
+
+
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
+    if not hasattr(model, "config"):
+        return model(batch.inputs_BS)
+    # Documents are told apart here by a mask that is written out, not by what transformers makes of position ids.
+    document_BS = (batch.positions_BS == 0).cumsum(1)
+    same_BSS = document_BS[:, :, None] == document_BS[:, None, :]
+    seen_BSS = same_BSS & torch.ones_like(same_BSS).tril()
+    return model(
+        input_ids=batch.inputs_BS,
+        position_ids=batch.positions_BS,
+        attention_mask=seen_BSS[:, None],
+        use_cache=False,
+    ).logits
+
+
+def _by_rank(model: nn.Module, case: Case, step: int) -> Tensor:
+    """Under dropout the masks are those of the ranks: drawn for their rows, one micro-batch after another."""
+    plan, rows = case.plan, _rows(case.plan, step)
+    counted = int((whole_batch(plan, step).labels_BS >= 0).sum())
+    total = torch.zeros(())
+    for rank, share in enumerate(case.shares):
+        text = f"{plan.seed}:{step}:{rank}".encode()
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()))
+        mine, rows = rows[:share], rows[share:]
+        for at in range(0, share, plan.data.micro_batch):
+            batch = _collated(plan, mine[at : at + plan.data.micro_batch])
+            total = total + _sum(_logits(model, batch), batch) / counted
+    total.backward()
+    return total
+
+
+def _rounded(model: nn.Module, case: Case, step: int) -> Tensor:
+    """The model computes with parameters rounded to bfloat16; gradients are taken to the float32 ones."""
+    batch = whole_batch(case.plan, step)
+    low = copy.deepcopy(model)
+    for parameter in low.parameters():
+        parameter.data = parameter.data.bfloat16()
+    loss = F.cross_entropy(_logits(low, batch).flatten(0, 1).float(), batch.labels_BS.flatten())
+    loss.backward()
+    for own, rounded in zip(model.parameters(), low.parameters(), strict=True):
+        own.grad = None if rounded.grad is None else rounded.grad.float()
+    return loss
+
+
+def _sum(logits_BSV: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
+
+
+def _dropout(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "attention_dropout", 0.0))
+
+
+def _fits(patterns: Iterable[str], name: str) -> bool:
+    return any(re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name) for pattern in patterns)
+
+
+def _kept(tensor: Tensor | None) -> Any:
+    assert tensor is not None
+    return tensor.detach().clone().numpy()
