@@ -1,6 +1,7 @@
 """What the ranks of the launcher's tests run."""
 
 import atexit
+import multiprocessing
 import os
 import signal
 import time
@@ -19,6 +20,11 @@ def add_up(rank: Rank, payload: int) -> int:
     value = torch.tensor(payload + rank.index)
     dist.all_reduce(value)
     return int(value)
+
+
+def keep_a_lock(rank: Rank, payload: None) -> None:
+    """Make a lock that lives as long as the process."""
+    globals()["kept"] = multiprocessing.get_context("spawn").Lock()
 
 
 def fail(rank: Rank, how: str) -> None:

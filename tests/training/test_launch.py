@@ -98,3 +98,18 @@ def test_a_mesh_that_no_machine_holds_is_refused() -> None:
     refuse_too_many(256)
     with pytest.raises(UserError, match="the mesh has 2,000,000 ranks, but this version starts at most 256"):
         refuse_too_many(2_000_000)
+
+
+def test_what_a_rank_leaves_open_is_no_noise(tmp_path: Path) -> None:
+    """A lock that a library makes in a rank, as torch's compiler does, is given back: else Python warns of a leak."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from tests.training.launch_tasks import keep_a_lock\n"
+        "from tangram.training.launch import run_ranks\n"
+        "if __name__ == '__main__':\n"
+        "    run_ranks(keep_a_lock, None, world=1, on_event=print, device='cpu')\n"
+    )
+    root = Path(__file__).parents[2]
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])}
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True, env=where)
+    assert (ran.stdout, ran.stderr) == ("", "")

@@ -8,6 +8,7 @@ from math import inf
 import pytest
 from rich.console import Console
 
+from tangram.training import figures
 from tangram.training.events import Evaluated, Note, Saved, SaveFailed, StepDone, Table, Working
 from tangram.training.progress import ProgressLine
 
@@ -72,6 +73,20 @@ def test_rates_are_those_of_the_last_steps() -> None:
     quick = [replace(slow[0], step=20 + n, seconds=190 + n / 10) for n in range(21)]
     *_, line = plainly(*slow, *quick)
     assert "1,000 tokens/s  20 GFLOP/s  MFU 250%" in line
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (4.2e7, "0.042 GFLOP/s"),
+        (4.09e10, "40.9 GFLOP/s"),
+        (3.4e11, "340 GFLOP/s"),
+        (9.999e11, "1 TFLOP/s"),
+        (1.25e17, "125 PFLOP/s"),
+    ],
+)
+def test_flops_have_the_unit_of_their_size(value: float, said: str) -> None:
+    assert figures.flops(value) == said
 
 
 def test_what_else_happens_has_a_line_of_its_own() -> None:

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tangram.training.tables import count, drawn, plain, printable, span
+from tangram.training.tables import count, drawn, plain, printable
 
 HEADERS = ("", "plan", "mesh", "micro-batch", "memory", "step", "tokens/s")
 ROWS = (
@@ -59,7 +59,6 @@ def test_plain_text_has_no_width() -> None:
 def test_words() -> None:
     assert [count(number, "rank") for number in (1, 2, 1024)] == ["1 rank", "2 ranks", "1,024 ranks"]
     assert count(2, "process", "es") == "2 processes"
-    assert [span(seconds) for seconds in (0.4921, 9.5, 10.4, 4321.0)] == ["0.49 s", "9.50 s", "10 s", "4,321 s"]
 
 
 def test_what_a_model_writes_does_not_steer_the_terminal() -> None:

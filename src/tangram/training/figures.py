@@ -38,6 +38,12 @@ def rate(value: float, unit: str) -> str:
     return f"{value:,.0f} {unit}" if 100 <= value < 999_999.5 else f"{count(value)} {unit}"
 
 
+def flops(value: float) -> str:
+    """So much computed a second: "40.9 GFLOP/s", "1.2 TFLOP/s"."""
+    size, letter = next((unit for unit in ((1e15, "P"), (1e12, "T")) if value >= unit[0] * 0.9995), (1e9, "G"))
+    return f"{_three(value / size)} {letter}FLOP/s"
+
+
 def percent(value: float) -> str:
     """A share: "43%", "0.8%"."""
     return f"{value:.0%}" if abs(value) >= 0.0995 or not value else f"{value:.1%}"

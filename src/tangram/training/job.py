@@ -22,7 +22,7 @@ from tangram.models.costs import costs as model_costs
 from tangram.models.source import Source
 from tangram.planner.estimate import Estimate
 from tangram.planner.plan import Plan
-from tangram.training import loop
+from tangram.training import figures, loop
 from tangram.training.boards import TensorBoard
 from tangram.training.building import has_dropout, source_of
 from tangram.training.checkpoints import describe as describe_checkpoint
@@ -35,7 +35,7 @@ from tangram.training.proofs import ProofError, prove
 from tangram.training.rank import CHECKPOINTS, RankJob, RankReport, stream_of, train_rank
 from tangram.training.report import write_report
 from tangram.training.summary import Summary, summarise
-from tangram.training.tables import count, span
+from tangram.training.tables import count
 
 SUMMARY_FILE = "summary.json"  # written last, so it says that all proofs held
 REPORT_FILE = "report.html"
@@ -216,7 +216,9 @@ def finish(
     if checkpoint is None:
         raise ProofError(f'there is no complete checkpoint in "{out / CHECKPOINTS}" after training')
     trained = report.trained
-    on_event(Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {span(trained.seconds)}"))
+    on_event(
+        Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {figures.seconds(trained.seconds)}")
+    )
     if report.held_out_loss is not None and ready.entropy is not None:
         words = f"loss {report.held_out_loss:.6f} on {count(plan.ranks, 'rank')}; unigram entropy {ready.entropy:.4f}"
         on_event(Note(f"held out   {words}, ratio {report.held_out_loss / ready.entropy:.2f}"))

@@ -13,6 +13,7 @@ Trade-off: this launcher serves one machine. More machines are started by torchr
 
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -28,7 +29,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -312,6 +313,8 @@ def _rank_main(
             result = task(Rank(index, world, here, lambda value: line.send(_Event(value)), stop), payload)
             line.send(_Done(result))
             dist.destroy_process_group()
+            # Locks that a library has made, as torch's compiler does, are given back as in any end of a process.
+            cast(Any, multiprocessing.util)._run_finalizers(0)
             # Nor is this a normal exit: the interpreter's own end kills torch's threads wherever they are, and now and
             # then one of them aborts the process ("terminate called without an active exception" on the terminal).
             leave(0)

@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from tangram.training import figures
 from tangram.training.events import Evaluated, Note, Saved, SaveFailed, StepDone, Table, Working
 from tangram.training.tables import drawn, plain
 
@@ -100,7 +101,7 @@ class ProgressLine:
         words = [f"{sum(step.tokens for step in steps) / seconds:,.0f} tokens/s"]
         flops = sum(step.flops for step in steps) / seconds
         if flops:
-            words.append(f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP/s")
+            words.append(figures.flops(flops))
             if last.peak_flops:
                 words.append(f"MFU {flops / last.peak_flops:.0%}")
         return "  ".join(words)

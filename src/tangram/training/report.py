@@ -180,7 +180,7 @@ def _unbroken(text: str) -> str:
 def _facts(summary: Summary) -> str:
     facts: tuple[tuple[str, float | None, Callable[[float], str]], ...] = (
         ("Throughput", summary.tokens_per_s, _tokens),
-        ("Computed", summary.tflops, "{:.3g} TFLOP/s".format),
+        ("Computed", summary.tflops, lambda value: figures.flops(value * 1e12)),
         ("MFU", summary.mfu, figures.percent),
         ("Loss of the last ten steps", summary.train_loss, "{:.4f}".format),
         ("Peak memory of a rank", summary.peak_rss_mb, figures.megabytes),

@@ -79,11 +79,6 @@ def count(number: int, what: str, more: str = "s") -> str:
     return f"{number:,} {what}{'' if number == 1 else more}"
 
 
-def span(seconds: float) -> str:
-    """A time for a person."""
-    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2f} s"
-
-
 def printable(text: str) -> str:
     """The text with what would move a terminal's cursor or change its colours made visible: a model may write it."""
     return "".join(one if one in "\n\t" or one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
