@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
-from tangram.training.folder import folder_to_resume, replace_plan, run_folder, run_name
+from tangram.training.folder import alone, folder_to_resume, replace_plan, run_folder, run_name
 
 PLAN = "seed = 1"
 
@@ -81,3 +81,16 @@ def test_the_last_run_of_a_name_is_resumed_and_keeps_the_plan_before() -> None:
 def test_there_must_be_something_to_resume(out: str | None, name: str | None, words: str) -> None:
     with pytest.raises(UserError, match=words):
         folder_to_resume(Path(out) if out else None, name)
+
+
+def test_nobody_goes_on_in_a_folder_in_which_a_run_still_trains(tmp_path: Path) -> None:
+    with (
+        run_folder(tmp_path / "out", "mine", PLAN) as folder,
+        pytest.raises(UserError, match="another process is training in"),
+        alone(folder),
+    ):
+        pass
+    with alone(folder), pytest.raises(UserError, match="another process is training in"), alone(folder):
+        pass
+    with alone(folder):
+        pass

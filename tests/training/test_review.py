@@ -137,7 +137,7 @@ def test_a_run_that_ended_in_its_proofs_is_finished_by_resume(
 ) -> None:
     """As one that a signal has stopped after the last step; only a run with a summary has nothing left to do."""
     (tmp_path / "text").mkdir()
-    plan = plan_file(tmp_path / "plan.toml", write_text(tmp_path / "text"), mesh="dp=1", run={"steps": 2})
+    plan = plan_file(tmp_path / "plan.toml", write_text(tmp_path / "text"), run={"steps": 2})
     out = tmp_path / "out"
     assert main(["train", str(plan), "--out", str(out)]) == 0
     assert main(["train", "--resume", "--out", str(out)]) == 2

@@ -1,7 +1,10 @@
 """The folder of a run: a new or empty one, so that no run overwrites another; or that of a run to go on with."""
 
 import contextlib
+import errno
+import fcntl
 import itertools
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import NoReturn
@@ -29,10 +32,32 @@ def run_folder(out: Path | None, name: str, plan_text: str) -> Generator[Path]:
     except OSError as error:
         raise UserError(f'the folder of the run cannot be made: "{error.filename}": {error.strerror}') from None
     try:
-        yield folder
+        with alone(folder):
+            yield folder
     finally:
         if _files(folder) == [folder / PLAN_FILE]:
             (folder / PLAN_FILE).unlink()
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Generator[Path]:
+    """Keep other runs out of the folder of a run that begins or goes on; two would remove each other's checkpoints.
+
+    The lock is on the folder itself and ends with this process, however that ends. A filesystem that locks no folders
+    (some NFS) keeps nobody out. Raises UserError where another process has it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f'another process is training in "{folder}": wait for its end, or stop it') from None
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+                raise
+        yield folder
+    finally:
+        os.close(descriptor)
 
 
 def replace_plan(folder: Path, plan_text: str) -> None:

@@ -27,7 +27,7 @@ from tangram.training.building import source_of
 from tangram.training.choosing import plans_of
 from tangram.training.data import load_tokens
 from tangram.training.events import Note, Table
-from tangram.training.folder import refuse_in_use, replace_plan, run_folder
+from tangram.training.folder import alone, refuse_in_use, replace_plan, run_folder
 from tangram.training.job import (
     JOB_FAILURES,
     Chosen,
@@ -114,7 +114,7 @@ def say_stopped(outcome: Stopped, folder: Path, on_event: OnEvent) -> None:
 
 def _folder(asked: Asked, plan: Plan) -> AbstractContextManager[Path]:
     if asked.resume is not None:
-        return contextlib.nullcontext(asked.resume)
+        return alone(asked.resume)
     return run_folder(asked.out, asked.name, dumps(plan))
 
 
