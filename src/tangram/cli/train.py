@@ -1,6 +1,7 @@
 """`tangram train`: train a model as a plan says, and prove that what is left behind is what was trained."""
 
 import sys
+from json import dumps as json_text  # a JSON string is a TOML string
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +33,7 @@ def train(
 ) -> int:
     """Train, save, reload in one process, export, report; exit code 1 when a rank or a proof fails."""
     # The model first: it replaces the whole table, whose keys may then be set.
-    changes = {} if model is None else {"model": f'{{path = "{Path(model).resolve()}"}}'}
+    changes = {} if model is None else {"model": f"{{path = {json_text(str(Path(model).resolve()))}}}"}
     short = {"run.steps": steps, "seed": seed, "run.deterministic": True if deterministic else None}
     with together() as meeting:  # so that of ranks that torchrun started only one tells of a mistake
         changes |= changes_of(change or [])

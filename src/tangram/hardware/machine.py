@@ -25,6 +25,7 @@ __all__ = [
     "Machine",
     "describe",
     "peak_resident_mb",
+    "repeatable",
     "resident_mb",
     "usable_cores",
     "versions",
@@ -153,6 +154,12 @@ def _memory(allowed: Limits) -> tuple[int | None, int | None]:
     if allowed.memory is None:
         return total, available
     return min(total, allowed.memory), min(available, allowed.memory)
+
+
+def repeatable() -> None:
+    """Let torch refuse every operation that may give another result the next time."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one maker's products are repeatable only with this
+    torch.use_deterministic_algorithms(True)
 
 
 def resident_mb() -> float:

@@ -13,7 +13,7 @@ from torch import nn
 
 import tangram
 from tangram.errors import UserError
-from tangram.hardware.machine import peak_resident_mb
+from tangram.hardware.machine import peak_resident_mb, repeatable
 from tangram.models.build import build_on_meta
 from tangram.models.twin import module_shapes
 from tangram.planner.plan import Plan
@@ -68,7 +68,8 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     """The task of a rank."""
     plan, group = job.plan, dist.group.WORLD
     assert group is not None  # the launcher has made it
-    torch.use_deterministic_algorithms(plan.run.deterministic)
+    if plan.run.deterministic:
+        repeatable()
     world = make_world(plan, rank.index, rank.device, group)
     tokens = load_tokens(plan.data, plan.model.path)
     corpus = open_corpus(plan.data, tokens)
