@@ -1,58 +1,95 @@
 """An export loads in transformers as the same model, with a tokenizer that gives back every byte; and this can fail."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
-from tangram.training import data, job
-from tangram.training.export import export
-from tests.training.conftest import Warm
+from tangram.planner.plan import Plan
+from tangram.training.building import build_whole, source_of
+from tangram.training.data import BYTES, END, Corpus, held_out_batches, open_corpus, prepare
+from tangram.training.export import export, logits_difference
+from tangram.training.loop import evaluate
+from tangram.training.proofs import ProofError, same_logits, same_loss
+from tangram.training.rank import probe_batch, probe_logits
+from tests.training.small import SMALL_MODEL, small_plan, write_text
 
 CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class Exported:
+    plan: Plan
+    corpus: Corpus
+    model: PreTrainedModel
+    folder: Path
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "tied"])
-def exported(request: pytest.FixtureRequest, warm: Warm, tmp_path_factory: pytest.TempPathFactory):
-    plan, path = (warm.tied, warm.tied_checkpoint) if request.param else (warm.plan, warm.checkpoint)
-    model = job.load_in_one_process(plan, job.model_config(plan), path, CPU)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     folder = tmp_path_factory.mktemp("export")
-    export(model, folder)
-    return plan, model, folder
+    change = {**SMALL_MODEL, "tie_word_embeddings": request.param}
+    plan = small_plan(write_text(folder / "text"), model={"change": change})
+    prepare(plan.data, BYTES, lambda event: None)
+    model = build_whole(plan, source_of(plan, BYTES), CPU, values=True)
+    export(model, folder / "export", BYTES)
+    return Exported(plan, open_corpus(plan.data, BYTES), model, folder / "export")
 
 
-def test_the_same_logits(exported) -> None:
-    plan, model, folder = exported
-    _, held_out = data.read_corpus(plan.data)
-    assert job.prove_same_logits(model, plan, held_out, folder) == 0.0
+def difference(exported: Exported) -> float:
+    inputs = probe_batch(exported.corpus, exported.plan, CPU).inputs_BS
+    return logits_difference(exported.model, exported.folder, inputs)
 
 
-def test_a_changed_weight_is_found(exported) -> None:
-    plan, model, folder = exported
-    file = folder / "model.safetensors"
+def test_the_same_logits(exported: Exported) -> None:
+    assert difference(exported) == 0.0
+
+
+@pytest.fixture
+def damaged(exported: Exported) -> Iterator[None]:
+    """One element of one weight is another in the file."""
+    file = exported.folder / "model.safetensors"
     whole = load_file(file)
     wrong = {name: tensor.clone() for name, tensor in whole.items()}
     wrong["model.layers.1.mlp.up_proj.weight"][3, 5] += 1.0
-    _, held_out = data.read_corpus(plan.data)
-    try:
-        save_file(wrong, file, metadata={"format": "pt"})
-        with pytest.raises(job.ProofError, match="the logits differ"):
-            job.prove_same_logits(model, plan, held_out, folder)
-    finally:
-        save_file(whole, file, metadata={"format": "pt"})
+    save_file(wrong, file, metadata={"format": "pt"})
+    yield
+    save_file(whole, file, metadata={"format": "pt"})
+
+
+@pytest.mark.usefixtures("damaged")
+def test_a_changed_weight_is_found(exported: Exported) -> None:
+    assert difference(exported) > 1e-4
+
+
+def test_a_reloaded_model_with_another_loss_or_other_logits_is_found(exported: Exported) -> None:
+    model, plan, corpus = exported.model, exported.plan, exported.corpus
+    loss = evaluate(model, held_out_batches(corpus, plan.data, index=0, size=1, device=CPU), None)
+    logits = probe_logits(model, corpus, plan, CPU)
+    assert same_loss(model, plan, corpus, loss) == (loss, 0.0)
+    assert same_logits(model, plan, corpus, logits) == 0.0
+    with pytest.raises(ProofError, match=r"not the .* that was measured"):
+        same_loss(model, plan, corpus, loss * (1 + 2e-6))
+    logits[0, 3, 5] += 1e-3
+    with pytest.raises(ProofError, match="the reloaded checkpoint has other logits"):
+        same_logits(model, plan, corpus, logits)
 
 
 @pytest.mark.parametrize("written", ["def f(x):\n\treturn  x\r\n", "naïve ☃ 日本 𝛑", " lead, trail ", ""])
-def test_the_tokenizer_is_bytes_there_and_back(exported, written: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(exported[2])
+def test_the_tokenizer_is_bytes_there_and_back(exported: Exported, written: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(exported.folder)
     tokens = tokenizer(written, add_special_tokens=False).input_ids
     assert tokens == list(written.encode())
     assert tokenizer.decode(tokens, clean_up_tokenization_spaces=False) == written
-    assert tokenizer.eos_token_id == data.END
+    assert tokenizer.eos_token_id == END
 
 
-def test_the_export_generates_text(exported) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(exported[2])
+def test_the_export_generates_text(exported: Exported) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(exported.folder)
     start = torch.tensor([list(b"value_1 = ")])
-    made = exported[1].generate(start, attention_mask=torch.ones_like(start), max_new_tokens=4, do_sample=False)
+    made = exported.model.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=4, do_sample=False)
     assert tokenizer.decode(made[0]).startswith("value_1 = ")

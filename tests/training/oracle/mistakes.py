@@ -7,7 +7,7 @@ changed. Its docstring says what is wrong. Most show at the first step.
 # ruff: noqa: N803, N806  a tensor carries its dims in its name
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,49 +17,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from tangram.training import apply, building, loop, optimise
+from tangram.training import apply, loop, optimise
 from tangram.training.checkpoints import JobState
-from tangram.training.data import IGNORE, Batch, RankBatches
+from tangram.training.data import Batch, RankBatches
 from tests.training.oracle.cases import FEW
+from tests.training.oracle.planting import counted_in, other_batches, other_values, with_plan, without_labels
 from tests.training.oracle.ranks import Mistake, Setting, swapped
 
 Planted = Iterator[None]
-
-
-def with_plan(setting: Setting, table: str, **keys: object) -> None:
-    """Another value of some keys of the plan."""
-    changed = getattr(setting.plan, table).model_copy(update=keys)
-    setting.plan = setting.plan.model_copy(update={table: changed})
-
-
-def other_batches(change: Callable[[RankBatches, dict[str, Any]], RankBatches]) -> Any:
-    """Batches that are not what the stream deals out."""
-    real = loop.step_batches
-
-    def wrong(corpus: Any, data: Any, **told: Any) -> RankBatches:
-        return change(real(corpus, data, **told), {**told, "data": data})
-
-    return swapped(loop, "step_batches", wrong)
-
-
-def other_values(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:
-    """Initial values that are not those of the model."""
-    real = building.initial_tensors
-
-    def wrong(*given: Any, **told: Any) -> Iterator[tuple[str, Tensor]]:
-        yield from change({name: tensor.clone() for name, tensor in real(*given, **told)}).items()
-
-    return swapped(building, "initial_tensors", wrong)
-
-
-def counted_in(batches: RankBatches) -> int:
-    return sum(int((batch.labels_BS != IGNORE).sum()) for batch in batches.micro)
-
-
-def without_labels(batch: Batch, rows: slice) -> Batch:
-    labels_BS = batch.labels_BS.clone()
-    labels_BS[rows] = IGNORE
-    return replace(batch, labels_BS=labels_BS)
 
 
 # ------------------------------------------------------------ tensor parallelism

@@ -57,6 +57,11 @@ def test_every_strategy_is_compared_at_steps_1_and_20_and_one_over_100_losses(
     assert len(measured.traces("fsdp")[0].losses) == LONG
 
 
+def test_rank_0_alone_reports_the_steps(measured: Measured, everything: dict[str, Case]) -> None:
+    for name in ("fsdp", "tensor inside fsdp", "resumed: fsdp"):
+        assert [len(trace.norms) for trace in measured.traces(name)] == [everything[name].until, 0, 0, 0]
+
+
 # ------------------------------------------------------------ the cases are what they say
 
 
