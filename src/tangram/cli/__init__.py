@@ -23,7 +23,7 @@ __all__ = ["COMMANDS", "main"]
 # What `tangram --help` says of each command; the module is imported only when the command runs.
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "train": "Train a model as a plan says.",
+        "train": "Train a model as a plan says, or as the planner says of a job.",
         "plan": "Rank the strategies for a job on this machine, or explain a plan.",
         "doctor": "Say what this machine has and what will work on it.",
         "bench": "Measure Tangram beside its peers, from a checkout.",

@@ -20,8 +20,8 @@ __all__ = ["train"]
 
 def train(
     plan: Annotated[Path | None, typer.Argument(help="A plan, or a job that a plan is made for.")] = None,
-    processes: Annotated[int | None, typer.Option("--processes", "-n", help="How many ranks to start.")] = None,
-    model: Annotated[str | None, typer.Option(help="Another model: a Hugging Face directory or config.json.")] = None,
+    processes: Annotated[int | None, typer.Option("--processes", "-n", help="How many ranks a job gets.")] = None,
+    model: Annotated[str | None, typer.Option(help="A Hugging Face directory or config.json instead.")] = None,
     out: Annotated[Path | None, typer.Option(help="An empty or new folder; runs/NAME when not given.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint of the run.")] = False,
     change: Annotated[list[str] | None, typer.Option("--set", help="Change a key, as in run.steps=300.")] = None,

@@ -45,7 +45,9 @@ def profiled(folder: Path | None, rank: int, device: torch.device) -> Generator[
 
     chosen = [kind for kind in supported_activities() if kind == ProfilerActivity.CPU or device.type != "cpu"]
     steps = cast(Any, schedule)(skip_first=SKIPPED, wait=0, warmup=WARM_UP, active=RECORDED, repeat=1)
-    with profile(activities=chosen, schedule=steps, on_trace_ready=ready, profile_memory=True) as profiler:
+    with profile(
+        activities=chosen, schedule=steps, on_trace_ready=ready, profile_memory=snapshots is not None
+    ) as profiler:
         yield profiler.step
     if snapshots is not None:
         snapshots._record_memory_history(enabled=None)

@@ -59,7 +59,8 @@ def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
         count = sum(len(split.end_D) for split in training)
         raise UserError(
             f"none of the {count} documents in data.sources is held out to measure the loss on: give more documents (a "
-            f"text file is one, a line of JSONL is one), or raise data.held_out (now {data.held_out})"
+            f"text file is one, a line of JSONL is one), raise data.held_out (now {data.held_out}), or set it and "
+            "run.evaluate_every to 0 to measure none"
         )
     return Corpus(training, held_out, content.hexdigest(), tokens.end)
 

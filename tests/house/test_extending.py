@@ -1,0 +1,93 @@
+"""What docs/extending.md tells people to write is taken from the page and tried."""
+
+import csv
+import re
+import tomllib
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from transformers import AutoConfig
+
+from tangram.hardware.rates import catalogue
+from tangram.models import build, tensor_rules
+from tangram.models.build import build_on_meta, make_config
+from tangram.planner import rank as ranking
+from tangram.planner.plan import Job
+from tangram.training.data.rows import Row, no_field, text_of
+from tests.planner.machine import rates
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+
+
+def block(kind: str, holds: str) -> str:
+    """The one block of code on the page that holds some words."""
+    (found,) = [text for text in re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(), re.DOTALL) if holds in text]
+    assert found.count("\n") < 20
+    return found
+
+
+def test_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = tomllib.loads(block("toml", "# presets.toml"))
+    known = {**build.presets(), **added}
+    monkeypatch.setattr(build, "presets", lambda: known)
+    (name,) = added
+    model = build_on_meta(make_config(name, {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}))
+    assert f"{sum(one.numel() for one in model.parameters()) / 1e6:.0f}m" == name.rpartition("-")[2]
+
+
+def test_rules_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = AutoConfig.for_model("starcoder2", **SMALL, num_key_value_heads=2, bos_token_id=0, eos_token_id=0)
+    model = build_on_meta(config)
+    before = tensor_rules.rules_for(config, model, ("tp", 2), "dp")
+    assert isinstance(before, str)
+    assert "c_fc" in before
+    added, table = tomllib.loads(block("toml", "# tensor_rules.toml")), cast(Any, tensor_rules)._table()
+    more = {**table, **{key: {**table[key], **rows} for key, rows in added.items()}}
+    monkeypatch.setattr(tensor_rules, "_table", lambda: more)
+    found = tensor_rules.rules_for(config, model, ("tp", 2), "dp")
+    assert isinstance(found, tensor_rules.TensorRules)
+    assert found.parameters["*.c_fc.weight"] == "f/tp/dp h"
+
+
+def test_a_device() -> None:
+    (added,) = tomllib.loads(block("toml", "# devices.toml")).values()
+    for known in catalogue().values():
+        assert {key: type(value) for key, value in known.items()} == {key: type(value) for key, value in added.items()}
+
+
+def test_a_kind_of_source(tmp_path: Path) -> None:
+    names: dict[str, Any] = {
+        "Path": Path, "Generator": Generator, "Row": Row, "csv": csv, "no_field": no_field, "text_of": text_of,
+    }  # fmt: skip
+    exec(block("python", "csv_rows"), names)  # noqa: S102
+    path = tmp_path / "a.csv"
+    path.write_text("text,n\nfirst,1\n,2\nthird,3\n")
+    assert [(row.number, row.text) for row in names["csv_rows"](path, "text", 0)] == [(0, b"first"), (2, b"third")]
+    assert [row.text for row in names["csv_rows"](path, "text", 1)] == [b"third"]
+    with pytest.raises(Exception, match='did you mean "text"'):
+        list(names["csv_rows"](path, "txt", 0))
+
+
+def test_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = block("python", "_Strategy(")
+    names: dict[str, Any] = {"_Strategy": cast(Any, ranking)._Strategy}
+    exec(f"def added():\n    {code}", names)  # noqa: S102
+
+    def strategies(processes: int) -> Iterator[Any]:
+        yield from names["added"]()
+
+    monkeypatch.setattr(ranking, "_strategies", strategies)
+    change = {**SMALL, "head_dim": 8, "num_key_value_heads": 2}
+    job = Job.model_validate(
+        {
+            "model": {"preset": "qwen3-2m", "change": change},
+            "data": {"sources": [{"path": "stdlib"}], "sequence": 16, "global_batch": 8},
+            "optimiser": {"lr": 1e-3},
+            "run": {"steps": 3},
+        }
+    )
+    found = ranking.rank(job, 8, rates(8), make_config("qwen3-2m", change))
+    assert {(one.name, one.mesh, one.why_not) for one in found} == {("HSDP x tensor", "dp=2 fsdp=2 tp=2", "")}
