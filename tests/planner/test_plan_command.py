@@ -137,7 +137,6 @@ def test_what_is_shown_of_the_rest(tmp_path: Path) -> None:
         "optimiser.decay_steps": "30",
         "checkpoint.every_steps": "50",
         "run.recompute": '["model.layers.*"]',
-        "run.compile": "true",
         "run.max_seconds": "60",
         "precision.compute": "bfloat16",
         "model.freeze": '["*.embed*"]',
@@ -150,7 +149,6 @@ def test_what_is_shown_of_the_rest(tmp_path: Path) -> None:
     assert said["checkpoints"] == "every 50 steps and at the end, while training goes on; the newest 2 are kept"
     assert said["computed again"] == "model.layers.*"
     assert said["computed in"] == "bfloat16"
-    assert said["compiled"] == "each block"
     assert said["length"] == "300 steps, or 60 s if that is sooner; 33,600 tokens"
     assert said["model"] == 'the preset "qwen3-1m", with hidden_size = 64'
     assert said["not trained"] == "*.embed*"

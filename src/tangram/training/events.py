@@ -12,6 +12,13 @@ class Note:
 
 
 @dataclass(frozen=True)
+class Doing:
+    """What goes on for some seconds now; of interest only while it does."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Table:
     """A short table for a person: a title, headers, rows of text."""
 

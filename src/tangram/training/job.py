@@ -29,7 +29,7 @@ from tangram.training.checkpoints import describe as describe_checkpoint
 from tangram.training.checkpoints import newest
 from tangram.training.cuts import cuts_of
 from tangram.training.data import Corpus, Tokens, load_tokens, open_corpus, prepare, unigram_entropy
-from tangram.training.events import Note, Record, Table
+from tangram.training.events import Doing, Note, Record, Table
 from tangram.training.launch import RankError, computing_as_a_rank, pick_device, refuse_too_many, run_ranks
 from tangram.training.proofs import ProofError, prove
 from tangram.training.rank import CHECKPOINTS, RankJob, RankReport, stream_of, train_rank
@@ -100,6 +100,7 @@ def train_job(job: RankJob, chosen: Chosen, ready: Prepared, on_event: OnEvent, 
         board(event)
 
     try:
+        on_event(Doing("starting the ranks, building the model"))
         report = run(job, everybody)
     except RankError as failure:  # its stack trace goes to a file
         (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tangram.training import figures
-from tangram.training.events import Evaluated, Note, Saved, SaveFailed, StepDone, Table, Working
+from tangram.training.events import Doing, Evaluated, Note, Saved, SaveFailed, StepDone, Table, Working
 from tangram.training.tables import drawn, plain
 
 PLAIN_SECONDS = 5.0  # between two plain lines, so that a log file stays readable
@@ -45,6 +45,9 @@ class ProgressLine:
         match event:
             case Note():
                 self._print(event.text)
+            case Doing():
+                if self._live:
+                    self._live.update(Text(f"{event.text} ...", no_wrap=True, overflow="ellipsis"))
             case Table():
                 self._table(event)
             case Working():

@@ -24,7 +24,7 @@ from tangram.training import loop
 from tangram.training.building import build_whole
 from tangram.training.checkpoints import JobState, load
 from tangram.training.data import Corpus, Tokens, held_out_batches
-from tangram.training.events import Note
+from tangram.training.events import Doing, Note
 from tangram.training.export import export, logits_difference
 from tangram.training.rank import RankReport, probe_batch, probe_logits
 from tangram.training.sample import sample_text
@@ -69,6 +69,7 @@ def prove(
     on_event: Callable[[object], None],
 ) -> Proved:
     """Measure all of it in this process. Raises ProofError for the first thing that is not so."""
+    on_event(Doing("loading the checkpoint whole in one process"))
     model = build_whole(plan, source, device)
     load(checkpoint, JobState(model, None), plan, None)
     assert measured.probe is not None  # the caller has seen to it
@@ -81,6 +82,7 @@ def prove(
         words = f"loss {loss:.6f} in one process; relative difference {relative:.1e}, at most {limit:.0e}"
     difference = same_logits(computed, plan, corpus, measured.probe)
     on_event(Note(f"reloaded   {words}; logits of a fixed batch differ by {difference:.1e}"))
+    on_event(Doing("exporting, and loading the export with transformers"))
     folder = out / "export"
     export(model, folder, tokens)
     exported = logits_difference(model, folder, probe_batch(corpus, plan, device).inputs_BS)

@@ -26,7 +26,7 @@ from tangram.training.apply import freeze
 from tangram.training.building import source_of
 from tangram.training.choosing import plans_of
 from tangram.training.data import load_tokens
-from tangram.training.events import Note, Table
+from tangram.training.events import Doing, Note, Table
 from tangram.training.folder import alone, refuse_in_use, replace_plan, run_folder
 from tangram.training.job import (
     JOB_FAILURES,
@@ -123,6 +123,7 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
     job = asked.job
     started = meeting.place.world if meeting else None
     processes = _processes(job, asked.processes, started)
+    on_event(Doing("reading the model, measuring the machine, planning"))
     read_source(job.model.preset, job.model.path, {})  # a model that is not there is told of before its tokenizer
     config = source_of(job, load_tokens(job.data, job.model.path)).config
     freeze(build_on_meta(config), job)

@@ -3,11 +3,9 @@
 import pytest
 
 from tests.training.oracle.cases import LONG, Case
-from tests.training.oracle.test_strategies import long_measured, real_rows
+from tests.training.oracle.test_strategies import real_rows
 from tests.training.oracle.trace import Trace
-from tests.training.oracle.warm import LEGS, PACE, Measured
-
-__all__ = ["long_measured"]
+from tests.training.oracle.warm import LEGS, PACE, Measured, measure, once
 
 
 def legs(measured: Measured) -> dict[int, list[Trace]]:
@@ -37,7 +35,8 @@ def test_other_layouts_go_on_as_if_nothing_had_happened(measured: Measured) -> N
 
 
 @pytest.mark.slow
-def test_other_layouts_go_on_for_long(long_measured: Measured) -> None:
+def test_other_layouts_go_on_for_long(tmp_path_factory: pytest.TempPathFactory) -> None:
+    long_measured = once(tmp_path_factory, "oracle-long", lambda folder: measure(folder, slow=True))
     whole = long_measured.traces("fsdp")[0].losses
     for place, (ranks, _) in enumerate(LEGS):
         for trace in legs(long_measured)[ranks]:

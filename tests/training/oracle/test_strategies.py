@@ -8,7 +8,7 @@ import pytest
 from tests.training.oracle.cases import FEW, HANDS, LONG, OTHER_QUICK, SHORT, Case, cases
 from tests.training.oracle.compare import Bounds, findings
 from tests.training.oracle.conftest import Oracle
-from tests.training.oracle.warm import Measured, measure, once
+from tests.training.oracle.warm import Measured, measure_one
 from tests.training.small import SMALL_MODEL
 from tests.training.strategies import STRATEGIES
 
@@ -116,15 +116,10 @@ def test_frozen_parameters_stay_and_have_no_gradient(measured: Measured) -> None
 # ------------------------------------------------------------ all of them, longer
 
 
-@pytest.fixture(scope="session")
-def long_measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    return once(tmp_path_factory, "oracle-long", lambda folder: measure(folder, slow=True))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL_NAMES)
-def test_every_case_under_every_strategy(name: str, long_measured: Measured, oracle: Oracle) -> None:
-    case = cases(long_measured.folder / "text", slow=True)[name]
-    bounds = Bounds(gradients=0.3, values=5e-2, losses=5e-3) if name.startswith("bfloat16") else Bounds()
-    for trace in long_measured.traces(name):
+def test_every_case_under_every_strategy(name: str, tmp_path: Path, oracle: Oracle) -> None:
+    case, traces = measure_one(tmp_path, name)
+    bounds = Bounds(gradients=0.3, values=5e-2, losses=5e-3, later=5e-3) if name.startswith("bfloat16") else Bounds()
+    for trace in traces:
         assert findings(trace, oracle(case), bounds) == []

@@ -109,15 +109,16 @@ class Measured:
 
 
 def measure(folder: Path, *, slow: bool = False) -> Measured:
-    """Run everything that the tests look at."""
+    """Run everything that the tests look at; `slow`: the legs for long, and the one case that they are compared with."""
     prepared(folder)
     everything = cases(folder / "text", slow=slow)
+    wanted = {"fsdp"} if slow else everything.keys()
     done: dict[int, list[Done]] = {}
     start: Path | None = None
     for place, (ranks, leg) in enumerate(LEGS):
         begun, save_at = place * PACE, (place + 1) * PACE
         todo = Work(
-            cases={name: case for name, case in everything.items() if case.ranks == ranks},
+            cases={name: case for name, case in everything.items() if case.ranks == ranks and name in wanted},
             mistakes=MISTAKES if ranks == 4 and not slow else {},
             leg=Leg(everything[leg], start, save_at, LONG if slow else begun + 2 * PACE),
             folder=folder,
@@ -126,6 +127,15 @@ def measure(folder: Path, *, slow: bool = False) -> Measured:
         done[ranks] = run_ranks(work, todo, world=ranks, on_event=print, device="cpu")
         start = leg_folder(folder, ranks) / f"step-{save_at:08}"
     return Measured(folder, done)
+
+
+def measure_one(folder: Path, name: str) -> tuple[Case, list[Trace]]:
+    """One of the slow cases by itself: what all its ranks have measured."""
+    prepared(folder)
+    case = cases(folder / "text", slow=True)[name]
+    todo = Work(cases={name: case}, mistakes={}, leg=None, folder=folder)
+    done = run_ranks(work, todo, world=case.ranks, on_event=print, device="cpu")
+    return case, [rank.traces[name] for rank in done]
 
 
 def prepared(folder: Path) -> None:
