@@ -109,7 +109,7 @@ class Measured:
 
 
 def measure(folder: Path, *, slow: bool = False) -> Measured:
-    """Run everything that the tests look at; `slow`: the legs for long, and the one case that they are compared with."""
+    """Run all that the tests look at; `slow`: the legs for long, and the one case that they are compared with."""
     prepared(folder)
     everything = cases(folder / "text", slow=slow)
     wanted = {"fsdp"} if slow else everything.keys()
