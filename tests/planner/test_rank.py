@@ -175,9 +175,10 @@ def test_other_things_that_are_not_legal(four: tuple[Ranked, ...]) -> None:
 def test_tables_and_json(four: tuple[Ranked, ...], counted: Counted) -> None:
     alone = rank(job(), 1, rates(1), CONFIG, counted)[0]
     ranking = Ranking(4, four, alone, rates(4))
-    (title, headers, rows), (_, memory_headers, memory), (_, _, refused) = ranking.tables()
+    (title, headers, rows), (_, step_headers, steps), (_, memory_headers, memory), (_, _, refused) = ranking.tables()
     assert title == "Plans for 4 processes, predicted"
     assert all(len(row) == len(headers) for row in rows)
+    assert all(len(row) == len(step_headers) for row in steps)
     assert all(len(row) == len(memory_headers) for row in memory)
     assert [row[0] for row in rows] == [*map(str, range(1, len(ranking.fitting) + 1)), "-"]
     assert rows[-1][1] == "one process"
