@@ -15,6 +15,12 @@ PLAN_FILE = "plan.toml"  # what is run, complete; whoever writes it first has th
 RUNS = Path("runs")
 
 
+def near(path: Path) -> Path:
+    """A path as a person here would type it: relative where it is below the folder one is in."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def run_name(plan_path: Path) -> str:
     """The name of a plan's runs: its file's, or for plan.toml and job.toml the one of their folder."""
     return plan_path.resolve().parent.name if plan_path.stem in ("plan", "job") else plan_path.stem

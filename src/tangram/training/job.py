@@ -30,6 +30,7 @@ from tangram.training.checkpoints import newest
 from tangram.training.cuts import cuts_of
 from tangram.training.data import Corpus, Tokens, load_tokens, open_corpus, prepare, unigram_entropy
 from tangram.training.events import Doing, Note, Record, Table
+from tangram.training.folder import near
 from tangram.training.launch import RankError, computing_as_a_rank, pick_device, refuse_too_many, run_ranks
 from tangram.training.proofs import ProofError, prove
 from tangram.training.rank import CHECKPOINTS, RankJob, RankReport, stream_of, train_rank
@@ -249,7 +250,7 @@ def finish(
     machine = describe().in_words()
     write_report(out / REPORT_FILE, plan=plan, record=record, summary=summary, machine=machine, sample=sample)
     summary.write(out / SUMMARY_FILE)
-    on_event(Table("Results", ("what", "where"), tuple((what, str(path)) for what, path in _paths(out).items())))
+    on_event(Table("Results", ("what", "where"), tuple((what, str(near(path))) for what, path in _paths(out).items())))
     return summary
 
 

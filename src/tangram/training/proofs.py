@@ -26,6 +26,7 @@ from tangram.training.checkpoints import JobState, load
 from tangram.training.data import Corpus, Tokens, held_out_batches
 from tangram.training.events import Doing, Note
 from tangram.training.export import export, logits_difference
+from tangram.training.folder import near
 from tangram.training.rank import RankReport, probe_batch, probe_logits
 from tangram.training.sample import sample_text
 from tangram.training.tables import printable
@@ -88,7 +89,7 @@ def prove(
     exported = logits_difference(model, folder, probe_batch(corpus, plan, device).inputs_BS)
     if not exported <= SAME_LOGITS["float32"]:
         raise ProofError(f"transformers loads {folder} as another model: the logits differ by {exported}")
-    on_event(Note(f"exported   {folder}; loaded by transformers, logits differ by {exported:.1e}"))
+    on_event(Note(f"exported   {near(folder)}; loaded by transformers, logits differ by {exported:.1e}"))
     prompt, written = sample_text(model, tokens, probe_batch(corpus, plan, device).inputs_BS)
     shown = indent(printable(written.strip()), " " * 11)
     on_event(Note(f"sample     of what the model writes, after {prompt[-24:]!r}:\n{shown}"))
