@@ -82,7 +82,7 @@ def train_steps(
         raise ValueError("a state without an optimiser cannot be trained")
     model.train()
     started = time.monotonic()
-    first = state.progress.step
+    first, before = state.progress.step, state.progress.seconds
     losses: list[float] = []
     stopped: str | None = None
     tokens = 0
@@ -112,25 +112,10 @@ def train_steps(
             step=step + 1,
             samples=state.progress.samples + plan.data.global_batch,
             tokens=state.progress.tokens + batches.counted,
+            seconds=before + seconds,
         )
         if world.index == 0:
-            flops = costs.flops_per_sample * plan.data.global_batch
-            hooks.emit(
-                StepDone(
-                    step=step + 1,
-                    steps=plan.run.steps,
-                    loss=done.loss,
-                    gradient_norm=done.norm,
-                    lr=lr,
-                    tokens=batches.counted,
-                    seconds=seconds,
-                    first=first + 1,
-                    limit=plan.run.max_seconds,
-                    flops=flops,
-                    peak_flops=costs.peak_flops,
-                    rss_mb=resident_mb(),
-                )
-            )
+            hooks.emit(_told(plan, costs, done, step + 1, first + 1, lr, batches.counted, seconds))
         stopped = "signal" if done.asked[1] else "time" if done.asked[0] else None
         last = stopped is not None or step + 1 == plan.run.steps
         if not last and _due(step + 1, plan.checkpoint.every_steps):
@@ -144,6 +129,26 @@ def train_steps(
             hooks.emit(event)
         hooks.after_step()
     return Trained(tuple(losses), tokens, time.monotonic() - started, stopped)
+
+
+def _told(
+    plan: Plan, costs: Costs, done: "StepResult", step: int, first: int, lr: float, tokens: int, seconds: float
+) -> StepDone:
+    """A step as the progress line and the logs are told of it."""
+    return StepDone(
+        step=step,
+        steps=plan.run.steps,
+        loss=done.loss,
+        gradient_norm=done.norm,
+        lr=lr,
+        tokens=tokens,
+        seconds=seconds,
+        first=first,
+        limit=plan.run.max_seconds,
+        flops=costs.flops_per_sample * plan.data.global_batch,
+        peak_flops=costs.peak_flops,
+        rss_mb=resident_mb(),
+    )
 
 
 def _due(step: int, every: int) -> bool:
