@@ -6,7 +6,7 @@ What the ranks have measured is kept for the processes of pytest-xdist, of which
 import fcntl
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from tangram.errors import UserError
 from tangram.training.apply import apply
 from tangram.training.data import BYTES, prepare
 from tangram.training.launch import Rank, run_ranks
-from tests.training.oracle.cases import LONG, Case, cases, write_models
+from tests.training.oracle.cases import LONG, STEPS, Case, cases, write_models
 from tests.training.oracle.mistakes import COMPARED, MISTAKES
 from tests.training.oracle.own import own_model
 from tests.training.oracle.ranks import Leg, Mistake, run_case, run_leg, world_of
@@ -112,6 +112,8 @@ def measure(folder: Path, *, slow: bool = False) -> Measured:
     """Run all that the tests look at; `slow`: the legs for long, and the one case that they are compared with."""
     prepared(folder)
     everything = cases(folder / "text", slow=slow)
+    if slow:
+        everything["fsdp"] = replace(everything["fsdp"], until=STEPS)  # as far as the last leg goes
     wanted = {"fsdp"} if slow else everything.keys()
     done: dict[int, list[Done]] = {}
     start: Path | None = None
@@ -120,7 +122,7 @@ def measure(folder: Path, *, slow: bool = False) -> Measured:
         todo = Work(
             cases={name: case for name, case in everything.items() if case.ranks == ranks and name in wanted},
             mistakes=MISTAKES if ranks == 4 and not slow else {},
-            leg=Leg(everything[leg], start, save_at, LONG if slow else begun + 2 * PACE),
+            leg=Leg(everything[leg], start, save_at, begun + (LONG if slow else 2 * PACE)),
             folder=folder,
             refusals=ranks == 4 and not slow,
         )
