@@ -1,0 +1,70 @@
+"""The ranks that do something together: a few words to and from the first of them.
+
+Words are JSON, not pickles, and small; the tensors of a relayout never pass here. Every method is collective: all ranks
+of the group call it, in the same order.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks of a group, or, without one, this process alone."""
+
+    group: dist.ProcessGroup | None = None
+    """Of a backend that moves tensors of the CPU, as gloo."""
+
+    @property
+    def index(self) -> int:
+        """This rank's place in the group."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def from_first(self, word: Any) -> Any:
+        """What the first rank gives, on all; anything that JSON can say."""
+        if self.group is None:
+            return word
+        data = _data(word) if self.index == 0 else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([data.numel()])
+        dist.broadcast(length, group=self.group, group_src=0)
+        if self.index:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, group=self.group, group_src=0)
+        return _word(data)
+
+    def all_words(self, word: Any) -> list[Any]:
+        """What every rank gives, in their order, on all."""
+        if self.group is None:
+            return [word]
+        data = _data(word)
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([data.numel()]), group=self.group)
+        longest = max(int(n) for n in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(found, padded, group=self.group)
+        return [_word(words[: int(n)]) for words, n in zip(found, lengths, strict=True)]
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+
+def _data(word: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(word).encode()), dtype=torch.uint8)
+
+
+def _word(data: Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
