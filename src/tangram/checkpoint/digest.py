@@ -137,10 +137,15 @@ def _times_table(lanes_RL: Lanes, inside: int) -> Words:
 def _of_narrow(lanes_RL: Lanes, first: int, weights: Sequence[Words]) -> Words:
     """The same for short rows: first down each column of lanes, then along the row."""
     rows, lanes = lanes_RL.shape
-    places = np.arange(first, first + lanes)
-    blocks, inside = places // LANES, places % LANES
+    block, inside = divmod(first, LANES)  # short rows lie in one block, or across one border
     own = [
-        _table(which)[inside] * _keys(which, 1, first // LANES, int(blocks[-1]) + 1)[blocks - first // LANES]
+        np.concatenate(
+            [_table(which)[inside : inside + lanes] * _keys(which, 1, block, block + 1)]
+            + (
+                [_table(which)[: inside + lanes - LANES] * _keys(which, 1, block + 1, block + 2)]
+                * (inside + lanes > LANES)
+            )
+        )
         for which in (0, 1)
     ]
     total = np.zeros(2, np.uint64)

@@ -125,7 +125,9 @@ def _slot(name: str, row: Any, begin: int, size: int, file: str) -> Slot:
 
 def _numbers(value: Any) -> tuple[int, ...] | None:
     """A list of numbers of 0 or more, None for anything else."""
-    found = cast("list[Any]", value) if isinstance(value, list) else [None]
+    if not isinstance(value, list):
+        return None
+    found = cast("list[Any]", value)
     good = all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 60 for n in found)
     return tuple(found) if good else None
 

@@ -28,31 +28,11 @@ LARGEST = 1 << 28
 MAX_DIMS = 64
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
-DTYPES: Mapping[str, int] = {
-    name: getattr(torch, name).itemsize
-    for name in [
-        "bool",
-        "uint8",
-        "int8",
-        "uint16",
-        "int16",
-        "uint32",
-        "int32",
-        "uint64",
-        "int64",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "complex64",
-        "complex128",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-    ]
-}
+_NAMES = """
+    bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 complex64 complex128
+    float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
+"""
+DTYPES: Mapping[str, int] = {name: getattr(torch, name).itemsize for name in _NAMES.split()}
 """Bytes of an element, by torch's name of the type."""
 
 
