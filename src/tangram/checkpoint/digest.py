@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from tangram.layout import intervals
-from tangram.layout.region import Box, flat_boxes
+from tangram.layout.region import Box, stretch
 
 LANES = 4096  # of a row under one table of keys: the last dim counts as two, the block of lanes and the lane in it
 NARROW = 64  # lanes of a row below which columns go first
@@ -57,7 +57,7 @@ def sums(box: Box, itemsize: int, start: int, stop: int, data: Bytes) -> Sums:
     `data`: their bytes, one behind the other, (stop - start) * itemsize of them.
     """
     total, at = NOTHING, 0
-    for part in flat_boxes(box, intervals.span(start, stop)) if box else [()]:
+    for part in stretch(box, start, stop):
         size = math.prod(intervals.size(s) for s in part) * itemsize
         total = add(total, _of_box(part, itemsize, data[at : at + size]))
         at += size

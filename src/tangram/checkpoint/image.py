@@ -19,7 +19,7 @@ from tangram.checkpoint.digest import Bytes, Sums
 from tangram.checkpoint.manifest import DTYPES
 from tangram.errors import UserError
 from tangram.layout import Region, intervals
-from tangram.layout.region import flat_boxes
+from tangram.layout.region import stretch
 from tangram.relayout import TensorSpec
 
 
@@ -138,7 +138,7 @@ def _copy(values: Tensor, itemsize: int, first: int, out: Bytes) -> None:
         return
     sets = tuple(intervals.span(0, n) for n in values.shape)
     at = 0
-    for box in flat_boxes(sets, intervals.span(first // itemsize, (first + len(out)) // itemsize)):
+    for box in stretch(sets, first // itemsize, (first + len(out)) // itemsize):
         block = values
         for dim, ((begin, end),) in enumerate(box):
             block = block.narrow(dim, begin, end - begin)

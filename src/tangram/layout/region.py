@@ -160,12 +160,22 @@ def _canonical(boxes: Sequence[Box]) -> list[Box]:
 
 
 def flat_boxes(sets: Box, positions: IntSet) -> list[Box]:
-    """Positions of the row-major flattened product of `sets`, as boxes: at most `2 * ndim - 1` per interval."""
+    """Positions of the row-major flattened product of `sets`, as boxes: at most `2 * ndim - 1` per interval.
+
+    Those of one interval are not in the order of their positions; `stretch` is.
+    """
     counts = [intervals.size(s) for s in sets]
     if 0 in counts or not positions:
         return []
     boxes = _unflatten(positions, counts)
     return [tuple([intervals.take(s, p) for s, p in zip(sets, b, strict=True)]) for b in boxes]
+
+
+def stretch(sets: Box, start: int, stop: int) -> list[Box]:
+    """Positions `start <= i < stop` of the flattened product of `sets` as boxes, one behind the other."""
+    if not sets:
+        return [()] if start < stop else []
+    return sorted(flat_boxes(sets, intervals.span(start, stop)), key=lambda box: [s[0] for s in box])
 
 
 def _unflatten(positions: IntSet, counts: Sequence[int]) -> list[Box]:
