@@ -28,7 +28,6 @@ SMALL = {
     "head_dim": 8,
 }
 GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
-MOE = {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 FILE = "model.safetensors"
 
 
@@ -158,12 +157,6 @@ def test_another_size(tmp_path: Path) -> None:
     folder = export(build("qwen3", SMALL, 0), tmp_path / "model")
     with pytest.raises(UserError, match=r"gate_proj.weight has the shape \[24, 16\], not \[32, 16\]"):
         load_pretrained(folder, build("qwen3", {**SMALL, "intermediate_size": 32}, 1), PLAN, None)
-
-
-def test_experts_that_transformers_fuses(tmp_path: Path) -> None:
-    folder = export(build("qwen3_moe", MOE, 0), tmp_path / "model")
-    with pytest.raises(UserError, match=r"weights of experts that transformers fuses on loading are not supported yet"):
-        load_pretrained(folder, build("qwen3_moe", MOE, 1), PLAN, None)
 
 
 def test_quantised_weights(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging
 
+from tangram.checkpoint.formats.huggingface import has_weights, read_index
+from tangram.models.conversions import keep_names
 from tangram.training.data import END, Tokens
 
 END_TEXT = "<|endoftext|>"
@@ -43,11 +45,15 @@ def _no_progress_bars() -> Generator[None]:
             logging.enable_progress_bar()
 
 
-def export(model: PreTrainedModel, folder: Path, tokens: Tokens) -> None:
+def export(model: PreTrainedModel, folder: Path, tokens: Tokens, weights: Path | None = None) -> None:
     """Write model, configuration and tokenizer; the model must be whole in this process.
 
-    What stands in `folder` already, from a run that was resumed, is replaced.
+    The tensors have the names and the structure of those in the directory `weights` that training began from; without
+    one, or where it is there no longer, what the model's class declares. What stands in `folder` already, from a run
+    that was resumed, is replaced.
     """
+    if weights is not None and has_weights(weights):
+        keep_names(model, read_index(weights).specs)
     with _no_progress_bars():
         model.save_pretrained(folder)
     tokenizer = byte_tokenizer() if tokens.folder is None else cast(Any, AutoTokenizer.from_pretrained(tokens.folder))

@@ -85,7 +85,7 @@ def prove(
     on_event(Note(f"reloaded   {words}; logits of a fixed batch differ by {difference:.1e}"))
     on_event(Doing("exporting, and loading the export with transformers"))
     folder = out / "export"
-    export(model, folder, tokens)
+    export(model, folder, tokens, source.weights)
     exported = logits_difference(model, folder, probe_batch(corpus, plan, device).inputs_BS)
     if not exported <= SAME_LOGITS["float32"]:
         raise ProofError(f"transformers loads {folder} as another model: the logits differ by {exported}")

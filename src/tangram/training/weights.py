@@ -1,22 +1,26 @@
 """Fill a model with the weights of a Hugging Face directory: every rank reads the bytes that it holds.
 
-Tensors go by their names. Values are rounded to the parameters' type where the directory has another one, and tied
-parameters are read once. What does not fit is refused: a weight that nobody loads would train from noise unseen.
+Which stored tensors make which of the model's is what transformers declares (see `tangram.models.conversions`): most go
+by their names, experts that lie one by one are parts of a stack. Values are rounded to the parameters' type where the
+directory has another one, and tied parameters are read once. What does not fit is refused: a weight that nobody loads
+would train from noise unseen.
 """
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tangram.checkpoint.formats import huggingface
 from tangram.errors import UserError
 from tangram.layout import Mapping as MappingText
-from tangram.layout import Statement, TensorPattern
+from tangram.layout import Statement
+from tangram.models.conversions import Conversion, Part, read_conversion
 from tangram.planner.plan import Plan
 from tangram.relayout import Piece, TensorSpec, bind, execute
+from tangram.relayout import Plan as CopyPlan
 from tangram.relayout import plan as plan_copies
 from tangram.training.state import Entry, JobState, Places, entries
 from tangram.training.world import World
@@ -31,16 +35,23 @@ def load_pretrained(folder: Path, model: nn.Module, plan: Plan, world: World | N
     The model has memory already; buffers that are not part of its state keep their values. Without a world the model is
     whole in this process. Not collective. Raises UserError for a directory that is not whole or has other tensors.
     """
+    copies, memory = plan_pretrained(folder, model, plan, world)
+    execute(copies, huggingface.mapped_reader(folder), memory)
+
+
+def plan_pretrained(
+    folder: Path, model: nn.Module, plan: Plan, world: World | None
+) -> tuple[CopyPlan, dict[tuple[str, str], Tensor]]:
+    """What `load_pretrained` will copy, and the memory that it goes to, by place and name. No values are read."""
     index = huggingface.read_index(folder)
     targets = {
         entry.name.removeprefix("model."): entry for entry in entries(JobState(model, None), Places(plan, world))
     }
-    names = _names(model, targets)
-    stored = _translated(model, index.specs, {name for alike in names.values() for name in alike})
-    _refuse_others(folder, model, names, stored)
-    sources = {name: [stored[alias] for alias in alike if alias in stored] for name, alike in names.items()}
-    statements = [_statement(folder, sources[name], index.specs, name, entry) for name, entry in targets.items()]
-    used = {name for some in sources.values() for name in some}
+    conversion = read_conversion(model, {name: spec.shape for name, spec in index.specs.items()})
+    parts = _tied(folder, conversion.parts, _first_names(model, targets))
+    _refuse_others(folder, model, conversion, parts, targets)
+    statements = [_statement(folder, some, index.specs, targets) for some in parts]
+    used = {name for some in parts for part in some for name in part.sources}
     bound = bind(
         MappingText(tuple(statements)),
         {name: spec for name, spec in index.specs.items() if name in used},
@@ -48,51 +59,55 @@ def load_pretrained(folder: Path, model: nn.Module, plan: Plan, world: World | N
     )
     wanted = [Piece(HERE, name, entry.region) for name, entry in targets.items() if entry.region]
     copies = plan_copies(bound, [piece for piece in index.pieces if piece.tensor in used], wanted)
-    execute(
-        copies,
-        huggingface.mapped_reader(folder),
-        {(HERE, name): entry.local for name, entry in targets.items() if entry.region},
-    )
+    return copies, {(HERE, name): entry.local for name, entry in targets.items() if entry.region}
 
 
-def _names(model: nn.Module, targets: Mapping[str, Entry]) -> dict[str, list[str]]:
-    """Every name of each tensor, which are several where parameters are tied; by its first."""
-    alike: dict[int, list[str]] = {}
+def _first_names(model: nn.Module, targets: Mapping[str, Entry]) -> dict[str, str]:
+    """The first name of each tensor, which has several where parameters are tied, by every name of it."""
+    alike: dict[int, str] = {}
+    names: dict[str, str] = {}
     for name, tensor in (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ):
-        alike.setdefault(id(tensor), []).append(name)
-    return {group[0]: group for group in alike.values() if group[0] in targets}
+        names[name] = alike.setdefault(id(tensor), name)
+    return {name: first for name, first in names.items() if first in targets}
 
 
-def _translated(model: nn.Module, specs: Mapping[str, TensorSpec], names: set[str]) -> dict[str, str]:
-    """The directory's names by the model's: they are the same, but for the prefix of a model without its head."""
-    ways = [{name: name for name in specs}]
-    if base := getattr(model, "base_model_prefix", ""):
-        ways += [{f"{base}.{name}": name for name in specs}, {name.removeprefix(f"{base}."): name for name in specs}]
-    return max(ways, key=lambda way: len(names & way.keys()))  # the first of those that fit as well
+def _tied(folder: Path, parts: list[Part], first: Mapping[str, str]) -> list[list[Part]]:
+    """The parts, with those together that make the same tensor: its copies, which must be equal."""
+    groups: dict[tuple[str, ...], list[Part]] = {}
+    for part in parts:
+        target = tuple(replace(made, parts=(first[made.name],)) for made in part.target)
+        shapes = {first[name]: shape for name, shape in part.shapes.items()}
+        names = tuple(made.name for made in target)
+        groups.setdefault(names, []).append(replace(part, target=target, shapes=shapes))
+    makers: dict[str, str] = {}
+    for names, some in groups.items():
+        for name in names:
+            source = some[0].sources[0]
+            if makers.setdefault(name, source) != source or (len(some) > 1 and some[0].target[0].dims is not None):
+                raise UserError(
+                    f'the weights in "{folder}" have {name} twice, in {makers[name]} and in {some[-1].sources[0]}'
+                )
+    order = {name: at for at, name in enumerate(first.values())}
+    return sorted(groups.values(), key=lambda some: order[some[0].target[0].name])
 
 
-def _refuse_others(folder: Path, model: nn.Module, names: Mapping[str, list[str]], stored: Mapping[str, str]) -> None:
+def _refuse_others(
+    folder: Path, model: nn.Module, conversion: Conversion, parts: list[list[Part]], targets: Mapping[str, Entry]
+) -> None:
     """Refuse a directory that lacks a tensor, or has one that the model has no place for."""
-    missing = [name for name, alike in names.items() if not any(alias in stored for alias in alike)]
-    known = {alias for alike in names.values() for alias in alike} | dict(model.named_buffers()).keys()
-    surplus = [name for name in stored if name not in known and not _unneeded(model, name)]
-    if not missing and not surplus:
-        return
-    parts = [f"it lacks {_first(missing)}"] if missing else []
-    parts += [f"it has {_first(surplus)} that the model has not"] if surplus else []
-    fused = any("experts" in name for name in (*missing, *surplus))
-    why = " (weights of experts that transformers fuses on loading are not supported yet)" if fused else ""
     name = type(model).__name__.removeprefix("FSDP")  # which fully_shard puts before it
-    raise UserError(f'the weights in "{folder}" do not fit a {name}: {"; ".join(parts)}{why}')
-
-
-def _unneeded(model: nn.Module, name: str) -> bool:
-    """Whether the model's class says that this name in a directory means nothing, as the masks of old models."""
-    patterns = cast(Iterable[str], getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    return any(re.search(pattern, name) for pattern in patterns)
+    made = {target for some in parts for part in some for target in part.shapes} | conversion.spoilt
+    missing = [target for target in targets if target not in made] + conversion.missing
+    surplus = conversion.surplus
+    if missing or surplus:
+        found = [f"it lacks {_first(missing)}"] if missing else []
+        found += [f"it has {_first(surplus)} that the model has not"] if surplus else []
+        raise UserError(f'the weights in "{folder}" do not fit a {name}: {"; ".join(found)}')
+    if conversion.unlike:
+        raise UserError(f'the weights in "{folder}" do not fit a {name}: {conversion.unlike[0]}')
 
 
 def _first(names: list[str]) -> str:
@@ -100,21 +115,45 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _statement(folder: Path, sources: list[str], specs: Mapping[str, TensorSpec], name: str, entry: Entry) -> Statement:
-    """How one tensor is made: of the tensor of its name, or of several that must be equal where it is tied."""
-    spec = specs[sources[0]]
-    if spec.shape != entry.spec.shape:
-        raise UserError(
-            f'the weights in "{folder}" do not fit the model: {sources[0]} has the shape {list(spec.shape)}, '
-            f"not {list(entry.spec.shape)}"
-        )
-    options: tuple[tuple[str, Any], ...] = ()
-    if spec.dtype != entry.spec.dtype:
-        if spec.dtype not in ROUNDED or entry.spec.dtype not in ROUNDED:
+def _statement(
+    folder: Path, parts: list[Part], specs: Mapping[str, TensorSpec], targets: Mapping[str, Entry]
+) -> Statement:
+    """How tensors are made: as a part says, or of several tensors that must be equal where it is tied."""
+    first = parts[0]
+    for part in parts:
+        for name, shape in part.shapes.items():
+            if shape != targets[name].spec.shape:
+                many = f", of which {name} is made," if part.sources != (name,) and part.target[0].dims else ""
+                has = "would give it" if many else "has"
+                raise UserError(
+                    f'the weights in "{folder}" do not fit the model: {part.sources[0]}{many} {has} the shape '
+                    f"{list(shape)}, not {list(targets[name].spec.shape)}"
+                )
+    wanted = targets[next(iter(first.shapes))].spec.dtype
+    return Statement(
+        (tuple(pattern for part in parts for pattern in part.source),)
+        if first.target[0].dims is None
+        else tuple((pattern,) for pattern in first.source),
+        tuple((pattern,) for pattern in first.target),
+        _cast(folder, [name for part in parts for name in part.sources], specs, wanted),
+    )
+
+
+def _cast(
+    folder: Path, sources: list[str], specs: Mapping[str, TensorSpec], wanted: str
+) -> tuple[tuple[str, Any], ...]:
+    """The option that rounds what is stored to the type of the parameter, where it has another one."""
+    stored = specs[sources[0]].dtype
+    for name in sources:
+        dtype = specs[name].dtype
+        if dtype != wanted and (dtype not in ROUNDED or wanted not in ROUNDED):
             raise UserError(
-                f'{sources[0]} in "{folder}" is stored as {spec.dtype}, not as {entry.spec.dtype}: weights that are '
-                "quantised must be converted before"
+                f'{name} in "{folder}" is stored as {dtype}, not as {wanted}: weights that are quantised must be '
+                "converted before"
             )
-        options = (("cast", f"{spec.dtype}:{entry.spec.dtype}"),)
-    tied = tuple(TensorPattern((source,)) for source in sources)
-    return Statement((tied,), ((TensorPattern((name,)),),), options)
+        if dtype != stored:
+            raise UserError(
+                f'{sources[0]} in "{folder}" is stored as {stored}, but {name}, which is a part of the same tensor, as '
+                f"{dtype}: convert both to one type"
+            )
+    return (("cast", f"{stored}:{wanted}"),) if stored != wanted else ()
