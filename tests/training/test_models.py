@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta, initial_tensors, make_config, presets
@@ -34,11 +35,59 @@ def test_initial_tensors_depend_on_the_seed_and_nothing_else() -> None:
     assert not torch.equal(*layers)
 
 
+EXPERTS = {
+    **SMALL,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
 def test_a_tensor_that_nothing_initialises_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config("qwen3-1m", SMALL)
+    config = AutoConfig.for_model("mixtral", **EXPERTS)
     monkeypatch.setattr(type(build_on_meta(config)), "_init_weights", lambda self, module: None)
-    with pytest.raises(RuntimeError, match=r"leaves model\.embed_tokens\.weight without an initial value"):
+    with pytest.raises(RuntimeError, match=r"leaves model\.layers\.0\.mlp\.gate\.weight without an initial value"):
         list(initial_tensors(config, 0))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_what_a_constructor_sets_is_kept_where_the_class_initialises_nothing() -> None:
+    config = AutoConfig.for_model("apertus", **{key: EXPERTS[key] for key in EXPERTS if "expert" not in key})
+    before = torch.random.get_rng_state()
+    tensors = {name: tensor.clone() for name, tensor in initial_tensors(config, 0)}
+    assert torch.equal(before, torch.random.get_rng_state())
+    whole = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    names = [name for name in tensors if name.endswith(("alpha_p", "alpha_n"))]
+    assert len(names) == 4
+    assert all(torch.equal(tensors[name], whole[name]) for name in names)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in initial_tensors(config, 0))
+
+
+def test_what_a_module_around_it_initialises_is_made() -> None:
+    """Qwen3-Next's mixture sets the weights of its router: drawn anew for each layer, the same for a seed."""
+    heads = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    sizes = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "head_dim": 8}
+    config = AutoConfig.for_model("qwen3_next", **{**EXPERTS, **heads, **kinds, **sizes})
+    first, again = (dict(initial_tensors(config, 0)) for _ in range(2))
+    gates = [first[f"model.layers.{layer}.mlp.gate.weight"] for layer in range(2)]
+    assert all(0.01 < float(gate.std()) < 0.04 for gate in gates)
+    assert not torch.equal(*gates)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_a_tensor_that_a_class_makes_off_meta_is_put_there() -> None:
+    config = AutoConfig.for_model("diffllama", **{key: EXPERTS[key] for key in EXPERTS if "expert" not in key})
+    model = build_on_meta(config)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 @pytest.mark.parametrize(

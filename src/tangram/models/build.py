@@ -78,6 +78,10 @@ def did_you_mean(word: str, known: Any, *, listed: bool = True) -> str:
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """The model with shapes but no storage; UserError where its class can make none of this configuration."""
+    return _all_on_meta(_constructed_on_meta(config))
+
+
+def _constructed_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return cast(PreTrainedModel, AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32))
@@ -85,6 +89,21 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         raise UserError(
             f"a {config.model_type} model cannot be built with these fields: {type(error).__name__}: {error}"
         ) from error
+
+
+def _all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """Some classes make a tensor from numbers of Python's, or on the CPU by name; tied ones stay one."""
+    moved: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage]
+            for name, tensor in tensors.items():
+                if tensor is not None and not tensor.is_meta:
+                    if tensor not in moved:
+                        empty = tensor.detach().to("meta")
+                        trained = tensor.requires_grad
+                        moved[tensor] = nn.Parameter(empty, trained) if isinstance(tensor, nn.Parameter) else empty
+                    cast("dict[str, Tensor]", tensors)[name] = moved[tensor]
+    return model
 
 
 def initial_tensors(
@@ -97,16 +116,23 @@ def initial_tensors(
     model = build_on_meta(config)
     names_in_it = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
     wanted = {name for name in names_in_it if only(name)}
+    constructed: dict[type[nn.Module], PreTrainedModel] = {}
     for path, module in cast(Iterator[tuple[str, nn.Module]], model.named_modules()):
         names = _own_tensors(module)
         if not any(_join(path, name) in wanted for name in names):
             continue
         _initialise_alone(model, module, _stream_seed(seed, path))
+        if _without_value(module):
+            _initialise_from_outside(model, path, module, _stream_seed(seed, path))
+        for name in _without_value(module):
+            made = _as_constructed(config, type(module), seed, constructed)
+            with torch.no_grad():
+                getattr(module, name).copy_(getattr(made.get_submodule(path), name))
+        if left := _without_value(module):
+            raise RuntimeError(f"{type(model).__name__} leaves {_join(path, left[0])} without an initial value")
         for name in names:
             full_name = _join(path, name)
             tensor: Tensor = getattr(module, name)
-            if tensor.is_floating_point() and tensor.isnan().any():
-                raise RuntimeError(f"{type(model).__name__} leaves {full_name} without an initial value")
             if full_name in wanted:
                 yield full_name, tensor.detach()
         module.to_empty(device="meta", recurse=False)
@@ -121,7 +147,56 @@ def _initialise_alone(model: PreTrainedModel, module: nn.Module, seed: int) -> N
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))  # so that a tensor which nothing initialises is seen
         torch.random.default_generator.manual_seed(seed)
-        model._init_weights(module)  # pyright: ignore[reportPrivateUsage]  the documented override point of HF models
+        try:
+            model._init_weights(module)  # pyright: ignore[reportPrivateUsage]  the documented override point of HF models
+        except AttributeError as error:
+            raise UserError(
+                f"this transformers cannot initialise a {type(model).__name__} ({error}): give a directory with weights"
+            ) from error
+
+
+def _initialise_from_outside(model: PreTrainedModel, path: str, module: nn.Module, seed: int) -> None:
+    """Some classes initialise a module where they initialise one around it: ask those, from the nearest on.
+
+    What else they have stays on meta, where writing does nothing and draws no random number.
+    """
+    while path and _without_value(module):
+        path = path.rpartition(".")[0]
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.random.default_generator.manual_seed(seed)
+            model._init_weights(model.get_submodule(path))  # pyright: ignore[reportPrivateUsage]
+
+
+def _as_constructed(
+    config: PreTrainedConfig, kind: type[nn.Module], seed: int, known: dict[type[nn.Module], PreTrainedModel]
+) -> PreTrainedModel:
+    """The model on meta but for the modules of one class, which hold what their constructor has put there.
+
+    For classes that leave initial values to it. All modules of that class are in memory at once.
+    """
+    if kind not in known:
+        construct = kind.__init__
+
+        def on_cpu(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            with torch.device("cpu"):
+                construct(self, *args, **kwargs)
+
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody fills holds nan then
+        kind.__init__ = on_cpu
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.random.default_generator.manual_seed(_stream_seed(seed, kind.__qualname__))
+                known[kind] = _constructed_on_meta(config)
+        finally:
+            kind.__init__ = construct
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    return known[kind]
+
+
+def _without_value(module: nn.Module) -> list[str]:
+    tensors = {name: cast(Tensor, getattr(module, name)) for name in _own_tensors(module)}
+    return [name for name, tensor in tensors.items() if tensor.is_floating_point() and bool(tensor.isnan().any())]
 
 
 def _own_tensors(module: nn.Module) -> list[str]:
