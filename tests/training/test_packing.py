@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tangram.training.packing import respects_documents
+from tangram.errors import UserError
+from tangram.training.packing import respects_documents, settle, why_not_causal
 
 SIZES = {
     "vocab_size": 64,
@@ -150,3 +151,139 @@ def test_a_model_in_which_no_token_sees_another_is_not_judged_good() -> None:
         if "o_proj" in name:
             nn.init.zeros_(parameter)
     assert not respects_documents(model)
+
+
+BERT = {**SIZES, "max_position_embeddings": 64}
+CAUSAL = {
+    "llama": SIZES,
+    "gpt2": GPT2,
+    "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "gpt_oss": {**SIZES, "num_local_experts": 4},
+    "lfm2": {**SIZES, "layer_types": ["conv", "full_attention"]},
+    "mamba": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "bert": {**BERT, "is_decoder": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("positions", [True, False])
+@pytest.mark.parametrize("family", CAUSAL)
+def test_causal_models_are_found_causal(family: str, positions: bool, dtype: torch.dtype) -> None:
+    model = build(family, "eager", **CAUSAL[family]).to(dtype).train()
+    assert why_not_causal(model, positions=positions) == ""
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class SeesOneAhead(Wrapped):
+    """A ten-thousandth of the next token's embedding, at one place only."""
+
+    place = 6
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
+        kept: list[Tensor] = []
+        handle = self.get_input_embeddings().register_forward_hook(lambda _, args, output: kept.append(output))
+        output = self.model(input_ids=input_ids, use_cache=use_cache)
+        handle.remove()
+        ahead_BV = 1e-4 * kept[0][:, self.place + 1].sum(-1, keepdim=True).to(output.logits.dtype)
+        here_S = torch.arange(input_ids.shape[1]) == self.place
+        output.logits = output.logits + here_S[None, :, None] * ahead_BV[:, None]
+        return output
+
+
+class SeesTheLast(SeesOneAhead):
+    """The place before the last alone sees the last."""
+
+    place = 14
+
+
+class Unnamed(SeesOneAhead):
+    """The same in a model that does not say which its embeddings are: only the logits can tell, of a larger leak."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
+        output = self.model(input_ids=input_ids, use_cache=use_cache)
+        output.logits = output.logits + 1e-3 * output.logits.roll(-1, 1)
+        return output
+
+
+class Prefix(Wrapped):
+    """The first eight tokens see each other."""
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
+        seen_SS = torch.ones(input_ids.shape[1], input_ids.shape[1], dtype=torch.bool).tril()
+        seen_SS[:8, :8] = True
+        mask_B1SS = torch.where(seen_SS, 0.0, torch.finfo(torch.float32).min).expand(len(input_ids), 1, -1, -1)
+        return self.model(input_ids=input_ids, attention_mask=mask_B1SS, use_cache=use_cache)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "dtype"),
+    [
+        (SeesOneAhead, torch.float32),
+        (SeesOneAhead, torch.bfloat16),
+        (SeesTheLast, torch.float32),
+        (Unnamed, torch.float32),
+        (Prefix, torch.float32),
+    ],
+)
+def test_planted_looks_ahead_are_found_out(mistake: type[Wrapped], dtype: torch.dtype) -> None:
+    model = build("llama", "eager", **SIZES).to(dtype)
+    assert why_not_causal(model) == ""
+    assert "what stands to the right of a token reaches it" in why_not_causal(mistake(model))
+
+
+@pytest.mark.parametrize("asked", ["auto", "single"])
+def test_a_bidirectional_model_is_refused_with_the_way_out(asked: Any) -> None:
+    with pytest.raises(UserError, match=r"BertLMHeadModel cannot .* the right .*model\.change\.is_decoder = true"):
+        settle(build("bert", "eager", **BERT), asked, None, lambda mine: mine)
+
+
+def test_packed_documents_need_a_causal_model_too() -> None:
+    bidirectional = build("gemma3_text", "eager", **FAMILIES["gemma3_text"], use_bidirectional_attention=True)
+    with pytest.raises(UserError, match="Gemma3ForCausalLM "):
+        settle(bidirectional, "auto", None, lambda mine: mine)
+
+
+def test_a_model_whose_weights_are_zero_cannot_be_judged_causal() -> None:
+    model = build("llama", "sdpa", **SIZES)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    assert "cannot be told" in why_not_causal(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "before", "found", "why"),
+    [
+        ("llama", "auto", None, "packed", "LlamaForCausalLM keeps them apart"),
+        ("llama", "packed", None, "packed", "as the plan says"),
+        ("llama", "single", None, "single", "as the plan says"),
+        ("llama", "auto", "single", "single", "as in the run that goes on"),
+        ("llama", "auto", "packed", "packed", "as in the run that goes on"),
+        ("bloom", "auto", None, "single", "BloomForCausalLM would let a document see the one"),
+        ("mamba", "single", None, "single", "as the plan says"),
+    ],
+)
+def test_what_the_packing_comes_to(family: str, asked: Any, before: Any, found: str, why: str) -> None:
+    settled = settle(build(family, "eager", **CAUSAL[family]), asked, before, lambda mine: mine)
+    assert settled.packing == found
+    assert settled.why.startswith(why)
+
+
+@pytest.mark.parametrize(("asked", "before"), [("packed", None), ("auto", "packed")])
+def test_a_model_that_mixes_documents_is_refused_with_the_way_out(asked: Any, before: Any) -> None:
+    with pytest.raises(UserError, match=r'windows of its own with data\.packing = "single"'):
+        settle(build("bloom", "eager", **CAUSAL["bloom"]), asked, before, lambda mine: mine)
+
+
+def test_one_rank_that_says_no_decides_for_all() -> None:
+    asked: list[bool] = []
+
+    def another_says_no(mine: bool) -> bool:
+        asked.append(mine)
+        return mine and len(asked) > 1
+
+    assert settle(build("llama", "sdpa", **SIZES), "auto", None, another_says_no).packing == "single"
+    assert asked == [True, True]

@@ -123,6 +123,9 @@ class DataPlan(Table):
     """Samples in one step over all ranks and micro-batches."""
     micro_batch: Positive = 1
     """Samples that one rank takes through the model at once; the rest of its share follows, gradients add up."""
+    packing: Literal["auto", "packed", "single"] = "auto"
+    """Which documents a sample holds: "packed" as many as fit, which the model has to keep apart; "single" one, and the
+    rest of the window counts nothing; "auto" asks the model before training and takes "packed" where it can."""
     cache: PathText | None = None
     """Where tokens are kept between runs; the default is the user's cache folder."""
 

@@ -191,11 +191,19 @@ def _what(kind: type[Job], error: ErrorDetails, keys: list[str]) -> str:
         case "value_error":  # our own sentences
             reason = " ".join(str(error.get("ctx", {}).get("error", error["msg"])).split())
             return f"{key}: {reason}" if key else reason
+        case "literal_error" if near := _nearest(error):
+            return f'{key} = {error["input"]!r}: did you mean "{near}"?'
         case _:
             given = repr(error["input"])
             given = given if len(given) <= 60 else f"{given[:57]}..."
             message = re.sub(r"valid dictionary( or .*)?$", "table", error["msg"])
             return f"{key} = {given}: {message[:1].lower()}{message[1:]}"
+
+
+def _nearest(error: ErrorDetails) -> str:
+    """The known word that is most like the one given; none where nothing is."""
+    known = re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
+    return next(iter(difflib.get_close_matches(str(error["input"]), known, n=1)), "")
 
 
 def _hint(kind: type[Job], keys: list[str]) -> str:

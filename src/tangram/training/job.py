@@ -28,12 +28,12 @@ from tangram.training.building import has_dropout, source_of
 from tangram.training.checkpoints import describe as describe_checkpoint
 from tangram.training.checkpoints import newest
 from tangram.training.cuts import cuts_of
-from tangram.training.data import Corpus, Tokens, load_tokens, open_corpus, prepare, unigram_entropy
+from tangram.training.data import Corpus, Tokens, load_tokens, open_corpus, padding, prepare, unigram_entropy
 from tangram.training.events import Doing, Note, Record, Table
 from tangram.training.folder import near
 from tangram.training.launch import RankError, computing_as_a_rank, pick_device, refuse_too_many, run_ranks
 from tangram.training.proofs import ProofError, prove
-from tangram.training.rank import CHECKPOINTS, RankJob, RankReport, stream_of, train_rank
+from tangram.training.rank import CHECKPOINTS, RankJob, RankReport, stream_of, train_rank, with_packing
 from tangram.training.report import write_report
 from tangram.training.summary import Summary, summarise
 from tangram.training.tables import count
@@ -66,8 +66,6 @@ class Prepared:
     corpus: Corpus
     costs: loop.Costs
     parameters: int
-    entropy: float | None
-    """Of the held-out text; None where none is held out."""
     begun: float
     """When the job began, by the monotonic clock."""
 
@@ -132,7 +130,6 @@ def prepare_job(chosen: Chosen, on_event: OnEvent) -> Prepared:
         corpus=corpus,
         costs=loop.Costs(counted.flops_per_sample, chosen.peak_flops),
         parameters=parameters,
-        entropy=unigram_entropy(corpus, plan.data) if plan.data.held_out else None,
         begun=begun,
     )
 
@@ -153,8 +150,11 @@ def checkpoint_to_resume(out: Path, plan: Plan, corpus: Corpus, on_event: OnEven
             f'the newest checkpoint in "{out}" is of step {step}, and run.steps is {plan.run.steps}: nothing is left '
             "to do; raise it with --set run.steps=N"
         )
-    before: dict[str, Any] = told.about.get("stream", {})
+    before: dict[str, Any] = dict(told.about.get("stream", {}))
+    before.setdefault("packing", "packed")  # those that were written when there was no choice
     for key, now in stream_of(plan, corpus).items():
+        if key == "packing" and now == "auto":
+            continue  # it goes on as it was
         if before.get(key) != now:
             raise UserError(_other_stream(found, key, before.get(key), now))
     return found
@@ -163,7 +163,8 @@ def checkpoint_to_resume(out: Path, plan: Plan, corpus: Corpus, on_event: OnEven
 def _other_stream(path: Path, key: str, before: object, now: object) -> str:
     if key == "text":
         return f'"{path}" was trained on another text than [data] gives now: resume on the same files'
-    what = {"seed": "seed", "sequence": "data.sequence", "weights": "weights of data.sources"}[key]
+    names = {"sequence": "data.sequence", "weights": "weights of data.sources", "packing": "data.packing"}
+    what = names.get(key, key)
     return f'"{path}" was trained with {what} {before}, and the plan has {now}: resume with the same'
 
 
@@ -211,7 +212,7 @@ def finish(
     job: RankJob, chosen: Chosen, ready: Prepared, record: Record, report: RankReport, on_event: OnEvent
 ) -> Summary | Stopped:
     """What comes after the ranks: proofs, export, report, summary."""
-    plan, out = job.plan, job.folder
+    plan, out = with_packing(job.plan, report.packing), job.folder
     checkpoint = newest(out / CHECKPOINTS)
     if report.trained.stopped == "signal":
         return Stopped(report.step, checkpoint)
@@ -221,9 +222,10 @@ def finish(
     on_event(
         Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {figures.seconds(trained.seconds)}")
     )
-    if report.held_out_loss is not None and ready.entropy is not None:
-        words = f"loss {report.held_out_loss:.6f} on {count(plan.ranks, 'rank')}; unigram entropy {ready.entropy:.4f}"
-        on_event(Note(f"held out   {words}, ratio {report.held_out_loss / ready.entropy:.2f}"))
+    entropy = unigram_entropy(ready.corpus, plan.data) if plan.data.held_out else None
+    if report.held_out_loss is not None and entropy is not None:
+        words = f"loss {report.held_out_loss:.6f} on {count(plan.ranks, 'rank')}; unigram entropy {entropy:.4f}"
+        on_event(Note(f"held out   {words}, ratio {report.held_out_loss / entropy:.2f}"))
     with computing_as_a_rank(plan.ranks):
         device = pick_device(plan.run.device, 0, 1)
         proved = prove(plan, ready.source, ready.tokens, ready.corpus, checkpoint, out, report, device, on_event)
@@ -235,7 +237,9 @@ def finish(
         model=ready.source.name,
         parameters=ready.parameters,
         eval_loss=report.held_out_loss,
-        unigram_entropy=ready.entropy,
+        unigram_entropy=entropy,
+        packing=report.packing,
+        padding=padding(ready.corpus, plan.data),
         eval_loss_relayout=proved.loss,
         relayout_relative_difference=proved.relative,
         relayout_logits_max_diff=proved.logits,

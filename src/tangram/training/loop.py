@@ -232,8 +232,9 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """A Hugging Face model's logits; position ids that begin anew tell it where documents do."""
-    logits: Tensor = model(input_ids=batch.inputs_BS, position_ids=batch.positions_BS, use_cache=False).logits
+    """A Hugging Face model's logits; position ids that begin anew tell it where documents do, if rows hold several."""
+    told = {} if batch.positions_BS is None else {"position_ids": batch.positions_BS}
+    logits: Tensor = model(input_ids=batch.inputs_BS, use_cache=False, **told).logits
     return logits
 
 

@@ -1,8 +1,10 @@
 """The part of one rank in `tangram train`: build, resume, train, save, measure."""
 
+# ruff: noqa: N806  a tensor carries its dims in its name
+
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +20,14 @@ from tangram.models.build import build_on_meta
 from tangram.models.twin import module_shapes
 from tangram.planner.plan import Plan
 from tangram.planner.read import dumps
-from tangram.training import loop
+from tangram.training import figures, loop
 from tangram.training.building import build, source_of
-from tangram.training.checkpoints import Checkpointer, JobState, load
-from tangram.training.data import Batch, Corpus, Stream, held_out_batches, load_tokens, open_corpus
-from tangram.training.events import SaveFailed
+from tangram.training.checkpoints import Checkpointer, JobState, describe, load
+from tangram.training.data import Batch, Corpus, Stream, held_out_batches, load_tokens, open_corpus, padding
+from tangram.training.events import Note, SaveFailed
 from tangram.training.launch import Rank
 from tangram.training.optimise import make_adamw
-from tangram.training.packing import respects_documents
+from tangram.training.packing import Settled, settle
 from tangram.training.profiling import profiled
 from tangram.training.tensor import PROBED, refuse_wrong_flow
 from tangram.training.world import World, make_world
@@ -62,6 +64,8 @@ class RankReport:
     peak_rss_mb: float
     """The most memory that any rank has had."""
     blocked_seconds: float
+    packing: Literal["packed", "single"]
+    """Which documents a sample held."""
 
 
 def train_rank(rank: Rank, job: RankJob) -> RankReport:
@@ -77,14 +81,18 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
         raise UserError("this rank reads another text than the others: let the files rest, or train on a copy")
     source = source_of(plan, tokens)
     model = build(plan, source, world, values=job.resume is None)
-    state = JobState(model, make_adamw(model, plan.optimiser), about=about(plan, corpus))
-    checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world)
+    state = JobState(model, make_adamw(model, plan.optimiser))
     if job.resume is not None:
         state.progress = load(job.resume, state, plan, world)
     if world.tensor_size > 1:
         with loop.resharded(model):
             refuse_wrong_flow(model, plan, world, module_shapes(build_on_meta(source.config), 1, PROBED))
-    refuse_mixing(model, world)
+    settled = settled_packing(model, plan, world, job.resume)
+    plan = with_packing(plan, settled.packing)
+    state.about = about(plan, corpus)
+    checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world)
+    if rank.index == 0:
+        rank.emit(Note(_packing_words(settled, corpus, plan)))
 
     first = state.progress.step
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
@@ -104,6 +112,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
         probe=None if stopped else probe_logits(model, corpus, plan, world.device),
         peak_rss_mb=highest(peak_resident_mb(), world),
         blocked_seconds=checkpointer.blocked_seconds,
+        packing=settled.packing,
     )
 
 
@@ -132,17 +141,36 @@ def stream_of(plan: Plan, corpus: Corpus) -> dict[str, Any]:
         "seed": plan.seed,
         "sequence": plan.data.sequence,
         "weights": [source.weight for source in plan.data.sources],
+        "packing": plan.data.packing,
     }
 
 
-def refuse_mixing(model: nn.Module, world: World | None) -> None:
-    """Raise UserError for a model in which a document sees the one that is packed before it."""
+def packing_of(checkpoint: Path) -> Literal["packed", "single"]:
+    """How the run that wrote a checkpoint packed its text; before there was a choice, documents shared windows."""
+    return describe(checkpoint).about.get("stream", {}).get("packing", "packed")
+
+
+def settled_packing(model: nn.Module, plan: Plan, world: World, resume: Path | None) -> Settled:
+    """What `data.packing` comes to, the same on all ranks; a run that goes on keeps what it had."""
+
+    def on_all(mine: bool) -> bool:
+        return loop.sum_over(world.group, torch.tensor([float(mine)], device=world.device)) == [float(world.size)]
+
+    before = None if resume is None else packing_of(resume)
     with loop.resharded(model):
-        if not respects_documents(model, device=next(model.parameters()).device):
-            raise UserError(
-                f"{type(model).__name__} lets a document see the one that is packed before it: it takes no notice of "
-                "position ids, so this version cannot train it"
-            )
+        return settle(model, plan.data.packing, before, on_all, device=next(model.parameters()).device)
+
+
+def with_packing(plan: Plan, packing: Literal["packed", "single"]) -> Plan:
+    """The plan in which it is settled."""
+    return plan.model_copy(update={"data": plan.data.model_copy(update={"packing": packing})})
+
+
+def _packing_words(settled: Settled, corpus: Corpus, plan: Plan) -> str:
+    what = "documents share samples"
+    if settled.packing == "single":
+        what = f"one document to a sample, {figures.percent(padding(corpus, plan.data))} of the places hold none"
+    return f"packing    {settled.packing}: {what}; {settled.why}"
 
 
 def probe_batch(corpus: Corpus, plan: Plan, device: torch.device) -> Batch:
@@ -152,7 +180,12 @@ def probe_batch(corpus: Corpus, plan: Plan, device: torch.device) -> Batch:
     else:
         stream = Stream(corpus, plan.data, seed=plan.seed, device=device)
         batch = next(stream).micro[0]
-    return Batch(*(x_BS[:1, :PROBE_TOKENS] for x_BS in (batch.inputs_BS, batch.labels_BS, batch.positions_BS)))
+    positions_BS = batch.positions_BS
+    return Batch(
+        batch.inputs_BS[:1, :PROBE_TOKENS],
+        batch.labels_BS[:1, :PROBE_TOKENS],
+        None if positions_BS is None else positions_BS[:1, :PROBE_TOKENS],
+    )
 
 
 @torch.no_grad()

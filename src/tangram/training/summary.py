@@ -35,6 +35,10 @@ class Summary:
     """The step of the checkpoint that training went on from."""
     stopped_early: str | None = None
     """Why it ended before the last step: "time" or "signal"."""
+    packing: str | None = None
+    """Which documents a sample held: "packed" as many as fit, "single" one."""
+    padding: float | None = None
+    """The share of the places of samples that held none."""
 
     step_seconds: float | None = None
     tokens_per_s: float | None = None

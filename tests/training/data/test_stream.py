@@ -14,17 +14,19 @@ from tangram.errors import UserError
 from tangram.planner.plan import DataPlan, SourcePlan
 from tangram.training import data
 from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, Stream
+from tangram.training.data.corpus import is_single
+from tangram.training.data.samples import collate
 from tests.training.data.texts import corpus_of, data_plan, texts_of, write_files
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> DataPlan:
+@pytest.fixture(scope="module", params=["packed", "single"])
+def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DataPlan:
     folder = tmp_path_factory.mktemp("stream")
     first, second = write_files(folder / "first"), write_files(folder / "second", 11)
     sources = SourcePlan(path=str(first), weight=2.0), SourcePlan(path=str(second), weight=1.0)
-    return data_plan(folder / "cache", *sources, global_batch=10, micro_batch=2)
+    return data_plan(folder / "cache", *sources, global_batch=10, micro_batch=2, packing=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +45,14 @@ def dealt(corpus: Corpus, plan: DataPlan, first: int, size: int) -> list[RankBat
 
 
 def rows(ranks: list[RankBatches]) -> list[tuple[list[int], list[int], list[int]]]:
-    """Every row that counts something, rank after rank."""
+    """Every row that counts something, rank after rank; of single documents it has no positions."""
     found: list[tuple[list[int], list[int], list[int]]] = []
     for rank in ranks:
         for batch in rank.micro:
-            for inputs_S, labels_S, positions_S in zip(
-                batch.inputs_BS, batch.labels_BS, batch.positions_BS, strict=True
-            ):
+            positions_BS = batch.positions_BS
+            if positions_BS is None:
+                positions_BS = torch.zeros(len(batch.inputs_BS), 0)
+            for inputs_S, labels_S, positions_S in zip(batch.inputs_BS, batch.labels_BS, positions_BS, strict=True):
                 if int((labels_S != IGNORE).sum()):
                     found.append((inputs_S.tolist(), labels_S.tolist(), positions_S.tolist()))
     return found
@@ -86,7 +89,7 @@ def test_a_resume_on_other_numbers_of_ranks_repeats_and_skips_nothing(
     assert position == 50 * global_batch
     assert ids == data.sample_ids(corpus, own, 5, 0, position)
     for source, split in enumerate(corpus.training):
-        windows = split.windows(own.sequence)
+        windows = split.windows(own.sequence, single=is_single(own))
         own_ids = [window for of, window in ids if of == source]
         assert len(own_ids) > windows  # beyond one epoch
         for epoch in range(len(own_ids) // windows):
@@ -114,7 +117,7 @@ def test_any_part_of_the_stream_is_found_alone(
 
 
 def test_every_epoch_and_seed_has_its_own_order(plan: DataPlan, corpus: Corpus) -> None:
-    windows = corpus.training[0].windows(plan.sequence)
+    windows = corpus.training[0].windows(plan.sequence, single=is_single(plan))
     ids = [window for source, window in data.sample_ids(corpus, plan, 3, 0, 3 * windows) if source == 0]
     other = [window for source, window in data.sample_ids(corpus, plan, 4, 0, 3 * windows) if source == 0]
     assert ids[:windows] != ids[windows : 2 * windows]
@@ -136,13 +139,46 @@ def test_held_out_samples_are_dealt_out_once_in_equally_many_batches(size: int, 
     samples = data.held_out_samples(corpus, plan)
     assert len(set(samples)) == len(samples) == 13
     every = torch.cat([batch.labels_BS for own in batches for batch in own])
-    expected = sum(int(corpus.held_out[source].labels([window], plan.sequence)[0]) for source, window in samples)
+    expected = sum(
+        int(corpus.held_out[source].labels([window], plan.sequence, single=is_single(plan))[0])
+        for source, window in samples
+    )
     assert int((every != IGNORE).sum()) == expected
 
 
 def test_held_out_samples_end_where_there_are_no_more(plan: DataPlan, corpus: Corpus) -> None:
     samples = data.held_out_samples(corpus, plan.model_copy(update={"held_out_samples": 10**6}))
-    assert len(set(samples)) == len(samples) == sum(split.windows(plan.sequence) for split in corpus.held_out)
+    every = sum(split.windows(plan.sequence, single=is_single(plan)) for split in corpus.held_out)
+    assert len(set(samples)) == len(samples) == every
+
+
+def test_padding_is_the_share_of_places_that_hold_no_token(plan: DataPlan, corpus: Corpus) -> None:
+    """Counted in the samples of one epoch of each source, in the shares of their weights."""
+    expected = 0.0
+    for share, split in zip((2 / 3, 1 / 3), corpus.training, strict=True):
+        windows = split.windows(plan.sequence, single=is_single(plan))
+        rows = [(split, window) for window in range(windows)]
+        batch = collate(rows, plan.sequence, 999, CPU, single=is_single(plan))
+        expected += share * float((batch.inputs_BS == 999).double().mean())
+    assert data.padding(corpus, plan) == pytest.approx(expected)
+    assert (expected > 0.05) == (plan.packing == "single")
+
+
+def test_left_to_the_model_a_stream_has_documents_share_samples(plan: DataPlan, corpus: Corpus) -> None:
+    left, packed = (plan.model_copy(update={"packing": packing}) for packing in ("auto", "packed"))
+    assert rows([next(Stream(corpus, left))]) == rows([next(Stream(corpus, packed))])
+    if plan.packing == "single":
+        assert rows([next(Stream(corpus, left))]) != rows([next(Stream(corpus, plan))])
+
+
+@pytest.mark.parametrize("packing", ["packed", "single"])
+def test_documents_that_are_all_empty_are_refused(packing: str, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    for number in range(3):
+        (tmp_path / "source" / f"{number}.txt").write_text("")
+    plan = data_plan(tmp_path / "cache", tmp_path / "source", packing=packing)
+    with pytest.raises(UserError, match="has no text to train on: its files are empty"):
+        corpus_of(plan)
 
 
 def test_the_unigram_entropy_is_that_of_the_labels_that_are_counted(tmp_path: Path) -> None:

@@ -31,6 +31,11 @@ class Corpus:
         return f"{trained}; held out {kept}"
 
 
+def is_single(data: DataPlan) -> bool:
+    """Whether a window holds one document only. Where the plan leaves it to the model, nobody has asked one here."""
+    return data.packing == "single"
+
+
 def prepare(
     data: DataPlan, tokens: Tokens, on_event: Callable[[object], None], *, part_bytes: int = PART_BYTES
 ) -> None:
@@ -51,11 +56,11 @@ def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
         content.update(store.digest.encode())
     training, held_out = (tuple(store.splits[split] for store in stores) for split in (0, 1))
     for source, split, kept in zip(data.sources, training, held_out, strict=True):
-        if not split.windows(data.sequence):
+        if not split.windows(data.sequence, single=is_single(data)):
             raise UserError(
                 f'the source "{source.path}" has no text to train on: {_where(len(kept.end_D), data.held_out)}'
             )
-    if data.held_out and not any(split.windows(data.sequence) for split in held_out):
+    if data.held_out and not any(split.windows(data.sequence, single=is_single(data)) for split in held_out):
         count = sum(len(split.end_D) for split in training)
         raise UserError(
             f"none of the {count} documents in data.sources is held out to measure the loss on: give more documents (a "

@@ -1,18 +1,22 @@
-"""Packed samples: the documents of a split laid end to end and cut into windows of equal length.
+"""Samples: the documents of a split laid end to end and cut into windows of equal length, in one of two ways.
 
-A document is [begin?] tokens end. Window w takes `sequence` inputs from token w * sequence on, and the label of each is
-the next token; windows overlap by that one token, so an epoch counts every label exactly once. The last window is short
-and filled up: nothing of the text is dropped.
+A document is [begin?] tokens end. A window takes its inputs from some place on, and the label of each is the next
+token; windows that follow one another overlap by that one token, so an epoch counts every label exactly once. A window
+that the text does not fill is filled up at its right end with what counts nothing: nothing of the text is dropped.
 
-No label crosses documents: the last token of one has the label `IGNORE`, and position ids begin at 0 with each document
-(and with each window), by which attention is kept within documents. The trade-off against one document in a window: all
-of every window is trained on, and a document that a window's edge cuts loses its context there.
+Packed: window w begins at token w * `sequence`, whatever documents lie there. No label crosses documents: the last
+token of one has the label `IGNORE`, and position ids begin at 0 with each document (and with each window), by which
+attention is kept within documents. All of every window is trained on; a document that a window's edge cuts loses its
+context there; and the model has to take notice of position ids.
+
+Single: every document is cut by itself, so a window holds tokens of one document only, and any causal model may have
+it: what it is filled up with stands to the right of all that counts. The price is the places that are filled up.
 """
 
 # ruff: noqa: N803, N806, N815  a tensor carries its dims in its name
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +26,9 @@ from torch import Tensor
 IGNORE = -100  # a label that is not counted
 
 Ints = npt.NDArray[np.int64]
+
+_STRIDE = 64  # documents between two of which it is kept how many windows come before them
+_CHUNK = _STRIDE << 14  # documents that are looked at together
 
 
 @dataclass(frozen=True)
@@ -35,18 +42,59 @@ class Split:
     read: Callable[[int, int], Ints]
     """The tokens from a place up to another."""
 
-    def windows(self, sequence: int) -> int:
+    _before: dict[int, Ints] = field(default_factory=dict[int, Ints], compare=False, repr=False)
+    """Single documents, by `sequence`: the windows before every `_STRIDE`th document, and those of all."""
+
+    def windows(self, sequence: int, *, single: bool = False) -> int:
         """How many samples it makes."""
+        if single:
+            return int(self._windows_before(sequence)[-1])
         return max(0, -(-(self.size - 1) // sequence))
 
-    def labels(self, windows: npt.ArrayLike, sequence: int) -> Ints:
+    def spans(self, windows: npt.ArrayLike, sequence: int, *, single: bool = False) -> tuple[Ints, Ints]:
+        """The place of the first input of each of these windows, and the place after the last."""
+        window_M = np.asarray(windows, np.int64)
+        if single:
+            return self._single_spans(window_M.ravel(), sequence)
+        start_M = window_M * sequence
+        return start_M, np.minimum(start_M + sequence, self.size - 1)
+
+    def labels(self, windows: npt.ArrayLike, sequence: int, *, single: bool = False) -> Ints:
         """How many labels each of these windows counts; no token has to be read for that."""
-        start = np.asarray(windows, np.int64) * sequence
-        stop = np.minimum(start + sequence, self.size - 1)
+        start, stop = self.spans(windows, sequence, single=single)
         ends = np.searchsorted(self.end_D, stop.astype(self.end_D.dtype), "right") - np.searchsorted(
             self.end_D, start.astype(self.end_D.dtype), "right"
         )
         return stop - start - ends
+
+    def _windows_before(self, sequence: int) -> Ints:
+        """One pass over the documents, then kept: an eighth of a byte for each."""
+        if sequence not in self._before:
+            found = [np.zeros(1, np.int64)]
+            for at in range(0, len(self.end_D), _CHUNK):
+                _, _, count_D = self._documents(np.arange(at, min(at + _CHUNK, len(self.end_D))), sequence)
+                found.append(np.add.reduceat(count_D, np.arange(0, len(count_D), _STRIDE)))
+            self._before[sequence] = np.cumsum(np.concatenate(found))
+        return self._before[sequence]
+
+    def _documents(self, number: Ints, sequence: int) -> tuple[Ints, Ints, Ints]:
+        """Of documents: the place of the first token, the place after the last, and how many windows each makes."""
+        end = self.end_D[number].astype(np.int64)
+        begin = np.where(number > 0, self.end_D[number - 1].astype(np.int64), 0)
+        return begin, end, np.maximum(0, -(-(end - begin - 1) // sequence))
+
+    def _single_spans(self, window_M: Ints, sequence: int) -> tuple[Ints, Ints]:
+        before = self._windows_before(sequence)
+        block_M = np.searchsorted(before, window_M, "right") - 1
+        number_MK = np.minimum(block_M[:, None] * _STRIDE + np.arange(_STRIDE), len(self.end_D) - 1)
+        begin_MK, end_MK, count_MK = self._documents(number_MK, sequence)
+        rest_M = window_M - before[block_M]
+        until_MK = np.cumsum(count_MK, 1)
+        at_M = (until_MK <= rest_M[:, None]).sum(1)
+        row_M = np.arange(len(window_M))
+        own_M = rest_M - until_MK[row_M, at_M] + count_MK[row_M, at_M]  # the how-manieth of its document
+        start_M = begin_MK[row_M, at_M] + own_M * sequence
+        return start_M, np.minimum(start_M + sequence, end_MK[row_M, at_M] - 1)
 
 
 @dataclass(frozen=True)
@@ -55,27 +103,34 @@ class Batch:
 
     inputs_BS: Tensor
     labels_BS: Tensor
-    positions_BS: Tensor
+    positions_BS: Tensor | None
+    """None: a row holds one document from its left end on, and a model is told nothing of positions."""
 
 
-def collate(rows: Sequence[tuple[Split, int] | None], sequence: int, fill: int, device: torch.device) -> Batch:
+def collate(
+    rows: Sequence[tuple[Split, int] | None], sequence: int, fill: int, device: torch.device, *, single: bool = False
+) -> Batch:
     """Stack windows of splits into a batch. None is an empty row; what is empty holds `fill` and counts nothing."""
     inputs_BS = np.full((len(rows), sequence), fill, np.int64)
     labels_BS = np.full((len(rows), sequence), IGNORE, np.int64)
     positions_BS = np.tile(np.arange(sequence), (len(rows), 1))
     for row, place in enumerate(rows):
         if place is not None:
-            _lay(*place, sequence, inputs_BS[row], labels_BS[row], positions_BS[row])
-    return Batch(*(torch.from_numpy(x_BS).to(device) for x_BS in (inputs_BS, labels_BS, positions_BS)))
+            _lay(*place, sequence, single, inputs_BS[row], labels_BS[row], positions_BS[row])
+    inputs, labels, positions = (torch.from_numpy(x_BS).to(device) for x_BS in (inputs_BS, labels_BS, positions_BS))
+    return Batch(inputs, labels, None if single else positions)
 
 
-def _lay(split: Split, window: int, sequence: int, inputs_S: Ints, labels_S: Ints, positions_S: Ints) -> None:
-    start = window * sequence
-    stop = min(start + sequence, split.size - 1)
+def _lay(
+    split: Split, window: int, sequence: int, single: bool, inputs_S: Ints, labels_S: Ints, positions_S: Ints
+) -> None:
+    start, stop = (int(place[0]) for place in split.spans([window], sequence, single=single))
     tokens_T = split.read(start, stop + 1)
     count = stop - start
     inputs_S[:count] = tokens_T[:-1]
     labels_S[:count] = tokens_T[1:]
+    if single:
+        return
     kind = split.end_D.dtype.type
     first, last = np.searchsorted(split.end_D, [kind(start), kind(stop)], "right")
     ends_E = split.end_D[first:last].astype(np.int64) - start

@@ -17,7 +17,7 @@ import torch
 
 from tangram.errors import UserError
 from tangram.planner.plan import DataPlan
-from tangram.training.data.corpus import Corpus
+from tangram.training.data.corpus import Corpus, is_single
 from tangram.training.data.mix import Mix, make_mix
 from tangram.training.data.samples import IGNORE, Batch, Split, collate
 from tangram.training.data.shuffle import permuted
@@ -66,10 +66,10 @@ def step_batches(
     mine += [None] * (micro_steps * data.micro_batch - len(mine))
     return RankBatches(
         micro=tuple(
-            collate(mine[at : at + data.micro_batch], data.sequence, corpus.fill, device)
+            collate(mine[at : at + data.micro_batch], data.sequence, corpus.fill, device, single=is_single(data))
             for at in range(0, len(mine), data.micro_batch)
         ),
-        counted=_count(corpus.training, rows, data.sequence),
+        counted=_count(corpus.training, rows, data),
     )
 
 
@@ -78,7 +78,7 @@ def held_out_samples(corpus: Corpus, data: DataPlan) -> list[tuple[int, int]]:
 
     The sources have their weights' shares, until one has no more. Raises UserError when nothing is held out.
     """
-    windows_N = np.array([split.windows(data.sequence) for split in corpus.held_out])
+    windows_N = np.array([split.windows(data.sequence, single=is_single(data)) for split in corpus.held_out])
     wanted = min(data.held_out_samples, int(windows_N.sum()))
     if not wanted:
         raise UserError("no text is held out to measure the loss on: set data.held_out above 0 and train anew")
@@ -101,7 +101,7 @@ def held_out_batches(corpus: Corpus, data: DataPlan, *, index: int, size: int, d
     width = data.micro_batch * size
     rows += [None] * (-len(rows) % width)
     for at in range(index * data.micro_batch, len(rows), width):
-        yield collate(rows[at : at + data.micro_batch], data.sequence, corpus.fill, device)
+        yield collate(rows[at : at + data.micro_batch], data.sequence, corpus.fill, device, single=is_single(data))
 
 
 def unigram_entropy(corpus: Corpus, data: DataPlan) -> float:
@@ -116,8 +116,25 @@ def unigram_entropy(corpus: Corpus, data: DataPlan) -> float:
     return -math.fsum((share_V * np.log(share_V)).tolist())
 
 
+def padding(corpus: Corpus, data: DataPlan) -> float:
+    """The share of the places of training samples that hold no token of a document and count nothing.
+
+    Nearly 0 where documents share windows; of single documents it says how much of the computation is for nothing.
+    """
+    single, filled, weights = is_single(data), 0.0, 0.0
+    for source, split in zip(data.sources, corpus.training, strict=True):
+        # Every token but the last of a window is an input; of single documents that is the last of the document.
+        inputs = split.size - (len(split.end_D) if single else 1)
+        filled += source.weight * inputs / (split.windows(data.sequence, single=single) * data.sequence)
+        weights += source.weight
+    return 1 - filled / weights
+
+
 class Stream:
     """An endless iterator of one rank's `RankBatches`, for a training loop of one's own.
+
+    A stream knows no model: with `data.packing = "auto"` documents share windows, and the loop has to see to it that
+    they are kept apart; with "single" they do not, and `Batch.positions_BS` is None.
 
     `position` is the number of samples that all ranks together have consumed; save it, and set it to go on, on any
     number of ranks.
@@ -171,7 +188,7 @@ def _choose(splits: Sequence[Split], data: DataPlan, seed: int, source_B: Ints, 
     window_B = np.zeros_like(number_B)
     for source in _distinct(source_B):
         at_M = np.flatnonzero(source_B == source)
-        windows = splits[source].windows(data.sequence)
+        windows = splits[source].windows(data.sequence, single=is_single(data))
         number_M = number_B[at_M]
         epoch_M, place_M = number_M // windows, number_M % windows
         for epoch in _distinct(epoch_M):
@@ -180,10 +197,10 @@ def _choose(splits: Sequence[Split], data: DataPlan, seed: int, source_B: Ints, 
     return source_B, window_B
 
 
-def _count(splits: Sequence[Split], rows: Sequence[tuple[int, int]], sequence: int) -> int:
+def _count(splits: Sequence[Split], rows: Sequence[tuple[int, int]], data: DataPlan) -> int:
     pairs_B2 = np.array(rows, np.int64)
     return sum(
-        int(splits[source].labels(pairs_B2[pairs_B2[:, 0] == source, 1], sequence).sum())
+        int(splits[source].labels(pairs_B2[pairs_B2[:, 0] == source, 1], data.sequence, single=is_single(data)).sum())
         for source in _distinct(pairs_B2[:, 0])
     )
 
