@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tangram.checkpoint import digest
+from tangram.checkpoint import digest, header
 from tangram.checkpoint.commits import write_file
 from tangram.checkpoint.digest import Sums
 from tangram.checkpoint.image import Image
@@ -105,10 +105,16 @@ def with_small_files(partial: Path, manifest: Manifest, beside: Mapping[str, str
 def hugging_face_index(manifest: Manifest) -> str | None:
     """The index of the model's files; None unless there is a model and each tensor of it lies whole in one file."""
     model = [t for name, t in manifest.tensors.items() if name.startswith(f"{MODEL}.")]
-    if not model or any(len(t.pieces) != 1 or t.pieces[0].region != Region.full(t.spec.shape) for t in model):
+    if not model or not all(_stands_whole(t) for t in model):
         return None
     table = {t.name.partition(".")[2]: t.pieces[0].file for t in model}
     return json.dumps({"metadata": {"total_size": sum(t.nbytes for t in model)}, "weight_map": table}, indent=1)
+
+
+def _stands_whole(tensor: StoredTensor) -> bool:
+    """Whether a file has it under its own name, with its own type."""
+    regions = [piece.region for piece in tensor.pieces]
+    return regions == [Region.full(tensor.spec.shape)] and tensor.spec.dtype in header.NAMES
 
 
 # ---------------------------------------------------------------- as files

@@ -7,10 +7,11 @@ FSDP2 makes them, plain ones, which are whole on every rank, numpy arrays, or `H
 of an optimiser go by the names of its parameters, so its module must be in the same state.
 """
 
+import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -55,7 +56,7 @@ class Entry:
     """What this rank holds of it, perhaps nothing."""
     local: Tensor
     """The memory that it is in; of the region's local shape."""
-    replicas: tuple[int, ...] = (0,)
+    replicas: tuple[int, ...] = ()
     """The places, in the group that saves, of all ranks that hold this region, this one's included."""
     layout: str = ""
     """For people."""
@@ -76,9 +77,10 @@ class Described:
 
 
 def describe(state: State, peers: Peers | None = None) -> Described:
-    """Every tensor of a state as it lies on this rank. Collective where a DTensor is cut in strides.
+    """Every tensor of a state as it lies on this rank. Collective over `peers`.
 
-    Raises UserError for what a checkpoint cannot hold.
+    Ranks may hold different tensors, as pipeline stages do; who holds the same finds out here. Raises UserError for
+    what a checkpoint cannot hold.
     """
     peers = peers or Peers()
     tensors: dict[str, Any] = {}
@@ -92,7 +94,8 @@ def describe(state: State, peers: Peers | None = None) -> Described:
             else:
                 objects[name] = _json(name, value)
     places = _Places(peers, tensors)
-    return Described(tuple(places.entry(name, value) for name, value in tensors.items()), objects)
+    entries = [places.entry(name, value) for name, value in tensors.items()]
+    return Described(tuple(_with_replicas(entries, peers)), objects)
 
 
 def mine(entries: Iterable[Entry], index: int) -> list[Entry]:
@@ -115,6 +118,26 @@ def mine(entries: Iterable[Entry], index: int) -> list[Entry]:
                 own.append(entry)
     order = {id(entry): i for i, entry in enumerate(entries)}
     return sorted(own, key=lambda entry: order[id(entry)])
+
+
+def _with_replicas(entries: list[Entry], peers: Peers) -> list[Entry]:
+    """Fill in who holds the same of the entries whose layout does not say it: their `replicas` are empty.
+
+    Mostly every rank has all of them, which a few bytes tell; only else are names exchanged.
+    """
+    loose = [entry for entry in entries if not entry.replicas]
+    keys = [f"{entry.name} {entry.region}" for entry in loose]
+    word = hashlib.sha256(json.dumps(keys).encode()).hexdigest()
+    if len(set(peers.all_words(word))) == 1 and all(e.region == Region.full(e.spec.shape) for e in loose):
+        known = dict.fromkeys(keys, tuple(range(peers.size)))
+    else:
+        found: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(peers.all_words(keys)):
+            for key in theirs:
+                found.setdefault(key, []).append(rank)
+        known = {key: tuple(ranks) for key, ranks in found.items()}
+    filled = {id(entry): replace(entry, replicas=known[key]) for entry, key in zip(loose, keys, strict=True)}
+    return [filled.get(id(entry), entry) for entry in entries]
 
 
 # ---------------------------------------------------------------- what is in a section
@@ -204,7 +227,6 @@ class _Places:
     def __init__(self, peers: Peers, tensors: Mapping[str, Any]) -> None:
         self._peers = peers
         self._ranks = _group_ranks(peers)
-        self._everybody = tuple(range(peers.size))
         self._alike: dict[tuple[Mesh, frozenset[str], int], tuple[int, ...]] = {}
         strided = {n: t for n, t in tensors.items() if isinstance(t, DTensor) and _is_strided(t)}
         own = {name: list(tensor.to_local().shape) for name, tensor in strided.items()}
@@ -219,7 +241,7 @@ class _Places:
         local = _as_tensor(value)
         if local.layout != torch.strided or local.is_meta:
             raise UserError(f"{name} is a {local.layout} tensor on {local.device}: a checkpoint holds dense values")
-        return Entry(name, _spec(local, tuple(local.shape)), Region.full(local.shape), local, self._everybody)
+        return Entry(name, _spec(local, tuple(local.shape)), Region.full(local.shape), local)
 
     def _dtensor(self, name: str, tensor: DTensor) -> Entry:
         mesh, ranks = mesh_of(tensor.device_mesh)
@@ -233,17 +255,15 @@ class _Places:
         if _is_strided(tensor):
             shapes = {i: tuple(found) for i, rank in enumerate(ranks) if (found := by_rank.get(rank)) is not None}
         _, layout = layout_of(tensor, shapes)
-        places = [self._ranks.index(rank) for rank in ranks]
+        places = [self._ranks.index(rank) if rank in self._ranks else -1 for rank in ranks]
         return self._cut(name, local, tuple(tensor.shape), layout, mesh, position, places)
 
     def _held(self, name: str, held: Held) -> Entry:
         mesh, layout = Mesh.parse(held.mesh), Layout.parse(held.layout).bind(held.shape)
         local = _as_tensor(held.local)
-        places = list(range(mesh.size))
         if self._peers.size not in (1, mesh.size):
             raise UserError(f"{name} lies over the {mesh.size} ranks of {held.mesh}, but {self._peers.size} save")
-        if self._peers.size == 1:
-            places = [0 if i == held.rank else i for i in places]
+        places = list(range(mesh.size))
         return self._cut(name, local, held.shape, layout, mesh, held.rank, places)
 
     def _cut(
@@ -257,8 +277,9 @@ class _Places:
             raise UserError(f"{name} has a part of shape {list(local.shape)} here, but by its layout {layout}, {here}")
         if here and tuple(local.shape) != wanted:
             local = local.reshape(wanted)
-        alone = self._peers.size == 1
-        replicas = (0,) if alone else tuple(sorted(places[i] for i in self._positions(mesh, layout.axes, at)))
+        replicas: tuple[int, ...] = ()  # over a part of the group others have the same, who knows where
+        if len(places) == self._peers.size:
+            replicas = tuple(sorted(places[i] for i in self._positions(mesh, layout.axes, at)))
         return Entry(name, _spec(local, shape), here, local, replicas, str(layout))
 
     def _positions(self, mesh: Mesh, cut: frozenset[str], at: int) -> tuple[int, ...]:
