@@ -5,8 +5,9 @@
       .step-00000200-1f0c.partial/        one under way, or what a run that died left of one
 
 Files and folders are flushed to the disk before the rename, so whatever is killed, a folder without a dot in front of
-its name is whole. The marker, written last, has the size of every file and the sha256 of the manifest, and the manifest
-the checksum of every block: what was copied in part or has rotted is found, and a torn folder is passed over.
+its name is whole. The marker, written last, has the size of every file, the sha256 of the manifest and a checksum of
+itself, and the manifest the checksum of every block: what was copied in part or has rotted is found, and a torn folder
+is passed over.
 
 Checkpoints are ordered by when they were committed, not by their step: of a run that goes on from an older checkpoint
 the newest is the one that it wrote last.
@@ -18,6 +19,7 @@ import json
 import os
 import secrets
 import shutil
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +63,7 @@ def read_marker(path: Path) -> Marker:
         raise UserError(_absent(path)) from None
     except OSError as error:
         raise UserError(f'the {MARKER} of the checkpoint "{path}" cannot be read: {error}') from None
-    marker = _parse(data, path)
+    marker = parse_marker(data, path)
     for name, size in marker.sizes.items():
         found = _plain_size(path / name)
         if found != size:
@@ -117,7 +119,8 @@ def _absent(path: Path) -> str:
     return f'"{path}" is not a whole checkpoint: it has no {MARKER}, which is written last'
 
 
-def _parse(data: bytes, path: Path) -> Marker:
+def parse_marker(data: bytes, path: Path) -> Marker:
+    """The marker of the checkpoint `path` that these bytes say. Raises UserError when they are not those written."""
     try:
         fields: Any = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -125,6 +128,8 @@ def _parse(data: bytes, path: Path) -> Marker:
     known: dict[str, Any] = cast("dict[str, Any]", fields) if isinstance(fields, dict) else {}
     if known.get("format") != FORMAT:
         raise UserError(f'the checkpoint "{path}" has the format {known.get("format")}; this version reads {FORMAT}')
+    if data != marker_text({key: value for key, value in known.items() if key != "crc32"}):
+        raise UserError(f'the {MARKER} of the checkpoint "{path}" is damaged: its bytes are not those written')
     try:
         sizes = {str(name): int(size) for name, size in known["sizes"].items()}
         if any(Path(name).name != name for name in sizes) or MANIFEST not in sizes:
@@ -137,8 +142,13 @@ def _parse(data: bytes, path: Path) -> Marker:
             manifest=str(known["manifest"]),
             sizes=sizes,
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise UserError(f'the {MARKER} of the checkpoint "{path}" is damaged: {error!r}') from None
+
+
+def marker_text(fields: Mapping[str, Any]) -> bytes:
+    """The bytes of a marker with these fields, closed by a checksum of them: there is one way to write it."""
+    return json.dumps({**fields, "crc32": f"{zlib.crc32(json.dumps(fields).encode()):08x}"}, indent=1).encode()
 
 
 def whole(folder: Path) -> list[tuple[Path, Marker]]:
@@ -195,7 +205,7 @@ def commit(partial: Path, path: Path, manifest: Manifest) -> None:
         "manifest": hashlib.sha256(data).hexdigest(),
         "sizes": {MANIFEST: len(data)} | {name: file.size for name, file in manifest.files.items()},
     }
-    write_file(partial / MARKER, json.dumps(marker, indent=1).encode())
+    write_file(partial / MARKER, marker_text(marker))
     flush_folder(partial)
     if path.exists():  # never over one that is good
         raise FileExistsError(17, "there is a checkpoint already", str(path))
