@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]  typed in part
 from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -56,6 +57,11 @@ def export(model: nn.Module, folder: Path, **options: Any) -> Path:
     cast(Any, model).save_pretrained(folder, **options)
     logging.enable_progress_bar()
     return folder
+
+
+def files(folder: Path) -> dict[str, Tensor]:
+    """The tensors in all files of a folder."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def resident(folder: Path) -> int:

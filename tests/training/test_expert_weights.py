@@ -6,19 +6,23 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
-from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]  typed in part
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  typed in part
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from tangram.cli import main
 from tangram.errors import UserError
 from tangram.training.checkpoints import JobState, load
 from tangram.training.data import BYTES
+from tangram.training.export import byte_tokenizer
 from tangram.training.export import export as export_model
 from tangram.training.launch import run_ranks
 from tangram.training.weights import load_pretrained
-from tests.training.experts import LARGE, MOE, NEOX, Found, build, export, two_ranks
+from tests.training.experts import LARGE, MOE, NEOX, Found, build, export, files, two_ranks
 from tests.training.saving import plan_of
+from tests.training.small import small_tables, write_text
 
 PLAN = plan_of(ranks=1)
 FILE = "model.safetensors"
@@ -42,10 +46,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "granitemoe": {**{key: MOE[key] for key in MOE if key != "num_experts"}, "num_local_experts": 4},
 }
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
-
-
-def files(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def change(folder: Path, *drop: str, tensors: dict[str, Tensor] | None = None) -> Path:
@@ -204,3 +204,37 @@ def test_both_structures_at_once(folder: Path) -> None:
     refused(
         change(folder, tensors={"model.layers.1.mlp.experts.gate_up_proj": stack}), r"it has .* that the model has not"
     )
+
+
+def test_weights_that_are_quantised_in_another_structure(folder: Path) -> None:
+    change(folder, tensors={EXPERT.replace("weight", "weight_scale_inv"): torch.ones(1, 1)})
+    refused(
+        folder,
+        r"up_proj.weight_scale_inv that the model has not \(by its configuration they are quantised, with fp8: convert",
+        quantization_config={"quant_method": "fp8"},
+    )
+
+
+# ---------------------------------------------------------------- the whole way
+
+
+@pytest.mark.slow
+def test_train_resume_and_export(tmp_path: Path) -> None:
+    """Steps too small to change a bit: what was trained, resumed and exported is what it began from."""
+    model = build("qwen3_moe", {**MOE, "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}, 0)
+    export(model, tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text").mkdir()
+    write_text(tmp_path / "text")
+    plan, out = tmp_path / "plan.toml", tmp_path / "out"
+    tables = small_tables(
+        tmp_path / "text", optimiser={"lr": 1e-30, "weight_decay": 0.0}, checkpoint={"every_steps": 1}
+    )
+    tables["model"] = {"path": str(tmp_path / "model")}
+    for steps, resume in ((2, []), (4, ["--resume"])):
+        plan.write_text(tomli_w.dumps({**tables, "run": {**tables["run"], "steps": steps}}))
+        assert main(["train", str(plan), "--out", str(out), *resume]) == 0
+        before, after = files(tmp_path / "model"), files(out / "export")
+        assert EXPERT in before
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)

@@ -9,7 +9,7 @@ would train from noise unseen.
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -105,9 +105,18 @@ def _refuse_others(
     if missing or surplus:
         found = [f"it lacks {_first(missing)}"] if missing else []
         found += [f"it has {_first(surplus)} that the model has not"] if surplus else []
-        raise UserError(f'the weights in "{folder}" do not fit a {name}: {"; ".join(found)}')
+        raise UserError(f'the weights in "{folder}" do not fit a {name}: {"; ".join(found)}{_quantised(model)}')
     if conversion.unlike:
         raise UserError(f'the weights in "{folder}" do not fit a {name}: {conversion.unlike[0]}')
+
+
+def _quantised(model: nn.Module) -> str:
+    """What is the matter where the configuration says that the weights are quantised."""
+    how: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    if how is None:
+        return ""
+    method = cast("dict[str, Any]", how).get("quant_method") if isinstance(how, dict) else how.quant_method
+    return f" (by its configuration they are quantised, with {method}: convert them before)"
 
 
 def _first(names: list[str]) -> str:
