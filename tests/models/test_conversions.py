@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Shapes, list[str], list[str], list[ConversionOps], Shapes
     "experts elsewhere": (EXPERTS, GATE_UP, ["both"], [MergeModulelist(1), Concatenate(-1)], {"x.both": (3, 11, 4)}),
     "one expert": ({"x.0.exp.0.w": (3, 2)}, ["exp.*.w"], ["w"], [MergeModulelist(0)], {"x.0.w": (1, 3, 2)}),
     "unequal": ({"a": (2, 3), "b": (5, 3)}, ["a", "b"], ["c"], [Concatenate(0)], {"c": (7, 3)}),
-    "shards": ({f"s_{i}.w": (2, 3) for i in range(3)}, ["s_*.w"] * 3, ["c"], [Concatenate(0)], {"c": (6, 3)}),
+    "shards": ({f"s_{i}.w": (2, 3) for i in range(11)}, ["s_*.w"] * 11, ["c"], [Concatenate(0)], {"c": (22, 3)}),
     "chunks": ({"x.a": (7, 2)}, ["a"], ["q", "k", "v"], [Chunk(0)], {"x.q": (3, 2), "x.k": (3, 2), "x.v": (1, 2)}),
     "split": ({"x.a": (7, 2)}, ["a"], ["q", "k"], [Split(0)], {"x.q": (2, 2), "x.k": (5, 2)}),
     "transpose": ({"a": (2, 3, 4)}, ["a"], ["b"], [Transpose(1, 2)], {"b": (2, 4, 3)}),

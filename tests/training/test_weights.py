@@ -80,6 +80,12 @@ def test_masks_of_old_directories_mean_nothing(tmp_path: Path) -> None:
     load_pretrained(folder, build("gpt2", GPT2, 1), PLAN, None)
 
 
+def test_rotary_tables_of_old_directories_mean_nothing(tmp_path: Path) -> None:
+    folder = export(build("llama", SMALL, 0), tmp_path / "model")
+    change(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
+    load_pretrained(folder, build("llama", SMALL, 1), PLAN, None)
+
+
 def test_half_precision_is_widened_exactly(tmp_path: Path) -> None:
     folder = export(cast(nn.Module, build("qwen3", SMALL, 0)).bfloat16(), tmp_path / "model")
     stored = load_file(folder / FILE)
