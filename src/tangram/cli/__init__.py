@@ -1,5 +1,7 @@
 """The command line: one thin module per command, `tangram.cli.NAME` with a function NAME, and no logic.
 
+A command that has commands of its own is a `typer.Typer` by that name.
+
 Only the module of the command that was asked for is imported, so that `tangram --help` is quick and no command pays for
 the libraries of another. A user's mistake ends with one sentence on stderr and exit code 2; anything else that goes
 wrong is a fault of ours and keeps its stack trace.
@@ -25,6 +27,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "train": "Train a model as a plan says, or as the planner says of a job.",
         "plan": "Rank the strategies for a job on this machine, or explain a plan.",
+        "checkpoint": "Look into checkpoints, verify, compare, export and prune them.",
         "doctor": "Say what this machine has and what will work on it.",
         "bench": "Measure Tangram beside its peers, from a checkout.",
     }
@@ -48,7 +51,11 @@ def _app(arguments: Sequence[str]) -> typer.Typer:
     app.callback()(_options)
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     for name, summary in COMMANDS.items():
-        app.command(name, short_help=summary)(_load(name) if name == asked else _unloaded)
+        loaded = _load(name) if name == asked else _unloaded
+        if isinstance(loaded, typer.Typer):
+            app.add_typer(loaded, name=name, short_help=summary)
+        else:
+            app.command(name, short_help=summary)(loaded)
     return app
 
 
@@ -65,8 +72,8 @@ def _options(version: Annotated[bool, _VERSION] = False) -> None:
     """Train large models on PyTorch; their state takes any layout."""
 
 
-def _load(name: str) -> Callable[..., object]:
-    command: Callable[..., object] = getattr(importlib.import_module(f"tangram.cli.{name}"), name)
+def _load(name: str) -> Callable[..., object] | typer.Typer:
+    command: Callable[..., object] | typer.Typer = getattr(importlib.import_module(f"tangram.cli.{name}"), name)
     return command
 
 

@@ -1,16 +1,18 @@
 """How commands print: tables for people (plain text where nobody looks), JSON for programs, progress on stderr."""
 
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.status import Status
 
 from tangram.training.tables import drawn, plain
 
-__all__ = ["figure", "note", "print_json", "print_table", "progress"]
+__all__ = ["byte_bar", "figure", "note", "print_json", "print_table", "progress", "size"]
 
 
 def print_json(value: object) -> None:
@@ -31,6 +33,21 @@ def progress(what: str) -> AbstractContextManager[Status]:
     return Console(stderr=True).status(what)
 
 
+@contextlib.contextmanager
+def byte_bar(what: str, total: int | None) -> Generator[Callable[[int], None]]:
+    """A bar with bytes a second, on stderr and only if that is a terminal; tell it how many more bytes are done.
+
+    `total`: None where nobody knows.
+    """
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
 def note(what: str) -> None:
     """A line on what has been done, on stderr and only if that is a terminal.
 
@@ -43,3 +60,12 @@ def note(what: str) -> None:
 def figure(number: float | None) -> str:
     """A number at four significant digits, nothing for None."""
     return "" if number is None else f"{number:.4g}"
+
+
+def size(nbytes: float) -> str:
+    """So many bytes, at three digits: 812 B, 2.05 GB."""
+    for unit, least in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if nbytes >= least * 0.9995:
+            digits = 2 if nbytes < least * 9.995 else 1 if nbytes < least * 99.95 else 0
+            return f"{nbytes / least:,.{digits}f} {unit}"
+    return f"{nbytes:.0f} B"

@@ -1,0 +1,207 @@
+"""`tangram checkpoint`: look into checkpoints, verify them, compare two, export one, prune a folder of them."""
+
+import contextlib
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from tangram.cli.output import byte_bar, print_json, print_table, size
+from tangram.errors import UserError
+from tangram.training.tables import count
+
+if TYPE_CHECKING:
+    from tangram.checkpoint.verify import Report
+
+__all__ = ["checkpoint"]
+
+ROWS = 30
+"""Of a table of what is wrong or differs; --json has all."""
+
+checkpoint = typer.Typer()
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+Folder = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of them.")]
+Pattern = Annotated[str, typer.Argument(metavar="[NAMES]", help="Only tensors that fit, as 'model.layers.*'.")]
+
+
+@checkpoint.callback(invoke_without_command=True)
+def _none(context: typer.Context) -> None:
+    """Look into checkpoints, verify, compare, export and prune them."""
+    if context.invoked_subcommand is None:
+        raise UserError("give one of inspect, verify, diff, convert and prune; --help lists them")
+
+
+@checkpoint.command()
+def inspect(
+    path: Folder,
+    pattern: Pattern = "*",
+    values: Annotated[str | None, typer.Option(metavar="NAME", help="Look at the values of a tensor.")] = None,
+    all_lines: Annotated[bool, typer.Option("--all", help="A line for each tensor; layers are not folded.")] = False,
+    depth: Annotated[int, typer.Option(min=1, help="How many levels of the tree.")] = 99,
+    json: Json = False,
+) -> None:
+    """Show the tree of tensors of a checkpoint, and where it comes from; of a folder, its checkpoints."""
+    from tangram.checkpoint import commits, tree
+
+    with _files():
+        if not (path / commits.MARKER).exists() and (found := commits.whole(path)):
+            rows = [(p.name, str(m.step), m.created, size(sum(m.sizes.values()))) for p, m in found]
+            listed = [{"path": str(p), "step": m.step, "created": m.created, "id": m.id} for p, m in found]
+            if json:
+                print_json({"checkpoints": listed})
+            else:
+                print_table(str(path), ("checkpoint", "step", "created", "size"), rows)
+            return
+        manifest = commits.read_manifest(path)
+        if values is not None:
+            seen = tree.values_of(path, manifest, values).as_json()
+            if json:
+                print_json(seen)
+            else:
+                print_table(values, ("what", "value"), [(key, _values(value)) for key, value in seen.items()])
+            return
+        tensors = tree.chosen(manifest, pattern)
+        if json:
+            print_json(tree.as_json(path, manifest, tensors))
+            return
+    about = [("step", str(manifest.step)), ("created", manifest.created), ("id", manifest.id)]
+    about += [("mesh", manifest.mesh or "not said"), ("tensors", f"{len(manifest.tensors):,}, {size(manifest.nbytes)}")]
+    about += [("files", f"{len(manifest.files):,}, {size(sum(f.size for f in manifest.files.values()))}")]
+    print_table(str(path), ("what", "value"), about)
+    rows = [
+        (
+            "  " * line.depth + line.label,
+            f"{line.tensors:,}",
+            line.dtype,
+            " ".join(map(str, line.shape)) if line.shape or not line.dtype else "scalar",
+            line.layout,
+            size(line.nbytes),
+            f"{line.pieces:,}",
+            line.digest[:12],
+        )
+        for line in tree.tree(tensors, fold=not all_lines)
+        if line.depth < depth
+    ]
+    print_table("Tensors", ("name", "tensors", "dtype", "shape", "layout", "size", "pieces", "digest"), rows)
+    if manifest.objects:
+        print_table("Objects", ("name", "value"), [(k, tree.short(v)) for k, v in manifest.objects.items()])
+
+
+@checkpoint.command()
+def verify(
+    path: Folder,
+    newest: Annotated[bool, typer.Option("--newest", help="Of a folder only the newest checkpoint.")] = False,
+    json: Json = False,
+) -> int:
+    """Read every byte once: checksums, headers, digests, coverage; exit code 1 when something is wrong."""
+    from tangram.checkpoint import verify as of
+
+    with _files():
+        paths = of.checkpoints_in(path)
+        paths = paths[-1:] if newest else paths
+        with byte_bar("verifying", sum(of.size_of(one) for one in paths)) as told:
+            reports = [of.verify(one, told) for one in paths]
+        damaged = tuple(report.path for report in reports if not report.sound)
+        offer = None
+        if damaged and reports[-1].path in damaged:
+            with byte_bar("looking for an older one that is sound", None) as told:
+                offer = of.newest_sound(reports[-1].path, told, damaged)
+    if json:
+        fields = [report.as_json() for report in reports]
+        print_json({"sound": not damaged, "checkpoints": fields, "offer": str(offer) if offer else None})
+    else:
+        for report in reports:
+            _print(report)
+        if offer:
+            print(f'the newest older checkpoint that is sound: "{offer}"')
+    return 1 if damaged else 0
+
+
+@checkpoint.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another, of any layout.")],
+    pattern: Pattern = "*",
+    json: Json = False,
+) -> int:
+    """Compare names, shapes, types, values and objects of two checkpoints; exit code 1 when something differs."""
+    from tangram.checkpoint import commits
+    from tangram.checkpoint import diff as of
+    from tangram.checkpoint.tree import short
+
+    with _files():
+        sides = ((a, commits.read_manifest(a)), (b, commits.read_manifest(b)))
+        with byte_bar("comparing", of.to_read(sides[0][1], sides[1][1], pattern)) as told:
+            found = of.compare(*sides, pattern, told)
+    if json:
+        print_json({"a": str(a), "b": str(b), **found.as_json()})
+        return 0 if found.same else 1
+    rows = [
+        (
+            one.name,
+            {"a": "only in A", "b": "only in B"}.get(one.kind, one.kind),
+            one.a,
+            one.b if one.b != one.a else "",
+            f"{one.differing:,} of {one.elements:,}" if one.elements else "",
+            f"{one.largest:.3g}" if one.elements else "",
+            f"{one.relative:.3g}" if one.elements else "",
+            "{:,} {:,}".format(*one.nans) if any(one.nans) else "",
+        )
+        for one in found.changes
+    ]
+    if rows:
+        headers = ("tensor", "differs", "A", "B", "elements", "largest", "relative", "NaNs")
+        print_table(f"{count(len(rows), 'tensor')} not the same", headers, rows[:ROWS])
+        _more(len(rows))
+    if found.objects:
+        said = [(one.name, *map(_absent, one.there, (short(one.a, 40), short(one.b, 40)))) for one in found.objects]
+        print_table(f"{count(len(said), 'object')} not the same", ("name", "A", "B"), said)
+    print(f"{count(found.equal, 'tensor')} the same in both" + ("" if found.changes else ", none differs"))
+    return 0 if found.same else 1
+
+
+def _print(report: "Report") -> None:
+    rate = f", {size(report.nbytes / report.seconds)}/s" if report.nbytes else ""
+    said = "sound" if report.sound else f"DAMAGED, {count(len(report.findings), 'finding')}"
+    print(
+        f"{report.path}: {said}: step {report.step}, {report.tensors:,} tensors, "
+        f"{size(report.nbytes)} in {report.files:,} files read{rate}"
+    )
+    if report.findings:
+        rows = [
+            (
+                one.kind,
+                one.text,
+                f"{one.start:,} to {one.stop:,}" if one.start is not None else "",
+                ", ".join(one.tensors[:3]) + (f" and {len(one.tensors) - 3:,} more" if len(one.tensors) > 3 else ""),
+            )
+            for one in report.findings
+        ]
+        print_table("", ("kind", "what", "bytes", "tensors"), rows[:ROWS])
+        _more(len(rows))
+
+
+def _absent(there: bool, text: str) -> str:
+    return text if there else "not there"
+
+
+def _more(rows: int) -> None:
+    if rows > ROWS:
+        print(f"and {rows - ROWS:,} more, which --json lists")
+
+
+def _values(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_values, cast("list[Any]", value)))
+    return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+@contextlib.contextmanager
+def _files() -> Generator[None]:
+    """What the file system refuses is told in a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f'"{error.filename}" cannot be read: {error.strerror or error}') from None
