@@ -133,7 +133,8 @@ def fill(image: Image, values: Sequence[Tensor], start: int, out: Bytes) -> None
 def _copy(values: Tensor, itemsize: int, first: int, out: Bytes) -> None:
     """The bytes of a tensor's elements in row-major order, from the byte `first` on."""
     into = torch.from_numpy(out)
-    if values.is_contiguous() and values.device.type == "cpu":
+    as_it_is = not (values.is_conj() or values.is_neg())  # else its elements are not the bits in memory
+    if values.is_contiguous() and values.device.type == "cpu" and as_it_is:
         into.copy_(values.reshape(-1).view(torch.uint8)[first : first + len(out)])
         return
     sets = tuple(intervals.span(0, n) for n in values.shape)

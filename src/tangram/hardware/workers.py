@@ -5,6 +5,9 @@ hang or a leak in it costs the caller nothing but an `Outcome` that says so. Not
 with all that they started when the time limit passes, when one of them fails, when the caller is interrupted, and also
 when the caller is killed outright (each helper watches the pipe that only the caller holds open).
 
+`start_detached` is for the one helper that outlives its caller on purpose: it has a conversation with it over a socket,
+and ends by itself when it has done what it was asked and the socket says that the caller is gone.
+
 The trade-off: a fresh interpreter costs its imports anew (with torch, seconds), where a fork would cost nothing but
 copy locks and threads in whatever state they are. Linux, and macOS from Python 3.13 (where it has os.waitid).
 """
@@ -12,8 +15,10 @@ copy locks and threads in whatever state they are. Linux, and macOS from Python 
 import importlib
 import json
 import os
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,11 +32,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import cast
 
-__all__ = ["Job", "Json", "Outcome", "run"]
+__all__ = ["Channel", "Detached", "Job", "Json", "Outcome", "run", "start_detached"]
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 _LOG_TAIL = 4000
+NICENESS = 5
+"""Of a detached helper: a quarter of a core that one other wants, too, and its requests to disks rank lower alike. At
+10 and more it hardly gets on where all cores are taken; its imports, which nobody sees, would take a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +94,21 @@ def run(jobs: Sequence[Job], limit: float, environment: Mapping[str, str] | None
 def _start(folder: Path, number: int, job: Job, environment: Mapping[str, str], ended: SimpleQueue[int]) -> _Helper:
     request, result, log = (folder / f"{number}.{kind}" for kind in ("job", "result", "log"))
     request.write_text(json.dumps({"function": job.function, "arguments": dict(job.arguments), "result": str(result)}))
-    paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 (sys.path holds strings)
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tangram.hardware.workers", str(request)],
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+            env=_environment(environment),
             start_new_session=True,
         )
     return _Helper(process, result, log, _tell_end(process, number, ended))
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    """The caller's, with which a fresh interpreter finds the same modules."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path), **more}  # noqa: PTH100
 
 
 def _wait(helpers: Sequence[_Helper], ended: SimpleQueue[int], deadline: float, limit: float) -> str:
@@ -184,5 +196,144 @@ def _main(request: Path) -> int:
     return int(failed)
 
 
+# ---------------------------------------------------------------- helpers that outlive their caller
+
+
+class Channel:
+    """One end of a conversation: JSON tables, one a line, and open files beside them. Any thread may send."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._sending = threading.Lock()
+        self._data = bytearray()
+        self._files: list[int] = []
+        self._ready = select.poll()
+        self._ready.register(link, select.POLLIN)
+
+    def send(self, message: Mapping[str, Json], files: Sequence[int] = ()) -> None:
+        """Say something. Raises OSError when the other end is gone."""
+        line = json.dumps({"message": dict(message), "files": len(files)}).encode() + b"\n"
+        with self._sending:
+            sent = socket.send_fds(self._link, [line], list(files)) if files else 0
+            self._link.sendall(line[sent:])
+
+    def receive(self, timeout: float | None = None) -> tuple[dict[str, Json], list[int]] | None:
+        """The next message, with the files that came with it; None when none came in `timeout` seconds.
+
+        Raises EOFError when the other end is gone and all that it said has been heard.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while b"\n" not in self._data:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._ready.poll(None if left is None else left * 1000):
+                return None
+            try:
+                data, files, _, _ = socket.recv_fds(self._link, 1 << 16, 8)
+            except ConnectionError:  # it was killed with something unread
+                data, files = b"", []
+            self._files += files
+            if not data:
+                raise EOFError("the other end of the channel is gone")
+            self._data += data
+        line, _, rest = self._data.partition(b"\n")
+        self._data = bytearray(rest)
+        known = json.loads(line)
+        count = int(known["files"])
+        own, self._files = self._files[:count], self._files[count:]
+        return known["message"], own
+
+    def close(self) -> None:
+        """End the conversation."""
+        self._link.close()
+
+
+class Detached:
+    """A helper that outlives its caller: what the caller has of it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        self._process = process
+        self.channel = channel
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    @property
+    def ended(self) -> str:
+        """How it ended ("SIGKILL", "exit code 1"); nothing while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return ""
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def kill(self) -> None:
+        """End it with what it does. Not waited for: what hangs in a request to a disk ends when that comes back."""
+        if not self.ended:
+            self._process.kill()
+
+    def close(self, limit: float) -> bool:
+        """Let it end once it has done what it was asked; whether it did within `limit` seconds. It may go on alone."""
+        self.channel.close()
+        try:
+            self._process.wait(limit)
+        except subprocess.TimeoutExpired:
+            self._process.returncode = 0  # as for one that another reaps: nobody waits for it here any more
+            return False
+        return True
+
+
+def start_detached(job: Job, environment: Mapping[str, str] | None = None) -> Detached:
+    """Start a helper in a session of its own that goes on when its caller dies; not when its container or machine does.
+
+    It calls the job's function with its end of the `Channel` and the arguments, at a low priority; the function is to
+    return when `receive` raises EOFError. An exception is said as `{"error": ...}`, and ends it with exit code 1. Its
+    output goes nowhere: who reads the caller's to its end would wait for the helper.
+    """
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with there:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tangram.hardware.workers", "--detached", str(there.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=_environment(environment or {}),
+            pass_fds=[there.fileno()],
+            start_new_session=True,
+        )
+    channel = Channel(here)
+    with suppress(OSError):  # it ended already, which `ended` tells
+        channel.send({"function": job.function, "arguments": dict(job.arguments)})
+    return Detached(process, channel)
+
+
+def _step_back() -> None:
+    """Leave this process's cores and disks to others first."""
+    os.nice(NICENESS)
+    group = Path("/proc/self/autogroup")
+    if group.exists():  # where the kernel shares cores among sessions first, niceness in a session is not enough
+        with suppress(OSError):
+            group.write_text(str(NICENESS))
+
+
+def _main_detached(descriptor: int) -> int:
+    """The detached helper's side."""
+    os.chdir("/")  # no folder is kept from being unmounted
+    channel = Channel(socket.socket(fileno=descriptor))
+    try:
+        received = channel.receive()
+        assert received is not None
+        job = received[0]
+        module, _, name = str(job["function"]).partition(":")
+        function = getattr(importlib.import_module(module), name)
+        _step_back()
+        function(channel, **cast("dict[str, Json]", job["arguments"]))
+    except Exception as error:  # noqa: BLE001 (whatever it is, the caller is told)
+        with suppress(OSError):
+            channel.send({"error": f"{type(error).__name__}: {error}"})
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    raise SystemExit(_main(Path(sys.argv[1])))
+    raise SystemExit(_main_detached(int(sys.argv[2])) if sys.argv[1] == "--detached" else _main(Path(sys.argv[1])))
