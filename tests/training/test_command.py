@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from tangram.cli import main
 from tangram.planner.read import load
 from tangram.training.export import byte_tokenizer
+from tests.training.causal_models import write_config
 from tests.training.small import small_tables, write_text
 
 STRATEGY = ("mesh", "axes", "layouts")
@@ -118,6 +119,54 @@ def test_a_model_with_weights_and_a_tokenizer_of_its_own(shared: Path, capsys: p
     assert torch.allclose(before["lm_head.weight"], after["lm_head.weight"], atol=0.1)  # it began from the weights
     assert AutoTokenizer.from_pretrained(out / "export").encode("ab") == [97, 98]
     assert summary["model"] == "llama"
+
+
+def test_a_model_that_mixes_documents_trains_on_one_at_a_time_and_goes_on_so(
+    shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A convolution, whose state runs on over documents; cut short over two ranks, it goes on over one."""
+    config = write_config(shared / "lfm2", "lfm2")
+    out, plan = shared / "single", shared / "plan.toml"
+    other = ["--model", config, "--set", "data.tokenizer=bytes"]
+    whole, shown = train(capsys, plan, *other, "--out", shared / "single-uncut")
+    (said,) = re.findall(r"packing    (single: one document to a sample, .*)", shown)
+    assert re.fullmatch(
+        r"single: .* [\d.]+% of the places hold none; Lfm2ForCausalLM would let a document see .*", said
+    )
+    assert whole["packing"] == "single"
+    assert 0.01 < whole["padding"] < 0.9
+    assert whole["export_logits_max_diff"] <= 1e-5
+    train(capsys, plan, *other, "--out", out, "--set", "run.max_seconds=1e-6")
+    refused = ["train", str(plan), "--resume", "--out", str(out), *map(str, other), "--set", "data.packing=packed"]
+    assert main(refused) == 2
+    assert "was trained with data.packing single, and the plan has packed: resume" in capsys.readouterr().err
+    alone = ["--set", 'mesh="dp=1"']
+    rest, shown = train(capsys, plan, "--resume", "--out", out, *other, *alone)
+    assert "as in the run that goes on" in shown
+    assert (rest["resumed_from"], rest["steps"], rest["packing"]) == (1, 6, "single")
+    assert rest["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)
+    assert rest["unigram_entropy"] == whole["unigram_entropy"]
+
+
+def test_documents_share_samples_only_in_a_model_that_keeps_them_apart(
+    shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed, shown = train(capsys, shared / "plan.toml", "--out", shared / "packed", "--steps", 2)
+    assert "packing    packed: documents share samples; Qwen3ForCausalLM keeps them apart" in shown
+    assert (packed["packing"], packed["padding"] < 0.05) == ("packed", True)
+    single = ["--set", "data.packing=single", "--steps", 2]
+    alone, shown = train(capsys, shared / "plan.toml", "--out", shared / "alone", *single)
+    assert "of the places hold none; as the plan says" in shown
+    assert alone["padding"] > 0.05
+    config = write_config(shared / "bloom", "bloom")
+    mixed = ["--model", str(config), "--set", "data.tokenizer=bytes", "--set", "data.packing=packed"]
+    assert main(["train", str(shared / "plan.toml"), "--out", str(shared / "mixed"), *mixed]) == 2
+    _, err = capsys.readouterr()
+    assert "BloomForCausalLM lets a document see the one that is packed before it" in err
+    assert 'windows of its own with data.packing = "single"' in err
+    ahead = ["--model", str(write_config(shared / "bert", "bert")), "--set", "data.tokenizer=bytes"]
+    assert main(["train", str(shared / "plan.toml"), "--out", str(shared / "ahead"), *ahead]) == 2
+    assert "BertLMHeadModel cannot be trained on the next token" in capsys.readouterr().err
 
 
 def test_nothing_held_out(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:

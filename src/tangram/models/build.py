@@ -87,7 +87,8 @@ def _constructed_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
             return cast(PreTrainedModel, AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32))
     except Exception as error:
         raise UserError(
-            f"a {config.model_type} model cannot be built with these fields: {type(error).__name__}: {error}"
+            f"a {config.model_type} model cannot be built with these fields: {type(error).__name__}: "
+            f"{' '.join(str(error).split())}"
         ) from error
 
 
