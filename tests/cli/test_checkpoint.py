@@ -96,6 +96,14 @@ def test_diff(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["tensors"][0]["largest"] == 1.0
 
 
+def test_prune(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "step-1      would be removed" in said(capsys, "prune", runs, "--keep", "last=1", "--dry-run")
+    found = document(capsys, "prune", runs, "--keep", "last=1", "--dry-run")
+    assert list(found["removed"]) == [str(runs / "step-1")]
+    assert "step-1      removed" in said(capsys, "prune", runs, "--keep", "last=1")
+    assert [path.name for path in runs.iterdir()] == ["step-2"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -107,6 +115,9 @@ def test_diff(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["verify", "RUNS/nowhere"], "there is no checkpoint"),
         (["verify", "RUNS/empty"], "is no checkpoint and holds none"),
         (["diff", "RUNS", "RUNS/step-1"], "holds several checkpoints, give one of them"),
+        (["prune", "RUNS"], "say what stays"),
+        (["prune", "RUNS", "--keep", "lats=1"], "--keep lats=1"),
+        (["prune", "RUNS/step-1", "--keep", "last=1"], "is one checkpoint"),
         (["diff", "RUNS/step-1"], "Missing argument"),
         (["verify", "/" + 300 * "x"], "File name too long"),
         (["diff", "RUNS/step-1", "RUNS/step-1", "x"], "no tensor's name fits 'x'"),

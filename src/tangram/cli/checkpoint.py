@@ -162,6 +162,34 @@ def diff(
     return 0 if found.same else 1
 
 
+@checkpoint.command()
+def prune(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of checkpoints.")],
+    keep: Annotated[list[str] | None, typer.Option(help="last=3, every=1000, best=loss:min:2, younger=7d.")] = None,
+    partials: Annotated[bool, typer.Option("--partials", help="Also what is torn or dead runs left.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and stop.")] = False,
+    json: Json = False,
+) -> None:
+    """Remove the checkpoints that no rule keeps; the newest stays in any case."""
+    from tangram.checkpoint import retention
+
+    policy = retention.parse(keep or [])
+    with _files():
+        pruning = retention.plan(folder, policy)
+        if not dry_run:
+            retention.prune(pruning, partials)
+    if json:
+        print_json({"dry_run": dry_run, **pruning.as_json()})
+        return
+    goes, stays = ("would be removed", "would stay") if dry_run else ("removed", "stays")
+    rows = [(path.name, stays, ", ".join(why)) for path, why in pruning.kept.items()]
+    rows += [(path.name, goes, size(nbytes)) for path, nbytes in pruning.removed.items()]
+    for one in pruning.leftovers:
+        left = "not removed: --partials" if one.dead else "not removed: it may be under way"
+        rows.append((one.path.name, goes if partials and one.dead else left, f"{size(one.nbytes)}, {one.why}"))
+    print_table(str(folder), ("checkpoint", "what", "why"), rows)
+
+
 def _print(report: "Report") -> None:
     rate = f", {size(report.nbytes / report.seconds)}/s" if report.nbytes else ""
     said = "sound" if report.sound else f"DAMAGED, {count(len(report.findings), 'finding')}"

@@ -1,0 +1,278 @@
+"""Which checkpoints of a folder stay: a policy as data, a pure function over it, and the removal.
+
+    last=3                 the three committed last
+    every=1000             of the steps that 1000 divides
+    best=eval.loss:min:2   the two with the smallest number by that name among the saved objects (min is the default)
+    younger=7d             younger than seven days (s, m, h, d, w)
+
+A checkpoint stays if any rule keeps it, and the newest one stays in any case. Only what is surely a checkpoint of this
+format and whole is ever removed by a policy; it loses its name first, so a reader never sees half of one. What is torn,
+and what dead runs left under way, is told and removed only when asked for, and never while somebody may write it.
+"""
+
+import contextlib
+import datetime
+import math
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from tangram.checkpoint import commits
+from tangram.checkpoint.commits import MANIFEST, MARKER, PARTIAL
+from tangram.errors import UserError
+
+QUIET = 900.0
+"""Seconds in which nothing in a folder under way has changed before its writer is taken for dead."""
+_AGES = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+@dataclass(frozen=True)
+class Best:
+    """Keep some by a number that was saved with them."""
+
+    metric: str
+    """Its name among the objects: `eval.loss`."""
+    count: int = 1
+    largest: bool = False
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What stays; each rule adds to the others."""
+
+    last: int = 0
+    every: int = 0
+    """Steps; 0 keeps none."""
+    best: tuple[Best, ...] = ()
+    younger: datetime.timedelta | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A whole checkpoint, as far as a policy looks at it."""
+
+    path: Path
+    serial: int
+    step: int
+    created: datetime.datetime
+    objects: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A folder that is no whole checkpoint: torn, or under way when its run died."""
+
+    path: Path
+    nbytes: int
+    quiet: float
+    """Seconds since anything in it changed."""
+    why: str
+
+    @property
+    def dead(self) -> bool:
+        """Whether nobody writes it any more, as far as one can see."""
+        return self.quiet > QUIET
+
+
+def parse(rules: Sequence[str]) -> Policy:
+    """The policy that rules as `last=3` say. Raises UserError for what is no rule, and where there is none."""
+    if not rules:
+        raise UserError("say what stays: --keep last=3, every=1000, best=eval.loss:min or younger=7d")
+    policy: dict[str, Any] = {}
+    best: list[Best] = []
+    for rule in rules:
+        key, _, value = rule.partition("=")
+        if key in policy:
+            raise UserError(f"--keep {key} is there twice: give it once")
+        if key in ("last", "every"):
+            policy[key] = _count(value, rule)
+        elif key == "best":
+            best.append(_best(value, rule))
+        elif key == "younger":
+            policy[key] = _age(value, rule)
+        else:
+            raise UserError(f"--keep {rule}: give last=N, every=STEPS, best=NAME:min:N, best=NAME:max:N or younger=7d")
+    return Policy(**policy, best=tuple(best))
+
+
+def _count(text: str, rule: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,15}", text) or not int(text):
+        raise UserError(f"--keep {rule}: give a number of 1 or more")
+    return int(text)
+
+
+def _best(value: str, rule: str) -> Best:
+    name, _, rest = value.partition(":")
+    order, _, number = rest.partition(":")
+    if not name or order not in ("", "min", "max"):
+        raise UserError(f"--keep {rule}: give best=NAME, best=NAME:max or best=NAME:min:N")
+    return Best(name, _count(number, rule) if number else 1, order == "max")
+
+
+def _age(value: str, rule: str) -> datetime.timedelta:
+    match = re.fullmatch(r"([0-9]{1,9})([smhdw])", value)
+    if match is None:
+        raise UserError(f"--keep {rule}: give an age as 30m, 12h, 7d or 4w")
+    return datetime.timedelta(seconds=int(match[1]) * _AGES[match[2]])
+
+
+# ---------------------------------------------------------------- the decision
+
+
+def kept(checkpoints: Sequence[Candidate], policy: Policy, now: datetime.datetime) -> Mapping[Path, tuple[str, ...]]:
+    """Those that stay, each with the rules that keep it. Nothing else is looked at: neither files nor the clock."""
+    reasons: dict[Path, list[str]] = {}
+
+    def keep(some: Sequence[Candidate], why: str) -> None:
+        for one in some:
+            reasons.setdefault(one.path, []).append(why)
+
+    ordered = sorted(checkpoints, key=lambda one: (one.serial, one.path.name))
+    keep(ordered[-1:], "the newest")
+    if policy.last:
+        keep(ordered[-policy.last :], f"last={policy.last}")
+    if policy.every:
+        keep([one for one in ordered if one.step % policy.every == 0], f"every={policy.every}")
+    for rule in policy.best:
+        ranked = [(number, one) for one in ordered if (number := metric(one.objects, rule.metric)) is not None]
+        sign = -1 if rule.largest else 1
+        ranked.sort(key=lambda item: (sign * item[0], -item[1].serial))
+        said = f"best={rule.metric}:{'max' if rule.largest else 'min'}:{rule.count}"
+        keep([one for _, one in ranked[: rule.count]], said)
+    if policy.younger is not None:
+        keep([one for one in ordered if now - one.created < policy.younger], f"younger={policy.younger}")
+    return {path: tuple(why) for path, why in reasons.items()}
+
+
+def metric(objects: Mapping[str, Any], name: str) -> float | None:
+    """The number by a name among saved objects, tables within tables by dots; None where there is none."""
+    found: Any = objects
+    rest = name
+    while rest:
+        if not isinstance(found, Mapping):
+            return None
+        table = cast("Mapping[str, Any]", found)
+        parts = rest.split(".")
+        heads = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+        head = next((head for head in heads if head in table), None)
+        if head is None:
+            return None
+        found, rest = table[head], rest[len(head) + 1 :]
+    number = isinstance(found, int | float) and not isinstance(found, bool) and not math.isnan(found)
+    return float(found) if number else None
+
+
+# ---------------------------------------------------------------- a folder
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What a policy means for a folder."""
+
+    kept: Mapping[Path, tuple[str, ...]]
+    """With the rules that keep each, in the order of the commits."""
+    removed: Mapping[Path, int]
+    """With their bytes, oldest first."""
+    leftovers: tuple[Leftover, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "kept": {str(path): list(why) for path, why in self.kept.items()},
+            "removed": {str(path): nbytes for path, nbytes in self.removed.items()},
+            "leftovers": [
+                {"path": str(one.path), "bytes": one.nbytes, "dead": one.dead, "why": one.why} for one in self.leftovers
+            ],
+        }
+
+
+def plan(folder: Path, policy: Policy, now: datetime.datetime | None = None) -> Pruning:
+    """What would be removed from a folder. Raises UserError where the folder has no checkpoint to keep."""
+    if (folder / MARKER).exists():
+        raise UserError(f'"{folder}" is one checkpoint: give the folder that it lies in')
+    if not folder.is_dir():
+        raise UserError(f'there is no folder "{folder}"')
+    found = [(path, marker) for path, marker in commits.whole(folder) if not path.is_symlink()]
+    if not found:
+        raise UserError(f'"{folder}" holds no whole checkpoint, so nothing is pruned')
+    candidates = [
+        Candidate(
+            path,
+            marker.serial,
+            marker.step,
+            _time(marker.created, path),
+            commits.read_manifest(path, marker).objects if policy.best else {},
+        )
+        for path, marker in found
+    ]
+    reasons = kept(candidates, policy, now or datetime.datetime.now(datetime.UTC))
+    return Pruning(
+        {path: reasons[path] for path, _ in found if path in reasons},
+        {path: sum(marker.sizes.values()) for path, marker in found if path not in reasons},
+        tuple(leftovers(folder, {path for path, _ in found})),
+    )
+
+
+def _time(text: str, path: Path) -> datetime.datetime:
+    try:
+        found = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        raise UserError(f'the checkpoint "{path}" says no time at which it was made: {text!r}') from None
+    return found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
+
+
+def leftovers(folder: Path, whole: set[Path]) -> list[Leftover]:
+    """Folders of ours that are no whole checkpoints; what is of another format, or not ours at all, is no leftover."""
+    found: list[Leftover] = []
+    for path in sorted(folder.iterdir()):
+        if path in whole or path.is_symlink() or not path.is_dir():
+            continue
+        under_way = path.name.startswith(".") and path.name.endswith(PARTIAL)
+        why = "under way, or left by a run that died" if under_way else _torn(path)
+        if why:
+            nbytes, changed = _weight(path)
+            found.append(Leftover(path, nbytes, max(0.0, time.time() - changed), why))
+    return found
+
+
+def _torn(path: Path) -> str:
+    """Why a checkpoint of ours is not whole; nothing where the folder is not surely one of ours."""
+    try:
+        data = commits.read_bounded(path / MARKER, commits.LARGEST_MARKER)
+    except (OSError, UserError):
+        return ""
+    ours = (path / MANIFEST).is_file()
+    with contextlib.suppress(UserError):
+        commits.parse_marker(data, path)
+        ours = True
+    try:
+        commits.read_marker(path)
+    except UserError as error:
+        return str(error) if ours else ""
+    return ""
+
+
+def _weight(path: Path) -> tuple[int, float]:
+    """The bytes in a folder, and when something in it changed last; what vanishes meanwhile does not count."""
+    nbytes, changed = 0, path.lstat().st_mtime
+    for file in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            stat = file.lstat()
+            nbytes, changed = nbytes + stat.st_size, max(changed, stat.st_mtime)
+    return nbytes, changed
+
+
+def prune(pruning: Pruning, partials: bool = False) -> None:
+    """Remove what is to go, the oldest first; `partials`: also what is torn or dead. Raises OSError."""
+    for path in pruning.removed:
+        commits.remove(path)
+    for one in pruning.leftovers:
+        if partials and one.dead:
+            if one.path.name.endswith(PARTIAL):
+                shutil.rmtree(one.path)
+            else:
+                commits.remove(one.path)
