@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tangram.hardware.workers import Job, run
+from tangram.hardware.workers import NICENESS, Channel, Detached, Job, Json, run, start_detached
 
 HERE = "tests.hardware.test_workers"
 
@@ -124,3 +124,89 @@ def test_no_folder_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run([Job("os:getpid"), Job(f"{HERE}:fail")], limit=60)
     assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- helpers that outlive their caller
+
+
+def echo(channel: Channel, greeting: str) -> None:
+    """Answer until the caller is gone; then take half a second, and leave a note."""
+    note = ""
+    try:
+        while True:
+            received = channel.receive(60)
+            assert received is not None
+            message, files = received
+            note = str(message.get("note", note))
+            texts = [os.read(file, 100).decode() for file in files]
+            channel.send({"greeting": greeting, "heard": message, "texts": texts, "nice": os.nice(0)})
+    except EOFError:
+        time.sleep(0.5)
+        if note:
+            Path(note).write_text("done")
+
+
+def answer(helper: Detached, message: dict[str, Json], files: tuple[int, ...] = ()) -> dict[str, Json]:
+    helper.channel.send(message, files)
+    received = helper.channel.receive(60)
+    assert received is not None
+    return received[0]
+
+
+def test_a_conversation_with_files(tmp_path: Path) -> None:
+    helper = start_detached(Job(f"{HERE}:echo", {"greeting": "hello"}))
+    long = {"text": "x" * 1_000_000}
+    said = answer(helper, long)
+    assert (said["greeting"], said["heard"], said["texts"]) == ("hello", long, [])
+    assert said["nice"] == os.nice(0) + NICENESS
+    for name in "ab":
+        (tmp_path / name).write_text(f"in {name}")
+    files = [os.open(tmp_path / name, os.O_RDONLY) for name in "ab"]
+    assert answer(helper, {"with": "files"}, tuple(files))["texts"] == ["in a", "in b"]
+    for file in files:
+        os.close(file)
+    assert helper.channel.receive(0.01) is None
+    assert os.getsid(helper.pid) == helper.pid
+    assert helper.ended == ""
+    assert helper.close(60)
+    assert helper.ended == "exit code 0"
+
+
+def test_how_a_detached_helper_ended_is_seen() -> None:
+    failing, crashing = start_detached(Job(f"{HERE}:fail")), start_detached(Job(f"{HERE}:echo", {"greeting": ""}))
+    received = failing.channel.receive(60)
+    assert received is not None
+    assert "fail() takes 0 positional arguments" in str(received[0]["error"])
+    with pytest.raises(EOFError):
+        failing.channel.receive(60)
+    assert failing.close(60)
+    assert failing.ended == "exit code 1"
+    crashing.kill()
+    with pytest.raises(EOFError):
+        crashing.channel.receive(60)
+    assert crashing.close(60)
+    assert crashing.ended == "SIGKILL"
+
+
+def test_a_detached_helper_goes_on_when_its_caller_is_killed(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    code = f"""
+import time
+from tangram.hardware.workers import *
+helper = start_detached(Job('{HERE}:echo', {{'greeting': ''}}))
+helper.channel.send({{'note': '{note}'}})
+assert helper.channel.receive(60)
+print(helper.pid, flush=True)
+time.sleep(600)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    caller = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE)
+    assert caller.stdout is not None
+    pid = int(caller.stdout.readline())
+    caller.kill()
+    assert caller.stdout.read() == b"", "the helper must not hold its caller's output open"
+    assert not gone(pid)
+    caller.stdout.close()
+    caller.wait()
+    assert wait_until_gone([pid])
+    assert note.read_text() == "done"

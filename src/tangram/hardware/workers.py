@@ -272,15 +272,19 @@ class Detached:
         if not self.ended:
             self._process.kill()
 
+    def wait(self, limit: float) -> str:
+        """How it ended, as soon as it has, or nothing after `limit` seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit)
+        return self.ended
+
     def close(self, limit: float) -> bool:
         """Let it end once it has done what it was asked; whether it did within `limit` seconds. It may go on alone."""
         self.channel.close()
-        try:
-            self._process.wait(limit)
-        except subprocess.TimeoutExpired:
-            self._process.returncode = 0  # as for one that another reaps: nobody waits for it here any more
-            return False
-        return True
+        if self.wait(limit):
+            return True
+        self._process.returncode = 0  # as for one that another reaps: nobody waits for it here any more
+        return False
 
 
 def start_detached(job: Job, environment: Mapping[str, str] | None = None) -> Detached:
@@ -336,4 +340,6 @@ def _main_detached(descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(_main_detached(int(sys.argv[2])) if sys.argv[1] == "--detached" else _main(Path(sys.argv[1])))
+    if sys.argv[1] == "--detached":
+        os._exit(_main_detached(int(sys.argv[2])))  # there is nothing to flush, and libraries take long to take leave
+    raise SystemExit(_main(Path(sys.argv[1])))
