@@ -91,7 +91,6 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "roberta": {"pad_token_id": 1, "is_decoder": True},
     "xglm": {"pad_token_id": 1},
     "youtu": {**LATENT},
-    "zamba": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "layer_types": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -112,7 +111,7 @@ PACKED = frozenset(_PACKED.split())
 _SINGLE = """
 afmoe bailing_hybrid bamba biogpt bloom falcon falcon_h1 falcon_mamba gpt_oss granitemoehybrid inkling2_text
 inkling_text jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax mpt nemotron_h olmo_hybrid openai-gpt opt
-qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text recurrent_gemma roberta rwkv xglm zamba zamba2 zaya
+qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text recurrent_gemma roberta rwkv xglm zamba2 zaya
 """
 SINGLE = frozenset(_SINGLE.split())
 """Types that do not, and train on windows of one document each."""

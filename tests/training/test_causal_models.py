@@ -1,0 +1,73 @@
+"""Transformers' causal language models train on two ranks as in one process: every gradient of two steps.
+
+The oracle takes each document alone through the model, with nothing beside or behind it.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tangram.training.launch import run_ranks
+from tests.training.causal_models import CAUSAL, PACKED, REFUSED, SINGLE, Ran, apart, plain, prepared, train_all
+from tests.training.causal_models import table as table_of
+
+pytestmark = pytest.mark.filterwarnings("default")  # what transformers' classes warn of is theirs
+
+QUICK = ("bloom", "lfm2", "qwen3_next", "phi3")
+CLOSE = 1e-4
+DOCS = Path(__file__).parents[2] / "docs" / "training.md"
+
+
+def check(families: tuple[str, ...], folder: Path) -> None:
+    plans = prepared(folder, families)
+    done = run_ranks(train_all, plans, world=2, on_event=print, device="cpu")
+    for family in families:
+        ran = done[0][family]
+        assert isinstance(ran, Ran), f"{family}: {ran}"
+        assert ran.packing == CAUSAL[family], family
+        assert ran.losses == done[1][family].losses
+        assert apart(ran, plain(plans[family], ran.packing)) <= CLOSE, family
+
+
+def test_some_models_train_as_in_one_process(tmp_path: Path) -> None:
+    check(QUICK, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begin", range(0, len(CAUSAL), 12))
+def test_models_train_as_in_one_process(begin: int, tmp_path: Path) -> None:
+    check(tuple(CAUSAL)[begin : begin + 12], tmp_path)
+
+
+@pytest.mark.slow
+def test_models_that_cannot_be_trained_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    plans = prepared(tmp_path, tuple(REFUSED))
+    done = run_ranks(train_all, plans, world=2, on_event=print, device="cpu")
+    for family, why in REFUSED.items():
+        assert why in str(done[0][family]), family
+        assert str(done[0][family]).startswith("UserError: "), family
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "change", "freeze"),
+    [("bert", {"is_decoder": True}, ()), ("electra", {"is_decoder": True}, ()), ("bart", {}, ("*encoder_attn*",))],
+)
+def test_the_way_out_that_a_refusal_names(
+    family: str, change: dict[str, bool], freeze: tuple[str, ...], tmp_path: Path
+) -> None:
+    plans = prepared(tmp_path, (family,), change=change, freeze=freeze)
+    ran = run_ranks(train_all, plans, world=2, on_event=print, device="cpu")[0][family]
+    assert isinstance(ran, Ran), ran
+    assert apart(ran, plain(plans[family], ran.packing)) <= CLOSE
+
+
+def test_two_packings_are_not_the_same_run(tmp_path: Path) -> None:
+    """The comparison tells the oracle of one packing from that of the other."""
+    plans = prepared(tmp_path, ("phi3",))
+    assert apart(plain(plans["phi3"], "packed"), plain(plans["phi3"], "single")) > 1000 * CLOSE
+
+
+def test_the_page_has_the_table() -> None:
+    assert not PACKED & SINGLE
+    assert table_of() in DOCS.read_text(encoding="utf-8")
