@@ -1,7 +1,7 @@
 """Checkpoints for tests: tensors cut as one likes and written as several ranks would, in one process."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,15 @@ def make(
         empty = {n: TensorSpec(tuple(t.shape), str(t.dtype)) for n, t in tensors.items() if not t.numel()}
         parts.leave_part(partial, writer, parts.part_of(files, done, empty))
     return finish(partial, path, writers, save_id, dict(objects or {}), about or About())
+
+
+def recommit(path: Path, change: Callable[[Manifest], Manifest]) -> None:
+    """Commit a checkpoint anew with another manifest, as a faulty writer would."""
+    changed = change(commits.read_manifest(path))
+    (path / commits.MARKER).unlink()
+    (path / commits.MANIFEST).unlink()
+    path.rename(path.with_name(".again"))
+    commits.commit(path.with_name(".again"), path, changed)
 
 
 def flip(file: Path, at: int, bit: int = 0) -> None:

@@ -17,7 +17,7 @@ from tangram.checkpoint.save import About, save
 from tangram.checkpoint.scan import Finding
 from tangram.errors import UserError
 from tangram.layout import Region
-from tests.checkpoint.making import flip, make, regions
+from tests.checkpoint.making import flip, make, recommit, regions
 
 SHAPE = (1100, 1024)  # two files of a little more than half of 4.5 MB each, so one block and a whole column cut
 LARGE = (2300, 1024)  # some blocks a file
@@ -196,21 +196,12 @@ def test_a_manifest_of_another_save_is_found(good: Path) -> None:
     assert ("header", FIRST) in kinds
 
 
-def _again(path: Path, change: Callable[[manifest.Manifest], manifest.Manifest]) -> None:
-    """Commit a checkpoint anew with another manifest, as a faulty writer would."""
-    changed = change(commits.read_manifest(path))
-    (path / MARKER).unlink()
-    (path / MANIFEST).unlink()
-    path.rename(path.with_name(".again"))
-    commits.commit(path.with_name(".again"), path, changed)
-
-
 def test_a_wrong_digest_is_found_though_every_block_is_right(good: Path) -> None:
     def change(old: manifest.Manifest) -> manifest.Manifest:
         name, other = "model.embed", digest.digest("float32", LARGE, (1, 2))
         return replace(old, tensors={**old.tensors, name: replace(old.tensors[name], digest=other)})
 
-    _again(good, change)
+    recommit(good, change)
     assert only(good, "digest", "").tensors == ("model.embed",)
 
 
@@ -226,7 +217,7 @@ def test_pieces_that_name_each_others_bytes_are_found(good: Path) -> None:
         )
         return replace(old, tensors={**old.tensors, tensor.name: replace(tensor, pieces=pieces)})
 
-    _again(good, change)
+    recommit(good, change)
     assert {one.kind for one in verify.verify(good).findings} == {"header", "digest"}
 
 
@@ -235,12 +226,12 @@ def test_a_tensor_that_is_not_covered_is_found(good: Path) -> None:
         tensor = old.tensors["model.embed"]
         return replace(old, tensors={**old.tensors, tensor.name: replace(tensor, pieces=tensor.pieces[:1])})
 
-    _again(good, change)
+    recommit(good, change)
     assert "the pieces of model.embed lack [1150:2300 0:1024]" in only(good, "manifest", MANIFEST).text
 
 
 def test_a_manifest_that_leads_out_of_the_folder_is_refused(good: Path) -> None:
-    _again(good, lambda old: replace(old, files={**old.files, "../outside": StoredFile(0, ())}))
+    recommit(good, lambda old: replace(old, files={**old.files, "../outside": StoredFile(0, ())}))
     listed, marker = verify.verify(good).findings
     assert "leads out of the folder" in marker.text
     assert "'../outside', which is no plain name" in listed.text

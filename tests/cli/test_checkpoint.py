@@ -104,6 +104,14 @@ def test_prune(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [path.name for path in runs.iterdir()] == ["step-2"]
 
 
+def test_convert(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "convert", runs / "step-2", runs / "hf", "--to", "hf")
+    assert "3 tensors proved equal to the checkpoint by their digests" in text
+    assert "there is no config.json" in text
+    found = document(capsys, "convert", runs / "step-2", runs / "half", "--to", "hf", "--dtype", "float16")
+    assert (found["cast"], found["proved_equal"], found["bytes"]) == (3, 0, 144)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -115,6 +123,12 @@ def test_prune(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["verify", "RUNS/nowhere"], "there is no checkpoint"),
         (["verify", "RUNS/empty"], "is no checkpoint and holds none"),
         (["diff", "RUNS", "RUNS/step-1"], "holds several checkpoints, give one of them"),
+        (["convert", "RUNS/step-1", "RUNS/hf"], "Missing option '--to'"),
+        (["convert", "RUNS/step-1", "RUNS/hf", "--to", "onnx"], "is hf"),
+        (["convert", "RUNS/step-1", "RUNS/step-2", "--to", "hf"], "is there already"),
+        (["convert", "RUNS/step-1", "RUNS/hf", "--to", "hf", "--memory", "lots"], "'lots' is no size"),
+        (["convert", "RUNS/step-1", "RUNS/hf", "--to", "hf", "--memory", "1MB"], "give 48 MiB or more"),
+        (["convert", "RUNS/step-1", "/proc/none/hf", "--to", "hf"], '"/proc/none": No such file'),
         (["prune", "RUNS"], "say what stays"),
         (["prune", "RUNS", "--keep", "lats=1"], "--keep lats=1"),
         (["prune", "RUNS/step-1", "--keep", "last=1"], "is one checkpoint"),

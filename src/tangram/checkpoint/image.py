@@ -59,6 +59,8 @@ class Outgoing:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of its buffer; one dim where it is no grid."""
+        if self.region == Region.full(self.spec.shape):  # also of a tensor without elements
+            return self.spec.shape
         return self.region.local_shape if self.region.local_shape is not None else (self.region.size,)
 
 

@@ -52,7 +52,7 @@ def write_image(folder: Path, image: Image, values: Sequence[Tensor], ring: "Rin
         fill(image, values, start, out)
         return out
 
-    return _write(folder, image, take, ring or Ring())
+    return write_from(folder, image, take, ring or Ring())
 
 
 def write_mapped(folder: Path, image: Image, memory: Bytes) -> Written:
@@ -61,7 +61,7 @@ def write_mapped(folder: Path, image: Image, memory: Bytes) -> Written:
     def take(start: int, out: Bytes) -> Bytes:
         return memory[start : start + len(out)]
 
-    return _write(folder, image, take, Ring())  # whose memory nobody touches: it counts the blocks on their way
+    return write_from(folder, image, take, Ring())  # whose memory nobody touches: it counts the blocks on their way
 
 
 class Ring:
@@ -76,7 +76,11 @@ class Ring:
             self.free.put(block)
 
 
-def _write(folder: Path, image: Image, take: Callable[[int, Bytes], Bytes], ring: Ring) -> Written:
+def write_from(folder: Path, image: Image, take: Callable[[int, Bytes], Bytes], ring: Ring) -> Written:
+    """Write a file whose bytes come block by block, in their order, from `take(start, room)`.
+
+    `take` fills the room, a block of the ring, and returns it; or other memory, which nobody may change meanwhile.
+    """
     crcs: list[int] = []
     sums: dict[str, Sums] = {}
     with _Sink(folder / image.name, ring) as sink:

@@ -163,6 +163,36 @@ def diff(
 
 
 @checkpoint.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="A new directory.")],
+    to: Annotated[str, typer.Option(help="The format: hf, the directory that transformers loads.")],
+    dtype: Annotated[str | None, typer.Option(help="Cast floating point to it, as bfloat16.")] = None,
+    shard_size: Annotated[str, typer.Option(help="The largest file.")] = "5GB",
+    memory: Annotated[str, typer.Option(help="For all buffers.")] = "512MiB",
+    config: Annotated[Path | None, typer.Option(metavar="DIR", help="Where configuration and tokenizer lie.")] = None,
+    json: Json = False,
+) -> None:
+    """Export the model of a checkpoint, as a stream; what is not cast is proved to be equal."""
+    from tangram.checkpoint import convert as of
+
+    if to != "hf":
+        raise UserError(f"--to {to}: the one format that is written so far is hf")
+    sizes = {"shard": of.bytes_of(shard_size), "memory": of.bytes_of(memory)}
+    with _files(), byte_bar("exporting", of.size_of(source, dtype)) as told:
+        made = of.to_hugging_face(source, target, dtype=dtype, config=config, told=told, **sizes)
+    if json:
+        print_json(made.as_json())
+        return
+    proof = f"{count(made.tensors - made.cast, 'tensor')} proved equal to the checkpoint by their digests"
+    cast = f", {made.cast:,} cast to {dtype}" if made.cast else ""
+    rate = size(made.nbytes / made.seconds)
+    print(f"{target}: {size(made.nbytes)} in {count(len(made.files), 'file')}, {rate}/s; {proof}{cast}")
+    if not made.configured:
+        print("there is no config.json: transformers needs one, which --config DIR copies")
+
+
+@checkpoint.command()
 def prune(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of checkpoints.")],
     keep: Annotated[list[str] | None, typer.Option(help="last=3, every=1000, best=loss:min:2, younger=7d.")] = None,
@@ -232,4 +262,4 @@ def _files() -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f'"{error.filename}" cannot be read: {error.strerror or error}') from None
+        raise UserError(f'"{error.filename}": {error.strerror or error}') from None

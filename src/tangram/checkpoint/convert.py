@@ -1,0 +1,343 @@
+"""Export the model of a checkpoint as a Hugging Face directory, as a stream: memory is a setting, however large it is.
+
+    a thread: read a window of the new file from wherever its elements lie, every byte proved by its block's checksum
+    here:     sum it for the tensors' digests, write it past the page cache, file after file
+
+Windows take turns in the memory that was given. Where nothing is cast, the digest of each tensor, taken from the bytes
+on their way to the disk, must be the one in the checkpoint: the copy is proved, not believed. Everything is written
+under a temporary name and appears by one rename.
+"""
+
+import json
+import queue
+import re
+import secrets
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tangram.checkpoint import commits, digest, header
+from tangram.checkpoint.commits import MANIFEST, MARKER, PARTIAL
+from tangram.checkpoint.digest import Bytes, Sums
+from tangram.checkpoint.image import Image, Outgoing, images, parts
+from tangram.checkpoint.manifest import BLOCK, DTYPES, Manifest, StoredTensor
+from tangram.checkpoint.parts import INDEX, MODEL
+from tangram.checkpoint.read import Want, read_wants
+from tangram.checkpoint.source import DamagedError, pages
+from tangram.checkpoint.stream import in_file_order
+from tangram.checkpoint.write import RING, Ring, write_from
+from tangram.errors import UserError
+from tangram.layout import Region
+from tangram.relayout import TensorSpec
+
+SINGLE = "model.safetensors"
+DATA = ".safetensors"
+MEMORY = 512 << 20
+READ = 16 << 20
+"""Bytes of the memory that blocks are read through."""
+LEAST = (RING + 2) * BLOCK + READ
+"""Bytes of memory without which nothing can be converted."""
+WINDOW = 256 << 20
+"""More than this at once makes nothing faster."""
+SHARD = 5_000_000_000
+"""Bytes of tensors in a file, as transformers cuts them."""
+LARGEST_SMALL = 1 << 28
+"""Bytes of a configuration or tokenizer file that is copied."""
+SMALL = (".json", ".txt", ".model", ".jinja")
+"""How the files end that are copied from a directory."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What has been written."""
+
+    path: Path
+    tensors: int
+    nbytes: int
+    """Of the tensors."""
+    files: tuple[str, ...]
+    """All, the small ones included."""
+    cast: int
+    """Tensors whose type was changed; all others have the digests of the checkpoint."""
+    configured: bool
+    """Whether there is a config.json, without which transformers loads nothing."""
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "path": str(self.path),
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "files": list(self.files),
+            "proved_equal": self.tensors - self.cast,
+            "cast": self.cast,
+            "config": self.configured,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def to_hugging_face(
+    source: Path,
+    target: Path,
+    *,
+    dtype: str | None = None,
+    shard: int = SHARD,
+    memory: int = MEMORY,
+    config: Path | None = None,
+    told: Callable[[int], None] | None = None,
+) -> Converted:
+    """Write the section `model` of the checkpoint `source` as the directory `target`.
+
+    `dtype`: floating-point tensors are cast to it. `shard`: bytes of a file at most, but for a larger tensor. `memory`:
+    bytes for all buffers. `config`: a directory to copy configuration and tokenizer from, before those that were saved
+    in the checkpoint. `told` hears how many more bytes of tensors are written. Raises UserError for what cannot be
+    converted, DamagedError for bytes that are not those that were saved; nothing is left of the target then.
+    """
+    begin = time.perf_counter()
+    if target.exists() or target.is_symlink():
+        raise UserError(f'"{target}" is there already: give the name of a new directory')
+    if memory < LEAST:
+        raise UserError(f"{memory:,} bytes of memory are too few: give {LEAST >> 20} MiB or more")
+    manifest = commits.read_manifest(source)
+    tensors = _model(source, manifest)
+    specs = {tensor.name: TensorSpec(tensor.spec.shape, _type(tensor, dtype)) for tensor in tensors}
+    small = _small_files(source, manifest, config, dtype)
+    planned = _images(specs, shard, manifest.id)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}-{secrets.token_hex(6)}{PARTIAL}")
+    partial.mkdir()
+    try:
+        sums = _write(source, manifest, partial, planned, memory, told or (lambda count: None))
+        _prove(source, manifest, specs, sums)
+        if len(planned) > 1:
+            small[INDEX] = _index(planned)
+        for name, data in small.items():
+            commits.write_file(partial / name, data)
+        commits.flush_folder(partial)
+        if target.exists():
+            raise UserError(f'"{target}" has appeared meanwhile: give the name of a new directory')
+        partial.rename(target)
+        commits.flush_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return Converted(
+        path=target,
+        tensors=len(specs),
+        nbytes=sum(placed.piece.nbytes for image in planned for placed in image.placed),
+        files=(*(image.name for image in planned), *small),
+        cast=sum(manifest.tensors[name].spec != spec for name, spec in specs.items()),
+        configured="config.json" in small,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def size_of(source: Path, dtype: str | None = None) -> int:
+    """The bytes of tensors that the same conversion writes. Raises as it does."""
+    tensors = _model(source, commits.read_manifest(source))
+    return sum(tensor.nbytes // tensor.itemsize * DTYPES[_type(tensor, dtype)] for tensor in tensors)
+
+
+def bytes_of(text: str) -> int:
+    """A size as people write it: 512MiB, 5GB, 4096. Raises UserError."""
+    match = re.fullmatch(r"([0-9]{1,12})(?:\.([0-9]{1,6}))? ?([KMGT]?i?)B?", text)
+    if match is None or match[3] == "i":
+        raise UserError(f"{text!r} is no size: write it as 512MiB or 5GB")
+    number = float(f"{match[1]}.{match[2] or 0}")
+    return int(number * (1024 if match[3].endswith("i") else 1000) ** " KMGT".index(match[3][:1] or " "))
+
+
+# ---------------------------------------------------------------- what is written
+
+
+def _model(source: Path, manifest: Manifest) -> list[StoredTensor]:
+    found = [tensor for name, tensor in manifest.tensors.items() if name.startswith(f"{MODEL}.")]
+    if not found:
+        sections = ", ".join(sorted({name.partition(".")[0] for name in manifest.tensors})) or "no tensors at all"
+        raise UserError(f'the checkpoint "{source}" has no section {MODEL!r} to export; it has {sections}')
+    return in_file_order(found)
+
+
+def _type(tensor: StoredTensor, dtype: str | None) -> str:
+    own = tensor.spec.dtype
+    if dtype is not None and (dtype not in header.NAMES or not _is_float(dtype)):
+        known = ", ".join(name for name in header.NAMES if _is_float(name))
+        raise UserError(f"--dtype {dtype}: give one of {known}")
+    made = dtype if dtype is not None and _is_float(own) else own
+    if made not in header.NAMES:
+        raise UserError(f"{tensor.name} is {own}, which safetensors has no name for: give a --dtype")
+    return made
+
+
+def _is_float(dtype: str) -> bool:
+    return getattr(torch, dtype).is_floating_point
+
+
+def _images(specs: Mapping[str, TensorSpec], shard: int, save_id: str) -> list[Image]:
+    """The files: tensors in the order in which they are read, in as many files as `shard` asks for."""
+    files: list[list[Outgoing]] = [[]]
+    room = shard
+    for name, spec in specs.items():
+        piece = Outgoing(name, spec, Region.full(spec.shape))
+        if piece.nbytes > room and files[-1]:
+            files.append([])
+            room = shard
+        files[-1].append(piece)
+        room -= piece.nbytes
+    made = [images(pieces, i, len(files), save_id)[0] for i, pieces in enumerate(files)]
+    return made if len(made) > 1 else [replace(made[0], name=SINGLE)]
+
+
+def _index(planned: Sequence[Image]) -> bytes:
+    table = {placed.piece.key: image.name for image in planned for placed in image.placed}
+    size = sum(placed.piece.nbytes for image in planned for placed in image.placed)
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(table.items()))}, indent=2).encode()
+
+
+def _small_files(source: Path, manifest: Manifest, config: Path | None, dtype: str | None) -> dict[str, bytes]:
+    """Configuration and tokenizer, from the checkpoint and from a directory."""
+    found: dict[str, bytes] = {}
+    for name, file in manifest.files.items():
+        if name.endswith(DATA) or name == INDEX:
+            continue
+        data = commits.read_bounded(source / name, LARGEST_SMALL)
+        crcs = tuple(zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
+        if crcs != file.sums:
+            raise DamagedError(f'the checkpoint "{source}" is damaged: its file "{name}" is not the one that was saved')
+        found[name] = data
+    if config is not None:
+        if not (config / "config.json").is_file():
+            raise UserError(f'--config "{config}": give a directory with a config.json')
+        for file in sorted(config.iterdir()):
+            ours = file.name in (MARKER, MANIFEST) or file.name.endswith(".index.json") or file.name.startswith(".")
+            if file.suffix in SMALL and file.is_file() and not ours:
+                found[file.name] = commits.read_bounded(file.resolve(), LARGEST_SMALL)
+    if dtype is not None and "config.json" in found:
+        found["config.json"] = _with_dtype(found["config.json"], dtype)
+    return found
+
+
+def _with_dtype(data: bytes, dtype: str) -> bytes:
+    """A configuration that says the type of the weights, where it says any."""
+    try:
+        fields = json.loads(data)
+    except ValueError as error:
+        raise UserError(f"the config.json cannot be read: {error}") from None
+    for key in ("dtype", "torch_dtype"):
+        if isinstance(fields, dict) and key in fields:
+            fields[key] = dtype
+    return json.dumps(fields, indent=2).encode()
+
+
+def _prove(source: Path, manifest: Manifest, specs: Mapping[str, TensorSpec], sums: Mapping[str, Sums]) -> None:
+    """That what was written of each tensor that was not cast is what was saved."""
+    for name, spec in specs.items():
+        stored = manifest.tensors[name]
+        own = digest.digest(spec.dtype, spec.shape, sums.get(name, digest.NOTHING))
+        if spec == stored.spec and own != stored.digest:
+            raise DamagedError(f'{name} of the checkpoint "{source}" is not what was saved: its digest is another')
+
+
+# ---------------------------------------------------------------- the stream
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Some blocks of a new file that are read together."""
+
+    image: Image
+    start: int
+    stop: int
+
+
+def _windows(planned: Sequence[Image], size: int) -> Iterator[_Window]:
+    for image in planned:
+        for start in range(0, image.size, size):
+            yield _Window(image, start, min(start + size, image.size))
+
+
+def _write(
+    source: Path, manifest: Manifest, partial: Path, planned: Sequence[Image], memory: int, told: Callable[[int], None]
+) -> dict[str, Sums]:
+    """Write all files. Returns the sums of the tensors, of the bytes as they went to the disk."""
+    size = min(WINDOW, (memory - RING * BLOCK - READ) // 2 // BLOCK * BLOCK)
+    ring = Ring()
+    sums: dict[str, Sums] = {}
+    with _Reader(source, manifest, list(_windows(planned, size)), size) as reader:
+        for image in planned:
+
+            def take(start: int, out: Bytes) -> Bytes:
+                reader.copy(start, out)
+                told(len(out))
+                return out
+
+            for name, some in write_from(partial, image, take, ring).sums.items():
+                sums[name] = digest.add(sums.get(name, digest.NOTHING), some)
+    return sums
+
+
+class _Reader:
+    """A thread that reads window after window into two buffers, which are given out in turn."""
+
+    def __init__(self, source: Path, manifest: Manifest, windows: Sequence[_Window], size: int) -> None:
+        self._source, self._manifest, self._windows = source, manifest, windows
+        longest = max(window.stop - window.start for window in windows)
+        self._free: queue.SimpleQueue[Bytes | None] = queue.SimpleQueue()
+        for _ in range(min(2, len(windows))):
+            self._free.put(pages(min(size, longest)))
+        self._ready: queue.SimpleQueue[tuple[_Window, Bytes] | BaseException] = queue.SimpleQueue()
+        self._now: tuple[_Window, Bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name="tangram-convert-read")
+
+    def __enter__(self) -> "_Reader":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._free.put(None)
+        self._thread.join()
+
+    def copy(self, start: int, out: Bytes) -> None:
+        """The bytes of the file that is under way from `start` on. Files and blocks come in their order."""
+        if self._now is None:
+            found = self._ready.get()
+            if isinstance(found, BaseException):
+                raise found
+            self._now = found
+        window, buffer = self._now
+        out[:] = buffer[start - window.start : start - window.start + len(out)]
+        if start + len(out) == window.stop:
+            self._free.put(buffer)
+            self._now = None
+
+    def _run(self) -> None:
+        try:
+            for window in self._windows:
+                buffer = self._free.get()
+                if buffer is None:  # nobody wants the rest
+                    return
+                self._read(window, buffer)
+                self._ready.put((window, buffer))
+        except BaseException as error:  # noqa: BLE001  it is raised where the window is waited for
+            self._ready.put(error)
+
+    def _read(self, window: _Window, buffer: Bytes) -> None:
+        image = window.image
+        head = image.head[window.start : window.stop]
+        buffer[: len(head)] = np.frombuffer(head, np.uint8)
+        wants: list[Want] = []
+        for placed, first, last in parts(image, window.start, window.stop):
+            piece, at = placed.piece, placed.offset + first - window.start
+            into = torch.from_numpy(buffer[at : at + last - first]).view(getattr(torch, piece.spec.dtype))
+            region = Region.flat(piece.spec.shape, first // piece.itemsize, last // piece.itemsize)
+            wants.append(Want(piece.name, region, into))
+        read_wants(self._source, self._manifest, wants, memory=READ, cast=True)
