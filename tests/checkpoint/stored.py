@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.checkpoint import commits, manifest, parts, read, scatter, source, write
+from tangram.checkpoint import blocks, commits, exchange, manifest, parts, scatter, source, windows, write
 from tangram.checkpoint.image import Outgoing, images
 from tangram.checkpoint.manifest import Manifest
 from tangram.checkpoint.write import Ring, write_image
@@ -60,6 +60,11 @@ def bits(tensor: Tensor) -> Array:
     return flat.view(torch.uint8).numpy().reshape(*tensor.shape, tensor.itemsize)
 
 
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit."""
+    return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(bits(a), bits(b))
+
+
 def elements(tensor: Tensor, region: Region) -> Tensor:
     """The elements of a region by numpy's own indexing: a grid as a grid, anything else flat and in order."""
     if not region:
@@ -87,7 +92,10 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Te
     return torch.from_numpy(made).view(dtype).reshape(tuple(shape))
 
 
+MODULES = (blocks, exchange, manifest, parts, scatter, source, windows, write)
+
+
 def with_small_blocks(patch: pytest.MonkeyPatch, size: int = 4096) -> None:
     """Blocks so small that small tensors lie in many."""
-    for module in (manifest, parts, read, scatter, source, write):
+    for module in MODULES:
         patch.setattr(module, "BLOCK", size)

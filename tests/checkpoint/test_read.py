@@ -6,7 +6,6 @@ import os
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,13 +16,9 @@ from tangram.checkpoint.read import DamagedError, Want, read_wants, tensor
 from tangram.checkpoint.scatter import cut
 from tangram.errors import UserError
 from tangram.layout import Region, intervals
-from tests.checkpoint.stored import bits, elements, random_tensor, store, with_small_blocks
+from tests.checkpoint.stored import elements, random_tensor, same, store, with_small_blocks
 
 DTYPES = [torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(bits(a), bits(b))
 
 
 @st.composite

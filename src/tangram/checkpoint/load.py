@@ -68,18 +68,18 @@ def load(
         error = ""
         try:
             _refuse_read_only(state)
-            optimisers.prepare(state, manifest, made)
+            optimisers.prepare(state, [n for n in (*manifest.tensors, *manifest.objects) if _chosen(n, only)], made)
         except UserError as caught:
             error = str(caught)
         _raise_first(peers.all_words(error))
         described = describe(state, peers)
         try:
-            optimisers.check(state, described, manifest)
+            optimisers.check(state, described, {n: v for n, v in manifest.objects.items() if _chosen(n, only)})
         except UserError as caught:
             error = str(caught)
         _raise_first(peers.all_words(error))
         loaded = load_described(described, manifest, path, peers, strict=strict, only=only, cast=cast, memory=memory)
-    except LoadError:
+    except BaseException:
         made.undo()
         raise
     _put_back(state, loaded, only)

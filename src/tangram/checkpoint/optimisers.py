@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tangram.checkpoint.manifest import Manifest
 from tangram.checkpoint.state import Described, State
 from tangram.errors import UserError
 
@@ -39,28 +38,28 @@ def names_of(state: State) -> dict[int, str]:
     return {id(p): name for module in modules for name, p in module.named_parameters()}
 
 
-def prepare(state: State, manifest: Manifest, made: Made) -> None:
-    """Give states to the parameters that have some in the checkpoint and none here."""
+def prepare(state: State, stored: Iterable[str], made: Made) -> None:
+    """Give states to the parameters that have some under a stored name and none here."""
     names = names_of(state)
+    having = {name.rpartition(".")[0] for name in stored}
     for section, content in state.items():
         if not isinstance(content, Optimizer):
             continue
-        stored = {name.rpartition(".")[0] for name in (*manifest.tensors, *manifest.objects)}
         empty = [
             parameter
             for parameter in _parameters(content)
-            if f"{section}.{names.get(id(parameter))}" in stored and not content.state.get(parameter)
+            if f"{section}.{names.get(id(parameter))}" in having and not content.state.get(parameter)
         ]
         made.states.extend((content, parameter) for parameter in empty)
         _make_states(content, empty)
 
 
-def check(state: State, described: Described, manifest: Manifest) -> None:
-    """Refuse groups of parameters that are cut otherwise than those in the checkpoint."""
+def check(state: State, described: Described, objects: Mapping[str, Any]) -> None:
+    """Refuse groups of parameters that are cut otherwise than those in the checkpoint's objects."""
     for section, content in state.items():
         key = f"{section}.param_groups"
-        if isinstance(content, Optimizer) and key in manifest.objects:
-            _matched(section, described.objects[key], manifest.objects[key])
+        if isinstance(content, Optimizer) and key in objects:
+            _matched(section, described.objects[key], objects[key])
 
 
 def put_back(optimiser: Optimizer, objects: Mapping[str, Any], names: Mapping[int, str]) -> None:

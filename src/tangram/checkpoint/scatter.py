@@ -39,6 +39,8 @@ class Want:
     """Where they go: of the region's local shape, or with one dim; of any strides, on any device."""
 
 
+Item = tuple[str, int]
+"""A block: its file and its number."""
 Dims = tuple[tuple[int, int, int], ...]
 """Of a move: (elements, step in bytes of the file, step in elements of the memory), outermost first."""
 
@@ -106,26 +108,29 @@ class Moves:
     by_block: dict[str, dict[int, list[Move]]] = field(default_factory=dict[str, dict[int, list[Move]]])
 
     @property
+    def items(self) -> list[Item]:
+        """The blocks that are needed, in the order of their places."""
+        return [(file, block) for file, table in sorted(self.by_block.items()) for block in sorted(table)]
+
+    @property
     def blocks(self) -> dict[str, IntSet]:
-        """The blocks that are needed, by file."""
+        """The same, as sets by file."""
         return {file: intervals.normal((b, b + 1) for b in table) for file, table in self.by_block.items()}
 
-    def of(self, file: str, block: int) -> Sequence[Move]:
-        """The moves that have something of a block."""
-        return self.by_block.get(file, {}).get(block, ())
+    def has(self, item: Item) -> bool:
+        """Whether something of a block is wanted."""
+        return item[1] in self.by_block.get(item[0], ())
 
-    def names(self, file: str, block: int | None = None) -> str:
-        """The tensors that are wanted of a block, or of a whole file, in a few words."""
+    def names(self, file: str, block: int | None) -> list[str]:
+        """The tensors that are wanted of a block, or of a whole file."""
         table = self.by_block.get(file, {})
         some = table.values() if block is None else [table.get(block, [])]
-        found = list(dict.fromkeys(move.target.name for moves in some for move in moves))
-        more = f" and {len(found) - 1} more tensors" if len(found) > 1 else ""
-        return f"{found[0]}{more}" if found else "the header"
+        return list(dict.fromkeys(move.target.name for moves in some for move in moves))
 
     def put(self, file: str, block: int, data: Bytes) -> None:
         """Take from a block what is wanted of it."""
         start = block * BLOCK
-        for move in self.of(file, block):
+        for move in self.by_block.get(file, {}).get(block, ()):
             itemsize = move.target.itemsize
             for first, dims, at in cut(move.start, move.dims, move.at, itemsize, start, start + len(data)):
                 move.target.put(data, first - start, dims, at)

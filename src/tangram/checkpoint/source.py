@@ -15,7 +15,6 @@ import re
 import stat
 import threading
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 from tangram.checkpoint.digest import Bytes
 from tangram.checkpoint.header import PAGE
 from tangram.checkpoint.manifest import BLOCK, Manifest, StoredFile
+from tangram.checkpoint.scatter import Moves
 from tangram.errors import UserError
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -42,11 +42,11 @@ def pages(size: int) -> Bytes:
 class Sources:
     """The open files of one checkpoint. Several threads may read from it."""
 
-    def __init__(self, path: Path, manifest: Manifest, holds: Mapping[str, str]) -> None:
-        """`holds`: for each file that is read, a few words on what of it is wanted, for errors."""
+    def __init__(self, path: Path, manifest: Manifest, wanted: Moves) -> None:
+        """`wanted`: what is read of it, for errors that name tensors."""
         self._path = path
         self._manifest = manifest
-        self._holds = holds
+        self._wanted = wanted
         self._open: dict[str, _Source] = {}
         self._lock = threading.Lock()
         try:
@@ -66,24 +66,27 @@ class Sources:
         """The bytes of a block: the last of a file may be shorter."""
         return min(BLOCK, self._manifest.files[file].size - block * BLOCK)
 
-    def read(self, file: str, block: int, out: Bytes, what: str) -> Bytes:
+    def read(self, file: str, block: int, out: Bytes) -> Bytes:
         """The bytes of a block, proved, in `out`, which begins on a page and has room for whole pages.
 
-        `what`: the tensors that are wanted from it, for the sentence of DamagedError. Raises it, or OSError.
+        Raises DamagedError, or OSError as the disk does.
         """
         source = self._source(file)
         start, length = block * BLOCK, self.length(file, block)
         found = source.read(start, out[: -(-length // PAGE) * PAGE])
         if found < length:
-            raise self.damaged(file, what, f"ends after {start + found} bytes")
+            raise self.damaged(file, block, f"ends after {start + found} bytes")
         data = out[:length]
         if zlib.crc32(data.data) != source.file.sums[block]:
-            raise self.damaged(file, what, f"has other bytes from {start} to {start + length} than were written")
+            raise self.damaged(file, block, f"has other bytes from {start} to {start + length} than were written")
         return data
 
-    def damaged(self, file: str, what: str, how: str) -> DamagedError:
-        """The error that names checkpoint, file and tensors."""
-        return DamagedError(f'the checkpoint "{self._path}" is damaged: its file "{file}", with {what}, {how}')
+    def damaged(self, file: str, block: int | None, how: str) -> DamagedError:
+        """The error that names checkpoint, file and tensors; of a whole file without `block`."""
+        found = self._wanted.names(file, block) or _names(self._manifest, file, block)
+        more = f" and {len(found) - 1} more tensors" if len(found) > 1 else ""
+        what = f", with {found[0]}{more}," if found else ""
+        return DamagedError(f'the checkpoint "{self._path}" is damaged: its file "{file}"{what} {how}')
 
     def _source(self, file: str) -> "_Source":
         source = self._open.get(file)
@@ -95,24 +98,24 @@ class Sources:
         return source
 
     def _opened(self, file: str) -> "_Source":
-        what, stored = self._holds[file], self._manifest.files[file]
+        stored = self._manifest.files[file]
         if Path(file).name != file:
-            raise self.damaged(file, what, "has a name that leads out of the folder")
+            raise self.damaged(file, None, "has a name that leads out of the folder")
         try:
             descriptor, direct = self._descriptor(file)
         except OSError as error:
             how = "is a link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
-            raise self.damaged(file, what, how) from None
+            raise self.damaged(file, None, how) from None
         source = _Source(descriptor, direct, stored)
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
-                raise self.damaged(file, what, "is no plain file")
+                raise self.damaged(file, None, "is no plain file")
             if found.st_size != stored.size:
-                raise self.damaged(file, what, f"has {found.st_size} of {stored.size} bytes")
+                raise self.damaged(file, None, f"has {found.st_size} of {stored.size} bytes")
             own = _save_id(source)
             if own != self._manifest.id:
-                raise self.damaged(file, what, f"is of another save: its header has the id {own}, not the manifest's")
+                raise self.damaged(file, None, f"is of another save: its header has the id {own}, not the manifest's")
         except BaseException:
             os.close(descriptor)
             raise
@@ -158,6 +161,17 @@ class _Source:
         flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
         self.direct = False
+
+
+def _names(manifest: Manifest, file: str, block: int | None) -> list[str]:
+    """The tensors that have bytes in a block, or in a whole file."""
+    low, high = (0, manifest.files[file].size) if block is None else (block * BLOCK, (block + 1) * BLOCK)
+    return [
+        name
+        for name, tensor in manifest.tensors.items()
+        for piece in tensor.pieces
+        if piece.file == file and piece.offset < high and piece.offset + piece.region.size * tensor.itemsize > low
+    ]
 
 
 _METADATA = re.compile(rb'\{"__metadata__":(\{[^{}]*\})')
