@@ -76,10 +76,13 @@ class Ring:
             self.free.put(block)
 
 
-def write_from(folder: Path, image: Image, take: Callable[[int, Bytes], Bytes], ring: Ring) -> Written:
+def write_from(
+    folder: Path, image: Image, take: Callable[[int, Bytes], Bytes], ring: Ring, crc: bool = True
+) -> Written:
     """Write a file whose bytes come block by block, in their order, from `take(start, room)`.
 
     `take` fills the room, a block of the ring, and returns it; or other memory, which nobody may change meanwhile.
+    Without `crc` its blocks have no checksums afterwards, only the digests' sums are taken.
     """
     crcs: list[int] = []
     sums: dict[str, Sums] = {}
@@ -88,7 +91,8 @@ def write_from(folder: Path, image: Image, take: Callable[[int, Bytes], Bytes], 
             length = min(BLOCK, image.size - start)
             room = sink.room()
             block = take(start, room[:length])
-            crcs.append(zlib.crc32(block.data))
+            if crc:
+                crcs.append(zlib.crc32(block.data))
             add_sums(image, start, block, sums)
             sink.put(start, room, block)
         sink.finish(image.size)
