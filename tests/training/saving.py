@@ -150,11 +150,13 @@ def two_ranks(rank: Rank, folder: Path) -> Seen:
     state.progress = Progress(2, 16, 128, 1.5)
     seen = Seen(values(state))
     checkpointer.save(state)
+    step(state.model, state.optimiser, 1, seed=rank.index)  # waits before it writes
     with torch.no_grad():
         for parameter in trainable(state.model):
             parameter.mul_(-1)  # at once, while it is written
             state.optimiser.state[parameter]["exp_avg"].zero_()
-    seen.events["rows"] = checkpointer.close()
+    checkpointer.save(state, wait=True)  # of the same step: waits, and has nothing to do
+    seen.events["rows"] = checkpointer.poll()
 
     for name, layout in LAYOUTS.items():
         other, again = _start(rank, plan_of(layout), folder / f"again-{name}", seed=9)
@@ -168,8 +170,9 @@ def two_ranks(rank: Rank, folder: Path) -> Seen:
     checkpointer.save(state, wait=True)
     seen.events["after"] = checkpointer.poll()
 
+    checkpointer.close()
     state, blocked = _start(rank, plan_of(COPIES), folder / "file" / "below")
-    blocked.save(state)
+    blocked.save(state, wait=True)
     seen.events["no folder"] = blocked.close()
     return seen
 
@@ -199,14 +202,12 @@ def _start(rank: Rank, plan: Plan, folder: Path, seed: int = 0) -> tuple[JobStat
 
 
 def _fail_on_rank_1(rank: Rank, checkpointer: Checkpointer, state: JobState) -> Events:
-    """The disk of rank 1 takes no more than some bytes a file; training takes steps meanwhile."""
-    assert state.optimiser is not None
+    """The disk of rank 1 takes no more than some bytes a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank.index == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     state.progress = Progress(3)
-    checkpointer.save(state)
-    step(state.model, state.optimiser, 1, seed=rank.index)
-    events = checkpointer.close()
+    checkpointer.save(state, wait=True)
+    events = checkpointer.poll()
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return events

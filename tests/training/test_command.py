@@ -93,7 +93,7 @@ def test_a_run_that_is_cut_short_goes_on_as_if_it_had_not_been(
     assert "was trained with seed 3, and the plan has 4" in capsys.readouterr().err
     assert load(out / "plan.toml").seed == 3  # a plan that was refused has replaced nothing
     newest = max((out / "checkpoint").glob("step-*"))
-    flip_a_bit(max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size))
+    flip_a_bit(max(newest.glob("*.safetensors"), key=lambda file: file.stat().st_size))
     again, shown = train(capsys, "--resume", "--out", out)
     assert "damaged" in shown
     assert (again["resumed_from"], again["eval_loss"]) == (4, whole["eval_loss"])  # the one before it

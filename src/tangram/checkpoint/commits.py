@@ -19,6 +19,7 @@ import json
 import os
 import secrets
 import shutil
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -183,10 +184,15 @@ def begin(path: Path, save_id: str) -> Path:
     return partial
 
 
-def sweep(folder: Path) -> None:
-    """Remove what dead runs left. Only where nobody else writes: one run at a time has a folder."""
+def sweep(folder: Path, idle: float = 0.0) -> None:
+    """Remove what dead runs left: folders under way in which nothing has changed for `idle` seconds."""
     for orphan in folder.glob(f".*{PARTIAL}"):
-        shutil.rmtree(orphan, ignore_errors=True)
+        try:
+            last = max(path.stat().st_mtime for path in (orphan, *orphan.iterdir()))
+        except FileNotFoundError:  # it goes on, or another removes it
+            continue
+        if time.time() - last >= idle:
+            shutil.rmtree(orphan, ignore_errors=True)
 
 
 def commit(partial: Path, path: Path, manifest: Manifest) -> None:

@@ -61,7 +61,7 @@ def save_described(
         raise SaveError(word["error"])
     partial = commits.partial_path(path, word["id"])
     error = _try(lambda: write_share(described.entries, partial, peers.index, peers.size, word["id"], ring))
-    errors = [text for text in peers.all_words(error) if text]
+    errors = [f"rank {rank}: {text}" for rank, text in enumerate(peers.all_words(error)) if text]
     manifest: Manifest | None = None
     if peers.index == 0:
         if not errors:

@@ -12,6 +12,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -222,12 +223,11 @@ def _json(name: str, value: Any) -> Any:
 
 
 class _Places:
-    """Works out where tensors lie; layouts that come again are worked out once."""
+    """Works out where tensors lie."""
 
     def __init__(self, peers: Peers, tensors: Mapping[str, Any]) -> None:
         self._peers = peers
         self._ranks = _group_ranks(peers)
-        self._alike: dict[tuple[Mesh, frozenset[str], int], tuple[int, ...]] = {}
         strided = {n: t for n, t in tensors.items() if isinstance(t, DTensor) and _is_strided(t)}
         own = {name: list(tensor.to_local().shape) for name, tensor in strided.items()}
         some = any(peers.all_words(bool(own))) if any(isinstance(t, DTensor) for t in tensors.values()) else False
@@ -277,26 +277,17 @@ class _Places:
             raise UserError(f"{name} has a part of shape {list(local.shape)} here, but by its layout {layout}, {here}")
         if here and tuple(local.shape) != wanted:
             local = local.reshape(wanted)
-        replicas: tuple[int, ...] = ()  # over a part of the group others have the same, who knows where
+        alike: tuple[int, ...] = ()  # over a part of the group others have the same, who knows where
         if len(places) == self._peers.size:
-            replicas = tuple(sorted(places[i] for i in self._positions(mesh, layout.axes, at)))
-        return Entry(name, _spec(local, shape), here, local, replicas, str(layout))
+            alike = tuple(sorted(places[i] for i in replicas(mesh, layout.axes, at)))
+        return Entry(name, _spec(local, shape), here, local, alike, str(layout))
 
-    def _positions(self, mesh: Mesh, cut: frozenset[str], at: int) -> tuple[int, ...]:
-        """The ranks of a mesh that differ from one only along axes that do not cut."""
-        key = (mesh, cut, at)
-        if key not in self._alike:
-            axes = mesh.views[0]
-            own = mesh.coords(at)
-            choices = [(own[axis],) if axis in cut else range(size) for axis, size in axes]
-            found: list[int] = []
-            for coords in itertools.product(*choices):
-                index = 0
-                for (_, size), coord in zip(axes, coords, strict=True):
-                    index = index * size + coord
-                found.append(index)
-            self._alike[key] = tuple(found)
-        return self._alike[key]
+
+@lru_cache(1 << 12)
+def replicas(mesh: Mesh, cut: frozenset[str], rank: int) -> tuple[int, ...]:
+    """The ranks of a mesh that differ from one in no axis that cuts, that one included."""
+    own = mesh.coords(rank)
+    return tuple(mesh.ranks(tuple((axis, own[axis]) for axis in sorted(cut))))
 
 
 def _spec(local: Tensor, shape: tuple[int, ...]) -> TensorSpec:

@@ -1,317 +1,210 @@
 """Save the state of a job while it trains, and load it into any other layout.
 
-    stage (training waits) -> write (a thread) -> agree -> commit (one rename)
+    prepare (before step 1) -> save: starts to copy -> the next forward and backward -> fence, before the optimiser
+    writes -> a process of its own writes the copy and commits it
 
-Training is blocked only while the state is copied into buffers of the host, which are made once. Then a thread writes
-them, over a process group of its own: collectives of two threads in one group would mix differently on every rank.
-A rank that cannot write says so to the others, so that all take the checkpoint as failed, and training goes on.
-
-Of what several ranks hold, one writes. On the disk is torch's distributed checkpoint inside the folder protocol of
-`tangram.checkpoint.folders`; an engine of our own can take its place behind this interface.
+Training waits at the fence for what of the copy is still missing, and for nothing else. The fence is a hook of the
+optimiser's step, so a loop of one's own has it too. The engine is `tangram.checkpoint`; here is only what a job's state
+is, when it is saved, and what is told of it. What fails on any rank fails the checkpoint and not the training.
 """
 
-import itertools
-import threading
 import time
-import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tangram.checkpoint import folders
-from tangram.checkpoint.folders import FileMark, Marker, newest
-from tangram.checkpoint.formats import dcp
+import tangram.checkpoint.save as engine
+from tangram.checkpoint import background, commits
+from tangram.checkpoint.background import AsyncSaver, Settings
+from tangram.checkpoint.commits import newest
+from tangram.checkpoint.save import About, SaveError
+from tangram.checkpoint.state import Described, Entry
+from tangram.checkpoint.write import Ring
 from tangram.errors import UserError
-from tangram.layout import Region, coverage, intervals
 from tangram.planner.plan import Plan
-from tangram.relayout import TensorSpec
+from tangram.relayout.peers import Peers
 from tangram.training.events import Note, Saved, SaveFailed
 from tangram.training.restore import describe, load
-from tangram.training.state import Entry, JobState, Places, Progress, entries, frozen
+from tangram.training.state import JobState, Places, Progress, entries, frozen
 from tangram.training.world import World
 
 __all__ = ["Checkpointer", "JobState", "Progress", "describe", "load", "newest"]
 
-T = TypeVar("T")
-LONGEST_WRITE = timedelta(hours=1)  # ranks wait this long for one that still writes; one that dies is seen at once
 
-
-@dataclass(eq=False)
-class _Job:
-    """One save: what the thread needs, and what came of it."""
-
-    progress: Progress
-    about: Mapping[str, Any]
-    frozen: tuple[str, ...]
-    specs: Mapping[str, TensorSpec]
-    chunks: list[dcp.Chunk]
-    problem: str | None
-    """Why this rank has nothing to write."""
-    asynchronous: bool
-    begun: float
-    blocked: float = 0.0
-    ended: float = 0.0
-    path: Path | None = None
-    reason: str = ""
-    notes: list[str] = field(default_factory=list[str])
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """What rank 0 tells the others at the end."""
-
-    path: Path | None
-    reason: str = ""
-    notes: tuple[str, ...] = ()
+DEAD = 600.0  # seconds: a save that goes on changes its folder more often, even when no run is left to wait for it
 
 
 class Checkpointer:
     """Saves a job into one folder. All ranks make one, and call each method at the same steps.
 
-    Making one is collective (it makes a process group). Without a world it serves a process that trains alone.
+    Without a world it serves a process that trains alone.
     """
 
     def __init__(self, folder: Path, plan: Plan, world: World | None) -> None:
         self.folder = folder
         self.blocked_seconds = 0.0
-        """How long training stood still for saving, so far."""
-        self._plan = plan
-        self._world = world
+        """How long training stood still for saves that have ended."""
+        self._keep = plan.checkpoint.keep
+        self._mesh = plan.mesh
+        self._peers = world.peers if world is not None else Peers()
         self._places = Places(plan, world)
-        self._peers = _Peers(world)
-        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        self._thread: threading.Thread | None = None
-        self._job: _Job | None = None
-        self._untold: list[_Job] = []
+        self._saver: AsyncSaver | None = None
+        if plan.checkpoint.asynchronous:
+            self._saver = AsyncSaver(folder, self._peers, Settings(keep=self._keep))
+        self._known: tuple[Entry, ...] = ()
+        self._kept: dict[str, Tensor] = {}
+        self._fenced: int | None = None
+        self._ring: Ring | None = None
+        self._last: int | None = None
+        self._untold: list[Saved | SaveFailed | Note] = []
+
+    def prepare(self, state: JobState) -> None:
+        """Take the memory for the copy and start what writes it, so that the first save costs no more than others.
+
+        What dead runs left half written is removed.
+        """
+        if self._peers.index == 0:
+            commits.sweep(self.folder, idle=DEAD)
+        if self._saver is not None:
+            self._fence_at(state)
+            if problem := self._saver.prepare(self._described(state).entries):
+                self._tell(Note(f"checkpoints will be tried without memory taken ahead: {problem}"))
 
     def save(self, state: JobState, *, wait: bool = False) -> None:
-        """Save the state as it is now. One that is under way is waited for first; `wait`: for this one too.
+        """Save the state as it is now. `wait`: return when it is committed.
 
         A step that this object has saved already is not saved again. Nothing is raised for what cannot be written:
         `poll` reports it.
         """
-        begun = time.monotonic()
-        self._join()
-        last = self._job
-        if last is not None and last.path is not None and last.progress.step == state.progress.step:
+        step = state.progress.step
+        if wait:
+            self._await()
+        if self._last == step:
             return
-        job = self._job = self._stage(state, begun, asynchronous=self._plan.checkpoint.asynchronous and not wait)
-        self._untold.append(job)
-        self._thread = threading.Thread(target=self._run, args=(job,), name="tangram-checkpoint", daemon=True)
-        job.blocked = time.monotonic() - begun
-        self._thread.start()
-        if not job.asynchronous:
-            self._join()
-            job.blocked = time.monotonic() - begun
-        self.blocked_seconds += time.monotonic() - begun
+        self._last = step
+        try:
+            if self._saver is not None and not wait:
+                self._fence_at(state)
+                self._saver.save(self._described(state), self._about(state))
+            else:
+                self._save_now(state)
+        except UserError as error:  # a state that no checkpoint can hold; all ranks have the same
+            self._tell(SaveFailed(step, str(error)))
 
     def poll(self) -> list[Saved | SaveFailed | Note]:
         """What came of saves since the last call, on rank 0; the other ranks get nothing. Never waits."""
-        done = [job for job in self._untold if job.ended]
-        self._untold = [job for job in self._untold if job not in done]
-        if self._world is not None and self._world.index:
-            return []
-        return [event for job in done for event in _events(job)]
+        for result in self._saver.poll() if self._saver is not None else ():
+            self._take(result)
+        told, self._untold = self._untold, []
+        return told
 
     def close(self) -> list[Saved | SaveFailed | Note]:
         """Wait for the save that is under way; what is still to be told."""
-        self._join()
+        for result in self._saver.close() if self._saver is not None else ():
+            self._take(result)
         return self.poll()
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    # ------------------------------------------------------------ what is saved
 
-    # ------------------------------------------------------------ in the training thread
+    def _described(self, state: JobState) -> Described:
+        """The state as the engine saves it; the same entries again while they lie in the same memory."""
+        found = self._with_buffers_apart(entries(state, self._places), state)
+        if not _alike(found, self._known):
+            self._known = tuple(found)
+        objects = {"progress": asdict(state.progress), "about": dict(state.about), "frozen": list(frozen(state))}
+        return Described(self._known, objects)
 
-    def _stage(self, state: JobState, begun: float, *, asynchronous: bool) -> _Job:
-        """Copy what this rank writes; a rank that cannot goes on, as the others count on it."""
-        found = entries(state, self._places)
-        job = _Job(
-            progress=state.progress,
-            about=dict(state.about),
-            frozen=frozen(state),
-            specs={entry.name: entry.spec for entry in found},
-            chunks=[],
-            problem=None,
-            asynchronous=asynchronous,
-            begun=begun,
-        )
+    def _with_buffers_apart(self, found: Sequence[Entry], state: JobState) -> list[Entry]:
+        """Buffers are copied at once: a forward may write them, and that is before the fence."""
+        buffers = {f"model.{name}" for name, _ in state.model.named_buffers()}
+        out: list[Entry] = []
+        for entry in found:
+            if entry.name in buffers and self._saver is not None:
+                self._saver.fence()
+                kept = self._kept.get(entry.name)
+                if kept is None or kept.shape != entry.local.shape or kept.dtype != entry.local.dtype:
+                    kept = self._kept[entry.name] = torch.empty_like(entry.local)
+                entry = replace(entry, local=kept.copy_(entry.local))
+            out.append(entry)
+        return out
+
+    def _about(self, state: JobState) -> About:
+        config: Any = getattr(state.model, "config", None)
+        beside = {"config.json": str(config.to_json_string())} if hasattr(config, "to_json_string") else {}
+        return About(state.progress.step, self._mesh, beside)
+
+    def _fence_at(self, state: JobState) -> None:
+        """Have the optimiser wait, before it writes, for the copy of what it writes."""
+        if self._saver is not None and state.optimiser is not None and self._fenced != id(state.optimiser):
+            saver, self._fenced = self._saver, id(state.optimiser)
+
+            def fence(*_: object) -> None:
+                saver.fence()
+
+            state.optimiser.register_step_pre_hook(fence)
+
+    # ------------------------------------------------------------ what comes of it
+
+    def _save_now(self, state: JobState) -> None:
+        step, begun = state.progress.step, time.monotonic()
+        path = Path(self._peers.from_first(str(free_path(self.folder, step))))
+        self._ring = self._ring or Ring()
         try:
-            mine = (entry for entry in found if self._writes(entry))
-            job.chunks = [self._staged(*block, copy=asynchronous) for entry in mine for block in _blocks(entry)]
-            for device in {entry.local.device for entry in found} - {torch.device("cpu")}:
-                torch.accelerator.synchronize(device)
-        except (RuntimeError, MemoryError) as error:  # no memory, most likely
-            job.problem = f"the state could not be copied: {_sentence(error)}"
-        return job
-
-    def _writes(self, entry: Entry) -> bool:
-        """Whether this rank, of those that hold the same of a tensor, is the one that writes it."""
-        if self._world is None:
-            return True
-        mesh, index = self._world.mesh, self._world.index
-        at = mesh.coords(index)
-        copies, mine = 1, 0
-        for axis, size in mesh.views[0]:
-            if axis not in entry.axes:
-                copies, mine = copies * size, mine * size + at[axis]
-        return mine == zlib.crc32(entry.name.encode()) % copies
-
-    def _staged(self, name: str, offsets: tuple[int, ...], values: Tensor, *, copy: bool) -> dcp.Chunk:
-        """A block with memory of its own, which is kept for the next time."""
-        if not copy and values.device.type == "cpu" and values.untyped_storage().nbytes() == values.nbytes:
-            return dcp.Chunk(name, offsets, values)
-        buffer = self._buffers.get((name, offsets))
-        if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
-            pinned = values.device.type != "cpu"
-            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
-            self._buffers[name, offsets] = buffer
-        buffer.copy_(values, non_blocking=True)
-        return dcp.Chunk(name, offsets, buffer)
-
-    # ------------------------------------------------------------ in the thread that writes
-
-    def _run(self, job: _Job) -> None:
-        try:
-            verdict = self._write(job)
-        except Exception as error:  # noqa: BLE001  a rank that is gone, say: training finds that out by itself
-            verdict = _Verdict(None, f"the ranks could not agree on it: {_sentence(error)}")
-        job.path, job.reason, job.notes = verdict.path, verdict.reason, list(verdict.notes)
-        job.chunks = []
-        job.ended = time.monotonic()
-
-    def _write(self, job: _Job) -> _Verdict:
-        """Write this rank's part; what all ranks agree has come of it."""
-        step = job.progress.step
-        partial, reason = self._peers.from_first(lambda: _begin(self.folder, step))
-        if partial is None:
-            return _Verdict(None, reason)
-        written: list[dcp.Written] | str = job.problem or []
-        if job.problem is None:
+            engine.save_described(self._described(state), path, self._peers, self._about(state), self._ring)
+        except SaveError as error:
+            self._last = None
+            self._tell(SaveFailed(step, str(error)))
+            return
+        finally:
+            self.blocked_seconds += time.monotonic() - begun
+        seconds = time.monotonic() - begun
+        self._tell(Saved(step, str(path), seconds, seconds, asynchronous=False))
+        if self._peers.index == 0:
             try:
-                written = dcp.write_chunks(partial / f"__{self._peers.index}_0.distcp", job.chunks)
-            except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait to hear of it
-                written = f"rank {self._peers.index} cannot write: {_sentence(error)}"
-        parts = self._peers.to_first(written)
-        return self._peers.from_first(lambda: self._finish(job, partial, parts))
+                for old, _ in commits.whole(self.folder)[: -self._keep]:
+                    commits.remove(old)
+            except OSError as error:
+                self._tell(Note(f"an old checkpoint could not be removed: {engine.sentence(error)}"))
 
-    def _finish(self, job: _Job, partial: Path, parts: list[list[dcp.Written] | str]) -> _Verdict:
-        """On rank 0: commit what all have written, or remove it."""
-        try:
-            problems = [part for part in parts if isinstance(part, str)]
-            if problems:
-                more = f" (and {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
-                raise UserError(problems[0] + more)
-            path = self._commit(job, partial, [block for part in parts if not isinstance(part, str) for block in part])
-        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait to hear of it
-            folders.remove(partial)
-            return _Verdict(None, str(error) if isinstance(error, UserError) else _sentence(error))
-        try:
-            folders.keep_newest(self.folder, self._plan.checkpoint.keep)
-        except OSError as error:
-            return _Verdict(path, notes=(f"an old checkpoint could not be removed: {_sentence(error)}",))
-        return _Verdict(path)
+    def _await(self) -> None:
+        """Until what is under way has ended, and all ranks know how."""
+        if self._saver is not None:
+            self._saver.wait()
+            for result in self._saver.poll():
+                self._take(result)
 
-    def _commit(self, job: _Job, partial: Path, written: list[dcp.Written]) -> Path:
-        _refuse_holes(job.specs, written)
-        sums: dict[str, dict[int, int]] = {}
-        for block in written:
-            sums.setdefault(block.span.file, {})[block.span.offset] = block.crc32
-        files = {name: FileMark((partial / name).stat().st_size, some) for name, some in sums.items()}
-        size, crc = dcp.write_index(partial, job.specs, written)
-        marker = Marker(
-            serial=folders.next_serial(self.folder),
-            progress=asdict(job.progress),
-            about=job.about,
-            digest=folders.digest(job.specs),
-            frozen=job.frozen,
-            files={**files, dcp.INDEX: FileMark(size, {0: crc})},
-        )
-        return folders.commit(partial, job.progress.step, marker)
+    def _take(self, result: background.Saved) -> None:
+        self.blocked_seconds += result.blocked
+        if result.path is None:
+            self._last = None if self._last == result.step else self._last
+            self._tell(SaveFailed(result.step, result.reason))
+        else:
+            path = str(self.folder / result.path.name)
+            self._tell(Saved(result.step, path, result.blocked, result.seconds, asynchronous=True))
+        for note in result.notes:
+            self._tell(Note(note))
+
+    def _tell(self, event: Saved | SaveFailed | Note) -> None:
+        if self._peers.index == 0:
+            self._untold.append(event)
 
 
-def _begin(folder: Path, step: int) -> tuple[Path | None, str]:
-    try:
-        return folders.begin(folder, step), ""
-    except OSError as error:
-        return None, f"the folder of the checkpoint cannot be made: {_sentence(error)}"
+def free_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step goes: never over one that is good, of a run that went back, say."""
+    path, again = folder / f"step-{step:08d}", 1
+    while path.exists():
+        again += 1
+        path = folder / f"step-{step:08d}-{again}"
+    return path
 
 
-def _refuse_holes(specs: Mapping[str, TensorSpec], written: list[dcp.Written]) -> None:
-    """Prove that every element of every tensor was written once."""
-    parts: dict[str, list[Region]] = {name: [] for name in specs}
-    for block in written:
-        parts[block.name].append(Region.box(block.offsets, block.sizes))
-    for name, spec in specs.items():
-        if len(parts[name]) == 1 and parts[name][0] == Region.full(spec.shape):
-            continue
-        found = coverage(Region.full(spec.shape), parts[name])
-        if not found.exact:
-            raise RuntimeError(f"of {name} no rank wrote {found.missing}, and several wrote {found.doubled}")
-
-
-def _events(job: _Job) -> Iterator[Saved | SaveFailed | Note]:
-    step = job.progress.step
-    if job.path is None:
-        yield SaveFailed(step, job.reason)
-    else:
-        yield Saved(step, str(job.path), job.blocked, job.ended - job.begun, job.asynchronous)
-    for text in job.notes:
-        yield Note(text)
-
-
-def _blocks(entry: Entry) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    """What a rank holds of a tensor as blocks without gaps: name, offsets, values."""
-    if len(entry.region.boxes) > 1:
-        raise RuntimeError(f"{entry.name} is held in {len(entry.region.boxes)} parts: {entry.region}")
-    for box in entry.region.boxes:
-        for runs in itertools.product(*([(run, intervals.rank(s, (run,))) for run in s] for s in box)):
-            values = entry.local
-            for dim, (_, place) in enumerate(runs):
-                ((start, stop),) = place
-                if stop - start < values.shape[dim]:
-                    values = values.narrow(dim, start, stop - start)
-            yield entry.name, tuple(run[0] for run, _ in runs), values
-
-
-def _sentence(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f'"{error.filename}": {error.strerror}' if error.filename else error.strerror
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-class _Peers:
-    """The ranks that save together, over a group of their own; or this process alone."""
-
-    def __init__(self, world: World | None) -> None:
-        self.index = world.index if world is not None else 0
-        self._group: dist.ProcessGroup | None = None
-        if world is not None and world.size > 1:
-            self._ranks = dist.get_process_group_ranks(world.group)
-            group = dist.new_group(self._ranks, backend="gloo", timeout=LONGEST_WRITE)
-            assert isinstance(group, dist.ProcessGroup)  # every rank is a member
-            self._group = group
-
-    def from_first(self, make: Any) -> Any:
-        """What `make` gives on the first rank, on all; it must not raise."""
-        box = [make() if self.index == 0 else None]
-        if self._group is not None:
-            dist.broadcast_object_list(box, src=self._ranks[0], group=self._group)
-        return box[0]
-
-    def to_first(self, own: T) -> list[T]:
-        """Every rank's own, in order, on the first rank; nothing on the others."""
-        if self._group is None:
-            return [own]
-        box: list[Any] | None = [None] * len(self._ranks) if self.index == 0 else None
-        dist.gather_object(own, box, dst=self._ranks[0], group=self._group)
-        return box or []
+def _alike(some: Sequence[Entry], others: Sequence[Entry]) -> bool:
+    """Whether these are the same tensors in the same memory."""
+    return len(some) == len(others) and all(
+        (a.name, a.spec, a.region, a.local.data_ptr()) == (b.name, b.spec, b.region, b.local.data_ptr())
+        for a, b in zip(some, others, strict=True)
+    )

@@ -14,7 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from tangram.checkpoint.folders import damaged, whole
+from tangram.checkpoint.commits import whole
+from tangram.checkpoint.verify import verify
 from tangram.errors import UserError
 from tangram.hardware.machine import describe, versions
 from tangram.models.build import build_on_meta
@@ -170,10 +171,11 @@ def _other_stream(path: Path, key: str, before: object, now: object) -> str:
 
 def newest_good(out: Path, on_event: OnEvent) -> Path | None:
     """The checkpoint that was committed last, of those whose every byte is as it was written."""
-    for path, marker in reversed(whole(out / CHECKPOINTS)):
-        if (name := damaged(path, marker)) is None:
+    for path, _ in reversed(whole(out / CHECKPOINTS)):
+        findings = verify(path).findings
+        if not findings:
             return path
-        on_event(Note(f'the checkpoint "{path}" is damaged in "{name}": passed over'))
+        on_event(Note(f'the checkpoint "{path}" is damaged and passed over: {findings[0].text}'))
     return None
 
 

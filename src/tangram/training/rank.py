@@ -91,6 +91,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     plan = with_packing(plan, settled.packing)
     state.about = about(plan, corpus)
     checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world)
+    checkpointer.prepare(state)
     if rank.index == 0:
         rank.emit(Note(_packing_words(settled, corpus, plan)))
 

@@ -1,53 +1,43 @@
 """Load the state of a job from a checkpoint, into any layout on any number of ranks.
 
-The index of the checkpoint gives pieces, the plan gives the regions that a rank holds, and `tangram.relayout` proves
-coverage and copies. Everything that can be known beforehand is checked before the first byte of the model changes.
+The plan gives the regions that a rank holds; `tangram.checkpoint` proves that the checkpoint has them and reads each
+block of it once. Everything that can be known beforehand is checked before the first byte of the model changes.
 """
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from tangram.checkpoint.folders import MARKER, Marker, digest, read_marker
-from tangram.checkpoint.formats import dcp
+from tangram.checkpoint.commits import MANIFEST, read_manifest
+from tangram.checkpoint.manifest import Manifest
+from tangram.checkpoint.read import Want, read_wants
 from tangram.errors import UserError
 from tangram.planner.plan import Plan
-from tangram.relayout import Piece, TensorSpec, bind, execute
-from tangram.relayout import plan as plan_copies
-from tangram.training.state import Entry, JobState, Places, Progress, entries, frozen
+from tangram.relayout import TensorSpec
+from tangram.training.state import JobState, Places, Progress, entries, frozen
 from tangram.training.world import World
-
-HERE = "here"  # the place of the tensors that a checkpoint is read into
 
 
 def load(path: Path, state: JobState, plan: Plan, world: World | None) -> Progress:
     """Fill a job's state from a checkpoint of any layout and any number of ranks; how far it was.
 
-    `plan` and `world` are of the job that goes on; without a world everything is whole in this process. A rank reads
-    the pieces that have something of what it holds. Not collective. Raises UserError for a checkpoint that is not
+    `plan` and `world` are of the job that goes on; without a world everything is whole in this process. Collective over
+    the world: the ranks of a node read each byte that they need once. Raises UserError for a checkpoint that is not
     whole, is damaged, or is of another model.
     """
-    marker = read_marker(path)
-    progress = _progress(path, marker)
+    manifest = read_manifest(path)
+    progress = _progress(path, manifest)
     targets = entries(state, Places(plan, world))
-    index = _checked_index(path, marker)
     specs = {entry.name: entry.spec for entry in targets}
-    found = {name: spec for name, spec in index.specs.items() if state.optimiser is not None or name in specs}
-    if state.optimiser is not None:
-        _refuse_other_frozen(path, marker, frozen(state))
-    _refuse_other_model(path, found, specs)
-    pieces: dict[str, list[Piece]] = {name: [] for name in specs}
-    for piece in index.pieces:
-        if piece.tensor in pieces:
-            pieces[piece.tensor].append(piece)
-    read = dcp.chunk_reader(path, {name: mark.sums for name, mark in marker.files.items()})
-    for entry in targets:  # one by one, so that only one tensor's pieces are in memory beside the model
-        if entry.region:
-            same = {entry.name: entry.spec}
-            copies = plan_copies(bind("{name*} -> {name*}", same, same), pieces[entry.name], [_want(entry)])
-            execute(copies, read, {(HERE, entry.name): entry.local})
+    stored = {name: tensor.spec for name, tensor in manifest.tensors.items()}
+    if state.optimiser is None:
+        stored = {name: spec for name, spec in stored.items() if name in specs}
+    else:
+        _refuse_other_frozen(path, _frozen(manifest), frozen(state))
+    _refuse_other_model(path, stored, specs)
+    wants = [Want(entry.name, entry.region, entry.local) for entry in targets if entry.region]
+    read_wants(path, manifest, wants, peers=world.peers if world is not None else None)
     state.progress = progress
     return progress
 
@@ -63,35 +53,30 @@ class Description:
 
 def describe(path: Path) -> Description:
     """What the checkpoint in the folder `path` is of. Raises UserError for one that is not whole."""
-    marker = read_marker(path)
-    return Description(_progress(path, marker), marker.about, marker.frozen)
+    manifest = read_manifest(path)
+    about = manifest.objects.get("about")
+    if not isinstance(about, dict):
+        raise UserError(f'the checkpoint "{path}" is of no `tangram train`: its {MANIFEST} does not say of what run')
+    return Description(_progress(path, manifest), cast("dict[str, Any]", about), _frozen(manifest))
 
 
-def _progress(path: Path, marker: Marker) -> Progress:
+def _progress(path: Path, manifest: Manifest) -> Progress:
+    found: Any = manifest.objects.get("progress")
     try:
-        found = marker.progress
         return Progress(int(found["step"]), int(found["samples"]), int(found["tokens"]), float(found["seconds"]))
-    except KeyError as error:
-        raise UserError(f'the {MARKER} of the checkpoint "{path}" is damaged: its progress lacks {error}') from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f'the checkpoint "{path}" is of no `tangram train`: its {MANIFEST} does not say how far it was ({error!r})'
+        ) from None
 
 
-def _want(entry: Entry) -> Piece:
-    return Piece(HERE, entry.name, entry.region)
+def _frozen(manifest: Manifest) -> tuple[str, ...]:
+    found: Any = manifest.objects.get("frozen", [])
+    return tuple(map(str, cast("list[Any]", found))) if isinstance(found, list) else ()
 
 
-def _checked_index(path: Path, marker: Marker) -> dcp.DcpIndex:
-    """The index of a checkpoint; its bytes are checked before they are unpickled."""
-    mark = marker.files.get(dcp.INDEX)
-    if mark is None or zlib.crc32((path / dcp.INDEX).read_bytes()) != mark.sums.get(0):
-        raise UserError(f'the "{dcp.INDEX}" of the checkpoint "{path}" is damaged: its bytes are not those written')
-    index = dcp.read_index(path)
-    if digest(index.specs) != marker.digest:
-        raise UserError(f'the checkpoint "{path}" is damaged: its tensors are not those that {MARKER} names')
-    return index
-
-
-def _refuse_other_frozen(path: Path, marker: Marker, now: tuple[str, ...]) -> None:
-    then = set(marker.frozen)
+def _refuse_other_frozen(path: Path, before: tuple[str, ...], now: tuple[str, ...]) -> None:
+    then = set(before)
     newly, freed = sorted(set(now) - then), sorted(then - set(now))
     if newly or freed:
         what, name = ("trained", newly[0]) if newly else ("frozen", freed[0])

@@ -1,6 +1,7 @@
 """The state of a training job as named tensors, each with the part of it that this rank holds.
 
 `model.<name>` is a parameter or a persistent buffer, `optim.<name>.<state>` what the optimiser keeps for a parameter.
+Where they lie is what the plan says, which is checked against what is there, and not asked of torch.
 Which states there are and how each lies is declared in `tangram.relayout.states`, not guessed from names. Parameters
 that are not trained have no states. Randomness is no part of it: the loop draws it from (seed, step, data rank), and
 the learning rate is a function of the step.
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from tangram.checkpoint.state import Entry, replicas
 from tangram.layout import Region, region
 from tangram.planner.legal import bound_layout
 from tangram.planner.plan import Plan
@@ -50,18 +52,15 @@ class JobState:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor of the state, as it lies on this rank."""
+class Place:
+    """Where a tensor lies, as one rank sees it."""
 
-    name: str
-    spec: TensorSpec
-    """Of the whole tensor."""
     region: Region
-    """What this rank holds of it."""
-    local: Tensor
-    """The memory that it is in."""
-    axes: frozenset[str]
-    """The axes of the mesh that cut it; over the others it is copied."""
+    """What this rank holds."""
+    replicas: tuple[int, ...]
+    """The ranks that hold the same, this one included."""
+    layout: str
+    """As text."""
 
 
 class Places:
@@ -70,19 +69,23 @@ class Places:
     def __init__(self, plan: Plan, world: World | None) -> None:
         self._plan = plan
         self._world = world
-        self._known: dict[tuple[str | None, tuple[int, ...]], tuple[Region, frozenset[str]]] = {}
+        self._known: dict[tuple[str | None, tuple[int, ...]], Place] = {}
 
-    def of(self, parameter: str | None, shape: tuple[int, ...]) -> tuple[Region, frozenset[str]]:
-        """What this rank holds of a tensor that lies like a parameter (None: whole on every rank); the cutting axes."""
+    def of(self, parameter: str | None, shape: tuple[int, ...]) -> Place:
+        """The place of a tensor that lies like a parameter (None: whole on every rank)."""
         known = self._known.get((parameter, shape))
         if known is None:
-            if self._world is None or parameter is None:
-                known = Region.full(shape), frozenset[str]()
-            else:
-                layout = bound_layout(self._plan, parameter, shape)
-                known = region(layout, self._world.mesh, self._world.index), layout.axes
-            self._known[parameter, shape] = known
+            known = self._known[parameter, shape] = self._found(parameter, shape)
         return known
+
+    def _found(self, parameter: str | None, shape: tuple[int, ...]) -> Place:
+        if self._world is None:
+            return Place(Region.full(shape), (0,), "")
+        mesh, rank = self._world.mesh, self._world.index
+        if parameter is None:
+            return Place(Region.full(shape), tuple(range(mesh.size)), "")
+        layout = bound_layout(self._plan, parameter, shape)
+        return Place(region(layout, mesh, rank), replicas(mesh, layout.axes, rank), str(layout))
 
 
 def entries(state: JobState, places: Places) -> list[Entry]:
@@ -111,12 +114,13 @@ def _entry(name: str, tensor: Tensor, parameter: str | None, places: Places) -> 
     """`parameter`: the one that it lies like."""
     shape = tuple(tensor.shape)
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    here, axes = places.of(parameter, shape)
-    if local.numel() != here.size or (here.size and tuple(local.shape) != here.local_shape):
+    place = places.of(parameter, shape)
+    if local.numel() != place.region.size or (place.region and tuple(local.shape) != place.region.local_shape):
         raise RuntimeError(
-            f"{name} has a part of shape {tuple(local.shape)} here, but by the plan this rank has {here}"
+            f"{name} has a part of shape {tuple(local.shape)} here, but by the plan this rank has {place.region}"
         )
-    return Entry(name, TensorSpec(shape, str(tensor.dtype).removeprefix("torch.")), here, local, axes)
+    spec = TensorSpec(shape, str(tensor.dtype).removeprefix("torch."))
+    return Entry(name, spec, place.region, local, place.replicas, place.layout)
 
 
 def trained(state: JobState) -> list[str]:

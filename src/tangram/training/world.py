@@ -7,6 +7,7 @@ A plan's mesh has axes of the user's naming in the user's order. torch's FSDP2 a
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,9 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.planner.legal import bound_layout
 from tangram.planner.plan import Plan
+from tangram.relayout.peers import Peers
 
+LONGEST_WAIT = timedelta(hours=1)  # of ranks for one that still writes or reads; one that dies is seen at once
 DEVICE_AXES = ("replicate", "shard", "tensor")
 
 
@@ -46,6 +49,8 @@ class World:
     """All ranks."""
     devices: DeviceMesh
     """Dims as in `DEVICE_AXES`."""
+    peers: Peers
+    """All ranks, for a few words on the side: of checkpoints, say."""
     data_index: int
     """The place among the ranks that the batch is cut over."""
     data_size: int
@@ -84,7 +89,27 @@ def make_world(plan: Plan, index: int, device: torch.device, group: dist.Process
     ranks = torch.arange(mesh.size).reshape(list(sizes.values())).permute(order).reshape(shape)
     devices = DeviceMesh(device.type, ranks, mesh_dim_names=DEVICE_AXES)
     replicate, shard, _ = (int(n) for n in (ranks == index).nonzero()[0])
-    return World(mesh, axes, index, device, group, devices, replicate * shape[1] + shard, shape[0] * shape[1])
+    return World(
+        mesh=mesh,
+        axes=axes,
+        index=index,
+        device=device,
+        group=group,
+        devices=devices,
+        peers=_peers(group),
+        data_index=replicate * shape[1] + shard,
+        data_size=shape[0] * shape[1],
+    )
+
+
+def _peers(group: dist.ProcessGroup) -> Peers:
+    """The ranks of a group over one that moves words of the CPU, whatever moves the gradients."""
+    if dist.get_world_size(group) == 1:
+        return Peers()
+    ranks = dist.get_process_group_ranks(group)
+    words = dist.new_group(ranks, backend="gloo", timeout=LONGEST_WAIT)
+    assert isinstance(words, dist.ProcessGroup)  # every rank is a member
+    return Peers(words)
 
 
 def held(plan: Plan, name: str, shape: tuple[int, ...], world: World) -> Region:
