@@ -19,25 +19,28 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from tangram.checkpoint.image import Outgoing
 from tangram.checkpoint.save import About, new_id, sentence
 from tangram.checkpoint.snapshot import Pool, Share, Snapshot, share
 from tangram.checkpoint.state import Described, Entry
 from tangram.checkpoint.writer import Order, share_fields
 from tangram.hardware.hostmemory import Shared
 from tangram.hardware.workers import Detached, Job, start_detached
+from tangram.relayout import TensorSpec
 from tangram.relayout.peers import Peers
 
 START = 120.0
 """Seconds that a new process has for its imports."""
 LISTEN = 0.1
 """Seconds between two looks of the thread at what the training thread wants of it."""
+_NOTHING: tuple[tuple[Outgoing, ...], Mapping[str, TensorSpec], None] = ((), {}, None)
 LINGER = 10.0
 """Seconds that `close` waits for the process to end; it may go on alone."""
 
@@ -83,10 +86,11 @@ class _Task:
 
     id: str
     path: Path
-    own: Share
+    entries: tuple[Entry, ...]
     objects: Any
     about: About
     begun: float
+    nbytes: int = 0
     snapshot: Snapshot = field(default_factory=Snapshot)
     blocked: float = 0.0
     handed_over: bool = False
@@ -103,7 +107,7 @@ class _Task:
         """What came of it."""
         path = Path(self.result) if self.result else None
         took = (self.ended or time.monotonic()) - self.begun
-        size = self.own.places.nbytes if path else 0
+        size = self.nbytes if path else 0
         return Saved(self.about.step, path, self.reason, self.blocked, took, size, tuple(self.notes))
 
 
@@ -119,13 +123,12 @@ class AsyncSaver:
         self.settings = settings or Settings()
         self._peers = peers
         self._pool: Pool | None = None
-        self._share: tuple[tuple[Entry, ...], Share] | None = None
         self._task: _Task | None = None
         self._over: queue.SimpleQueue[_Task | Saved] = queue.SimpleQueue()
         self._written = (0, 0)
         self._process: Detached | None = None
         self._ready = False
-        self._knows: tuple[Share | None, Shared | None] = (None, None)
+        self._knows: tuple[tuple[Outgoing, ...], Mapping[str, TensorSpec], Shared | None] = _NOTHING
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -139,7 +142,7 @@ class AsyncSaver:
         can hold. Not collective.
         """
         self._start()
-        own = self._shared(tuple(entries))
+        own = share(tuple(entries), self._peers.index, self._peers.size)
         try:
             self._pool_of(own).reserve(own.places.size)
         except Exception as error:  # noqa: BLE001  an accelerator's own error, say: training does not need the copy
@@ -147,10 +150,13 @@ class AsyncSaver:
         return ""
 
     def save(self, state: Described, about: About | None = None) -> None:
-        """Save the state as it is now; it may not change until `fence` has returned. Collective."""
+        """Save the state as it is now; it may not change until `fence` has returned. Collective.
+
+        Describing a state costs more than this does: of the very same tensors the entries can be used again, as
+        `Described(entries, objects)`.
+        """
         begun = time.monotonic()
         self._start()
-        own = self._shared(state.entries)
         word: dict[str, Any] = {}
         if self._peers.index == 0:
             late = self._task is not None and not self._task.done.is_set()
@@ -168,7 +174,7 @@ class AsyncSaver:
             return
         self._conclude(word["last"])
         path = self.folder / f"step-{about.step:08d}"
-        self._task = task = _Task(word["id"], path, own, dict(state.objects), about, begun)
+        self._task = task = _Task(word["id"], path, state.entries, dict(state.objects), about, begun)
         self._tasks.put(task)
         task.blocked += time.monotonic() - begun
 
@@ -231,12 +237,6 @@ class AsyncSaver:
             self._thread = threading.Thread(target=self._run, name="tangram-checkpoint", daemon=True)
             self._thread.start()
 
-    def _shared(self, entries: tuple[Entry, ...]) -> Share:
-        """What this rank writes; of the very same entries it is known already."""
-        if self._share is None or self._share[0] != entries:  # entries are equal where they are the same objects
-            self._share = entries, share(entries, self._peers.index, self._peers.size)
-        return self._share[1]
-
     def _verdict(self) -> dict[str, Any] | None:
         task = self._task
         return None if task is None else {"id": task.id, "path": task.result, "reason": task.reason}
@@ -269,18 +269,22 @@ class AsyncSaver:
             task.done.set()
 
     def _serve(self, task: _Task) -> tuple[str, str]:
+        own = share((), self._peers.index, self._peers.size)
         memory, problem = None, ""
         try:
-            memory = self._memory(task.own)
-            task.snapshot.run(task.own, memory)
+            own = share(task.entries, self._peers.index, self._peers.size)
+            task.nbytes = own.places.nbytes
+            memory = self._memory(own)
+            task.snapshot.run(own, memory)
         except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it, from this one's writer
             problem = sentence(error)
             task.snapshot.give_up()
         hopeless = bool(problem)
-        self._written = (0, task.own.places.nbytes)
+        task.entries = ()
+        self._written = (0, task.nbytes)
         for _ in range(self.settings.retries + 2):
             try:
-                return self._have_written(task, memory, problem, hopeless)
+                return self._have_written(task, own, memory, problem, hopeless)
             except (EOFError, OSError):
                 how = self._replace()
                 task.notes.append(f"the process that writes ended ({how}); a new one goes on")
@@ -289,21 +293,23 @@ class AsyncSaver:
 
     def _memory(self, own: Share) -> Shared:
         pool = self._pool_of(own)
-        if pool.memory is not None and pool.memory.nbytes < own.places.size and self._knows[1] is not None:
+        if pool.memory is not None and pool.memory.nbytes < own.places.size and self._knows[2] is not None:
             with contextlib.suppress(OSError):  # a process that is gone has forgotten it, too
                 self._up().channel.send({"forget": True})  # or old and new were there together
-            self._knows = (None, None)
+            self._knows = _NOTHING
         return pool.reserve(own.places.size)
 
-    def _have_written(self, task: _Task, memory: Shared | None, problem: str, hopeless: bool) -> tuple[str, str]:
+    def _have_written(
+        self, task: _Task, own: Share, memory: Shared | None, problem: str, hopeless: bool
+    ) -> tuple[str, str]:
         """Tell the process, listen until it is done. Raises EOFError or OSError when it ends or says nothing more."""
         process = self._up()
-        if self._knows != (task.own, memory):
-            message: dict[str, Any] = {"share": share_fields(task.own, self._peers.index, self._peers.size)}
+        if self._knows != (own.pieces, own.empty, memory):
+            message: dict[str, Any] = {"share": share_fields(own, self._peers.index, self._peers.size)}
             if memory is not None:
                 message["memory"] = memory.nbytes
             process.channel.send(message, [] if memory is None else [memory.descriptor])
-            self._knows = (task.own, memory)
+            self._knows = (own.pieces, own.empty, memory)
         first = self._peers.index == 0
         order = Order(
             id=task.id,
@@ -331,7 +337,7 @@ class AsyncSaver:
                 message: dict[str, Any] = received[0]
                 heard = time.monotonic()
                 if "bytes" in message:
-                    self._written = (message["bytes"], task.own.places.nbytes)
+                    self._written = (message["bytes"], task.nbytes)
                 elif message.get("done") == task.id:
                     task.notes += message["notes"]
                     return message["path"], message["reason"]
@@ -347,7 +353,7 @@ class AsyncSaver:
         one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # it sums and writes in threads of its own
         self._process = start_detached(Job("tangram.checkpoint.writer:serve"), one_thread)
         self._ready = False
-        self._knows = (None, None)
+        self._knows = _NOTHING
 
     def _up(self) -> Detached:
         """The process, when it listens."""

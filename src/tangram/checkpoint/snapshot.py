@@ -23,6 +23,7 @@ from tangram.checkpoint.header import PAGE
 from tangram.checkpoint.image import Image, Outgoing, images
 from tangram.checkpoint.state import Entry, mine
 from tangram.hardware.hostmemory import Shared
+from tangram.relayout import TensorSpec
 
 CHUNK = 1 << 24
 """Bytes copied at a time: what a thread that waits for Python's lock may lose on each is small against them."""
@@ -58,7 +59,7 @@ class Share:
 
     own: tuple[Entry, ...]
     pieces: tuple[Outgoing, ...]
-    empty: Mapping[str, Entry]
+    empty: Mapping[str, TensorSpec]
     """Tensors without elements, which no file has."""
     places: Places
 
@@ -67,7 +68,7 @@ def share(entries: Sequence[Entry], index: int, writers: int) -> Share:
     """What the rank at a place writes. Raises UserError for what no file can hold."""
     own = tuple(mine(entries, index))
     pieces = tuple(Outgoing(e.name, e.spec, e.region, e.layout) for e in own)
-    empty = {e.name: e for e in entries if 0 in e.spec.shape}
+    empty = {e.name: e.spec for e in entries if 0 in e.spec.shape}
     return Share(own, pieces, empty, places(pieces, index, writers))
 
 

@@ -79,7 +79,7 @@ def share_fields(own: Share, index: int, writers: int) -> dict[str, Any]:
         "index": index,
         "writers": writers,
         "pieces": [[p.name, p.spec.dtype, list(p.spec.shape), p.layout, *region_fields(p.region)] for p in own.pieces],
-        "empty": {name: [entry.spec.dtype, list(entry.spec.shape)] for name, entry in own.empty.items()},
+        "empty": {name: [spec.dtype, list(spec.shape)] for name, spec in own.empty.items()},
     }
 
 
@@ -89,9 +89,12 @@ def serve(channel: Channel) -> None:
     channel.send({"ready": True})
     writer = Writer(channel)
     with contextlib.suppress(EOFError):
-        while os.getppid() == caller:  # a process that the caller forked may hold the channel open
-            if (received := channel.receive(5.0)) is not None:
+        while True:
+            alive = os.getppid() == caller  # a process that the caller forked may hold the channel open
+            if (received := channel.receive(5.0 if alive else 0.0)) is not None:
                 writer.hear(*received)
+            elif not alive:
+                return
 
 
 class Writer:
