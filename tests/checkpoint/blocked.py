@@ -73,8 +73,8 @@ def main(rank: int, folder: str, gigabytes: float, saves: int) -> None:
         (result,) = saver.poll()
         lines.append(
             f"rank {rank} save {step}: blocked {1e3 * result.blocked:6.1f} ms = save {1e3 * (saved - start):5.1f}"
-            f" + fence {1e3 * (free - fence):5.1f}; slower {alone / beside - 1:4.0%}; durable after {result.seconds:.2f} s"
-            f" ({result.nbytes / 1e9:.2f} GB); load {os.getloadavg()[0]:.1f} {result.reason}"
+            f" + fence {1e3 * (free - fence):5.1f}; slower {alone / beside - 1:4.0%}; durable after"
+            f" {result.seconds:.2f} s ({result.nbytes / 1e9:.2f} GB); load {os.getloadavg()[0]:.1f} {result.reason}"
         )
     saver.close()
     times = f"described in {described - began:.2f} s, prepared in {prepared - described:.2f} s"
