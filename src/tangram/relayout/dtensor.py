@@ -20,10 +20,11 @@ from tangram.layout.placements import Placement, from_placements, to_placements
 
 
 def mesh_of(device_mesh: DeviceMesh) -> tuple[Mesh, tuple[int, ...]]:
-    """A device mesh as a mesh, and the global rank at each of its positions. Raises LayoutError for unnamed dims."""
-    names = device_mesh.mesh_dim_names
-    if names is None:
-        raise LayoutError("the device mesh has no mesh_dim_names; name its dims")
+    """A device mesh as a mesh, and the global rank at each of its positions.
+
+    Dims without names, as in the mesh that FSDP2 makes when it is given none, are called dim0, dim1 ...
+    """
+    names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(device_mesh.mesh.ndim))
     sizes = tuple(int(n) for n in device_mesh.mesh.shape)
     ranks = cast("list[int]", device_mesh.mesh.flatten().tolist())
     return Mesh((tuple(zip(names, sizes, strict=True)),)), tuple(ranks)
