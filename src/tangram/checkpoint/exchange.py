@@ -36,7 +36,7 @@ LIMIT = 900.0
 """Seconds without any progress after which a rank gives up: longer than storage stalls and recovers."""
 LOOK = 0.5
 """Seconds without progress after which a rank looks whether the others still live."""
-SLOTS = 16
+SLOTS = 4
 """Of a window at most."""
 
 
@@ -74,7 +74,8 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], Moves], pee
     sizes = {name: blocks_of(manifest.files[name].size) for name in files}
     me = here.index(peers.index)
     made = deal([{files[n]: some for n, some in words[i]["blocks"]} for i in here], me, sizes)
-    slots = max(1, min(SLOTS, memory // BLOCK - READERS, *(len(s) for s in made.stretches)))
+    room = (memory // BLOCK - READERS) // len(here)  # a rank sees the windows of all
+    slots = max(2, min(SLOTS, room, *(len(stretch) for stretch in made.stretches)))
     found = _windows(peers, here, me, Shape(slots if any(made.stretches) else 0, len(here)))
     if not found:  # without memory in common each reads by itself what it wants
         made = Deal(wanted.items, [[]])
@@ -296,7 +297,7 @@ class _Exchange:
 
     def _until(self, true: Callable[[], bool]) -> None:
         """Wait for something that other ranks do. Raises _ToldError when one has failed, PeerError when one is gone."""
-        pause, looked = 1e-4, time.monotonic()
+        pause, looked = 2e-4, time.monotonic()
         moved, since = -1, looked
         while not true():
             for window in self._windows:

@@ -20,7 +20,7 @@ from tangram.checkpoint.manifest import BLOCK, Manifest, StoredTensor
 from tangram.errors import UserError
 from tangram.layout import Region, intervals
 from tangram.layout.intervals import IntSet
-from tangram.relayout import Piece, PieceIndex, bind, plan
+from tangram.relayout import Bound, Copy, CoverageError, Piece, PieceIndex, bind, plan
 from tangram.relayout.lower import Block, View, blocks, view
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -145,36 +145,43 @@ def moves(manifest: Manifest, wants: Sequence[Want], *, cast: bool = False) -> M
         if want.tensor not in manifest.tensors:
             raise UserError(f"the checkpoint has no tensor {want.tensor}")
     targets = [Target(want, manifest.tensors[want.tensor], cast) for want in wants]
-    stored = {want.tensor: manifest.tensors[want.tensor] for want in wants if want.region}
-    if not stored:
+    shapes = {manifest.tensors[want.tensor].spec: f"shape {i}" for i, want in enumerate(wants) if want.region}
+    specs = {name: spec for spec, name in shapes.items()}  # an identity knows shapes only; most tensors share theirs
+    if not specs:
         return Moves()
-    specs = {name: tensor.spec for name, tensor in stored.items()}
     bound = bind("{name*} -> {name*}", specs, specs)
-    places = [(name, piece) for name, tensor in stored.items() for piece in tensor.pieces]
-    pieces = tuple(Piece(i, name, piece.region) for i, (name, piece) in enumerate(places))
-    wanted = [Piece(i, want.tensor, want.region) for i, want in enumerate(wants) if want.region]
+    holders: dict[str, PieceIndex] = {}
     found = Moves()
-    for copy in plan(bound, PieceIndex(pieces, bound.source), wanted).copies:
-        if copy.source is None or copy.cell.source is None:
-            raise AssertionError("an identity creates nothing")
-        piece = places[_number(copy.source)][1]
-        have = view(copy.cell.source, copy.source.region, bound.source.families[copy.source.tensor])
-        want = view(copy.cell.target, copy.target.region, bound.target.families[copy.target.tensor])
-        target = targets[_number(copy.target)]
-        table = found.by_block.setdefault(piece.file, {})
-        for box in copy.boxes:
-            for _, _, extents, a, b in blocks(have, want, box):
-                move = _move(target, piece.offset, have, extents, a, b)
-                for block in _touched(move.start, move.dims, target.itemsize):
-                    table.setdefault(block, []).append(move)
+    for want, target in zip(wants, targets, strict=True):
+        if want.region:
+            stored = manifest.tensors[want.tensor]
+            name = shapes[stored.spec]
+            if want.tensor not in holders:
+                pieces = (Piece(i, name, piece.region) for i, piece in enumerate(stored.pieces))
+                holders[want.tensor] = PieceIndex(tuple(pieces), bound.source)
+            try:
+                copies = plan(bound, holders[want.tensor], [Piece("here", name, want.region)]).copies
+            except CoverageError:
+                raise UserError(f"{want.tensor}: the stored pieces do not have each element of it once") from None
+            for copy in copies:
+                _add(found, copy, stored, target, bound)
     return found
 
 
-def _number(piece: Piece) -> int:
-    """Its place, which is a number here."""
-    if not isinstance(piece.place, int):
-        raise TypeError(f"{piece.place!r} is no number")
-    return piece.place
+def _add(found: Moves, copy: Copy, stored: StoredTensor, target: Target, bound: Bound) -> None:
+    """Add the moves of a copy to those of all blocks that it touches."""
+    source, part = copy.source, copy.cell.source
+    if source is None or part is None or not isinstance(source.place, int):
+        raise TypeError("an identity copies from pieces by their numbers")
+    piece = stored.pieces[source.place]
+    have = view(part, source.region, bound.source.families[source.tensor])
+    want = view(copy.cell.target, copy.target.region, bound.target.families[copy.target.tensor])
+    table = found.by_block.setdefault(piece.file, {})
+    for box in copy.boxes:
+        for _, _, extents, a, b in blocks(have, want, box):
+            move = _move(target, piece.offset, have, extents, a, b)
+            for block in _touched(move.start, move.dims, target.itemsize):
+                table.setdefault(block, []).append(move)
 
 
 def _move(target: Target, offset: int, have: View, extents: tuple[int, ...], a: Block, b: Block) -> Move:
