@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tangram.checkpoint import convert, digest
+from tangram.checkpoint import ahead, convert, digest
 from tangram.checkpoint.commits import read_manifest
 from tangram.checkpoint.convert import to_hugging_face
 from tangram.checkpoint.save import About, save
@@ -103,8 +103,30 @@ def test_files_are_cut_at_the_size_that_was_asked_for(source: Path, tmp_path: Pa
 def test_the_least_memory_is_enough(source: Path, tmp_path: Path) -> None:
     to_hugging_face(source, tmp_path / "hf", memory=convert.LEAST)
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), model())
-    with pytest.raises(UserError, match="give 48 MiB or more"):
+    with pytest.raises(UserError, match="give 44 MiB or more"):
         to_hugging_face(source, tmp_path / "other", memory=convert.LEAST - 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "window"), [("_/tp _", ahead.WINDOW), ("_ _/tp", ahead.WINDOW), ("_ _/tp", 1 << 22)]
+)
+def test_each_block_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, window: int) -> None:
+    """Also where windows of a block are made of blocks that lie across their borders."""
+    tensors = {"model.w": torch.randn(4000, 1000), "model.v": torch.randn(1000, 1000)}
+    cuts = {name: regions(tuple(t.shape), layout, "tp=2") for name, t in tensors.items()}
+    make(tmp_path / "a", tensors, cuts, writers=2)
+    read: list[tuple[str, int]] = []
+    plain = ahead.Sources.read
+
+    def counted(self: Any, file: str, block: int, out: Any) -> Any:
+        read.append((file, block))
+        return plain(self, file, block, out)
+
+    monkeypatch.setattr(ahead.Sources, "read", counted)
+    monkeypatch.setattr(ahead, "WINDOW", window)
+    to_hugging_face(tmp_path / "a", tmp_path / "hf")
+    assert len(read) == len(set(read)) == 6
+    assert same(load_file(tmp_path / "hf" / "model.safetensors"), model(tensors))
 
 
 def test_a_cast_rounds_as_torch_does_and_only_floating_point(source: Path, tmp_path: Path) -> None:

@@ -181,6 +181,20 @@ def test_what_is_no_plain_file_is_not_opened(good: Path, make_it: Callable[[Path
     assert only(good, "link", FIRST)
 
 
+def test_what_the_disk_does_not_give_is_a_finding(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails for one file: the rest is read all the same."""
+    plain = os.preadv
+
+    def failing(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == FIRST and offset >= BLOCK:
+            raise OSError(5, "Input/output error")
+        return plain(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    flip(good / SECOND, 5000)
+    assert found(good) == [("unreadable", FIRST), ("block", SECOND)]
+
+
 @pytest.mark.parametrize("name", [MARKER, MANIFEST])
 def test_without_marker_or_manifest_the_rest_is_still_looked_at(good: Path, name: str) -> None:
     (good / name).unlink()

@@ -9,29 +9,26 @@ under a temporary name and appears by one rename.
 """
 
 import json
-import queue
 import re
 import secrets
 import shutil
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from tangram.checkpoint import commits, digest, header
+from tangram.checkpoint import ahead, commits, digest, header
+from tangram.checkpoint.ahead import Ahead
 from tangram.checkpoint.commits import MANIFEST, MARKER, PARTIAL
 from tangram.checkpoint.digest import Bytes, Sums
-from tangram.checkpoint.image import Image, Outgoing, images, parts
+from tangram.checkpoint.image import Image, Outgoing, images
 from tangram.checkpoint.manifest import BLOCK, DTYPES, Manifest, StoredTensor
 from tangram.checkpoint.parts import INDEX, MODEL
-from tangram.checkpoint.read import Want, read_wants
-from tangram.checkpoint.source import DamagedError, pages
+from tangram.checkpoint.source import DamagedError
 from tangram.checkpoint.stream import in_file_order
 from tangram.checkpoint.write import RING, Ring, write_from
 from tangram.errors import UserError
@@ -41,12 +38,8 @@ from tangram.relayout import TensorSpec
 SINGLE = "model.safetensors"
 DATA = ".safetensors"
 MEMORY = 512 << 20
-READ = 16 << 20
-"""Bytes of the memory that blocks are read through."""
-LEAST = (RING + 2) * BLOCK + READ
+LEAST = RING * BLOCK + ahead.LEAST
 """Bytes of memory without which nothing can be converted."""
-WINDOW = 256 << 20
-"""More than this at once makes nothing faster."""
 SHARD = 5_000_000_000
 """Bytes of tensors in a file, as transformers cuts them."""
 LARGEST_SMALL = 1 << 28
@@ -250,29 +243,13 @@ def _prove(source: Path, manifest: Manifest, specs: Mapping[str, TensorSpec], su
 # ---------------------------------------------------------------- the stream
 
 
-@dataclass(frozen=True)
-class _Window:
-    """Some blocks of a new file that are read together."""
-
-    image: Image
-    start: int
-    stop: int
-
-
-def _windows(planned: Sequence[Image], size: int) -> Iterator[_Window]:
-    for image in planned:
-        for start in range(0, image.size, size):
-            yield _Window(image, start, min(start + size, image.size))
-
-
 def _write(
     source: Path, manifest: Manifest, partial: Path, planned: Sequence[Image], memory: int, told: Callable[[int], None]
 ) -> dict[str, Sums]:
     """Write all files. Returns the sums of the tensors, of the bytes as they went to the disk."""
-    size = min(WINDOW, (memory - RING * BLOCK - READ) // 2 // BLOCK * BLOCK)
     ring = Ring()
     sums: dict[str, Sums] = {}
-    with _Reader(source, manifest, list(_windows(planned, size)), size) as reader:
+    with Ahead(source, manifest, planned, memory - RING * BLOCK) as reader:
         for image in planned:
 
             def take(start: int, out: Bytes) -> Bytes:
@@ -283,61 +260,3 @@ def _write(
             for name, some in write_from(partial, image, take, ring, crc=False).sums.items():
                 sums[name] = digest.add(sums.get(name, digest.NOTHING), some)
     return sums
-
-
-class _Reader:
-    """A thread that reads window after window into two buffers, which are given out in turn."""
-
-    def __init__(self, source: Path, manifest: Manifest, windows: Sequence[_Window], size: int) -> None:
-        self._source, self._manifest, self._windows = source, manifest, windows
-        longest = max(window.stop - window.start for window in windows)
-        self._free: queue.SimpleQueue[Bytes | None] = queue.SimpleQueue()
-        for _ in range(min(2, len(windows))):
-            self._free.put(pages(min(size, longest)))
-        self._ready: queue.SimpleQueue[tuple[_Window, Bytes] | BaseException] = queue.SimpleQueue()
-        self._now: tuple[_Window, Bytes] | None = None
-        self._thread = threading.Thread(target=self._run, name="tangram-convert-read")
-
-    def __enter__(self) -> "_Reader":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._free.put(None)
-        self._thread.join()
-
-    def copy(self, start: int, out: Bytes) -> None:
-        """The bytes of the file that is under way from `start` on. Files and blocks come in their order."""
-        if self._now is None:
-            found = self._ready.get()
-            if isinstance(found, BaseException):
-                raise found
-            self._now = found
-        window, buffer = self._now
-        out[:] = buffer[start - window.start : start - window.start + len(out)]
-        if start + len(out) == window.stop:
-            self._free.put(buffer)
-            self._now = None
-
-    def _run(self) -> None:
-        try:
-            for window in self._windows:
-                buffer = self._free.get()
-                if buffer is None:  # nobody wants the rest
-                    return
-                self._read(window, buffer)
-                self._ready.put((window, buffer))
-        except BaseException as error:  # noqa: BLE001  it is raised where the window is waited for
-            self._ready.put(error)
-
-    def _read(self, window: _Window, buffer: Bytes) -> None:
-        image = window.image
-        head = image.head[window.start : window.stop]
-        buffer[: len(head)] = np.frombuffer(head, np.uint8)
-        wants: list[Want] = []
-        for placed, first, last in parts(image, window.start, window.stop):
-            piece, at = placed.piece, placed.offset + first - window.start
-            into = torch.from_numpy(buffer[at : at + last - first]).view(getattr(torch, piece.spec.dtype))
-            region = Region.flat(piece.spec.shape, first // piece.itemsize, last // piece.itemsize)
-            wants.append(Want(piece.name, region, into))
-        read_wants(self._source, self._manifest, wants, memory=READ, cast=True)
