@@ -15,8 +15,9 @@ from tangram.checkpoint import commits, retention
 from tangram.checkpoint.commits import MANIFEST, MARKER
 from tangram.checkpoint.retention import Best, Candidate, Policy, kept, parse
 from tangram.checkpoint.save import About
+from tangram.checkpoint.verify import verify
 from tangram.errors import UserError
-from tests.checkpoint.making import make
+from tests.checkpoint.making import flip, make
 
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 LOSSES = st.one_of(st.none(), st.floats(), st.integers(-5, 5), st.just("text"), st.booleans())
@@ -178,6 +179,18 @@ def test_a_torn_newest_checkpoint_does_not_count_as_the_newest(runs: Path) -> No
     (torn,) = pruning.leftovers
     assert torn.path.name == "step-5"
     assert "is not whole" in torn.why
+
+
+def test_a_rotten_newest_checkpoint_is_seen_when_it_is_read(runs: Path) -> None:
+    flip(next((runs / "step-5").glob("*.safetensors")), 4097)
+    pruning = retention.plan(runs, parse(["last=1"]), sound=lambda path: verify(path).sound)
+    assert [path.name for path in pruning.kept] == ["step-4"]
+    assert [(one.path.name, one.dead) for one in pruning.leftovers] == [("step-5", False)]
+    retention.prune(pruning, partials=True)
+    assert names(runs) == {"step-4", "step-5"}
+    flip(next((runs / "step-4").glob("*.safetensors")), 4097)
+    with pytest.raises(UserError, match="holds no checkpoint that is sound"):
+        retention.plan(runs, parse(["last=1"]), sound=lambda path: verify(path).sound)
 
 
 def test_leftovers_are_removed_when_asked_for_and_quiet(runs: Path) -> None:

@@ -61,6 +61,13 @@ def test_a_name_that_continues_another_has_its_own_line() -> None:
     assert shown(["m.a", "m.a.b"]) == ["m.a 1", "m.a 1", "  b 1"]
 
 
+def test_a_name_of_many_dots_is_no_deep_tree() -> None:
+    (line,) = tree.tree([stored("a" + ".a" * 100_000)])
+    assert line.label == "a" + ".a" * 100_000
+    two = [stored("a" + ".a" * 100_000 + end) for end in "bc"]
+    assert max(line.depth for line in tree.tree(two)) <= tree.DEEPEST
+
+
 NAMES = st.lists(
     st.lists(st.sampled_from(["a", "b", "0", "1", "2", "10"]), min_size=1, max_size=4).map(".".join), unique=True
 )

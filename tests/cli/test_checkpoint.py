@@ -100,8 +100,18 @@ def test_prune(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "step-1      would be removed" in said(capsys, "prune", runs, "--keep", "last=1", "--dry-run")
     found = document(capsys, "prune", runs, "--keep", "last=1", "--dry-run")
     assert list(found["removed"]) == [str(runs / "step-1")]
-    assert "step-1      removed" in said(capsys, "prune", runs, "--keep", "last=1")
+    assert "step-1      removed" in said(capsys, "prune", runs, "--keep", "last=1", "--verify")
     assert [path.name for path in runs.iterdir()] == ["step-2"]
+
+
+def test_names_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "a", {"model.\x1b[2J": torch.ones(1)}, objects={"o.\x1b[2J": "\x1b[2J"})
+    make(tmp_path / "b", {"model.\x1b[2J": torch.zeros(1)})
+    assert "\x1b" not in said(capsys, "inspect", tmp_path / "a")
+    assert "\x1b" not in said(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert "\x1b" not in said(capsys, "inspect", tmp_path / "a", "--values", "\x1b[2J", code=2)
+    flip(tmp_path / "b" / DATA, 4096)
+    assert "\x1b" not in said(capsys, "verify", tmp_path / "b", code=1)
 
 
 def test_convert(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

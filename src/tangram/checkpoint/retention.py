@@ -16,7 +16,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -190,8 +190,17 @@ class Pruning:
         }
 
 
-def plan(folder: Path, policy: Policy, now: datetime.datetime | None = None) -> Pruning:
-    """What would be removed from a folder. Raises UserError where the folder has no checkpoint to keep."""
+def plan(
+    folder: Path,
+    policy: Policy,
+    now: datetime.datetime | None = None,
+    sound: Callable[[Path], bool] | None = None,
+) -> Pruning:
+    """What would be removed from a folder. Raises UserError where the folder has no checkpoint to keep.
+
+    `sound`: reads a checkpoint. Then the newest that stays is one that was read and is sound; damaged ones that are
+    newer stay out of the policy's sight and are told among the leftovers.
+    """
     if (folder / MARKER).exists():
         raise UserError(f'"{folder}" is one checkpoint: give the folder that it lies in')
     if not folder.is_dir():
@@ -199,6 +208,14 @@ def plan(folder: Path, policy: Policy, now: datetime.datetime | None = None) -> 
     found = [(path, marker) for path, marker in commits.whole(folder) if not path.is_symlink()]
     if not found:
         raise UserError(f'"{folder}" holds no whole checkpoint, so nothing is pruned')
+    damaged: list[Leftover] = []
+    while sound is not None and not sound(found[-1][0]):
+        path, marker = found.pop()
+        damaged.append(
+            Leftover(path, sum(marker.sizes.values()), 0.0, "damaged: `tangram checkpoint verify` says where")
+        )
+        if not found:
+            raise UserError(f'"{folder}" holds no checkpoint that is sound, so nothing is pruned')
     candidates = [
         Candidate(
             path,
@@ -213,7 +230,7 @@ def plan(folder: Path, policy: Policy, now: datetime.datetime | None = None) -> 
     return Pruning(
         {path: reasons[path] for path, _ in found if path in reasons},
         {path: sum(marker.sizes.values()) for path, marker in found if path not in reasons},
-        tuple(leftovers(folder, {path for path, _ in found})),
+        (*leftovers(folder, {path for path, _ in found} | {one.path for one in damaged}), *damaged),
     )
 
 

@@ -27,6 +27,8 @@ from tangram.layout import Region, intervals
 
 CHUNK = 1 << 25
 """Bytes of a tensor that are looked at together."""
+DEEPEST = 64
+"""Levels of the tree; what is deeper stays one name."""
 SHOWN = 6
 """Values that `values_of` gives from the beginning and from the end."""
 
@@ -69,7 +71,7 @@ def fits(name: str, pattern: str) -> bool:
 def tree(tensors: Sequence[StoredTensor], fold: bool = True) -> list[Line]:
     """The lines of the tree of some tensors. `fold`: tensors that differ only in numbers share a line."""
     root = _Node("")
-    for path, some in _folded(tensors) if fold else ((t.name.split("."), [t]) for t in tensors):
+    for path, some in _folded(tensors) if fold else ((_parts(t.name), [t]) for t in tensors):
         node = root
         for part in path:
             node = node.below.setdefault(part, _Node(part))
@@ -118,7 +120,7 @@ def _folded(tensors: Sequence[StoredTensor]) -> Iterator[tuple[list[str], list[S
     """Tensors that are alike but for numbers, with the path that names them all, in the order of their first."""
     alike: dict[tuple[Any, ...], dict[tuple[int, ...], StoredTensor]] = {}
     for tensor in tensors:
-        parts = tensor.name.split(".")
+        parts = _parts(tensor.name)
         key = tuple(None if _is_number(part) else part for part in parts)
         numbers = tuple(int(part) for part in parts if _is_number(part))
         alike.setdefault((key, tensor.spec, tensor.layout), {})[numbers] = tensor
@@ -128,6 +130,10 @@ def _folded(tensors: Sequence[StoredTensor]) -> Iterator[tuple[list[str], list[S
             sets = iter(box)
             path = [_numbers(next(sets)) if part is None else part for part in key]
             yield path, [group[point] for point in itertools.product(*map(intervals.elements, box))]
+
+
+def _parts(name: str) -> list[str]:
+    return name.split(".", DEEPEST)
 
 
 def _is_number(part: str) -> bool:

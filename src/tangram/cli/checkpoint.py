@@ -1,7 +1,7 @@
 """`tangram checkpoint`: look into checkpoints, verify them, compare two, export one, prune a folder of them."""
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -9,7 +9,7 @@ import typer
 
 from tangram.cli.output import byte_bar, print_json, print_table, size
 from tangram.errors import UserError
-from tangram.training.tables import count
+from tangram.training.tables import count, printable
 
 if TYPE_CHECKING:
     from tangram.checkpoint.verify import Report
@@ -52,7 +52,7 @@ def inspect(
             if json:
                 print_json({"checkpoints": listed})
             else:
-                print_table(str(path), ("checkpoint", "step", "created", "size"), rows)
+                _table(str(path), ("checkpoint", "step", "created", "size"), rows)
             return
         manifest = commits.read_manifest(path)
         if values is not None:
@@ -60,7 +60,7 @@ def inspect(
             if json:
                 print_json(seen)
             else:
-                print_table(values, ("what", "value"), [(key, _values(value)) for key, value in seen.items()])
+                _table(values, ("what", "value"), [(key, _values(value)) for key, value in seen.items()])
             return
         tensors = tree.chosen(manifest, pattern)
         if json:
@@ -69,7 +69,7 @@ def inspect(
     about = [("step", str(manifest.step)), ("created", manifest.created), ("id", manifest.id)]
     about += [("mesh", manifest.mesh or "not said"), ("tensors", f"{len(manifest.tensors):,}, {size(manifest.nbytes)}")]
     about += [("files", f"{len(manifest.files):,}, {size(sum(f.size for f in manifest.files.values()))}")]
-    print_table(str(path), ("what", "value"), about)
+    _table(str(path), ("what", "value"), about)
     rows = [
         (
             "  " * line.depth + line.label,
@@ -84,9 +84,9 @@ def inspect(
         for line in tree.tree(tensors, fold=not all_lines)
         if line.depth < depth
     ]
-    print_table("Tensors", ("name", "tensors", "dtype", "shape", "layout", "size", "pieces", "digest"), rows)
+    _table("Tensors", ("name", "tensors", "dtype", "shape", "layout", "size", "pieces", "digest"), rows)
     if manifest.objects:
-        print_table("Objects", ("name", "value"), [(k, tree.short(v)) for k, v in manifest.objects.items()])
+        _table("Objects", ("name", "value"), [(k, tree.short(v)) for k, v in manifest.objects.items()])
 
 
 @checkpoint.command()
@@ -153,11 +153,11 @@ def diff(
     ]
     if rows:
         headers = ("tensor", "differs", "A", "B", "elements", "largest", "relative", "NaNs")
-        print_table(f"{count(len(rows), 'tensor')} not the same", headers, rows[:ROWS])
+        _table(f"{count(len(rows), 'tensor')} not the same", headers, rows[:ROWS])
         _more(len(rows))
     if found.objects:
         said = [(one.name, *map(_absent, one.there, (short(one.a, 40), short(one.b, 40)))) for one in found.objects]
-        print_table(f"{count(len(said), 'object')} not the same", ("name", "A", "B"), said)
+        _table(f"{count(len(said), 'object')} not the same", ("name", "A", "B"), said)
     print(f"{count(found.equal, 'tensor')} the same in both" + ("" if found.changes else ", none differs"))
     return 0 if found.same else 1
 
@@ -197,15 +197,18 @@ def prune(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of checkpoints.")],
     keep: Annotated[list[str] | None, typer.Option(help="last=3, every=1000, best=loss:min:2, younger=7d.")] = None,
     partials: Annotated[bool, typer.Option("--partials", help="Also what is torn or dead runs left.")] = False,
+    verified: Annotated[bool, typer.Option("--verify", help="First read the newest: it must be sound.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and stop.")] = False,
     json: Json = False,
 ) -> None:
     """Remove the checkpoints that no rule keeps; the newest stays in any case."""
     from tangram.checkpoint import retention
+    from tangram.checkpoint.verify import verify as read
 
     policy = retention.parse(keep or [])
     with _files():
-        pruning = retention.plan(folder, policy)
+        with byte_bar("verifying the newest", None) as told:
+            pruning = retention.plan(folder, policy, sound=(lambda path: read(path, told).sound) if verified else None)
         if not dry_run:
             retention.prune(pruning, partials)
     if json:
@@ -215,9 +218,9 @@ def prune(
     rows = [(path.name, stays, ", ".join(why)) for path, why in pruning.kept.items()]
     rows += [(path.name, goes, size(nbytes)) for path, nbytes in pruning.removed.items()]
     for one in pruning.leftovers:
-        left = "not removed: --partials" if one.dead else "not removed: it may be under way"
+        left = "not removed: --partials" if one.dead else "not removed"
         rows.append((one.path.name, goes if partials and one.dead else left, f"{size(one.nbytes)}, {one.why}"))
-    print_table(str(folder), ("checkpoint", "what", "why"), rows)
+    _table(str(folder), ("checkpoint", "what", "why"), rows)
 
 
 def _print(report: "Report") -> None:
@@ -237,12 +240,17 @@ def _print(report: "Report") -> None:
             )
             for one in report.findings
         ]
-        print_table("", ("kind", "what", "bytes", "tensors"), rows[:ROWS])
+        _table("", ("kind", "what", "bytes", "tensors"), rows[:ROWS])
         _more(len(rows))
 
 
 def _absent(there: bool, text: str) -> str:
     return text if there else "not there"
+
+
+def _table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table of what others wrote: names that would move the cursor are shown as what they are."""
+    print_table(printable(title), headers, [[printable(cell) for cell in row] for row in rows])
 
 
 def _more(rows: int) -> None:

@@ -7,6 +7,7 @@ import typer
 
 from tangram.errors import UserError
 from tangram.training.environment import SaidElsewhere, speaks
+from tangram.training.tables import printable
 
 __all__ = ["reported"]
 
@@ -32,5 +33,5 @@ def reported(command: Callable[[], object]) -> int:
 
 
 def _say(sentence: str) -> int:
-    print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
+    print(f"error: {printable(' '.join(sentence.split()))}", file=sys.stderr)
     return _MISTAKE
