@@ -28,6 +28,7 @@ from tangram.checkpoint import commits
 from tangram.checkpoint.load import load
 from tangram.checkpoint.save import save
 from tangram.checkpoint.source import DamagedError
+from tangram.checkpoint.state import Held
 from tangram.errors import UserError
 from tests.checkpoint.saving import Net, trained
 from tests.checkpoint.stored import random_tensor, same
@@ -170,6 +171,22 @@ def test_arrays_and_strided_memory(tmp_path: Path):
     locked.flags.writeable = False
     with pytest.raises(UserError, match=r"a.x is an array that is read-only"):
         load({"a": {"x": locked, "y": np.zeros(0, np.float32)}}, tmp_path / "a")
+
+
+def test_a_part_in_strides_that_would_be_copied_is_refused(tmp_path: Path):
+    flat = torch.arange(24.0)
+    layout, mesh = "(2 a/tp) b", "tp=2"
+    save({"m": {"w": flat.reshape(4, 6)}}, tmp_path / "a")
+    wide = torch.zeros(6, 4)
+
+    def held(local: torch.Tensor) -> dict[str, Any]:
+        return {"m": {"w": Held(local, (4, 6), layout, mesh, 1)}}
+
+    load(held(wide[:, 1:3].T), tmp_path / "a")
+    assert wide[:, 1:3].T.tolist() == flat.reshape(4, 6)[1::2].tolist()
+    assert not wide[:, ::3].any()
+    with pytest.raises(UserError, match=r"m.w lies in strides here: load into a part without gaps, \[2, 6\]"):
+        load(held(torch.zeros(4, 7)[:, :3]), tmp_path / "a")
 
 
 def refused(state: dict[str, Any], path: Path, words: str, **options: Any) -> None:

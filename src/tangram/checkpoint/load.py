@@ -10,13 +10,15 @@ shapes, dtypes, groups of parameters. Sections that the state does not have are 
 import fnmatch
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from tangram.checkpoint import commits, optimisers
@@ -74,6 +76,7 @@ def load(
         _raise_first(peers.all_words(error))
         described = describe(state, peers)
         try:
+            _refuse_copies(state, described)
             optimisers.check(state, described, {n: v for n, v in manifest.objects.items() if _chosen(n, only)})
         except UserError as caught:
             error = str(caught)
@@ -193,16 +196,31 @@ def _older(path: Path) -> str:
 
 
 def _refuse_read_only(state: State) -> None:
+    for name, value in _by_hand(state):
+        if isinstance(value, np.ndarray) and not value.flags.writeable:
+            raise LoadError(f"{name} is an array that is read-only: load into one that can be written")
+
+
+def _refuse_copies(state: State, described: Described) -> None:
+    """Refuse a part in strides that has no shape of its region without a copy: the copy would be loaded."""
+    found = {entry.name: entry for entry in described.entries if entry.region}
+    for name, value in _by_hand(state):
+        local = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        entry = found.get(name)
+        if entry is not None and entry.local.untyped_storage().data_ptr() != local.untyped_storage().data_ptr():
+            raise LoadError(f"{name} lies in strides here: load into a part without gaps, {list(entry.local.shape)}")
+
+
+def _by_hand(state: State) -> Iterator[tuple[str, Tensor | np.ndarray[Any, Any]]]:
+    """The arrays, and the parts that are held by hand."""
     for section, content in state.items():
-        for name, value in _arrays(section, content):
-            if not value.flags.writeable:
-                raise LoadError(f"{name} is an array that is read-only: load into one that can be written")
+        yield from _arrays(section, content)
 
 
-def _arrays(name: str, content: Any) -> Iterable[tuple[str, np.ndarray[Any, Any]]]:
+def _arrays(name: str, content: Any) -> Iterator[tuple[str, Tensor | np.ndarray[Any, Any]]]:
     if isinstance(content, Held):
-        content = content.local
-    if isinstance(content, np.ndarray):
+        yield name, content.local
+    elif isinstance(content, np.ndarray):
         yield name, cast("np.ndarray[Any, Any]", content)
     elif isinstance(content, Mapping):
         for key, value in cast("Mapping[str, Any]", content).items():
