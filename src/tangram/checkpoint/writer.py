@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tangram.checkpoint import commits, parts
+from tangram.checkpoint import commits, parts, retention
 from tangram.checkpoint.image import Outgoing
 from tangram.checkpoint.manifest import region_fields, region_of
 from tangram.checkpoint.save import About, finish, sentence
 from tangram.checkpoint.snapshot import Places, Share, places
 from tangram.checkpoint.write import Written, write_mapped
+from tangram.errors import UserError
 from tangram.hardware.hostmemory import mapped
 from tangram.hardware.workers import Channel
 from tangram.relayout import TensorSpec
@@ -49,8 +50,8 @@ class Order:
     pause: float
     limit: float
     """Seconds without any progress in the folder after which a writer waits no longer for the others."""
-    keep: int | None = None
-    """How many of the newest are kept; None: all."""
+    keep: tuple[str, ...] = ()
+    """Rules of `retention`; none: all are kept."""
     objects: Any = None
     mesh: str = ""
     beside: Any = None
@@ -187,9 +188,12 @@ class Writer:
             finish(partial, path, self._writers, save_id, order.objects or {}, about)
             return path
         except Exception as error:  # noqa: BLE001  whatever it is, the other writers wait to hear of it
+            with contextlib.suppress(OSError):
+                (partial / f"part-{self._index:05d}.json").unlink()  # it has no part in what failed
             self._leave_failure(partial, _reason(error))
             with contextlib.suppress(_FailedError):
-                self._until(partial, order.limit, lambda: self._all_heard(partial) or None)
+                others = range(1, self._writers)
+                self._until(partial, order.limit, lambda: all(self._heard(partial, i) for i in others) or None)
             raise _FailedError(_reason(error)) from None
 
     def _follow(self, order: Order, folders: list[Path]) -> tuple[str, str, list[str]]:
@@ -264,10 +268,13 @@ class Writer:
         self._say({"bytes": found.nbytes})
 
     def _leave_failure(self, partial: Path, reason: str) -> None:
-        """Say why in the folder, if that can be done: on a full disk another may make room first."""
+        """Say why in the folder, if that can be done: on a full disk another may make room first.
+
+        Who has been heard already leaves nothing more there: the first may be removing the folder.
+        """
         for _ in range(20):
             try:
-                if not (partial / f"failed-{self._index:05d}.json").exists():
+                if not self._heard(partial, self._index):
                     parts.leave_failure(partial, self._index, reason)
                 return
             except FileNotFoundError:  # the folder is gone: nobody waits
@@ -275,11 +282,8 @@ class Writer:
             except OSError:
                 time.sleep(0.1)
 
-    def _all_heard(self, partial: Path) -> bool:
-        return all(
-            any((partial / f"{kind}-{writer:05d}.json").exists() for kind in ("part", "failed"))
-            for writer in range(1, self._writers)
-        )
+    def _heard(self, partial: Path, writer: int) -> bool:
+        return any((partial / f"{kind}-{writer:05d}.json").exists() for kind in ("part", "failed"))
 
     def _until(self, folder: Path, limit: float, look: Callable[[], T | None]) -> T:
         """What `look` finds at last. Raises _FailedError when nothing in the folder moves for `limit` seconds."""
@@ -317,13 +321,13 @@ class Writer:
             told: Any = received[0]["told"]
             raise _ToldError(told["path"], told["reason"], [])
 
-    def _retained(self, folder: Path, keep: int | None) -> list[str]:
-        """Remove all but the newest; what the caller should know of it."""
+    def _retained(self, folder: Path, keep: tuple[str, ...]) -> list[str]:
+        """Remove what no rule keeps; what the caller should know of it."""
         try:
-            for path, _ in commits.whole(folder)[: -keep if keep else 0]:
+            for path in retention.plan(folder, retention.parse(keep)).removed if keep else ():
                 self._say({"waiting": True})
                 commits.remove(path)
-        except OSError as error:
+        except (OSError, UserError) as error:
             return [f"an old checkpoint could not be removed: {sentence(error)}"]
         return []
 
