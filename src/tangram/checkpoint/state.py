@@ -271,7 +271,7 @@ class _Places:
     ) -> Entry:
         if layout.pending:
             raise UserError(f"{name} has a pending reduction ({layout}): reduce it before it is saved")
-        here = region(layout, mesh, at)
+        here, text = _place(layout, mesh, at)
         wanted = here.local_shape if here.local_shape is not None else (here.size,)
         if local.numel() != here.size:
             raise UserError(f"{name} has a part of shape {list(local.shape)} here, but by its layout {layout}, {here}")
@@ -280,7 +280,13 @@ class _Places:
         alike: tuple[int, ...] = ()  # over a part of the group others have the same, who knows where
         if len(places) == self._peers.size:
             alike = tuple(sorted(places[i] for i in replicas(mesh, layout.axes, at)))
-        return Entry(name, _spec(local, shape), here, local, alike, str(layout))
+        return Entry(name, _spec(local, shape), here, local, alike, text)
+
+
+@lru_cache(1 << 12)
+def _place(layout: Layout, mesh: Mesh, rank: int) -> tuple[Region, str]:
+    """What a rank holds, and the layout as text: once for each shape of a model, which has few."""
+    return region(layout, mesh, rank), str(layout)
 
 
 @lru_cache(1 << 12)

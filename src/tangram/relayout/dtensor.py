@@ -7,7 +7,9 @@ FSDP2 cut unevenly inside tensor parallelism is wrong (docs/notation.md). Proces
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,16 +20,22 @@ from torch.distributed.tensor.placement_types import _StridedShard  # pyright: i
 from tangram.layout import Layout, LayoutError, Mesh
 from tangram.layout.placements import Placement, from_placements, to_placements
 
+_meshes: WeakKeyDictionary[DeviceMesh, tuple[Mesh, tuple[int, ...]]] = WeakKeyDictionary()
+
 
 def mesh_of(device_mesh: DeviceMesh) -> tuple[Mesh, tuple[int, ...]]:
     """A device mesh as a mesh, and the global rank at each of its positions.
 
     Dims without names, as in the mesh that FSDP2 makes when it is given none, are called dim0, dim1 ...
     """
-    names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(device_mesh.mesh.ndim))
-    sizes = tuple(int(n) for n in device_mesh.mesh.shape)
-    ranks = cast("list[int]", device_mesh.mesh.flatten().tolist())
-    return Mesh((tuple(zip(names, sizes, strict=True)),)), tuple(ranks)
+    found = _meshes.get(device_mesh)
+    if found is None:
+        places = device_mesh.mesh  # torch makes it anew each time, and a model asks for each of its tensors
+        names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(places.ndim))
+        sizes = tuple(int(n) for n in places.shape)
+        ranks = cast("list[int]", places.flatten().tolist())
+        found = _meshes[device_mesh] = Mesh((tuple(zip(names, sizes, strict=True)),)), tuple(ranks)
+    return found
 
 
 def local_shapes(tensor: DTensor, group: dist.ProcessGroup) -> dict[int, tuple[int, ...]]:
@@ -51,7 +59,18 @@ def layout_of(tensor: DTensor, shapes: Mapping[int, tuple[int, ...]]) -> tuple[M
     Raises LayoutError for what is no layout, and where the shapes fit no reading of the placements.
     """
     mesh, _ = mesh_of(tensor.device_mesh)
-    return mesh, from_placements(tensor.placements, mesh, tuple(tensor.shape), shapes)
+    return mesh, _layout(tuple(tensor.placements), mesh, tuple(tensor.shape), tuple(shapes.items()))
+
+
+@lru_cache(1 << 10)
+def _layout(
+    placements: tuple[TorchPlacement, ...],
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    shapes: tuple[tuple[int, tuple[int, ...]], ...],
+) -> Layout:
+    """The tensors of a model have few shapes, so each is worked out once."""
+    return from_placements(placements, mesh, shape, dict(shapes))
 
 
 def placements_of(layout: Layout, mesh: Mesh) -> tuple[TorchPlacement, ...]:
