@@ -34,7 +34,7 @@ def main(folder: Path, steps: int = 40) -> None:
 
     if last := newest(folder):
         load(state, last, group=peers.group)
-    saver = AsyncSaver(folder, peers, Settings(keep=2))
+    saver = AsyncSaver(folder, peers, Settings(keep=("last=2", "every=1000")))
     saver.prepare(describe(state, peers).entries)  # memory for the copy, and the process that writes it
     optim.register_step_pre_hook(lambda *_: saver.fence())  # the optimiser waits for the copy of what it will write
 

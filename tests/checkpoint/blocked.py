@@ -41,7 +41,7 @@ def main(rank: int, folder: str, gigabytes: float, saves: int) -> None:
     names = [f"layers.{i}.weight" for i in range(TENSORS)]
     moments = {f"{name}.{kind}": shard() for name in names for kind in ("exp_avg", "exp_avg_sq")}
     peers = Peers(dist.group.WORLD)
-    saver = AsyncSaver(Path(folder) / "runs", peers, Settings(keep=1))
+    saver = AsyncSaver(Path(folder) / "runs", peers, Settings(keep=("last=1",)))
     began = time.monotonic()
     state = describe({"model": {name: shard() for name in names}, "optim": moments}, peers)
     described = time.monotonic()

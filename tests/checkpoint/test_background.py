@@ -136,7 +136,7 @@ def test_other_structures_need_other_memory(saver: AsyncSaver):
 
 
 def test_the_newest_are_kept(saver: AsyncSaver):
-    saver.settings = Settings(keep=2)
+    saver.settings = Settings(keep=("last=2",))
     for step in (1, 2, 3):
         check(whole_save(saver, step, seed=step), seed=step)
     assert sorted(p.name for p in saver.folder.iterdir()) == ["step-00000002", "step-00000003"]

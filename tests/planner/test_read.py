@@ -322,3 +322,12 @@ def test_the_first_layout_rule_that_matches_decides(tmp_path: Path) -> None:
     assert plan.layout_of("model.embed.weight") == "b/dp ..."
     with pytest.raises(UserError, match=r"no rule in \[layouts.parameters\] matches the parameter \"lm_head\.weight\""):
         plan.layout_of("lm_head.weight")
+
+
+def test_rules_of_what_is_kept_are_read_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(PLAN)
+    rules = '["every=1000", "best=metrics.held_out_loss:min:2", "younger=2d"]'
+    plan = load(tmp_path / "plan.toml", {"checkpoint.also": rules})
+    assert plan.checkpoint.also == ("every=1000", "best=metrics.held_out_loss:min:2", "younger=2d")
+    with pytest.raises(UserError, match=r"checkpoint.*evry=3: give last=N, every=STEPS"):
+        load(tmp_path / "plan.toml", {"checkpoint.also": '["evry=3"]'})

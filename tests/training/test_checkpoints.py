@@ -208,6 +208,19 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert newest(tmp_path) == tmp_path / "step-00000004"
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_others_are_kept_by_rules(tmp_path: Path, asynchronous: bool) -> None:
+    state = whole_state(net())
+    rules = ("every=3", "best=metrics.held_out_loss:min")
+    plan = plan_of(ranks=1, keep=1, also=rules, asynchronous=asynchronous)
+    checkpointer = Checkpointer(tmp_path, plan, None)
+    for number, loss in enumerate((5.0, 1.0, 3.0, 4.0, 2.0), start=1):
+        state.progress, state.metrics["held_out_loss"] = Progress(number), loss
+        checkpointer.save(state)
+    checkpointer.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003", "step-00000005"]
+
+
 def test_of_a_job_that_went_back_the_newest_is_what_it_wrote_last(tmp_path: Path) -> None:
     state = whole_state(net())
     for number in (10, 20, 10):
@@ -274,7 +287,10 @@ DATA = "model-00001-of-00001.safetensors"
 
 
 HARMS: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda path: flip(path / DATA, 4100), rf'its file "{DATA}", with model.embed.weight and 9 more tensors, has other bytes'),
+    (
+        lambda path: flip(path / DATA, 4100),
+        rf'its file "{DATA}", with model.embed.weight and 9 more tensors, has other bytes',
+    ),
     (lambda path: flip(path / DATA, 100), rf"{DATA}"),
     (lambda path: flip(path / commits.MANIFEST, 100), r"manifest.json.*damaged"),
     (lambda path: cut(path / DATA), rf'is not whole: its file "{DATA}" has \d+ of \d+ bytes'),

@@ -1,6 +1,6 @@
 """Save while training goes on: a copy, a process that writes it, and what came of it.
 
-    saver = AsyncSaver(Path("runs/checkpoint"), peers, Settings(keep=3))
+    saver = AsyncSaver(Path("runs/checkpoint"), peers, Settings(keep=("last=3",)))
     saver.prepare(describe(state, peers).entries)       # before step 1: memory, and the process that writes
     ...
     saver.save(describe(state, peers), About(step))     # returns at once
@@ -57,8 +57,8 @@ class Settings:
     """Seconds before that."""
     limit: float = 600.0
     """Seconds without any progress after which storage, or another rank's writer, counts as stalled."""
-    keep: int | None = None
-    """How many of the newest checkpoints are kept; None: all."""
+    keep: tuple[str, ...] = ()
+    """Rules of `tangram.checkpoint.retention`: which are kept after each commit. None: all."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from tangram.checkpoint.retention import parse as parse_retention
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 
@@ -166,8 +167,18 @@ class CheckpointPlan(Table):
     """0 saves at the end only."""
     keep: Positive = 2
     """How many of the newest are kept."""
+    also: tuple[str, ...] = ()
+    """Rules by which others are kept, too: "every=1000" steps, "best=metrics.held_out_loss:min:2", "younger=2d"."""
     asynchronous: bool = True
     """Go on training while the copy is written."""
+
+    @model_validator(mode="after")
+    def _rules_can_be_read(self) -> Self:
+        try:
+            parse_retention((f"last={self.keep}", *self.also))
+        except UserError as error:
+            raise ValueError(str(error).removeprefix("--keep ")) from None
+        return self
 
 
 class RunPlan(Table):

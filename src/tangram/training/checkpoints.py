@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import tangram.checkpoint.save as engine
-from tangram.checkpoint import background, commits
+from tangram.checkpoint import background, commits, retention
 from tangram.checkpoint.background import AsyncSaver, Settings
 from tangram.checkpoint.commits import newest
 from tangram.checkpoint.save import About, SaveError
@@ -48,7 +48,7 @@ class Checkpointer:
         self.folder = folder
         self.blocked_seconds = 0.0
         """How long training stood still for saves that have ended."""
-        self._keep = plan.checkpoint.keep
+        self._keep = (f"last={plan.checkpoint.keep}", *plan.checkpoint.also)
         self._mesh = plan.mesh
         self._peers = world.peers if world is not None else Peers()
         self._places = Places(plan, world)
@@ -115,7 +115,12 @@ class Checkpointer:
         found = self._with_buffers_apart(entries(state, self._places), state)
         if not _alike(found, self._known):
             self._known = tuple(found)
-        objects = {"progress": asdict(state.progress), "about": dict(state.about), "frozen": list(frozen(state))}
+        objects = {
+            "progress": asdict(state.progress),
+            "metrics": dict(state.metrics),
+            "about": dict(state.about),
+            "frozen": list(frozen(state)),
+        }
         return Described(self._known, objects)
 
     def _with_buffers_apart(self, found: Sequence[Entry], state: JobState) -> list[Entry]:
@@ -165,9 +170,8 @@ class Checkpointer:
         self._tell(Saved(step, str(path), seconds, seconds, asynchronous=False))
         if self._peers.index == 0:
             try:
-                for old, _ in commits.whole(self.folder)[: -self._keep]:
-                    commits.remove(old)
-            except OSError as error:
+                retention.prune(retention.plan(self.folder, retention.parse(self._keep)))
+            except (OSError, UserError) as error:
                 self._tell(Note(f"an old checkpoint could not be removed: {engine.sentence(error)}"))
 
     def _await(self) -> None:

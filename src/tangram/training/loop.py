@@ -118,13 +118,14 @@ def train_steps(
             hooks.emit(_told(plan, costs, done, step + 1, first + 1, lr, batches.counted, seconds))
         stopped = "signal" if done.asked[1] else "time" if done.asked[0] else None
         last = stopped is not None or step + 1 == plan.run.steps
-        if not last and _due(step + 1, plan.checkpoint.every_steps):
-            checkpointer.save(state)
+        state.metrics["loss"] = done.loss
         if not last and plan.data.held_out and _due(step + 1, plan.run.evaluate_every):
-            loss = held_out_loss(model, corpus, plan, world)
+            loss = state.metrics["held_out_loss"] = held_out_loss(model, corpus, plan, world)
             if world.index == 0:
                 hooks.emit(Evaluated(step + 1, loss, time.monotonic() - started))
             model.train()
+        if not last and _due(step + 1, plan.checkpoint.every_steps):
+            checkpointer.save(state)
         for event in checkpointer.poll():
             hooks.emit(event)
         hooks.after_step()

@@ -299,6 +299,7 @@ def plan_in_words(plan: Plan) -> dict[str, str]:
     roles = {"data": axes.data, "tensor": axes.tensor, "pipeline": axes.pipeline, "expert": axes.expert}
     schedule = f"{optimiser.schedule}, warm-up {optimiser.warmup_steps:,}"
     every = f"every {plan.checkpoint.every_steps:,} steps and " if plan.checkpoint.every_steps else ""
+    kept = (f"the newest {plan.checkpoint.keep:,}", *plan.checkpoint.also)
     words = {
         "model": plan.model.preset or plan.model.path or "",
         "changed in it": ", ".join(f"{key} = {value}" for key, value in plan.model.change.items()),
@@ -307,7 +308,7 @@ def plan_in_words(plan: Plan) -> dict[str, str]:
         "samples": f"{data.sequence:,} tokens, {data.global_batch:,} in a step, {data.micro_batch:,} at once on a rank",
         "optimiser": f"AdamW, learning rate {optimiser.lr:g}, {schedule}, weight decay {optimiser.weight_decay:g}",
         "precision": f"{plan.precision.compute}, gradients summed in {plan.precision.reduce}",
-        "checkpoints": f"{every}at the end; {plan.checkpoint.keep:,} are kept",
+        "checkpoints": f"{every}at the end; kept: {', '.join(kept)}",
         "mesh": plan.mesh,
         "axes": ", ".join(f"{' '.join(names)} for {role}" for role, names in roles.items() if names),
         "recomputed": ", ".join(plan.run.recompute),

@@ -47,6 +47,8 @@ class JobState:
     optimiser: AdamW | None
     """None: only the model, to evaluate or export it."""
     progress: Progress = field(default_factory=Progress)
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """The last of each number that was measured; by them the best checkpoints can be kept."""
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What made the state, for people and for checks before loading: anything that JSON can say."""
 
@@ -85,7 +87,7 @@ class Places:
         if parameter is None:
             return Place(Region.full(shape), tuple(range(mesh.size)), "")
         layout = bound_layout(self._plan, parameter, shape)
-        return Place(region(layout, mesh, rank), replicas(mesh, layout.axes, rank), str(layout))
+        return Place(region(layout, mesh, rank), replicas(mesh, layout.axes, rank, layout.at), str(layout))
 
 
 def entries(state: JobState, places: Places) -> list[Entry]:
