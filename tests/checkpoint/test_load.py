@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.optim import (
     ASGD,
+    LBFGS,
     SGD,
     Adadelta,
     Adafactor,
@@ -105,6 +106,15 @@ def test_states_are_made_without_touching_parameters_or_gradients(tmp_path: Path
     assert bool((some.grad == 3).all())
     assert other.embed.weight.grad is None
     assert same(adam.state[some]["exp_avg"], optimiser.state[net.block.weight]["exp_avg"])
+
+
+def test_an_optimiser_that_cannot_step_by_itself(tmp_path: Path):
+    net, optimiser = trained()
+    save({"model": net, "optim": optimiser}, tmp_path / "a")
+    other = Net()
+    resumed = LBFGS([p for p in other.parameters() if p.requires_grad])
+    with pytest.raises(UserError, match="optim cannot make its states by a step, so take one before"):
+        load({"model": other, "optim": resumed}, tmp_path / "a")
 
 
 def test_weights_alone_and_some_layers_alone(tmp_path: Path):

@@ -64,18 +64,21 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], Moves], pee
     DamagedError, UserError, and PeerError where another rank of the node ended: that one raises nothing.
     """
     files = sorted(manifest.files)
+    numbers = {file: i for i, file in enumerate(files)}
     wanted, error = _tried(plan)
-    blocks = [] if wanted is None else [[files.index(file), some] for file, some in wanted.blocks.items()]
-    words = _said(peers, {"node": node(), "error": error, "blocks": blocks})
+    blocks = [] if wanted is None else [[numbers[file], some] for file, some in wanted.blocks.items()]
+    words = _said(peers, {"node": node(), "save": manifest.id, "error": error, "blocks": blocks})
     _raise_first([word["error"] for word in words])
+    if len({word["save"] for word in words}) > 1:
+        raise UserError("the ranks read manifests of different saves: give all of them the same checkpoint")
     if wanted is None:
         raise AssertionError("what has no plan has an error")
     here = [i for i, word in enumerate(words) if word["node"] == words[peers.index]["node"]]
     sizes = {name: blocks_of(manifest.files[name].size) for name in files}
     me = here.index(peers.index)
     made = deal([{files[n]: some for n, some in words[i]["blocks"]} for i in here], me, sizes)
-    room = (memory // BLOCK - READERS) // len(here)  # a rank sees the windows of all
-    slots = max(2, min(SLOTS, room, *(len(stretch) for stretch in made.stretches)))
+    room = (memory // BLOCK - READERS) // len(here)  # what a rank sees of all windows counts as its memory
+    slots = max(1, min(SLOTS, room, *(len(stretch) for stretch in made.stretches)))
     found = _windows(peers, here, me, Shape(slots if any(made.stretches) else 0, len(here)))
     if not found:  # without memory in common each reads by itself what it wants
         made = Deal(wanted.items, [[]])

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from tangram.checkpoint.read import MEMORY, DamagedError, Want, read_wants
 from tangram.checkpoint.state import Described, Entry, Held, State, describe
 from tangram.errors import UserError
 from tangram.relayout.peers import Peers
+
+T = TypeVar("T")
 
 
 class LoadError(UserError):
@@ -64,23 +66,13 @@ def load(
     DamagedError, which names tensor and file, where stored bytes are not those that were written.
     """
     path, peers = Path(path), Peers(group)
-    manifest = _agreed(peers, lambda: commits.read_manifest(path))
+    manifest = _together(peers, lambda: commits.read_manifest(path))
+    if len(set(peers.all_words(manifest.id))) > 1:
+        raise LoadError(f'the ranks do not read the same checkpoint: the folder of "{path}" is not shared by all')
     made = optimisers.Made()
     try:
-        error = ""
-        try:
-            _refuse_read_only(state)
-            optimisers.prepare(state, [n for n in (*manifest.tensors, *manifest.objects) if _chosen(n, only)], made)
-        except UserError as caught:
-            error = str(caught)
-        _raise_first(peers.all_words(error))
-        described = describe(state, peers)
-        try:
-            _refuse_copies(state, described)
-            optimisers.check(state, described, {n: v for n, v in manifest.objects.items() if _chosen(n, only)})
-        except UserError as caught:
-            error = str(caught)
-        _raise_first(peers.all_words(error))
+        _together(peers, lambda: _prepared(state, manifest, only, made))
+        described = _together(peers, lambda: _fitting(state, peers, manifest, only))
         loaded = load_described(described, manifest, path, peers, strict=strict, only=only, cast=cast, memory=memory)
     except BaseException:
         made.undo()
@@ -167,17 +159,26 @@ def _listed(what: str, found: Sequence[str]) -> str:
     return f"{what}: {'; '.join(found[:3])}{more}"
 
 
-def _agreed(peers: Peers, read: Callable[[], Manifest]) -> Manifest:
-    """What every rank reads by itself; if one cannot, all raise."""
-    error, found = "", list[Manifest]()
+def _prepared(state: State, manifest: Manifest, only: Sequence[str], made: optimisers.Made) -> None:
+    _refuse_read_only(state)
+    optimisers.prepare(state, [name for name in (*manifest.tensors, *manifest.objects) if _chosen(name, only)], made)
+
+
+def _fitting(state: State, peers: Peers, manifest: Manifest, only: Sequence[str]) -> Described:
+    described = describe(state, peers)
+    _refuse_copies(state, described)
+    optimisers.check(state, described, {n: v for n, v in manifest.objects.items() if _chosen(n, only)})
+    return described
+
+
+def _together(peers: Peers, act: Callable[[], T]) -> T:
+    """What every rank does by itself; if one cannot, all raise."""
+    error, found = "", list[T]()
     try:
-        found.append(read())
+        found.append(act())
     except UserError as caught:
         error = str(caught)
-    words = peers.all_words([error, found[0].id if found else ""])
-    _raise_first([word[0] for word in words])
-    if len({word[1] for word in words}) > 1:
-        raise LoadError("the ranks do not read the same checkpoint: the folder is not shared by all of them")
+    _raise_first(peers.all_words(error))
     return found[0]
 
 

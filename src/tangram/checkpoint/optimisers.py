@@ -51,7 +51,13 @@ def prepare(state: State, stored: Iterable[str], made: Made) -> None:
             if f"{section}.{names.get(id(parameter))}" in having and not content.state.get(parameter)
         ]
         made.states.extend((content, parameter) for parameter in empty)
-        _make_states(content, empty)
+        try:
+            _make_states(content, empty)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise UserError(
+                f"{section} cannot make its states by a step, so take one before you load ({what})"
+            ) from error
 
 
 def check(state: State, described: Described, objects: Mapping[str, Any]) -> None:
