@@ -279,7 +279,7 @@ class _Places:
             local = local.reshape(wanted)
         alike: tuple[int, ...] = ()  # over a part of the group others have the same, who knows where
         if len(places) == self._peers.size:
-            alike = tuple(sorted(places[i] for i in replicas(mesh, layout.axes, at)))
+            alike = tuple(sorted(places[i] for i in replicas(mesh, layout.axes, at, layout.at)))
         return Entry(name, _spec(local, shape), here, local, alike, text)
 
 
@@ -290,10 +290,16 @@ def _place(layout: Layout, mesh: Mesh, rank: int) -> tuple[Region, str]:
 
 
 @lru_cache(1 << 12)
-def replicas(mesh: Mesh, cut: frozenset[str], rank: int) -> tuple[int, ...]:
-    """The ranks of a mesh that differ from one in no axis that cuts, that one included."""
+def replicas(
+    mesh: Mesh, cut: frozenset[str], rank: int, held: tuple[tuple[str, tuple[int, ...]], ...] = ()
+) -> tuple[int, ...]:
+    """The ranks of a mesh that differ from one in no axis that cuts, that one included.
+
+    `held`: the coordinates of the ranks that hold the tensor at all, as a layout's `at` has them; empty: all do.
+    """
     own = mesh.coords(rank)
-    return tuple(mesh.ranks(tuple((axis, own[axis]) for axis in sorted(cut))))
+    alike = mesh.ranks(tuple((axis, own[axis]) for axis in sorted(cut)))
+    return tuple(r for r in alike if all(mesh.coords(r)[axis] in where for axis, where in held))
 
 
 def _spec(local: Tensor, shape: tuple[int, ...]) -> TensorSpec:

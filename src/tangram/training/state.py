@@ -3,7 +3,7 @@
 `model.<name>` is a parameter or a persistent buffer, `optim.<name>.<state>` what the optimiser keeps for a parameter.
 Where they lie is what the plan says, which is checked against what is there, and not asked of torch.
 Which states there are and how each lies is declared in `tangram.relayout.states`, not guessed from names. Parameters
-that are not trained have no states. Randomness is no part of it: the loop draws it from (seed, step, data rank), and
+that are not trained have no states. Randomness is no part of it: the loop draws it from (seed, sample), and
 the learning rate is a function of the step.
 """
 
