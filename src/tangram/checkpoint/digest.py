@@ -29,6 +29,7 @@ from tangram.layout.region import Box, stretch
 
 LANES = 4096  # of a row under one table of keys: the last dim counts as two, the block of lanes and the lane in it
 NARROW = 64  # lanes of a row below which columns go first
+KEPT = 1 << 16  # keys of a dim that are kept
 GROUP = 1 << 15  # lanes at once: with their 64-bit copies they stay in the cache
 MODULUS = 1 << 64
 
@@ -159,13 +160,24 @@ def _of_narrow(lanes_RL: Lanes, first: int, weights: Sequence[Words]) -> Words:
     return total
 
 
-@lru_cache(2)
 def _table(which: int) -> Words:
-    return _keys(which, 0, 0, LANES)
+    return _first_keys(which, 0)
 
 
 def _keys(which: int, dim: int, start: int, stop: int) -> Words:
-    """The keys of the indices `start <= i < stop` of a dim: outputs of splitmix64, made odd."""
+    """The keys of the indices `start <= i < stop` of a dim. The first ones are kept: blocks ask for them again."""
+    return _first_keys(which, dim)[start:stop] if stop <= KEPT else _new_keys(which, dim, start, stop)
+
+
+@lru_cache(16)
+def _first_keys(which: int, dim: int) -> Words:
+    kept = _new_keys(which, dim, 0, KEPT if dim else LANES)
+    kept.flags.writeable = False
+    return kept
+
+
+def _new_keys(which: int, dim: int, start: int, stop: int) -> Words:
+    """Outputs of splitmix64, made odd."""
     seed = _splitmix(np.array([256 * which + dim], np.uint64))
     with np.errstate(over="ignore"):
         steps = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -6,9 +6,10 @@ where it is whole, so that other readers of safetensors find it, else name and r
 """
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ class Outgoing:
         """Bytes of an element."""
         return DTYPES[self.spec.dtype]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Of the piece."""
         return self.region.size * self.itemsize
@@ -71,7 +72,7 @@ class Placed:
     piece: Outgoing
     offset: int
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """The byte after its last."""
         return self.offset + self.piece.nbytes
@@ -85,6 +86,11 @@ class Image:
     head: bytes
     placed: tuple[Placed, ...]
     size: int
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Of the pieces, ascending."""
+        return [placed.offset for placed in self.placed]
 
 
 def images(pieces: Iterable[Outgoing], writer: int, writers: int, save_id: str) -> list[Image]:
@@ -113,10 +119,18 @@ def _image(name: str, pieces: Sequence[Outgoing], save_id: str) -> Image:
 
 def parts(image: Image, start: int, stop: int) -> Iterator[tuple[Placed, int, int]]:
     """The pieces that have bytes between two offsets of the file, and those bytes' offsets in the piece."""
-    for placed in image.placed:
+    for _, placed, first, last in _numbered(image, start, stop):
+        yield placed, first, last
+
+
+def _numbered(image: Image, start: int, stop: int) -> Iterator[tuple[int, Placed, int, int]]:
+    """The same with each piece's number. A file may have a million pieces, and is looked at block by block."""
+    begin = max(0, bisect_right(image.offsets, start) - 1)
+    for i in range(begin, bisect_left(image.offsets, stop)):
+        placed = image.placed[i]
         first, last = max(start, placed.offset), min(stop, placed.stop)
         if first < last:
-            yield placed, first - placed.offset, last - placed.offset
+            yield i, placed, first - placed.offset, last - placed.offset
 
 
 def fill(image: Image, values: Sequence[Tensor], start: int, out: Bytes) -> None:
@@ -126,10 +140,9 @@ def fill(image: Image, values: Sequence[Tensor], start: int, out: Bytes) -> None
     """
     head = image.head[start : start + len(out)]
     out[: len(head)] = np.frombuffer(head, np.uint8)
-    by_piece = dict(zip(map(id, image.placed), values, strict=True))
-    for placed, first, last in parts(image, start, start + len(out)):
+    for i, placed, first, last in _numbered(image, start, start + len(out)):
         begin = placed.offset + first - start
-        _copy(by_piece[id(placed)], placed.piece.itemsize, first, out[begin : begin + last - first])
+        _copy(values[i], placed.piece.itemsize, first, out[begin : begin + last - first])
 
 
 def _copy(values: Tensor, itemsize: int, first: int, out: Bytes) -> None:
