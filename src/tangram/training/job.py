@@ -202,7 +202,12 @@ def show(chosen: Chosen, ready: Prepared, resume: Path | None, on_event: OnEvent
     if chosen.predicted is not None:
         on_event(Table("Predicted for a rank", ("what", "predicted"), tuple(chosen.predicted.in_words())))
     if has_dropout(ready.source.config):
-        on_event(Note("the model has dropout: its masks depend on how the batch is cut over ranks"))
+        on_event(
+            Note(
+                "the model has dropout: its masks are the same on any number of data ranks whose shares are whole micro-batches, and others under "
+                "tensor parallelism"
+            )
+        )
 
 
 def _model_words(config: PreTrainedConfig, source: Source, parameters: int) -> str:

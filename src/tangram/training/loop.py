@@ -88,7 +88,6 @@ def train_steps(
     tokens = 0
     while state.progress.step < plan.run.steps and stopped is None:
         step = state.progress.step
-        seed_step(plan.seed, step, world.data_index)
         batches = step_batches(
             corpus,
             plan.data,
@@ -184,7 +183,7 @@ def train_step(
     updated.
     """
     optimiser.zero_grad()
-    part = backward(model, batches, loss_sum or next_token_loss)
+    part = backward(model, batches, loss_sum or next_token_loss, plan.seed)
     if check and world.tensor_size > 1:
         refuse_unlike_gradients(model, world)
     gradients = local_gradients(model)
@@ -202,9 +201,13 @@ def train_step(
     return StepResult(loss, norm, tuple(wish > 0 for wish in asked))
 
 
-def seed_step(seed: int, step: int, data_index: int) -> None:
-    """Seed this process's generators for one step. Ranks that share a part of the batch draw the same numbers."""
-    text = f"{seed}:{step}:{data_index}".encode()
+def draw_for(seed: int, sample: int) -> None:
+    """Seed this process's generators for the micro-batch that begins with this sample of the job's order.
+
+    So what is drawn depends on no rank: where shares are whole micro-batches, any number of data ranks draws the same,
+    and a run that goes on at another number does, too.
+    """
+    text = f"{seed}:{sample}".encode()
     torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()))
 
 
@@ -214,10 +217,11 @@ def must_be_finite(what: str, number: float) -> None:
         raise FloatingPointError(f"{what} is {number}: a smaller optimiser.lr may help")
 
 
-def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum) -> float:
+def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: int) -> float:
     """Add the gradients of this rank's micro-batches; its part of the global batch's loss."""
     parts: list[Tensor] = []
-    for batch in batches.micro:
+    for batch, first in zip(batches.micro, batches.firsts, strict=True):
+        draw_for(seed, first)
         loss = loss_sum(model, batch) / max(1, batches.counted)
         loss.backward()
         parts.append(loss.detach())

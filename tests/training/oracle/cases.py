@@ -151,14 +151,13 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
         add("by hand", [strategy], usual, shares=shares)
     small = tables(text, model={"change": SMALL_HEADS}, optimiser={"eps": 1e-3})
     add("small heads", ("fsdp", "copies", "hsdp") if slow else ("fsdp",), small)
-    # Masks are drawn for the rows of a rank, so the oracle needs to know which they are. Under tensor parallelism they
-    # are others than in one process.
+    # Masks are drawn for the samples of a micro-batch, so they are those of one process, but under tensor parallelism.
     dropout = tables(
         text,
         model={"change": {**SMALL_MODEL, "attention_dropout": 0.2}},
         data={"global_batch": 8, "micro_batch": 1},
     )
-    add("dropout", ("fsdp", "copies", "hsdp") if slow else ("fsdp",), dropout, shares=(2, 2, 2, 2))
+    add("dropout", ("fsdp", "copies", "hsdp") if slow else ("fsdp",), dropout)
 
     own = {**tables(text), "model": {}}
     for kind in ("meta", "values"):

@@ -202,11 +202,11 @@ def micro_batches_overwritten(setting: Setting) -> Planted:
     """The gradient of a micro-batch takes the place of those before it."""
     real = loop.backward
 
-    def each(model: nn.Module, batches: RankBatches, loss_sum: loop.LossSum) -> float:
+    def each(model: nn.Module, batches: RankBatches, loss_sum: loop.LossSum, seed: int) -> float:
         total = 0.0
-        for batch in batches.micro:
+        for batch, first in zip(batches.micro, batches.firsts, strict=True):
             model.zero_grad()
-            total += real(model, replace(batches, micro=(batch,)), loss_sum)
+            total += real(model, replace(batches, micro=(batch,), firsts=(first,)), loss_sum, seed)
         return total
 
     with swapped(loop, "backward", each):
@@ -236,8 +236,8 @@ def same_samples_on_every_rank(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def same_masks_on_every_rank(setting: Setting) -> Planted:
     """All ranks draw the same random numbers."""
-    real = loop.seed_step
-    with swapped(loop, "seed_step", lambda seed, step, _: real(seed, step, 0)):
+    real = loop.draw_for
+    with swapped(loop, "draw_for", lambda seed, sample: real(seed, 0)):
         yield
 
 

@@ -50,8 +50,8 @@ def plain_run(case: Case) -> Trace:
     values: dict[int, Tensors] = {}
     for step in range(case.until):
         optimiser.zero_grad()
-        if case.shares and _dropout(model):
-            loss = _by_rank(model, case, step)
+        if _dropout(model):
+            loss = _by_micro_batch(model, case, step)
         elif plan.precision.compute == "bfloat16":
             loss = _rounded(model, case, step)
         else:
@@ -134,18 +134,16 @@ def _logits(model: nn.Module, batch: Batch) -> Tensor:
     ).logits
 
 
-def _by_rank(model: nn.Module, case: Case, step: int) -> Tensor:
-    """Under dropout the masks are those of the ranks: drawn for their rows, one micro-batch after another."""
+def _by_micro_batch(model: nn.Module, case: Case, step: int) -> Tensor:
+    """Under dropout the masks are drawn for the samples of each micro-batch, whatever rank it is on."""
     plan, rows = case.plan, _rows(case.plan, step)
     counted = int((whole_batch(plan, step).labels_BS >= 0).sum())
     total = torch.zeros(())
-    for rank, share in enumerate(case.shares):
-        text = f"{plan.seed}:{step}:{rank}".encode()
+    for at in range(0, len(rows), plan.data.micro_batch):
+        text = f"{plan.seed}:{step * plan.data.global_batch + at}".encode()
         torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()))
-        mine, rows = rows[:share], rows[share:]
-        for at in range(0, share, plan.data.micro_batch):
-            batch = _collated(plan, mine[at : at + plan.data.micro_batch])
-            total = total + _sum(_logits(model, batch), batch) / counted
+        batch = _collated(plan, rows[at : at + plan.data.micro_batch])
+        total = total + _sum(_logits(model, batch), batch) / counted
     total.backward()
     return total
 

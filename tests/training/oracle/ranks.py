@@ -256,8 +256,8 @@ def dealt(case: Case) -> Iterator[None]:
         longest = -(-max(case.shares) // plan.micro_batch) * plan.micro_batch
         empty = collate([None], plan.sequence, corpus.fill, told["device"])
         mine += [empty] * (longest - len(mine))
-        micro = (_joined(mine[at : at + plan.micro_batch]) for at in range(0, longest, plan.micro_batch))
-        return replace(everything, micro=tuple(micro))
+        micro = tuple(_joined(mine[at : at + plan.micro_batch]) for at in range(0, longest, plan.micro_batch))
+        return replace(everything, micro=micro, firsts=tuple(range(len(micro))))
 
     with swapped(loop, "step_batches", by_hand):
         yield

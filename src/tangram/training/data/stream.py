@@ -33,6 +33,8 @@ class RankBatches:
 
     micro: tuple[Batch, ...]
     counted: int
+    firsts: tuple[int, ...]
+    """The number of each micro-batch's first sample in the order of the whole job."""
 
 
 def sample_ids(corpus: Corpus, data: DataPlan, seed: int, first: int, count: int) -> list[tuple[int, int]]:
@@ -58,9 +60,8 @@ def step_batches(
     empty rows, so all of them join in every collective.
     """
     rows = sample_ids(corpus, data, seed, first_sample, data.global_batch)
-    mine: list[tuple[Split, int] | None] = [
-        (corpus.training[source], window) for source, window in rows[slice(*_share(len(rows), index, size))]
-    ]
+    start, stop = _share(len(rows), index, size)
+    mine: list[tuple[Split, int] | None] = [(corpus.training[source], window) for source, window in rows[start:stop]]
     if len(mine) > micro_steps * data.micro_batch:
         raise ValueError(f"{len(mine)} samples do not fit into {micro_steps} micro-batches of {data.micro_batch}")
     mine += [None] * (micro_steps * data.micro_batch - len(mine))
@@ -70,6 +71,7 @@ def step_batches(
             for at in range(0, len(mine), data.micro_batch)
         ),
         counted=_count(corpus.training, rows, data),
+        firsts=tuple(range(first_sample + start, first_sample + start + len(mine), data.micro_batch)),
     )
 
 
