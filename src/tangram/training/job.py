@@ -202,12 +202,8 @@ def show(chosen: Chosen, ready: Prepared, resume: Path | None, on_event: OnEvent
     if chosen.predicted is not None:
         on_event(Table("Predicted for a rank", ("what", "predicted"), tuple(chosen.predicted.in_words())))
     if has_dropout(ready.source.config):
-        on_event(
-            Note(
-                "the model has dropout: its masks are the same on any number of data ranks whose shares are whole micro-batches, and others under "
-                "tensor parallelism"
-            )
-        )
+        same = "the same on any number of data ranks whose shares are whole micro-batches"
+        on_event(Note(f"the model has dropout: its masks are {same}, and others under tensor parallelism"))
 
 
 def _model_words(config: PreTrainedConfig, source: Source, parameters: int) -> str:
