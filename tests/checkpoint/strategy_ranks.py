@@ -55,9 +55,8 @@ def play(rank: int, folder: str) -> None:
             state = strategy.state(rank, empty=True)
             load(state, path, group=groups[strategy.ranks])
             held = {f"{section}.{name}": one for section, table in state.items() for name, one in table.items()}
-            wrong[pair] = [
-                n for n, h in held.items() if not same(h.local, elements(WHOLE[n], strategy.region(n, rank)))
-            ]
+            parts = {name: elements(WHOLE[name], strategy.region(name, rank)) for name in held}
+            wrong[pair] = [name for name, part in parts.items() if not same(torch.as_tensor(held[name].local), part)]
         dist.barrier()
     (Path(folder) / f"{rank}.json").write_text(json.dumps(wrong))
     dist.destroy_process_group()

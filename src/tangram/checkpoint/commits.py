@@ -153,10 +153,13 @@ def marker_text(fields: Mapping[str, Any]) -> bytes:
 
 
 def whole(folder: Path) -> list[tuple[Path, Marker]]:
-    """The whole checkpoints in a folder, in the order in which they were committed; torn ones are passed over."""
+    """The whole checkpoints in a folder, in the order in which they were committed.
+
+    Torn ones are passed over, and links: they lead out of the folder, or to a checkpoint that is there already.
+    """
     found: list[tuple[Path, Marker]] = []
     for path in folder.glob("*"):
-        if not path.name.startswith(".") and (path / MARKER).is_file():
+        if not path.name.startswith(".") and not path.is_symlink() and (path / MARKER).is_file():
             with contextlib.suppress(UserError):  # it is torn, as no commit of ours leaves it
                 found.append((path, read_marker(path)))
     return sorted(found, key=lambda item: (item[1].serial, item[0].name))
@@ -187,6 +190,8 @@ def begin(path: Path, save_id: str) -> Path:
 def sweep(folder: Path, idle: float = 0.0) -> None:
     """Remove what dead runs left: folders under way in which nothing has changed for `idle` seconds."""
     for orphan in folder.glob(f".*{PARTIAL}"):
+        if orphan.is_symlink():  # it leads to what is not ours
+            continue
         try:
             last = max(path.stat().st_mtime for path in (orphan, *orphan.iterdir()))
         except FileNotFoundError:  # it goes on, or another removes it

@@ -372,8 +372,10 @@ def _sweep(folder: Path, age: float, but: list[Path]) -> None:
     """Remove what dead runs left. Writers that outlive their run may still be at it, so only where nothing moves."""
     for orphan in folder.glob(f".*{commits.PARTIAL}"):
         with contextlib.suppress(OSError):
+            if orphan in but or orphan.is_symlink():  # a link leads to what is not ours
+                continue
             moved = max(path.stat().st_mtime for path in (orphan, *orphan.iterdir()))
-            if orphan not in but and time.time() - moved > age:
+            if time.time() - moved > age:
                 shutil.rmtree(orphan, ignore_errors=True)
 
 
