@@ -107,6 +107,16 @@ def test_benches_are_listed_with_their_first_line(checkout: Path) -> None:
     assert "good     Two figures." in run("bench", folder=checkout).stdout
 
 
+def test_options_reach_the_bench_that_has_them(checkout: Path) -> None:
+    (checkout / "bench" / "sized.py").write_text(
+        '"""Sizes."""\nfrom tangram.hardware.measure import Row\n'
+        "def rows(quick, *, size=1.0, only=()):\n    yield Row(' '.join(only), 'GB', ours=size)\n"
+    )
+    answer = run("bench", "sized", "--json", "--size", "0.5", "--only", "one", "--only", "two", folder=checkout)
+    assert [(row["figure"], row["ours"]) for row in json.loads(answer.stdout)["rows"]] == [("one two", 0.5)]
+    assert "has no option --repeats" in sentence(run("bench", "sized", "--repeats", "3", folder=checkout))
+
+
 def test_a_bench_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "theirs.py").write_text('"""Theirs."""\n')

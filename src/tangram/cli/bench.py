@@ -15,8 +15,15 @@ def bench(
     name: Annotated[str | None, typer.Argument(help="Which bench to run; without a name they are listed.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats, smaller sizes: to see that it works.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Only this group of figures; may be repeated.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Turns that each figure is the median of.")] = None,
+    size: Annotated[float | None, typer.Option(help="Gigabytes of what is measured.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="A folder on the disk that is measured.")] = None,
 ) -> None:
-    """Measure Tangram beside its peers; a target that is missed is printed as such and is no error."""
+    """Measure Tangram beside its peers; a target that is missed is printed as such and is no error.
+
+    The last four are for the benches that have them; what each means there is at the head of its script.
+    """
     checkout = find_checkout(Path.cwd())
     if name is None:
         known = summaries(checkout)
@@ -25,7 +32,9 @@ def bench(
         else:
             print_table("Benches", ("name", "what it measures"), list(known.items()))
         return
-    report = run(checkout, name, quick, done=lambda row: note(f"{name}: {row.figure} done"))
+    options = {"only": tuple(only) if only else None, "repeats": repeats, "size": size, "folder": folder}
+    given = {key: value for key, value in options.items() if value is not None}
+    report = run(checkout, name, quick, done=lambda row: note(f"{name}: {row.figure} done"), options=given)
     if json:
         print_json(report.as_json())
     else:

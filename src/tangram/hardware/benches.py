@@ -7,8 +7,9 @@ what a figure means depends on the code it was measured with, so they run from a
 import ast
 import difflib
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -54,7 +55,7 @@ def summaries(checkout: Path) -> dict[str, str]:
     return found
 
 
-def load(checkout: Path, name: str) -> Callable[[bool], Iterable[Row]]:
+def load(checkout: Path, name: str) -> Callable[..., Iterable[Row]]:
     """The function `rows` of the bench `name`."""
     known = summaries(checkout)
     if name not in known:
@@ -64,13 +65,21 @@ def load(checkout: Path, name: str) -> Callable[[bool], Iterable[Row]]:
     if str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))  # as a package, so that a bench can start processes that import it again
     module = importlib.import_module(f"bench.{name}")
-    return cast("Callable[[bool], Iterable[Row]]", module.rows)
+    return cast("Callable[..., Iterable[Row]]", module.rows)
 
 
-def run(checkout: Path, name: str, quick: bool, done: Callable[[Row], None]) -> Report:
-    """Run one bench; `quick` asks it for fewer repeats and smaller sizes; `done` is called between its figures."""
+def run(
+    checkout: Path, name: str, quick: bool, done: Callable[[Row], None], options: Mapping[str, object] | None = None
+) -> Report:
+    """Run one bench; `quick` asks it for fewer repeats and smaller sizes; `done` is called between its figures.
+
+    `options`: more arguments of its `rows`, by their names. Raises UserError for one that it has not.
+    """
     rows: list[Row] = []
-    for row in load(checkout, name)(quick):
+    function, given = load(checkout, name), dict(options or {})
+    if unknown := sorted(given.keys() - inspect.signature(function).parameters.keys()):
+        raise UserError(f"the bench {name!r} has no option --{unknown[0]}: leave it out")
+    for row in function(quick, **given):
         rows.append(row)
         done(row)
     # Imported after the figures were taken: machine needs torch, which a bench may want to measure the import of.
