@@ -38,11 +38,11 @@ def file_of(case: str) -> Path:
 
 
 def settings(case: Case) -> dict[str, Any]:
-    """The plan, without the paths of this machine."""
-    plan = case.plan.model_dump(mode="json")
-    plan["data"]["cache"] = None
+    """The plan, without the paths of this machine and without what nobody has set."""
+    plan = case.plan.model_dump(mode="json", exclude_defaults=True)
+    plan["data"].pop("cache", None)
     plan["data"]["sources"][0]["path"] = "written by tests.training.small"
-    if plan["model"]["path"]:
+    if plan["model"].get("path"):
         plan["model"]["path"] = Path(plan["model"]["path"]).name
     return plan
 
