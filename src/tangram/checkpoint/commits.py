@@ -74,8 +74,18 @@ def read_marker(path: Path) -> Marker:
 
 
 def read_manifest(path: Path, marker: Marker | None = None) -> Manifest:
-    """The manifest of the checkpoint in the folder `path`. Raises UserError when it is not the one committed."""
-    marker = marker or read_marker(path)
+    """The manifest of the checkpoint in the folder `path`. Raises UserError when it is not the one committed.
+
+    What is wrong with the checkpoint comes with the one to go back to, where there is one.
+    """
+    try:
+        return _manifest(path, marker or read_marker(path))
+    except UserError as error:
+        there = (path / MARKER).exists() or (path / MANIFEST).exists()
+        raise UserError(f"{error}{older(path) if there else ''}") from None
+
+
+def _manifest(path: Path, marker: Marker) -> Manifest:
     try:
         data = read_bounded(path / MANIFEST, manifests.LARGEST)
     except OSError as error:
@@ -169,6 +179,20 @@ def newest(folder: Path) -> Path | None:
     """The checkpoint that was committed last, of those in a folder that are whole."""
     found = whole(folder)
     return found[-1][0] if found else None
+
+
+def older(path: Path) -> str:
+    """The whole checkpoint that was committed before this one, as the end of a sentence; nothing without one.
+
+    Where its own marker no longer says when it was committed, the newest of the others. Only markers are read.
+    """
+    others = [(other, marker) for other, marker in whole(path.parent) if other.name != path.name]
+    try:
+        here = parse_marker(read_bounded(path / MARKER, LARGEST_MARKER), path).serial
+    except (UserError, OSError):
+        return f'; one that is whole is "{others[-1][0]}"' if others else ""
+    before = [other for other, marker in others if marker.serial < here]
+    return f'; the one before it is "{before[-1]}"' if before else ""
 
 
 # ---------------------------------------------------------------- writing

@@ -111,7 +111,7 @@ def load_described(
     try:
         read_wants(path, manifest, wants, peers=peers, memory=memory, cast=cast)
     except DamagedError as damaged:
-        raise DamagedError(f"{damaged}{_older(path)}") from None
+        raise DamagedError(f"{damaged}{commits.older(path)}") from None
     known = {f.name: getattr(manifest, f.name) for f in fields(Manifest)}
     return Loaded(**known, missing=missing, unused=unused)
 
@@ -186,14 +186,6 @@ def _raise_first(errors: Sequence[str]) -> None:
     found = [error for error in errors if error]
     if found:
         raise LoadError(found[0])
-
-
-def _older(path: Path) -> str:
-    """The good checkpoint that was committed before this one, as the end of a sentence."""
-    whole = commits.whole(path.parent)
-    here = next((marker.serial for other, marker in whole if other.name == path.name), 0)
-    before = [other for other, marker in whole if marker.serial < here]
-    return f'; the one before it is "{before[-1]}"' if before else ""
 
 
 def _refuse_read_only(state: State) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tangram.checkpoint.commits import MANIFEST, read_manifest
+from tangram.checkpoint.commits import MANIFEST, older, read_manifest
 from tangram.checkpoint.manifest import Manifest
-from tangram.checkpoint.read import Want, read_wants
+from tangram.checkpoint.read import DamagedError, Want, read_wants
 from tangram.errors import UserError
 from tangram.planner.plan import Plan
 from tangram.relayout import TensorSpec
@@ -37,7 +37,10 @@ def load(path: Path, state: JobState, plan: Plan, world: World | None) -> Progre
         _refuse_other_frozen(path, _frozen(manifest), frozen(state))
     _refuse_other_model(path, stored, specs)
     wants = [Want(entry.name, entry.region, entry.local) for entry in targets if entry.region]
-    read_wants(path, manifest, wants, peers=world.peers if world is not None else None)
+    try:
+        read_wants(path, manifest, wants, peers=world.peers if world is not None else None)
+    except DamagedError as damaged:
+        raise DamagedError(f"{damaged}{older(path)}") from None
     state.progress = progress
     return progress
 
