@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import tracemalloc
@@ -100,6 +101,24 @@ def test_bytes_of_the_manifest(base: Path, data: st.DataObject) -> None:
     (place.bad / MANIFEST).write_bytes(mutated((place.bad / MANIFEST).read_bytes(), data.draw))
     seal(place.bad)
     place.act_all()
+
+
+@pytest.mark.parametrize(
+    ("there", "instead", "words"),
+    [
+        ('"[1:2 4:6] + [2:7 0:6]"', '"1:2 4:6] + [2:7 0:6]"', "the region of a piece of .* cannot be read"),
+        ('"model.norm"', '"model.\\nnorm"', r"the name 'model.\\nnorm' has letters that cannot be printed"),
+        ('"progress.step"', '"\\u001b[2J"', "the name .* has letters that cannot be printed"),
+    ],
+)
+def test_bytes_that_once_made_a_sentence_two(base: Path, there: str, instead: str, words: str) -> None:
+    place = Place(base)
+    text = (place.bad / MANIFEST).read_text()
+    assert there in text
+    (place.bad / MANIFEST).write_text(text.replace(there, instead))
+    seal(place.bad)
+    said = place.act_all()
+    assert all(re.search(words, said[name]) for name in ("load", "inspect", "diff", "convert")), said
 
 
 @FEWER

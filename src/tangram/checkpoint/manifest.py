@@ -181,7 +181,9 @@ def parse(text: str | bytes) -> Manifest:
 
 
 def check(manifest: Manifest) -> None:
-    """That pieces lie inside their files without overlapping, and cover their tensors exactly."""
+    """That names can be printed, and pieces lie inside their files without overlapping and cover their tensors."""
+    for name in (*manifest.tensors, *manifest.objects):
+        _require(name.isprintable(), f"the name {name!r} has letters that cannot be printed")
     spans: dict[str, list[tuple[int, int, str]]] = {}
     for name, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
@@ -272,7 +274,7 @@ def region_of(fields: Sequence[Any], what: str) -> Region:
     try:
         return Region.parse(fields[0])
     except (LayoutError, ValueError, RecursionError) as error:
-        raise ManifestError(f"the region of {what} cannot be read: {error}") from None
+        raise ManifestError(f"the region of {what} cannot be read: {str(error).splitlines()[0]}") from None
 
 
 def _counts(value: Any, what: str) -> tuple[int, ...]:
