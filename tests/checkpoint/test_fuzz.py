@@ -106,7 +106,7 @@ def test_bytes_of_the_manifest(base: Path, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("there", "instead", "words"),
     [
-        ('"[1:2 4:6] + [2:7 0:6]"', '"1:2 4:6] + [2:7 0:6]"', "the region of a piece of .* cannot be read"),
+        ("[[[1, 2], [4, 6]], ", "[[[1, 2], [6, 4]], ", "the runs of a piece of .* do not go up"),
         ('"model.norm"', '"model.\\nnorm"', r"the name 'model.\\nnorm' has letters that cannot be printed"),
         ('"progress.step"', '"\\u001b[2J"', "the name .* has letters that cannot be printed"),
     ],

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from tangram.errors import UserError
-from tangram.layout import LayoutError, Region, coverage
+from tangram.layout import Box, IntSet, LayoutError, Region, coverage
 from tangram.relayout import TensorSpec
 
 FORMAT = 2
@@ -26,6 +26,7 @@ BLOCK = 1 << 22
 LARGEST = 1 << 28
 """Bytes of the largest manifest that is read: some two million pieces."""
 MAX_DIMS = 64
+MAX_BOXES = 4096
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _NAMES = """
@@ -144,10 +145,10 @@ def tensor_fields(tensor: StoredTensor, numbers: Mapping[str, int]) -> dict[str,
 
 
 def region_fields(region: Region) -> list[Any]:
-    """A region as JSON says it: `[offsets], [sizes]` of a block, else the notation's text."""
+    """A region as JSON says it: `[offsets], [sizes]` of a block, else its boxes: of each dim the ends of its runs."""
     if len(region.boxes) == 1 and all(len(s) == 1 for s in region.boxes[0]):
         return [[s[0][0] for s in region.boxes[0]], [s[0][1] - s[0][0] for s in region.boxes[0]]]
-    return [str(region)]
+    return [[[[end for run in runs for end in run] for runs in box] for box in region.boxes]]
 
 
 # ---------------------------------------------------------------- read from a stranger
@@ -270,11 +271,25 @@ def region_of(fields: Sequence[Any], what: str) -> Region:
         at, sizes = _counts(fields[0], f"the place of {what}"), _counts(fields[1], f"the size of {what}")
         _require(len(at) == len(sizes), f"{what} has {len(at)} offsets and {len(sizes)} sizes")
         return Region.box(at, sizes)
-    _require(isinstance(fields[0], str) and len(fields[0]) < 1_000_000, f"the region of {what} is no text")
+    boxes = cast("list[Any]", fields[0]) if isinstance(fields[0], list) else []
+    _require(0 < len(boxes) <= MAX_BOXES, f"{what} has no boxes, or more than {MAX_BOXES}")
     try:
-        return Region.parse(fields[0])
-    except (LayoutError, ValueError, RecursionError) as error:
-        raise ManifestError(f"the region of {what} cannot be read: {str(error).splitlines()[0]}") from None
+        return Region.of([_box(box, what) for box in boxes])
+    except LayoutError as error:
+        raise ManifestError(f"{what} is no region: {error}") from None
+
+
+def _box(box: Any, what: str) -> Box:
+    dims = cast("list[Any]", box) if isinstance(box, list) else []
+    _require(0 < len(dims) <= MAX_DIMS, f"a box of {what} is no list of dims")
+    out: list[IntSet] = []
+    for dim in dims:
+        ends = cast("list[Any]", dim) if isinstance(dim, list) else []
+        _require(len(ends) > 0 and len(ends) % 2 == 0, f"the runs of {what} are no pairs")
+        numbers = [_count(end, f"an end of {what}") for end in ends]
+        _require(all(a < b for a, b in itertools.pairwise(numbers)), f"the runs of {what} do not go up")
+        out.append(tuple(zip(numbers[::2], numbers[1::2], strict=True)))
+    return tuple(out)
 
 
 def _counts(value: Any, what: str) -> tuple[int, ...]:
