@@ -91,7 +91,8 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     plan = with_packing(plan, settled.packing)
     state.about = about(plan, corpus)
     checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world)
-    checkpointer.prepare(state)
+    if plan.checkpoint.every_steps:  # else there is only the last one, which is waited for
+        checkpointer.prepare(state)
     if rank.index == 0:
         rank.emit(Note(_packing_words(settled, corpus, plan)))
 
