@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tangram.checkpoint.manifest import ManifestError
 from tangram.checkpoint.save import About
 from tangram.cli import main
 from tests.checkpoint.making import flip, make, regions
@@ -105,8 +106,10 @@ def test_prune(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_names_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path / "a", {"model.\x1b[2J": torch.ones(1)}, objects={"o.\x1b[2J": "\x1b[2J"})
-    make(tmp_path / "b", {"model.\x1b[2J": torch.zeros(1)})
+    with pytest.raises(ManifestError, match="cannot be printed"):
+        make(tmp_path / "refused", {"model.\x1b[2J": torch.ones(1)})
+    make(tmp_path / "a", {"model.x": torch.ones(1)}, objects={"o.x": "\x1b[2J"})
+    make(tmp_path / "b", {"model.x": torch.zeros(1)})
     assert "\x1b" not in said(capsys, "inspect", tmp_path / "a")
     assert "\x1b" not in said(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
     assert "\x1b" not in said(capsys, "inspect", tmp_path / "a", "--values", "\x1b[2J", code=2)

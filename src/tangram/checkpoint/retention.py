@@ -13,7 +13,6 @@ and what dead runs left under way, is told and removed only when asked for, and 
 import contextlib
 import datetime
 import math
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,32 +22,25 @@ from typing import Any, cast
 
 from tangram.checkpoint import commits
 from tangram.checkpoint.commits import MANIFEST, MARKER, PARTIAL
+from tangram.checkpoint.rules import Best, Policy, parse
 from tangram.errors import UserError
+
+__all__ = [
+    "Best",
+    "Candidate",
+    "Leftover",
+    "Policy",
+    "Pruning",
+    "kept",
+    "leftovers",
+    "metric",
+    "parse",
+    "plan",
+    "prune",
+]
 
 QUIET = 900.0
 """Seconds in which nothing in a folder under way has changed before its writer is taken for dead."""
-_AGES = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-
-
-@dataclass(frozen=True)
-class Best:
-    """Keep some by a number that was saved with them."""
-
-    metric: str
-    """Its name among the objects: `eval.loss`."""
-    count: int = 1
-    largest: bool = False
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What stays; each rule adds to the others."""
-
-    last: int = 0
-    every: int = 0
-    """Steps; 0 keeps none."""
-    best: tuple[Best, ...] = ()
-    younger: datetime.timedelta | None = None
 
 
 @dataclass(frozen=True)
@@ -76,48 +68,6 @@ class Leftover:
     def dead(self) -> bool:
         """Whether nobody writes it any more, as far as one can see."""
         return self.quiet > QUIET
-
-
-def parse(rules: Sequence[str]) -> Policy:
-    """The policy that rules as `last=3` say. Raises UserError for what is no rule, and where there is none."""
-    if not rules:
-        raise UserError("say what stays: --keep last=3, every=1000, best=eval.loss:min or younger=7d")
-    policy: dict[str, Any] = {}
-    best: list[Best] = []
-    for rule in rules:
-        key, _, value = rule.partition("=")
-        if key in policy:
-            raise UserError(f"--keep {key} is there twice: give it once")
-        if key in ("last", "every"):
-            policy[key] = _count(value, rule)
-        elif key == "best":
-            best.append(_best(value, rule))
-        elif key == "younger":
-            policy[key] = _age(value, rule)
-        else:
-            raise UserError(f"--keep {rule}: give last=N, every=STEPS, best=NAME:min:N, best=NAME:max:N or younger=7d")
-    return Policy(**policy, best=tuple(best))
-
-
-def _count(text: str, rule: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,15}", text) or not int(text):
-        raise UserError(f"--keep {rule}: give a number of 1 or more")
-    return int(text)
-
-
-def _best(value: str, rule: str) -> Best:
-    name, _, rest = value.partition(":")
-    order, _, number = rest.partition(":")
-    if not name or order not in ("", "min", "max"):
-        raise UserError(f"--keep {rule}: give best=NAME, best=NAME:max or best=NAME:min:N")
-    return Best(name, _count(number, rule) if number else 1, order == "max")
-
-
-def _age(value: str, rule: str) -> datetime.timedelta:
-    match = re.fullmatch(r"([0-9]{1,9})([smhdw])", value)
-    if match is None:
-        raise UserError(f"--keep {rule}: give an age as 30m, 12h, 7d or 4w")
-    return datetime.timedelta(seconds=int(match[1]) * _AGES[match[2]])
 
 
 # ---------------------------------------------------------------- the decision

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from tangram.checkpoint.retention import parse as parse_retention
+from tangram.checkpoint.rules import parse as parse_retention
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 
