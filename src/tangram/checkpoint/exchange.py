@@ -318,10 +318,15 @@ class _Exchange:
                     moved, since = found, now
                 self._look(now - since)
 
+    def _delivered(self, i: int) -> bool:
+        """Whether a rank has read all of its stretch; it may be done with what it wants itself before that."""
+        ready, count = self._windows[i].ready, len(self._made.stretches[i])
+        return all(ready[number % len(ready)] == number + 1 for number in range(max(0, count - len(ready)), count))
+
     def _look(self, still: float) -> None:
         """Refuse to wait for a rank that has ended, or for storage that has."""
         for i, window in enumerate(self._windows):
-            if not window.done and not window.alive:
+            if not window.alive and not (window.done and self._delivered(i)):
                 raise PeerError(f"rank {self._ranks[i]} ended while all of them read the checkpoint")
         if still > LIMIT:
             raise PeerError(f"no rank of this node has read or copied anything for {still:.0f} seconds")
