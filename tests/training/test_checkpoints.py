@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tangram.checkpoint import commits
 from tangram.errors import UserError
@@ -249,6 +250,45 @@ def test_of_a_view_only_the_view_is_written(tmp_path: Path) -> None:
     found = JobState(net(3), None)
     load(Path(event.path), found, ONE, None)
     assert torch.equal(found.model.get_parameter("gain.weight"), model.gain.weight)
+
+
+def test_a_model_without_an_optimiser_is_copied_at_once(tmp_path: Path) -> None:
+    model = net()
+    before = model.embed.weight.detach().clone()
+    checkpointer = Checkpointer(tmp_path, ONE, None)
+    checkpointer.save(JobState(model, None))
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    (event,) = checkpointer.close()
+    assert isinstance(event, Saved)
+    assert event.asynchronous
+    found = JobState(net(3), None)
+    load(Path(event.path), found, ONE, None)
+    assert torch.equal(found.model.get_parameter("embed.weight"), before)
+
+
+def test_who_writes_the_state_by_hand_waits_at_the_fence(tmp_path: Path) -> None:
+    state = whole_state(net())
+    saved = values(state)
+    checkpointer = Checkpointer(tmp_path, ONE, None)
+    checkpointer.save(state)
+    checkpointer.fence()
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.zero_()
+    checkpointer.close()
+    found = other()
+    load(tmp_path / "step-00000002", found, ONE, None)
+    assert same(values(found), saved)
+
+
+def test_transformers_loads_a_checkpoint_that_lies_whole(tmp_path: Path) -> None:
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes)).eval()
+    path = save(tmp_path, JobState(model, None))
+    ids = torch.arange(7)[None]
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:

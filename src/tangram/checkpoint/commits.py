@@ -21,7 +21,7 @@ import secrets
 import shutil
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -211,14 +211,18 @@ def begin(path: Path, save_id: str) -> Path:
     return partial
 
 
-def sweep(folder: Path, idle: float = 0.0) -> None:
-    """Remove what dead runs left: folders under way in which nothing has changed for `idle` seconds."""
+def sweep(folder: Path, idle: float = 0.0, but: Collection[Path] = ()) -> None:
+    """Remove what dead runs left: folders under way in which nothing has changed for `idle` seconds.
+
+    Writers that outlive their run may still be at it, so 0 is only for who knows that there are none. `but`: those that
+    stay in any case.
+    """
     for orphan in folder.glob(f".*{PARTIAL}"):
-        if orphan.is_symlink():  # it leads to what is not ours
+        if orphan in but or orphan.is_symlink():  # a link leads to what is not ours
             continue
         try:
             last = max(path.stat().st_mtime for path in (orphan, *orphan.iterdir()))
-        except FileNotFoundError:  # it goes on, or another removes it
+        except OSError:  # it goes on, or another removes it
             continue
         if time.time() - last >= idle:
             shutil.rmtree(orphan, ignore_errors=True)

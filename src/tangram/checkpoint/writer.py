@@ -156,7 +156,7 @@ class Writer:
     def _lead(self, order: Order, folders: list[Path]) -> tuple[str, str, list[str]]:
         """The first writer's way."""
         target, reason = Path(order.path), ""
-        _sweep(target.parent, 3 * order.limit, folders)
+        commits.sweep(target.parent, 3 * order.limit, but=folders)
         first = max((i for i, folder in enumerate(folders) if folder.exists()), default=0)
         for attempt, partial in list(enumerate(folders))[first:]:
             problem = order.problem if order.hopeless or attempt == first else ""
@@ -366,17 +366,6 @@ def _free(path: Path) -> Path:
         number += 1
         free = path.with_name(f"{path.name}-{number}")
     return free
-
-
-def _sweep(folder: Path, age: float, but: list[Path]) -> None:
-    """Remove what dead runs left. Writers that outlive their run may still be at it, so only where nothing moves."""
-    for orphan in folder.glob(f".*{commits.PARTIAL}"):
-        with contextlib.suppress(OSError):
-            if orphan in but or orphan.is_symlink():  # a link leads to what is not ours
-                continue
-            moved = max(path.stat().st_mtime for path in (orphan, *orphan.iterdir()))
-            if time.time() - moved > age:
-                shutil.rmtree(orphan, ignore_errors=True)
 
 
 def _remove(folders: list[Path]) -> None:

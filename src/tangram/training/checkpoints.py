@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import AdamW
 
 import tangram.checkpoint.save as engine
 from tangram.checkpoint import background, commits, retention
@@ -57,18 +58,13 @@ class Checkpointer:
             self._saver = AsyncSaver(folder, self._peers, Settings(keep=self._keep))
         self._known: tuple[Entry, ...] = ()
         self._kept: dict[str, Tensor] = {}
-        self._fenced: int | None = None
+        self._fenced: AdamW | None = None
         self._ring: Ring | None = None
         self._last: int | None = None
         self._untold: list[Saved | SaveFailed | Note] = []
 
     def prepare(self, state: JobState) -> None:
-        """Take the memory for the copy and start what writes it, so that the first save costs no more than others.
-
-        What dead runs left half written is removed.
-        """
-        if self._peers.index == 0:
-            commits.sweep(self.folder, idle=DEAD)
+        """Take the memory for the copy and start what writes it, so that the first save costs no more than others."""
         if self._saver is not None:
             self._fence_at(state)
             if problem := self._saver.prepare(self._described(state).entries):
@@ -77,6 +73,8 @@ class Checkpointer:
     def save(self, state: JobState, *, wait: bool = False) -> None:
         """Save the state as it is now. `wait`: return when it is committed.
 
+        Without `wait` the parameters and the optimiser's states may not change before `fence`, which the optimiser
+        calls before it writes them; whoever else writes them has to. A state without an optimiser is copied at once.
         A step that this object has saved already is not saved again. Nothing is raised for what cannot be written:
         `poll` reports it.
         """
@@ -90,10 +88,17 @@ class Checkpointer:
             if self._saver is not None and not wait:
                 self._fence_at(state)
                 self._saver.save(self._described(state), self._about(state))
+                if state.optimiser is None:  # nobody would wait
+                    self._saver.fence()
             else:
                 self._save_now(state)
         except UserError as error:  # a state that no checkpoint can hold; all ranks have the same
             self._tell(SaveFailed(step, str(error)))
+
+    def fence(self) -> None:
+        """Wait until the state that is being saved may change. Without a save under way it costs nothing."""
+        if self._saver is not None:
+            self._saver.fence()
 
     def poll(self) -> list[Saved | SaveFailed | Note]:
         """What came of saves since the last call, on rank 0; the other ranks get nothing. Never waits."""
@@ -129,7 +134,7 @@ class Checkpointer:
         out: list[Entry] = []
         for entry in found:
             if entry.name in buffers and self._saver is not None:
-                self._saver.fence()
+                self.fence()
                 kept = self._kept.get(entry.name)
                 if kept is None or kept.shape != entry.local.shape or kept.dtype != entry.local.dtype:
                     kept = self._kept[entry.name] = torch.empty_like(entry.local)
@@ -144,11 +149,11 @@ class Checkpointer:
 
     def _fence_at(self, state: JobState) -> None:
         """Have the optimiser wait, before it writes, for the copy of what it writes."""
-        if self._saver is not None and state.optimiser is not None and self._fenced != id(state.optimiser):
-            saver, self._fenced = self._saver, id(state.optimiser)
+        if state.optimiser is not None and self._fenced is not state.optimiser:
+            self._fenced = state.optimiser
 
             def fence(*_: object) -> None:
-                saver.fence()
+                self.fence()
 
             state.optimiser.register_step_pre_hook(fence)
 
@@ -156,6 +161,8 @@ class Checkpointer:
 
     def _save_now(self, state: JobState) -> None:
         step, begun = state.progress.step, time.monotonic()
+        if self._peers.index == 0:
+            commits.sweep(self.folder, idle=DEAD)
         path = Path(self._peers.from_first(str(free_path(self.folder, step))))
         self._ring = self._ring or Ring()
         try:
