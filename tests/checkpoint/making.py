@@ -61,8 +61,8 @@ def make(
         files = images(own, writer, writers, save_id)
         done = [write_image(partial, f, [values[p.piece.name, p.piece.region] for p in f.placed], RING) for f in files]
         empty = {n: TensorSpec(tuple(t.shape), str(t.dtype)) for n, t in tensors.items() if not t.numel()}
-        parts.leave_part(partial, writer, parts.part_of(files, done, empty))
-    return finish(partial, path, writers, save_id, dict(objects or {}), about or About())
+        parts.leave_part(partial, writer, parts.part_of(files, done, empty, objects))
+    return finish(partial, path, writers, save_id, about or About())
 
 
 def recommit(path: Path, change: Callable[[Manifest], Manifest]) -> None:

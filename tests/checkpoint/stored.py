@@ -48,8 +48,8 @@ def store(
             for name, t in tensors.items()
             if not t.numel()
         }
-        found.append(parts.part_of(files, written, empty))
-    made = parts.merged(found, id=save_id, step=7, created="2026-01-01T00:00:00+00:00", objects=objects or {})
+        found.append(parts.part_of(files, written, empty, objects))
+    made = parts.merged(found, id=save_id, step=7, created="2026-01-01T00:00:00+00:00")
     commits.commit(partial, path, made)
     return made
 

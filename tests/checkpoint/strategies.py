@@ -135,6 +135,10 @@ STRATEGIES: Mapping[str, Strategy] = {
     "tp of 3, uneven": Strategy("tp=3", TENSOR),
     "columns over tp, whatever they are": Strategy("tp=4", {"*": "... _/tp"}),
     "two views of a mesh": Strategy("tp=4 | kv=2 rep=2", {"*.qkv*": "(g=4/kv (2 + 1 + 1) d) h", "*.embed*": "v/tp h"}),
+    "key heads fewer than tp": Strategy(
+        "tp=4 | kv=2 rep=2", {"*.qkv*": "(g=2/kv (r=2/rep + 1 + 1) d) h", "*.embed*": "v/tp h"}
+    ),
+    "the same, flat inside": Strategy("kv=2 rep=2 dp=2", {"*.qkv*": "(g=2/kv (r=2/rep + 1 + 1) d) h //dp"}),
     "pp of 2": Strategy("pp=2", stages(0, 0, 1, 1)),
     "pp of 2, interleaved": Strategy("pp=2", stages(0, 1, 0, 1), absent=True),
     "pp of 4": Strategy("pp=4", stages(0, 1, 2, 3), absent=True),

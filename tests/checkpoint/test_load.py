@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.optim import (
     ASGD,
     LBFGS,
@@ -27,12 +28,13 @@ from torch.optim import (
 
 from tangram.checkpoint import commits
 from tangram.checkpoint.load import load
-from tangram.checkpoint.save import save
+from tangram.checkpoint.save import About, save, save_described
 from tangram.checkpoint.source import DamagedError
-from tangram.checkpoint.state import Held
+from tangram.checkpoint.state import Held, describe
 from tangram.errors import UserError
 from tests.checkpoint.saving import Net, trained
 from tests.checkpoint.stored import random_tensor, same
+from tests.checkpoint.strategies import ThreadPeers, Threads
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: SGD(p, lr=0.1),
@@ -272,7 +274,7 @@ def test_settings_go_to_the_group_with_the_same_parameters(tmp_path: Path):
     [
         (
             [["block.weight", "block.bias", "gain.weight"]],
-            "optim has 1 groups of parameters here and 2 in",
+            "optim has gain.weight in another group of parameters",
         ),
         (
             [["block.weight"], ["block.bias", "gain.weight"]],
@@ -290,6 +292,54 @@ def test_other_groups_are_refused_and_the_optimiser_is_as_it_was(tmp_path: Path,
         load({"model": other, "optim": resumed}, tmp_path / "a")
     assert not resumed.state
     assert resumed.param_groups[0]["lr"] == 0.1
+
+
+def stage(number: int) -> tuple[nn.Module, AdamW]:
+    """A stage of a pipeline; the second has nothing that decays, so no group for it."""
+    torch.manual_seed(number)
+    net = nn.ModuleDict({f"layer{number}": nn.Linear(2, 2), f"norm{number}": nn.LayerNorm(2)})
+    decayed, others = [net[f"layer{number}"].weight], [net[f"layer{number}"].bias, *net[f"norm{number}"].parameters()]
+    if number:
+        net[f"layer{number}"].weight.requires_grad = False
+    groups = [{"params": others, "weight_decay": 0.0, "lr": 0.25}]
+    optimiser = AdamW([{"params": decayed, "weight_decay": 0.5}, *groups] if not number else groups)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimiser.step()
+    return net, optimiser
+
+
+def test_stages_of_a_pipeline_save_each_their_groups_and_objects(tmp_path: Path):
+    def rank(peers: ThreadPeers) -> None:
+        net, optimiser = stage(peers.index)
+        own = {"step": 7 + peers.index, f"of stage {peers.index}": [peers.index]}
+        save_described(describe({"model": net, "optim": optimiser, "own": own}, peers), tmp_path / "a", peers, About())
+
+    Threads(2).run(rank)
+    objects = commits.read_manifest(tmp_path / "a").objects
+    assert objects["own.step"] == 7, "what several have is as the first has it"
+    assert (objects["own.of stage 0"], objects["own.of stage 1"]) == ([0], [1])
+    decayed, others = objects["optim.param_groups"]
+    assert decayed["params"] == ["layer0.weight"]
+    names = ["layer0.bias", "norm0.weight", "norm0.bias", "layer1.bias", "norm1.weight", "norm1.bias"]
+    assert others["params"] == names
+
+    net, optimiser = stage(1)  # resumed as a stage, which knows one of the two groups
+    optimiser.param_groups[0]["lr"] = 0.0
+    load({"model": net, "optim": optimiser}, tmp_path / "a", strict=False)
+    assert optimiser.param_groups[0]["lr"] == 0.25
+
+    whole = nn.ModuleDict({**dict(stage(0)[0].items()), **dict(stage(1)[0].items())})
+    table = dict(whole.named_parameters())
+    resumed = AdamW(
+        [
+            {"params": [table[n] for n in names], "weight_decay": 1.0},
+            {"params": [table["layer0.weight"]], "weight_decay": 1.0},
+        ]
+    )
+    load({"model": whole, "optim": resumed}, tmp_path / "a")
+    assert [group["weight_decay"] for group in resumed.param_groups] == [0.0, 0.5]
+    assert same(resumed.state[table["layer1.bias"]]["exp_avg"], stage(1)[1].state_dict()["state"][0]["exp_avg"])
 
 
 # ---------------------------------------------------------------- damage

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tangram.checkpoint.save import write_share
 from tangram.checkpoint.snapshot import CHUNK, Pool, Share, Snapshot, places, share
-from tangram.checkpoint.state import Entry, Held, describe
+from tangram.checkpoint.state import Described, Entry, Held, describe
 from tangram.errors import UserError
 
 SAVE = "ab" * 16
@@ -64,7 +64,7 @@ def in_memory(own: Share, pool: Pool) -> dict[str, bytes]:
 def on_disk(entries: tuple[Entry, ...], folder: Path) -> dict[str, bytes]:
     """The files as a save that waits writes them."""
     folder.mkdir()
-    write_share(entries, folder, 0, 1, SAVE)
+    write_share(Described(entries, {}), folder, 0, 1, SAVE)
     return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
 
 

@@ -319,7 +319,7 @@ class AsyncSaver:
             pause=self.settings.pause,
             limit=self.settings.limit,
             keep=self.settings.keep,
-            objects=task.objects if first else None,
+            objects=task.objects,
             mesh=task.about.mesh if first else "",
             beside=dict(task.about.beside) if first else None,
             problem=problem,

@@ -7,7 +7,7 @@ commits needs nothing but these files: no message, so writers that outlive their
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tangram.checkpoint.manifest import (
     region_fields,
     region_of,
 )
+from tangram.checkpoint.optimisers import merged_groups
 from tangram.checkpoint.write import Written
 from tangram.layout import Region
 from tangram.relayout import TensorSpec
@@ -43,9 +44,16 @@ class Part:
     tensors: Mapping[str, StoredTensor]
     """With an empty digest, and only this rank's pieces."""
     sums: Mapping[str, Sums]
+    objects: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What is no tensor, by section and name."""
 
 
-def part_of(images: Sequence[Image], written: Sequence[Written], empty: Mapping[str, TensorSpec] | None = None) -> Part:
+def part_of(
+    images: Sequence[Image],
+    written: Sequence[Written],
+    empty: Mapping[str, TensorSpec] | None = None,
+    objects: Mapping[str, Any] | None = None,
+) -> Part:
     """What a rank wrote, from its files. `empty`: tensors without elements, which no file has."""
     tensors = {name: StoredTensor(name, spec, "", ()) for name, spec in (empty or {}).items()}
     for image in images:
@@ -58,20 +66,25 @@ def part_of(images: Sequence[Image], written: Sequence[Written], empty: Mapping[
     for file in written:
         for name, some in file.sums.items():
             sums[name] = digest.add(sums.get(name, digest.NOTHING), some)
-    return Part({file.name: file.file for file in written}, tensors, sums)
+    return Part({file.name: file.file for file in written}, tensors, sums, objects or {})
 
 
 def merged(parts: Iterable[Part], **fields: Any) -> Manifest:
-    """The manifest of all that was written; `fields` are its others: id, step, created, objects, mesh.
+    """The manifest of all that was written; `fields` are its others: id, step, created, mesh.
 
-    Raises ManifestError where some elements of a tensor were written by nobody, or by two.
+    Ranks may have different objects, as stages of a pipeline do; one that several have is as the first of them has it,
+    but that the groups of an optimiser have the parameters of all. Raises ManifestError where some elements of a
+    tensor were written by nobody, or by two.
     """
     files: dict[str, StoredFile] = {}
     known: dict[str, StoredTensor] = {}
     pieces: dict[str, list[StoredPiece]] = {}
     sums: dict[str, Sums] = {}
+    objects: dict[str, Any] = {}
     for part in parts:
         files |= part.files
+        for name, value in part.objects.items():
+            objects[name] = merged_groups(objects[name], value) if name in objects else value
         for name, tensor in part.tensors.items():
             one = known.setdefault(name, tensor)
             if one.spec != tensor.spec:
@@ -83,7 +96,7 @@ def merged(parts: Iterable[Part], **fields: Any) -> Manifest:
     for name, tensor in sorted(known.items()):
         own = digest.digest(tensor.spec.dtype, tensor.spec.shape, sums.get(name, digest.NOTHING))
         tensors[name] = replace(tensor, digest=own, pieces=tuple(pieces[name]))
-    manifest = Manifest(tensors=tensors, files=files, **fields)
+    manifest = Manifest(tensors=tensors, files=files, objects=objects, **fields)
     check(manifest)
     return manifest
 
@@ -134,7 +147,8 @@ def leave_part(partial: Path, writer: int, part: Part) -> None:
         for name, t in part.tensors.items()
     }
     files = {name: {"size": f.size, "sums": list(f.sums)} for name, f in part.files.items()}
-    _appear(partial / f"part-{writer:05d}.json", json.dumps({"files": files, "tensors": rows}).encode())
+    fields = {"files": files, "tensors": rows, "objects": dict(part.objects)}
+    _appear(partial / f"part-{writer:05d}.json", json.dumps(fields).encode())
 
 
 def leave_failure(partial: Path, writer: int, reason: str) -> None:
@@ -181,4 +195,5 @@ def _read_part(file: Path) -> Part:
         for name, row in fields["tensors"].items()
     }
     files = {name: StoredFile(row["size"], tuple(row["sums"])) for name, row in fields["files"].items()}
-    return Part(files, tensors, {name: tuple(row["sums"]) for name, row in fields["tensors"].items()})
+    sums = {name: tuple(row["sums"]) for name, row in fields["tensors"].items()}
+    return Part(files, tensors, sums, fields["objects"])

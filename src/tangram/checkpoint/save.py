@@ -18,7 +18,8 @@ import torch.distributed as dist
 from tangram.checkpoint import commits, parts
 from tangram.checkpoint.image import Outgoing, images
 from tangram.checkpoint.manifest import Manifest
-from tangram.checkpoint.state import Described, Entry, State, describe, mine
+from tangram.checkpoint.shares import mine
+from tangram.checkpoint.state import Described, Entry, State, describe
 from tangram.checkpoint.write import Ring, write_image
 from tangram.errors import UserError
 from tangram.relayout.peers import Peers
@@ -60,13 +61,13 @@ def save_described(
     if word["error"]:
         raise SaveError(word["error"])
     partial = commits.partial_path(path, word["id"])
-    error = _try(lambda: write_share(described.entries, partial, peers.index, peers.size, word["id"], ring))
+    error = _try(lambda: write_share(described, partial, peers.index, peers.size, word["id"], ring))
     errors = [f"rank {rank}: {text}" for rank, text in enumerate(peers.all_words(error)) if text]
     manifest: Manifest | None = None
     if peers.index == 0:
         if not errors:
             made: list[Manifest] = []
-            error = _try(lambda: made.append(finish(partial, path, peers.size, word["id"], described.objects, about)))
+            error = _try(lambda: made.append(finish(partial, path, peers.size, word["id"], about)))
             manifest = made[0] if made else None
             errors = [error] if error else []
         if errors:
@@ -116,19 +117,20 @@ def outgoing(entries: list[Entry]) -> list[Outgoing]:
 
 
 def write_share(
-    entries: tuple[Entry, ...], partial: Path, index: int, writers: int, save_id: str, ring: Ring | None = None
+    state: Described, partial: Path, index: int, writers: int, save_id: str, ring: Ring | None = None
 ) -> None:
-    """Write what the rank at this place writes of the entries, and leave its part in the folder under way."""
-    own = mine(entries, index)
-    values = {entry.name: entry.local for entry in own}
-    files = images(outgoing(own), index, writers, save_id)
+    """Write what the rank at this place writes of the state, and leave its part in the folder under way."""
+    own = mine(state.entries, index)
+    pieces = outgoing(own)
+    values = {id(piece): entry.local for piece, entry in zip(pieces, own, strict=True)}
+    files = images(pieces, index, writers, save_id)
     ring = ring or Ring()
-    written = [write_image(partial, image, [values[p.piece.name] for p in image.placed], ring) for image in files]
-    empty = {entry.name: entry.spec for entry in entries if 0 in entry.spec.shape}
-    parts.leave_part(partial, index, parts.part_of(files, written, empty))
+    written = [write_image(partial, image, [values[id(p.piece)] for p in image.placed], ring) for image in files]
+    empty = {entry.name: entry.spec for entry in state.entries if 0 in entry.spec.shape}
+    parts.leave_part(partial, index, parts.part_of(files, written, empty, state.objects))
 
 
-def finish(partial: Path, path: Path, writers: int, save_id: str, objects: Mapping[str, Any], about: About) -> Manifest:
+def finish(partial: Path, path: Path, writers: int, save_id: str, about: About) -> Manifest:
     """Put the parts of all writers together and commit them as `path`."""
     found = parts.found_parts(partial, writers)
     if found is None:
@@ -138,7 +140,6 @@ def finish(partial: Path, path: Path, writers: int, save_id: str, objects: Mappi
         id=save_id,
         step=about.step,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        objects=objects,
         mesh=about.mesh,
     )
     manifest = parts.with_small_files(partial, manifest, about.beside)

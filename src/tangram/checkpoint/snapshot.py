@@ -21,7 +21,8 @@ from torch import Tensor
 from tangram.checkpoint.digest import Bytes
 from tangram.checkpoint.header import PAGE
 from tangram.checkpoint.image import Image, Outgoing, images
-from tangram.checkpoint.state import Entry, mine
+from tangram.checkpoint.shares import mine
+from tangram.checkpoint.state import Entry
 from tangram.hardware.hostmemory import Shared
 from tangram.relayout import TensorSpec
 
@@ -110,9 +111,9 @@ class Snapshot:
 
     def run(self, own: Share, memory: Shared) -> None:
         """Copy the share's elements; returns when they are there. Raises what a copy raised, on whatever thread."""
-        values = {entry.name: entry.local for entry in own.own}
+        values = {id(piece): entry.local for piece, entry in zip(own.pieces, own.own, strict=True)}
         copies = [
-            (memory.bytes[start + placed.offset : start + placed.stop], values[placed.piece.name])
+            (memory.bytes[start + placed.offset : start + placed.stop], values[id(placed.piece)])
             for file, start in zip(own.places.files, own.places.starts, strict=True)
             for placed in file.placed
         ]

@@ -10,7 +10,7 @@ of an optimiser go by the names of its parameters, so its module must be in the 
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tangram.checkpoint.holders import replicas, uneven_share
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.relayout import TensorSpec
@@ -61,6 +62,8 @@ class Entry:
     """The places, in the group that saves, of all ranks that hold this region, this one's included."""
     layout: str = ""
     """For people."""
+    uneven_share: Region | None = None
+    """What of it this rank writes, where others hold only some of it; None where its replicas take turns."""
 
     @property
     def nbytes(self) -> int:
@@ -97,28 +100,6 @@ def describe(state: State, peers: Peers | None = None) -> Described:
     places = _Places(peers, tensors)
     entries = [places.entry(name, value) for name, value in tensors.items()]
     return Described(tuple(_with_replicas(entries, peers)), objects)
-
-
-def mine(entries: Iterable[Entry], index: int) -> list[Entry]:
-    """The entries that the rank at this place writes: of what several hold, one writes each, balanced by bytes.
-
-    The ranks that hold the same agree without a word: they share the list of what they hold alike, and give each in
-    turn, largest first, to the one with the least so far.
-    """
-    groups: dict[tuple[int, ...], list[Entry]] = {}
-    for entry in entries:
-        if entry.region:
-            groups.setdefault(entry.replicas, []).append(entry)
-    own: list[Entry] = []
-    for replicas, alike in groups.items():
-        load = dict.fromkeys(replicas, 0)
-        for entry in sorted(alike, key=lambda e: (-e.nbytes, e.name)):
-            writer = min(replicas, key=lambda rank: (load[rank], rank))
-            load[writer] += entry.nbytes
-            if writer == index:
-                own.append(entry)
-    order = {id(entry): i for i, entry in enumerate(entries)}
-    return sorted(own, key=lambda entry: order[id(entry)])
 
 
 def _with_replicas(entries: list[Entry], peers: Peers) -> list[Entry]:
@@ -278,28 +259,17 @@ class _Places:
         if here and tuple(local.shape) != wanted:
             local = local.reshape(wanted)
         alike: tuple[int, ...] = ()  # over a part of the group others have the same, who knows where
+        share: Region | None = None
         if len(places) == self._peers.size:
             alike = tuple(sorted(places[i] for i in replicas(mesh, layout.axes, at, layout.at)))
-        return Entry(name, _spec(local, shape), here, local, alike, text)
+            share = uneven_share(layout, mesh, at)
+        return Entry(name, _spec(local, shape), here, local, alike, text, share)
 
 
 @lru_cache(1 << 12)
 def _place(layout: Layout, mesh: Mesh, rank: int) -> tuple[Region, str]:
     """What a rank holds, and the layout as text: once for each shape of a model, which has few."""
     return region(layout, mesh, rank), str(layout)
-
-
-@lru_cache(1 << 12)
-def replicas(
-    mesh: Mesh, cut: frozenset[str], rank: int, held: tuple[tuple[str, tuple[int, ...]], ...] = ()
-) -> tuple[int, ...]:
-    """The ranks of a mesh that differ from one in no axis that cuts, that one included.
-
-    `held`: the coordinates of the ranks that hold the tensor at all, as a layout's `at` has them; empty: all do.
-    """
-    own = mesh.coords(rank)
-    alike = mesh.ranks(tuple((axis, own[axis]) for axis in sorted(cut)))
-    return tuple(r for r in alike if all(mesh.coords(r)[axis] in where for axis, where in held))
 
 
 def _spec(local: Tensor, shape: tuple[int, ...]) -> TensorSpec:

@@ -53,6 +53,7 @@ class Order:
     keep: tuple[str, ...] = ()
     """Rules of `retention`; none: all are kept."""
     objects: Any = None
+    """Of this rank."""
     mesh: str = ""
     beside: Any = None
     problem: str = ""
@@ -176,7 +177,7 @@ class Writer:
     def _attempt(self, order: Order, partial: Path, save_id: str, problem: str) -> Path:
         """Write, wait for the others, commit."""
         try:
-            self._write(partial, save_id, problem)
+            self._write(order, partial, save_id, problem)
 
             def look() -> list[parts.Part] | None:
                 _refuse_failed(partial)
@@ -185,7 +186,7 @@ class Writer:
             self._until(partial, order.limit, look)
             path = _free(Path(order.path))
             about = About(order.step, order.mesh, order.beside or {})
-            finish(partial, path, self._writers, save_id, order.objects or {}, about)
+            finish(partial, path, self._writers, save_id, about)
             return path
         except Exception as error:  # noqa: BLE001  whatever it is, the other writers wait to hear of it
             with contextlib.suppress(OSError):
@@ -204,7 +205,7 @@ class Writer:
             partial, save_id = folders[attempt], attempt_id(order.id, attempt)
             try:
                 if not (partial / f"part-{self._index:05d}.json").exists():
-                    self._write(partial, save_id, problem)
+                    self._write(order, partial, save_id, problem)
                 path = self._until(partial, 2 * order.limit, lambda at=partial: _verdict(order, at))
                 return str(path), "", []
             except (_FailedError, OSError) as error:
@@ -224,7 +225,7 @@ class Writer:
 
     # ------------------------------------------------------------ steps of it
 
-    def _write(self, partial: Path, save_id: str, problem: str) -> None:
+    def _write(self, order: Order, partial: Path, save_id: str, problem: str) -> None:
         """Write this rank's files and leave its part. Raises OSError, and _FailedError for a problem from before."""
         if problem:
             raise _FailedError(f"rank {self._index} cannot write: {problem}")
@@ -232,7 +233,8 @@ class Writer:
         try:
             with self._telling(partial, found):
                 written = [self._file(partial, found, i) for i in range(len(found.files))]
-            parts.leave_part(partial, self._index, parts.part_of(found.files, written, self._empty))
+            part = parts.part_of(found.files, written, self._empty, order.objects or {})
+            parts.leave_part(partial, self._index, part)
         except OSError as error:
             for file in found.files:
                 with contextlib.suppress(OSError):  # on a full disk the reason needs room

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from tangram.checkpoint.state import Entry, replicas
+from tangram.checkpoint.holders import replicas, uneven_share
+from tangram.checkpoint.state import Entry
 from tangram.layout import Region, region
 from tangram.planner.legal import bound_layout
 from tangram.planner.plan import Plan
@@ -63,6 +64,8 @@ class Place:
     """The ranks that hold the same, this one included."""
     layout: str
     """As text."""
+    uneven_share: Region | None = None
+    """As an entry has it."""
 
 
 class Places:
@@ -87,7 +90,8 @@ class Places:
         if parameter is None:
             return Place(Region.full(shape), tuple(range(mesh.size)), "")
         layout = bound_layout(self._plan, parameter, shape)
-        return Place(region(layout, mesh, rank), replicas(mesh, layout.axes, rank, layout.at), str(layout))
+        alike, share = replicas(mesh, layout.axes, rank, layout.at), uneven_share(layout, mesh, rank)
+        return Place(region(layout, mesh, rank), alike, str(layout), share)
 
 
 def entries(state: JobState, places: Places) -> list[Entry]:
@@ -122,7 +126,7 @@ def _entry(name: str, tensor: Tensor, parameter: str | None, places: Places) -> 
             f"{name} has a part of shape {tuple(local.shape)} here, but by the plan this rank has {place.region}"
         )
     spec = TensorSpec(shape, str(tensor.dtype).removeprefix("torch."))
-    return Entry(name, spec, place.region, local, place.replicas, place.layout)
+    return Entry(name, spec, place.region, local, place.replicas, place.layout, place.uneven_share)
 
 
 def trained(state: JobState) -> list[str]:
