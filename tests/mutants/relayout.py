@@ -437,7 +437,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- execute
     Mutant(
         "ties-not-compared", "relayout/execute.py",
-        "    for check in plan.checks:\n        _compare(check, sources)\n", "",
+        "    for check in plan.checks:\n        compare(check, sources)\n", "",
         "tied weights that differ load without a word", (_REFUSALS + "::test_tied_copies_that_differ",),
     ),
     Mutant(
@@ -447,60 +447,60 @@ MUTANTS: tuple[Mutant, ...] = (
         (_REFUSALS + "::test_tied_copies_that_differ",),
     ),
     Mutant(
-        "shared-memory", "relayout/execute.py", "    _refuse_shared(plan, sources, targets)\n", "",
+        "shared-memory", "relayout/execute.py", "    refuse_shared(plan.bound, sources, targets)\n", "",
         "a source is overwritten while it is read", (_REFUSALS + "::test_source_and_target_share_memory",),
     ),
     Mutant(
-        "span-too-short", "relayout/execute.py",
+        "span-too-short", "relayout/buffers.py",
         "return str(t.device), t.data_ptr(), t.data_ptr() + reach * t.element_size()",
         "return str(t.device), t.data_ptr(), t.data_ptr() + t.numel()", "overlap of strided views is not seen",
         (_REFUSALS + "::test_source_and_target_share_memory",),
     ),
     Mutant(
-        "overlapping-target", "relayout/execute.py", "        if self.written and _overlaps_itself(t):",
+        "overlapping-target", "relayout/buffers.py", "        if self.written and _overlaps_itself(t):",
         "        if False:", "elements that share memory are written in any order",
         (_REFUSALS + "::test_buffers",),
     ),
     Mutant(
-        "conjugate-bits", "relayout/execute.py", "return t if written else t.resolve_conj().resolve_neg()",
+        "conjugate-bits", "relayout/buffers.py", "return t if written else t.resolve_conj().resolve_neg()",
         "return t", "a conjugate view is copied as the numbers that it stands on",
         (_EXECUTE + "::test_conjugate_views_are_compared_by_what_they_mean",),
     ),
     Mutant(
-        "meta-let-through", "relayout/execute.py", "    if raw.is_meta:", "    if False:",
+        "meta-let-through", "relayout/buffers.py", "    if raw.is_meta:", "    if False:",
         "a tensor without values is read", (_REFUSALS + "::test_buffers",),
     ),
     Mutant(
-        "read-only-written", "relayout/execute.py", "        if written and not array.flags.writeable:",
+        "read-only-written", "relayout/buffers.py", "        if written and not array.flags.writeable:",
         "        if False:", "memory that others believe constant changes", (_REFUSALS + "::test_buffers",),
     ),
     Mutant(
-        "buffer-dtype", "relayout/execute.py", "        if str(t.dtype).removeprefix(\"torch.\") != dtype:",
+        "buffer-dtype", "relayout/buffers.py", "        if str(t.dtype).removeprefix(\"torch.\") != dtype:",
         "        if False:", "bits of one dtype are copied as another", (_REFUSALS + "::test_buffers",),
     ),
     Mutant(
-        "buffer-shape", "relayout/execute.py", "            if t.ndim != 1 or t.numel() != math.prod(shape):",
+        "buffer-shape", "relayout/buffers.py", "            if t.ndim != 1 or t.numel() != math.prod(shape):",
         "            if t.numel() != math.prod(shape):",
         "a transposed buffer is filled in the order of its storage", (_REFUSALS + "::test_buffers",),
     ),
     Mutant(
-        "view-from-zero", "relayout/execute.py", "offset = t.storage_offset() + sum(", "offset = sum(",
+        "view-from-zero", "relayout/buffers.py", "offset = t.storage_offset() + sum(", "offset = sum(",
         "a view into a larger tensor is read from that tensor's start",
         (_EXECUTE + "::test_sources_may_be_any_view",),
     ),
     Mutant(
-        "numpy-scalar", "relayout/execute.py", "        if written and isinstance(raw, np.generic):",
+        "numpy-scalar", "relayout/buffers.py", "        if written and isinstance(raw, np.generic):",
         "        if False:", "what is written into a numpy scalar is lost",
         (_REFUSALS + "::test_a_numpy_scalar_cannot_be_written",),
     ),
     Mutant(
-        "ties-as-numbers", "relayout/execute.py",
+        "ties-as-numbers", "relayout/buffers.py",
         "    x = torch.view_as_real(x) if x.is_complex() else x\n    return x.view(",
         "    return x if x.is_floating_point() else x.view(", "NaN differs from itself, and -0.0 equals 0.0",
         (_REFUSALS + "::test_tied_copies_that_differ",),
     ),
     Mutant(
-        "tied-share", "relayout/execute.py", "and not _same_tie(tied, plan, key, other[4])", "",
+        "tied-share", "relayout/buffers.py", "and not _same_tie(tied, bound, key, other[4])", "",
         "two names of one tensor cannot be loaded",
         (_REFUSALS + "::test_tied_targets_may_share_memory_with_each_other_only",),
     ),
@@ -510,7 +510,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (_MISTAKES + "::test_made_names_stand_once",),
     ),
     Mutant(
-        "tied-members-share", "relayout/execute.py", "alike = x[0] == y[0] and a != b and (i == j or None in (i, j))",
+        "tied-members-share", "relayout/buffers.py", "alike = x[0] == y[0] and a != b and (i == j or None in (i, j))",
         "alike = True", "layers of a tied family overwrite each other",
         (_MISTAKES + "::test_only_the_same_elements_of_a_tie_share_memory",),
     ),
