@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
-from tangram.checkpoint import commits, exchange, source, windows
+from tangram.checkpoint import commits, exchange, source
 from tangram.checkpoint.load import load
 from tangram.checkpoint.manifest import BLOCK
 from tangram.checkpoint.read import Want, read_wants
 from tangram.checkpoint.save import save
 from tangram.checkpoint.state import describe
 from tangram.errors import UserError
+from tangram.hardware import shared
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.relayout.peers import Peers
 from tests.checkpoint.saving import RANKS, STATES, Meshes, Net, meshes, whole_values
@@ -163,10 +164,10 @@ def different_wants(folder: Path, found: Meshes) -> Any:
 def by_files(folder: Path, found: Meshes) -> Any:
     """Without memory that has no name, and without any in common."""
     results: list[bool] = []
-    for ways in ((windows.in_a_file,), ()):
+    for ways in ((shared.in_a_file,), ()):
         with pytest.MonkeyPatch.context() as patch:
             _small(patch)
-            patch.setattr(windows, "WAYS", ways)
+            patch.setattr(shared, "WAYS", ways)
             patch.setenv("TMPDIR", str(folder / "temporary"))
             patch.setattr("tempfile.tempdir", None)
             want = _wants("a b/dp")

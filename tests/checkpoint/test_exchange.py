@@ -12,10 +12,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.checkpoint import commits, source, windows
+from tangram.checkpoint import commits, source
 from tangram.checkpoint.exchange import PeerError, deal
 from tangram.checkpoint.read import Want, read_wants
 from tangram.checkpoint.windows import Shape, Window
+from tangram.hardware import shared
 from tangram.layout import Region, intervals
 from tangram.relayout.peers import Peers
 from tests.checkpoint.loading import LARGE, large
@@ -49,11 +50,11 @@ def test_every_wanted_block_is_dealt_once_and_evenly(wants: list[dict[str, inter
     assert order == sorted(order)
 
 
-@pytest.mark.parametrize("way", [windows.nameless, windows.in_a_file])
+@pytest.mark.parametrize("way", [shared.nameless, shared.in_a_file])
 def test_a_window_is_seen_by_others_and_its_name_goes(way: Any):
     shape = Shape(slots=2, ranks=3)
     made = way(shape.size)
-    mine, theirs = Window(made.memory, shape), Window(windows.opened(made.name, shape.size), shape)
+    mine, theirs = Window(made.memory, shape), Window(shared.opened(made.name, shape.size), shape)
     made.close()
     assert made.name.startswith("/proc/") or not Path(made.name).exists()
     mine.begin()
@@ -76,10 +77,10 @@ def test_a_process_that_is_gone_does_not_run():
     pid = process.pid
     assert pid is not None
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # a zombie
-    assert not windows.runs(pid)
+    assert not shared.runs(pid)
     process.join()
-    assert not windows.runs(pid)
-    assert windows.runs(os.getpid())
+    assert not shared.runs(pid)
+    assert shared.runs(os.getpid())
 
 
 def _rank(rank: int, folder: str, layout: str) -> None:

@@ -14,7 +14,6 @@ same sentence. Ranks of other nodes share no memory, so each node reads by itsel
 """
 
 import itertools
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from tangram.checkpoint import windows
 from tangram.checkpoint.blocks import READERS, Line, filler, in_threads
 from tangram.checkpoint.manifest import BLOCK, Manifest, blocks_of
 from tangram.checkpoint.scatter import Item, Moves
 from tangram.checkpoint.source import DamagedError, Sources
-from tangram.checkpoint.windows import Shape, Shared, Window
+from tangram.checkpoint.windows import Shape, Window
 from tangram.errors import UserError
+from tangram.hardware import shared
+from tangram.hardware.shared import Shared
 from tangram.relayout.peers import Peers
 
 LIMIT = 900.0
@@ -67,7 +67,7 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], Moves], pee
     numbers = {file: i for i, file in enumerate(files)}
     wanted, error = _tried(plan)
     blocks = [] if wanted is None else [[numbers[file], some] for file, some in wanted.blocks.items()]
-    words = _said(peers, {"node": node(), "save": manifest.id, "error": error, "blocks": blocks})
+    words = _said(peers, {"node": shared.node(), "save": manifest.id, "error": error, "blocks": blocks})
     _raise_first([word["error"] for word in words])
     if len({word["save"] for word in words}) > 1:
         raise UserError("the ranks read manifests of different saves: give all of them the same checkpoint")
@@ -86,20 +86,10 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], Moves], pee
     _raise_first(_said(peers, error))
 
 
-def node() -> str:
-    """Where this rank is: the same for ranks that can open each other's memory and see each other's processes."""
-    try:
-        space = Path("/proc/self/ns/pid").readlink()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        space = boot = ""
-    return f"{platform.node()} {boot} {space}"
-
-
 def deal(wants: Sequence[Mapping[str, Sequence[Sequence[int]]]], me: int, sizes: Mapping[str, int]) -> Deal:
     """Who reads what. `wants`: for each rank of the node and each file, the blocks as intervals; `sizes`: in blocks."""
     own: list[Item] = []
-    shared: list[Item] = []
+    several: list[Item] = []
     private = [0] * len(wants)
     for file, size in sizes.items():
         times, last = np.zeros(size + 1, np.int32), np.zeros(size + 1, np.int64)
@@ -107,14 +97,14 @@ def deal(wants: Sequence[Mapping[str, Sequence[Sequence[int]]]], me: int, sizes:
             for start, stop in want.get(file, ()):
                 times[start:stop] += 1
                 last[start:stop] = rank
-        shared += [(file, int(block)) for block in np.flatnonzero(times > 1)]
+        several += [(file, int(block)) for block in np.flatnonzero(times > 1)]
         single = times == 1
         own += [(file, int(block)) for block in np.flatnonzero(single & (last == me))]
         for rank, count in enumerate(np.bincount(last[single], minlength=len(wants))):
             private[rank] += int(count)
-    shares = _level(private, len(shared))
+    shares = _level(private, len(several))
     bounds = np.cumsum([0, *shares])
-    return Deal(own, [shared[int(a) : int(b)] for a, b in itertools.pairwise(bounds)])
+    return Deal(own, [several[int(a) : int(b)] for a, b in itertools.pairwise(bounds)])
 
 
 def _level(has: Sequence[int], more: int) -> list[int]:
@@ -136,7 +126,7 @@ def _level(has: Sequence[int], more: int) -> list[int]:
 
 def _windows(peers: Peers, here: Sequence[int], me: int, shape: Shape) -> list[Window]:
     """The windows of the ranks of this node, open to this one; none where they cannot have memory in common."""
-    for way in windows.WAYS:
+    for way in shared.WAYS:
         made, _ = _tried(lambda way=way: way(shape.size))
         try:
             if made is not None:
@@ -154,7 +144,7 @@ def _windows(peers: Peers, here: Sequence[int], me: int, shape: Shape) -> list[W
 def _opened(made: Shared | None, names: Sequence[str], me: int, shape: Shape) -> list[Window]:
     if made is None or not all(names):
         raise OSError("a rank has no memory that others can open")
-    memory = [made.memory if i == me else windows.opened(name, shape.size) for i, name in enumerate(names)]
+    memory = [made.memory if i == me else shared.opened(name, shape.size) for i, name in enumerate(names)]
     return [Window(some, shape) for some in memory]
 
 

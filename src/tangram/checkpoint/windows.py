@@ -5,22 +5,18 @@
     slots    blocks of the checkpoint; the owner fills them, everybody copies from them
 
 There is no lock: each word has one writer, and grows. A word is written after what it speaks of, and read before;
-between lie calls that are barriers of memory (the lock of Python, the kernel). The memory has no name in any file
-system: others open it through the owner's process, so it is gone with its last user, however that one ends. Where there
-is no such memory, a file in the folder for temporary files serves, whose name goes as soon as all have opened it.
+between lie calls that are barriers of memory (the lock of Python, the kernel).
 """
 
 import mmap
 import os
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from tangram.checkpoint.header import PAGE
 from tangram.checkpoint.manifest import BLOCK
+from tangram.hardware import shared
 
 _WORDS = 8
 _PROCESS, _FAILED, _DONE, _LENGTH, _MOVES = range(5)
@@ -100,82 +96,4 @@ class Window:
     @property
     def alive(self) -> bool:
         """Whether the owner's process still runs."""
-        return runs(int(self._words[_PROCESS]))
-
-
-def runs(process: int) -> bool:
-    """Whether a process of this machine is there and no zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X", b"x")
-    except OSError:
-        if Path("/proc/self").is_dir():
-            return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-# ---------------------------------------------------------------- memory that several processes have
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Memory that this rank has made, and the name by which others open it."""
-
-    name: str
-    descriptor: int
-    memory: mmap.mmap
-    in_folder: bool
-
-    def close(self) -> None:
-        """Nobody opens it any more: take its name away. Who has it keeps it."""
-        os.close(self.descriptor)
-        if self.in_folder:
-            Path(self.name).unlink(missing_ok=True)
-
-
-def nameless(size: int) -> Shared:
-    """Memory without a name in a file system. Raises OSError where the system has none, or not enough."""
-    if not hasattr(os, "memfd_create"):
-        raise OSError("this system has no memory without a name")
-    descriptor = os.memfd_create("tangram-window", os.MFD_CLOEXEC)
-    return _made(f"/proc/{os.getpid()}/fd/{descriptor}", descriptor, size, in_folder=False)
-
-
-def in_a_file(size: int) -> Shared:
-    """Memory that is a file in the folder for temporary files. Raises OSError."""
-    descriptor, name = tempfile.mkstemp(prefix="tangram-window-")
-    return _made(name, descriptor, size, in_folder=True)
-
-
-WAYS: tuple[Callable[[int], Shared], ...] = (nameless, in_a_file)
-"""Tried one after the other, by all ranks of a node alike."""
-
-
-def opened(name: str, size: int) -> mmap.mmap:
-    """The memory that another rank of this node has made. Raises OSError."""
-    descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return mmap.mmap(descriptor, size)
-    except ValueError as error:  # it is shorter
-        raise OSError(str(error)) from None
-    finally:
-        os.close(descriptor)
-
-
-def _made(name: str, descriptor: int, size: int, *, in_folder: bool) -> Shared:
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, size)  # now, rather than to be killed when it is written
-        else:
-            os.ftruncate(descriptor, size)
-        return Shared(name, descriptor, mmap.mmap(descriptor, size), in_folder)
-    except OSError:
-        os.close(descriptor)
-        if in_folder:
-            Path(name).unlink()
-        raise
+        return shared.runs(int(self._words[_PROCESS]))
