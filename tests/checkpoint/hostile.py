@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import zlib
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -18,7 +17,7 @@ from torch import Tensor
 from tangram.checkpoint import commits, convert, diff, retention, tree, verify
 from tangram.checkpoint.commits import MANIFEST, MARKER
 from tangram.checkpoint.load import load
-from tangram.checkpoint.manifest import BLOCK
+from tangram.checkpoint.manifest import checksums
 from tangram.checkpoint.save import About
 from tangram.errors import UserError
 from tangram.layout import Region
@@ -55,7 +54,7 @@ def seal(path: Path, *, marker: Mapping[str, Any] | None = None) -> None:
         for name, row in fields["files"].items():
             data = (path / name).read_bytes() if _plain(path / name) else b""
             if len(data) == row["size"]:
-                row["crc32"] = "".join(f"{zlib.crc32(data[i : i + BLOCK]):08x}" for i in range(0, len(data), BLOCK))
+                row["xxh3"] = "".join(f"{one:016x}" for one in checksums(data))
         if fields != json.loads(text):
             text = json.dumps(fields).encode()
             (path / MANIFEST).write_bytes(text)

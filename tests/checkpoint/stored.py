@@ -92,7 +92,7 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Te
     return torch.from_numpy(made).view(dtype).reshape(tuple(shape))
 
 
-MODULES = (blocks, exchange, manifest, parts, scatter, source, windows, write)
+MODULES = (blocks, exchange, manifest, scatter, source, windows, write)
 
 
 def with_small_blocks(patch: pytest.MonkeyPatch, size: int = 4096) -> None:

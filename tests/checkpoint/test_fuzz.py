@@ -375,7 +375,7 @@ def test_very_many_entries_take_memory_in_proportion(base: Path, what: str) -> N
         row = {"dtype": "bool", "shape": [0], "digest": "0" * 32, "pieces": []}
         fields["tensors"] |= {f"t.{i}": row for i in range(many)}
     elif what == "files":
-        fields["files"] |= {f"f{i}": {"size": 0, "crc32": ""} for i in range(many)}
+        fields["files"] |= {f"f{i}": {"size": 0, "xxh3": ""} for i in range(many)}
     elif what == "objects":
         fields["objects"] |= {f"o.{i}": i for i in range(many)}
     else:

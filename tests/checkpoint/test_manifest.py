@@ -42,7 +42,7 @@ GOOD = Manifest(
     tensors={tensor.name: tensor for tensor in (WEIGHT, FLAT, EMPTY)},
     files={
         "model-00001-of-00002.safetensors": StoredFile(4200, (5,)),
-        "model-00002-of-00002.safetensors": StoredFile(BLOCK + 1, (1, 2)),
+        "model-00002-of-00002.safetensors": StoredFile(BLOCK + 1, ((1 << 64) - 1, 1 << 63)),
     },
     objects={"progress.step": 7},
     mesh="tp=2",
@@ -51,6 +51,13 @@ GOOD = Manifest(
 
 def test_it_reads_back_what_it_wrote() -> None:
     assert manifest.parse(manifest.to_json(GOOD)) == GOOD
+
+
+def test_checksums_are_those_of_the_standard_and_of_each_block() -> None:
+    assert manifest.checksum(b"") == 0x2D06800538D394C2  # as XXH3's own specification has it
+    data = bytes(BLOCK) + b"1"
+    assert manifest.checksums(data) == (manifest.checksum(bytes(BLOCK)), manifest.checksum(b"1"))
+    assert manifest.checksums(b"") == ()
 
 
 def fields() -> dict[str, Any]:
@@ -70,15 +77,16 @@ FIRST = ["tensors", "model.weight", "pieces", 0]
 HARMS = {
     "another format": (setting(["format"], 3), "format"),
     "a step below zero": (setting(["step"], -1), "step"),
-    "a name that leads out": (setting(["files", "../x"], {"size": 0, "crc32": ""}), "no plain name"),
-    "an absolute name": (setting(["files", "/etc/passwd"], {"size": 0, "crc32": ""}), "no plain name"),
-    "a hidden name": (setting(["files", ".x"], {"size": 0, "crc32": ""}), "no plain name"),
-    "too few checksums": (setting(["files", "model-00002-of-00002.safetensors", "crc32"], "00000001"), "checksums"),
+    "a name that leads out": (setting(["files", "../x"], {"size": 0, "xxh3": ""}), "no plain name"),
+    "an absolute name": (setting(["files", "/etc/passwd"], {"size": 0, "xxh3": ""}), "no plain name"),
+    "a hidden name": (setting(["files", ".x"], {"size": 0, "xxh3": ""}), "no plain name"),
+    "too few checksums": (setting(["files", "model-00002-of-00002.safetensors", "xxh3"], "0" * 16), "checksums"),
     "an absurd size": (setting(["files", "model-00002-of-00002.safetensors", "size"], 1 << 70), "size"),
     "checksums that are no numbers": (
-        setting(["files", "model-00001-of-00002.safetensors", "crc32"], "zzzzzzzz"),
+        setting(["files", "model-00001-of-00002.safetensors", "xxh3"], "z" * 16),
         "sums",
     ),
+    "checksums in capitals": (setting(["files", "model-00001-of-00002.safetensors", "xxh3"], "A" * 16), "sums"),
     "a dtype of nobody": (setting(["tensors", "model.weight", "dtype"], "float31"), "float31"),
     "an absurd shape": (setting(["tensors", "model.weight", "shape"], [1 << 59, 1 << 59]), "lack"),
     "a negative shape": (setting(["tensors", "model.weight", "shape"], [-4, 6]), "shape"),
@@ -151,7 +159,7 @@ def test_any_change_is_refused_or_harmless(data: st.DataObject) -> None:
 def test_a_million_rows_that_say_little_cost_little() -> None:
     known = fields()
     known["tensors"] = {}
-    known["files"] = {f"f{i}": {"size": 1 << 59, "crc32": ""} for i in range(20_000)}
+    known["files"] = {f"f{i}": {"size": 1 << 59, "xxh3": ""} for i in range(20_000)}
     text = json.dumps(known)
     tracemalloc.start()
     try:

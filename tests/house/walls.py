@@ -22,7 +22,7 @@ BELOW_ALL = {"errors"}
 MINIMAL = {
     "layout": {"torch", "numpy", "lark"},
     "relayout": {"torch", "numpy", "lark"},
-    "checkpoint": {"torch", "numpy", "lark", "safetensors"},
+    "checkpoint": {"torch", "numpy", "lark", "safetensors", "xxhash"},
 }
 
 # One owner each: the modules (or rooms) that may use what the name on the left stands for.

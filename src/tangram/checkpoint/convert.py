@@ -13,7 +13,6 @@ import re
 import secrets
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from tangram.checkpoint.ahead import Ahead
 from tangram.checkpoint.commits import MANIFEST, MARKER, PARTIAL
 from tangram.checkpoint.digest import Bytes, Sums
 from tangram.checkpoint.image import Image, Outgoing, images
-from tangram.checkpoint.manifest import BLOCK, DTYPES, Manifest, StoredTensor
+from tangram.checkpoint.manifest import BLOCK, DTYPES, Manifest, StoredTensor, checksums
 from tangram.checkpoint.parts import INDEX, MODEL
 from tangram.checkpoint.source import DamagedError
 from tangram.checkpoint.stream import in_file_order
@@ -203,8 +202,7 @@ def _small_files(source: Path, manifest: Manifest, config: Path | None, dtype: s
         if name.endswith(DATA) or name == INDEX:
             continue
         data = commits.read_bounded(source / name, LARGEST_SMALL)
-        crcs = tuple(zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
-        if crcs != file.sums:
+        if checksums(data) != file.sums:
             raise DamagedError(f'the checkpoint "{source}" is damaged: its file "{name}" is not the one that was saved')
         found[name] = data
     if config is not None:
@@ -257,6 +255,6 @@ def _write(
                 told(len(out))
                 return out
 
-            for name, some in write_from(partial, image, take, ring, crc=False).sums.items():
+            for name, some in write_from(partial, image, take, ring, checked=False).sums.items():
                 sums[name] = digest.add(sums.get(name, digest.NOTHING), some)
     return sums

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+import xxhash
 
 from tangram.errors import UserError
 from tangram.layout import Box, IntSet, LayoutError, Region, coverage
@@ -80,7 +81,7 @@ class StoredFile:
 
     size: int
     sums: tuple[int, ...]
-    """The crc32 of every `BLOCK` of it, from its first byte; the last block may be shorter."""
+    """The `checksum` of every `BLOCK` of it, from its first byte; the last block may be shorter."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,26 @@ def blocks_of(size: int) -> int:
     return -(-size // BLOCK)
 
 
+def checksum(data: bytes | memoryview) -> int:
+    """The checksum of one block: XXH3 of 64 bits without a seed. Other threads run meanwhile, unless it is tiny.
+
+    A third of the time that memory takes to copy, and a tenth of a crc32. It finds faults, not forgeries.
+    """
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def checksums(data: bytes) -> tuple[int, ...]:
+    """Of all blocks of a whole file."""
+    return tuple(checksum(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
+
+
 # ---------------------------------------------------------------- as text
 
 
 def to_json(manifest: Manifest) -> str:
     """The text of a manifest, a line for each tensor and each file."""
     numbers = {name: i for i, name in enumerate(manifest.files)}
-    files = {name: {"size": f.size, "crc32": "".join(f"{s:08x}" for s in f.sums)} for name, f in manifest.files.items()}
+    files = {name: {"size": f.size, "xxh3": "".join(f"{s:016x}" for s in f.sums)} for name, f in manifest.files.items()}
     tensors = {name: tensor_fields(tensor, numbers) for name, tensor in manifest.tensors.items()}
     head = {
         "format": FORMAT,
@@ -230,10 +244,10 @@ def _rows(known: Mapping[str, Any], key: str) -> Iterable[tuple[str, Any]]:
 def _file(name: str, row: Any) -> StoredFile:
     _require(bool(_FILE_NAME.fullmatch(name)), f"the manifest names the file {name!r}, which is no plain name")
     _require(isinstance(row, dict), f"the row of the file {name} is no table")
-    size, text = _count(row.get("size"), f"the size of {name}"), row.get("crc32")
-    if not isinstance(text, str) or len(text) != 8 * blocks_of(size) or not re.fullmatch(r"[0-9a-f]*", text):
-        raise ManifestError(f"the file {name} has {size} bytes, so it needs {blocks_of(size)} checksums of 8 digits")
-    return StoredFile(size, tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8)))
+    size, text = _count(row.get("size"), f"the size of {name}"), row.get("xxh3")
+    if not isinstance(text, str) or len(text) != 16 * blocks_of(size) or not re.fullmatch(r"[0-9a-f]*", text):
+        raise ManifestError(f"the file {name} has {size} bytes, so it needs {blocks_of(size)} checksums of 16 digits")
+    return StoredFile(size, tuple(int(text[i : i + 16], 16) for i in range(0, len(text), 16)))
 
 
 def _tensor(name: str, row: Any, files: list[str]) -> StoredTensor:

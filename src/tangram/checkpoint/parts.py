@@ -5,7 +5,6 @@ commits needs nothing but these files: no message, so writers that outlive their
 """
 
 import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,13 +15,13 @@ from tangram.checkpoint.commits import write_file
 from tangram.checkpoint.digest import Sums
 from tangram.checkpoint.image import Image
 from tangram.checkpoint.manifest import (
-    BLOCK,
     Manifest,
     ManifestError,
     StoredFile,
     StoredPiece,
     StoredTensor,
     check,
+    checksums,
     region_fields,
     region_of,
 )
@@ -111,7 +110,7 @@ def with_small_files(partial: Path, manifest: Manifest, beside: Mapping[str, str
     for name, text in small.items():
         data = text.encode()
         write_file(partial / name, data)
-        files[name] = StoredFile(len(data), tuple(zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)))
+        files[name] = StoredFile(len(data), checksums(data))
     return replace(manifest, files=files)
 
 

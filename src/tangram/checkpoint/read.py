@@ -1,6 +1,6 @@
 """Read wanted regions from a checkpoint: every needed block once, proved before a byte of it is used.
 
-    plan and proof of coverage -> threads: read a block, compare its crc32, copy from it -> done
+    plan and proof of coverage -> threads: read a block, compare its checksum, copy from it -> done
 
 A thread does all three for one block while another waits for the disk, so disk, checksum and copies overlap; memory is
 a block for each thread, however large the model is. With `peers` the ranks of a node read each block once for all of

@@ -9,7 +9,6 @@ import fcntl
 import mmap
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from tangram.checkpoint import digest, header
 from tangram.checkpoint.commits import MANIFEST, MARKER
 from tangram.checkpoint.digest import Bytes, Sums
 from tangram.checkpoint.image import Outgoing, add_piece
-from tangram.checkpoint.manifest import BLOCK, DTYPES, Manifest, ManifestError
+from tangram.checkpoint.manifest import BLOCK, DTYPES, Manifest, ManifestError, checksum
 
 THREADS = max(4, min(16, os.cpu_count() or 1))
 """That read and sum blocks: some wait for the disk while the others compute."""
@@ -195,7 +194,7 @@ class Scan:
 
     def _block(self, name: str, start: int, data: Bytes) -> None:
         stop = start + len(data)
-        right = zlib.crc32(data.data) == self.manifest.files[name].sums[start // BLOCK]
+        right = checksum(data.data) == self.manifest.files[name].sums[start // BLOCK]
         sums: dict[str, Sums] = {}
         if right:
             for offset, end, piece in self.touched(name, start, stop):

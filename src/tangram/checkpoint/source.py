@@ -3,7 +3,7 @@
 A file is opened by its name inside the folder, never through a link, and looked at once: its size, and the id of the
 save in its header, must be the manifest's. A block is read in one request past the page cache where the file system
 takes that (O_DIRECT: what is read once should not push out what others need, and it costs half the processor time), and
-its crc32 is compared before the caller sees it.
+its checksum is compared before the caller sees it.
 """
 
 import errno
@@ -14,7 +14,6 @@ import os
 import re
 import stat
 import threading
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 
 from tangram.checkpoint.digest import Bytes
 from tangram.checkpoint.header import PAGE
-from tangram.checkpoint.manifest import BLOCK, Manifest, StoredFile
+from tangram.checkpoint.manifest import BLOCK, Manifest, StoredFile, checksum
 from tangram.checkpoint.scatter import Moves
 from tangram.errors import UserError
 
@@ -77,7 +76,7 @@ class Sources:
         if found < length:
             raise self.damaged(file, block, f"ends after {start + found} bytes")
         data = out[:length]
-        if zlib.crc32(data.data) != source.file.sums[block]:
+        if checksum(data.data) != source.file.sums[block]:
             raise self.damaged(file, block, f"has other bytes from {start} to {start + length} than were written")
         return data
 

@@ -4,7 +4,7 @@
     manifest     the sha256 in the marker; every number in range; the pieces of each tensor cover it exactly
     files        all there with their sizes, no links, and none that does not belong
     headers      of the safetensors files: the same names, types, shapes and places, and the id of this save
-    blocks       the crc32 of each 4 MiB
+    blocks       the checksum of each 4 MiB
     digests      of each tensor, from all its pieces
 
 What is wrong comes back as values, so that a program can act on it. The reading is done in `scan`.

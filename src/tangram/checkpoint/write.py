@@ -1,6 +1,6 @@
 """Write one data file: in large blocks past the page cache, each summed while it passes.
 
-    fill a block -> crc32 and digest, while it is in the cache -> a thread writes it -> the next
+    fill a block -> checksum and digest, while it is in the cache -> a thread writes it -> the next
 
 The blocks come from a ring, so memory is bounded however large the file is. Where the file system takes it, writes go
 around the page cache (O_DIRECT): what is written once and not read soon should not push out what is. The last block is
@@ -14,7 +14,6 @@ import mmap
 import os
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 from tangram.checkpoint.digest import Bytes, Sums
 from tangram.checkpoint.header import PAGE
 from tangram.checkpoint.image import Image, add_sums, fill
-from tangram.checkpoint.manifest import BLOCK, StoredFile
+from tangram.checkpoint.manifest import BLOCK, StoredFile, checksum
 
 WRITERS = 2
 """Threads that write one file: one fills the time in which the other's request comes back."""
@@ -77,26 +76,26 @@ class Ring:
 
 
 def write_from(
-    folder: Path, image: Image, take: Callable[[int, Bytes], Bytes], ring: Ring, crc: bool = True
+    folder: Path, image: Image, take: Callable[[int, Bytes], Bytes], ring: Ring, checked: bool = True
 ) -> Written:
     """Write a file whose bytes come block by block, in their order, from `take(start, room)`.
 
     `take` fills the room, a block of the ring, and returns it; or other memory, which nobody may change meanwhile.
-    Without `crc` its blocks have no checksums afterwards, only the digests' sums are taken.
+    Without `checked` its blocks have no checksums afterwards, only the digests' sums are taken.
     """
-    crcs: list[int] = []
+    found: list[int] = []
     sums: dict[str, Sums] = {}
     with _Sink(folder / image.name, ring) as sink:
         for start in range(0, image.size, BLOCK):
             length = min(BLOCK, image.size - start)
             room = sink.room()
             block = take(start, room[:length])
-            if crc:
-                crcs.append(zlib.crc32(block.data))
+            if checked:
+                found.append(checksum(block.data))
             add_sums(image, start, block, sums)
             sink.put(start, room, block)
         sink.finish(image.size)
-    return Written(image.name, StoredFile(image.size, tuple(crcs)), sums)
+    return Written(image.name, StoredFile(image.size, tuple(found)), sums)
 
 
 class _Sink:
