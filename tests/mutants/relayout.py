@@ -135,7 +135,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (_SPINE + "::test_hugging_face_tp2_to_megatron_tp4_and_back",),
     ),
     Mutant(
-        "nearest-last", "relayout/pieces.py", "key=lambda p: p.place != near", "key=lambda p: p.place == near",
+        "nearest-last", "relayout/pieces.py", "key=lambda p: (p.place != near,", "key=lambda p: (p.place == near,",
         "ranks that hold what they want ask others for it",
         (_SPINE + "::test_each_rank_reads_the_replica_that_is_its_own",),
     ),

@@ -14,6 +14,10 @@ class NotInvertibleError(RelayoutError):
     """The way back of a mapping would have to invent bits that the way there lost."""
 
 
+class PeerError(UserError):
+    """Another rank ended while all of them moved tensors; what this one has in its target buffers is worth nothing."""
+
+
 class CoverageError(RelayoutError):
     """Some wanted elements would be written never or twice. Raised before any byte moves."""
 

@@ -61,6 +61,12 @@ NOWHERE = View(Family("", ("",), (), TensorSpec(())), (), (), ())
 """The other side of elements that are created: no buffer, no factors."""
 
 
+def packed(box: Box) -> View:
+    """The elements of a box as a buffer of their own, row-major over the cell's factors."""
+    axes = tuple(_Axis(s, 0, (k,), (1,)) for k, s in enumerate(box))
+    return View(NOWHERE.family, (), axes, tuple(map(intervals.size, box)))
+
+
 @lru_cache(1 << 12)
 def view(part: Part, region: Region, family: Family) -> View:
     """How a part lies in buffers that hold `region`. Raises RelayoutError where members hold different regions."""

@@ -1,10 +1,12 @@
-"""The ranks that do something together: a few words to and from the first of them.
+"""The ranks that do something together: a few words to and from the first of them, or between all.
 
-Words are JSON, not pickles, and small; the tensors of a relayout never pass here. Every method is collective: all ranks
-of the group call it, in the same order.
+Words are JSON or numbers, not pickles, and small; the tensors of a relayout never pass here. Every method is
+collective: all ranks of the group call it, in the same order.
 """
 
+import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +57,19 @@ class Peers:
         found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(found, padded, group=self.group)
         return [_word(words[: int(n)]) for words, n in zip(found, lengths, strict=True)]
+
+    def swap(self, data: Sequence[Tensor]) -> list[Tensor]:
+        """What every rank has for this one. `data`: what this one has for each rank, of one dim, all of one dtype."""
+        if self.group is None:
+            return list(data)
+        counts = torch.tensor([some.numel() for some in data])
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self.group)
+        sizes = [int(n) for n in theirs]
+        found = data[0].new_empty(sum(sizes))
+        dist.all_to_all_single(found, torch.cat(list(data)), sizes, counts.tolist(), group=self.group)
+        starts = itertools.accumulate(sizes, initial=0)
+        return [found[at : at + n] for at, n in zip(starts, sizes, strict=False)]
 
     def wait(self) -> None:
         """Until all ranks are here."""

@@ -239,7 +239,8 @@ class PieceIndex:
         wanted = part.indices(box)
         if root is None or not all(wanted):
             return []
-        candidates = sorted(_search(root, [(s[0][0], s[-1][1]) for s in wanted], 0), key=lambda p: p.place != near)
+        hulls = [(s[0][0], s[-1][1]) for s in wanted]
+        candidates = sorted(_search(root, hulls, 0), key=lambda p: (p.place != near, _apart(p.place, near)))
         left = [box]
         out: list[tuple[Piece, Box]] = []
         for piece in candidates:
@@ -255,6 +256,11 @@ class PieceIndex:
             if not left:
                 break
         return out
+
+
+def _apart(place: Hashable, near: Hashable) -> int:
+    """How far a rank is from another: replicas are spread over who asks. Places that are no ranks are all alike."""
+    return place ^ near if isinstance(place, int) and isinstance(near, int) else 0
 
 
 @dataclass(frozen=True)
