@@ -2,35 +2,67 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
-from tangram.relayout import Bound, Sharding, bind, execute, plan
+from tangram.errors import UserError
+from tangram.hardware import shared
+from tangram.layout import Region
+from tangram.relayout import (
+    Bound,
+    Piece,
+    Sharding,
+    TensorSpec,
+    bind,
+    exchange,
+    execute,
+    plan,
+    rounds,
+    shard,
+    transports,
+)
+from tangram.relayout.codecs import Codec
 from tangram.relayout.exchange import move
 from tangram.relayout.peers import Peers
 from tangram.relayout.rounds import Report
+from tests.relayout.exchange_jobs import JOBS, rows, spec
 from tests.relayout.generate import Case
 from tests.relayout.moving import Buffers, Side, all_buffers, as_torch, specs
 
 RANKS = 5
 SIZES = (3, 4, 5)
+HOW: tuple[dict[str, Any], ...] = (
+    {},
+    {"way": "shared memory"},
+    {"way": "pairs", "memory": 40},
+    {"way": "shared memory", "memory": 100},
+    {"way": "all-to-all", "memory": 1 << 10},
+)
+"""The ways that move anything, with much and with little memory."""
 
 
 @dataclass
 class World:
-    """The groups of the first so many ranks, and the cases that were drawn before the ranks began."""
+    """Groups of the last so many ranks, by how many; and the cases that were drawn before the ranks began."""
 
     groups: dict[int, Peers]
     cases: list[Case]
     rank: int
     folder: Path
+
+    def out(self, n: int) -> bool:
+        """Whether this rank is not in the group of n."""
+        return self.rank < RANKS - n
 
 
 Scene = Callable[[World], Any]
@@ -41,7 +73,7 @@ def play(rank: int, folder: str, cases: list[Case], scenes: Sequence[Scene]) -> 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    groups = {n: Peers(dist.new_group(list(range(n)), backend="gloo")) for n in SIZES}
+    groups = {n: Peers(dist.new_group(list(range(RANKS - n, RANKS)), backend="gloo")) for n in SIZES}
     world = World(groups, cases, rank, Path(folder))
     for scene in scenes:
         result = scene(world)
@@ -50,11 +82,20 @@ def play(rank: int, folder: str, cases: list[Case], scenes: Sequence[Scene]) -> 
     dist.destroy_process_group()
 
 
-def wanted_from_others(bound: Bound, source: Sharding, target: Sharding, me: int) -> int:
+Target = Sharding | Sequence[Piece]
+
+
+def pieces_of(target: Target, me: int) -> Sequence[Piece]:
+    """What a rank wants."""
+    if isinstance(target, Sharding):
+        return target.pieces(me) if me < target.mesh.size else []
+    return target
+
+
+def wanted_from_others(bound: Bound, source: Sharding, target: Target, me: int) -> int:
     """The bytes of what this rank wants and does not hold, each element in the shorter of its two dtypes."""
     total = 0
-    pieces = target.pieces(me) if me < target.mesh.size else []
-    for copy in plan(bound, source, pieces, check_tied=False).copies:
+    for copy in plan(bound, source, pieces_of(target, me), check_tied=False).copies:
         if copy.source is not None and copy.source.place != me and copy.cell.source is not None:
             dtypes = (
                 bound.source.families[copy.source.tensor].spec.dtype,
@@ -65,11 +106,11 @@ def wanted_from_others(bound: Bound, source: Sharding, target: Sharding, me: int
 
 
 def moved(
-    bound: Bound, source: Sharding, target: Sharding, have: Buffers, peers: Peers, dtype: str | None = None, **how: Any
+    bound: Bound, source: Sharding, target: Target, have: Buffers, peers: Peers, dtype: str | None = None, **how: Any
 ) -> tuple[list[str], Report]:
     """Move, and say what differs from the same copies in one process. `have`: the buffers of all ranks."""
     me = peers.index
-    mine = target.pieces(me) if me < target.mesh.size else []
+    mine = pieces_of(target, me)
     expected = {(me, n): blank(p, n, bound) for p in mine for n in names(p, bound)}
     execute(plan(bound, source, mine), have, expected)
     out = {key: t.clone() for key, t in expected.items()}
@@ -116,12 +157,12 @@ def every_case(world: World) -> Any:
     for i, case in enumerate(world.cases):
         need = max(mesh_size(side) for side in (case.source, case.target))
         n = [size for size in SIZES if size >= need][i % len([size for size in SIZES if size >= need])]
-        if world.rank >= n:
+        if world.out(n):
             continue
         bound = bind(case.mapping, *(specs(s.state, s.dtype) for s in (case.source, case.target)), **case.sizes)
         source, target = case.source.sharding(bound.source), case.target.sharding(bound.target)
         have = {k: as_torch(a, case.source.dtype) for k, a in all_buffers(case.source, source).items()}
-        how = [{}, {"way": "pairs", "memory": 40}, {"way": "all-to-all", "memory": 1 << 10}][i % 3]
+        how = HOW[i % len(HOW)]
         found, _ = moved(bound, source, target, have, world.groups[n], **how)
         bad += [f"case {i} {how}: {what}" for what in found]
     return bad
@@ -131,4 +172,211 @@ def mesh_size(side: Side) -> int:
     return int(np.prod([int(x.split("=")[1]) for x in str(side.mesh).split("|")[0].split()]))
 
 
-SCENES: tuple[Scene, ...] = (every_case,)
+@contextmanager
+def patched(*values: tuple[Any, str, Any]) -> Generator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for place, name, value in values:
+            patch.setattr(place, name, value)
+        yield
+
+
+@contextmanager
+def measured(found: list[tuple[int, int]]) -> Generator[None]:
+    """Adds, for each time that bytes pass between nodes: how many this rank gave, and how many lay in memory."""
+
+    def measuring(row: Any) -> Any:
+        def carry(staged: Any) -> None:
+            found.append((staged.out.numel(), staged.out.numel() + staged.into.numel()))
+            row.carry(staged)
+
+        return replace(row, carry=carry)
+
+    with patched((transports, "TRANSPORTS", tuple(map(measuring, transports.TRANSPORTS)))):
+        yield
+
+
+def every_row(world: World) -> Any:
+    """Each pattern finds its way, and is moved by it as by any other; on nodes of one rank, and of two."""
+    bad: list[str] = []
+    if world.out(4):
+        return bad
+    peers = world.groups[4]
+    me = peers.index
+    for name, (bound, source, target, have) in rows().items():
+        own = target if isinstance(target, Sharding) else [p for p in target if p.place == me]
+        ways = dict.fromkeys([None, *([name, "all-to-all", "pairs"] if name != "nothing" else [])])
+        few = [(4, None, 90), *itertools.product((2, 1), (None, transports.NEAR), (1 << 20, 300))]
+        for nodes, way, memory in [*itertools.product((4,), ways, (1 << 20, 1000)), *few]:
+            what = f"{name} by {way} on {nodes} nodes with {memory} bytes"
+            given: list[tuple[int, int]] = []
+            here = f"node {me * nodes // 4}"
+            with patched((exchange, "node", lambda here=here: here), (rounds, "ENOUGH", 1)), measured(given):
+                found, report = moved(bound, source, own, have, peers, way=way, memory=memory)
+            bad += [f"{what}: {x}" for x in found]
+            near = {i for i in range(4) if i != me and i * nodes // 4 == me * nodes // 4}
+            shares = way in (None, transports.NEAR)
+            for peer, by in report.ways.items():
+                if (by == transports.NEAR) != (shares and peer in near) or (nodes == 4 and way is None and by != name):
+                    bad.append(f"{what}: {peer} by {by}")
+            if memory == 1000 and any(most > 1000 for _, most in given):
+                bad.append(f"{what}: {max(given)} in memory")
+            if (report.rounds > 1) != (memory < 1 << 20) and name != "nothing":
+                bad.append(f"{what}: {report.rounds} rounds")
+            far = sum(n for n, _ in given)
+            if not shares and far != report.sent // (3 if way in ("broadcast", "all-gather") else 1):
+                bad.append(f"{what}: {far} bytes went, of {report.sent}")
+    return bad
+
+
+def without_memory_in_common(world: World) -> Any:
+    """Files serve, and where there are none either, the network; a way that is asked for is then refused."""
+    said: list[Any] = []
+    if world.out(4):
+        return said
+    bound, source, target, have = rows()["all-to-all"]
+    for found in ((shared.in_a_file,), (lambda size: _full(), shared.nameless), ()):
+        with patched((shared, "WAYS", found), (rounds, "ENOUGH", 1)):
+            bad, report = moved(bound, source, target, have, world.groups[4])
+            said.append([bad, sorted(set(report.ways.values()))])
+            said.append(raised(lambda: moved(bound, source, target, have, world.groups[4], way=transports.NEAR)))
+    return said
+
+
+def _full() -> Any:
+    raise OSError("No space left on device")
+
+
+def raised(act: Callable[[], Any]) -> str:
+    """What it raises, in a word and a sentence."""
+    try:
+        act()
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def every_job(world: World) -> Any:
+    """Codecs, fills, ties and odd shapes, by all ways."""
+    bad: list[str] = []
+    if world.out(4):
+        return bad
+    for name, make in JOBS.items():
+        bound, source, target, have = make()
+        for how in HOW:
+            found, _ = moved(bound, source, target, have, world.groups[4], **how)
+            bad += [f"{name} {how}: {x}" for x in found]
+    return bad
+
+
+def spread(world: World) -> Any:
+    """Two of four hold all, as explicit pieces; the others take it from one of them each, and nothing twice."""
+    if world.out(4):
+        return None
+    me = world.groups[4].index
+    bound = bind("w -> w", {"w": TensorSpec((4, 6))})
+    pieces = [Piece(i, "w", Region.full((4, 6))) for i in (0, 1)]
+    have, out = {(me, "w"): torch.arange(24.0).reshape(4, 6)}, {(me, "w"): torch.zeros(4, 6)}
+    report = move(bound, pieces, [Piece(me, "w", Region.full((4, 6)))], have if me < 2 else {}, out, world.groups[4])
+    return [torch.equal(out[me, "w"], torch.arange(24.0).reshape(4, 6)), report.sent, report.received, report.local]
+
+
+def one_is_wrong(world: World) -> Any:
+    """What is wrong on one rank, in each way that shows before a byte moves: what all say, if nothing is written."""
+    said: dict[str, Any] = {}
+    if world.out(4):
+        return said
+    peers = world.groups[4]
+    me = peers.index
+    for name, spoil in WRONG.items():
+        bound, source, target, have = JOBS["tied" if "tied" in name else "of several lengths"]()
+        mine = {key: t for key, t in have.items() if key[0] == me}
+        out = {(me, n): blank(p, n, bound) for p in target.pieces(me) for n in names(p, bound)}
+        given = {"bound": bound, "source": source, "target": target, "have": mine, "out": out}
+        before = {key: t.clone() for key, t in out.items()}
+        if me == WRONG_RANK.get(name, 2):
+            given.update(spoil(given, me) or {})
+        sentence = raised(lambda given=given: move(**given, peers=peers))
+        said[name] = [sentence, all(torch.equal(raw(t), raw(before[key])) for key, t in out.items())]
+    return said
+
+
+WRONG_RANK = {"tied copies differ": 1}
+"""The rank on which it is wrong, where that is not 2."""
+WRONG: dict[str, Callable[[dict[str, Any], int], dict[str, Any] | None]] = {
+    "no source buffer": lambda given, me: {"have": {k: t for k, t in given["have"].items() if k[1] != "c"}},
+    "no target buffer": lambda given, me: {"out": {k: t for k, t in given["out"].items() if k[1] != "c"}},
+    "source of another shape": lambda given, me: {"have": {**given["have"], (me, "c"): torch.zeros(3, 2).short()}},
+    "target of another dtype": lambda given, me: {"out": {**given["out"], (me, "b"): torch.zeros(7)}},
+    "target is the source": lambda given, me: {"out": {**given["out"], (me, "c"): given["have"][me, "c"].view(1, 3)}},
+    "a hole": lambda given, me: {"source": [Piece(2, "a", Region.parse("[0:2]"))]},
+    "a source that is no rank": lambda given, me: {
+        "source": [Piece("file", n, Region.full(s.shape)) for n, s in given["bound"].source.specs.items()]
+    },
+    "wanted for another": lambda given, me: {"target": given["target"].pieces(1)},
+    "another source": lambda given, me: {
+        "source": [Piece(1, n, Region.full(s.shape)) for n, s in given["bound"].source.specs.items()]
+    },
+    "another mapping": lambda given, me: {
+        "bound": bind("{x*} -> {x*}", {**given["bound"].source.specs, "e": spec("1")})
+    },
+    "no memory": lambda given, me: {"memory": 0},
+    "another memory": lambda given, me: {"memory": 100},
+    "no such way": lambda given, me: {"way": "pigeons"},
+    "a buffer that fails": lambda given, me: {"have": _unreadable},
+    "tied copies differ": lambda given, me: given["have"][me, "head"].view(torch.int32)[5, 0].bitwise_xor_(1) and None,
+}
+
+
+def _unreadable(place: Any, name: str) -> Any:
+    raise OSError("the device is lost")
+
+
+def all_want_what_does_not_fit(world: World) -> Any:
+    """Ways that all ask for, and that do not fit; meshes that are larger than the group."""
+    if world.out(4):
+        return []
+    bound, source, target, have = rows()["pairs"]
+    peers = world.groups[4]
+    own = [p for p in target if p.place == peers.index]
+    larger = shard("x=6", {"w": "a/x b", "b": "a/x"}, bound.source)
+    return [
+        raised(lambda: moved(bound, source, own, have, peers, way="all-gather")),
+        raised(lambda: moved(bound, source, own, have, peers, way="pigeons")),
+        raised(lambda: move(bound, larger, own, {}, {}, peers)),
+        raised(lambda: move(bound, source, larger, {}, {}, peers)),
+    ]
+
+
+def one_fails_in_the_midst(world: World) -> Any:
+    """A codec that fails on one rank when bytes move already: all hear of it, by each way, and all go on."""
+    said: list[str] = []
+    if world.out(4):
+        return said
+    peers = world.groups[4]
+
+    def fails(x: torch.Tensor, value: Any) -> torch.Tensor:
+        if peers.index == 3:
+            raise ArithmeticError("too much")
+        return x
+
+    codecs = {"odd": Codec(fails, lambda dtype, value: dtype, lambda value: value, lambda value: True)}
+    bound = bind("w -> w; odd", {"w": TensorSpec((8, 8))}, codecs=codecs)
+    source, target = (shard("x=4", {"w": text}, bound.source) for text in ("a/x b", "a b/x"))
+    have = {(peers.index, "w"): torch.ones(2, 8)}
+    for how in HOW:
+        piece = target.piece("w", peers.index)
+        out = {(peers.index, "w"): torch.zeros(piece.region.local_shape or ())}
+        said.append(raised(lambda how=how, out=out: move(bound, source, target, have, out, peers, **how)))
+    return said
+
+
+SCENES: tuple[Scene, ...] = (
+    every_case,
+    every_row,
+    without_memory_in_common,
+    every_job,
+    spread,
+    one_is_wrong,
+    all_want_what_does_not_fit,
+    one_fails_in_the_midst,
+)

@@ -47,3 +47,64 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
 
 def test_random_mappings_and_layouts(played: Played) -> None:
     assert played(exchanging.every_case) == [[]] * RANKS
+
+
+def test_every_pattern_by_every_way(played: Played) -> None:
+    assert played(exchanging.every_row) == [[]] * RANKS
+
+
+def test_codecs_fills_ties_and_odd_shapes(played: Played) -> None:
+    assert played(exchanging.every_job) == [[]] * RANKS
+
+
+def test_where_ranks_have_no_memory_in_common(played: Played) -> None:
+    refused = "RelayoutError: the ranks of a node can have no memory in common here; leave the way to the pattern"
+    expected = [[[], ["shared memory"]], "", [[], ["shared memory"]], "", [[], ["all-to-all"]], refused]
+    assert played(exchanging.without_memory_in_common) == [[], *[expected] * 4]
+
+
+def test_replicas_are_spread(played: Played) -> None:
+    assert played(exchanging.spread) == [None, *[[True, 96, 0, 96]] * 2, *[[True, 0, 96, 0]] * 2]
+
+
+def test_what_is_wrong_on_one_rank_is_said_on_all_and_nothing_is_written(played: Played) -> None:
+    expected = {
+        "no source buffer": "RelayoutError: rank 2: there is no buffer for c at 2",
+        "no target buffer": "RelayoutError: rank 2: there is no buffer for c at 2",
+        "source of another shape": "RelayoutError: rank 2: c at 2 has shape [3, 2], but its piece holds [3, 1]",
+        "target of another dtype": "RelayoutError: rank 2: b at 2 has dtype torch.float32, but the mapping says "
+        "float64; name the change with cast=",
+        "target is the source": "RelayoutError: rank 2: c at 2 and c at 2 share memory: copy one of them first, "
+        "or tie them with `=` when they are one tensor",
+        "a hole": "CoverageError: rank 2: b at 2: no source holds [0:7] of b",
+        "a source that is no rank": "RelayoutError: rank 2: b is held at 'file', which is no rank of the group",
+        "wanted for another": "RelayoutError: rank 2: b is wanted at 1: a rank names what it wants itself",
+        "another source": "RelayoutError: rank 1: rank 2 wants [0:7] of b, which is not here: "
+        "give all ranks the same source",
+        "another mapping": "RelayoutError: rank 2 was given another mapping, or other tensors, than rank 0: "
+        "all ranks move by the same",
+        "no memory": "RelayoutError: rank 2: memory=0: give at least one byte",
+        "another memory": "RelayoutError: rank 2 was given other settings than rank 0: all ranks move by the same",
+        "no such way": "RelayoutError: rank 2 was given other settings than rank 0: all ranks move by the same",
+        "a buffer that fails": "RelayoutError: rank 2: OSError: the device is lost",
+        "tied copies differ": "RelayoutError: rank 0: emb at 2 and head at 1 are tied, but differ in [4:6 1:2] of emb",
+    }
+    assert played(exchanging.one_is_wrong)[0] == {}
+    for said in played(exchanging.one_is_wrong)[1:]:
+        assert said == {name: [sentence, True] for name, sentence in expected.items()}
+
+
+def test_what_does_not_fit_is_refused(played: Played) -> None:
+    ways = "shared memory, nothing, broadcast, all-gather, all-to-all, pairs"
+    expected = [
+        "RelayoutError: the ranks do not want what all-gather moves; leave the way to the pattern",
+        f"RelayoutError: there is no way 'pigeons' between ranks; there are {ways}",
+        "RelayoutError: rank 0: the source is laid over 6 ranks, but the group has 4",
+        "RelayoutError: rank 0: the target is laid over 6 ranks, but the group has 4",
+    ]
+    assert played(exchanging.all_want_what_does_not_fit) == [[], *[expected] * 4]
+
+
+def test_a_rank_that_fails_in_the_midst_is_heard_of(played: Played) -> None:
+    sentence = "RelayoutError: rank 3: ArithmeticError: too much"
+    assert played(exchanging.one_fails_in_the_midst) == [[], *[[sentence] * len(exchanging.HOW)] * 4]

@@ -86,6 +86,11 @@ def node() -> str:
     return f"{platform.node()} {boot} {space}"
 
 
+def process() -> int:
+    """The number of this process, for `runs`."""
+    return os.getpid()
+
+
 def runs(process: int) -> bool:
     """Whether a process of this machine is there and no zombie."""
     try:

@@ -79,7 +79,7 @@ def move(
 
 
 def _refuse_apart(words: Sequence[Any]) -> None:
-    for what, name in (("mapping", "another mapping, or other tensors"), ("settings", "another memory or way")):
+    for what, name in (("mapping", "another mapping, or other tensors,"), ("settings", "other settings")):
         other = next((i for i, word in enumerate(words) if word[what] != words[0][what]), None)
         if other is not None:
             raise RelayoutError(f"rank {other} was given {name} than rank 0: all ranks move by the same")

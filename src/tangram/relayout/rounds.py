@@ -8,7 +8,7 @@ in each round the same share of what it moves in all. Ranks of a node pass their
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,17 @@ import torch
 
 from tangram.relayout.agreement import noticed
 from tangram.relayout.codecs import Codec
+from tangram.relayout.errors import PeerError, RelayoutError
 from tangram.relayout.execute import Step, write
+from tangram.relayout.lanes import Lanes, open_lanes
 from tangram.relayout.messages import ALIGNED, Message, pack, unpack
 from tangram.relayout.peers import Peers
-from tangram.relayout.transports import Staged, Traffic, Transport, by_rank, choose
+from tangram.relayout.transports import NEAR, Staged, Traffic, Transport, by_rank, choose
+
+ENOUGH = 1 << 20
+"""Bytes that a rank has for others of its node, from which on it is worth while to share memory with them."""
+
+Messages = Mapping[int, Message]
 
 
 @dataclass(frozen=True)
@@ -33,54 +40,104 @@ class Report:
     ways: Mapping[int, str]
 
 
-def rounds_of(ranks: Sequence[Traffic], row: Transport, memory: int) -> int:
-    """Into how many rounds all messages are cut, so that no rank packs more than `memory` at a time.
+@dataclass(frozen=True)
+class Load:
+    """What one rank has to move: bytes to ranks of its node, its traffic with ranks of others, and with all."""
 
-    Each message of a round may be a few bytes longer than its share; where memory is less than twice that, it is not
-    kept to.
+    near: int
+    far: Traffic
+    all: Traffic
+
+
+@dataclass(frozen=True)
+class Way:
+    """How all ranks move: whether those of a node share memory, the row for what is left, and in how many rounds."""
+
+    near: bool
+    row: Transport
+    rounds: int
+
+
+def decide(loads: Sequence[Load], memory: int, way: str | None, *, shared: bool = True) -> Way:
+    """The way for these loads, which are the same on all ranks. `shared`: whether ranks can have memory in common.
+
+    Raises RelayoutError where the `way` that is asked for does not fit.
     """
-    most = 1
-    for r in ranks:
-        sent = 2 * max(r.alike, 0) if row.once else r.sent
-        room = max(memory - (r.targets + r.sources + 1) * ALIGNED, memory // 2, 1)
-        most = max(most, -(-(sent + r.received) // room))
-    return most
+    most = max(load.near for load in loads)
+    near = shared and most > 0 and (way == NEAR or (way is None and most >= ENOUGH))
+    row = choose([load.far if near else load.all for load in loads], None if way == NEAR else way)
+    return Way(near, row, max(_rounds(load, near, row, memory) for load in loads))
+
+
+def _rounds(load: Load, near: bool, row: Transport, memory: int) -> int:
+    """Into how many rounds a rank's messages must be cut, so that it packs no more than `memory` at a time.
+
+    A message of a round may be a few bytes longer than its share; where memory is not twice that, it is exceeded.
+    """
+    of = load.far if near else load.all
+    staged = of.received + ((1 + row.own) * max(of.alike, 0) if row.once else of.sent)
+    room = max(memory - (load.all.targets + load.all.sources + 1) * 2 * ALIGNED, memory // 2, 1)
+    if near * load.near + staged <= room:
+        return 1
+    return -(-(2 * near * load.near + staged) // room)
 
 
 class Route:
     """The messages of one rank, and the way that they take."""
 
-    def __init__(
-        self,
-        peers: Peers,
-        nodes: Sequence[str],
-        sends: Mapping[int, Message],
-        takes: Mapping[int, Message],
-        alike: bool,
-    ) -> None:
-        self._peers, self._nodes = peers, nodes
-        self._sends, self._takes, self._alike = sends, takes, alike
-        self._rounds = 1
+    def __init__(self, peers: Peers, nodes: Sequence[str], sends: Messages, takes: Messages, alike: bool) -> None:
+        self._peers, self._nodes, self._alike = peers, nodes, alike
+        self._all = sends, takes
+        self._near: tuple[Messages, Messages] = {}, {}
+        self._far = self._all
         self._faults: list[Exception] = []
+        self._lanes: Lanes | None = None
 
     def word(self) -> Any:
-        """What the others need to know to choose the way."""
-        sent = [m.nbytes for m in self._sends.values()]
-        received = [m.nbytes for m in self._takes.values()]
-        return [len(sent), len(received), sum(sent), sum(received), sent[0] if self._alike and sent else -1]
+        """What the others need to know to decide on the way."""
+        alone = self._nodes.count(self._nodes[self._peers.index]) == 1
+        near, far = sum(m.nbytes for m in self._side(True)[0].values()), self._side(False)
+        return [near, _traffic(far, self._alike and alone), _traffic(self._all, self._alike)]
 
-    def choose(self, rows: Sequence[Any], memory: int, way: str | None) -> None:
-        """Find the way, the same on all ranks. Raises RelayoutError where `way` does not fit."""
-        ranks = [Traffic(*row) for row in rows]
-        self._row = choose(ranks, way)
-        self._rounds = rounds_of(ranks, self._row, memory)
+    def _side(self, near: bool) -> tuple[Messages, Messages]:
+        """The messages to and from ranks of this node, or of others."""
+        mine = self._nodes[self._peers.index]
+        sends, takes = ({i: m for i, m in some.items() if (self._nodes[i] == mine) is near} for some in self._all)
+        return sends, takes
+
+    def choose(self, words: Sequence[Any], memory: int, way: str | None) -> None:
+        """Find the way, the same on all ranks, and open it. Raises RelayoutError where `way` does not fit."""
+        loads = [Load(near, Traffic(*far), Traffic(*every)) for near, far, every in words]
+        self._way = decide(loads, memory, way)
+        if not self._way.near:
+            return
+        k = self._way.rounds
+        longest = [max(m.length(j, k) for j in range(k)) for m in self._side(True)[0].values()]
+        room = sum(-(-n // ALIGNED) * ALIGNED for n in longest)
+        self._lanes = open_lanes(self._peers, self._nodes, room, min(k, 2))
+        if self._lanes is not None:
+            self._near, self._far = self._side(True), self._side(False)
+        elif way == NEAR:
+            raise RelayoutError("the ranks of a node can have no memory in common here; leave the way to the pattern")
+        else:
+            self._way = decide(loads, memory, way, shared=False)
 
     def run(self, local: Sequence[Step], codecs: Mapping[str, Codec]) -> None:
         """Copy what is here, and move the rest. What goes wrong here is raised when all rounds are over."""
-        with self._later():
-            write(local, codecs)
-        for k in range(self._rounds):
-            self._turn(k, codecs)
+        with ExitStack() as stack:
+            if self._lanes is not None:
+                stack.enter_context(self._lanes.held())
+            for k in range(self._way.rounds):
+                if self._lanes is not None:
+                    with self._later():
+                        self._lanes.pack(self._near[0], k, self._way.rounds, codecs)
+                if k == 0:  # while the others pack
+                    with self._later():
+                        write(local, codecs)
+                self._turn(k, codecs)
+                if self._lanes is not None:
+                    with self._later():
+                        self._lanes.unpack(self._near[1], k, self._way.rounds, codecs)
         if self._faults:
             raise self._faults[0]
 
@@ -89,45 +146,47 @@ class Route:
         """Keep an error for later: the others count on all rounds."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001
+        except PeerError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever it is, all ranks will hear of it
             self._faults.append(error)
 
     def _turn(self, k: int, codecs: Mapping[str, Codec]) -> None:
-        group = self._peers.group
-        if group is None:
+        """What passes between nodes in a round."""
+        group, row, rounds = self._peers.group, self._way.row, self._way.rounds
+        if group is None or row.idle:
             return
-        n, me, once = self._peers.size, self._peers.index, self._row.once
-        sent, received = ([_length(of.get(i), k, self._rounds) for i in range(n)] for of in (self._sends, self._takes))
-        if once and self._sends:
-            keep, self_message = me, next(iter(self._sends.values()))
-            sent = [self_message.length(k, self._rounds)]
-            received[keep] = sent[0] if self._row.name == "all-gather" else 0
+        sends, takes = self._far
+        if row.once and sends:  # what is for one is for all
+            sends = {self._peers.index: next(iter(sends.values()))}
+        sent, received = ([_length(some.get(i), k, rounds) for i in range(self._peers.size)] for some in (sends, takes))
+        if row.own:
+            received[self._peers.index] = sum(sent)
         out, into = torch.empty(sum(sent), dtype=torch.uint8), torch.empty(sum(received), dtype=torch.uint8)
         with self._later():
-            if once:
-                for message in list(self._sends.values())[:1]:
-                    pack(message, k, self._rounds, out, codecs)
-            else:
-                for i, part in by_rank(out, sent):
-                    if i in self._sends:
-                        pack(self._sends[i], k, self._rounds, part, codecs)
+            for i, part in by_rank(out, sent):
+                if i in sends:
+                    pack(sends[i], k, rounds, part, codecs)
         with noticed():
-            self._row.carry(Staged(group, out, sent, into, received))
+            row.carry(Staged(group, out, sent, into, received))
         with self._later():
             for i, part in by_rank(into, received):
-                if i in self._takes:
-                    unpack(self._takes[i], k, self._rounds, part, codecs)
+                if i in takes:
+                    unpack(takes[i], k, rounds, part, codecs)
 
     def report(self, local: int) -> Report:
         """What was moved."""
-        others = sorted({*self._sends, *self._takes})
-        return Report(
-            sum(m.nbytes for m in self._sends.values()),
-            sum(m.nbytes for m in self._takes.values()),
-            local,
-            self._rounds,
-            dict.fromkeys(others, self._row.name),
-        )
+        sends, takes = self._all
+        ways = {
+            i: NEAR if i in {**self._near[0], **self._near[1]} else self._way.row.name for i in sorted({*sends, *takes})
+        }
+        sent, received = (sum(m.nbytes for m in some.values()) for some in (sends, takes))
+        return Report(sent, received, local, self._way.rounds, ways)
+
+
+def _traffic(of: tuple[Messages, Messages], alike: bool) -> list[int]:
+    sent, received = ([m.nbytes for m in some.values()] for some in of)
+    return [len(sent), len(received), sum(sent), sum(received), sent[0] if alike and sent else -1]
 
 
 def _length(message: Message | None, k: int, rounds: int) -> int:

@@ -32,7 +32,7 @@ class Traffic:
 class Staged:
     """What passes in one round: the bytes that this rank sends and those that it receives, by rank one after the other.
 
-    Of a row that packs once, `out` is what all others get, and what this rank would get of itself is in `into` too.
+    Of a row that packs once, `out` is what all others get.
     """
 
     group: dist.ProcessGroup
@@ -44,12 +44,17 @@ class Staged:
 
 @dataclass(frozen=True)
 class Transport:
-    """One row. `fits` the traffic of all ranks; `carry` is collective and returns when `into` is there."""
+    """One row. `fits` the traffic of all ranks; `carry` is collective and returns when `into` is there.
+
+    `once`: a rank packs only once what all others get. `own`: it gets that itself, too. `idle`: nothing moves.
+    """
 
     name: str
     fits: Callable[[Sequence[Traffic]], bool]
     carry: Callable[[Staged], None]
     once: bool = False
+    own: bool = False
+    idle: bool = False
 
 
 def _one_to_all(ranks: Sequence[Traffic]) -> bool:
@@ -66,11 +71,15 @@ def _dense(ranks: Sequence[Traffic]) -> bool:
 
 
 def _broadcast(s: Staged) -> None:
+    if not s.out.numel() + s.into.numel():  # a short message has rounds in which nothing moves
+        return
     root = next((i for i, n in enumerate(s.received) if n), dist.get_rank(s.group))
     dist.broadcast(s.out if s.out.numel() else s.into, group=s.group, group_src=root)
 
 
 def _all_gather(s: Staged) -> None:
+    if not s.out.numel():
+        return
     dist.all_gather([part for _, part in by_rank(s.into, s.received)], s.out, group=s.group)
 
 
@@ -95,8 +104,9 @@ def by_rank(data: Tensor, sizes: Sequence[int]) -> list[tuple[int, Tensor]]:
 
 
 TRANSPORTS = (
+    Transport("nothing", lambda ranks: not any(r.sent for r in ranks), lambda staged: None, idle=True),
     Transport("broadcast", _one_to_all, _broadcast, once=True),
-    Transport("all-gather", _all_to_all_alike, _all_gather, once=True),
+    Transport("all-gather", _all_to_all_alike, _all_gather, once=True, own=True),
     Transport("all-to-all", _dense, _all_to_all),
     Transport("pairs", lambda ranks: True, _pairs),
 )
@@ -115,6 +125,6 @@ def choose(ranks: Sequence[Traffic], way: str | None = None) -> Transport:
     if found is None:
         names = ", ".join([NEAR, *(row.name for row in TRANSPORTS)])
         raise RelayoutError(f"there is no way {way!r} between ranks; there are {names}")
-    if any(r.sent for r in ranks) and way not in ALWAYS and not found.fits(ranks):
+    if way not in ALWAYS and not found.fits(ranks):
         raise RelayoutError(f"the ranks do not want what {way} moves; leave the way to the pattern")
     return found
