@@ -120,6 +120,20 @@ def test_a_row_says_what_its_function_does(case: Case) -> None:
     assert not case.issue or re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", case.issue)
 
 
+def test_the_page_has_the_table() -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "sharding-dtensor.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("| `")] == [page_row(case) for case in CASES]
+    assert any(f"torch {FOUND_WITH}" in line for line in lines)
+
+
+def page_row(case: Case) -> str:
+    inputs = ", ".join(f"S({one.dim})" if isinstance(one, Shard) else "R" for one in case.inputs)
+    owner, _, number = case.issue.partition("#")
+    issue = f"[{case.issue}](https://github.com/{owner}/issues/{number})" if case.issue else ""
+    cells = (f"`{case.name}`", f"`{case.operator}`", inputs, case.direction, case.wrong, case.found, issue)
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
 # ---------------------------------------------------------------- the scripts
 
 

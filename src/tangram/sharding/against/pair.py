@@ -120,9 +120,10 @@ def _set_of_processes(
 def _heard(path: Path) -> dict[str, _Found]:
     """What a rank has left, by case; the last line is of what it was at when it ended."""
     heard: dict[str, _Found] = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        found = cast(_Found, json.loads(line))
-        heard[found["name"]] = found
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        if line.endswith("\n"):  # the process may have been ended while it wrote
+            found = cast(_Found, json.loads(line))
+            heard[found["name"]] = found
     return heard
 
 

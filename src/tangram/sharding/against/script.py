@@ -7,6 +7,7 @@ that what is reported is what the person who saves one will see.
 """
 
 import inspect
+import json
 import re
 import textwrap
 from functools import cache
@@ -50,7 +51,7 @@ Exit code 0: DTensor gives what plain torch gives; 1: it gives something else; 2
 def script(case: Case) -> str:
     """The text of a Python program that shows the case."""
     body = _without_remarks(textwrap.dedent(inspect.getsource(case.body)))
-    settings = "".join(f", {key}={value!r}" for key, value in case.settings.items())
+    settings = "".join(f", {key}={json.dumps(value)}" for key, value in case.settings.items())
     constants = (
         f"RANKS = {case.ranks}\nLIMIT = {case.limit:g}  # seconds\nPlace = Callable[[Tensor, Placement], Tensor]"
     )
