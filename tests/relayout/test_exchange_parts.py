@@ -24,7 +24,7 @@ from tangram.relayout.errors import PeerError
 from tangram.relayout.exchange import move
 from tangram.relayout.messages import Request, cut, decoded, encoded
 from tangram.relayout.peers import Peers
-from tangram.relayout.rounds import ENOUGH, Load, Report, Way, decide
+from tangram.relayout.rounds import ENOUGH, ROOM, Load, Report, Way, decide
 from tangram.relayout.transports import Traffic, choose
 from tests.relayout.exchange_jobs import QKV, job
 
@@ -86,12 +86,13 @@ def test_the_way_follows_from_the_pattern(name: str) -> None:
 def test_ranks_of_a_node_share_memory_if_they_have_enough_to_move() -> None:
     far, every = Traffic(1, 1, 50, 50, -1), Traffic(2, 2, 50 + ENOUGH, 50 + ENOUGH, -1)
     loads = [Load(ENOUGH, far, every)] * 4
-    assert decide(loads, 1 << 30, None) == Way(True, choose([far] * 4), 1)
+    assert decide(loads, 1 << 30, None) == Way(True, choose([far] * 4), ENOUGH // ROOM)
     assert decide([replace(load, near=ENOUGH - 1) for load in loads], 1 << 30, None).near is False
     assert decide([replace(load, near=1) for load in loads], 1 << 30, "shared memory").near is True
     assert decide(loads, 1 << 30, "pairs").near is False
     assert decide(loads, 1 << 30, None, shared=False).near is False
-    assert decide(loads, ENOUGH // 2, None).rounds == 5  # two rooms, and what passes between nodes
+    assert decide(loads, ENOUGH, None).rounds == ENOUGH // ROOM  # rooms that stay in a cache
+    assert decide(loads, ROOM, None).rounds == 2 * ENOUGH // ROOM + 1  # two rooms, and what passes between nodes
 
 
 def test_a_process_alone_moves_in_memory() -> None:

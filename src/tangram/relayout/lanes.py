@@ -136,10 +136,11 @@ class Lanes:
 
     def _until(self, true: Callable[[], bool]) -> None:
         """Wait for something that other ranks do. Raises PeerError when one is gone."""
-        pause, looked = 5e-5, time.monotonic()
+        pause, spins, looked = 2e-5, 0, time.monotonic()
         while not true():
-            time.sleep(pause)
-            pause = min(2 * pause, 2e-3)
+            time.sleep(pause if spins > 50 else 0)
+            spins += 1
+            pause = min(1.2 * pause, 1e-3) if spins > 50 else pause
             if time.monotonic() - looked > LOOK:
                 looked = time.monotonic()
                 for rank, lane, process in zip(self._here, self._lanes, self._processes, strict=True):

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_HEAD, _SHORT = 8, 504
+"""Bytes of a length, and of a word that passes together with it: most are no longer."""
+
 
 @dataclass(frozen=True)
 class Peers:
@@ -49,14 +52,20 @@ class Peers:
         if self.group is None:
             return [word]
         data = _data(word)
-        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([data.numel()]), group=self.group)
-        longest = max(int(n) for n in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        head = torch.tensor([data.numel()]).view(torch.uint8)
+        found = self._all_data(torch.cat([head, data[:_SHORT]]), _HEAD + _SHORT)
+        lengths = [int(some[:_HEAD].view(torch.int64)) for some in found]
+        if max(lengths) > _SHORT:  # the rest of all
+            more = self._all_data(data[_SHORT:], max(lengths) - _SHORT)
+            found = [torch.cat(both) for both in zip(found, more, strict=True)]
+        return [_word(some[_HEAD : _HEAD + n]) for some, n in zip(found, lengths, strict=True)]
+
+    def _all_data(self, data: Tensor, length: int) -> list[Tensor]:
+        padded = torch.zeros(length, dtype=torch.uint8)
         padded[: data.numel()] = data
-        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        found = list(torch.empty(self.size, length, dtype=torch.uint8))
         dist.all_gather(found, padded, group=self.group)
-        return [_word(words[: int(n)]) for words, n in zip(found, lengths, strict=True)]
+        return found
 
     def swap(self, data: Sequence[Tensor]) -> list[Tensor]:
         """What every rank has for this one. `data`: what this one has for each rank, of one dim, all of one dtype."""

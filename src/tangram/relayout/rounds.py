@@ -23,8 +23,12 @@ from tangram.relayout.messages import ALIGNED, Message, pack, unpack
 from tangram.relayout.peers import Peers
 from tangram.relayout.transports import NEAR, Staged, Traffic, Transport, by_rank, choose
 
-ENOUGH = 1 << 20
-"""Bytes that a rank has for others of its node, from which on it is worth while to share memory with them."""
+ENOUGH = 16 << 20
+"""Bytes that a rank has for others of its node, from which on it is worth while to open memory for them."""
+
+ROOM = 2 << 20
+"""Bytes that a rank packs at a time for ranks of its node: few enough to stay in a cache, and memory that is used again
+costs less than new memory."""
 
 Messages = Mapping[int, Message]
 
@@ -77,9 +81,11 @@ def _rounds(load: Load, near: bool, row: Transport, memory: int) -> int:
     of = load.far if near else load.all
     staged = of.received + ((1 + row.own) * max(of.alike, 0) if row.once else of.sent)
     room = max(memory - (load.all.targets + load.all.sources + 1) * 2 * ALIGNED, memory // 2, 1)
-    if near * load.near + staged <= room:
+    if not near:
+        return max(1, -(-staged // room))
+    if load.near <= ROOM and load.near + staged <= room:
         return 1
-    return -(-(2 * near * load.near + staged) // room)
+    return max(-(-load.near // ROOM), -(-(2 * load.near + staged) // room))
 
 
 class Route:
