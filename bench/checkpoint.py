@@ -29,7 +29,7 @@ import numpy as np
 from bench._checkpoint import beside, damage, export, memory, peers, speed
 from bench._checkpoint.speed import Figures, Phase
 from tangram.checkpoint import digest
-from tangram.checkpoint.manifest import BLOCK
+from tangram.checkpoint.manifest import BLOCK, checksum
 from tangram.errors import UserError
 from tangram.hardware.hostmemory import available
 from tangram.hardware.measure import Row, interleaved
@@ -272,12 +272,13 @@ def _damage(settings: Settings) -> Iterable[Row]:
 
 def _digest(settings: Settings) -> Iterable[Row]:
     """The speed of what every byte passes through."""
-    side = 1024
-    data = np.frombuffer(np.random.default_rng(1).bytes(BLOCK), np.uint8)
-    box = (intervals.span(0, BLOCK // 4 // side), intervals.span(0, side))
+    shape = (BLOCK // 4 // 1024, 1024)
+    data = np.random.default_rng(1).integers(0, 256, BLOCK, np.uint8)
+    box = tuple(intervals.span(0, n) for n in shape)
     times = interleaved(
         {
-            "ours": lambda: digest.sums(box, 4, 0, BLOCK // 4, data),
+            "ours": lambda: digest.sums(shape, 4, box, 0, BLOCK // 4, data),
+            "XXH3": lambda: checksum(data.data),
             "crc32": lambda: zlib.crc32(data.data),
             "SHA-256": lambda: hashlib.sha256(data.data).digest(),
         },

@@ -78,7 +78,8 @@ def test_digests_of_what_was_written_are_those_of_the_checkpoint(source: Path, t
         stored = manifest.tensors[f"model.{name}"]
         data = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else torch.empty(0).numpy()
         boxes = Region.full(tensor.shape).boxes
-        sums = digest.sums(boxes[0], tensor.itemsize, 0, tensor.numel(), data) if boxes else digest.NOTHING
+        size, itemsize = tensor.numel(), tensor.itemsize
+        sums = digest.sums(tensor.shape, itemsize, boxes[0], 0, size, data) if boxes else digest.NOTHING
         assert digest.digest(stored.spec.dtype, stored.spec.shape, sums) == stored.digest
 
 

@@ -87,7 +87,8 @@ def test_there_are_strategies_enough_and_each_cuts_otherwise() -> None:
 def whole_digest(tensor: torch.Tensor) -> str:
     """Of a tensor that nobody has cut."""
     boxes = Region.full(tensor.shape).boxes
-    own = digest.sums(boxes[0], tensor.itemsize, 0, tensor.numel(), bits(tensor).reshape(-1)) if boxes else (0, 0)
+    size, data = tensor.numel(), bits(tensor).reshape(-1)
+    own = digest.sums(tensor.shape, tensor.itemsize, boxes[0], 0, size, data) if boxes else digest.NOTHING
     return digest.digest(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), own)
 
 

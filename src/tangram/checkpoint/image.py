@@ -171,19 +171,18 @@ def add_sums(image: Image, start: int, data: Bytes, found: dict[str, Sums]) -> N
 
 def add_piece(piece: Outgoing, first: int, data: Bytes, found: dict[str, Sums]) -> None:
     """Add the sums of a piece's bytes from `first` on to its tensor's."""
-    itemsize = piece.itemsize
+    shape, itemsize = piece.spec.shape, piece.itemsize
     start, stop = first // itemsize, (first + len(data)) // itemsize
     if len(piece.region.boxes) == 1:
-        found[piece.name] = digest.add(
-            found.get(piece.name, digest.NOTHING), digest.sums(piece.region.boxes[0], itemsize, start, stop, data)
-        )
+        some = digest.sums(shape, itemsize, piece.region.boxes[0], start, stop, data)
+        found[piece.name] = digest.add(found.get(piece.name, digest.NOTHING), some)
         return
-    whole = tuple(intervals.span(0, n) for n in piece.spec.shape)
-    for at, low, high in _runs(piece.region, piece.spec.shape):
+    whole = tuple(intervals.span(0, n) for n in shape)
+    for at, low, high in _runs(piece.region, shape):
         begin, end = max(start, at), min(stop, at + high - low)
         if begin < end:
             part = data[(begin - start) * itemsize : (end - start) * itemsize]
-            some = digest.sums(whole, itemsize, low + begin - at, low + end - at, part)
+            some = digest.sums(shape, itemsize, whole, low + begin - at, low + end - at, part)
             found[piece.name] = digest.add(found.get(piece.name, digest.NOTHING), some)
 
 
