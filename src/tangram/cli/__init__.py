@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "train": "Train a model as a plan says, or as the planner says of a job.",
         "plan": "Rank the strategies for a job on this machine, or explain a plan.",
+        "shard": "Prove op rules by numbers, and look at them.",
         "checkpoint": "Look into checkpoints, verify, compare, export and prune them.",
         "doctor": "Say what this machine has and what will work on it.",
         "bench": "Measure Tangram beside its peers, from a checkout.",

@@ -25,14 +25,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import cast
 
-__all__ = ["Channel", "Detached", "Job", "Json", "Outcome", "run", "start_detached"]
+__all__ = ["Channel", "Detached", "Job", "Json", "Outcome", "forked", "run", "start_detached"]
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -343,3 +343,36 @@ if __name__ == "__main__":
     if sys.argv[1] == "--detached":
         os._exit(_main_detached(int(sys.argv[2])))  # there is nothing to flush, and libraries take long to take leave
     raise SystemExit(_main(Path(sys.argv[1])))
+
+
+def forked(act: Callable[[], Json], limit: float) -> Json:
+    """What a function gives, run in a fork of this process; None where the fork crashes or takes over `limit` seconds.
+
+    For what may end its process and needs what is loaded here. Only for callers that have no other threads.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reading)
+            with os.fdopen(writing, "wb") as stream:
+                stream.write(json.dumps(act()).encode())
+        finally:
+            os._exit(0)  # without what this process would do at its end
+    os.close(writing)
+    data, until = bytearray(), time.monotonic() + limit
+    try:
+        while select.select([reading], [], [], max(0.0, until - time.monotonic()))[0]:
+            some = os.read(reading, 1 << 16)
+            if not some:
+                break
+            data += some
+        else:
+            os.kill(child, signal.SIGKILL)
+    finally:
+        os.close(reading)
+        os.waitpid(child, 0)
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None

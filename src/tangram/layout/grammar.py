@@ -1,4 +1,4 @@
-"""The one parser: meshes, layouts, mappings and regions (op rules join later). LALR(1), by Lark.
+"""The one parser: meshes, layouts, mappings, regions and op rules. LALR(1), by Lark.
 
 Every entry point takes text and returns values of `syntax`; errors are `NotationError`s that point at the character.
 Parsing is pure and cached, so callers may parse in inner loops.
@@ -18,6 +18,7 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedEOF, UnexpectedInput
 from tangram.layout.errors import NotationError
 from tangram.layout.intervals import IntSet, normal
 from tangram.layout.maps import MAPS
+from tangram.layout.rule import Note, Operand, Piece, Rule, Slot
 from tangram.layout.syntax import REST, VOID, Cut, Dim, Index, Layout, Mapping, Statement, TensorPattern, Wild
 
 GRAMMAR = r"""
@@ -56,11 +57,23 @@ box: "[" set* "]"
 set: run ("," run)*
 run: INT ":" INT
 
+rule: operators ":" operands "->" operands [";" note+]
+operators: OPERATOR+
+operands: operand ("," operand)*
+operand: piece* contraction*
+piece: (dim | slot) [WHOLE]
+slot: SLOT
+contraction: OP ":" (NAME | SLOT)
+note: NAME ["(" (NAME | SLOT | INT)* ")"]
+
 OP.2: /(sum|avg|max|min)(?=\s*:)/
 SIZE: /=\s*\d+(?![\w.{])/
 NAME: /[A-Za-z]\w*/
 PATTERN: /(?!_(?![\w.\/{]))([\w.\/]|-(?!>)|\{[^{}]*\})+/
 NUMBER: /(-?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?|-?inf|nan)(?![\w:])/
+OPERATOR: /[A-Za-z_][\w.]*/
+SLOT: /\{#{0,2}[A-Za-z_]\w*(:[A-Za-z_]\w*)?\}/
+WHOLE: "^"
 INT: /\d+/
 %import common.WS
 %ignore WS
@@ -170,8 +183,30 @@ class _Build(Transformer[Token, Any]):
 
     region = view
 
+    def slot(self, c: list[Any]) -> Slot:
+        argument, _, keep = c[0].strip("{#}").partition(":")
+        return Slot(argument, keep, c[0].count("#"))
 
-_STARTS = ["mesh", "layout", "statement", "index", "region"]
+    def piece(self, c: list[Any]) -> Piece:
+        return Piece(c[0], c[1] is not None)
+
+    def contraction(self, c: list[Any]) -> tuple[str, str]:
+        return c[0], str(c[1])
+
+    def operand(self, c: list[Any]) -> Operand:
+        pieces = tuple(x for x in c if isinstance(x, Piece))
+        return Operand(pieces, tuple(x for x in c if not isinstance(x, Piece)))
+
+    def note(self, c: list[Any]) -> Note:
+        return c[0], tuple(str(x) for x in c[1:] if x is not None)
+
+    operators = operands = view
+
+    def rule(self, c: list[Any]) -> Rule:
+        return Rule(tuple(map(str, c[0])), c[1], c[2], tuple(x for x in c[3:] if x is not None))
+
+
+_STARTS = ["mesh", "layout", "statement", "index", "region", "rule"]
 _LARK = Lark(GRAMMAR, parser="lalr", start=_STARTS, maybe_placeholders=True, propagate_positions=True)
 _BUILD = _Build()
 
@@ -179,7 +214,7 @@ _WORDS = {
     "NAME": "a name", "INT": "a number", "SIZE": "=number", "PATTERN": "a tensor name", "NUMBER": "a number",
     "LPAR": "(", "RPAR": ")", "LSQB": "[", "RSQB": "]", "SLASH": "/", "COLON": ":", "PLUS": "+", "COMMA": ",",
     "EQUAL": "=", "SEMICOLON": ";", "VBAR": "|", "AT": "@", "OP": "sum:", "AS": "as", "UNDERSCORE": "_",
-    "$END": "the end",
+    "OPERATOR": "an operator", "SLOT": "{argument}", "WHOLE": "^", "$END": "the end",
     "__ANON_0": "...", "__ANON_1": "//", "__ANON_2": "->",
 }  # fmt: skip
 
@@ -305,6 +340,20 @@ def parse_region(text: str) -> tuple[tuple[IntSet, ...], ...]:
 def parse_mapping(text: str) -> Mapping:
     """`Mapping.parse`."""
     return Mapping(tuple(_within(text, start, line, _statement) for start, line in _lines(text)))
+
+
+@lru_cache(1 << 12)
+def parse_rule(text: str) -> Rule:
+    """`Rule.parse`."""
+    rule = cast("Rule", _parse("rule", text))
+    for operand in (*rule.inputs, *rule.outputs):
+        nodes = [node for piece in operand.pieces if isinstance(piece.what, Dim) for node in piece.what.nodes]
+        if any(node.cuts for node in nodes):
+            raise NotationError(text, _find("rule", text, "cut"), "a rule has no cuts: it says what can be cut")
+    for operand in rule.inputs:
+        if operand.pending:
+            raise NotationError(text, _find("rule", text, "contraction"), "only outputs have a pending reduction")
+    return rule
 
 
 @lru_cache(1 << 14)

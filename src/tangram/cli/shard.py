@@ -1,0 +1,95 @@
+"""`tangram shard`: prove the op rules, or DTensor's; say which rule an operator has."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from tangram.cli.output import print_json, print_table
+from tangram.errors import UserError
+
+if TYPE_CHECKING:
+    from tangram.sharding.proof.prove import Verdict
+
+__all__ = ["shard"]
+
+shard = typer.Typer()
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+Names = Annotated[list[str] | None, typer.Argument(metavar="[OPERATOR]...", help="Only these, as aten calls them.")]
+
+
+@shard.callback(invoke_without_command=True)
+def _none(context: typer.Context) -> None:
+    """Prove op rules, and look at them."""
+    if context.invoked_subcommand is None:
+        raise UserError("give one of check and rule; --help lists them")
+
+
+@shard.command()
+def check(
+    operators: Names = None,
+    rules: Annotated[Path | None, typer.Option(metavar="FILE", help="Rules of your own, a line each.")] = None,
+    against: Annotated[Literal["dtensor"] | None, typer.Option(help="Show where torch's DTensor is wrong.")] = None,
+    save: Annotated[Path | None, typer.Option(metavar="DIR", help="With --against: a script of each case.")] = None,
+    json: Json = False,
+) -> None:
+    """Prove the rules by numbers: every cut that they allow, forward and backward, beside the whole operator."""
+    if against is not None:
+        _against(operators, save, json)
+        return
+    if save is not None:
+        raise UserError("--save goes with --against, which has scripts to save")
+    from tangram.sharding.proof.prove import prove
+
+    verdicts = prove(operators or (), rules)
+    wrong = [v for v in verdicts if v.kind not in ("proved", "whole")]
+    if json:
+        print_json({"operators": [vars(v) for v in verdicts], "proved": not wrong})
+    else:
+        _tell(verdicts, wrong)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _tell(verdicts: "Sequence[Verdict]", wrong: "Sequence[Verdict]") -> None:
+    counts = Counter(v.kind for v in verdicts)
+    rows = [(kind, str(n), str(sum(v.cases for v in verdicts if v.kind == kind))) for kind, n in counts.most_common()]
+    print_table("Op rules", ("verdict", "operators", "cases"), rows)
+    for verdict in wrong:
+        print(f"{verdict.operator}: {verdict.kind}: {verdict.why}")
+
+
+def _against(names: Sequence[str] | None, save: Path | None, json: bool) -> None:
+    from tangram.sharding import against
+
+    cases = {case.name: case for case in against.CASES}
+    unknown = [name for name in names or () if name not in cases]
+    if unknown:
+        raise UserError(f"there is no case {unknown[0]}, but {', '.join(cases)}")
+    found = against.run([cases[name] for name in names] if names else None, save=save)
+    if json:
+        print_json({"cases": [_plain(one) for one in found]})
+        return
+    rows = [(o.name, o.verdict, str(o.expected), str(o.got)) for o in found]
+    print_table("DTensor of the installed torch", ("case", "verdict", "plain torch", "DTensor"), rows)
+
+
+def _plain(outcome: Any) -> dict[str, Any]:
+    return {key: getattr(outcome, key) for key in outcome.__dataclass_fields__}
+
+
+@shard.command()
+def rule(
+    operator: Annotated[str, typer.Argument(help="As aten calls it, as sum.dim_IntList.")], json: Json = False
+) -> None:
+    """Show the rule of an operator, and where it stands."""
+    from tangram.sharding.show import rules_of
+
+    rows = rules_of(operator)
+    if json:
+        print_json({"rules": [dict(zip(("operator", "rule", "where"), row, strict=True)) for row in rows]})
+    else:
+        print_table("Op rules", ("operator", "rule", "where"), rows)

@@ -1,0 +1,24 @@
+"""What can be cut in a call: by its rule, or by the strides of a view; or a refusal."""
+
+from __future__ import annotations
+
+from tangram.errors import UserError
+from tangram.sharding import views
+from tangram.sharding.bind import Bound, bind
+from tangram.sharding.calls import Call
+from tangram.sharding.table import Table
+
+
+class NoRuleError(UserError):
+    """There is no rule for an operator."""
+
+
+def bound(table: Table, call: Call) -> Bound:
+    """The factors of a call. Raises NoRuleError, which says how to find a rule; RuleError where one does not fit."""
+    line = table.find(call)
+    if line is not None:
+        return bind(line.rule, call)
+    view = views.view_of(call.operator)
+    if view is not None:
+        return views.bind(call, view)
+    raise NoRuleError(f"there is no rule for {call.name}: `tangram shard discover {call.operator.name()}` proposes one")

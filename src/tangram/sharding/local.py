@@ -1,0 +1,212 @@
+"""One rank's part of a call: its tensors cut, its arguments as the part needs them, its results put right.
+
+What an operator computes with beside its tensors' elements is global: sizes, indices into a cut factor, a mean's
+divisor, a bias that is added to a sum. The notes of a rule say which:
+
+    size(size)      an argument that is the shape of the result
+    offset(1 v)     input 1 holds indices into factor v: counted from the part's first; others give nothing, and a
+                    pending sum
+    scale(k)        the result is divided by the size of k: the part counts by its share
+    once(0)         input 0 is added once, though the result is a pending sum
+    product(C g c)  an argument that is a product of factors
+    filled          the operator refuses tensors of nothing, which a part may be
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tangram.layout import Layout, Mesh, region
+from tangram.layout.intervals import IntSet, elements, size
+from tangram.layout.syntax import Cut, Dim
+from tangram.sharding.bind import Bound, Dims
+from tangram.sharding.calls import Call
+
+Cuts = Mapping[str, tuple[Cut, ...]]
+"""The cuts of each factor that is cut, major axis first."""
+
+
+def factor_dim(factor: str, n: int, cuts: Cuts) -> Dim:
+    """A factor as a dim of a layout, with its cuts."""
+    return Dim(factor, n, cuts=tuple(cuts.get(factor, ())))
+
+
+def layout_of(dims: Dims, shape: Sequence[int], bound: Bound, cuts: Cuts) -> Layout:
+    """How a tensor lies when factors are cut."""
+    found: list[Dim] = []
+    for factors, n in zip(dims, shape, strict=True):
+        if not any(f in cuts for f in factors):
+            found.append(Dim("_", n))
+            continue
+        made = [factor_dim(f, bound.sizes[f], cuts) for f in factors]
+        found.append(made[0] if len(made) == 1 else Dim(terms=(tuple(made),)))
+    return Layout(tuple(found))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one rank stands: what it holds of each factor, and its coordinates on the axes that cut each."""
+
+    mesh: Mesh
+    rank: int
+    held: Mapping[str, IntSet]
+    cuts: Cuts
+
+    def first_along(self, factor: str) -> bool:
+        """Whether it is the first of the ranks that a factor is cut over."""
+        own = self.mesh.coords(self.rank)
+        return all(own[cut.axis] == 0 for cut in self.cuts.get(factor, ()))
+
+
+def part_of(bound: Bound, cuts: Cuts, mesh: Mesh, rank: int) -> Part:
+    """What a rank holds of the cut factors."""
+    held: dict[str, IntSet] = {}
+    for factor in cuts:
+        found = region(Layout((factor_dim(factor, bound.sizes[factor], cuts),)), mesh, rank)
+        held[factor] = found.boxes[0][0] if found else ()
+    return Part(mesh, rank, held, cuts)
+
+
+def piece(tensor: Tensor, dims: Dims, part: Part, bound: Bound) -> Tensor:
+    """A rank's part of a whole tensor."""
+    for dim, factors in enumerate(dims):
+        cut = [f for f in factors if f in part.held]
+        if cut:
+            n = tensor.shape[dim]
+            found = region(layout_of((factors,), (n,), bound, part.cuts), part.mesh, part.rank)
+            index = elements(found.boxes[0][0]) if found else []
+            tensor = tensor.index_select(dim, torch.tensor(index, dtype=torch.int64))
+    return tensor
+
+
+def run(call: Call, bound: Bound, part: Part, local: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """The operator on one rank's tensors. Raises what the operator raises."""
+    tensors = list(local)
+    masks: list[Tensor] = []
+    for name, args in bound.rule.notes:
+        if name == "once":
+            for i in map(int, args):
+                tensors[i] = _once(tensors[i], bound, i, part)
+        elif name == "offset" and args[0].isdigit() and (held := _held(part, args[1])) is not None:
+            i = int(args[0])
+            tensors[i], mask = _own_indices(cast(Tensor, tensors[i]), held)
+            masks.append(_spread(mask, bound.inputs[i] or (), bound.outputs[0]))
+    nothing = _of_nothing(call, bound, part, masks)
+    results = nothing or call.with_tensors(tensors, **_arguments(call, bound, part)).run()
+    for mask in masks:
+        results = (torch.where(mask, results[0], torch.zeros((), dtype=results[0].dtype)), *results[1:])
+    if bound.rule.note("shape") is not None:  # a dim of one element here may have more elsewhere
+        results = tuple(
+            r.reshape([_size(f, bound, part) for f in d]) for r, d in zip(results, bound.outputs, strict=True)
+        )
+    share = _share(bound, part)
+    if share == 1:
+        return results
+    return (results[0] * share if share else torch.zeros_like(results[0]), *results[1:])
+
+
+def _held(part: Part, name: str) -> IntSet | None:
+    """What is held of a factor, or of the only one of a slot."""
+    return next((held for factor, held in part.held.items() if factor in (name, f"{name}0")), None)
+
+
+def _of_nothing(call: Call, bound: Bound, part: Part, masks: Sequence[Tensor]) -> tuple[Any, ...] | None:
+    """What operators refuse to do with nothing: its results are empty, nothing to add, or less than anything."""
+    empty = [f for f, held in part.held.items() if not held]
+    after = [{bound.after(f, i) for f in empty} for i in range(len(bound.outputs))]
+    refuses = masks or bound.rule.note("filled") is not None or any(some & {"max", "min"} for some in after)
+    once = [int(i) for i in bound.rule.note("once") or () if call.tensors[int(i)] is not None]
+    adds = "cut" not in after[0] and any(_adds(bound, i, part) for i in once)
+    if not empty or not refuses or adds:
+        return None
+    meta = call.with_tensors([None if t is None else t.to("meta") for t in call.tensors]).run()
+    return tuple(
+        torch.full(
+            [_size(f, bound, part) if part.held.keys() & {*f} else n for f, n in zip(dims, whole.shape, strict=True)],
+            _least(whole.dtype) if "max" in some else _most(whole.dtype) if "min" in some else 0,
+            dtype=whole.dtype,
+        )
+        for whole, dims, some in zip(meta, bound.outputs, after, strict=True)
+    )
+
+
+def _least(dtype: torch.dtype) -> float:
+    return False if dtype == torch.bool else -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _most(dtype: torch.dtype) -> float:
+    return True if dtype == torch.bool else torch.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _size(factors: Sequence[str], bound: Bound, part: Part) -> int:
+    n = 1
+    for f in factors:
+        n *= size(part.held[f]) if f in part.held else bound.sizes[f]
+    return n
+
+
+def _once(tensor: Tensor | None, bound: Bound, i: int, part: Part) -> Tensor | None:
+    return tensor if tensor is None or _adds(bound, i, part) else torch.zeros_like(tensor)
+
+
+def _adds(bound: Bound, i: int, part: Part) -> bool:
+    """Whether it is this rank that adds an input to a pending sum."""
+    added = [f for f in part.held if not any(f in dim for dim in bound.inputs[i] or ()) and bound.after(f, 0) == "sum"]
+    return all(part.first_along(f) for f in added)
+
+
+def _own_indices(indices: Tensor, held: IntSet) -> tuple[Tensor, Tensor]:
+    """Indices into what this rank holds of a factor, and which of them are there at all."""
+    n = size(held)
+    table = torch.full((held[-1][1] + 1 if held else 1,), n, dtype=torch.int64)
+    if n:
+        table[torch.tensor(elements(held))] = torch.arange(n)
+    own = table[indices.clamp(max=len(table) - 1)]
+    there = own < n
+    return torch.where(there, own, torch.zeros_like(own)).to(indices.dtype), there
+
+
+def _spread(mask: Tensor, own: Dims, result: Dims) -> Tensor:
+    """A mask over some factors as one that broadcasts over a result: by the names of their factors."""
+    order = [dim for dim in result if dim in own and dim]
+    places = [own.index(dim) for dim in order]
+    shape = [mask.shape[own.index(dim)] if dim in own and dim else 1 for dim in result]
+    return mask.permute(places).reshape(shape)
+
+
+def _share(bound: Bound, part: Part) -> float:
+    share = 1.0
+    for name, args in bound.rule.notes:
+        if name == "scale":
+            for factor, held in part.held.items():
+                if any(factor == a or factor.rstrip("0123456789") == a for a in args):
+                    share *= size(held) / bound.sizes[factor]
+    return share
+
+
+def _arguments(call: Call, bound: Bound, part: Part) -> dict[str, Any]:
+    """The arguments that are sizes, as this rank has them."""
+    found: dict[str, Any] = {}
+    for factor, held in part.held.items():
+        if factor in call.arguments:
+            found[factor] = size(held)
+    for name, args in bound.rule.notes:
+        if name == "offset" and not args[0].isdigit() and (held := _held(part, args[1])) is not None:
+            value = torch.tensor([max(0, call.arguments[args[0]])])
+            own_index, there = _own_indices(value, held)
+            found[args[0]] = int(own_index) if bool(there) and call.arguments[args[0]] >= 0 else -1
+        if name == "product" and any(f in part.held for f in args[1:]):
+            found[args[0]] = _size(args[1:], bound, part)
+        if name == "size":
+            own = [int(n) for n in args[1:]] or list(cast("Sequence[int]", call.arguments[args[0]]))
+            shift = len(bound.outputs[0]) - len(own)
+            for i, factors in enumerate(bound.outputs[0][shift:]):
+                if any(f in part.held for f in factors):
+                    own[i] = _size(factors, bound, part)
+            found[args[0]] = own
+    return found

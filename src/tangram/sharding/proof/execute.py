@@ -1,0 +1,232 @@
+"""One rule, one call, one way of cutting it: run every rank's part here, put the results together, compare.
+
+    forward     a cut result is put together, a pending one is reduced; both must be what the operator gives whole
+    backward    the same cotangent, cut where the result is cut and whole where it is pending; the gradient of a cut
+                input is cut, that of a whole one is the sum over the ranks
+
+The operator is reached as a user's model reaches it, through torch's dispatcher, and backward is torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tangram.layout import Mesh, region
+from tangram.layout.syntax import Cut
+from tangram.sharding.bind import Bound, Dims
+from tangram.sharding.calls import Call
+from tangram.sharding.local import Cuts, Part, layout_of, part_of, piece, run
+
+REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+EXPECTED_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, ZeroDivisionError)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A way of cutting a call that the rule allows and that is wrong."""
+
+    call: str
+    cut: str
+    """Which factors over which axes."""
+    where: str
+    """`output 0`, `gradient of input 1`."""
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.call} with {self.cut}: {self.where} {self.what}"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What an operator gives in one process."""
+
+    results: tuple[Any, ...]
+    cotangents: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor | None, ...]
+    """Of the inputs, by place; None where there is none."""
+    wanted: frozenset[int]
+    """The places whose gradients are taken."""
+
+
+def whole(call: Call, seed: int = 0) -> Whole:
+    """Run a call whole, and backward with random cotangents where it has gradients.
+
+    Raises what the operator raises; torch refuses some derivatives, so fewer inputs are tried then.
+    """
+    places = [i for i, t in enumerate(call.tensors) if t is not None and (t.is_floating_point() or t.is_complex())]
+    for wanted in (places, places[:1]):
+        try:
+            return _whole(call, seed, frozenset(wanted))
+        except (NotImplementedError, RuntimeError):
+            continue
+    return _whole(call, seed, frozenset())
+
+
+def _whole(call: Call, seed: int, wanted: frozenset[int]) -> Whole:
+    leaves = _leaves(call.tensors, wanted)
+    results = call.with_tensors(leaves).run()
+    torch.manual_seed(seed)
+    cotangents = tuple(torch.randn_like(r) if isinstance(r, Tensor) and r.requires_grad else None for r in results)
+    gradients = _gradients(leaves, results, cotangents)
+    return Whole(tuple(_plain(r) for r in results), cotangents, gradients, wanted)
+
+
+def _plain(result: Any) -> Any:
+    return result.detach() if isinstance(result, Tensor) else result
+
+
+def _leaves(tensors: Sequence[Tensor | None], wanted: frozenset[int]) -> list[Tensor | None]:
+    return [t if t is None else t.detach().clone().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
+
+
+def _gradients(
+    leaves: Sequence[Tensor | None], results: Sequence[Any], cotangents: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if c is not None]
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    if not pairs or not wanted:
+        return (None,) * len(leaves)
+    found = iter(torch.autograd.grad([r for r, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True))
+    return tuple(next(found) if t is not None and t.requires_grad else None for t in leaves)
+
+
+def check(call: Call, bound: Bound, cuts: Cuts, mesh: Mesh, expected: Whole) -> Failure | None:
+    """Compare a cut call with the whole one. None: they agree."""
+    shown = ", ".join(f"{factor}/{'/'.join(cut.axis for cut in some)}" for factor, some in cuts.items())
+    shown = f"{shown} over {mesh}"
+
+    def failure(where: str, what: str) -> Failure:
+        return Failure(str(call), shown, where, what)
+
+    if len(expected.results) != len(bound.outputs):
+        return failure("the rule", f"has {len(bound.outputs)} results, the operator {len(expected.results)}")
+    parts = [part_of(bound, cuts, mesh, rank) for rank in range(mesh.size)]
+    pending = [_pending(bound, cuts, i) for i in range(len(bound.outputs))]
+    differentiable = all(op == "sum" for ops in pending for op in ops.values())
+    results: list[tuple[Any, ...]] = []
+    gradients: list[tuple[Tensor | None, ...]] = []
+    for part in parts:
+        pairs = zip(call.tensors, bound.inputs, strict=True)
+        cut = [t if t is None or d is None else piece(t, d, part, bound) for t, d in pairs]
+        local = _leaves(cut, expected.wanted)
+        try:
+            found = run(call, bound, part, local)
+            if differentiable:
+                gradients.append(_local_gradients(local, found, expected, bound, part))
+        except EXPECTED_ERRORS as error:
+            return failure(f"rank {part.rank}", f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        results.append(tuple(_plain(r) for r in found))
+    tried = _Tried(bound, cuts, mesh, parts)
+    for i, want in enumerate(expected.results):
+        if isinstance(want, Tensor) and bound.rule.note("undefined") is None:
+            wrong = tried.assembled([r[i] for r in results], want, bound.outputs[i], pending[i])
+            if wrong:
+                return failure(f"output {i}", wrong)
+    wrong = tried.gradients(gradients, expected) if differentiable else None
+    return failure(*wrong) if wrong else None
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A way of cutting, to put parts together by."""
+
+    bound: Bound
+    cuts: Cuts
+    mesh: Mesh
+    parts: Sequence[Part]
+
+    def gradients(self, found: Sequence[Sequence[Tensor | None]], expected: Whole) -> tuple[str, str] | None:
+        """Where the ranks' gradients together are not those of the whole call, and how."""
+        for i, (want, dims) in enumerate(zip(expected.gradients, self.bound.inputs, strict=True)):
+            if want is None or dims is None:
+                continue
+            summed = [some for f, some in self.cuts.items() if not any(f in factors for factors in dims)]
+            own = [
+                torch.zeros_like(piece(want, dims, part, self.bound)) if some[i] is None else some[i]
+                for some, part in zip(found, self.parts, strict=True)
+            ]
+            wrong = self.assembled(own, want, dims, {cut.axis: "sum" for some in summed for cut in some})
+            if wrong:
+                return f"gradient of input {i}", wrong
+        return None
+
+    def assembled(self, found: Sequence[Any], want: Tensor, dims: Dims, pending: dict[str, str]) -> str:
+        """What is wrong with parts that together should be `want`; nothing when they are it."""
+        if len(dims) != want.ndim:
+            return f"has {want.ndim} dims, by the rule {len(dims)}"
+        here = {f: some for f, some in self.cuts.items() if any(f in factors for factors in dims)}
+        layout = layout_of(dims, want.shape, self.bound, here)
+        if layout.shape != tuple(want.shape):
+            return f"has shape {list(want.shape)}, by the rule {list(layout.shape)}"
+        groups: dict[Any, tuple[Tensor, dict[Any, list[Tensor]]]] = {}
+        for part, value in zip(self.parts, found, strict=True):
+            if not isinstance(value, Tensor) or value.dtype != want.dtype:
+                return f"is {getattr(value, 'dtype', type(value).__name__)} on a rank, not {want.dtype}"
+            expected = piece(want, dims, part, self.bound)
+            if value.shape != expected.shape:
+                return f"has shape {list(value.shape)} on rank {part.rank}, not {list(expected.shape)}"
+            replica = tuple((axis, i) for axis, i in sorted(self.mesh.coords(part.rank).items()) if axis not in pending)
+            key = (region(layout, self.mesh, part.rank), expected.shape)  # nothing is nothing, but of different shapes
+            groups.setdefault(key, (expected, {}))[1].setdefault(replica, []).append(value)
+        reduce = REDUCE[next(iter(pending.values()), "sum")]
+        for expected, replicas in groups.values():
+            for values in replicas.values():
+                wrong = differs(functools.reduce(reduce, values), expected)
+                if wrong:
+                    return wrong
+        return ""
+
+
+def _pending(bound: Bound, cuts: Cuts, output: int) -> dict[str, str]:
+    """By axis, what is pending of an output."""
+    found: dict[str, str] = {}
+    for factor, some in cuts.items():
+        after = bound.after(factor, output)
+        if after not in ("cut", ""):
+            found |= {cut.axis: after for cut in some}
+    return found
+
+
+def _local_gradients(
+    local: Sequence[Tensor | None], results: Sequence[Any], expected: Whole, bound: Bound, part: Part
+) -> tuple[Tensor | None, ...]:
+    cotangents = [
+        None if c is None or not (isinstance(r, Tensor) and r.requires_grad) else piece(c, dims, part, bound)
+        for c, dims, r in zip(expected.cotangents, bound.outputs, results, strict=True)
+    ]
+    return _gradients(local, results, cotangents)
+
+
+def differs(found: Tensor, want: Tensor) -> str:
+    """How much two tensors differ; nothing when they are equal up to rounding."""
+    if not want.is_floating_point() and not want.is_complex():
+        n = int((found != want).sum())
+        return f"differs in {n} of {want.numel()} elements" if n else ""
+    exact = want.dtype in (torch.float64, torch.complex128)
+    relative = 1e-8 if exact else 5e-2 if want.itemsize == 2 else 2e-4
+    size = torch.nan_to_num(want.abs().double(), posinf=0.0)
+    largest = float(size.max()) if size.numel() else 0.0
+    absolute = relative * max(largest, 0.0 if exact else 1.0) / (10 if exact else 1) + 1e-12
+    if torch.allclose(found, want, relative, absolute, equal_nan=True):
+        return ""
+    worst = torch.nan_to_num((found - want).abs().double()).max()
+    return f"differs by up to {float(worst):.3g} from values up to {float(torch.nan_to_num(want).abs().max()):.3g}"
+
+
+def ways(bound: Bound, worlds: Iterable[int]) -> Iterable[tuple[Cuts, Mesh]]:
+    """Every factor cut over each number of ranks; then two factors, or one twice, in both orders of the axes."""
+    factors = bound.cuttable
+    for world, factor in itertools.product(worlds, factors):
+        yield {factor: (Cut("x"),)}, Mesh.parse(f"x={world}")
+    for first, second in itertools.permutations(factors[:3], 2):
+        yield {first: (Cut("x"),), second: (Cut("y"),)}, Mesh.parse("x=2 y=3")
+    for factor in factors[:2]:
+        for order in ("xy", "yx"):
+            yield {factor: tuple(Cut(axis) for axis in order)}, Mesh.parse("x=2 y=3")

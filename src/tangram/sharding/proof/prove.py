@@ -1,0 +1,169 @@
+"""Prove a whole table: every rule with the calls that its operators get, cut in every way that it allows.
+
+    sizes       parts over 2, 3 and 5 ranks, so that some are uneven and some of nothing; two factors over two axes,
+                and one over two, in both orders
+    values      those of the samples and drawn anew, with both signs
+    spelling    dims counted from either end
+    types       integers, booleans, complex numbers and bfloat16 where the operator takes them
+    pending     sums on the way in, where the rule says that the operator is linear
+
+Each operator is tried in a process of its own, forked from one that has everything loaded: some end theirs when tensors
+do not fit. A rule is refuted by the first case that is wrong; it is printed with the call.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from tangram.errors import UserError
+from tangram.hardware import workers
+from tangram.sharding import find
+from tangram.sharding.bind import Bound
+from tangram.sharding.calls import Call
+from tangram.sharding.proof import samples
+from tangram.sharding.proof.execute import Failure, check, ways, whole
+from tangram.sharding.proof.pending import check_pending
+from tangram.sharding.table import Table, builtin, parse_lines
+
+WORLDS = (2, 3, 5)
+CALLS = 4
+"""Of an operator that are tried."""
+LIMIT = 600.0
+"""Seconds for a whole table."""
+EACH = 60.0
+"""Seconds for an operator."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one operator."""
+
+    operator: str
+    kind: str
+    """`proved`, `whole` (nothing can be cut in any call), `refuted`, `no rule`, or `crashed`."""
+    factors: int = 0
+    """The most that can be cut in one call."""
+    cases: int = 0
+    seconds: float = 0.0
+    why: str = ""
+
+
+def calls_of(table: Table, calls: Sequence[Call]) -> list[Call]:
+    """The calls in which most can be cut, and the first."""
+
+    def cuttable(call: Call) -> int:
+        try:
+            return len(find.bound(table, call).cuttable)
+        except UserError:
+            return 99  # a rule that does not fit is to be seen
+        except Exception:  # noqa: BLE001  so is one whose operator refuses
+            return 99
+
+    ranked = sorted(enumerate(calls), key=lambda pair: (-cuttable(pair[1]), pair[0]))
+    chosen = {i for i, _ in ranked[:CALLS]} | {0}
+    return [call for i, call in enumerate(calls) if i in chosen]
+
+
+def prove_operator(table: Table, name: str, calls: Sequence[Call]) -> Verdict:
+    """Try one operator's rule with some calls. Never raises: what goes wrong is in the verdict."""
+    begun, cases, most = time.monotonic(), 0, 0
+
+    def verdict(kind: str, why: str = "") -> Verdict:
+        return Verdict(name, kind, most, cases, time.monotonic() - begun, why)
+
+    try:
+        for call in calls_of(table, calls):
+            for i, (variant, worlds) in enumerate(_variants(call)):
+                bound = find.bound(table, variant)
+                most = max(most, len(bound.cuttable))
+                if not bound.cuttable:
+                    continue
+                expected = _expected(variant)
+                if expected is None:
+                    if not i:
+                        return verdict("refuted", f"{variant} cannot be run whole")
+                    continue
+                found = _failures(variant, bound, worlds, expected)
+                for failure in found:
+                    cases += 1
+                    if failure is not None:
+                        return verdict("refuted", str(failure))
+    except find.NoRuleError as error:
+        return verdict("no rule", str(error))
+    except UserError as error:
+        return verdict("refuted", str(error))
+    except Exception as error:  # noqa: BLE001  whatever an operator raises refutes its rule
+        return verdict("refuted", f"{type(error).__name__}: {error}".splitlines()[0])
+    return verdict("proved" if most else "whole")
+
+
+def _variants(call: Call) -> Iterator[tuple[Call, tuple[int, ...]]]:
+    """The call as it is, with other values, with its dims spelled otherwise, with other types."""
+    yield call, WORLDS
+    yield samples.drawn(call, 1), (3,)
+    for other in samples.respelled(call):
+        yield other, (2,)
+    for dtype in (torch.int64, torch.bool, torch.complex128, torch.bfloat16):
+        other = samples.of_dtype(call, dtype)
+        if other is not None:
+            yield other, (3,)
+
+
+def _expected(call: Call) -> Any:
+    try:
+        return whole(call)
+    except Exception:  # noqa: BLE001  of this type, say, the operator has no kernel
+        return None
+
+
+def _failures(call: Call, bound: Bound, worlds: Sequence[int], expected: Any) -> Iterator[Failure | None]:
+    for cuts, mesh in ways(bound, worlds):
+        yield check(call, bound, cuts, mesh, expected)
+    yield from check_pending(call, bound, expected)
+
+
+def prove(
+    names: Sequence[str] = (), rules: Path | None = None, told: Callable[[Verdict], None] | None = None
+) -> list[Verdict]:
+    """Prove the table, or some operators of it, over the cores of the machine. `rules`: a file with more of them.
+
+    Raises UserError where a name is no operator with a sample, or a line of the file is no rule.
+    """
+    if rules is not None:
+        parse_lines(rules.read_text(), str(rules))  # here rather than in each process
+    jobs = [
+        workers.Job(f"{__name__}:job", {"names": list(names), "rules": str(rules or ""), "part": i, "parts": 2})
+        for i in range(2)
+    ]
+    found: list[Verdict] = []
+    for outcome in workers.run(jobs, LIMIT, {"OMP_NUM_THREADS": "1"}):
+        if not outcome.ok:
+            raise UserError(f"the proof did not end: {outcome.error}")
+        found += [Verdict(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
+    for verdict in found:
+        if told is not None:
+            told(verdict)
+    return sorted(found, key=lambda v: v.operator)
+
+
+def job(names: list[str], rules: str, part: int, parts: int) -> Any:
+    """One process's share of a proof: every `parts`-th operator, from `part` on."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    table = builtin()
+    if rules:
+        table = table.with_lines(parse_lines(Path(rules).read_text(), rules))
+    calls = samples.recorded()
+    chosen = sorted(name for name in calls if not names or name in names or name.partition(".")[0] in names)
+    found: list[Any] = []
+    for name in chosen[part::parts]:
+        value = workers.forked(lambda name=name: asdict(prove_operator(table, name, calls[name])), EACH)
+        found.append(asdict(Verdict(name, "crashed", why="its process ended")) if value is None else value)
+    return found

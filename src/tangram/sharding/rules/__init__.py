@@ -1,0 +1,1 @@
+"""The op rules, by family: files of text that `tangram.sharding.table` reads."""

@@ -1,0 +1,34 @@
+"""What the table says of an operator, for people."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tangram.errors import UserError
+from tangram.sharding import views
+from tangram.sharding.table import builtin
+
+
+def rules_of(operator: str) -> list[tuple[str, str, str]]:
+    """The rules of an operator by its name, `sum.dim_IntList` or `sum`: overload, rule and place in the table.
+
+    Raises UserError where torch has no such operator.
+    """
+    packet, _, overload = operator.removeprefix("aten::").removeprefix("aten.").partition(".")
+    found: Any = getattr(torch.ops.aten, packet, None)
+    if found is None:
+        raise UserError(f"torch has no operator aten.{packet}")
+    overloads: Mapping[str, Any] = {name: getattr(found, name) for name in found.overloads()}
+    if overload and overload not in overloads:
+        raise UserError(f"aten.{packet} has no overload {overload}, but {', '.join(overloads)}")
+    rows: list[tuple[str, str, str]] = []
+    for name, one in overloads.items():
+        if overload not in ("", name):
+            continue
+        shown = packet if name == "default" else f"{packet}.{name}"
+        lines = builtin().all_of(one)
+        rows += [(shown, line.text, f"{line.file}, line {line.number}") for line in lines]
+        if not lines:
+            rows.append((shown, "by the strides of a view" if views.view_of(one) else "none", ""))
+    return rows
