@@ -1,4 +1,4 @@
-"""Copy plans for a trillion parameters, and the speed of moving bytes in memory.
+"""Copy plans for a trillion parameters, and the speed of moving bytes in memory and between ranks.
 
 The model is a mixture of experts of 61 layers and 384 experts (latent attention, one trillion parameters), with bf16
 weights and fp32 master weights and AdamW moments, ZeRO-1 over the data axes, held by 4,096 ranks under Hugging Face
@@ -14,15 +14,18 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from bench import _relayout
 from bench._trillion import mapping, sharding, specs
 from tangram.hardware.measure import Row, interleaved, once
 from tangram.layout import Region
 from tangram.relayout import Bound, Piece, Plan, Sharding, TensorSpec, bind, execute, plan, shard
+from tangram.training.launch import run_ranks
 
 
 def rows(quick: bool) -> Iterable[Row]:
     """The figures; `quick` plans 64 of the 1,024 ranks and copies smaller tensors."""
     yield from _copies(quick)
+    yield from _between_ranks(1024 if quick else 4096, None if quick else 1)
     yield from _plans(64 if quick else 1024)
 
 
@@ -73,6 +76,16 @@ def _copies(quick: bool) -> Iterable[Row]:
     yield from _compared("gate/up halves into one", *_gate_up(h))
     yield from _compared("a transpose", *_transpose(h))
     yield from _compared("experts into a stack, columns cut", *_stack(h))
+
+
+def _between_ranks(side: int, target: float | None) -> Iterable[Row]:
+    """The slowest rank counts: nobody goes on before it."""
+    found = run_ranks(_relayout.seconds, side, world=_relayout.RANKS, on_event=lambda event: None, device="cpu")
+    times = {name: max(of[name] for of in found) * 1e3 for name in found[0]}
+    ours, dtensor, plain = (times[name] for name in (_relayout.OURS, _relayout.DTENSOR, _relayout.BYTES))
+    what = f"{_relayout.RANKS} ranks over gloo turn rows into columns ({4 * side * side / 1e6:.0f} MB)"
+    yield Row(what, "ms", ours, peers={_relayout.DTENSOR: dtensor}, target_ratio=target)
+    yield Row("the same, beside its bytes alone in one all-to-all", "ms", ours, limit=plain)
 
 
 Job = tuple[Callable[[], None], Callable[[], None], int]

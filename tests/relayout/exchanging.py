@@ -28,14 +28,12 @@ from tangram.relayout import (
     execute,
     plan,
     rounds,
-    shard,
     transports,
 )
-from tangram.relayout.codecs import Codec
 from tangram.relayout.exchange import move
 from tangram.relayout.peers import Peers
 from tangram.relayout.rounds import Report
-from tests.relayout.exchange_jobs import JOBS, rows, spec
+from tests.relayout.exchange_jobs import JOBS, rows
 from tests.relayout.generate import Case
 from tests.relayout.moving import Buffers, Side, all_buffers, as_torch, specs
 
@@ -278,105 +276,3 @@ def spread(world: World) -> Any:
     have, out = {(me, "w"): torch.arange(24.0).reshape(4, 6)}, {(me, "w"): torch.zeros(4, 6)}
     report = move(bound, pieces, [Piece(me, "w", Region.full((4, 6)))], have if me < 2 else {}, out, world.groups[4])
     return [torch.equal(out[me, "w"], torch.arange(24.0).reshape(4, 6)), report.sent, report.received, report.local]
-
-
-def one_is_wrong(world: World) -> Any:
-    """What is wrong on one rank, in each way that shows before a byte moves: what all say, if nothing is written."""
-    said: dict[str, Any] = {}
-    if world.out(4):
-        return said
-    peers = world.groups[4]
-    me = peers.index
-    for name, spoil in WRONG.items():
-        bound, source, target, have = JOBS["tied" if "tied" in name else "of several lengths"]()
-        mine = {key: t for key, t in have.items() if key[0] == me}
-        out = {(me, n): blank(p, n, bound) for p in target.pieces(me) for n in names(p, bound)}
-        given = {"bound": bound, "source": source, "target": target, "have": mine, "out": out}
-        before = {key: t.clone() for key, t in out.items()}
-        if me == WRONG_RANK.get(name, 2):
-            given.update(spoil(given, me) or {})
-        sentence = raised(lambda given=given: move(**given, peers=peers))
-        said[name] = [sentence, all(torch.equal(raw(t), raw(before[key])) for key, t in out.items())]
-    return said
-
-
-WRONG_RANK = {"tied copies differ": 1}
-"""The rank on which it is wrong, where that is not 2."""
-WRONG: dict[str, Callable[[dict[str, Any], int], dict[str, Any] | None]] = {
-    "no source buffer": lambda given, me: {"have": {k: t for k, t in given["have"].items() if k[1] != "c"}},
-    "no target buffer": lambda given, me: {"out": {k: t for k, t in given["out"].items() if k[1] != "c"}},
-    "source of another shape": lambda given, me: {"have": {**given["have"], (me, "c"): torch.zeros(3, 2).short()}},
-    "target of another dtype": lambda given, me: {"out": {**given["out"], (me, "b"): torch.zeros(7)}},
-    "target is the source": lambda given, me: {"out": {**given["out"], (me, "c"): given["have"][me, "c"].view(1, 3)}},
-    "a hole": lambda given, me: {"source": [Piece(2, "a", Region.parse("[0:2]"))]},
-    "a source that is no rank": lambda given, me: {
-        "source": [Piece("file", n, Region.full(s.shape)) for n, s in given["bound"].source.specs.items()]
-    },
-    "wanted for another": lambda given, me: {"target": given["target"].pieces(1)},
-    "another source": lambda given, me: {
-        "source": [Piece(1, n, Region.full(s.shape)) for n, s in given["bound"].source.specs.items()]
-    },
-    "another mapping": lambda given, me: {
-        "bound": bind("{x*} -> {x*}", {**given["bound"].source.specs, "e": spec("1")})
-    },
-    "no memory": lambda given, me: {"memory": 0},
-    "another memory": lambda given, me: {"memory": 100},
-    "no such way": lambda given, me: {"way": "pigeons"},
-    "a buffer that fails": lambda given, me: {"have": _unreadable},
-    "tied copies differ": lambda given, me: given["have"][me, "head"].view(torch.int32)[5, 0].bitwise_xor_(1) and None,
-}
-
-
-def _unreadable(place: Any, name: str) -> Any:
-    raise OSError("the device is lost")
-
-
-def all_want_what_does_not_fit(world: World) -> Any:
-    """Ways that all ask for, and that do not fit; meshes that are larger than the group."""
-    if world.out(4):
-        return []
-    bound, source, target, have = rows()["pairs"]
-    peers = world.groups[4]
-    own = [p for p in target if p.place == peers.index]
-    larger = shard("x=6", {"w": "a/x b", "b": "a/x"}, bound.source)
-    return [
-        raised(lambda: moved(bound, source, own, have, peers, way="all-gather")),
-        raised(lambda: moved(bound, source, own, have, peers, way="pigeons")),
-        raised(lambda: move(bound, larger, own, {}, {}, peers)),
-        raised(lambda: move(bound, source, larger, {}, {}, peers)),
-    ]
-
-
-def one_fails_in_the_midst(world: World) -> Any:
-    """A codec that fails on one rank when bytes move already: all hear of it, by each way, and all go on."""
-    said: list[str] = []
-    if world.out(4):
-        return said
-    peers = world.groups[4]
-
-    def fails(x: torch.Tensor, value: Any) -> torch.Tensor:
-        if peers.index == 3:
-            raise ArithmeticError("too much")
-        return x
-
-    codecs = {"odd": Codec(fails, lambda dtype, value: dtype, lambda value: value, lambda value: True)}
-    bound = bind("w -> w; odd", {"w": TensorSpec((8, 8))}, codecs=codecs)
-    source, target = (shard("x=4", {"w": text}, bound.source) for text in ("a/x b", "a b/x"))
-    have = {(peers.index, "w"): torch.ones(2, 8)}
-    for how in HOW:
-        piece = target.piece("w", peers.index)
-        out = {(peers.index, "w"): torch.zeros(piece.region.local_shape or ())}
-        said.append(raised(lambda how=how, out=out: move(bound, source, target, have, out, peers, **how)))
-    return said
-
-
-SCENES: tuple[Scene, ...] = (
-    every_case,
-    every_row,
-    without_memory_in_common,
-    every_job,
-    spread,
-    one_is_wrong,
-    all_want_what_does_not_fit,
-    one_fails_in_the_midst,
-)

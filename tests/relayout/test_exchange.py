@@ -11,11 +11,22 @@ import pytest
 import torch.multiprocessing as mp
 from hypothesis import Phase, given, settings
 
-from tests.relayout import exchanging, generate
-from tests.relayout.exchanging import RANKS, SCENES, play
+from tests.relayout import exchange_refusals, exchanging, generate
+from tests.relayout.exchanging import RANKS, play
 from tests.relayout.generate import Case, cases
 
 DRAWN = 60
+SCENES = (
+    exchanging.every_case,
+    exchanging.every_row,
+    exchanging.without_memory_in_common,
+    exchanging.every_job,
+    exchanging.spread,
+    exchange_refusals.one_is_wrong,
+    exchange_refusals.all_want_what_does_not_fit,
+    exchange_refusals.one_fails_in_the_midst,
+    exchange_refusals.dtensors,
+)
 Played = Callable[[Callable[..., Any]], list[Any]]
 
 
@@ -89,8 +100,8 @@ def test_what_is_wrong_on_one_rank_is_said_on_all_and_nothing_is_written(played:
         "a buffer that fails": "RelayoutError: rank 2: OSError: the device is lost",
         "tied copies differ": "RelayoutError: rank 0: emb at 2 and head at 1 are tied, but differ in [4:6 1:2] of emb",
     }
-    assert played(exchanging.one_is_wrong)[0] == {}
-    for said in played(exchanging.one_is_wrong)[1:]:
+    assert played(exchange_refusals.one_is_wrong)[0] == {}
+    for said in played(exchange_refusals.one_is_wrong)[1:]:
         assert said == {name: [sentence, True] for name, sentence in expected.items()}
 
 
@@ -102,9 +113,19 @@ def test_what_does_not_fit_is_refused(played: Played) -> None:
         "RelayoutError: rank 0: the source is laid over 6 ranks, but the group has 4",
         "RelayoutError: rank 0: the target is laid over 6 ranks, but the group has 4",
     ]
-    assert played(exchanging.all_want_what_does_not_fit) == [[], *[expected] * 4]
+    assert played(exchange_refusals.all_want_what_does_not_fit) == [[], *[expected] * 4]
 
 
 def test_a_rank_that_fails_in_the_midst_is_heard_of(played: Played) -> None:
     sentence = "RelayoutError: rank 3: ArithmeticError: too much"
-    assert played(exchanging.one_fails_in_the_midst) == [[], *[[sentence] * len(exchanging.HOW)] * 4]
+    assert played(exchange_refusals.one_fails_in_the_midst) == [[], *[[sentence] * len(exchanging.HOW)] * 4]
+
+
+def test_dtensors_over_other_meshes(played: Played) -> None:
+    expected = [
+        [True, True],
+        "RelayoutError: rank 0: rank 1 has no b: all ranks name the same tensors",
+        "RelayoutError: rank 0: w waits for a reduction over dp: do that first",
+        "RelayoutError: rank 0: w: rank 1 of its mesh is not in the group",
+    ]
+    assert played(exchange_refusals.dtensors) == [None, [*expected[:3], ""], *[expected] * 3]
