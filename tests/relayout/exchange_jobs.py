@@ -72,11 +72,11 @@ _HEADS = {"q": "(g/tp r d)/dp h", "k": "(g/tp d)/dp h", "v": "(g/tp d)/dp h"}
 _FUSED = {"qkv": "(g/tp (r + 1 + 1) d) h"}
 _ROWS, _COLUMNS = {"w": "a/x b"}, {"w": "a b/x"}
 _TIED = {"emb": "6 4", "head": "6 4"}
-_MIXED = {"a": "5 int8", "b": "7 float64", "c": "3 3 int16", "d": "2 complex128"}
+_MIXED = {"a": "39 int8", "b": "47 float64", "c": "3 3 int16", "d": "2 complex128"}
 
 JOBS: dict[str, Callable[[], Job]] = {
     "fused": lambda: job(QKV, {"q": "24 8", "k": "12 8", "v": "12 8"}, "dp=2 tp=2 -> tp=4", _HEADS, _FUSED, g=4, d=3),
-    "narrower": lambda: job("w: a b -> w: a b; cast=float32:bfloat16", {"w": "7 9"}, "x=4", _ROWS, _COLUMNS),
+    "narrower": lambda: job("w: a b -> w: a b; cast=float32:bfloat16 mul=3", {"w": "7 9"}, "x=4", _ROWS, _COLUMNS),
     "wider": lambda: job(
         "w: a b -> w2: b a; cast=bfloat16:float32 mul=3", {"w": "7 9 bfloat16"}, "x=4", _ROWS, {"w2": "b a/x"}
     ),
