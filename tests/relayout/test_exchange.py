@@ -87,10 +87,10 @@ def test_what_is_wrong_on_one_rank_is_said_on_all_and_nothing_is_written(played:
         "float64; name the change with cast=",
         "target is the source": "RelayoutError: rank 2: c at 2 and c at 2 share memory: copy one of them first, "
         "or tie them with `=` when they are one tensor",
-        "a hole": "CoverageError: rank 2: b at 2: no source holds [0:7] of b",
+        "a hole": "CoverageError: rank 2: b at 2: no source holds [0:47] of b",
         "a source that is no rank": "RelayoutError: rank 2: b is held at 'file', which is no rank of the group",
         "wanted for another": "RelayoutError: rank 2: b is wanted at 1: a rank names what it wants itself",
-        "another source": "RelayoutError: rank 1: rank 2 wants [0:7] of b, which is not here: "
+        "another source": "RelayoutError: rank 1: rank 2 wants [0:47] of b, which is not here: "
         "give all ranks the same source",
         "another mapping": "RelayoutError: rank 2 was given another mapping, or other tensors, than rank 0: "
         "all ranks move by the same",
