@@ -34,11 +34,15 @@ def check(
     rules: Annotated[Path | None, typer.Option(metavar="FILE", help="Rules of your own, a line each.")] = None,
     against: Annotated[Literal["dtensor"] | None, typer.Option(help="Show where torch's DTensor is wrong.")] = None,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="With --against: a script of each case.")] = None,
+    mutants: Annotated[int, typer.Option(metavar="N", help="Plant every N-th mistake; the proof must find it.")] = 0,
     json: Json = False,
 ) -> None:
     """Prove the rules by numbers: every cut that they allow, forward and backward, beside the whole operator."""
     if against is not None:
         _against(operators, save, json)
+        return
+    if mutants:
+        _mutants(operators or (), mutants, json)
         return
     if save is not None:
         raise UserError("--save goes with --against, which has scripts to save")
@@ -60,6 +64,19 @@ def _tell(verdicts: "Sequence[Verdict]", wrong: "Sequence[Verdict]") -> None:
     print_table("Op rules", ("verdict", "operators", "cases"), rows)
     for verdict in wrong:
         print(f"{verdict.operator}: {verdict.kind}: {verdict.why}")
+
+
+def _mutants(operators: Sequence[str], every: int, json: bool) -> None:
+    from tangram.sharding.proof.mutate import score
+
+    found = score(operators, every)
+    missed = [m for m in found if not m.found]
+    if json:
+        print_json({"mutants": [vars(m) for m in found], "found": len(found) - len(missed), "of": len(found)})
+    else:
+        print(f"the proof found {len(found) - len(missed)} of {len(found)} planted mistakes")
+        for mutant in missed:
+            print(f"not found: {mutant.operator}: {mutant.what}: {mutant.rule}")
 
 
 def _against(names: Sequence[str] | None, save: Path | None, json: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from tangram.errors import UserError
 from tangram.layout.rule import Operand, Piece, Rule, Slot
@@ -89,33 +90,88 @@ def _uncut(rule: Rule, call: Call) -> Bound:
 
 def _bind(rule: Rule, call: Call) -> Bound:
     given = call.tensors
+    pattern = _pattern(rule, call)
+    sizes = _Sizes()
+    for argument in pattern.counted:  # a factor may be called as an argument that says its size
+        value = call.arguments[argument]
+        if isinstance(value, int) and not isinstance(value, bool):
+            sizes.see(argument, value)
+    shapes = [None if t is None else t.shape for t in given]
+    largest: dict[str, int] = {}
+    for dims, shape in zip(pattern.inputs, shapes, strict=True):
+        for spot, n in zip(dims or (), shape or (), strict=True):
+            if n != 1 and len(spot.factors) == 1:
+                largest[spot.factors[0]] = n
+    inputs: list[Dims | None] = []
+    for dims, shape in zip(pattern.inputs, shapes, strict=True):
+        if dims is None or shape is None:
+            inputs.append(None)
+        else:
+            inputs.append(tuple([_seen(spot, n, largest, sizes) for spot, n in zip(dims, shape, strict=True)]))
+    outputs, found = pattern.outputs, sizes.found
+    if not found.keys() >= pattern.made:
+        outputs = tuple(tuple(tuple(f for f in factors if f in found) for factors in dims) for dims in outputs)
+    whole = pattern.whole | sizes.unlike if sizes.unlike else pattern.whole
+    pending = pattern.pending
+    if outputs is not pattern.outputs or pending.keys() != found.keys():
+        pending = {f: pending[f] for f in found}
+        whole = whole.difference(f for f in pattern.unsaid if f not in found)
+    return Bound(rule, tuple(inputs), outputs, found, whole, pending)
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """What a rule says of tensors of so many dims each, whatever their sizes."""
+
+    inputs: tuple[tuple[_Spot, ...] | None, ...]
+    outputs: tuple[Dims, ...]
+    made: frozenset[str]
+    """The factors of the outputs."""
+    counted: tuple[str, ...]
+    """Arguments that factors are called as."""
+    whole: frozenset[str]
+    unsaid: frozenset[str]
+    """Factors that are whole because no output says anything of them."""
+    pending: Mapping[str, tuple[str, ...]]
+
+
+_KEPT_PATTERNS = 256
+
+
+def _pattern(rule: Rule, call: Call) -> _Pattern:
+    """Worked out once for each operator, number of dims, and dims that arguments name: no size is in it."""
+    known: dict[object, _Pattern] = vars(rule).setdefault("_patterns", {})  # beside the rule: it is slow to hash
+    named = [call.arguments.get(name) for slot in rule.slots for name in (slot.argument, slot.keep)]
+    key = (
+        call.operator,
+        tuple([-1 if t is None else t.ndim for t in call.tensors]),
+        tuple([tuple(cast("list[int]", value)) if isinstance(value, list) else value for value in named]),
+    )
+    pattern = known.get(key)
+    if pattern is None:
+        if len(known) >= _KEPT_PATTERNS:
+            known.clear()
+        pattern = known[key] = _new_pattern(rule, call)
+    return pattern
+
+
+def _new_pattern(rule: Rule, call: Call) -> _Pattern:
+    given = call.tensors
     operands = _operands(rule.inputs, len(given))
     spots = _Spots(rule, call, operands)
-    names = [None if t is None else spots.dims(op, t.ndim) for op, t in zip(operands, given, strict=True)]
-    sizes, whole = _Sizes(), set(rule.note("whole") or ())
-    for argument, value in call.arguments.items():  # a factor may be called as an argument that says its size
-        if isinstance(value, int) and not isinstance(value, bool) and _is_named(rule, argument):
-            sizes.see(argument, value)
-    shapes = [None if t is None else tuple(t.shape) for t in given]
-    largest: dict[str, int] = {}
-    for dims, shape in zip(names, shapes, strict=True):
-        for spot, n in zip(dims or (), shape or (), strict=True):
-            if len(spot.factors) == 1 and n != 1:
-                largest[spot.factors[0]] = n
-    inputs = [
-        None
-        if dims is None
-        else tuple(_seen(spot, n, largest, sizes) for spot, n in zip(dims, shape or (), strict=True))
-        for dims, shape in zip(names, shapes, strict=True)
-    ]
+    inputs = [None if t is None else tuple(spots.dims(op, t.ndim)) for op, t in zip(operands, given, strict=True)]
     count = len(schema_of(call.operator).returns)
     outputs = [spots.dims(op, None) for op in _operands(rule.outputs, max(count, 1))]
-    for spot in (s for dims in (*names, *outputs) for s in dims or ()):
-        if spot.whole:
-            whole.update(spot.factors)
-    made = tuple(tuple(tuple(f for f in spot.factors if f in sizes.found) for spot in dims) for dims in outputs)
-    bound = Bound(rule, tuple(inputs), made, sizes.found, frozenset(whole | sizes.unlike))
-    return _with_pending(bound, spots)
+    everywhere = [spot for dims in (*inputs, *outputs) for spot in dims or ()]
+    whole = {*(rule.note("whole") or ()), *(f for spot in everywhere if spot.whole for f in spot.factors)}
+    made = tuple(tuple(spot.factors for spot in dims) for dims in outputs)
+    counted = tuple(argument for argument in call.arguments if _is_named(rule, argument))
+    pending: dict[str, tuple[str, ...]] = {}
+    for factor in dict.fromkeys([*(f for spot in everywhere for f in spot.factors), *counted]):
+        pending[factor] = tuple(_pending(rule, factor, i, dims, spots) for i, dims in enumerate(made))
+    unsaid = frozenset(f for f, found in pending.items() if "?" in found) - whole
+    factors = frozenset(f for dims in made for dim in dims for f in dim)
+    return _Pattern(tuple(inputs), made, factors, counted, frozenset(whole) | unsaid, unsaid, pending)
 
 
 def _is_named(rule: Rule, argument: str) -> bool:
@@ -188,7 +244,7 @@ class _Spots:
             if ndim is None or len(around) == ndim:
                 return around
             broadcast = not ndim or (self._slots.keys() == {ALL} and ndim < len(around))
-            return around[len(around) - ndim :] if broadcast else self._misfit(operand, ndim)
+            return around[len(around) - ndim :] if broadcast else self.misfit(operand, ndim)
         found: list[_Spot] = []
         rest = self.rest if ndim is None else self._count_rest(operand, ndim)
         for piece in operand.pieces:
@@ -197,10 +253,11 @@ class _Spots:
             else:
                 found.append(_spot(piece))
         return (
-            found if ndim is None else found[len(found) - ndim :] if len(found) >= ndim else self._misfit(operand, ndim)
+            found if ndim is None else found[len(found) - ndim :] if len(found) >= ndim else self.misfit(operand, ndim)
         )
 
-    def _misfit(self, operand: Operand, ndim: int) -> list[_Spot]:
+    def misfit(self, operand: Operand, ndim: int) -> list[_Spot]:
+        """Raise that an operand is no tensor of so many dims."""
         raise _MisfitError(f"the rule of {self._call.name} has {operand} for a tensor of {ndim} dims: {self._call}")
 
     def _around_slots(self, operand: Operand) -> list[_Spot]:
@@ -266,18 +323,6 @@ def _seen(spot: _Spot, n: int, largest: Mapping[str, int], sizes: _Sizes) -> tup
     if math.prod(sizes.found[f] for f in spot.factors) != n:
         sizes.unlike.update(spot.factors)
     return spot.factors
-
-
-def _with_pending(bound: Bound, spots: _Spots) -> Bound:
-    """Fill in what is pending where an output lacks a factor; what no output says anything of is whole."""
-    pending: dict[str, tuple[str, ...]] = {}
-    whole = set(bound.whole)
-    for factor in bound.sizes:
-        found = tuple(_pending(bound.rule, factor, i, dims, spots) for i, dims in enumerate(bound.outputs))
-        pending[factor] = found
-        if any(op == "?" for op in found):
-            whole.add(factor)
-    return Bound(bound.rule, bound.inputs, bound.outputs, bound.sizes, frozenset(whole), pending)
 
 
 def _pending(rule: Rule, factor: str, i: int, dims: Dims, spots: _Spots) -> str:

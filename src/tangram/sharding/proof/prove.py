@@ -24,9 +24,11 @@ import torch
 
 from tangram.errors import UserError
 from tangram.hardware import workers
+from tangram.layout import Mesh
 from tangram.sharding import find
 from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call
+from tangram.sharding.local import Cuts
 from tangram.sharding.proof import samples
 from tangram.sharding.proof.execute import Failure, check, ways, whole
 from tangram.sharding.proof.pending import check_pending
@@ -71,6 +73,43 @@ def calls_of(table: Table, calls: Sequence[Call]) -> list[Call]:
     return [call for i, call in enumerate(calls) if i in chosen]
 
 
+@dataclass(frozen=True)
+class Trial:
+    """One way of cutting one call, and what is wrong with it."""
+
+    call: Call
+    bound: Bound
+    cuts: Cuts
+    mesh: Mesh
+    failure: Failure | None = None
+    tried: bool = True
+    """False: there was nothing to cut."""
+
+
+def trials(table: Table, calls: Sequence[Call]) -> Iterator[Trial]:
+    """Everything that is tried of an operator's rule. Raises UserError where there is none or it does not fit."""
+    for call in calls_of(table, calls):
+        for i, (variant, worlds) in enumerate(_variants(call)):
+            bound, alone = find.bound(table, variant), Mesh.parse("x=1")
+            expected = _expected(variant) if bound.cuttable else None
+            if expected is not None:
+                for cuts, mesh in ways(bound, worlds):
+                    yield Trial(variant, bound, cuts, mesh, check(variant, bound, cuts, mesh, expected))
+                for failure in check_pending(variant, bound, expected):
+                    yield Trial(variant, bound, {}, alone, failure)
+            elif not bound.cuttable or i:
+                yield Trial(variant, bound, {}, alone, tried=False)
+            else:
+                yield Trial(
+                    variant,
+                    bound,
+                    {},
+                    alone,
+                    Failure(str(variant), "nothing cut", "the operator", "cannot be run"),
+                    tried=False,
+                )
+
+
 def prove_operator(table: Table, name: str, calls: Sequence[Call]) -> Verdict:
     """Try one operator's rule with some calls. Never raises: what goes wrong is in the verdict."""
     begun, cases, most = time.monotonic(), 0, 0
@@ -79,22 +118,11 @@ def prove_operator(table: Table, name: str, calls: Sequence[Call]) -> Verdict:
         return Verdict(name, kind, most, cases, time.monotonic() - begun, why)
 
     try:
-        for call in calls_of(table, calls):
-            for i, (variant, worlds) in enumerate(_variants(call)):
-                bound = find.bound(table, variant)
-                most = max(most, len(bound.cuttable))
-                if not bound.cuttable:
-                    continue
-                expected = _expected(variant)
-                if expected is None:
-                    if not i:
-                        return verdict("refuted", f"{variant} cannot be run whole")
-                    continue
-                found = _failures(variant, bound, worlds, expected)
-                for failure in found:
-                    cases += 1
-                    if failure is not None:
-                        return verdict("refuted", str(failure))
+        for trial in trials(table, calls):
+            most = max(most, len(trial.bound.cuttable))
+            cases += trial.tried
+            if trial.failure is not None:
+                return verdict("refuted", str(trial.failure))
     except find.NoRuleError as error:
         return verdict("no rule", str(error))
     except UserError as error:
@@ -123,12 +151,6 @@ def _expected(call: Call) -> Any:
         return None
 
 
-def _failures(call: Call, bound: Bound, worlds: Sequence[int], expected: Any) -> Iterator[Failure | None]:
-    for cuts, mesh in ways(bound, worlds):
-        yield check(call, bound, cuts, mesh, expected)
-    yield from check_pending(call, bound, expected)
-
-
 def prove(
     names: Sequence[str] = (), rules: Path | None = None, told: Callable[[Verdict], None] | None = None
 ) -> list[Verdict]:
@@ -138,15 +160,19 @@ def prove(
     """
     if rules is not None:
         parse_lines(rules.read_text(), str(rules))  # here rather than in each process
+    parts = 1 if names else 2
     jobs = [
-        workers.Job(f"{__name__}:job", {"names": list(names), "rules": str(rules or ""), "part": i, "parts": 2})
-        for i in range(2)
+        workers.Job(f"{__name__}:job", {"names": list(names), "rules": str(rules or ""), "part": i, "parts": parts})
+        for i in range(parts)
     ]
     found: list[Verdict] = []
     for outcome in workers.run(jobs, LIMIT, {"OMP_NUM_THREADS": "1"}):
         if not outcome.ok:
             raise UserError(f"the proof did not end: {outcome.error}")
         found += [Verdict(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
+    for name in names:
+        if not any(samples.is_named([name], verdict.operator) for verdict in found):
+            raise UserError(f"no sample of torch's database reaches an operator {name}: give it as aten calls it")
     for verdict in found:
         if told is not None:
             told(verdict)
@@ -160,8 +186,8 @@ def job(names: list[str], rules: str, part: int, parts: int) -> Any:
     table = builtin()
     if rules:
         table = table.with_lines(parse_lines(Path(rules).read_text(), rules))
-    calls = samples.recorded()
-    chosen = sorted(name for name in calls if not names or name in names or name.partition(".")[0] in names)
+    calls = samples.recorded(names)
+    chosen = sorted(name for name in calls if samples.is_named(names, name))
     found: list[Any] = []
     for name in chosen[part::parts]:
         value = workers.forked(lambda name=name: asdict(prove_operator(table, name, calls[name])), EACH)

@@ -25,6 +25,8 @@ SAMPLES = 40
 """Of an operator of the database that are run."""
 CALLS = 16
 """Of an operator of the dispatcher that are kept."""
+LARGEST = 1 << 14
+"""Elements of a sample."""
 ALIKE = 3
 """Of those, with tensors of the same numbers of dims."""
 
@@ -67,37 +69,59 @@ def _frozen(call: Call) -> Call:
 
 
 def recorded(names: Sequence[str] = ()) -> dict[str, list[Call]]:
-    """Calls by the operator's name, of the whole database or of the entries of some names."""
+    """Calls by the operator's name. `names`: of these operators at least; the entries that bear a name go first, and
+    nothing more is run once each name has calls.
+
+    Raises UserError where torch's database cannot be imported.
+    """
     try:
         from torch.testing._internal.common_methods_invocations import op_db  # what torch's own tests use
     except ImportError as error:
-        raise UserError(
-            f"torch's samples of operators cannot be loaded ({error}): install tangram-train[proof]"
-        ) from None
-    recorder = Recorder()
-    for info in cast("list[Any]", op_db):
-        if names and info.name not in names:
-            continue
-        dtype = next((d for d in (torch.float64, torch.float32, torch.int64) if info.supports_dtype(d, "cpu")), None)
-        if dtype is None:
-            continue
+        raise UserError(f"torch's samples cannot be loaded ({error}): install tangram-train[proof]") from None
+    infos = cast("list[Any]", op_db)
+    first = [info for info in infos if any(_alike(info.name, name) for name in names)]
+    recorder, state = Recorder(), torch.get_rng_state()
+    for info in [*first, *(info for info in infos if info not in first)]:
+        if names and info not in first and all(_has(recorder, name) for name in names):
+            break
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            try:
-                samples: list[Any] = list(
-                    itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=False), SAMPLES)
-                )
-            except Exception:  # noqa: BLE001, S112  of libraries that are not there
-                continue
-            for sample in samples:
-                if _elements(sample) > 1 << 14:
-                    continue
-                with recorder:
-                    try:
-                        info.op(sample.input, *sample.args, **sample.kwargs)
-                    except Exception:  # noqa: BLE001, S112  a sample that cannot run here is no call
-                        continue
+            _record(recorder, info)
+    torch.set_rng_state(state)
     return {name: calls for name, calls in recorder.calls.items() if calls}
+
+
+def is_named(names: Sequence[str], name: str) -> bool:
+    """Whether an operator is one of some: by its whole name, or by that of all its overloads."""
+    return not names or name in names or name.partition(".")[0] in names
+
+
+def _alike(entry: str, name: str) -> bool:
+    """Whether an entry of the database is likely to end in an operator."""
+    return entry.rpartition(".")[2].strip("_") == name.partition(".")[0].strip("_")
+
+
+def _has(recorder: Recorder, name: str) -> bool:
+    return any(calls and is_named([name], own) for own, calls in recorder.calls.items())
+
+
+def _record(recorder: Recorder, info: Any) -> None:
+    """Run the samples of one entry."""
+    dtype = next((d for d in (torch.float64, torch.float32, torch.int64) if info.supports_dtype(d, "cpu")), None)
+    if dtype is None:
+        return
+    torch.manual_seed(0)  # the same samples each time
+    try:
+        samples: list[Any] = list(itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=False), SAMPLES))
+    except Exception:  # noqa: BLE001  of libraries that are not there
+        return
+    for sample in samples:
+        if _elements(sample) <= LARGEST:
+            with recorder:
+                try:
+                    info.op(sample.input, *sample.args, **sample.kwargs)
+                except Exception:  # noqa: BLE001, S112  a sample that cannot run here is no call
+                    continue
 
 
 def _elements(sample: Any) -> int:
@@ -106,14 +130,17 @@ def _elements(sample: Any) -> int:
 
 
 def drawn(call: Call, seed: int) -> Call:
-    """The same call with other values of its floating tensors, of both signs."""
+    """The same call with other values of its numbers, of both signs, and of its truths. Integers may be indices."""
     generator = torch.Generator().manual_seed(seed)
-    return call.with_tensors(
-        [
-            t if t is None or not t.is_floating_point() else torch.randn(t.shape, generator=generator, dtype=t.dtype)
-            for t in call.tensors
-        ]
-    )
+
+    def draw(t: Tensor) -> Tensor:
+        if t.dtype == torch.bool:
+            return torch.rand(t.shape, generator=generator) > 0.5
+        if t.is_floating_point():
+            return torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype)
+        return t
+
+    return call.with_tensors([t if t is None else draw(t) for t in call.tensors])
 
 
 def of_dtype(call: Call, dtype: torch.dtype) -> Call | None:
@@ -125,7 +152,7 @@ def of_dtype(call: Call, dtype: torch.dtype) -> Call | None:
         if t is None or not t.is_floating_point():
             return t
         if dtype == torch.bool:
-            return t > 0
+            return t > t.mean()  # true in some places only, also where all are positive
         if dtype.is_complex:
             return torch.complex(t.double(), t.double().flip(0) if t.ndim else t.double() / 2)
         return (t if dtype.is_floating_point else t.nan_to_num().clamp(-100, 100)).to(dtype)

@@ -1,0 +1,148 @@
+"""Mistakes planted in the table, one at a time: the proof must find each.
+
+A mistake claims more than is true: a whole dim that may be cut, another pending reduction, a note that is forgotten,
+dims of a result in another order, a sum that may wait though the operator is not linear. What claims less is weaker,
+not wrong, and no mistake. One that the proof does not find is a case that it lacks, or a rule that could say more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from tangram.errors import UserError
+from tangram.hardware import workers
+from tangram.layout.rule import Operand, Piece, Rule
+from tangram.layout.syntax import VOID, Dim
+from tangram.sharding.proof import samples
+from tangram.sharding.proof.prove import EACH, LIMIT, prove_operator
+from tangram.sharding.table import POINTWISE, Line, Table, builtin
+
+NEEDED = frozenset({"once", "offset", "scale", "product", "filled", "whole"})
+"""Notes without which a rule is wrong."""
+SWAPPED = {"sum": "max", "max": "min", "min": "sum"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted mistake, and whether the proof found it."""
+
+    operator: str
+    rule: str
+    what: str
+    found: bool = False
+    why: str = ""
+
+
+def mutations(rule: Rule) -> Iterator[tuple[str, Rule]]:
+    """Every mistake of a rule, with what it is."""
+    yield from _freed(rule)
+    yield from _unnamed(rule)
+    for i, operand in enumerate(rule.outputs):
+        for k, (op, factor) in enumerate(operand.pending):
+            pending = (*operand.pending[:k], (SWAPPED[op], factor), *operand.pending[k + 1 :])
+            yield f"{op}:{factor} as {SWAPPED[op]}", _with_output(rule, i, replace(operand, pending=pending))
+        named = [k for k, piece in enumerate(operand.pieces) if _name(piece)]
+        for a, b in itertools.pairwise(named):
+            pieces = list(operand.pieces)
+            pieces[a], pieces[b] = pieces[b], pieces[a]
+            yield f"{pieces[b]} and {pieces[a]} swapped", _with_output(rule, i, replace(operand, pieces=tuple(pieces)))
+    for i, (name, args) in enumerate(rule.notes):
+        if name in NEEDED:
+            without = (*rule.notes[:i], *rule.notes[i + 1 :])
+            yield f"without {name}({' '.join(args)})", replace(rule, notes=without)
+        if name == "each" and len(args) > 1:
+            notes = (*rule.notes[:i], ("linear", args), *rule.notes[i + 1 :])
+            yield "linear in each said to be linear in all", replace(rule, notes=notes)
+
+
+def _freed(rule: Rule) -> Iterator[tuple[str, Rule]]:
+    """What is whole, by its sign, everywhere at once: it may be cut then."""
+    marked = {str(p.what): p for o in (*rule.inputs, *rule.outputs) for p in o.pieces if p.whole and not p.rest}
+    for text in marked:
+
+        def free(operand: Operand, text: str = text, output: bool = False) -> Operand:
+            pieces = tuple(replace(p, whole=p.whole and str(p.what) != text) for p in operand.pieces)
+            lost = output and not any(str(p.what) == text for p in pieces)  # then it waits as a sum
+            return replace(operand, pieces=pieces, pending=(*operand.pending, *[("sum", text)] * lost))
+
+        outputs = tuple(free(operand, output=True) for operand in rule.outputs)
+        yield f"{text} may be cut", replace(rule, inputs=tuple(map(free, rule.inputs)), outputs=outputs)
+
+
+def _unnamed(rule: Rule) -> Iterator[tuple[str, Rule]]:
+    """A dim without a name that is given one, in the first input and the first output: it may be cut then."""
+    inside, outside = rule.inputs[0], rule.outputs[0]
+    places = [[k for k, p in enumerate(o.pieces) if _is_void(p)] for o in (inside, outside)]
+    for a, b in zip(places[0][::-1], places[1][::-1], strict=False):
+        named = Piece(Dim("planted"))
+        first = replace(inside, pieces=(*inside.pieces[:a], named, *inside.pieces[a + 1 :]))
+        last = replace(outside, pieces=(*outside.pieces[:b], named, *outside.pieces[b + 1 :]))
+        yield (
+            "an unnamed dim may be cut",
+            replace(rule, inputs=(first, *rule.inputs[1:]), outputs=(last, *rule.outputs[1:])),
+        )
+
+
+def _with_output(rule: Rule, i: int, operand: Operand) -> Rule:
+    return replace(rule, outputs=(*rule.outputs[:i], operand, *rule.outputs[i + 1 :]))
+
+
+def _name(piece: Piece) -> str:
+    return piece.what.name if isinstance(piece.what, Dim) and not piece.rest and not _is_void(piece) else ""
+
+
+def _is_void(piece: Piece) -> bool:
+    return isinstance(piece.what, Dim) and piece.what.name == VOID
+
+
+def planted(table: Table, line: Line, rule: Rule) -> Table:
+    """The table with another rule in place of a line."""
+    other = replace(line, rule=rule)
+    return Table({name: tuple(other if one is line else one for one in some) for name, some in table.lines.items()})
+
+
+def score(names: Sequence[str] = (), every: int = 1, offset: int = 0) -> list[Mutant]:
+    """Plant every `every`-th mistake, from `offset` on, in the lines that speak of some operators (all by default)."""
+    jobs = [
+        workers.Job(f"{__name__}:job", {"names": list(names), "every": every, "offset": offset, "part": i, "parts": 2})
+        for i in range(2)
+    ]
+    found: list[Mutant] = []
+    for outcome in workers.run(jobs, 3 * LIMIT, {"OMP_NUM_THREADS": "1"}):
+        if not outcome.ok:
+            raise UserError(f"the mistakes could not be tried: {outcome.error}")
+        found += [Mutant(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
+    return sorted(found, key=lambda m: (m.operator, m.what))
+
+
+def job(names: list[str], every: int, offset: int, part: int, parts: int) -> Any:
+    """One process's share of the mistakes."""
+    torch.set_num_threads(1)
+    table, calls = builtin(), samples.recorded()
+    lines = list(dict.fromkeys(line for some in table.lines.values() for line in some))
+    mutants: list[tuple[Line, str, str, Rule]] = []
+    for line in lines:
+        own = [name for name in calls if _reached(table, line, calls[name])]
+        if own and (not names or set(names) & set(line.rule.operators)):
+            mutants += [(line, own[0], what, rule) for what, rule in mutations(line.rule)]
+    found: list[Any] = []
+    for line, name, what, rule in mutants[offset::every][part::parts]:
+        value = workers.forked(lambda a=(line, name, rule): asdict(_try(table, *a, calls)), EACH)
+        verdict = cast("dict[str, Any]", value or {"kind": "crashed", "why": "its process ended"})
+        caught = verdict["kind"] in ("refuted", "crashed")
+        found.append(asdict(Mutant(name, str(rule), what, caught, verdict["why"])))
+    return found
+
+
+def _reached(table: Table, line: Line, calls: Sequence[Any]) -> bool:
+    return line.rule.operators != (POINTWISE,) and any(table.find(call) is line for call in calls)
+
+
+def _try(table: Table, line: Line, name: str, rule: Rule, calls: Any) -> Any:
+    own = [call for call in calls[name] if table.find(call) is line]
+    return prove_operator(planted(table, line, rule), name, own)
