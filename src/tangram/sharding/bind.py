@@ -110,6 +110,9 @@ def _bind(rule: Rule, call: Call) -> Bound:
             inputs.append(tuple([_seen(spot, n, largest, sizes) for spot, n in zip(dims, shape, strict=True)]))
     outputs, found = pattern.outputs, sizes.found
     if not found.keys() >= pattern.made:
+        lost = sorted(f for f in pattern.made - found.keys() if f[0] not in "{.")
+        if lost:
+            raise _MisfitError(f"the rule of {call.name} has {lost[0]} in a result and in no tensor given: {call}")
         outputs = tuple(tuple(tuple(f for f in factors if f in found) for factors in dims) for dims in outputs)
     whole = pattern.whole | sizes.unlike if sizes.unlike else pattern.whole
     pending = pattern.pending
