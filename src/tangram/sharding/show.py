@@ -1,6 +1,7 @@
 """What the table says of an operator, for people."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def rules_of(operator: str) -> list[tuple[str, str, str]]:
             continue
         shown = packet if name == "default" else f"{packet}.{name}"
         lines = builtin().all_of(one)
-        rows += [(shown, line.text, f"{line.file}, line {line.number}") for line in lines]
+        rows += [(shown, str(replace(line.rule, operators=(packet,))), f"{line.file}, line {line.number}") for line in lines]
         if not lines:
             rows.append((shown, "by the strides of a view" if views.view_of(one) else "none", ""))
     return rows
