@@ -1,9 +1,12 @@
 """`tangram shard`: prove the op rules, or DTensor's; say which rule an operator has."""
 
+import importlib
+import runpy
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -18,6 +21,8 @@ __all__ = ["shard"]
 shard = typer.Typer()
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+Samples = Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Gives arguments of calls to try.")]
+Imports = Annotated[list[str] | None, typer.Option("--import", metavar="MODULE", help="Defines operators.")]
 Names = Annotated[list[str] | None, typer.Argument(metavar="[OPERATOR]...", help="Only these, as aten calls them.")]
 
 
@@ -25,7 +30,7 @@ Names = Annotated[list[str] | None, typer.Argument(metavar="[OPERATOR]...", help
 def _none(context: typer.Context) -> None:
     """Prove op rules, and look at them."""
     if context.invoked_subcommand is None:
-        raise UserError("give one of check and rule; --help lists them")
+        raise UserError("give one of check, discover and rule; --help lists them")
 
 
 @shard.command()
@@ -110,3 +115,46 @@ def rule(
         print_json({"rules": [dict(zip(("operator", "rule", "where"), row, strict=True)) for row in rows]})
     else:
         print_table("Op rules", ("operator", "rule", "where"), rows)
+
+
+@shard.command()
+def discover(
+    operator: Annotated[str, typer.Argument(help="As aten calls it, or as namespace::name.")],
+    samples: Samples = None,
+    imports: Imports = None,
+    json: Json = False,
+) -> None:
+    """Run an operator on cut inputs and propose its rule, proved."""
+    given = _function(samples, imports)
+    from tangram.sharding.discover import discover as find
+
+    found = find(operator, given)
+    if json:
+        print_json({"proposals": [vars(one) for one in found]})
+        return
+    for one in found:
+        for line in one.lines:
+            print(line)
+        if not one.lines:
+            print(f"# {one.operator}: no rule: {one.why}")
+        for remark in one.remarks:
+            print(f"#   {remark}")
+
+
+def _function(samples: str | None, imports: Sequence[str] | None) -> "Callable[[], Iterable[Any]] | None":
+    """What `--samples FILE.py:function` names, once the modules are imported that define operators."""
+    sys.path.insert(0, str(Path.cwd()))
+    for name in imports or ():
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UserError(f"--import {name}: {error}") from None
+    if samples is None:
+        return None
+    path, _, name = samples.rpartition(":")
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise UserError(f"--samples {samples}: give FILE.py:function, of a file that is there")
+    found = runpy.run_path(path).get(name)
+    if not callable(found):
+        raise UserError(f"--samples {samples}: {path} has no function {name}")
+    return cast("Callable[[], Iterable[Any]]", found)

@@ -2,7 +2,8 @@
 
     mm : m k, k n -> m n    of f32[4, 6], f32[6, 5]    ->    m=4, k=6, n=5; [m][k], [k][n] -> [m][n]
 
-A dim of one element that another tensor has more of is broadcast: it has no factors. A factor that tensors have in
+A dim of one element that another tensor has more of is broadcast: it has no factors, but where the note `equal` says
+that nothing is broadcast (`gather` takes fewer indices than elements). A factor that tensors have in
 different sizes can be no cut of both, and counts as whole.
 """
 
@@ -98,9 +99,10 @@ def _bind(rule: Rule, call: Call) -> Bound:
             sizes.see(argument, value)
     shapes = [None if t is None else t.shape for t in given]
     largest: dict[str, int] = {}
+    equal = rule.note("equal") is not None
     for dims, shape in zip(pattern.inputs, shapes, strict=True):
         for spot, n in zip(dims or (), shape or (), strict=True):
-            if n != 1 and len(spot.factors) == 1:
+            if n != 1 and len(spot.factors) == 1 and not equal:
                 largest[spot.factors[0]] = n
     inputs: list[Dims | None] = []
     for dims, shape in zip(pattern.inputs, shapes, strict=True):

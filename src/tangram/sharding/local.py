@@ -9,6 +9,7 @@ divisor, a bias that is added to a sum. The notes of a rule say which:
     scale(k)        the result is divided by the size of k: the part counts by its share
     once(0)         input 0 is added once, though the result is a pending sum
     product(C g c)  an argument that is a product of factors
+    equal           a dim of one element is not broadcast to a larger one: where they differ, both are whole
     filled          the operator refuses tensors of nothing, which a part may be
 """
 
@@ -124,7 +125,7 @@ def _of_nothing(call: Call, bound: Bound, part: Part, masks: Sequence[Tensor]) -
     adds = "cut" not in after[0] and any(_adds(bound, i, part) for i in once)
     if not empty or not refuses or adds:
         return None
-    meta = call.with_tensors([None if t is None else t.to("meta") for t in call.tensors]).run()
+    meta = _like_results(call)
     return tuple(
         torch.full(
             [_size(f, bound, part) if part.held.keys() & {*f} else n for f, n in zip(dims, whole.shape, strict=True)],
@@ -133,6 +134,14 @@ def _of_nothing(call: Call, bound: Bound, part: Part, masks: Sequence[Tensor]) -
         )
         for whole, dims, some in zip(meta, bound.outputs, after, strict=True)
     )
+
+
+def _like_results(call: Call) -> tuple[Any, ...]:
+    """Tensors like the results of a call: without memory, where the operator can say so much without numbers."""
+    try:
+        return call.with_tensors([None if t is None else t.to("meta") for t in call.tensors]).run()
+    except (RuntimeError, NotImplementedError):  # of an author who has not registered its shapes
+        return call.run()
 
 
 def _least(dtype: torch.dtype) -> float:
@@ -166,7 +175,7 @@ def _own_indices(indices: Tensor, held: IntSet) -> tuple[Tensor, Tensor]:
     table = torch.full((held[-1][1] + 1 if held else 1,), n, dtype=torch.int64)
     if n:
         table[torch.tensor(elements(held))] = torch.arange(n)
-    own = table[indices.clamp(max=len(table) - 1)]
+    own = table[indices.long().clamp(max=len(table) - 1)]  # of bytes, torch would take them for a mask
     there = own < n
     return torch.where(there, own, torch.zeros_like(own)).to(indices.dtype), there
 

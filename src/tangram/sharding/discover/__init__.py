@@ -1,0 +1,12 @@
+"""Discovery of op rules: run an operator on cut inputs, and write down what held.
+
+cuts     which dims of a call can be cut together, and what becomes of the results
+draft    one line for what was found in calls of different shapes
+settle   the line proved; what is refuted taken back; notes added that hold
+draw     calls of operators that torch has no samples of
+"""
+
+from tangram.sharding.discover.draw import calls_from, drawn_calls, operator_of
+from tangram.sharding.discover.propose import Proposal, discover, propose
+
+__all__ = ["Proposal", "calls_from", "discover", "drawn_calls", "operator_of", "propose"]
