@@ -29,7 +29,8 @@ def rules_of(operator: str) -> list[tuple[str, str, str]]:
             continue
         shown = packet if name == "default" else f"{packet}.{name}"
         lines = builtin().all_of(one)
-        rows += [(shown, str(replace(line.rule, operators=(packet,))), f"{line.file}, line {line.number}") for line in lines]
+        for line in lines:
+            rows.append((shown, str(replace(line.rule, operators=(packet,))), f"{line.file}, line {line.number}"))  # noqa: PERF401
         if not lines:
             rows.append((shown, "by the strides of a view" if views.view_of(one) else "none", ""))
     return rows
