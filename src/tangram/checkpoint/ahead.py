@@ -18,8 +18,9 @@ from tangram.checkpoint.blocks import Line, in_threads
 from tangram.checkpoint.digest import Bytes
 from tangram.checkpoint.image import Image, parts
 from tangram.checkpoint.manifest import BLOCK, Manifest
+from tangram.checkpoint.pages import pages
 from tangram.checkpoint.scatter import Item, Moves, Want, moves
-from tangram.checkpoint.source import Sources, pages
+from tangram.checkpoint.source import Sources
 from tangram.layout import Region
 
 READERS = 3

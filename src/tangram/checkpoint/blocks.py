@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from tangram.checkpoint.alone import one_thread
 from tangram.checkpoint.manifest import BLOCK, Manifest
+from tangram.checkpoint.pages import pages
 from tangram.checkpoint.scatter import Item, Moves
-from tangram.checkpoint.source import Sources, pages
+from tangram.checkpoint.source import Sources
 
 MEMORY = 64 << 20
 """Bytes that a rank reads through, if nobody says otherwise."""
@@ -72,8 +74,9 @@ def in_threads(
 
     def repeat() -> None:
         step = make()
-        while not stop.is_set() and step():
-            pass
+        with one_thread():
+            while not stop.is_set() and step():
+                pass
 
     here = meanwhile or (repeat if threads else None)
     count = threads if meanwhile else threads - 1

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tangram.checkpoint.alone import one_thread
 from tangram.layout import intervals
 from tangram.layout.region import Box, stretch
 
@@ -70,10 +71,11 @@ def sums(shape: Sequence[int], itemsize: int, box: Box, start: int, stop: int, d
     """
     data = data if data.flags.writeable else data.copy()  # torch takes no other
     total, at = np.zeros(COLUMNS, np.uint64), 0
-    for part in stretch(box, start, stop):
-        size = math.prod([intervals.size(s) for s in part]) * itemsize
-        total += _of_box(shape, itemsize, part, data[at : at + size].view(np.int8))
-        at += size
+    with one_thread():
+        for part in stretch(box, start, stop):
+            size = math.prod([intervals.size(s) for s in part]) * itemsize
+            total += _of_box(shape, itemsize, part, data[at : at + size].view(np.int8))
+            at += size
     return tuple(total.tolist())
 
 
@@ -185,7 +187,6 @@ def by_torch(rows_RB: Signed, table_BC: Signed) -> Ints:
 
 
 def _tensors(*arrays: Signed) -> list[Tensor]:
-    torch.get_num_threads()  # else a thread that never used torch takes all processors, whatever torch was told
     return [torch.from_numpy(array) for array in arrays]
 
 

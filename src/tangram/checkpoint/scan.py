@@ -6,7 +6,6 @@ cache where the file system lets them: what counts is what the disk has, and a j
 
 import bisect
 import fcntl
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -15,13 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tangram.checkpoint import digest, header
 from tangram.checkpoint.commits import MANIFEST, MARKER
 from tangram.checkpoint.digest import Bytes, Sums
 from tangram.checkpoint.image import Outgoing, add_piece
 from tangram.checkpoint.manifest import BLOCK, DTYPES, Manifest, ManifestError, checksum
+from tangram.checkpoint.pages import pages
 
 THREADS = max(4, min(16, os.cpu_count() or 1))
 """That read and sum blocks: some wait for the disk while the others compute."""
@@ -161,8 +159,7 @@ class Scan:
         return ((name, start) for name, size in self._there.items() for start in range(0, size, BLOCK))
 
     def _work(self, jobs: Iterator[tuple[str, int]], told: Told) -> int:
-        memory = mmap.mmap(-1, BLOCK)  # begins on a page, as reads around the cache need
-        room = np.frombuffer(memory, np.uint8)
+        room = pages(BLOCK)
         opened: tuple[str, int] | None = None
         done = 0
         try:

@@ -9,7 +9,6 @@ its checksum is compared before the caller sees it.
 import errno
 import fcntl
 import json
-import mmap
 import os
 import re
 import stat
@@ -17,11 +16,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tangram.checkpoint.digest import Bytes
 from tangram.checkpoint.header import PAGE
 from tangram.checkpoint.manifest import BLOCK, Manifest, StoredFile, checksum
+from tangram.checkpoint.pages import pages
 from tangram.checkpoint.scatter import Moves
 from tangram.errors import UserError
 
@@ -31,11 +29,6 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 class DamagedError(UserError):
     """What lies in a checkpoint is not what was written; the sentence names the tensor and the file."""
-
-
-def pages(size: int) -> Bytes:
-    """New memory that begins on a page, for at least so many bytes, in whole pages."""
-    return np.frombuffer(mmap.mmap(-1, max(PAGE, -(-size // PAGE) * PAGE)), np.uint8)
 
 
 class Sources:

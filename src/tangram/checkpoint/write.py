@@ -10,7 +10,6 @@ written padded and the file is cut to its length afterwards. `write_image` retur
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import queue
 import threading
@@ -21,10 +20,12 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from tangram.checkpoint.alone import one_thread
 from tangram.checkpoint.digest import Bytes, Sums
 from tangram.checkpoint.header import PAGE
 from tangram.checkpoint.image import Image, add_sums, fill
 from tangram.checkpoint.manifest import BLOCK, StoredFile, checksum
+from tangram.checkpoint.pages import pages
 
 WRITERS = 2
 """Threads that write one file: one fills the time in which the other's request comes back."""
@@ -67,8 +68,7 @@ class Ring:
     """Blocks that begin on a page, used again and again."""
 
     def __init__(self, blocks: int = RING) -> None:
-        self._memory = mmap.mmap(-1, blocks * BLOCK)
-        whole = np.frombuffer(self._memory, np.uint8)
+        whole = pages(blocks * BLOCK)
         self.blocks = [whole[i * BLOCK : (i + 1) * BLOCK] for i in range(blocks)]
         self.free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
         for block in self.blocks:
@@ -85,7 +85,7 @@ def write_from(
     """
     found: list[int] = []
     sums: dict[str, Sums] = {}
-    with _Sink(folder / image.name, ring) as sink:
+    with one_thread(), _Sink(folder / image.name, ring) as sink:
         for start in range(0, image.size, BLOCK):
             length = min(BLOCK, image.size - start)
             room = sink.room()
