@@ -39,13 +39,16 @@ def check(
     rules: Annotated[Path | None, typer.Option(metavar="FILE", help="Rules of your own, a line each.")] = None,
     against: Annotated[Literal["dtensor"] | None, typer.Option(help="Show where torch's DTensor is wrong.")] = None,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="With --against: a script of each case.")] = None,
+    with_rules: Annotated[bool, typer.Option("--with-rules", help="With --against: our rules in DTensor.")] = False,
     mutants: Annotated[int, typer.Option(metavar="N", help="Plant every N-th mistake; the proof must find it.")] = 0,
     json: Json = False,
 ) -> None:
     """Prove the rules by numbers: every cut that they allow, forward and backward, beside the whole operator."""
     if against is not None:
-        _against(operators, save, json)
+        _against(operators, save, with_rules, json)
         return
+    if with_rules:
+        raise UserError("--with-rules goes with --against, which has cases to run")
     if mutants:
         _mutants(operators or (), mutants, json)
         return
@@ -84,19 +87,23 @@ def _mutants(operators: Sequence[str], every: int, json: bool) -> None:
             print(f"not found: {mutant.operator}: {mutant.what}: {mutant.rule}")
 
 
-def _against(names: Sequence[str] | None, save: Path | None, json: bool) -> None:
+def _against(names: Sequence[str] | None, save: Path | None, with_rules: bool, json: bool) -> None:
     from tangram.sharding import against
 
     cases = {case.name: case for case in against.CASES}
     unknown = [name for name in names or () if name not in cases]
     if unknown:
         raise UserError(f"there is no case {unknown[0]}, but {', '.join(cases)}")
-    found = against.run([cases[name] for name in names] if names else None, save=save)
+    found = against.run([cases[name] for name in names] if names else None, save=save, fixed=with_rules)
     if json:
         print_json({"cases": [_plain(one) for one in found]})
         return
     rows = [(o.name, o.verdict, str(o.expected), str(o.got)) for o in found]
-    print_table("DTensor of the installed torch", ("case", "verdict", "plain torch", "DTensor"), rows)
+    print_table(
+        f"DTensor of the installed torch{' with our rules' * with_rules}",
+        ("case", "verdict", "plain torch", "DTensor"),
+        rows,
+    )
 
 
 def _plain(outcome: Any) -> dict[str, Any]:

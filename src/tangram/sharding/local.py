@@ -127,7 +127,9 @@ def _of_nothing(call: Call, bound: Bound, part: Part, masks: Sequence[Tensor]) -
         return None
     meta = _like_results(call)
     return tuple(
-        torch.full(
+        None  # as gradients are that nobody asked for
+        if whole is None
+        else torch.full(
             [_size(f, bound, part) if part.held.keys() & {*f} else n for f, n in zip(dims, whole.shape, strict=True)],
             _least(whole.dtype) if "max" in some else _most(whole.dtype) if "min" in some else 0,
             dtype=whole.dtype,

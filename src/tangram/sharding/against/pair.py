@@ -22,6 +22,7 @@ from tangram.hardware import workers
 from tangram.sharding.against.case import Case, Verdict
 from tangram.sharding.against.script import script
 from tangram.sharding.against.table import CASES
+from tangram.sharding.export.dtensor import register
 
 __all__ = ["Outcome", "run", "work"]
 
@@ -56,12 +57,15 @@ def run(
     cases: Sequence[Case] | None = None,
     save: Path | None = None,
     told: Callable[[Outcome], None] = lambda outcome: None,
+    *,
+    fixed: bool = False,
 ) -> list[Outcome]:
     """Run the cases (all of the table by default) on the installed torch; outcomes in the order of the cases, one for
     each name.
 
     `save`: a folder to put the scripts in, as NAME.py; it is made where there is none. `told` hears of each outcome as
-    soon as it is known. Raises UserError when the folder cannot be written.
+    soon as it is known. `fixed`: with our rules in the place of DTensor's own. Raises UserError when the folder cannot
+    be written.
     """
     chosen = list({case.name: case for case in (CASES if cases is None else cases)}.values())
     outcomes: dict[str, Outcome] = {}
@@ -76,7 +80,7 @@ def run(
             left = [case for case in chosen if case.ranks == ranks]
             left.sort(key=lambda case: case.found == "hangs")
             while left:
-                left = _set_of_processes(left, scripts, ranks, Path(temporary), tell)
+                left = _set_of_processes(left, scripts, ranks, Path(temporary), tell, fixed)
     return [outcomes[case.name] for case in chosen]
 
 
@@ -91,7 +95,7 @@ def _write(cases: Sequence[Case], folder: Path) -> Path:
 
 
 def _set_of_processes(
-    cases: list[Case], scripts: Path, ranks: int, temporary: Path, tell: Callable[[Outcome], None]
+    cases: list[Case], scripts: Path, ranks: int, temporary: Path, tell: Callable[[Outcome], None], fixed: bool
 ) -> list[Case]:
     """Start processes, tell what they find of the cases in turn; the cases that are left when one has cost them."""
     with tempfile.TemporaryDirectory(dir=temporary) as name:
@@ -100,7 +104,9 @@ def _set_of_processes(
             {"name": case.name, "script": str(scripts / f"{case.name}.py"), "limit": case.limit} for case in cases
         ]
         jobs = [
-            workers.Job(f"{__name__}:work", {"todo": todo, "rank": rank, "ranks": ranks, "folder": name})
+            workers.Job(
+                f"{__name__}:work", {"todo": todo, "rank": rank, "ranks": ranks, "folder": name, "fixed": fixed}
+            )
             for rank in range(ranks)
         ]
         ended = workers.run(jobs, _START + sum(case.limit for case in cases))
@@ -154,8 +160,10 @@ def _unfinished(case: Case, found: list[_Found], ended: Sequence[workers.Outcome
     return Outcome(case.name, "hangs", expected, f"a rank was not done within {case.limit:g} s{others}")
 
 
-def work(todo: list[dict[str, Any]], rank: int, ranks: int, folder: str) -> None:
+def work(todo: list[dict[str, Any]], rank: int, ranks: int, folder: str, fixed: bool = False) -> None:
     """One rank of a set of processes: run the scripts' cases in turn, and leave a line for each before going on."""
+    if fixed:
+        register()
     store = FileStore(f"{folder}/store", ranks)
     with Path(folder, f"{rank}.jsonl").open("w", buffering=1) as lines:
         for one in todo:
