@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tangram.checkpoint import commits
+from tangram.checkpoint import commits, parts
 from tangram.checkpoint.snapshot import Pool, Share, Snapshot, share
 from tangram.checkpoint.state import Held, describe
 from tangram.checkpoint.writer import Order, Writer, attempt_id, share_fields
 from tangram.hardware.workers import Channel
 
+SAVE = "0123456789abcdef" * 2
 WRITERS = 3
 WHOLE = torch.arange(3 * 4, dtype=torch.float32).reshape(3, 4)
 
@@ -200,3 +201,16 @@ def wait_for(true: Any) -> None:
             return
         waited.wait(0.01)
     raise AssertionError("it never came")
+
+
+def test_a_word_that_comes_too_late_is_in_no_checkpoint(tmp_path: Path) -> None:
+    """A writer says that it cannot while the first one, which has heard enough, is at the commit."""
+    partial = commits.begin(tmp_path / "a", SAVE)
+    closing = commits.closing_path(partial)
+    parts.leave_failure(partial, 1, "too late")
+    (partial / ".failed-00002.json").write_text("half of one")
+    partial.rename(closing)
+    with pytest.raises(FileNotFoundError):
+        parts.leave_failure(partial, 1, "later still")
+    parts.remove_words(closing)
+    assert not list(closing.iterdir())

@@ -211,6 +211,11 @@ def begin(path: Path, save_id: str) -> Path:
     return partial
 
 
+def closing_path(partial: Path) -> Path:
+    """What a folder under way is called once all have written: who still comes with a word finds no folder for it."""
+    return partial.with_name(f"{partial.name.removesuffix(PARTIAL)}.closing{PARTIAL}")
+
+
 def sweep(folder: Path, idle: float = 0.0, but: Collection[Path] = ()) -> None:
     """Remove what dead runs left: folders under way in which nothing has changed for `idle` seconds.
 

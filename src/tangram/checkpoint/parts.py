@@ -174,10 +174,11 @@ def found_parts(partial: Path, writers: int) -> list[Part] | None:
     return [_read_part(file) for file in files]
 
 
-def remove_parts(partial: Path, writers: int) -> None:
-    """Remove the small files of the writers, once they are merged."""
-    for writer in range(writers):
-        (partial / f"part-{writer:05d}.json").unlink()
+def remove_words(partial: Path) -> None:
+    """Remove the small files of the writers, once they are merged, and those of one that spoke too late."""
+    for kind in ("part", "failed"):
+        for file in (*partial.glob(f"{kind}-*.json"), *partial.glob(f".{kind}-*.json")):
+            file.unlink()
 
 
 def _read_part(file: Path) -> Part:

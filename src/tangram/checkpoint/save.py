@@ -5,6 +5,7 @@
 Whatever fails on any rank, all of them hear of it, and nothing is left where a checkpoint would be.
 """
 
+import contextlib
 import datetime
 import secrets
 import shutil
@@ -142,7 +143,14 @@ def finish(partial: Path, path: Path, writers: int, save_id: str, about: About) 
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         mesh=about.mesh,
     )
-    manifest = parts.with_small_files(partial, manifest, about.beside)
-    parts.remove_parts(partial, writers)
-    commits.commit(partial, path, manifest)
+    closing = commits.closing_path(partial)
+    partial.rename(closing)
+    try:
+        manifest = parts.with_small_files(closing, manifest, about.beside)
+        parts.remove_words(closing)
+        commits.commit(closing, path, manifest)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            closing.rename(partial)
+        raise
     return manifest

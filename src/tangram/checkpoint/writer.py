@@ -157,6 +157,7 @@ class Writer:
     def _lead(self, order: Order, folders: list[Path]) -> tuple[str, str, list[str]]:
         """The first writer's way."""
         target, reason = Path(order.path), ""
+        _remove([commits.closing_path(folder) for folder in folders])  # of the process that this one replaces
         commits.sweep(target.parent, 3 * order.limit, but=folders)
         first = max((i for i, folder in enumerate(folders) if folder.exists()), default=0)
         for attempt, partial in list(enumerate(folders))[first:]:
@@ -348,7 +349,7 @@ def _refuse_failed(partial: Path) -> None:
 def _verdict(order: Order, partial: Path) -> Path | None:
     """The checkpoint, None while that is open. Raises _FailedError when this attempt came to nothing."""
     _refuse_failed(partial)
-    if partial.exists():
+    if partial.exists() or commits.closing_path(partial).exists():
         return None
     if path := _committed(Path(order.path).parent, order):
         return path
