@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test slow interop lint bench mutants clean
+.PHONY: help install train test slow interop lint bench rules mutants clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -51,6 +51,10 @@ bench: $(STAMP) ## run the benches of the layout algebra, of relayout and of the
 	@$(BIN)/tangram bench layout
 	@$(BIN)/tangram bench relayout
 	@$(BIN)/tangram bench training
+
+rules: $(STAMP) ## prove every op rule, and plant some mistakes that the proof must find
+	@$(BIN)/tangram shard check
+	@$(BIN)/tangram shard check --mutants $(SAMPLE)
 
 mutants: $(STAMP) ## plant mistakes in the algebra and count those that the tests find
 	@$(BIN)/python tests/mutants/run.py
