@@ -57,7 +57,7 @@ def summaries(checkout: Path) -> dict[str, str]:
 
 def load(checkout: Path, name: str) -> Callable[..., Iterable[Row]]:
     """The function `rows` of the bench `name`."""
-    known = summaries(checkout)
+    known, name = summaries(checkout), name.replace("-", "_")
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"known benches: {', '.join(known) or 'none'}"

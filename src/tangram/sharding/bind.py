@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 from tangram.errors import UserError
 from tangram.layout.rule import Operand, Piece, Rule, Slot
@@ -170,7 +170,7 @@ def _new_pattern(rule: Rule, call: Call) -> _Pattern:
     everywhere = [spot for dims in (*inputs, *outputs) for spot in dims or ()]
     whole = {*(rule.note("whole") or ()), *(f for spot in everywhere if spot.whole for f in spot.factors)}
     made = tuple(tuple(spot.factors for spot in dims) for dims in outputs)
-    counted = tuple(argument for argument in call.arguments if _is_named(rule, argument))
+    counted = tuple([argument for argument in call.arguments if argument in _named(rule)])
     pending: dict[str, tuple[str, ...]] = {}
     for factor in dict.fromkeys([*(f for spot in everywhere for f in spot.factors), *counted]):
         pending[factor] = tuple(_pending(rule, factor, i, dims, spots) for i, dims in enumerate(made))
@@ -179,14 +179,13 @@ def _new_pattern(rule: Rule, call: Call) -> _Pattern:
     return _Pattern(tuple(inputs), made, factors, counted, frozenset(whole) | unsaid, unsaid, pending)
 
 
-def _is_named(rule: Rule, argument: str) -> bool:
-    return any(
-        leaf.name == argument
-        for operand in (*rule.inputs, *rule.outputs)
-        for piece in operand.pieces
-        if isinstance(piece.what, Dim)
-        for leaf in piece.what.leaves
-    )
+def _named(rule: Rule) -> frozenset[str]:
+    """The names of all factors of a rule."""
+    known = vars(rule)
+    if "_named" not in known:
+        pieces = [piece.what for operand in (*rule.inputs, *rule.outputs) for piece in operand.pieces]
+        known["_named"] = frozenset(leaf.name for what in pieces if isinstance(what, Dim) for leaf in what.leaves)
+    return known["_named"]
 
 
 def _operands(patterns: Sequence[Operand], count: int) -> list[Operand]:
@@ -194,8 +193,7 @@ def _operands(patterns: Sequence[Operand], count: int) -> list[Operand]:
     return [patterns[min(i, len(patterns) - 1)] for i in range(count)]
 
 
-@dataclass(frozen=True)
-class _Spot:
+class _Spot(NamedTuple):
     """What one dim is made of."""
 
     factors: tuple[str, ...]
@@ -238,9 +236,8 @@ class _Spots:
     @staticmethod
     def _count_rest(operand: Operand, ndim: int) -> int:
         """How many dims `...` is of an operand without slots."""
-        if operand.slots or not any(piece.rest for piece in operand.pieces):
-            return 0
-        return max(0, ndim - sum(not piece.rest for piece in operand.pieces))
+        fixed = len([piece for piece in operand.pieces if not piece.rest])
+        return 0 if operand.slots or fixed == len(operand.pieces) else max(0, ndim - fixed)
 
     def dims(self, operand: Operand, ndim: int | None) -> list[_Spot]:
         """What each dim of a tensor is; `ndim` is None for an output."""
@@ -301,6 +298,14 @@ class _Spots:
 
 
 def _spot(piece: Piece) -> _Spot:
+    """What a dim is made of that a rule names: read once for each piece of a rule."""
+    known = vars(piece)
+    if "_spot" not in known:
+        known["_spot"] = _read_spot(piece)
+    return known["_spot"]
+
+
+def _read_spot(piece: Piece) -> _Spot:
     dim = piece.what
     assert isinstance(dim, Dim)
     if len(dim.terms) > 1:

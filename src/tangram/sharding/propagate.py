@@ -212,7 +212,7 @@ def _needed(
 ) -> tuple[Layout, tuple[Step, ...]]:
     """The layout that the operator needs of an input, and the way there."""
     same, plain = all(stays), not (held.layout.flat or held.layout.pending or held.layout.at)
-    if same and plain and not any(choice.kind == "waits" for choice in chosen.choices.values()):
+    if same and plain and not chosen.waits:
         return held.layout, ()
     steps: list[tuple[str, str]] = []
     for axis, choice in chosen.choices.items():

@@ -80,10 +80,15 @@ def _before(dim: Dim, axis: str) -> set[str]:
     return found
 
 
-def with_axis(tree: Tree, source: Tree, axis: str) -> Tree | None:
-    """A tree with one more axis, cut as another tree has it; None where the two cannot stand together."""
+def with_axis(tree: Tree, source: Tree, axis: str, depth: int) -> Tree | None:
+    """A tree with one more axis, cut as another tree has it; None where the two cannot stand together.
+
+    `depth`: the place of the axis among those of the other tree.
+    """
     if isinstance(tree, tuple) and isinstance(source, tuple):
-        return (*tree, next(cut for cut in source if cut.axis == axis))
+        if len(source) == depth + 1 and tree == source[:depth]:
+            return source  # the very same, which is quick to compare
+        return (*tree, source[depth])
     own = only(source, {*axes_of(tree), axis})
     if only(own, axes_of(tree)) == tree:
         return own
