@@ -12,7 +12,10 @@ factors, never in the product over axes. The trade-off: an axis does not know wh
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
+
+from torch._ops import OpOverload
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
@@ -69,8 +72,13 @@ def waiting(bound: Bound, call: Call) -> list[tuple[int, ...]]:
 
 def written(call: Call) -> frozenset[int]:
     """The inputs that an operator writes: their layouts cannot be changed for it."""
-    names = {a.name for a in schema_of(call.operator).arguments if not a.is_out and is_written(a)}
-    return frozenset(i for i, (name, _) in enumerate(call.places) if name in names) if names else frozenset()
+    names = _written(call.operator)
+    return frozenset([i for i, (name, _) in enumerate(call.places) if name in names]) if names else frozenset()
+
+
+@lru_cache(1 << 12)
+def _written(operator: OpOverload) -> frozenset[str]:
+    return frozenset(a.name for a in schema_of(operator).arguments if not a.is_out and is_written(a))
 
 
 def step(held: Held, choice: Choice, mesh: Mesh) -> str:

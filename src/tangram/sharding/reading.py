@@ -57,23 +57,38 @@ def read(place: int, tensor: Tensor, given: Layout | None, bound: Bound, mesh: M
             raise UserError(
                 f"input {place} has shape {list(shape)}, but its layout {layout} is of {list(layout.shape)}"
             )
-        if dim.cuts or dim.terms:
+        if dim.terms:
             twice = _read_dim(held, dim, factors, bound, mesh, ones) or twice
-    for cut in layout.flat:
-        held.where[cut.axis] = State("lost")
-    share = 1
-    for axis in held.where:
-        share *= mesh.axis(axis)[0]
-    held.nbytes = tensor.numel() * tensor.element_size() / share
+        elif cuts := dim.cuts:
+            if ones or len(factors) != 1 or any([cut.map for cut in cuts]):  # noqa: C419  (a list is faster)
+                twice = _read_dim(held, dim, factors, bound, mesh, ones) or twice
+                continue
+            (f,) = factors  # the usual case, as `_read_dim` has it, only faster
+            held.trees[f] = cuts
+            for depth, cut in enumerate(cuts):
+                twice = twice or cut.axis in held.where
+                held.where[cut.axis] = State("cut", f, depth)
+    _read_suffixes(held, tensor, mesh, ones)
     if twice or layout.pending or layout.at or layout.flat or len(mesh.views) > 1:
         validate(layout, mesh)
+    return held
+
+
+def _read_suffixes(held: Held, tensor: Tensor, mesh: Mesh, ones: Collection[str]) -> None:
+    """What a layout says beside its dims; and how much a rank has."""
+    layout, where = held.layout, held.where
+    for cut in layout.flat:
+        where[cut.axis] = State("lost")
+    share = 1
+    for axis in where:
+        share *= mesh.axis(axis)[0]
+    held.nbytes = tensor.numel() * tensor.element_size() / share
     for op, axis in layout.pending:
         if axis not in ones:
-            held.where[axis] = State("pending", op=op)
+            where[axis] = State("pending", op=op)
     for axis, coords in layout.at:
         if axis not in ones:
-            held.where[axis] = State("at", coords=coords)
-    return held
+            where[axis] = State("at", coords=coords)
 
 
 def _unsized(dim: Dim) -> bool:
