@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tangram.errors import UserError
-from tangram.sharding import views
+from tangram.sharding import escapes, views
 from tangram.sharding.bind import Bound, bind
 from tangram.sharding.calls import Call
 from tangram.sharding.table import Table
@@ -15,6 +15,8 @@ class NoRuleError(UserError):
 
 def bound(table: Table, call: Call) -> Bound:
     """The factors of a call. Raises NoRuleError, which says how to find a rule; RuleError where one does not fit."""
+    if (rule := escapes.rule_of(call)) is not None and call.name not in table.lines:
+        return bind(rule, call)
     line = table.find(call)
     if line is not None:
         return bind(line.rule, call)

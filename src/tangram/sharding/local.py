@@ -125,7 +125,7 @@ def _of_nothing(call: Call, bound: Bound, part: Part, masks: Sequence[Tensor]) -
     adds = "cut" not in after[0] and any(_adds(bound, i, part) for i in once)
     if not empty or not refuses or adds:
         return None
-    meta = _like_results(call)
+    like = call.run()  # not without memory: some operators say another type there
     return tuple(
         None  # as gradients are that nobody asked for
         if whole is None
@@ -134,16 +134,8 @@ def _of_nothing(call: Call, bound: Bound, part: Part, masks: Sequence[Tensor]) -
             _least(whole.dtype) if "max" in some else _most(whole.dtype) if "min" in some else 0,
             dtype=whole.dtype,
         )
-        for whole, dims, some in zip(meta, bound.outputs, after, strict=True)
+        for whole, dims, some in zip(like, bound.outputs, after, strict=True)
     )
-
-
-def _like_results(call: Call) -> tuple[Any, ...]:
-    """Tensors like the results of a call: without memory, where the operator can say so much without numbers."""
-    try:
-        return call.with_tensors([None if t is None else t.to("meta") for t in call.tensors]).run()
-    except (RuntimeError, NotImplementedError):  # of an author who has not registered its shapes
-        return call.run()
 
 
 def _least(dtype: torch.dtype) -> float:

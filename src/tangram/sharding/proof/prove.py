@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -158,8 +158,7 @@ def prove(
 
     Raises UserError where a name is no operator with a sample, or a line of the file is no rule.
     """
-    if rules is not None:
-        parse_lines(rules.read_text(), str(rules))  # here rather than in each process
+    table_with(rules)  # its mistakes are seen here rather than in each process
     parts = 1 if names else 2
     jobs = [
         workers.Job(f"{__name__}:job", {"names": list(names), "rules": str(rules or ""), "part": i, "parts": parts})
@@ -179,13 +178,35 @@ def prove(
     return sorted(found, key=lambda v: v.operator)
 
 
+def prove_given(calls: Mapping[str, Sequence[Call]], rules: Path | None = None) -> list[Verdict]:
+    """Prove the rules of operators with calls of one's own, in forks of this process.
+
+    Raises UserError where a line of the file `rules` is no rule.
+    """
+    torch.set_num_threads(1)  # what is forked has no other threads
+    table, found = table_with(rules), list[Verdict]()
+    for name, some in sorted(calls.items()):
+        value = workers.forked(lambda name=name, some=some: asdict(prove_operator(table, name, some)), EACH)
+        crashed = Verdict(name, "crashed", why="its process ended")
+        found.append(crashed if value is None else Verdict(**cast("dict[str, Any]", value)))
+    return found
+
+
+def table_with(rules: Path | None) -> Table:
+    """The table with the lines of a file. Raises UserError where the file cannot be read, or a line is no rule."""
+    if rules is None:
+        return builtin()
+    try:
+        return builtin().with_lines(parse_lines(rules.read_text(), str(rules)))
+    except OSError as error:
+        raise UserError(f"the rules {rules} cannot be read: {error.strerror}") from None
+
+
 def job(names: list[str], rules: str, part: int, parts: int) -> Any:
     """One process's share of a proof: every `parts`-th operator, from `part` on."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    table = builtin()
-    if rules:
-        table = table.with_lines(parse_lines(Path(rules).read_text(), rules))
+    table = table_with(Path(rules) if rules else None)
     calls = samples.recorded(names)
     chosen = sorted(name for name in calls if samples.is_named(names, name))
     found: list[Any] = []

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tangram.errors import UserError
 from tangram.sharding.calls import DIM_ARGUMENTS, Call
+from tangram.sharding.proof import extra_samples
 
 SAMPLES = 40
 """Of an operator of the database that are run."""
@@ -81,6 +82,7 @@ def recorded(names: Sequence[str] = ()) -> dict[str, list[Call]]:
     infos = cast("list[Any]", op_db)
     first = [info for info in infos if any(_alike(info.name, name) for name in names)]
     recorder, state = Recorder(), torch.get_rng_state()
+    extra_samples.run(recorder)
     for info in [*first, *(info for info in infos if info not in first)]:
         if names and info not in first and all(_has(recorder, name) for name in names):
             break

@@ -1,0 +1,172 @@
+"""Rules that depend on more of a call than a line can say: a function each, from the call to its line.
+
+    index.Tensor, index_put     where the indices stand, and where among the dims of the result theirs come
+    repeat, constant_pad_nd     which dims are repeated or padded at all
+    diag_embed, diagonal_scatter, take, isin, _linalg_solve_ex      dims of one tensor that another lacks
+    multilabel_margin_loss_forward      whether there are rows
+
+What a function gives is a rule as any other: bound, cut and proved in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tangram.layout.rule import Rule
+from tangram.sharding.calls import Call
+
+WHOLE = "_"
+
+
+def _letters(prefix: str, count: int) -> list[str]:
+    return [f"{prefix}{i}" for i in range(count)]
+
+
+def _line(inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]], notes: str = "") -> str:
+    left, right = (", ".join(" ".join(dims) for dims in side) for side in (inputs, outputs))
+    return f"{left} -> {right}" + f" ; {notes}" * bool(notes)
+
+
+def _repeat(call: Call) -> str:
+    ndim, times = _first(call).ndim, call.arguments["repeats"]
+    new = len(times) - ndim
+    own = [f"d{d}" if n == 1 else WHOLE for d, n in enumerate(times[new:])]
+    return _line([own], [[WHOLE] * new + own])
+
+
+def _pad(call: Call) -> str:
+    pad = call.arguments["pad"]
+    ndim = _first(call).ndim
+    padded = {ndim - 1 - i // 2 for i, n in enumerate(pad) if n}
+    dims = [WHOLE if d in padded else f"d{d}" for d in range(ndim)]
+    return _line([dims], [dims])
+
+
+def _diagonal(call: Call, ndim: int) -> tuple[list[str], list[str]]:
+    """The dims of a tensor with its diagonal's whole, and those that are left."""
+    at = {d % ndim for d in (call.arguments["dim1"], call.arguments["dim2"])}
+    left = iter(_letters("d", ndim))
+    dims = [WHOLE if d in at else next(left) for d in range(ndim)]
+    return dims, [d for d in dims if d != WHOLE]
+
+
+def _diag_embed(call: Call) -> str:
+    full, others = _diagonal(call, _first(call).ndim + 1)
+    if len(others) != _first(call).ndim - 1:  # one dim twice, which the operator refuses
+        return _line([[WHOLE] * _first(call).ndim], [[WHOLE] * len(full)])
+    return _line([[*others, WHOLE]], [full])
+
+
+def _diagonal_scatter(call: Call) -> str:
+    full, others = _diagonal(call, _first(call).ndim)
+    return _line([full, [*others, WHOLE]], [full])
+
+
+def _of_the_first(call: Call) -> str:
+    """`isin`: each element of the first by itself."""
+    dims = _letters("d", _first(call).ndim)
+    return _line([dims, [WHOLE] * _ndim(call.tensors[1])], [dims])
+
+
+def _take(call: Call) -> str:
+    """Each index by itself; they count through all dims of what is taken from."""
+    dims = _letters("i", _ndim(call.tensors[1]))
+    return _line([[WHOLE] * _first(call).ndim, dims], [dims])
+
+
+def _solve(call: Call) -> str:
+    a, b = call.tensors[0], call.tensors[1]
+    assert a is not None
+    assert b is not None
+    batch = ["..."] * (a.ndim > 2 or b.ndim > 2)
+    vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    right, square = [*batch, WHOLE] if vector else [*batch, WHOLE, WHOLE], [*batch, WHOLE, WHOLE]
+    return _line([square, right], [right, square, [*batch, WHOLE], batch])
+
+
+def _indexed(call: Call) -> tuple[list[list[str]], list[str], list[str]]:
+    """The dims of the indexed tensor, of each index, and of the result; those that are indexed are whole."""
+    first, indices = _first(call), [*call.arguments["indices"]]
+    masks = any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+    given = [t for t in indices if isinstance(t, Tensor)]
+    ndim = 1 if masks else max((t.ndim for t in given), default=0)
+    shared = [WHOLE] if masks else _letters("i", ndim)
+    own: list[str] = []
+    for index in indices:  # a mask stands for as many dims as it has
+        mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+        own += [f"d{len(own)}"] if index is None else [WHOLE] * (index.ndim if mask else 1)
+    own += [f"d{d}" for d in range(len(own), first.ndim)]
+    each = [[WHOLE] * t.ndim if masks else shared[ndim - t.ndim :] for t in indices if t is not None]
+    some = iter(each)
+    places = [next(some) if isinstance(t, Tensor) else [WHOLE] for t in indices]
+    taken = [d for d, factor in enumerate(own) if factor == WHOLE]
+    together = not taken or taken == [*range(taken[0], taken[-1] + 1)]
+    at = taken[0] if taken and together else 0
+    result = [d for d in own if d != WHOLE]
+    before = sum(1 for d in own[:at] if d != WHOLE)
+    return places, own, [*result[:before], *shared, *result[before:]]
+
+
+def _index(call: Call) -> str:
+    places, own, result = _indexed(call)
+    return _line([own, *places], [result])
+
+
+def _index_put(call: Call) -> str:
+    """What is put may meet in one place: only dims that are not indexed can be cut."""
+    places, own, result = _indexed(call)
+    values = _ndim(call.tensors[-1])
+    put = [d if d[0] == "d" else WHOLE for d in result]
+    return _line([own, *([WHOLE] * len(p) for p in places), put[len(put) - values :] if values else []], [own])
+
+
+def _masked_index(call: Call) -> str:
+    """As `index`, with a mask over the indices."""
+    places, own, result = _indexed(call)
+    shared = [d for d in result if d[0] == "i"]
+    return _line([own, shared[len(shared) - _ndim(call.tensors[1]) :], *places], [result])
+
+
+def _multilabel(call: Call) -> str:
+    """A row, or rows that the reduction takes together."""
+    rows, reduction = ["n"] * (_first(call).ndim - 1), call.arguments["reduction"]
+    dims = [*rows, WHOLE]
+    loss = ["sum:n"] * len(rows) if reduction else rows
+    return _line([dims, dims], [loss, dims], "scale(n)" if reduction == 1 and rows else "")
+
+
+def _first(call: Call) -> Tensor:
+    tensor = call.tensors[0]
+    assert tensor is not None
+    return tensor
+
+
+def _ndim(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.ndim
+
+
+ESCAPES: Mapping[str, Callable[[Call], str]] = {
+    "repeat": _repeat,
+    "constant_pad_nd": _pad,
+    "diag_embed": _diag_embed,
+    "diagonal_scatter": _diagonal_scatter,
+    "isin.Tensor_Tensor": _of_the_first,
+    "take": _take,
+    "multilabel_margin_loss_forward": _multilabel,
+    "_linalg_solve_ex": _solve,
+    "index.Tensor": _index,
+    "_unsafe_index.Tensor": _index,
+    "index_put": _index_put,
+    "index_put_": _index_put,
+    "_unsafe_index_put": _index_put,
+    "_unsafe_masked_index": _masked_index,
+}
+
+
+def rule_of(call: Call) -> Rule | None:
+    """The rule of a call whose operator has a function for it."""
+    made = ESCAPES.get(call.name)
+    return None if made is None else Rule.parse(f"{call.name} : {made(call)}")

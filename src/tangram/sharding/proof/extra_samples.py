@@ -1,0 +1,75 @@
+"""Calls that torch's samples lack: operators that none of them reaches, and dims that none of theirs has.
+
+One line a call; each is run once under the recorder of `samples`, before torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _some(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def _below(n: int, *shape: int) -> Tensor:
+    return torch.randint(n, shape)
+
+
+def _positive(*shape: int) -> Tensor:
+    """Symmetric matrices with positive eigenvalues."""
+    root = _some(*shape, shape[-1])
+    return root @ root.mT + torch.eye(shape[-1], dtype=torch.float64)
+
+
+EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
+    (
+        aten.avg_pool2d_backward.default,
+        lambda: (_some(3, 5, 2, 3), _some(3, 5, 4, 6), [2, 2], [2, 2], [0, 0], False, True, None),
+    ),
+    (aten._adaptive_avg_pool2d_backward.default, lambda: (_some(3, 5, 2, 3), _some(3, 5, 4, 7))),
+    (
+        aten.convolution_backward.default,
+        lambda: (_some(3, 4, 6), _some(3, 2, 6), _some(4, 2, 3), [4], [1], [1], [1], False, [0], 1, [True, True, True]),
+    ),
+    (aten.copy.default, lambda: (_some(5, 3), _some(5, 3))),
+    (aten.cholesky.default, lambda: (_positive(3, 4),)),
+    (aten.cholesky.default, lambda: (_positive(5, 3), True)),
+    (partial(aten.linalg_solve_triangular.default, upper=True), lambda: (_positive(3, 4).triu(), _some(3, 4, 5))),
+    (aten._linalg_det.default, lambda: (_some(3, 4, 4),)),
+    (aten._linalg_slogdet.default, lambda: (_some(3, 4, 4),)),
+    (aten.linalg_cholesky_ex.default, lambda: (_positive(3, 4),)),
+    (aten.linalg_qr.default, lambda: (_some(3, 5, 4),)),
+    (aten.geqrf.default, lambda: (_some(3, 5, 4),)),
+    (aten.im2col.default, lambda: (_some(3, 2, 4, 5), [2, 2], [1, 1], [0, 0], [1, 1])),
+    (aten.pixel_shuffle.default, lambda: (_some(3, 8, 2, 3), 2)),
+    (aten.pixel_unshuffle.default, lambda: (_some(3, 2, 4, 6), 2)),
+    (aten.ge.Scalar, lambda: (_some(5, 3), 0.5)),
+    (aten.searchsorted.Tensor, lambda: (_some(3, 6).sort().values, _some(3, 5))),
+    (aten.gather.default, lambda: (_some(5, 3), 0, _below(5, 4, 1))),  # fewer indices than elements beside the dim
+    (aten.gather.default, lambda: (_some(5, 6, 3), 1, _below(6, 5, 7, 3))),
+    (aten.scatter.src, lambda: (_some(5, 3), 0, _below(5, 4, 1), _some(4, 3))),
+    (aten.scatter.value, lambda: (_some(4, 5), 1, _below(5, 4, 3), 0.5)),
+    (aten.scatter_add.default, lambda: (_some(5, 3), 0, _below(5, 4, 3), _some(4, 3))),
+    (aten.index.Tensor, lambda: (_some(5, 4, 6), [None, _below(4, 3)])),
+    (aten.index.Tensor, lambda: (_some(5, 4, 6), [_below(5, 7), None, _below(6, 7)])),
+    (aten.repeat.default, lambda: (_some(5, 4), [3, 1, 2])),
+)  # fmt: skip
+"""Operators and what they are called with."""
+
+
+def run(recorder: AbstractContextManager[Any]) -> None:
+    """Run each of them under a recorder."""
+    torch.manual_seed(0)  # the same values each time
+    for operator, arguments in EXTRA:
+        given = arguments()
+        with recorder:
+            operator(*given)

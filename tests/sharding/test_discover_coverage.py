@@ -1,0 +1,114 @@
+"""No core operator of torch is left without a rule, and functions of a call give rules that hold."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tangram.sharding import find, table
+from tangram.sharding.calls import Call
+from tangram.sharding.discover import coverage
+from tangram.sharding.escapes import ESCAPES, rule_of
+from tangram.sharding.proof.execute import check, ways, whole
+from tangram.sharding.table import Table
+
+aten = torch.ops.aten
+
+
+def some(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def below(n: int, *shape: int) -> Tensor:
+    return torch.randint(n, shape, generator=torch.Generator().manual_seed(n))
+
+
+def test_every_core_operator_has_a_way_and_whole_ones_a_reason() -> None:
+    ways_ = coverage.coverage()
+    assert len(ways_) > 180
+    assert [one.operator for one in ways_ if not one.kind] == []
+    counts = Counter(one.kind for one in ways_)
+    assert counts["rule"] > 60
+    assert counts["whole"] < 12
+    for one in ways_:
+        if one.kind == "whole":
+            assert len(one.what.split()) > 4, one
+
+
+def test_an_operator_without_any_way_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "builtin", Table)
+    assert coverage.way(aten.bmm.default).kind == ""
+    assert coverage.way(aten.permute.default).kind == "view"
+    assert coverage.way(aten.randn.default).kind == "factory"
+
+
+def test_each_function_is_of_an_operator() -> None:
+    for name in ESCAPES:
+        packet, _, overload = name.partition(".")
+        assert (overload or "default") in getattr(aten, packet).overloads()
+
+
+CALLS: dict[str, tuple[Any, tuple[Any, ...], str, int]] = {
+    "an index before others": (
+        aten.index.Tensor,
+        (some(5, 4, 6), [None, below(4, 3)]),
+        "d0 _ d2, _, i0 -> d0 i0 d2",
+        3,
+    ),
+    "indices apart": (
+        aten.index.Tensor,
+        (some(5, 4, 6), [below(5, 7), None, below(6, 7)]),
+        "_ d1 _, i0, _, i0 -> i0 d1",
+        2,
+    ),
+    "indices that broadcast": (
+        aten.index.Tensor,
+        (some(5, 4, 6), [below(5, 7, 1), below(4, 3)]),
+        "_ _ d2, i0 i1, i1 -> i0 i1 d2",
+        3,
+    ),
+    "a mask": (aten.index.Tensor, (some(5, 4, 6), [below(2, 5, 4) > 0]), "_ _ d2, _ _ -> _ d2", 1),
+    "values at indices": (
+        aten.index_put.default,
+        (some(5, 4, 6), [None, below(4, 3)], some(3, 6), True),
+        "d0 _ d2, _, _, _ d2 -> d0 _ d2",
+        2,
+    ),
+    "repeated": (aten.repeat.default, (some(5, 4), [3, 1, 2]), "d0 _ -> _ d0 _", 1),
+    "padded": (aten.constant_pad_nd.default, (some(3, 4, 5), [1, 2, 0, 0]), "d0 d1 _ -> d0 d1 _", 2),
+    "a diagonal": (aten.diag_embed.default, (some(3, 4, 5), 1, 0, -1), "d0 d1 _ -> _ d0 d1 _", 2),
+    "a vector solved": (
+        aten._linalg_solve_ex.default,
+        (some(3, 4, 4), some(3, 4)),
+        "... _ _, ... _ -> ... _, ... _ _, ... _, ...",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_function_gives_holds(name: str) -> None:
+    operator, args, line, factors = CALLS[name]
+    call = Call.of(operator, args, {})
+    rule = rule_of(call)
+    assert rule is not None
+    assert str(rule).partition(" : ")[2] == line
+    bound = find.bound(table.builtin(), call)
+    assert len(bound.cuttable) == factors
+    expected = whole(call)
+    for cuts, mesh in ways(bound, (2, 3)):
+        assert check(call, bound, cuts, mesh, expected) is None
+
+
+def test_a_line_of_ones_own_goes_before_the_function() -> None:
+    call = Call.of(aten.repeat.default, (some(5, 4), [3, 1, 2]), {})
+    own = table.builtin().with_lines(table.parse_lines("repeat : ...^ -> ...^"))
+    assert find.bound(own, call).cuttable == []
+
+
+def test_indices_do_not_broadcast() -> None:
+    """`gather` takes fewer indices than elements: a dim of one index is no broadcast one."""
+    call = Call.of(aten.gather.default, (some(5, 3), 0, below(5, 4, 1)), {})
+    assert find.bound(table.builtin(), call).cuttable == ["{dim}0", "i"]
