@@ -267,7 +267,10 @@ def _made(
     """A dim of these factors, cut as they are."""
     if len(factors) == 1:
         f = factors[0]
-        return shown[f] if f in shown else dim_of(trees.get(f, ()), bound.sizes[f])
+        own = shown.get(f)
+        if n is not None and f not in trees:  # whole, and perhaps of another size in each tensor
+            return own if own is not None and own.n == n else Dim(VOID, n)
+        return own if own is not None else dim_of(trees.get(f, ()), bound.sizes[f])
     if not factors:
         return Dim(VOID, n)
     parts = tuple(shown[f] if f in shown else dim_of(trees.get(f, ()), bound.sizes[f]) for f in factors)
