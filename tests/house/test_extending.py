@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from transformers import AutoConfig
 
+from tangram.cli import main
 from tangram.hardware.rates import catalogue
 from tangram.models import build, tensor_rules
 from tangram.models.build import build_on_meta, make_config
@@ -69,6 +70,19 @@ def test_a_kind_of_source(tmp_path: Path) -> None:
     assert [row.text for row in names["csv_rows"](path, "text", 1)] == [b"third"]
     with pytest.raises(Exception, match='did you mean "text"'):
         list(names["csv_rows"](path, "txt", 0))
+
+
+def test_an_op_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("import torch\n" + block("python", "own::gated"))
+    given = ["own::gated", "--samples", f"{own}:calls"]
+    assert main(["shard", "discover", *given]) == 0
+    line = capsys.readouterr().out
+    assert line in block("console", "shard discover own::gated")
+    rules = tmp_path / "own.rules"
+    rules.write_text(line)
+    assert main(["shard", "check", *given, "--rules", str(rules)]) == 0
+    assert "proved" in capsys.readouterr().out
 
 
 def test_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,4 +89,3 @@ def test_the_command_shows_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sum:{dim}" in shown
     assert main(["shard", "rule", "no_such"]) == 2
     assert "torch has no operator aten.no_such" in capsys.readouterr().err
-    assert main(["shard", "check", "--save", "x"]) == 2

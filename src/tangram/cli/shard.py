@@ -38,8 +38,10 @@ def check(
     operators: Names = None,
     rules: Annotated[Path | None, typer.Option(metavar="FILE", help="Rules of your own, a line each.")] = None,
     against: Annotated[Literal["dtensor"] | None, typer.Option(help="Show where torch's DTensor is wrong.")] = None,
-    save: Annotated[Path | None, typer.Option(metavar="DIR", help="With --against: a script of each case.")] = None,
+    save: Annotated[Path | None, typer.Option(metavar="DIR", help="A script of each case that is wrong.")] = None,
     with_rules: Annotated[bool, typer.Option("--with-rules", help="With --against: our rules in DTensor.")] = False,
+    samples: Samples = None,
+    imports: Imports = None,
     mutants: Annotated[int, typer.Option(metavar="N", help="Plant every N-th mistake; the proof must find it.")] = 0,
     json: Json = False,
 ) -> None:
@@ -52,12 +54,19 @@ def check(
     if mutants:
         _mutants(operators or (), mutants, json)
         return
-    if save is not None:
-        raise UserError("--save goes with --against, which has scripts to save")
-    from tangram.sharding.proof.prove import prove
+    given = _function(samples, imports)
+    from tangram.sharding.discover import own_calls
+    from tangram.sharding.proof.prove import prove, prove_given
 
-    verdicts = prove(operators or (), rules)
+    own = own_calls(operators or (), given)
+    verdicts = prove_given(own, rules) if own else prove(operators or (), rules)
     wrong = [v for v in verdicts if v.kind not in ("proved", "whole")]
+    if save is not None:
+        from tangram.sharding.proof.counterexample import save_all
+
+        lines = [f"import {name}" for name in imports or ()]
+        lines += [f"import runpy\n\nrunpy.run_path({samples.rpartition(':')[0]!r})"] if samples else []
+        save_all(save, [v.operator for v in wrong], rules, own, lines)
     if json:
         print_json({"operators": [vars(v) for v in verdicts], "proved": not wrong})
     else:

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from tangram.errors import UserError
 from tangram.hardware import workers
-from tangram.sharding.calls import DIM_ARGUMENTS, Call, schema_of
+from tangram.sharding.calls import DIM_ARGUMENTS, Call, name_of, schema_of
 
 SIZES = (6, 5, 7, 3)
 TRIES = 6000
@@ -67,6 +67,22 @@ def calls_from(operator: OpOverload, samples: Callable[[], Iterable[Any]]) -> li
     if not found:
         raise UserError(f"there is no sample of {operator.name()}")
     return found
+
+
+def own_calls(names: Sequence[str], samples: Callable[[], Iterable[Any]] | None = None) -> dict[str, list[Call]]:
+    """Calls of operators that torch has no samples of, by name; nothing where all of them are torch's own.
+
+    Raises UserError where some are and some are not, or `samples` are given for more than one.
+    """
+    if samples is not None and len(names) != 1:
+        raise UserError("--samples goes with the one operator that they are of")
+    others = [name for name in names if not name.startswith("aten::") and "::" in name]
+    if samples is not None:
+        others = [names[0] if "::" in names[0] else f"aten::{names[0]}"]
+    elif others and len(others) < len(names):
+        raise UserError(f"{others[0]} is not torch's own: give it in a command of its own")
+    operators = [operator_of(name) for name in others]
+    return {name_of(op): drawn_calls(op) if samples is None else calls_from(op, samples) for op in operators}
 
 
 def drawn_calls(operator: OpOverload) -> list[Call]:

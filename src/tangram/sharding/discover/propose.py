@@ -20,7 +20,7 @@ from tangram.layout.rule import Rule
 from tangram.sharding.calls import DIM_ARGUMENTS, Call, schema_of
 from tangram.sharding.discover.cuts import OF_VALUES, RANDOM, Found, NotTriedError, candidates, found_in, found_with
 from tangram.sharding.discover.draft import Case, Draft, draft
-from tangram.sharding.discover.draw import calls_from, drawn_calls, load, operator_of
+from tangram.sharding.discover.draw import load, own_calls
 from tangram.sharding.discover.settle import Settled, settle
 from tangram.sharding.proof import samples
 
@@ -52,10 +52,9 @@ def discover(name: str, given: Callable[[], Iterable[Any]] | None = None) -> lis
     for operators that are not torch's own what can be drawn from the schema. Raises UserError where there is no call.
     """
     torch.set_num_threads(1)  # what is forked later has no other threads
-    space, _, plain = name.rpartition("::")
-    if given is not None or space not in ("", "aten"):
-        operator = operator_of(f"{space or 'aten'}::{plain}")
-        return [propose(drawn_calls(operator) if given is None else calls_from(operator, given))]
+    plain = name.removeprefix("aten::")
+    if own := own_calls([name], given):
+        return [propose(calls) for calls in own.values()]
     if not hasattr(torch.ops.aten, plain.partition(".")[0]):
         raise UserError(f"torch has no operator aten.{plain}; those of others are called namespace::name")
     found = {own: calls for own, calls in samples.recorded([plain]).items() if samples.is_named([plain], own)}

@@ -1,0 +1,101 @@
+"""An operator of one's own from the command line: discovered, proved, and refuted with a script that shows it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tangram.cli import main
+from tangram.sharding import table
+from tangram.sharding.proof.counterexample import script, smallest
+from tangram.sharding.proof.execute import Failure
+from tangram.sharding.proof.prove import trials
+from tangram.sharding.table import parse_lines
+from tests.sharding.test_proof import RIGHT, WRONG
+
+SAMPLES = """
+import torch
+
+@torch.library.custom_op("tangram_own::outer", mutates_args=())
+def outer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.sum(1)[:, None] * y
+
+def calls():
+    yield torch.randn(4, 3), torch.randn(5)
+    yield (torch.randn(3, 6),), {"y": torch.randn(7)}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of an author."""
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "own.py"
+    path.write_text(SAMPLES)
+    return path
+
+
+def test_discovered_proved_and_refuted(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["tangram_own::outer", "--samples", f"{own}:calls"]
+    assert main(["shard", "discover", *given]) == 0
+    line = capsys.readouterr().out.strip()
+    assert line == "tangram_own.outer : a b, c -> a c sum:b ; each(0 1)"
+    rules = own.with_name("own.rules")
+    rules.write_text(line)
+    assert main(["shard", "check", *given, "--rules", str(rules), "--json"]) == 0
+    (verdict,) = json.loads(capsys.readouterr().out)["operators"]
+    assert verdict["kind"] == "proved"
+    assert verdict["factors"] == 3
+    rules.write_text("tangram_own.outer : a b, c -> a c max:b")
+    assert main(["shard", "check", *given, "--rules", str(rules), "--save", str(own.parent / "wrong")]) == 1
+    assert "tangram_own.outer: refuted" in capsys.readouterr().out
+    (saved,) = (own.parent / "wrong").iterdir()
+    ended = subprocess.run([sys.executable, str(saved)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert "ranks [0, 1] should have" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tangram_own::absent"], "torch has no operator tangram_own::absent: import what defines it"),
+        (["tangram_own::absent", "--import", "no_such_module"], "--import no_such_module: No module named"),
+        (["sum", "--samples", "absent.py:calls"], "--samples absent.py:calls: give FILE.py:function"),
+        (["sum", "--samples", "own.py:others"], "own.py has no function others"),
+        (["no_such"], "torch has no operator aten.no_such"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    own: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(own.parent)
+    assert main(["shard", "discover", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_script_shows_what_is_wrong_and_nothing_where_all_is_right(tmp_path: Path) -> None:
+    """In one interpreter, since torch takes seconds to load: each script is run with what it ends in noted."""
+    sources: dict[str, tuple[str, bool]] = {}
+    for name in ("a scan that is cut", "a loss that forgets its share", "a bias that is added by all"):
+        line, sample, _ = WRONG[name]
+        trial = smallest(table.builtin().with_lines(parse_lines(line)), [RIGHT[sample]()])
+        assert trial is not None
+        assert trial.mesh.size <= 3
+        sources[name] = script(trial), True
+    for name in ("mm", "bias added once", "mean of uneven parts", "words", "loss"):
+        every = [t for t in trials(table.builtin(), [RIGHT[name]()]) if t.cuts and t.mesh.size == 3]
+        for where in ("output 0", "gradient of input 0"):
+            trial = replace(every[-1 if name == "mm" else 0], failure=Failure("", "", where, "planted"))
+            sources[f"{name}, {where}"] = script(trial), False
+    for number, (source, _) in enumerate(sources.values()):
+        (tmp_path / f"{number}.py").write_text(source)
+    (tmp_path / "run.py").write_text(
+        f"import runpy\nfor n in range({len(sources)}):\n    try: runpy.run_path(f'{{n}}.py')\n"
+        "    except SystemExit as end: print('ended', n, end.code)"
+    )
+    ended = subprocess.run([sys.executable, "run.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    codes = [line.split()[2] for line in ended.stdout.splitlines() if line.startswith("ended")]
+    assert dict(zip(sources, codes, strict=True)) == {name: str(wrong) for name, (_, wrong) in sources.items()}
