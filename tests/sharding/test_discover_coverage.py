@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tangram.sharding import find, table
 from tangram.sharding.calls import Call
-from tangram.sharding.discover import coverage
+from tangram.sharding.discover import coverage, report
 from tangram.sharding.escapes import ESCAPES, rule_of
 from tangram.sharding.proof.execute import check, ways, whole
 from tangram.sharding.table import Table
@@ -112,3 +112,17 @@ def test_indices_do_not_broadcast() -> None:
     """`gather` takes fewer indices than elements: a dim of one index is no broadcast one."""
     call = Call.of(aten.gather.default, (some(5, 3), 0, below(5, 4, 1)), {})
     assert find.bound(table.builtin(), call).cuttable == ["{dim}0", "i"]
+
+
+def test_a_cut_that_the_table_lacks_is_reported() -> None:
+    calls = [Call.of(aten.mm.default, (some(m, 6), some(6, 5)), {}) for m in (3, 4)]
+    whole_only = Table().with_lines(table.parse_lines("mm : ...^ -> ...^", "whole.rules"))
+    found = report.gaps_of(whole_only, "mm", calls)
+    assert {gap.cut: gap.calls for gap in found} == {
+        "input 0 dim -2 -> cut": 2,
+        "input 1 dim -1 -> cut": 2,
+        "input 0 dim -1, input 1 dim -2 -> sum": 2,
+    }
+    assert report.gaps_of(table.builtin(), "mm", calls) == []
+    assert report.gaps_of(whole_only, "mm", calls[:1]) == []  # one shape says little
+    assert len(report.gaps_of(Table(), "mm", calls)) == 3

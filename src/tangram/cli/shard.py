@@ -135,12 +135,18 @@ def rule(
 
 @shard.command()
 def discover(
-    operator: Annotated[str, typer.Argument(help="As aten calls it, or as namespace::name.")],
+    operator: Annotated[str | None, typer.Argument(help="As aten calls it, or as namespace::name.")] = None,
     samples: Samples = None,
     imports: Imports = None,
+    every: Annotated[bool, typer.Option("--all", help="Report valid cuts that the table does not allow.")] = False,
     json: Json = False,
 ) -> None:
     """Run an operator on cut inputs and propose its rule, proved."""
+    if every:
+        _gaps(json)
+        return
+    if operator is None:
+        raise UserError("name an operator, or give --all")
     given = _function(samples, imports)
     from tangram.sharding.discover import discover as find
 
@@ -155,6 +161,20 @@ def discover(
             print(f"# {one.operator}: no rule: {one.why}")
         for remark in one.remarks:
             print(f"#   {remark}")
+
+
+def _gaps(json: bool) -> None:
+    from tangram.sharding.discover.report import gaps
+
+    found = gaps()
+    if json:
+        print_json({"gaps": [vars(gap) for gap in found]})
+        return
+    print_table(
+        "Valid but not in the table",
+        ("operator", "cut", "calls", "why whole"),
+        [(gap.operator, gap.cut, str(gap.calls), gap.reason) for gap in found],
+    )
 
 
 def _function(samples: str | None, imports: Sequence[str] | None) -> "Callable[[], Iterable[Any]] | None":
