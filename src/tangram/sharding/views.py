@@ -77,6 +77,7 @@ def bind(call: Call, view: OpOverload) -> Bound:
     ]
     if not notes:
         notes.append(("filled", ()))
+    notes.append(("linear", ("0",)))
     if "squeeze" in call.name and "un" not in call.name:
         notes.append(("shape", ()))
     rule = Rule((call.name,), (Operand(()),), (Operand(()),), tuple(notes))
