@@ -22,7 +22,7 @@ def flat(dim: Dim, mesh: Mesh) -> tuple[Cut, ...] | None:
         return None
     found: list[Cut] = []
     before = 1  # how much a rank holds of the factors so far; None: it is not the same on all ranks
-    (factors,) = dim.terms
+    factors = dim.terms[0]
     for i, x in enumerate(factors):
         if x.axes:
             inside = flat(x, mesh)
