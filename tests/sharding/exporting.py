@@ -42,7 +42,7 @@ FORWARD: dict[str, Op] = {
     "bmm": (torch.bmm, ((4, 3, 5), (4, 5, 2))),
     "addmm": (torch.addmm, ((12,), (4, 8), (8, 12))),
     "addmm uneven": (torch.addmm, ((5, 3), (5, 7), (7, 3))),
-    "linear": (F.linear, ((4, 3, 6), (3, 6), (3,))),
+    "linear": (F.linear, ((4, 4, 6), (3, 6), (3,))),
     "softmax": (lambda x: x.softmax(-1), ((5, 6),)),
     "log_softmax": (lambda x: x.log_softmax(0), ((5, 6),)),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), ((5, 6), (6,), (6,))),
@@ -86,6 +86,9 @@ FORWARD: dict[str, Op] = {
     "sort": (lambda x: x.sort(-1)[0], ((5, 6),)),
     "where": (lambda x, y: torch.where(x > 0, x, y), ((5, 6), (6,))),
     "in place": (in_place, ((5, 6), (5, 6))),
+    "linear of a vector": (F.linear, ((8,), (3, 8))),
+    "diagonal": (lambda x: x.diagonal(0, -2, -1), ((5, 4, 4),)),
+    "qr": (lambda x: torch.linalg.qr(x)[1], ((2, 4, 4),)),
     "chain": (lambda x, w, v: F.gelu(x @ w) @ v, ((5, 8), (8, 12), (12, 8))),
 }  # fmt: skip
 """With random numbers of these shapes; forward and backward."""
@@ -185,6 +188,7 @@ def work(rank: int, folder: str, shape: list[int], names: list[str]) -> dict[str
         found["with"] = scan_is_right(mesh)
         found["wrong"] = all_wrong(mesh, names)
         found["moved"] = moved(mesh) if mesh.ndim == 1 else {}
+        found["written"] = written(mesh)
         found["half"] = half()
         found["own"] = own_operator_is_right(mesh)
     found["after"] = scan_is_right(mesh)
@@ -203,6 +207,31 @@ def half() -> list[list[int]]:
     x = distribute_tensor(torch.rand(4, 6), DeviceMesh("cpu", [0]), [Shard(0)])
     results = [x.cumsum(-1), x.amax(0), x + x, x.clone().add_(1)]
     return [list(result.to_local().shape) for result in results]
+
+
+def written(mesh: DeviceMesh) -> list[str]:
+    """What becomes of writing to views of rows that are cut, and of columns."""
+    ways: list[Callable[[Tensor], Any]] = [
+        lambda x: x[0].fill_(7),
+        lambda x: x[1:3].uniform_(),
+        lambda x: x.__setitem__(0, 7.0),
+        lambda x: x[:, 0].fill_(7),
+        lambda x: x[:, 1:3].zero_(),
+        lambda x: x.__setitem__((slice(None), 0), 7.0),
+        lambda x: x.t()[0].neg_(),
+    ]
+    found: list[str] = []
+    for way in ways:
+        whole = torch.arange(24.0).reshape(4, 6)
+        x = distribute_tensor(whole.clone(), mesh, [Shard(0)] * mesh.ndim)
+        try:
+            way(x)
+        except RuntimeError as error:
+            found.append("refused" if "would write to a copy" in str(error) else str(error))
+            continue
+        way(whole)
+        found.append("right" if torch.equal(x.full_tensor(), whole) else "wrong")
+    return found
 
 
 def own_operator_is_right(mesh: DeviceMesh) -> bool:

@@ -17,6 +17,8 @@ NO_OPERATORS = {
     "local-map-uneven": "it is no operator",
 }
 """Cases that no rule reaches."""
+REFUSED = {"view-in-place": "would write to a copy"}
+"""Cases that are told of, and with what."""
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +28,18 @@ def outcomes() -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_case_is_right_with_the_rules(case: Case, outcomes: dict[str, Outcome]) -> None:
-    assert (outcomes[case.name].verdict == "right") == (case.name not in NO_OPERATORS), outcomes[case.name]
+    verdict = outcomes[case.name].verdict
+    if case.name in REFUSED:
+        assert verdict == "raises"
+        assert REFUSED[case.name] in outcomes[case.name].got
+    else:
+        assert (verdict == "right") == (case.name not in NO_OPERATORS), outcomes[case.name]
 
 
 @pytest.mark.skipif(torch.__version__.partition("+")[0] != FOUND_WITH, reason="the page is of one torch")
 def test_the_page_has_the_figures() -> None:
     text = (Path(__file__).parents[2] / "docs" / "sharding-dtensor.md").read_text()
-    before, after = sum(case.found == "right" for case in CASES), len(CASES) - len(NO_OPERATORS)
+    before, after = sum(case.found == "right" for case in CASES), len(CASES) - len(NO_OPERATORS) - len(REFUSED)
     assert f"{before} of the {len(CASES)} cases are right without, {after} with" in text
 
 
@@ -75,6 +82,10 @@ def test_what_can_stay_cut_stays_so(pair: list[dict[str, Any]]) -> None:
         "tril": "S(0)", "std": "S(0)", "pad": "S(0)", "attention": "S(1)", "conv1d": "S(0)", "mm": "P(sum)",
         "sum": "P(sum)", "amax": "P(max)", "rms_norm": "S(0)", "cumsum": "S(0)",
     }  # fmt: skip
+
+
+def test_what_is_written_to_a_view_is_there_or_refused(pair: list[dict[str, Any]]) -> None:
+    assert [rank["written"] for rank in pair] == [["refused"] * 3 + ["right"] * 4] * 2
 
 
 def test_a_rank_that_is_not_of_a_mesh_holds_nothing(pair: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from importlib import resources
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from tangram.errors import UserError
@@ -17,6 +18,7 @@ from tangram.sharding.export.dtensor import Registered, exported, register
 from tangram.sharding.find import bound
 from tangram.sharding.proof.execute import check, ways, whole
 from tangram.sharding.proof.pending import check_pending, linear_in
+from tangram.sharding.proof.samples import Recorder
 from tangram.sharding.table import parse_lines
 
 aten = torch.ops.aten
@@ -80,9 +82,33 @@ def others() -> Iterator[Call]:
     yield Call.of(aten.select_backward.default, (randn(3, 5), [4, 3, 5], 0, -1), {})
 
 
+def recorded() -> Iterator[Call]:
+    """What backward calls of functions that users call."""
+    functions: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        *(F.hardtanh, F.hardswish, F.hardsigmoid, F.softshrink, F.hardshrink, F.logsigmoid),
+        *(lambda x, mode=mode: F.pad(x[0, 0], (1, 1), mode=mode) for mode in ("reflect", "replicate")),
+        *(lambda x, mode=mode: F.pad(x[0], (1, 1, 1, 1), mode=mode) for mode in ("reflect", "replicate")),
+        *(lambda x, mode=mode: F.pad(x, (1,) * 6, mode=mode) for mode in ("reflect", "replicate")),
+        *(lambda x, pool=pool: pool(x[0], 2) for pool in (F.avg_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d)),
+        *(lambda x, pool=pool: pool(x, 2) for pool in (F.avg_pool3d, F.adaptive_avg_pool3d, F.adaptive_max_pool3d)),
+        lambda x: F.max_pool3d(x, 2),
+    ]
+    for function in functions:
+        x = randn(5, 3, 4, 4, 6).requires_grad_()
+        result = function(x)
+        with Recorder() as recorder:
+            result.backward(torch.randn_like(result))
+        wanted = {name for line in LINES for name in line.rule.operators if name.endswith("_backward")} - {
+            "select_backward"
+        }
+        found = [call for name, some in recorder.calls.items() if name.partition(".")[0] in wanted for call in some]
+        assert len(found) == 1
+        yield found[0]
+
+
 def calls() -> list[Call]:
     torch.manual_seed(0)
-    kinds: tuple[Callable[[], Iterator[Call]], ...] = (losses, convolutions, attentions, norms, others)
+    kinds: tuple[Callable[[], Iterator[Call]], ...] = (losses, convolutions, attentions, norms, others, recorded)
     return [call for kind in kinds for call in kind()]
 
 
@@ -97,10 +123,12 @@ def test_each_line_is_proved(call: Call) -> None:
     assert [str(failure) for failure in [*failures, *pending] if failure] == []
 
 
-def test_the_proof_has_a_call_of_every_line() -> None:
-    table = exported()
-    met = {table.find(call) for call in calls()}
+def test_the_proof_has_a_call_of_every_line_and_operator() -> None:
+    table, tried = exported(), calls()
+    met = {table.find(call) for call in tried}
     assert [line.text for line in LINES if line not in met] == []
+    names = {name for call in tried for name in (call.name, call.name.partition(".")[0])}
+    assert [name for line in LINES for name in line.rule.operators if name not in names] == []
 
 
 # ---------------------------------------------------------------- what is registered

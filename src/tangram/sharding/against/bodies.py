@@ -152,6 +152,17 @@ def select_the_cut_dim(place: Place) -> Tensor:
     return place(torch.rand(4, 6), Shard(0)).select(0, 1)
 
 
+def write_into_a_view(place: Place) -> Tensor:
+    x = place(torch.rand(4, 6), Shard(0))
+    x[0].mul_(2.0)
+    return x
+
+
+def squeeze_in_place(place: Place) -> Tensor:
+    x = place(torch.rand(1, 6), Replicate())
+    return torch.tensor(x.squeeze_(0).shape)
+
+
 def mapped_locally(place: Place) -> Tensor:
     def double(x: Tensor) -> Tensor:
         return x * 2

@@ -168,8 +168,10 @@ def work(todo: list[dict[str, Any]], rank: int, ranks: int, folder: str, fixed: 
     with Path(folder, f"{rank}.jsonl").open("w", buffering=1) as lines:
         for one in todo:
 
-            def report(found: _Found, name: str = one["name"]) -> None:
+            def report(found: _Found, name: str = one["name"], limit: float = one["limit"]) -> None:
                 lines.write(json.dumps({"name": name, **found}) + "\n")
+                if found:  # who is done waits longer than who hangs: the first to end is the one that did not answer
+                    faulthandler.dump_traceback_later(2 * limit, exit=True)
 
             report({})
             frame = runpy.run_path(one["script"])

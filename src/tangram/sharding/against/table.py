@@ -174,6 +174,20 @@ CASES: tuple[Case, ...] = (
         body=bodies.overflow_in_adamw,
     ),
     Case(
+        name="view-in-place",
+        wrong="A view across the cut is a copy: what is written to it in place is lost.",
+        operator="x[0].mul_(2.0)",
+        inputs=(Shard(0),),
+        body=bodies.write_into_a_view,
+    ),
+    Case(
+        name="squeeze-in-place",
+        wrong="Where no placement changes, the shape stays what it was, and the local tensor has another.",
+        operator="x.squeeze_(0).shape",
+        inputs=(Replicate(),),
+        body=bodies.squeeze_in_place,
+    ),
+    Case(
         name="register-sharding-dims",
         wrong="A rule of register_sharding that reads a list of dims is asked once and reused for other dims.",
         operator="a custom operator (x, int[] dims)",

@@ -26,13 +26,17 @@ from tangram.layout.rule import Rule
 from tangram.layout.syntax import Dim
 from tangram.sharding import views
 from tangram.sharding.calls import is_written, name_of, schema_of, tensor_arguments
-from tangram.sharding.export.execute import CORRECTED, Executor, with_whole_keywords
+from tangram.sharding.export.execute import CORRECTED, Executor, not_into_a_copy, with_its_shape, with_whole_keywords
 from tangram.sharding.table import Table, builtin, parse_lines
 
 __all__ = ["Registered", "exported", "register"]
 
 WRITES_UNSAID = ("batch_norm",)
 """Part of the names of operators that write tensors of which their schema does not say it."""
+VIEWS = ("diagonal",)
+"""Views that torch's own rules gather for though the cut could stay; so are those that give several tensors."""
+MENDED = {"squeeze_": with_its_shape}
+"""What stays torch's but for one thing."""
 _ABSENT = object()
 _torch: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
@@ -100,13 +104,16 @@ def register(table: Table | None = None, operators: Iterable[str | OpOverload] |
     for operator in [*_asked(operators)]:  # a name that torch lacks is told before anything is done
         name = name_of(operator)
         why = _refusal(rules, operator)
-        if _has_flags_by_keyword(operator):
-            done._before.append((handlers, operator, handlers.get(operator, _ABSENT)))  # pyright: ignore[reportPrivateUsage]
-            handlers[operator] = with_whole_keywords
-            found[False].append(name)
-            continue
-        if why:
+        mended = with_whole_keywords if _has_flags_by_keyword(operator) else MENDED.get(name.partition(".")[0])
+        if mended is None and why:
             refused[name] = why
+            mended = not_into_a_copy if _writes_self(operator) and operator not in handlers else None
+        elif mended is not None:
+            found[False].append(name)
+        if mended is not None:  # around torch's own rule
+            done._before.append((handlers, operator, handlers.get(operator, _ABSENT)))  # pyright: ignore[reportPrivateUsage]
+            handlers[operator] = mended
+        if mended is not None or why:
             continue
         tables = (handlers, propagator.op_strategy_funcs, propagator.op_to_schema_info, *others)
         done._before += [(one, operator, one.get(operator, _ABSENT)) for one in tables]  # pyright: ignore[reportPrivateUsage]
@@ -150,6 +157,11 @@ def _every_argument(operator: OpOverload) -> RuntimeSchemaInfo:
     return RuntimeSchemaInfo(0, [a.name for a in arguments if a.kwarg_only], listed)
 
 
+def _writes_self(operator: OpOverload) -> bool:
+    """Whether it writes its first tensor: random numbers and the like, which may be a view, too."""
+    return any(is_written(a) and a.name == "self" and str(a.type) == "Tensor" for a in schema_of(operator).arguments)
+
+
 def _has_flags_by_keyword(operator: OpOverload) -> bool:
     """An optimiser's step, which takes by keyword whether to skip: torch passes each rank's own part of that."""
     name = name_of(operator)
@@ -185,13 +197,14 @@ def _refusal(rules: Table, operator: OpOverload) -> str:
     schema, name = schema_of(operator), name_of(operator)
     lines = rules.all_of(operator)
     many = len(schema.returns) == 1 and "List" in str(schema.returns[0].type)
-    if not lines and not (many and views.view_of(operator) is not None):
+    seen = views.view_of(operator) is not None and (many or name in VIEWS)
+    if not lines and not seen:
         return "a view, of which torch's own rule is right" if views.view_of(operator) else "it has no rule"
     if not tensor_arguments(operator):
         return "it takes no tensor"
     if not schema.returns or not all("Tensor" in str(r.type) for r in schema.returns):
         return "it gives no tensor, or more than tensors"
-    if schema._is_view_op() and not many:
+    if schema._is_view_op() and not seen:
         return "a view, of which torch's own rule is right"
     if name.startswith(("_foreach", "_amp_foreach")):
         return "each tensor of its lists is by itself, as in torch's own rule"

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from tangram.layout import Mesh
+from tangram.layout.rule import Operand, Rule
 from tangram.sharding import local
 from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call, is_written, schema_of
@@ -95,6 +96,7 @@ class Executor:
         here = plan.part is not None  # a rank that is not of the mesh holds nothing to move
         tensors = [None if t is None else _moved(t, a, b, operator) if here else t for t, a, b in pairs]
         written = _written(operator, args, kwargs)
+        _refuse_copies(operator, written)
         if written and plan.plain and _stays(written, plan, operator):
             _call(own.with_tensors(tensors))
             return written[0]
@@ -127,7 +129,7 @@ class Executor:
         mesh = next(s.mesh for s in specs if s is not None)
         if any(s is not None and s.mesh != mesh for s in specs):
             raise RuntimeError(f"{call} has DTensors of different meshes; put them on one")
-        bound = find_bound(self._table, call)
+        bound = diagonal(call) if call.name == "diagonal" else find_bound(self._table, call)
         if len(bound.outputs) != len(listed):
             raise NotImplementedError(f"the rule of {call.name} has {len(bound.outputs)} results, not {len(listed)}")
         choice = choose(bound, call, specs, mesh, listed)
@@ -142,12 +144,61 @@ def with_whole_keywords(operator: OpOverload, args: tuple[Any, ...], kwargs: dic
         else value
         for name, value in kwargs.items()
     }
+    return _by_torch(operator, args, found)
+
+
+def not_into_a_copy(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A custom handler that refuses what would be lost, and leaves the rest to torch's own rule."""
+    _refuse_copies(operator, _written(operator, args, kwargs))
+    return _by_torch(operator, args, kwargs)
+
+
+def with_its_shape(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A custom handler of `squeeze_`: torch forgets the shape where no placement changes."""
+    before: DTensorSpec = args[0]._spec
+    found = _by_torch(operator, args, kwargs)
+    if found._spec is not before:
+        return found
+    whole = _on_meta(before)
+    operator(whole, *args[1:], **kwargs)
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    found._spec = DTensorSpec(before.mesh, before.placements, tensor_meta=meta)
+    return cast(Any, return_and_correct_aliasing(operator, args, kwargs, found))
+
+
+def _by_torch(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handlers: dict[Any, Any] = cast(Any, DTensor)._op_dispatcher._custom_op_handlers
     own = handlers.pop(operator)
     try:
-        return operator(*args, **found)
+        return operator(*args, **kwargs)
     finally:
         handlers[operator] = own
+
+
+def _refuse_copies(operator: OpOverload, written: Sequence[Any]) -> None:
+    """Raise RuntimeError where what is written is taken for a view, and is none: torch gathers for a view across a cut,
+    as `x[0]` of rows that are cut, and what is written there reaches nobody."""
+    for target in written:
+        base = getattr(target, "_base", None)
+        if not isinstance(target, DTensor) or not isinstance(base, DTensor):
+            continue
+        here, there = (cast(Any, t)._local_tensor.untyped_storage()._cdata for t in (target, base))
+        if here != there:
+            raise RuntimeError(
+                f"{operator} would write to a copy, and not to the DTensor of which it is a view across a cut;"
+                " redistribute that one first, so that the dim of the view is whole"
+            )
+
+
+def diagonal(call: Call) -> Bound:
+    """What can be cut of a view of a diagonal: the dims beside it, which no strides tell from it."""
+    first = call.tensors[0]
+    assert first is not None
+    gone = {*call.dims("dim1", first.ndim), *call.dims("dim2", first.ndim)}
+    sizes = {f"d{i}": n for i, n in enumerate(first.shape) if i not in gone}
+    dims = tuple((f"d{i}",) if f"d{i}" in sizes else () for i in range(first.ndim))
+    rule = Rule((call.name,), (Operand(()),), (Operand(()),))
+    return Bound(rule, (dims,), ((*(dim for dim in dims if dim), ()),), sizes, frozenset(), dict.fromkeys(sizes, ("",)))
 
 
 def _part(bound: Bound, choice: Choice, mesh: DeviceMesh) -> local.Part | None:
