@@ -16,13 +16,14 @@ from tangram.layout.syntax import VOID, Cut, Dim
 
 def flat(dim: Dim, mesh: Mesh) -> tuple[Cut, ...] | None:
     """The cuts inside a bracket as cuts of the whole dim, where they hold the same elements; else None."""
-    if not dim.terms or not dim.inner_axes:
+    terms = dim.terms
+    if not terms or not dim.inner_axes:
         return dim.cuts
-    if len(dim.terms) > 1:
+    factors, *others = terms
+    if others:
         return None
     found: list[Cut] = []
     before = 1  # how much a rank holds of the factors so far; None: it is not the same on all ranks
-    factors = dim.terms[0]
     for i, x in enumerate(factors):
         if x.axes:
             inside = flat(x, mesh)
