@@ -54,6 +54,11 @@ def test_variants_have_the_rule_of_their_base(operator: torch._ops.OpOverload, l
     assert found.text.startswith(line)
 
 
+def test_operators_over_lists_do_not_have_the_rule_of_one_tensor() -> None:
+    assert not builtin().all_of(aten._foreach_max.default)
+    assert not builtin().all_of(aten._foreach_mul.List)
+
+
 def test_conditions_choose_between_rules() -> None:
     x = torch.zeros(2, 3)
     for reduction, text in ((0, "... -> ..."), (2, "{all} -> sum:{all}")):

@@ -1,7 +1,7 @@
 """The table of op rules: text files beside the code, one rule a line, one line a family.
 
-A rule that a variant lacks is that of its base: `add_` and `add.out` have `add`'s, `_foreach_add` for each of its
-tensors. Operators that torch tags as pointwise have one rule together, `pointwise`.
+A rule that a variant lacks is that of its base: `add_` and `add.out` have `add`'s. Operators that torch tags as pointwise
+have one rule together, `pointwise`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Table:
 
 def _bases(packet: str, overload: str) -> list[str]:
     """Names that a variant's rule may stand under."""
-    plain = packet.removeprefix("_foreach_").removesuffix("_")
+    plain = packet.removesuffix("_")
     found = [f"{plain}.{overload}" if overload else plain, plain]
     if overload.endswith("_out"):
         found.insert(0, f"{plain}.{overload.removesuffix('_out')}")
