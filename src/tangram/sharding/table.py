@@ -1,7 +1,7 @@
 """The table of op rules: text files beside the code, one rule a line, one line a family.
 
-A rule that a variant lacks is that of its base: `add_` and `add.out` have `add`'s. Operators that torch tags as pointwise
-have one rule together, `pointwise`.
+A rule that a variant lacks is that of its base: `add_` and `add.out` have `add`'s. Operators that torch tags as
+pointwise have one rule together, `pointwise`.
 """
 
 from __future__ import annotations
