@@ -205,7 +205,10 @@ class Writer:
             attempt = self._appeared(order, folders, attempt)
             partial, save_id = folders[attempt], attempt_id(order.id, attempt)
             try:
-                if not (partial / f"part-{self._index:05d}.json").exists():
+                written = (
+                    partial / f"part-{self._index:05d}.json"
+                ).exists() or not partial.exists()  # or it is closing
+                if not written:
                     self._write(order, partial, save_id, problem)
                 path = self._until(partial, 2 * order.limit, lambda at=partial: _verdict(order, at))
                 return str(path), "", []
