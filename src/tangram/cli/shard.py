@@ -30,7 +30,7 @@ Names = Annotated[list[str] | None, typer.Argument(metavar="[OPERATOR]...", help
 def _none(context: typer.Context) -> None:
     """Prove op rules, and look at them."""
     if context.invoked_subcommand is None:
-        raise UserError("give one of check, discover and rule; --help lists them")
+        raise UserError("give one of check, discover, rule and sweep; --help lists them")
 
 
 @shard.command()
@@ -81,6 +81,28 @@ def _tell(verdicts: "Sequence[Verdict]", wrong: "Sequence[Verdict]") -> None:
     print_table("Op rules", ("verdict", "operators", "cases"), rows)
     for verdict in wrong:
         print(f"{verdict.operator}: {verdict.kind}: {verdict.why}")
+
+
+@shard.command()
+def sweep(
+    entries: Annotated[
+        list[str] | None, typer.Argument(metavar="[ENTRY]...", help="Only these of torch's names.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Call all of torch's database as a user does, on two simulated ranks; compare results and gradients."""
+    from tangram.sharding.proof.database import sweep as run
+
+    found = run(entries or ())
+    if json:
+        print_json({"entries": [vars(one) for one in found]})
+        return
+    counts = Counter(one.kind for one in found)
+    rows = [(kind, str(n), str(sum(o.cases for o in found if o.kind == kind))) for kind, n in counts.most_common()]
+    print_table("Torch's database on two ranks", ("verdict", "entries", "cases"), rows)
+    for one in found:
+        if one.kind in ("wrong", "refused", "crashed"):
+            print(f"{one.name}: {one.kind}: {one.why}")
 
 
 def _mutants(operators: Sequence[str], every: int, json: bool) -> None:

@@ -80,10 +80,16 @@ class Call:
                 found[name][i] = tensor
         return replace(self, arguments={**found, **others})
 
-    def run(self) -> tuple[Any, ...]:
-        """What the operator gives, always as a tuple, lists of tensors flattened into it. What it writes is a copy."""
+    def run(self, *, in_place: bool = False) -> tuple[Any, ...]:
+        """What the operator gives, always as a tuple, lists of tensors flattened into it.
+
+        `in_place`: write the tensors that it writes; else it writes copies.
+        """
         schema = schema_of(self.operator).arguments
-        given = {a.name: _copied(self.arguments[a.name]) if is_written(a) else self.arguments[a.name] for a in schema}
+        copied = {a.name for a in schema if is_written(a) and not in_place}
+        given = {
+            a.name: _copied(self.arguments[a.name]) if a.name in copied else self.arguments[a.name] for a in schema
+        }
         positional = [given[a.name] for a in schema if not a.kwarg_only]
         named = {a.name: given[a.name] for a in schema if a.kwarg_only}
         return tuple(_flat(self.operator(*positional, **named)))

@@ -85,8 +85,10 @@ def piece(tensor: Tensor, dims: Dims, part: Part, bound: Bound) -> Tensor:
     return tensor
 
 
-def run(call: Call, bound: Bound, part: Part, local: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """The operator on one rank's tensors. Raises what the operator raises."""
+def run(
+    call: Call, bound: Bound, part: Part, local: Sequence[Tensor | None], *, in_place: bool = False
+) -> tuple[Any, ...]:
+    """The operator on one rank's tensors, as `Call.run`. Raises what the operator raises."""
     tensors = list(local)
     masks: list[Tensor] = []
     for name, args in bound.rule.notes:
@@ -98,7 +100,8 @@ def run(call: Call, bound: Bound, part: Part, local: Sequence[Tensor | None]) ->
             tensors[i], mask = _own_indices(cast(Tensor, tensors[i]), held)
             masks.append(_spread(mask, bound.inputs[i] or (), bound.outputs[0]))
     nothing = _of_nothing(call, bound, part, masks)
-    results = nothing or call.with_tensors(tensors, **_arguments(call, bound, part)).run()
+    own = call.with_tensors(tensors, **_arguments(call, bound, part))
+    results = nothing or own.run(in_place=in_place)
     for mask in masks:
         results = (torch.where(mask, results[0], torch.zeros((), dtype=results[0].dtype)), *results[1:])
     if bound.rule.note("shape") is not None:  # a dim of one element here may have more elsewhere

@@ -42,7 +42,7 @@ def check(found: Propagation, expected: Sequence[Any]) -> Failure | None:
     results: dict[int, Sequence[Any]] = {}
     sources = [_Source(t, layout, mesh, i) for i, (t, layout) in enumerate(_inputs(found))]
     for rank in _running(found):
-        part = _part(found, rank)
+        part = part_of(found, rank)
         try:
             local: list[Tensor | None] = [None if t is None else source.take(rank) for source, t in _zip(sources)]
             results[rank] = run(found.call, found.bound, part, local)
@@ -73,7 +73,8 @@ def _running(found: Propagation) -> Iterator[int]:
             yield rank
 
 
-def _part(found: Propagation, rank: int) -> Part:
+def part_of(found: Propagation, rank: int) -> Part:
+    """Where a rank stands: what it holds of each factor that the propagation cuts."""
     mesh, sizes = found.mesh, found.bound.sizes
     at = mesh.coords(rank)
     sets = {f: held(dim_of(tree, sizes[f]), mesh, at) for f, tree in found.trees.items()}

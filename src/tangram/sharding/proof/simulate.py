@@ -1,0 +1,195 @@
+"""A model's operators on all ranks of a mesh in one process, each as the table says: the whole way that a call takes.
+
+    world = World(Mesh.parse("x=2"), builtin())
+    out = F.layer_norm(cut(tensor, Layout.parse("b/x h").bind(tensor.shape), world), [8])
+
+A simulated tensor is the list of its parts. Torch's dispatcher brings every operator here, below autograd's own level;
+the parts' graph is recorded beneath, through the copies that stand for collectives as well, so a backward pass is what
+ranks would do that exchange gradients by the adjoint collectives. Bytes that ranks get from others are counted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from tangram.errors import UserError
+from tangram.layout import Layout, Mesh, Region, region
+from tangram.layout.intervals import elements
+from tangram.layout.locate import held
+from tangram.layout.syntax import VOID, Dim
+from tangram.sharding import views
+from tangram.sharding.calls import Call, is_written, schema_of
+from tangram.sharding.local import run
+from tangram.sharding.proof.execute import REDUCE
+from tangram.sharding.proof.propagated import part_of
+from tangram.sharding.propagate import Propagation, propagate
+from tangram.sharding.table import Table
+
+
+@dataclass
+class World:
+    """A mesh, a table, and what has passed so far."""
+
+    mesh: Mesh
+    table: Table
+    moved: float = 0.0
+    """Bytes that ranks got from others, all ranks together."""
+    calls: list[str] = field(default_factory=list[str])
+    differentiable: bool = True
+
+
+class Simulated(Tensor):
+    """A tensor as its parts on all ranks of a world."""
+
+    parts: list[Tensor]
+    lies: Layout
+    world: World
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Simulated({list(self.shape)}, {self.lies})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        call = Call.of(func, args, kwargs or {})
+        world = next(t.world for t in call.tensors if isinstance(t, Simulated))
+        with torch.overrides.enable_reentrant_dispatch():
+            return _carried_out(call, world)
+
+
+def of_parts(shape: Sequence[int], parts: Sequence[Tensor], layout: Layout, world: World) -> Simulated:
+    """A tensor of these parts, one for each rank."""
+    made = cast(Any, Tensor)._make_wrapper_subclass(Simulated, tuple(shape), dtype=parts[0].dtype)
+    made.parts, made.lies, made.world = list(parts), layout, world
+    return made
+
+
+def cut(tensor: Tensor, layout: Layout, world: World) -> Simulated:
+    """A whole tensor as its parts, each in memory of its own; a pending sum is all the first rank's."""
+    parts: list[Tensor] = []
+    for rank in range(world.mesh.size):
+        own = world.mesh.coords(rank)
+        part = tensor
+        for dim, factor in enumerate(layout.dims):
+            there = held(factor, world.mesh, own)
+            if there != ((0, tensor.shape[dim]),):
+                part = part.index_select(dim, torch.tensor(elements(there), dtype=torch.int64))
+        lead = all(own[axis] == 0 for op, axis in layout.pending if op == "sum")
+        parts.append(part.clone() if lead else torch.zeros_like(part))
+    return of_parts(tensor.shape, parts, layout, world)
+
+
+def together(tensor: Simulated) -> Tensor:
+    """The whole tensor from its parts, pending reductions done."""
+    mesh, layout, shape = tensor.world.mesh, tensor.lies, tuple(tensor.shape)
+    pending = {axis: op for op, axis in layout.pending}
+    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for rank in range(mesh.size):
+        key = tuple((axis, i) for axis, i in sorted(mesh.coords(rank).items()) if axis not in pending)
+        groups.setdefault(key, []).append(rank)
+    out: Tensor | None = None
+    seen: set[Region] = set()
+    for ranks in groups.values():
+        here = region(Layout(layout.dims), mesh, ranks[0])
+        if 0 in shape:
+            total = torch.stack([part.sum().to(tensor.dtype) for part in tensor.parts]).sum().to(tensor.dtype)
+            return torch.zeros(shape, dtype=tensor.dtype) + total  # nothing, with the parts in its graph
+        if here in seen or (not here and len(groups) > 1):
+            continue
+        seen.add(here)
+        total = functools.reduce(REDUCE[next(iter(pending.values()), "sum")], [tensor.parts[r] for r in ranks])
+        if not shape or here == Region.full(shape):
+            return total
+        if out is None:
+            out = torch.zeros(shape, dtype=total.dtype)
+        index = torch.meshgrid(*[torch.tensor(elements(s)) for s in here.boxes[0]], indexing="ij")
+        out = out.index_put(index, total)
+    assert out is not None
+    return out
+
+
+def _carried_out(call: Call, world: World) -> Any:
+    world.calls.append(call.name)
+    given = [None if t is None else t if isinstance(t, Simulated) else _everywhere(t, world) for t in call.tensors]
+    plain = call.with_tensors([None if t is None else together(t).detach() for t in given])
+    try:
+        found = _propagated(plain, given, world)
+    except UserError:  # what it writes cannot lie as the result would: then it is whole first
+        for t, (name, _) in zip(given, call.places, strict=True):
+            if t is not None and name in _written(call):
+                whole = _everywhere(together(t), world)
+                world.moved += t.nbytes * (world.mesh.size - 1)
+                t.parts, t.lies = whole.parts, whole.lies
+        found = _propagated(plain, given, world)
+    moved = {one.place: one.nbytes for one in found.relayouts}
+    world.moved += sum(moved.values()) * world.mesh.size
+    ready = [
+        cut(together(t), wanted, world) if t is not None and i in moved and wanted is not None else t
+        for i, (t, wanted) in enumerate(zip(given, found.inputs, strict=True))
+    ]
+    in_place = bool(_written(call)) and not views.view_of(call.operator)
+    results: list[tuple[Any, ...]] = []
+    for rank in range(world.mesh.size):
+        local = [None if t is None else t.parts[rank] for t in ready]
+        if (
+            call.name == "view"
+        ):  # a wrapper looks dense whatever its parts are, so torch takes a view where it would copy
+            local = [None if t is None else t.contiguous() for t in local]
+        results.append(run(plain, found.bound, part_of(found, rank), local, in_place=in_place))
+    made = [_result(values, i, found.outputs, world) for i, values in enumerate(zip(*results, strict=True))]
+    return _given_back(call, made)
+
+
+def _given_back(call: Call, made: list[Any]) -> Any:
+    """The results as the caller expects them: a tensor of its own where the operator writes one."""
+    for i, (name, result) in enumerate(zip(_written(call), made, strict=False)):
+        own = call.arguments[name]
+        if isinstance(own, Simulated) and isinstance(result, Simulated):
+            if own.shape != result.shape:  # the wrapper has no memory: the operator changes its shape and nothing else
+                with cast(Any, torch)._C._DisableTorchDispatch():
+                    call.run(in_place=True)
+            own.parts, own.lies = result.parts, result.lies
+            made[i] = own
+    returns = schema_of(call.operator).returns
+    if not returns:
+        return None
+    if len(returns) == 1:
+        return made if str(returns[0].type).startswith("List") else made[0]
+    return tuple(made)
+
+
+def _everywhere(tensor: Tensor, world: World) -> Simulated:
+    """A tensor whole on every rank."""
+    return cut(tensor, Layout(tuple(Dim(VOID, n) for n in tensor.shape)), world)
+
+
+def _propagated(call: Call, given: Sequence[Simulated | None], world: World) -> Propagation:
+    layouts = [None if t is None else t.lies for t in given]
+    return propagate(world.table, call, layouts, world.mesh, differentiable=world.differentiable)
+
+
+def _written(call: Call) -> list[str]:
+    return [a.name for a in schema_of(call.operator).arguments if is_written(a)]
+
+
+def _result(values: Sequence[Any], i: int, layouts: Sequence[Layout], world: World) -> Any:
+    """One result, from what the ranks have of it. Where a dim is whole, its size is what they have."""
+    if not isinstance(values[0], Tensor):
+        return values[0]
+    layout = layouts[min(i, len(layouts) - 1)]
+    if len(layout.dims) != values[0].ndim:  # of an operator that is whole, whose rule says nothing of its results
+        layout = replace(layout, dims=tuple(Dim(VOID) for _ in values[0].shape))
+    dims = [
+        replace(dim, size=n) if dim.size is None and not dim.terms else dim
+        for dim, n in zip(layout.dims, values[0].shape, strict=True)
+    ]
+    layout = replace(layout, dims=tuple(dims))
+    return of_parts(layout.shape, values, layout, world)
