@@ -180,7 +180,7 @@ def test_every_operator_is_registered_or_refused_with_a_reason(registered: Regis
 @pytest.mark.parametrize(("name", "why"), [
     ("view", "view"),
     ("native_dropout", "random"),
-    ("_foreach_neg", "list"),
+    ("_foreach_neg", "no rule"),
     ("zeros_like", "no element"),
     ("nonzero", "whole"),
     ("native_batch_norm", "running"),
