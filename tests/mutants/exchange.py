@@ -70,9 +70,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "a lane is read before it is filled", (_EVERY_WAY, _JOBS),
     ),
     Mutant(
-        "gone-not-seen", "relayout/lanes.py", "if lane.gone or not shared.runs(process):", "if False:",
+        "gone-not-seen", "relayout/lanes.py", "if (rank := self._missed()) is not None:", "if False:",
         "the ranks wait for ever for one that was killed",
         (_PARTS + "::test_a_rank_that_is_killed_is_missed_by_the_others",),
+    ),
+    Mutant(
+        "who-left-is-blamed", "relayout/lanes.py", "next(iter(said + ended), None)", "next(iter(ended + said), None)",
+        "a rank that left because another was killed is blamed for it",
+        (_PARTS + "::test_who_was_killed_is_blamed_by_all",),
     ),
     Mutant(
         "replicas-from-the-first", "relayout/pieces.py", "return place ^ near if", "return place if",

@@ -125,7 +125,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants")
-    parser.add_argument("--table", nargs="+", choices=TABLES, default=TABLES[:2], help="the mutants of these tables")
+    parser.add_argument("--table", nargs="+", choices=TABLES, default=TABLES, help="the mutants of these tables")
     parser.add_argument("--sample", type=int, metavar="N", help="that many mutants, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import multiprocessing
 import os
 import re
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tangram.hardware import shared
 from tangram.layout import intervals
 from tangram.relayout import TensorSpec, bind, lanes, rounds
 from tangram.relayout.errors import PeerError
@@ -121,6 +123,25 @@ def _dying(rank: int, folder: str, way: str) -> None:
     except PeerError as error:
         Path(f"{folder}/{rank}.txt").write_text(str(error))
     os._exit(0)  # a process group of which one is dead cannot be taken down
+
+
+def test_who_was_killed_is_blamed_by_all() -> None:
+    """Also by a rank that looks only after another one has missed it, and has ended for that."""
+    here, plot = [3, 5, 7], lanes.Plot(64, 2, 3)
+    ended = multiprocessing.get_context("spawn").Process()
+    ended.start()
+    ended.join()
+    nowhere, alive = ended.pid or 0, shared.process()
+    every = [lanes.Lane(mmap.mmap(-1, plot.size), plot) for _ in here]
+    for me, processes in ((3, [alive, nowhere, alive]), (7, [nowhere, nowhere, alive])):
+        mine = lanes.Lanes(every, here, processes, me, plot)
+        with pytest.raises(PeerError, match="rank 5 ended"), mine.held():
+            mine._until(lambda: False)
+    every = [lanes.Lane(mmap.mmap(-1, plot.size), plot) for _ in here]
+    with pytest.raises(ZeroDivisionError), lanes.Lanes(every, here, [alive] * 3, 7, plot).held():
+        _ = 1 / 0
+    with pytest.raises(PeerError, match="rank 7 ended"):
+        lanes.Lanes(every, here, [alive] * 3, 3, plot)._until(lambda: False)
 
 
 @pytest.mark.parametrize("way", ["shared memory", "all-to-all", "pairs"])

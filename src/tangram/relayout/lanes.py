@@ -76,13 +76,13 @@ class Lane:
         self._words[_PACKED] = rounds
 
     @property
-    def gone(self) -> bool:
-        """Whether the owner has left."""
-        return bool(self._words[_GONE])
+    def gone(self) -> int | None:
+        """The rank because of which the owner has left before the end; None while it goes on."""
+        return int(self._words[_GONE]) - 1 if self._words[_GONE] else None
 
-    def leave(self) -> None:
-        """Say that the owner leaves before the end."""
-        self._words[_GONE] = 1
+    def leave(self, because_of: int) -> None:
+        """Say that the owner leaves before the end, because of a rank: itself or one that it missed. Said once."""
+        self._words[_GONE] = self._words[_GONE] or because_of + 1
 
 
 class Lanes:
@@ -131,7 +131,7 @@ class Lanes:
         try:
             yield
         except BaseException:
-            self._lanes[self._me].leave()
+            self._lanes[self._me].leave(self._here[self._me])
             raise
 
     def _until(self, true: Callable[[], bool]) -> None:
@@ -143,9 +143,15 @@ class Lanes:
             pause = min(1.2 * pause, 1e-3) if spins > 50 else pause
             if time.monotonic() - looked > LOOK:
                 looked = time.monotonic()
-                for rank, lane, process in zip(self._here, self._lanes, self._processes, strict=True):
-                    if lane.gone or not shared.runs(process):
-                        raise PeerError(f"rank {rank} ended while all of them moved tensors")
+                if (rank := self._missed()) is not None:
+                    self._lanes[self._me].leave(rank)
+                    raise PeerError(f"rank {rank} ended while all of them moved tensors")
+
+    def _missed(self) -> int | None:
+        """The rank that ended first: of those that do not run, one that said whom it missed has ended because of it."""
+        ended = [rank for rank, process in zip(self._here, self._processes, strict=True) if not shared.runs(process)]
+        said = [lane.gone for lane in self._lanes if lane.gone is not None]  # after: its last word is there by now
+        return next(iter(said + ended), None)
 
 
 def open_lanes(peers: Peers, nodes: Sequence[str], room: int, rooms: int) -> Lanes | None:
