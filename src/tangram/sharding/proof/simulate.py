@@ -11,7 +11,7 @@ ranks would do that exchange gradients by the adjoint collectives. Bytes that ra
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -43,6 +43,8 @@ class World:
     """Bytes that ranks got from others, all ranks together."""
     calls: list[str] = field(default_factory=list[str])
     differentiable: bool = True
+    told: Callable[[Sequence[Simulated | None], Propagation, Sequence[Any]], None] | None = None
+    """Hears of each operator that ran: its tensors as they were given, what it did, its results."""
 
 
 class Simulated(Tensor):
@@ -145,7 +147,10 @@ def _carried_out(call: Call, world: World) -> Any:
             local = [None if t is None else t.contiguous() for t in local]
         results.append(run(plain, found.bound, part_of(found, rank), local, in_place=in_place))
     made = [_result(values, i, found.outputs, world) for i, values in enumerate(zip(*results, strict=True))]
-    return _given_back(call, made)
+    back = _given_back(call, made)
+    if world.told is not None:
+        world.told(given, found, made)
+    return back
 
 
 def _given_back(call: Call, made: list[Any]) -> Any:
