@@ -4,7 +4,7 @@ import importlib
 import runpy
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -60,7 +60,7 @@ def check(
 
     own = own_calls(operators or (), given)
     verdicts = prove_given(own, rules) if own else prove(operators or (), rules)
-    wrong = [v for v in verdicts if v.kind not in ("proved", "whole")]
+    wrong = [v for v in verdicts if v.kind not in ("proved", "whole", "unproved")]
     if save is not None:
         from tangram.sharding.proof.counterexample import save_all
 
@@ -77,10 +77,28 @@ def check(
 
 def _tell(verdicts: "Sequence[Verdict]", wrong: "Sequence[Verdict]") -> None:
     counts = Counter(v.kind for v in verdicts)
-    rows = [(kind, str(n), str(sum(v.cases for v in verdicts if v.kind == kind))) for kind, n in counts.most_common()]
-    print_table("Op rules", ("verdict", "operators", "cases"), rows)
+    rows: list[tuple[str, ...]] = []
+    for kind, n in counts.most_common():
+        own = [v for v in verdicts if v.kind == kind]
+        taken = [sum(max(counted(v).values(), default=0) for v in own) for counted in (_gradients, _without)]
+        rows.append((kind, str(n), str(sum(v.cases for v in own)), *map(str, taken)))
+    print_table("Op rules", ("verdict", "operators", "cases", "with gradients", "torch refuses a gradient"), rows)
+    refused = [f"{v.operator} ({', '.join(v.without)})" for v in verdicts if v.without]
+    if refused:
+        print(f"gradients that torch refuses: {', '.join(refused)}")
+    unproved = [v.operator for v in verdicts if v.kind == "unproved"]
+    if unproved:
+        print(f"unproved, for nothing on this machine runs them: {', '.join(unproved)}")
     for verdict in wrong:
         print(f"{verdict.operator}: {verdict.kind}: {verdict.why}")
+
+
+def _gradients(verdict: "Verdict") -> "Mapping[str, int]":
+    return verdict.gradients
+
+
+def _without(verdict: "Verdict") -> "Mapping[str, int]":
+    return verdict.without
 
 
 @shard.command()

@@ -11,12 +11,14 @@ What a function gives is a rule as any other: bound, cut and proved in the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from tangram.layout.rule import Rule
-from tangram.sharding.calls import Call
+from tangram.sharding.calls import Call, name_of
 
 WHOLE = "_"
 
@@ -31,6 +33,7 @@ def _line(inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]], not
 
 
 def _repeat(call: Call) -> str:
+    """Dims that are repeated are whole."""
     ndim, times = _first(call).ndim, call.arguments["repeats"]
     new = len(times) - ndim
     own = [f"d{d}" if n == 1 else WHOLE for d, n in enumerate(times[new:])]
@@ -38,6 +41,7 @@ def _repeat(call: Call) -> str:
 
 
 def _pad(call: Call) -> str:
+    """Dims that are padded are whole."""
     pad = call.arguments["pad"]
     ndim = _first(call).ndim
     padded = {ndim - 1 - i // 2 for i, n in enumerate(pad) if n}
@@ -54,6 +58,7 @@ def _diagonal(call: Call, ndim: int) -> tuple[list[str], list[str]]:
 
 
 def _diag_embed(call: Call) -> str:
+    """The dims of the diagonal are whole."""
     full, others = _diagonal(call, _first(call).ndim + 1)
     if len(others) != _first(call).ndim - 1:  # one dim twice, which the operator refuses
         return _line([[WHOLE] * _first(call).ndim], [[WHOLE] * len(full)])
@@ -61,12 +66,13 @@ def _diag_embed(call: Call) -> str:
 
 
 def _diagonal_scatter(call: Call) -> str:
+    """The dims of the diagonal are whole."""
     full, others = _diagonal(call, _first(call).ndim)
     return _line([full, [*others, WHOLE]], [full])
 
 
 def _of_the_first(call: Call) -> str:
-    """`isin`: each element of the first by itself."""
+    """Each element of the first by itself."""
     dims = _letters("d", _first(call).ndim)
     return _line([dims, [WHOLE] * _ndim(call.tensors[1])], [dims])
 
@@ -78,6 +84,7 @@ def _take(call: Call) -> str:
 
 
 def _solve(call: Call) -> str:
+    """A batch of systems, whose right sides may be vectors."""
     a, b = call.tensors[0], call.tensors[1]
     assert a is not None
     assert b is not None
@@ -111,6 +118,7 @@ def _indexed(call: Call) -> tuple[list[list[str]], list[str], list[str]]:
 
 
 def _index(call: Call) -> str:
+    """The indices' dims come where the indexed ones were, or first where these do not stand together."""
     places, own, result = _indexed(call)
     return _line([own, *places], [result])
 
@@ -124,7 +132,7 @@ def _index_put(call: Call) -> str:
 
 
 def _masked_index(call: Call) -> str:
-    """As `index`, with a mask over the indices."""
+    """As `index.Tensor`, with a mask over the indices."""
     places, own, result = _indexed(call)
     shared = [d for d in result if d[0] == "i"]
     return _line([own, shared[len(shared) - _ndim(call.tensors[1]) :], *places], [result])
@@ -164,6 +172,40 @@ ESCAPES: Mapping[str, Callable[[Call], str]] = {
     "_unsafe_index_put": _index_put,
     "_unsafe_masked_index": _masked_index,
 }
+
+
+def _some(*shape: int) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def _indices(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+_INDEXED = (_some(5, 4, 6), [None, _indices(2, 3)])
+EXAMPLES: Mapping[Callable[[Call], str], tuple[Any, ...]] = {
+    _repeat: (_some(5, 4), [3, 1, 2]),
+    _pad: (_some(5, 4), [1, 2]),
+    _diag_embed: (_some(5, 4),),
+    _diagonal_scatter: (_some(5, 4, 3), _some(3, 4)),
+    _of_the_first: (_some(5, 4), _some(3)),
+    _take: (_some(5, 4), _indices(2, 3)),
+    _multilabel: (_some(5, 4), _indices(5, 4), 1),
+    _solve: (_some(2, 4, 4), _some(2, 4, 3)),
+    _index: _INDEXED,
+    _index_put: (*_INDEXED, _some(5, 2, 3, 6)),
+    _masked_index: (_some(5, 4), _indices(3).bool(), [None, _indices(3)], 0),
+}
+"""What each function may be shown with: the arguments of a call."""
+
+
+def shown(operator: OpOverload) -> tuple[str, str] | None:
+    """What the function of an operator does, and what it gives for a call; None where it has none."""
+    made = ESCAPES.get(name_of(operator))
+    if made is None:
+        return None
+    call = Call.of(operator, EXAMPLES[made], {})
+    return f"{' '.join((made.__doc__ or '').split())} {call} : {made(call)}", made.__name__
 
 
 def rule_of(call: Call) -> Rule | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tangram.errors import UserError
-from tangram.sharding import escapes, views
+from tangram.sharding import escapes, foreach, views
 from tangram.sharding.bind import Bound, bind
 from tangram.sharding.calls import Call
 from tangram.sharding.table import Table
@@ -23,4 +23,15 @@ def bound(table: Table, call: Call) -> Bound:
     view = views.view_of(call.operator)
     if view is not None:
         return views.bind(call, view)
+    if foreach.base_of(call.operator) is not None:
+        raise NoRuleError(f"{call.name} has a rule for each element: bind what `sharding.foreach.calls` gives")
     raise NoRuleError(f"there is no rule for {call.name}: `tangram shard discover {call.operator.name()}` proposes one")
+
+
+def each(table: Table, call: Call) -> tuple[tuple[Call, Bound], ...]:
+    """The calls that a call is made of, with their factors: of its elements where it is over lists, else itself.
+
+    Raises as `bound`.
+    """
+    own = foreach.calls(call)
+    return tuple((one, bound(table, one)) for one in ((call,) if own is None else own))

@@ -25,6 +25,7 @@ from torch import Tensor
 from tangram.layout import Layout, Mesh, region
 from tangram.layout.intervals import IntSet, elements, size
 from tangram.layout.syntax import Cut, Dim
+from tangram.sharding import runners
 from tangram.sharding.bind import Bound, Dims
 from tangram.sharding.calls import Call
 
@@ -100,7 +101,7 @@ def run(
             tensors[i], mask = _own_indices(cast(Tensor, tensors[i]), held)
             masks.append(_spread(mask, bound.inputs[i] or (), bound.outputs[0]))
     nothing = _of_nothing(call, bound, part, masks)
-    own = call.with_tensors(tensors, **_arguments(call, bound, part))
+    own = runners.of(call.with_tensors(tensors, **_arguments(call, bound, part)), bound, part.held)
     results = nothing or own.run(in_place=in_place)
     for mask in masks:
         results = (torch.where(mask, results[0], torch.zeros((), dtype=results[0].dtype)), *results[1:])

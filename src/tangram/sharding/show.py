@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from tangram.errors import UserError
-from tangram.sharding import views
+from tangram.sharding import escapes, foreach, views
+from tangram.sharding.calls import name_of
 from tangram.sharding.table import builtin
 
 
@@ -28,9 +29,20 @@ def rules_of(operator: str) -> list[tuple[str, str, str]]:
         if overload not in ("", name):
             continue
         shown = packet if name == "default" else f"{packet}.{name}"
-        lines = builtin().all_of(one)
-        for line in lines:
-            rows.append((shown, str(replace(line.rule, operators=(packet,))), f"{line.file}, line {line.number}"))  # noqa: PERF401
-        if not lines:
-            rows.append((shown, "by the strides of a view" if views.view_of(one) else "none", ""))
+        rows += [(shown, *row) for row in _rows(one)]
     return rows
+
+
+def _rows(operator: Any) -> list[tuple[str, str]]:
+    """The rules of one overload, and where they stand."""
+    packet = name_of(operator).partition(".")[0]
+    made = escapes.shown(operator)
+    if made is not None and name_of(operator) not in builtin().lines:
+        return [(made[0], f"escapes.py, {made[1]}")]
+    base = foreach.base_of(operator)
+    if base is not None:
+        return [(f"each element: {rule}", place) for rule, place in _rows(base.operator)]
+    lines = builtin().all_of(operator)
+    if lines:
+        return [(str(replace(line.rule, operators=(packet,))), f"{line.file}, line {line.number}") for line in lines]
+    return [("by the strides of a view" if views.view_of(operator) else "none", "")]

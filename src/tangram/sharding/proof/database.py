@@ -164,11 +164,14 @@ def sweep(names: Sequence[str] = ()) -> list[Entry]:
 
 def job(names: list[str], part: int, parts: int) -> Any:
     """One process's share of the database."""
-    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal import common_methods_invocations as database
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    infos = [info for info in cast("list[Any]", op_db) if not names or info.name in names]
+    known: Any = database
+    lists = [known.foreach_unary_op_db, known.foreach_binary_op_db, known.foreach_pointwise_op_db]
+    every = [*known.op_db, *itertools.chain(*lists, known.foreach_reduce_op_db, known.foreach_other_op_db)]
+    infos = [info for info in every if not names or info.name in names]
     found: list[Any] = []
     for info in infos[part::parts]:
         value = workers.forked(lambda info=info: asdict(tried(info)), EACH)

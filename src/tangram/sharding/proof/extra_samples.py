@@ -62,6 +62,14 @@ EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
     (aten.index.Tensor, lambda: (_some(5, 4, 6), [None, _below(4, 3)])),
     (aten.index.Tensor, lambda: (_some(5, 4, 6), [_below(5, 7), None, _below(6, 7)])),
     (aten.repeat.default, lambda: (_some(5, 4), [3, 1, 2])),
+    (aten.native_dropout.default, lambda: (_some(5, 3), 0.4, True)),
+    (aten.native_dropout.default, lambda: (_some(4), 0.4, False)),
+    (aten.rand_like.default, lambda: (_some(5, 3),)),
+    (partial(aten.rand_like.generator, generator=None), lambda: (_some(5, 3),)),
+    (partial(aten.randn_like.generator, generator=None), lambda: (_some(5, 3),)),
+    (aten.random_.to, lambda: (_some(5, 3), 9)),
+    (getattr(aten.random_, "from"), lambda: (_some(5, 3), -2, 9)),
+    (aten.random_.default, lambda: (_some(5, 3),)),
 )  # fmt: skip
 """Operators and what they are called with."""
 

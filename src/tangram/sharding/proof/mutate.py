@@ -22,7 +22,7 @@ from tangram.sharding.proof import samples
 from tangram.sharding.proof.prove import EACH, LIMIT, prove_operator
 from tangram.sharding.table import POINTWISE, Line, Table, builtin
 
-NEEDED = frozenset({"once", "offset", "scale", "product", "filled", "whole", "equal"})
+NEEDED = frozenset({"once", "offset", "scale", "product", "filled", "whole", "equal", "counted", "ragged", "triangle"})
 """Notes without which a rule is wrong."""
 SWAPPED = {"sum": "max", "max": "min", "min": "sum"}
 

@@ -6,6 +6,7 @@
     spelling    dims counted from either end
     types       integers, booleans, complex numbers and bfloat16 where the operator takes them
     pending     sums on the way in, where the rule says that the operator is linear
+    lists       an operator over lists gives what its elements' operator gives, which is then tried as any other
 
 Each operator is tried in a process of its own, forked from one that has everything loaded: some end theirs when tensors
 do not fit. A rule is refuted by the first case that is wrong; it is printed with the call.
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,14 +27,14 @@ import torch
 from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.layout import Mesh
-from tangram.sharding import find
+from tangram.sharding import find, foreach, runners
 from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call
 from tangram.sharding.local import Cuts
-from tangram.sharding.proof import samples
-from tangram.sharding.proof.execute import Failure, check, ways, whole
+from tangram.sharding.proof import lists, samples
+from tangram.sharding.proof.execute import Failure, Whole, check, ways, whole
 from tangram.sharding.proof.pending import check_pending
-from tangram.sharding.table import Table, builtin, parse_lines
+from tangram.sharding.table import POINTWISE, Table, builtin, parse_lines
 
 WORLDS = (2, 3, 5)
 CALLS = 4
@@ -49,12 +51,17 @@ class Verdict:
 
     operator: str
     kind: str
-    """`proved`, `whole` (nothing can be cut in any call), `refuted`, `no rule`, or `crashed`."""
+    """`proved`, `whole` (nothing can be cut in any call), `refuted`, `no rule`, `crashed`, or `unproved` (it has a
+    rule, and nothing on this machine runs it)."""
     factors: int = 0
     """The most that can be cut in one call."""
     cases: int = 0
     seconds: float = 0.0
     why: str = ""
+    gradients: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By argument: in how many cases its gradient was compared."""
+    without: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By argument: in how many it has numbers, and torch refuses its derivative."""
 
 
 def calls_of(table: Table, calls: Sequence[Call]) -> list[Call]:
@@ -84,6 +91,10 @@ class Trial:
     failure: Failure | None = None
     tried: bool = True
     """False: there was nothing to cut."""
+    gradients: tuple[str, ...] = ()
+    """The arguments whose gradients were compared."""
+    without: tuple[str, ...] = ()
+    """The arguments of numbers whose derivatives torch refuses."""
 
 
 def trials(table: Table, calls: Sequence[Call]) -> Iterator[Trial]:
@@ -91,10 +102,15 @@ def trials(table: Table, calls: Sequence[Call]) -> Iterator[Trial]:
     for call in calls_of(table, calls):
         for i, (variant, worlds) in enumerate(_variants(call)):
             bound, alone = find.bound(table, variant), Mesh.parse("x=1")
-            expected = _expected(variant) if bound.cuttable else None
+            expected = _expected(runners.whole(variant, bound)) if bound.cuttable else None
             if expected is not None:
+                refused = _refused(variant, expected)
                 for cuts, mesh in ways(bound, worlds):
-                    yield Trial(variant, bound, cuts, mesh, check(variant, bound, cuts, mesh, expected))
+                    failure, taken = (
+                        check(variant, bound, cuts, mesh, expected),
+                        _compared(variant, bound, cuts, expected),
+                    )
+                    yield Trial(variant, bound, cuts, mesh, failure, gradients=taken, without=refused)
                 for failure in check_pending(variant, bound, expected):
                     yield Trial(variant, bound, {}, alone, failure)
             elif not bound.cuttable or i:
@@ -110,17 +126,54 @@ def trials(table: Table, calls: Sequence[Call]) -> Iterator[Trial]:
                 )
 
 
+def _compared(call: Call, bound: Bound, cuts: Cuts, expected: Whole) -> tuple[str, ...]:
+    """The arguments whose gradients `check` compares: none where a maximum or minimum is pending."""
+    if any(bound.after(f, i) in ("max", "min") for f in cuts for i in range(len(bound.outputs))):
+        return ()
+    return tuple(name for (name, _), g in zip(call.places, expected.gradients, strict=True) if g is not None)
+
+
+def _refused(call: Call, expected: Whole) -> tuple[str, ...]:
+    """The arguments of numbers whose gradients are not even asked for."""
+    pairs = enumerate(zip(call.places, call.tensors, strict=True))
+    return tuple(
+        name
+        for i, ((name, _), t) in pairs
+        if t is not None and (t.is_floating_point() or t.is_complex()) and i not in expected.wanted
+    )
+
+
+def _elements(calls: Sequence[Call]) -> Iterator[Call | Failure]:
+    """The calls that are tried: of an operator over lists those of its elements, once it is seen that it is they."""
+    for call in calls:
+        if foreach.base_of(call.operator) is None:
+            yield call
+            continue
+        failure = lists.check(call)
+        if failure is not None:
+            yield failure
+        yield from lists.elements(call)
+
+
 def prove_operator(table: Table, name: str, calls: Sequence[Call]) -> Verdict:
     """Try one operator's rule with some calls. Never raises: what goes wrong is in the verdict."""
     begun, cases, most = time.monotonic(), 0, 0
+    gradients, without = Counter[str](), Counter[str]()
 
     def verdict(kind: str, why: str = "") -> Verdict:
-        return Verdict(name, kind, most, cases, time.monotonic() - begun, why)
+        return Verdict(name, kind, most, cases, time.monotonic() - begun, why, dict(gradients), dict(without))
 
     try:
-        for trial in trials(table, calls):
+        own: list[Call] = []
+        for one in _elements(calls):
+            if isinstance(one, Failure):
+                return verdict("refuted", str(one))
+            own.append(one)
+        for trial in trials(table, own):
             most = max(most, len(trial.bound.cuttable))
             cases += trial.tried
+            gradients.update(trial.gradients)
+            without.update(trial.without)
             if trial.failure is not None:
                 return verdict("refuted", str(trial.failure))
     except find.NoRuleError as error:
@@ -169,9 +222,13 @@ def prove(
         if not outcome.ok:
             raise UserError(f"the proof did not end: {outcome.error}")
         found += [Verdict(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
-    for name in names:
-        if not any(samples.is_named([name], verdict.operator) for verdict in found):
+    table = table_with(rules)
+    for name in sorted(names or table.lines.keys() - {POINTWISE}):
+        if any(samples.is_named([name], verdict.operator) for verdict in found):
+            continue
+        if name not in table.lines:
             raise UserError(f"no sample of torch's database reaches an operator {name}: give it as aten calls it")
+        found.append(Verdict(name, "unproved", why="no sample of it runs on this machine"))
     for verdict in found:
         if told is not None:
             told(verdict)
@@ -207,7 +264,10 @@ def job(names: list[str], rules: str, part: int, parts: int) -> Any:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     table = table_with(Path(rules) if rules else None)
-    calls = samples.recorded(names)
+    calls: dict[str, list[Call]] = lists.recorded(tuple(names))
+    rest = [name for name in names if not any(samples.is_named([name], own) for own in calls)]
+    if rest or not names:
+        calls = samples.recorded(rest) | calls
     chosen = sorted(name for name in calls if samples.is_named(names, name))
     found: list[Any] = []
     for name in chosen[part::parts]:

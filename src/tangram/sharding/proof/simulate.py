@@ -24,7 +24,7 @@ from tangram.layout import Layout, Mesh, Region, region
 from tangram.layout.intervals import elements
 from tangram.layout.locate import held
 from tangram.layout.syntax import VOID, Dim
-from tangram.sharding import views
+from tangram.sharding import foreach, random, views
 from tangram.sharding.calls import Call, is_written, schema_of
 from tangram.sharding.local import run
 from tangram.sharding.proof.execute import REDUCE
@@ -43,6 +43,10 @@ class World:
     """Bytes that ranks got from others, all ranks together."""
     calls: list[str] = field(default_factory=list[str])
     differentiable: bool = True
+    seed: int = 0
+    """Of the numbers that operators draw, whichever rank they are for."""
+    drawn: int = 0
+    """How many operators have drawn: each has a stream of its own."""
     told: Callable[[Sequence[Simulated | None], Propagation, Sequence[Any]], None] | None = None
     """Hears of each operator that ran: its tensors as they were given, what it did, its results."""
 
@@ -119,6 +123,13 @@ def together(tensor: Simulated) -> Tensor:
 
 
 def _carried_out(call: Call, world: World) -> Any:
+    listed = foreach.calls(call)
+    if listed is not None:  # each element lies by itself
+        made: list[Any] = []
+        for one in listed:
+            here = any(isinstance(t, Simulated) for t in one.tensors)
+            made.append(_carried_out(one, world) if here else one.run(in_place=True)[0])
+        return made if schema_of(call.operator).returns else None
     world.calls.append(call.name)
     given = [None if t is None else t if isinstance(t, Simulated) else _everywhere(t, world) for t in call.tensors]
     plain = call.with_tensors([None if t is None else together(t).detach() for t in given])
@@ -145,7 +156,9 @@ def _carried_out(call: Call, world: World) -> Any:
             call.name == "view"
         ):  # a wrapper looks dense whatever its parts are, so torch takes a view where it would copy
             local = [None if t is None else t.contiguous() for t in local]
-        results.append(run(plain, found.bound, part_of(found, rank), local, in_place=in_place))
+        with random.using(random.Key(world.seed, world.drawn)):
+            results.append(run(plain, found.bound, part_of(found, rank), local, in_place=in_place))
+    world.drawn += found.bound.rule.note("counted") is not None
     made = [_result(values, i, found.outputs, world) for i, values in enumerate(zip(*results, strict=True))]
     back = _given_back(call, made)
     if world.told is not None:

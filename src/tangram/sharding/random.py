@@ -1,0 +1,234 @@
+"""Random numbers that belong to elements, not to ranks: element i of the whole tensor gets the same in every layout.
+
+    key = Key(seed=7, stream=3)                        one stream for each tensor or call that draws
+    at = places(Layout.parse("b/x h").bind((6, 4)), mesh, rank)
+    uniform(at, key), normal(at, key), bernoulli(at, 0.9, key), dropout(x, 0.1, layout, mesh, rank, seed=7, stream=3)
+
+The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011),
+checked against the known answers that come with its authors' Random123. Its key is the seed; its counter is the
+element's row-major number in the whole tensor and the stream. So no rank has a state, and a run can go on in any other
+layout.
+
+What is made of the words uses +, -, *, / and square roots alone, each of which is rounded the same on every device and
+at every place of a vector; library logarithms are not. The price: ten rounds are a hundred passes over the elements,
+where torch's own dropout is a few.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from tangram.errors import UserError
+from tangram.layout import Layout, Mesh, region
+from tangram.layout.intervals import IntSet
+from tangram.layout.locate import held
+
+ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+_BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+"""Of a uniform number that a type holds without rounding it up to 1."""
+
+
+class Key(NamedTuple):
+    """Which numbers are drawn: 64 bits of a seed, and 64 of a stream, which is another for each tensor or call."""
+
+    seed: int = 0
+    stream: int = 0
+
+
+_CURRENT: ContextVar[Key] = ContextVar("key", default=Key())  # noqa: B039  a tuple of numbers
+
+
+def current() -> Key:
+    """The key that operators draw by."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def using(key: Key) -> Generator[None]:
+    """Operators that draw, within it, do so by this key: all ranks that run parts of one call have the same."""
+    token = _CURRENT.set(key)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def philox(counters: Tensor, key: Key) -> Tensor:
+    """Four words of 32 bits, as int64, for each counter of 64 bits and a key: shape [4, ...].
+
+    Words 0 and 1 of Philox's counter are those of `counters`, words 2 and 3 the stream's; its key is the seed.
+    """
+    a, b = counters & _LOW, (counters >> 32) & _LOW
+    c = torch.full_like(a, key.stream & _LOW)
+    d = torch.full_like(a, (key.stream >> 32) & _LOW)
+    low, high = key.seed & _LOW, (key.seed >> 32) & _LOW
+    for _ in range(ROUNDS):
+        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # int64 wraps as uint64 does
+        a, b = ((second >> 32) & _LOW) ^ b ^ low, second & _LOW
+        c, d = ((first >> 32) & _LOW) ^ d ^ high, first & _LOW
+        low, high = (low + _WEYL[0]) & _LOW, (high + _WEYL[1]) & _LOW
+    return torch.stack([a, b, c, d])
+
+
+def words(at: Tensor, key: Key, count: int) -> Tensor:
+    """`count` (1, 2 or 4) words for each element, by its number in the whole tensor: shape [count, *at.shape].
+
+    Elements beside each other share the four words of one counter.
+    """
+    per = 4 // count
+    flat = at.flatten()
+    blocks, which = cast("tuple[Tensor, Tensor]", torch.unique_consecutive(flat // per, return_inverse=True))
+    made = philox(blocks, key).T.reshape(len(blocks), per, count)
+    return made[which, flat % per].T.reshape(count, *at.shape)
+
+
+def _fraction(at: Tensor, key: Key, bits: int) -> Tensor:
+    """Multiples of 2 ** -bits in [0, 1), as float64: one word an element for 32 bits or fewer, else two."""
+    if bits <= 32:
+        return (words(at, key, 1)[0] >> (32 - bits)).double() * 2.0**-bits
+    one, other = words(at, key, 2)
+    return (((one << 32) | other) >> (64 - bits) & ((1 << bits) - 1)).double() * 2.0**-bits
+
+
+def _open(high: Tensor, low: Tensor | None) -> Tensor:
+    """Numbers between 0 and 1 and never either, as float64, of one word or two."""
+    if low is None:
+        return (high.double() + 0.5) * 2.0**-32
+    return (((high << 20) | (low >> 12)).double() + 0.5) * 2.0**-52
+
+
+def uniform(at: Tensor, key: Key, dtype: torch.dtype = torch.float32, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """Numbers in [low, high), one for each element of `at`. Raises UserError for a type without fractions."""
+    made = _fraction(at, key, _BITS[_real(dtype)]).to(dtype)
+    return made if (low, high) == (0.0, 1.0) else made * (high - low) + low
+
+
+def bernoulli(at: Tensor, p: float | Tensor, key: Key) -> Tensor:
+    """True with probability `p`, which may be a tensor that fits `at`."""
+    return _fraction(at, key, 32) < (p.double() if isinstance(p, Tensor) else p)
+
+
+def integers(at: Tensor, key: Key, low: int, high: int) -> Tensor:
+    """Whole numbers in [low, high), as int64. Raises UserError where there is none, or more than 2 ** 32 of them."""
+    if not 0 < high - low <= 1 << 32:
+        raise UserError(f"integers from {low} to below {high} cannot be drawn: give 1 to 2**32 of them")
+    return (((words(at, key, 1)[0] * (high - low)) >> 32) & _LOW) + low
+
+
+def normal(at: Tensor, key: Key, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of the standard normal distribution (Box and Muller). Raises UserError for a type without fractions."""
+    wide = _real(dtype) == torch.float64
+    some = words(at, key, 4 if wide else 2)
+    radius = (-2.0 * _log(_open(some[0], some[1] if wide else None))).sqrt()
+    turns = _open(some[2], some[3]) if wide else some[1].double() * 2.0**-32
+    return (radius * _circle(turns)[0]).to(dtype)
+
+
+def exponential(at: Tensor, key: Key, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of the exponential distribution with mean 1, none of them 0."""
+    return (-_log(_between(at, key, dtype))).to(dtype)
+
+
+def geometric(at: Tensor, p: float, key: Key, dtype: torch.dtype = torch.float32) -> Tensor:
+    """How many trials of probability `p` it takes until one succeeds: 1 or more."""
+    if p == 1:
+        return torch.ones_like(at, dtype=dtype)
+    return (_log(_between(at, key, torch.float64)) / math.log1p(-p)).ceil().clamp(min=1).to(dtype)
+
+
+def cauchy(at: Tensor, key: Key, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of the standard Cauchy distribution."""
+    cosine, sine = _circle(_between(at, key, torch.float64) * 0.5)
+    return (-cosine / sine).to(dtype)
+
+
+def _between(at: Tensor, key: Key, dtype: torch.dtype) -> Tensor:
+    wide = _real(dtype) == torch.float64
+    some = words(at, key, 2 if wide else 1)
+    return _open(some[0], some[1] if wide else None)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in _BITS:
+        raise UserError(f"no {str(dtype).removeprefix('torch.')} is drawn: draw float64, float32, float16 or bfloat16")
+    return dtype
+
+
+def _log(x: Tensor) -> Tensor:
+    """The natural logarithm of positive float64, by the series of artanh."""
+    mantissa, exponent = torch.frexp(x)
+    small = mantissa < math.sqrt(0.5)
+    mantissa = torch.where(small, mantissa * 2, mantissa)
+    power = exponent.double() - small.double()
+    s = (mantissa - 1) / (mantissa + 1)
+    return _polynomial(s * s, [1 / k for k in range(1, 24, 2)]) * s * 2 + power * math.log(2)
+
+
+def _circle(turns: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of turns in [0, 1), as float64: of a quarter, by their series."""
+    quarter = (turns * 4).floor()
+    a = (turns * 4 - quarter) * (math.pi / 2)
+    square = a * a
+    cosine = _polynomial(square, [(-1) ** k / math.factorial(2 * k) for k in range(12)])
+    sine = _polynomial(square, [(-1) ** k / math.factorial(2 * k + 1) for k in range(12)]) * a
+    odd, left, lower = quarter % 2 == 1, (quarter == 1) | (quarter == 2), quarter >= 2
+    x, y = torch.where(odd, sine, cosine), torch.where(odd, cosine, sine)
+    return torch.where(left, -x, x), torch.where(lower, -y, y)
+
+
+def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
+    """By Horner; a product and a sum each time, which no device joins to one rounding."""
+    made = torch.full_like(x, coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        made = made.mul_(x).add_(c)
+    return made
+
+
+def numbered(sets: list[IntSet], shape: list[int], device: torch.device | None = None) -> Tensor:
+    """The row-major numbers, in a whole tensor of this shape, of the elements in a product of sets of indices."""
+    made = torch.zeros((), dtype=torch.int64, device=device)
+    stride = math.prod(shape)
+    for own, n in zip(sets, shape, strict=True):
+        stride = stride // n if n else 0
+        runs = [torch.arange(a, b, dtype=torch.int64, device=device) for a, b in own]
+        index = torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64, device=device)
+        made = made[..., None] + index * stride
+    return made
+
+
+def places(layout: Layout, mesh: Mesh, rank: int, device: torch.device | None = None) -> Tensor:
+    """The row-major numbers in the whole tensor of the elements that a rank holds, in the shape in which it holds them.
+
+    Raises LayoutError where the layout has no sizes (`Layout.bind` gives them) or names axes that the mesh lacks.
+    """
+    shape = [*layout.shape]
+    if not layout.flat:
+        return numbered([held(dim, mesh, mesh.coords(rank)) for dim in layout.dims], shape, device)
+    boxes = [numbered([*box], shape, device).flatten() for box in region(layout, mesh, rank).boxes]
+    return torch.cat(boxes).sort().values if boxes else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def dropout(x: Tensor, p: float, layout: Layout, mesh: Mesh, rank: int, seed: int, stream: int = 0) -> Tensor:
+    """A rank's part `x` of a tensor with elements dropped with probability `p`, the others divided by 1 - p.
+
+    `layout` is the whole tensor's, with its sizes. The same elements are dropped in every layout. `stream` is another
+    for each place in the model and each step: nothing counts them here. Raises UserError where `p` is no probability,
+    or `x` is not the part that the rank holds.
+    """
+    if not 0 <= p <= 1:
+        raise UserError(f"a probability of {p} is not between 0 and 1")
+    at = places(layout, mesh, rank, x.device)
+    if at.shape != x.shape:
+        raise UserError(f"rank {rank} holds {list(at.shape)} of {layout}, and not a part of {list(x.shape)}")
+    keep = bernoulli(at, 1 - p, Key(seed, stream))
+    return x * keep * (0.0 if p == 1 else 1 / (1 - p))
