@@ -44,7 +44,7 @@ def test_every_named_operator_is_there() -> None:
         (aten.add.Tensor, "pointwise "),
         (aten.add_.Tensor, "pointwise "),
         (aten.addmm_.default, "addmm "),
-        (aten.cumsum_.default, "_softmax "),
+        (aten.cumsum_.default, "cumsum "),
         (aten.max.dim, "std_mean.correction "),
         (aten.max.default, "max "),
     ],

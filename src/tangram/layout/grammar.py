@@ -61,7 +61,7 @@ rule: operators ":" operands "->" operands [";" note+]
 operators: OPERATOR+
 operands: operand ("," operand)*
 operand: piece* contraction*
-piece: (dim | slot) [WHOLE]
+piece: (dim | slot) [MARK]
 slot: SLOT
 contraction: OP ":" (NAME | SLOT)
 note: NAME ["(" (NAME | SLOT | INT)* ")"]
@@ -73,7 +73,7 @@ PATTERN: /(?!_(?![\w.\/{]))([\w.\/]|-(?!>)|\{[^{}]*\})+/
 NUMBER: /(-?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?|-?inf|nan)(?![\w:])/
 OPERATOR: /[A-Za-z_][\w.]*/
 SLOT: /\{#{0,2}[A-Za-z_]\w*(:[A-Za-z_]\w*)?\}/
-WHOLE: "^"
+MARK: /[\^']/
 INT: /\d+/
 %import common.WS
 %ignore WS
@@ -188,7 +188,7 @@ class _Build(Transformer[Token, Any]):
         return Slot(argument, keep, c[0].count("#"))
 
     def piece(self, c: list[Any]) -> Piece:
-        return Piece(c[0], c[1] is not None)
+        return Piece(c[0], c[1] == "^", c[1] == "'")
 
     def contraction(self, c: list[Any]) -> tuple[str, str]:
         return c[0], str(c[1])
@@ -214,7 +214,7 @@ _WORDS = {
     "NAME": "a name", "INT": "a number", "SIZE": "=number", "PATTERN": "a tensor name", "NUMBER": "a number",
     "LPAR": "(", "RPAR": ")", "LSQB": "[", "RSQB": "]", "SLASH": "/", "COLON": ":", "PLUS": "+", "COMMA": ",",
     "EQUAL": "=", "SEMICOLON": ";", "VBAR": "|", "AT": "@", "OP": "sum:", "AS": "as", "UNDERSCORE": "_",
-    "OPERATOR": "an operator", "SLOT": "{argument}", "WHOLE": "^", "$END": "the end",
+    "OPERATOR": "an operator", "SLOT": "{argument}", "MARK": "^ or '", "$END": "the end",
     "__ANON_0": "...", "__ANON_1": "//", "__ANON_2": "->",
 }  # fmt: skip
 
@@ -346,13 +346,13 @@ def parse_mapping(text: str) -> Mapping:
 def parse_rule(text: str) -> Rule:
     """`Rule.parse`."""
     rule = cast("Rule", _parse("rule", text))
-    for operand in (*rule.inputs, *rule.outputs):
-        nodes = [node for piece in operand.pieces if isinstance(piece.what, Dim) for node in piece.what.nodes]
-        if any(node.cuts for node in nodes):
-            raise NotationError(text, _find("rule", text, "cut"), "a rule has no cuts: it says what can be cut")
-    for operand in rule.inputs:
-        if operand.pending:
-            raise NotationError(text, _find("rule", text, "contraction"), "only outputs have a pending reduction")
+    pieces = [piece for operand in (*rule.inputs, *rule.outputs) for piece in operand.pieces]
+    if any(node.cuts for piece in pieces if isinstance(piece.what, Dim) for node in piece.what.nodes):
+        raise NotationError(text, _find("rule", text, "cut"), "a rule has no cuts: it says what can be cut")
+    if any(operand.pending for operand in rule.inputs):
+        raise NotationError(text, _find("rule", text, "contraction"), "only outputs have a pending reduction")
+    if any(piece.beyond for operand in rule.outputs for piece in operand.pieces):
+        raise NotationError(text, text.rfind("'"), "only inputs are read beyond a part's borders")
     return rule
 
 

@@ -3,6 +3,7 @@
     mm : m k, k n -> m n                         k is contracted: cut, it leaves a pending sum
     amax : ... {dim} ... -> ... {dim:keepdim} ... max:{dim}
     softmax : ... {dim}^ ... -> ... {dim}^ ...   what bears ^ must be whole
+    avg_pool2d : ... h' w' -> ... h w            what bears ' is read by windows, beyond the borders of a part
 
 A factor's name is the rule's own; `{dim}` are the dims that the operator's argument `dim` names, however it spells
 them, and `{#shape}` as many last dims as that argument has entries. `...` are all other dims. What has no name (`_`, a
@@ -39,9 +40,11 @@ class Piece:
 
     what: Dim | Slot
     whole: bool = False
+    beyond: bool = False
+    """Of an input: a part of the result reads more of it than the same part, by windows."""
 
     def __str__(self) -> str:
-        return f"{self.what}{'^' * self.whole}"
+        return str(self.what) + "^" * self.whole + "'" * self.beyond
 
     @property
     def rest(self) -> bool:

@@ -4,35 +4,28 @@
 
 A dim of one element that another tensor has more of is broadcast: it has no factors, but where the note `equal` says
 that nothing is broadcast (`gather` takes fewer indices than elements). A factor that tensors have in
-different sizes can be no cut of both, and counts as whole.
+different sizes can be no cut of both, and counts as whole. What bears ' is a factor of the result, with its size there:
+the input's dim is cut in the same way, and has another size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from functools import cached_property
+from typing import cast
 
-from tangram.errors import UserError
-from tangram.layout.rule import Operand, Piece, Rule, Slot
-from tangram.layout.syntax import VOID, Dim
+from tangram.layout.rule import Rule
+from tangram.layout.syntax import Dim
 from tangram.sharding.calls import Call, schema_of
+from tangram.sharding.spots import ALL, KEPT, Beyond, MisfitError, RuleError, Spot, Spots, beyond, operands
+from tangram.sharding.windows import Window, window_of
+
+__all__ = ["ALL", "KEPT", "Bound", "Dims", "RuleError", "bind", "lines"]
 
 Dims = tuple[tuple[str, ...], ...]
 """For each dim its factors, major first; a dim without any is whole."""
-KEPT = "kept"
-"""The argument that says that dims always stay, with one element each."""
-ALL = "all"
-"""The slot that stands for every dim, of operators that have no argument for it."""
-
-
-class RuleError(UserError):
-    """A rule does not fit its operator."""
-
-
-class _MisfitError(RuleError):
-    """A rule does not fit the shapes of a call."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +41,19 @@ class Bound:
     """Factors that may not be cut."""
     pending: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     """Of a factor that an output lacks: for each output what is pending when it is cut, or nothing."""
+    windows: Mapping[str, Window] = field(default_factory=dict[str, Window])
+    """Of a factor of which a part reads what other parts hold: how."""
+    scans: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of a factor of which a part's result counts those of the parts before: by which reduction."""
+
+    @property
+    def linked(self) -> frozenset[str]:
+        """The factors whose parts need something of each other: they run together, or not at all."""
+        return self._linked if self.windows or self.scans else frozenset()
+
+    @cached_property
+    def _linked(self) -> frozenset[str]:
+        return frozenset((*self.windows, *self.scans))
 
     @property
     def cuttable(self) -> list[str]:
@@ -78,7 +84,7 @@ def bind(rule: Rule, call: Call) -> Bound:
     """The factors of a call's tensors. Raises RuleError where the rule does not fit the operator."""
     try:
         return _bind(rule, call)
-    except _MisfitError:
+    except MisfitError:
         if any(t is not None and not (t.numel() and t.ndim) for t in call.tensors):  # of nothing, or a scalar for one
             return _uncut(rule, call)
         raise
@@ -102,8 +108,11 @@ def _bind(rule: Rule, call: Call) -> Bound:
     equal = rule.note("equal") is not None
     for dims, shape in zip(pattern.inputs, shapes, strict=True):
         for spot, n in zip(dims or (), shape or (), strict=True):
-            if n != 1 and len(spot.factors) == 1 and not equal:
+            if n != 1 and len(spot.factors) == 1 and not equal and not spot.beyond:
                 largest[spot.factors[0]] = n
+    windows = {one.factor: window_of(rule, call.arguments, *one[1:4], shapes, one.extents) for one in pattern.beyond}
+    for factor, window in windows.items():
+        sizes.see(factor, window.m)
     inputs: list[Dims | None] = []
     for dims, shape in zip(pattern.inputs, shapes, strict=True):
         if dims is None or shape is None:
@@ -114,21 +123,32 @@ def _bind(rule: Rule, call: Call) -> Bound:
     if not found.keys() >= pattern.made:
         lost = sorted(f for f in pattern.made - found.keys() if f[0] not in "{.")
         if lost:
-            raise _MisfitError(f"the rule of {call.name} has {lost[0]} in a result and in no tensor given: {call}")
+            raise MisfitError(f"the rule of {call.name} has {lost[0]} in a result and in no tensor given: {call}")
         outputs = tuple(tuple(tuple(f for f in factors if f in found) for factors in dims) for dims in outputs)
     whole = pattern.whole | sizes.unlike if sizes.unlike else pattern.whole
     pending = pattern.pending
     if outputs is not pattern.outputs or pending.keys() != found.keys():
         pending = {f: pending[f] for f in found}
         whole = whole.difference(f for f in pattern.unsaid if f not in found)
-    return Bound(rule, tuple(inputs), outputs, found, whole, pending)
+    alone = _alone(call, pattern, windows) if windows or pattern.scans else ()
+    return Bound(
+        rule, tuple(inputs), outputs, found, whole.union(alone) if alone else whole, pending, windows, pattern.scans
+    )
+
+
+def _alone(call: Call, pattern: _Pattern, windows: Mapping[str, Window]) -> set[str]:
+    """Factors whose parts need each other, and cannot have it."""
+    found = {f for f, window in windows.items() if not window.n}
+    if any(t is not None and t.is_complex() for t in call.tensors):  # how often a logarithm turns depends on the order
+        found |= {f for f, op in pattern.scans.items() if op == "logsumexp"}
+    return found
 
 
 @dataclass(frozen=True)
 class _Pattern:
     """What a rule says of tensors of so many dims each, whatever their sizes."""
 
-    inputs: tuple[tuple[_Spot, ...] | None, ...]
+    inputs: tuple[tuple[Spot, ...] | None, ...]
     outputs: tuple[Dims, ...]
     made: frozenset[str]
     """The factors of the outputs."""
@@ -138,6 +158,8 @@ class _Pattern:
     unsaid: frozenset[str]
     """Factors that are whole because no output says anything of them."""
     pending: Mapping[str, tuple[str, ...]]
+    beyond: tuple[Beyond, ...]
+    scans: Mapping[str, str]
 
 
 _KEPT_PATTERNS = 256
@@ -162,11 +184,12 @@ def _pattern(rule: Rule, call: Call) -> _Pattern:
 
 def _new_pattern(rule: Rule, call: Call) -> _Pattern:
     given = call.tensors
-    operands = _operands(rule.inputs, len(given))
-    spots = _Spots(rule, call, operands)
-    inputs = [None if t is None else tuple(spots.dims(op, t.ndim)) for op, t in zip(operands, given, strict=True)]
+    patterns = operands(rule.inputs, len(given))
+    spots = Spots(rule, call, patterns)
+    dims = [None if t is None else tuple(spots.dims(op, t.ndim)) for op, t in zip(patterns, given, strict=True)]
+    inputs, windowed = beyond(rule, dims)
     count = len(schema_of(call.operator).returns)
-    outputs = [spots.dims(op, None) for op in _operands(rule.outputs, max(count, 1))]
+    outputs = [spots.dims(op, None) for op in operands(rule.outputs, max(count, 1))]
     everywhere = [spot for dims in (*inputs, *outputs) for spot in dims or ()]
     whole = {*(rule.note("whole") or ()), *(f for spot in everywhere if spot.whole for f in spot.factors)}
     made = tuple(tuple(spot.factors for spot in dims) for dims in outputs)
@@ -176,7 +199,8 @@ def _new_pattern(rule: Rule, call: Call) -> _Pattern:
         pending[factor] = tuple(_pending(rule, factor, i, dims, spots) for i, dims in enumerate(made))
     unsaid = frozenset(f for f, found in pending.items() if "?" in found) - whole
     factors = frozenset(f for dims in made for dim in dims for f in dim)
-    return _Pattern(tuple(inputs), made, factors, counted, frozenset(whole) | unsaid, unsaid, pending)
+    scans = {f: args[1] for name, args in rule.notes if name == "scan" for f in spots.named(args[0])}
+    return _Pattern(tuple(inputs), made, factors, counted, frozenset(whole) | unsaid, unsaid, pending, windowed, scans)
 
 
 def _named(rule: Rule) -> frozenset[str]:
@@ -188,136 +212,12 @@ def _named(rule: Rule) -> frozenset[str]:
     return known["_named"]
 
 
-def _operands(patterns: Sequence[Operand], count: int) -> list[Operand]:
-    """One for each tensor: the last stands for all further ones."""
-    return [patterns[min(i, len(patterns) - 1)] for i in range(count)]
-
-
-class _Spot(NamedTuple):
-    """What one dim is made of."""
-
-    factors: tuple[str, ...]
-    whole: bool = False
-    dim: Dim | None = None
-
-
-class _Spots:
-    """Works out what stands at each dim of each operand."""
-
-    def __init__(self, rule: Rule, call: Call, operands: Sequence[Operand]) -> None:
-        self._rule, self._call = rule, call
-        self._slots = {slot.argument: slot for slot in reversed(rule.slots)}
-        for name in self._slots:
-            if name != ALL and name not in call.arguments:
-                raise RuleError(
-                    f"the rule of {call.name} speaks of {{{name}}}, which is no argument of {schema_of(call.operator)}"
-                )
-        self._ndim = next(
-            (t.ndim for op, t in zip(operands, call.tensors, strict=True) if t is not None and op.slots),
-            max((t.ndim for t in call.tensors if t is not None), default=0) + (not any(op.slots for op in operands)),
-        )
-        self._at = {name: self._places(slot) for name, slot in self._slots.items()}
-        taken = {d for places in self._at.values() for d in places}
-        self._others = self._ndim - len(taken)
-        counts = [self._count_rest(op, t.ndim) for op, t in zip(operands, call.tensors, strict=True) if t is not None]
-        self.rest = max(counts, default=0)
-
-    def _places(self, slot: Slot) -> tuple[int, ...]:
-        if slot.argument == ALL:
-            return tuple(range(self._ndim))
-        if slot.trailing:
-            return tuple(range(self._ndim - len(self._call.arguments[slot.argument]) // slot.trailing, self._ndim))
-        return self._call.dims(slot.argument, self._ndim)
-
-    def factors_of(self, slot: str) -> list[str]:
-        """The factors of a slot, by its name."""
-        return [f"{{{slot}}}{i}" for i in range(len(self._at[slot]))]
-
-    @staticmethod
-    def _count_rest(operand: Operand, ndim: int) -> int:
-        """How many dims `...` is of an operand without slots."""
-        fixed = len([piece for piece in operand.pieces if not piece.rest])
-        return 0 if operand.slots or fixed == len(operand.pieces) else max(0, ndim - fixed)
-
-    def dims(self, operand: Operand, ndim: int | None) -> list[_Spot]:
-        """What each dim of a tensor is; `ndim` is None for an output."""
-        if self._slots:
-            around = self._around_slots(operand)
-            if ndim is None or len(around) == ndim:
-                return around
-            broadcast = not ndim or (self._slots.keys() == {ALL} and ndim < len(around))
-            return around[len(around) - ndim :] if broadcast else self.misfit(operand, ndim)
-        found: list[_Spot] = []
-        rest = self.rest if ndim is None else self._count_rest(operand, ndim)
-        for piece in operand.pieces:
-            if piece.rest:
-                found += [_Spot((f".{i}",), piece.whole) for i in range(rest, 0, -1)]
-            else:
-                found.append(_spot(piece))
-        return (
-            found if ndim is None else found[len(found) - ndim :] if len(found) >= ndim else self.misfit(operand, ndim)
-        )
-
-    def misfit(self, operand: Operand, ndim: int) -> list[_Spot]:
-        """Raise that an operand is no tensor of so many dims."""
-        raise _MisfitError(f"the rule of {self._call.name} has {operand} for a tensor of {ndim} dims: {self._call}")
-
-    def _around_slots(self, operand: Operand) -> list[_Spot]:
-        """Slots stand at the dims that they name; `...` is what is left, before, between and behind them."""
-        others = iter([_Spot((f".{i}",)) for i in range(self._others)])
-        placed: dict[int, _Spot] = {}
-        for slot in operand.slots:
-            whole = next(p.whole for p in operand.pieces if p.what == slot)
-            for factor, at in zip(self.factors_of(slot.argument), self._at[slot.argument], strict=True):
-                if not slot.keep:
-                    placed[at] = _Spot((factor,), whole)
-                elif slot.keep == KEPT or self._call.arguments[slot.keep]:
-                    placed[at] = _Spot((), whole)
-        named = [piece for piece in operand.pieces if not piece.rest and not isinstance(piece.what, Slot)]
-        rests = [i for i, piece in enumerate(operand.pieces) if piece.rest]
-        if not operand.slots and len(rests) == 2 and named:  # a dim of its own where the slot was
-            before = min((d for places in self._at.values() for d in places), default=0)
-            listed = list(others)
-            return [*listed[:before], *(_spot(piece) for piece in named), *listed[before:]]
-        if not operand.slots and not rests:
-            return [_spot(piece) for piece in named]
-        body: list[_Spot] = []
-        whole = any(piece.rest and piece.whole for piece in operand.pieces)
-        for at in range(self._ndim):
-            if at in placed:
-                body.append(placed[at])
-            elif at not in self._all_places and rests:
-                body.append(_Spot(next(others).factors, whole))
-        first = rests[0] if rests else len(operand.pieces)
-        lead = [_spot(p) for p in operand.pieces[:first] if not isinstance(p.what, Slot)]
-        return [*lead, *body]
-
-    @property
-    def _all_places(self) -> set[int]:
-        return {d for places in self._at.values() for d in places}
-
-
-def _spot(piece: Piece) -> _Spot:
-    """What a dim is made of that a rule names: read once for each piece of a rule."""
-    known = vars(piece)
-    if "_spot" not in known:
-        known["_spot"] = _read_spot(piece)
-    return known["_spot"]
-
-
-def _read_spot(piece: Piece) -> _Spot:
-    dim = piece.what
-    assert isinstance(dim, Dim)
-    if len(dim.terms) > 1:
-        raise RuleError(f"a rule multiplies factors and adds none: {dim}")
-    names = tuple(leaf.name for leaf in dim.leaves if leaf.name and leaf.name != VOID)
-    return _Spot(names, piece.whole, dim if dim.terms else None)
-
-
-def _seen(spot: _Spot, n: int, largest: Mapping[str, int], sizes: _Sizes) -> tuple[str, ...]:
+def _seen(spot: Spot, n: int, largest: Mapping[str, int], sizes: _Sizes) -> tuple[str, ...]:
     """The factors of a dim of `n` elements, and note their sizes."""
     if not spot.factors:
         return ()
+    if spot.beyond:  # its size is that of the result
+        return spot.factors
     if len(spot.factors) == 1:
         (factor,) = spot.factors
         if n == 1 and largest.get(factor, 1) != 1:  # broadcast
@@ -335,7 +235,7 @@ def _seen(spot: _Spot, n: int, largest: Mapping[str, int], sizes: _Sizes) -> tup
     return spot.factors
 
 
-def _pending(rule: Rule, factor: str, i: int, dims: Dims, spots: _Spots) -> str:
+def _pending(rule: Rule, factor: str, i: int, dims: Dims, spots: Spots) -> str:
     if any(factor in dim for dim in dims):
         return ""
     for op, text in rule.outputs[min(i, len(rule.outputs) - 1)].pending:

@@ -21,6 +21,7 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call, is_written, schema_of
+from tangram.sharding.links import price, refusal
 from tangram.sharding.reading import Held
 from tangram.sharding.trees import Tree, context, with_axis
 
@@ -30,6 +31,7 @@ WAITING = ("sum", "avg")
 """Pending reductions that a linear operator may pass on."""
 ALL_TO_ALL, ALL_GATHER, ALL_REDUCE = "all-to-all", "all-gather", "all-reduce"
 REDUCE_SCATTER, BROADCAST, SCATTER, SLICE, ZERO = "reduce-scatter", "broadcast", "scatter", "slice", "zero"
+HALO, SCAN = "halo", "scan"
 
 
 class Choice(NamedTuple):
@@ -47,7 +49,8 @@ class Choice(NamedTuple):
     coords: tuple[int, ...] = ()
     """Of `at`: which ranks of the axis."""
     nbytes: float = 0.0
-    """What a rank receives over this axis so that the inputs fit, by the inputs' own layouts."""
+    """What a rank receives over this axis so that the inputs fit, by the inputs' own layouts; and what parts need of
+    each other."""
     refused: str = ""
     """Why it cannot be chosen."""
 
@@ -162,7 +165,7 @@ class _Work:
     def __init__(
         self, call: Call, bound: Bound, inputs: Sequence[Held], mesh: Mesh, differentiable: bool, every: bool
     ) -> None:
-        self.bound, self.inputs, self.mesh = bound, inputs, mesh
+        self.call, self.bound, self.inputs, self.mesh = call, bound, inputs, mesh
         self.differentiable, self.every = differentiable, every
         self.waiting = waiting(bound, call) if bound.rule.notes else []
         self.written = written(call)
@@ -200,7 +203,12 @@ class _Work:
                 factor, cuts = state.factor, own
             elif state.factor != factor or own != cuts:
                 return None
-        if self._refusal(factor) or any(self.bound.pending[factor]) or self.trees.get(factor, ()) != cuts[:-1]:
+        if (
+            factor in self.bound.linked
+            or self._refusal(factor)
+            or any(self.bound.pending[factor])
+            or self.trees.get(factor, ()) != cuts[:-1]
+        ):
             return None
         return Choice(axis, "cut", factor, cuts)
 
@@ -264,6 +272,8 @@ class _Work:
             own, new = context(source, axis), context(tree, axis)
             if own != new and _counts(own, axis):
                 refused = "its sizes count what the axes before it leave"
+        if factor in self.bound.linked and not refused:
+            refused = refusal(self.bound, factor, tree)
         return Choice(axis, "cut", factor, tree, refused=refused)
 
     def _refusal(self, factor: str) -> str:
@@ -310,6 +320,8 @@ class _Work:
                     return option._replace(refused=f"the operator writes input {held.place}, which lies otherwise")
             if what:
                 nbytes += received(what, held.nbytes, k)
+        if option.kind == "cut" and option.factor in self.bound.linked:
+            nbytes += price(self.call, self.bound, self.inputs, option.axis, option.factor, option.tree, self.mesh)
         return option._replace(nbytes=nbytes) if nbytes else option
 
 

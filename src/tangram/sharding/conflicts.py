@@ -19,7 +19,7 @@ from typing import Any
 
 from tangram.layout import Layout
 from tangram.sharding.calls import Call
-from tangram.sharding.choices import Choice
+from tangram.sharding.choices import HALO, SCAN, Choice
 from tangram.sharding.propagate import Propagation, options
 from tangram.sharding.reading import Held, read
 from tangram.sharding.trees import axes_of
@@ -48,11 +48,13 @@ class Axis:
     others: tuple[Choice, ...]
     moved: float
     """Bytes that a rank receives over it, on average."""
+    linked: float = 0.0
+    """Of those, what parts need of each other, however the inputs lie."""
 
     @property
     def conflict(self) -> bool:
         """Whether inputs disagree, or the operator cannot run as they lie: then something moves."""
-        return self.moved > 0
+        return self.moved > self.linked
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class FactorTable:
         for axis in self.axes:
             lines.append(
                 f"axis {axis.name} of {axis.ranks} ranks: {axis.chosen}"
-                + (f", {_bytes(axis.moved)} a rank; conflict" if axis.conflict else "")
+                + (f", {_bytes(axis.moved)} a rank" if axis.moved else "")
+                + ("; conflict" if axis.conflict else "")
             )
             lines += [f"  {one}: {one.refused or _bytes(one.nbytes)}" for one in axis.others]
         return "\n".join([*lines, *self.relayouts])
@@ -129,8 +132,11 @@ def factor_table(found: Propagation) -> FactorTable:
         rows.append(Row(name, str(layout), cells, _suffixes(layout)))
     other = options(found)
     moved: dict[str, float] = {}
-    for (_, axis), nbytes in found.moved.items():
+    linked: dict[str, float] = {}
+    for (kind, axis), nbytes in found.moved.items():
         moved[axis] = moved.get(axis, 0.0) + nbytes
+        if kind in (HALO, SCAN):
+            linked[axis] = linked.get(axis, 0.0) + nbytes
     axes = [
         Axis(
             axis,
@@ -138,6 +144,7 @@ def factor_table(found: Propagation) -> FactorTable:
             chosen,
             tuple(one for one in other[axis] if (one.kind, str(one)) != (chosen.kind, str(chosen))),
             moved.get(axis, 0.0),
+            linked.get(axis, 0.0),
         )
         for axis, chosen in found.choices.items()
     ]
@@ -146,6 +153,9 @@ def factor_table(found: Propagation) -> FactorTable:
         + ", ".join(f"{s.kind} over {s.axis}" + (f" {_bytes(s.nbytes)}" if s.nbytes else "") for s in one.steps)
         for one in found.relayouts
     ]
+    if found.totals:
+        told = ", ".join(f"{s.kind} over {s.axis} {_bytes(s.nbytes)}" for s in found.totals)
+        relayouts.append(f"result{'s' * (len(found.outputs) > 1)}: {told}")
     return FactorTable(str(call), str(found.mesh), factors, tuple(rows), tuple(axes), tuple(relayouts))
 
 

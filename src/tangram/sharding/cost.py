@@ -76,7 +76,8 @@ def flops(call: Call, bound: Bound, trees: Mapping[str, Tree], mesh: Mesh, whole
         return _products(call, bound, sizes, contracted, whole)
     tensors = [(t, dims) for t, dims in zip(call.tensors, bound.inputs, strict=True) if t is not None and dims]
     counted = bound.rule.note("offset") is not None  # what is looked up is what is read
-    elements = [] if counted else [_elements(t.shape, dims, sizes) for t, dims in tensors]
+    inside = {f: -(-sizes[f] * w.n // bound.sizes[f]) for f, w in bound.windows.items() if bound.sizes[f]}
+    elements = [] if counted else [_elements(t.shape, dims, {**sizes, **inside}) for t, dims in tensors]
     made = zip(whole or (), bound.outputs, strict=False)
     elements += [_elements(t.shape, dims, sizes) for t, dims in made if isinstance(t, Tensor)]
     return max(elements, default=0)
@@ -122,10 +123,12 @@ def _products(
 
 
 def _windows(bound: Bound, shapes: Sequence[tuple[Sequence[int], Dims]], whole: Sequence[Any] | None) -> float:
-    """Of a factor with other sizes in other tensors (a convolution's windows): each place of the result has one."""
+    """Of what is read by windows: each place of the result has one; of what is spread, each place of the input."""
     extra = 1.0
+    for f, window in bound.windows.items():
+        extra *= window.extent * (window.n / bound.sizes[f] if window.spread and bound.sizes[f] else 1)
     result = whole[0].shape if whole and isinstance(whole[0], Tensor) else None
-    for f in bound.whole:
+    for f in bound.whole.difference(bound.windows):
         if f not in bound.sizes:
             continue
         found = [shape[i] for shape, dims in shapes for i, dim in enumerate(dims) if dim == (f,)]

@@ -41,12 +41,13 @@ def _repeat(call: Call) -> str:
 
 
 def _pad(call: Call) -> str:
-    """Dims that are padded are whole."""
+    """Dims that are padded are read beyond a part's borders."""
     pad = call.arguments["pad"]
     ndim = _first(call).ndim
     padded = {ndim - 1 - i // 2 for i, n in enumerate(pad) if n}
-    dims = [WHOLE if d in padded else f"d{d}" for d in range(ndim)]
-    return _line([dims], [dims])
+    dims = _letters("d", ndim)
+    read = [f"{f}'" if d in padded else f for d, f in enumerate(dims)]
+    return _line([read], [dims], "pad(pad) outside(value)" if padded else "")
 
 
 def _diagonal(call: Call, ndim: int) -> tuple[list[str], list[str]]:

@@ -11,86 +11,59 @@ divisor, a bias that is added to a sum. The notes of a rule say which:
     product(C g c)  an argument that is a product of factors
     equal           a dim of one element is not broadcast to a larger one: where they differ, both are whole
     filled          the operator refuses tensors of nothing, which a part may be
+
+What parts need of each other, by windows (`tangram.sharding.halo`) and scans (`tangram.sharding.scan`), `run` does
+without: `run_all` runs ranks together that are all in this process, and a runtime moves `halo.needed` there and
+`scan.total` back by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from tangram.layout import Layout, Mesh, region
 from tangram.layout.intervals import IntSet, elements, size
-from tangram.layout.syntax import Cut, Dim
-from tangram.sharding import runners
+from tangram.sharding import halo, runners, scan
 from tangram.sharding.bind import Bound, Dims
 from tangram.sharding.calls import Call
+from tangram.sharding.cost import results as without_memory
+from tangram.sharding.parts import Cuts, Part, factor_dim, layout_of, part_of, piece
 
-Cuts = Mapping[str, tuple[Cut, ...]]
-"""The cuts of each factor that is cut, major axis first."""
-
-
-def factor_dim(factor: str, n: int, cuts: Cuts) -> Dim:
-    """A factor as a dim of a layout, with its cuts."""
-    return Dim(factor, n, cuts=tuple(cuts.get(factor, ())))
+__all__ = ["Cuts", "Part", "factor_dim", "layout_of", "part_of", "piece", "run", "run_all"]
 
 
-def layout_of(dims: Dims, shape: Sequence[int], bound: Bound, cuts: Cuts) -> Layout:
-    """How a tensor lies when factors are cut."""
-    found: list[Dim] = []
-    for factors, n in zip(dims, shape, strict=True):
-        if not any(f in cuts for f in factors):
-            found.append(Dim("_", n))
-            continue
-        made = [factor_dim(f, bound.sizes[f], cuts) for f in factors]
-        found.append(made[0] if len(made) == 1 else Dim(terms=(tuple(made),)))
-    return Layout(tuple(found))
-
-
-@dataclass(frozen=True)
-class Part:
-    """Where one rank stands: what it holds of each factor, and its coordinates on the axes that cut each."""
-
-    mesh: Mesh
-    rank: int
-    held: Mapping[str, IntSet]
-    cuts: Cuts
-
-    def first_along(self, factor: str) -> bool:
-        """Whether it is the first of the ranks that a factor is cut over."""
-        own = self.mesh.coords(self.rank)
-        return all(own[cut.axis] == 0 for cut in self.cuts.get(factor, ()))
-
-
-def part_of(bound: Bound, cuts: Cuts, mesh: Mesh, rank: int) -> Part:
-    """What a rank holds of the cut factors."""
-    held: dict[str, IntSet] = {}
-    for factor in cuts:
-        found = region(Layout((factor_dim(factor, bound.sizes[factor], cuts),)), mesh, rank)
-        held[factor] = found.boxes[0][0] if found else ()
-    return Part(mesh, rank, held, cuts)
-
-
-def piece(tensor: Tensor, dims: Dims, part: Part, bound: Bound) -> Tensor:
-    """A rank's part of a whole tensor."""
-    for dim, factors in enumerate(dims):
-        cut = [f for f in factors if f in part.held]
-        if cut:
-            n = tensor.shape[dim]
-            found = region(layout_of((factors,), (n,), bound, part.cuts), part.mesh, part.rank)
-            index = elements(found.boxes[0][0]) if found else []
-            tensor = tensor.index_select(dim, torch.tensor(index, dtype=torch.int64))
-    return tensor
+def run_all(
+    call: Call,
+    bound: Bound,
+    parts: Sequence[Part],
+    local: Sequence[Sequence[Tensor | None]],
+    *,
+    in_place: bool = False,
+) -> list[tuple[Any, ...]]:
+    """The operator on the tensors of ranks that are all here, with what they need of each other. As `run`, for each."""
+    given = halo.exchanged(bound, parts, local) if bound.windows else local
+    results = [run(call, bound, part, own, in_place=in_place) for part, own in zip(parts, given, strict=True)]
+    if not any(f in parts[0].held for f in bound.scans):
+        return results
+    if not in_place:
+        return scan.joined(bound, parts, results)
+    copies = [tuple(one.clone() for one in own) for own in results]  # what is written may be kept for backward
+    for own, found in zip(results, scan.joined(bound, parts, copies), strict=True):
+        own[0].copy_(found[0])
+    return results
 
 
 def run(
     call: Call, bound: Bound, part: Part, local: Sequence[Tensor | None], *, in_place: bool = False
 ) -> tuple[Any, ...]:
-    """The operator on one rank's tensors, as `Call.run`. Raises what the operator raises."""
-    tensors = list(local)
+    """The operator on one rank's tensors, as `Call.run`; of what windows read, all that they need.
+
+    Raises what the operator raises.
+    """
+    tensors = halo.padded(call, bound, part, local) if bound.windows else list(local)
     masks: list[Tensor] = []
     for name, args in bound.rule.notes:
         if name == "once":
@@ -103,6 +76,8 @@ def run(
     nothing = _of_nothing(call, bound, part, masks)
     own = runners.of(call.with_tensors(tensors, **_arguments(call, bound, part)), bound, part.held)
     results = nothing or own.run(in_place=in_place)
+    if bound.windows and not nothing:
+        results = halo.put_right(call, bound, part, results)
     for mask in masks:
         results = (torch.where(mask, results[0], torch.zeros((), dtype=results[0].dtype)), *results[1:])
     if bound.rule.note("shape") is not None:  # a dim of one element here may have more elsewhere
@@ -129,25 +104,17 @@ def _of_nothing(call: Call, bound: Bound, part: Part, masks: Sequence[Tensor]) -
     adds = "cut" not in after[0] and any(_adds(bound, i, part) for i in once)
     if not empty or not refuses or adds:
         return None
-    like = call.run()  # not without memory: some operators say another type there
+    like = without_memory(call) or call.run()
     return tuple(
         None  # as gradients are that nobody asked for
         if whole is None
         else torch.full(
             [_size(f, bound, part) if part.held.keys() & {*f} else n for f, n in zip(dims, whole.shape, strict=True)],
-            _least(whole.dtype) if "max" in some else _most(whole.dtype) if "min" in some else 0,
+            halo.least(whole.dtype) if "max" in some else halo.most(whole.dtype) if "min" in some else 0,
             dtype=whole.dtype,
         )
         for whole, dims, some in zip(like, bound.outputs, after, strict=True)
     )
-
-
-def _least(dtype: torch.dtype) -> float:
-    return False if dtype == torch.bool else -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def _most(dtype: torch.dtype) -> float:
-    return True if dtype == torch.bool else torch.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def _size(factors: Sequence[str], bound: Bound, part: Part) -> int:
@@ -198,7 +165,7 @@ def _share(bound: Bound, part: Part) -> float:
 
 def _arguments(call: Call, bound: Bound, part: Part) -> dict[str, Any]:
     """The arguments that are sizes, as this rank has them."""
-    found: dict[str, Any] = {}
+    found = halo.arguments(call, bound, part) if bound.windows else dict[str, Any]()
     for factor, held in part.held.items():
         if factor in call.arguments:
             found[factor] = size(held)

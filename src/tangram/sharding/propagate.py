@@ -19,7 +19,7 @@ from torch import Tensor
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import VOID, Dim
-from tangram.sharding import cost, products
+from tangram.sharding import cost, links, products
 from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call
 from tangram.sharding.choices import (
@@ -27,7 +27,9 @@ from tangram.sharding.choices import (
     ALL_REDUCE,
     ALL_TO_ALL,
     BROADCAST,
+    HALO,
     REDUCE_SCATTER,
+    SCAN,
     SCATTER,
     SLICE,
     ZERO,
@@ -47,7 +49,10 @@ _ORDER = {SLICE: 0, SCATTER: 1, REDUCE_SCATTER: 2, ALL_TO_ALL: 3, ALL_REDUCE: 4,
 
 
 class Step(NamedTuple):
-    """One collective over one axis, or what a rank does by itself (`slice`, `zero`)."""
+    """One collective over one axis, or what a rank does by itself (`slice`, `zero`).
+
+    `halo`: what windows read of other parts, after all else; `scan`: the totals of other parts, after the operator.
+    """
 
     kind: str
     axis: str
@@ -88,15 +93,16 @@ class Propagation:
     outputs: tuple[Layout, ...]
     relayouts: tuple[Relayout, ...]
     differentiable: bool = True
+    totals: tuple[Step, ...] = ()
+    """What parts tell each other of their results before these are right: of a scan over a cut dim."""
 
     @cached_property
     def moved(self) -> dict[tuple[str, str], float]:
         """Bytes that a rank receives, on average, by kind of collective and axis."""
         found: dict[tuple[str, str], float] = {}
-        for relayout in self.relayouts:
-            for kind, axis, nbytes in relayout.steps:
-                if nbytes:
-                    found[kind, axis] = found.get((kind, axis), 0.0) + nbytes
+        for kind, axis, nbytes in (*(one for relayout in self.relayouts for one in relayout.steps), *self.totals):
+            if nbytes:
+                found[kind, axis] = found.get((kind, axis), 0.0) + nbytes
         return found
 
     @property
@@ -143,8 +149,10 @@ def propagate(
     kept = [_kept(held, chosen.trees, shown) for held in inputs]
     needed: list[Layout | None] = [None] * len(tensors)
     relayouts: list[Relayout] = []
+    halos = links.halos(call, bound, chosen.trees, mesh) if bound.windows else {}
     for held, stays in zip(inputs, kept, strict=True):
         needed[held.place], steps = _needed(held, stays, chosen, bound, shown, mesh, ones)
+        steps = (*steps, *(Step(HALO, axis, n) for axis, n in halos.get(held.place, ()) if n))
         if steps:
             target = needed[held.place]
             assert target is not None
@@ -160,6 +168,7 @@ def propagate(
         _outputs(call, bound, chosen, shown, mesh, ones),
         tuple(relayouts),
         differentiable,
+        tuple([Step(SCAN, *one) for one in links.scans(call, bound, chosen.trees, mesh)]) if bound.scans else (),
     )
 
 
@@ -270,10 +279,14 @@ def _made(
         own = shown.get(f)
         if n is not None and f not in trees:  # whole, and perhaps of another size in each tensor
             return own if own is not None and own.n == n else Dim(VOID, n)
+        if f in bound.windows:  # cut in the same way, and of another size in each tensor
+            own = own if own is not None and own.n == (n or bound.sizes[f]) else None
+            return dim_of(trees.get(f, ()), n or bound.sizes[f]) if own is None else own
         return own if own is not None else dim_of(trees.get(f, ()), bound.sizes[f])
     if not factors:
         return Dim(VOID, n)
-    parts = tuple(shown[f] if f in shown else dim_of(trees.get(f, ()), bound.sizes[f]) for f in factors)
+    known = shown if not bound.windows else {f: dim for f, dim in shown.items() if f not in bound.windows}
+    parts = tuple(known[f] if f in known else dim_of(trees.get(f, ()), bound.sizes[f]) for f in factors)
     dim = Dim(terms=(parts,))
     if not any(f in trees for f in factors):
         return Dim(VOID, dim.n)

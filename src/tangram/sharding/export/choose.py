@@ -65,7 +65,8 @@ def rows(bound: Bound, call: Call, results: Sequence[TensorMeta | None]) -> list
     places = [len(dims) if dims is not None else -1 for dims in (*bound.inputs, *bound.outputs)]
     if len(shapes) != len(places) or any(n not in (-1, m) for n, m in zip(shapes, places, strict=True)):
         return found  # a rule that does not fit says nothing of parts
-    return [*found, *(row for factor in bound.cuttable if (row := _cut(bound, factor)) is not None)]
+    alone = [f for f in bound.cuttable if f not in bound.linked]  # torch has no placement that reads its neighbours
+    return [*found, *(row for factor in alone if (row := _cut(bound, factor)) is not None)]
 
 
 def _cut(bound: Bound, factor: str) -> Row | None:

@@ -4,7 +4,9 @@
     backward    the same cotangent, cut where the result is cut and whole where it is pending; the gradient of a cut
                 input is cut, that of a whole one is the sum over the ranks
 
-The operator is reached as a user's model reaches it, through torch's dispatcher, and backward is torch's own.
+What parts need of each other, by windows and scans, passes between the ranks' tensors in one graph, and gradients are
+taken of all ranks together; elsewhere each rank's is by itself. The operator is reached as a user's model reaches it,
+through torch's dispatcher, and backward is torch's own.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from tangram.layout import Mesh, region
 from tangram.layout.syntax import Cut
+from tangram.sharding import halo, scan
 from tangram.sharding.bind import Bound, Dims
 from tangram.sharding.calls import Call
 from tangram.sharding.local import Cuts, Part, layout_of, part_of, piece, run
@@ -110,19 +113,26 @@ def check(call: Call, bound: Bound, cuts: Cuts, mesh: Mesh, expected: Whole) -> 
     parts = [part_of(bound, cuts, mesh, rank) for rank in range(mesh.size)]
     pending = [_pending(bound, cuts, i) for i in range(len(bound.outputs))]
     differentiable = all(op == "sum" for ops in pending for op in ops.values())
-    results: list[tuple[Any, ...]] = []
-    gradients: list[tuple[Tensor | None, ...]] = []
+    pairs = list(zip(call.tensors, bound.inputs, strict=True))
+    leaves: list[list[Tensor | None]] = []
     for part in parts:
-        pairs = zip(call.tensors, bound.inputs, strict=True)
         cut = [t if t is None or d is None else piece(t, d, part, bound) for t, d in pairs]
-        local = _leaves(cut, expected.wanted)
+        leaves.append(_leaves(cut, expected.wanted))
+    linked = not bound.linked.isdisjoint(cuts)
+    given = halo.exchanged(bound, parts, leaves) if linked else leaves
+    found: list[tuple[Any, ...]] = []
+    gradients: list[tuple[Tensor | None, ...]] = []
+    for part, local in zip(parts, given, strict=True):
         try:
-            found = run(call, bound, part, local)
-            if differentiable:
-                gradients.append(_local_gradients(local, found, expected, bound, part))
+            found.append(run(call, bound, part, local))
+            if differentiable and not linked:
+                gradients.append(_local_gradients(local, found[-1], expected, bound, part))
         except EXPECTED_ERRORS as error:
             return failure(f"rank {part.rank}", f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-        results.append(tuple(_plain(r) for r in found))
+    if linked:
+        found = scan.joined(bound, parts, found)
+        gradients = _joint_gradients(leaves, found, expected, bound, parts) if differentiable else []
+    results = [tuple(_plain(r) for r in own) for own in found]
     tried = _Tried(bound, cuts, mesh, parts)
     for i, want in enumerate(expected.results):
         if isinstance(want, Tensor) and bound.rule.note("undefined") is None:
@@ -197,11 +207,29 @@ def _pending(bound: Bound, cuts: Cuts, output: int) -> dict[str, str]:
 def _local_gradients(
     local: Sequence[Tensor | None], results: Sequence[Any], expected: Whole, bound: Bound, part: Part
 ) -> tuple[Tensor | None, ...]:
-    cotangents = [
+    return _gradients(local, results, _cotangents(results, expected, bound, part))
+
+
+def _joint_gradients(
+    leaves: Sequence[Sequence[Tensor | None]],
+    results: Sequence[Sequence[Any]],
+    expected: Whole,
+    bound: Bound,
+    parts: Sequence[Part],
+) -> list[tuple[Tensor | None, ...]]:
+    """The gradients of all ranks' leaves in one graph, rank by rank."""
+    pairs = zip(results, parts, strict=True)
+    cotangents = [c for own, part in pairs for c in _cotangents(own, expected, bound, part)]
+    found = _gradients([t for own in leaves for t in own], [r for own in results for r in own], cotangents)
+    n = len(leaves[0])
+    return [found[i : i + n] for i in range(0, len(found), n)]
+
+
+def _cotangents(results: Sequence[Any], expected: Whole, bound: Bound, part: Part) -> list[Tensor | None]:
+    return [
         None if c is None or not (isinstance(r, Tensor) and r.requires_grad) else piece(c, dims, part, bound)
         for c, dims, r in zip(expected.cotangents, bound.outputs, results, strict=True)
     ]
-    return _gradients(local, results, cotangents)
 
 
 def differs(found: Tensor, want: Tensor) -> str:
@@ -230,3 +258,18 @@ def ways(bound: Bound, worlds: Iterable[int]) -> Iterable[tuple[Cuts, Mesh]]:
     for factor in factors[:2]:
         for order in ("xy", "yx"):
             yield {factor: tuple(Cut(axis) for axis in order)}, Mesh.parse("x=2 y=3")
+    yield from _ways_of_linked(bound, factors)
+
+
+def _ways_of_linked(bound: Bound, factors: Sequence[str]) -> Iterable[tuple[Cuts, Mesh]]:
+    """The same of factors whose parts need each other, where they do not come first; and by sizes, where those fit."""
+    linked = [f for f in factors if f in bound.linked]
+    for first, second in itertools.permutations([*linked[:2], *(f for f in factors[:1] if f not in linked)], 2):
+        if not {first, second} <= {*factors[:3]}:
+            yield {first: (Cut("x"),), second: (Cut("y"),)}, Mesh.parse("x=2 y=3")
+    for factor in linked[:2]:
+        if factor not in factors[:2]:
+            yield {factor: (Cut("x"), Cut("y"))}, Mesh.parse("x=2 y=3")
+        n = bound.sizes[factor]
+        if factor not in bound.windows or bound.windows[factor].n == n:
+            yield {factor: (Cut("x", "sizes", (1, 0, n - 1)),)}, Mesh.parse("x=3")

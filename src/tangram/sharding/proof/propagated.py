@@ -20,7 +20,7 @@ from tangram.layout import Layout, Mesh, region, validate
 from tangram.layout.intervals import IntSet, elements
 from tangram.layout.locate import held
 from tangram.layout.syntax import Cut
-from tangram.sharding.local import Part, run
+from tangram.sharding.local import Part, run_all
 from tangram.sharding.proof.execute import EXPECTED_ERRORS, REDUCE, Failure, differs
 from tangram.sharding.propagate import Propagation
 from tangram.sharding.trees import axes_of, dim_of
@@ -39,15 +39,14 @@ def check(found: Propagation, expected: Sequence[Any]) -> Failure | None:
     for layout in (*found.inputs, *found.outputs):
         if layout is not None:
             validate(layout, mesh)
-    results: dict[int, Sequence[Any]] = {}
     sources = [_Source(t, layout, mesh, i) for i, (t, layout) in enumerate(_inputs(found))]
-    for rank in _running(found):
-        part = part_of(found, rank)
-        try:
-            local: list[Tensor | None] = [None if t is None else source.take(rank) for source, t in _zip(sources)]
-            results[rank] = run(found.call, found.bound, part, local)
-        except EXPECTED_ERRORS as error:
-            return failure(f"rank {rank}", f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    ranks = list(_running(found))
+    parts = [part_of(found, rank) for rank in ranks]
+    try:
+        local = [[None if t is None else source.take(rank) for source, t in _zip(sources)] for rank in ranks]
+        results = dict(zip(ranks, run_all(found.call, found.bound, parts, local), strict=True))
+    except EXPECTED_ERRORS as error:
+        return failure("some rank", f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     for i, (want, layout) in enumerate(zip(expected, found.outputs, strict=True)):
         if isinstance(want, Tensor) and found.bound.rule.note("undefined") is None:
             wrong = _compared({rank: some[i] for rank, some in results.items()}, want, layout, mesh)
@@ -78,7 +77,8 @@ def part_of(found: Propagation, rank: int) -> Part:
     mesh, sizes = found.mesh, found.bound.sizes
     at = mesh.coords(rank)
     sets = {f: held(dim_of(tree, sizes[f]), mesh, at) for f, tree in found.trees.items()}
-    return Part(mesh, rank, sets, {f: tuple(map(Cut, axes_of(tree))) for f, tree in found.trees.items()})
+    cuts = {f: tree if isinstance(tree, tuple) else tuple(map(Cut, axes_of(tree))) for f, tree in found.trees.items()}
+    return Part(mesh, rank, sets, cuts)
 
 
 class _Source:

@@ -149,6 +149,9 @@ def of_dtype(call: Call, dtype: torch.dtype) -> Call | None:
     """The same call with its floating tensors as another type; None where it has none."""
     if not any(t is not None and t.is_floating_point() for t in call.tensors):
         return None
+    asked = call.arguments.get("dtype")
+    if dtype.is_complex and isinstance(asked, torch.dtype) and not asked.is_complex:
+        return None  # what torch derives of numbers whose imaginary part is dropped is not their gradient
 
     def cast_to(t: Tensor | None) -> Tensor | None:
         if t is None or not t.is_floating_point():
@@ -157,7 +160,9 @@ def of_dtype(call: Call, dtype: torch.dtype) -> Call | None:
             return t > t.mean()  # true in some places only, also where all are positive
         if dtype.is_complex:
             return torch.complex(t.double(), t.double().flip(0) if t.ndim else t.double() / 2)
-        return (t if dtype.is_floating_point else t.nan_to_num().clamp(-100, 100)).to(dtype)
+        if dtype.is_floating_point:  # where rounding is coarse, a large number's logarithm says nothing
+            return torch.where(t.isfinite(), t.clamp(-10, 10), t).to(dtype)
+        return t.nan_to_num().clamp(-100, 100).to(dtype)
 
     return call.with_tensors([cast_to(t) for t in call.tensors])
 

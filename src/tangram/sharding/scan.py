@@ -1,0 +1,82 @@
+"""Scans over a cut dim: each rank scans its part, and what the parts before have in total is joined to it.
+
+    cumsum : ... {dim} ... -> ... {dim} ... ; scan({dim} sum)
+
+What a rank tells the others is one slice, the last of its part's result. Joining is associative, so totals may be
+gathered, or passed on from rank to rank. A maximum or minimum comes with the place where it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tangram.sharding.bind import Bound
+from tangram.sharding.halo import stretch
+from tangram.sharding.parts import Part, peers
+
+Scanned = tuple[Tensor, ...]
+"""The results of a scan, or the last slice of each."""
+
+
+def _sum(before: Scanned, own: Scanned) -> Scanned:
+    return (own[0] + before[0],)
+
+
+def _prod(before: Scanned, own: Scanned) -> Scanned:
+    return (own[0] * before[0],)
+
+
+def _logsumexp(before: Scanned, own: Scanned) -> Scanned:
+    return (torch.logaddexp(own[0], before[0]),)
+
+
+def _extreme(before: Scanned, own: Scanned, *, largest: bool) -> Scanned:
+    """As torch has it: of equal values the later counts, and what is no number is more than any."""
+    (old, at), (new, here) = before, own
+    later = (new >= old) if largest else (new <= old)
+    taken = new.isnan() | (later & ~old.isnan())
+    return torch.where(taken, new, old), torch.where(taken, here, at)
+
+
+JOIN: Mapping[str, Callable[[Scanned, Scanned], Scanned]] = {
+    "sum": _sum,
+    "prod": _prod,
+    "logsumexp": _logsumexp,
+    "max": functools.partial(_extreme, largest=True),
+    "min": functools.partial(_extreme, largest=False),
+}
+"""By the reduction that a rule's note names: the total of what comes before, joined to a scan of what follows."""
+
+
+def counted(results: Scanned, start: int) -> Scanned:
+    """A part's results with its places counted in the whole tensor; the part begins at `start`."""
+    return (results[0], *(places + start for places in results[1:]))
+
+
+def total(results: Scanned, dim: int) -> Scanned:
+    """What the other ranks need of a part's results."""
+    return tuple(one.narrow(dim, one.shape[dim] - 1, 1) for one in results)
+
+
+def joined(bound: Bound, parts: Sequence[Part], results: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The results of ranks that are all here, each with what comes before it."""
+    found = list(results)
+    for factor, op in bound.scans.items():
+        if factor not in parts[0].held:
+            continue
+        dim = bound.outputs[0].index((factor,))
+        for group in peers(parts, factor):
+            totals: list[Scanned] = []
+            for i in group:
+                held = stretch(parts[i], factor)
+                if not held:
+                    continue
+                own = counted(found[i], held[0][0])
+                found[i] = JOIN[op](functools.reduce(JOIN[op], totals), own) if totals else own
+                totals.append(total(own, dim))
+    return found
