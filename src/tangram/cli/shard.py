@@ -37,7 +37,9 @@ def _none(context: typer.Context) -> None:
 def check(
     operators: Names = None,
     rules: Annotated[Path | None, typer.Option(metavar="FILE", help="Rules of your own, a line each.")] = None,
-    against: Annotated[Literal["dtensor"] | None, typer.Option(help="Show where torch's DTensor is wrong.")] = None,
+    against: Annotated[
+        Literal["dtensor", "paddle"] | None, typer.Option(help="Show where DTensor's or Paddle's rules are wrong.")
+    ] = None,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="A script of each case that is wrong.")] = None,
     with_rules: Annotated[bool, typer.Option("--with-rules", help="With --against: our rules in DTensor.")] = False,
     samples: Samples = None,
@@ -46,6 +48,11 @@ def check(
     json: Json = False,
 ) -> None:
     """Prove the rules by numbers: every cut that they allow, forward and backward, beside the whole operator."""
+    if against == "paddle":
+        if with_rules or save is not None:
+            raise UserError("--save and --with-rules are for cases that run: leave them out, or give --against dtensor")
+        _against_paddle(operators or (), json)
+        return
     if against is not None:
         _against(operators, save, with_rules, json)
         return
@@ -153,6 +160,25 @@ def _against(names: Sequence[str] | None, save: Path | None, with_rules: bool, j
         ("case", "verdict", "plain torch", "DTensor"),
         rows,
     )
+
+
+def _against_paddle(names: Sequence[str], json: bool) -> None:
+    from tangram.sharding.against import paddle
+
+    reports, differences = paddle.compare(names)
+    wrong = [one for one in differences if one.verdict.startswith("ours") and one.verdict != "ours is right"]
+    if json:
+        print_json({"operators": [_plain(one) for one in reports], "differences": [_plain(one) for one in differences]})
+    else:
+        rows = [(one.paddle, one.aten, str(one.cases), str(one.agree)) for one in reports if one.agree < one.cases]
+        cases, agree = sum(one.cases for one in reports), sum(one.agree for one in reports)
+        title = f"Paddle's rules: {len({one.paddle for one in reports})} operators, {cases} cuts, the same in {agree}"
+        print_table(title, ("Paddle", "aten", "cuts", "the same"), rows)
+        for one, others in paddle.first_of_each(differences):
+            print(f"{one}{f' ({others} more cuts alike)' if others else ''}")
+        print(", ".join(f"{verdict}: {n}" for verdict, n in Counter(o.verdict for o in differences).most_common()))
+    if wrong:
+        raise typer.Exit(1)
 
 
 def _plain(outcome: Any) -> dict[str, Any]:
