@@ -131,7 +131,6 @@ def check(call: Call, bound: Bound, cuts: Cuts, mesh: Mesh, expected: Whole) -> 
             return failure(f"rank {part.rank}", f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     if linked:
         found = scan.joined(bound, parts, found)
-        gradients = _joint_gradients(leaves, found, expected, bound, parts) if differentiable else []
     results = [tuple(_plain(r) for r in own) for own in found]
     tried = _Tried(bound, cuts, mesh, parts)
     for i, want in enumerate(expected.results):
@@ -139,6 +138,8 @@ def check(call: Call, bound: Bound, cuts: Cuts, mesh: Mesh, expected: Whole) -> 
             wrong = tried.assembled([r[i] for r in results], want, bound.outputs[i], pending[i])
             if wrong:
                 return failure(f"output {i}", wrong)
+    if linked and differentiable:
+        gradients = _joint_gradients(leaves, found, expected, bound, parts)
     wrong = tried.gradients(gradients, expected) if differentiable else None
     return failure(*wrong) if wrong else None
 

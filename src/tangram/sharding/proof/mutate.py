@@ -1,8 +1,8 @@
 """Mistakes planted in the table, one at a time: the proof must find each.
 
 A mistake claims more than is true: a whole dim that may be cut, another pending reduction, a note that is forgotten,
-dims of a result in another order, a sum that may wait though the operator is not linear. What claims less is weaker,
-not wrong, and no mistake. One that the proof does not find is a case that it lacks, or a rule that could say more.
+dims of a result in another order, a sum that may wait though the operator is not linear, windows that read less. What
+claims less is weaker, not wrong, and no mistake. One that the proof does not find is a case that it lacks, or a rule that could say more.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from tangram.layout.syntax import VOID, Dim
 from tangram.sharding.proof import samples
 from tangram.sharding.proof.prove import EACH, LIMIT, prove_operator
 from tangram.sharding.table import POINTWISE, Line, Table, builtin
+from tangram.sharding.windows import KINDS
 
 NEEDED = frozenset({"once", "offset", "scale", "product", "filled", "whole", "equal", "counted", "ragged", "triangle"})
+NEEDED |= {"outside", "places", "mean", "scan"}
 """Notes without which a rule is wrong."""
 SWAPPED = {"sum": "max", "max": "min", "min": "sum"}
+SCANNED = {"sum": "prod", "prod": "sum", "logsumexp": "sum", "max": "min", "min": "max"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,9 @@ def mutations(rule: Rule) -> Iterator[tuple[str, Rule]]:
     """Every mistake of a rule, with what it is."""
     yield from _freed(rule)
     yield from _unnamed(rule)
+    if any(p.beyond and not p.rest for operand in rule.inputs for p in operand.pieces):
+        plain = (replace(o, pieces=tuple(replace(p, beyond=False) for p in o.pieces)) for o in rule.inputs)
+        yield "a part reads no more than itself", replace(rule, inputs=tuple(plain))
     for i, operand in enumerate(rule.outputs):
         for k, (op, factor) in enumerate(operand.pending):
             pending = (*operand.pending[:k], (SWAPPED[op], factor), *operand.pending[k + 1 :])
@@ -58,6 +64,13 @@ def mutations(rule: Rule) -> Iterator[tuple[str, Rule]]:
         if name == "each" and len(args) > 1:
             notes = (*rule.notes[:i], ("linear", args), *rule.notes[i + 1 :])
             yield "linear in each said to be linear in all", replace(rule, notes=notes)
+        if name in KINDS:
+            for n in range(1, len(args)):
+                notes = (*rule.notes[:i], (name, args[:n]), *rule.notes[i + 1 :])
+                yield f"{name} without {args[n]} and what follows", replace(rule, notes=notes)
+        if name == "scan":
+            notes = (*rule.notes[:i], (name, (args[0], SCANNED[args[1]])), *rule.notes[i + 1 :])
+            yield f"a scan by {SCANNED[args[1]]}", replace(rule, notes=notes)
 
 
 def _freed(rule: Rule) -> Iterator[tuple[str, Rule]]:

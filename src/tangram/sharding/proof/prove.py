@@ -37,8 +37,8 @@ from tangram.sharding.proof.pending import check_pending
 from tangram.sharding.table import POINTWISE, Table, builtin, parse_lines
 
 WORLDS = (2, 3, 5)
-CALLS = 4
-"""Of an operator that are tried."""
+CALLS, EACH_LINE = 4, 2
+"""Of an operator that are tried; of those for each line of its rule, at least."""
 LIMIT = 600.0
 """Seconds for a whole table."""
 EACH = 60.0
@@ -65,7 +65,7 @@ class Verdict:
 
 
 def calls_of(table: Table, calls: Sequence[Call]) -> list[Call]:
-    """The calls in which most can be cut, and the first."""
+    """The calls in which most can be cut, also for each line of a rule, and the first."""
 
     def cuttable(call: Call) -> int:
         try:
@@ -77,6 +77,10 @@ def calls_of(table: Table, calls: Sequence[Call]) -> list[Call]:
 
     ranked = sorted(enumerate(calls), key=lambda pair: (-cuttable(pair[1]), pair[0]))
     chosen = {i for i, _ in ranked[:CALLS]} | {0}
+    lines: dict[int, list[int]] = {}
+    for i, call in ranked:
+        lines.setdefault(id(table.find(call)), []).append(i)
+    chosen.update(i for some in lines.values() for i in some[:EACH_LINE])
     return [call for i, call in enumerate(calls) if i in chosen]
 
 

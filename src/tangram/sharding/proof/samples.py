@@ -47,7 +47,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         call = Call.of(func, args, kwargs)
         kept = self.calls.setdefault(call.name, [])
-        dims = call.name, tuple(-1 if t is None else t.ndim for t in call.tensors)
+        flags = tuple(value for value in call.arguments.values() if isinstance(value, bool))
+        dims = call.name, flags, tuple(-1 if t is None else t.ndim for t in call.tensors)
         if len(kept) < CALLS and self._alike.get(dims, 0) < ALIKE and any(t is not None for t in call.tensors):
             self._note(call, dims, kept)
         return func(*args, **kwargs)
