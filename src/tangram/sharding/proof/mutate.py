@@ -2,7 +2,8 @@
 
 A mistake claims more than is true: a whole dim that may be cut, another pending reduction, a note that is forgotten,
 dims of a result in another order, a sum that may wait though the operator is not linear, windows that read less. What
-claims less is weaker, not wrong, and no mistake. One that the proof does not find is a case that it lacks, or a rule that could say more.
+claims less is weaker, not wrong, and no mistake. One that the proof does not find is a case that it lacks, or a rule
+that could say more.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from tangram.sharding.proof.prove import EACH, LIMIT, prove_operator
 from tangram.sharding.table import POINTWISE, Line, Table, builtin
 from tangram.sharding.windows import KINDS
 
-NEEDED = frozenset({"once", "offset", "scale", "product", "filled", "whole", "equal", "counted", "ragged", "triangle"})
-NEEDED |= {"outside", "places", "mean", "scan"}
+NEEDED = frozenset(
+    "once offset scale product filled whole equal counted ragged triangle outside places mean scan".split()  # noqa: SIM905
+)
 """Notes without which a rule is wrong."""
 SWAPPED = {"sum": "max", "max": "min", "min": "sum"}
 SCANNED = {"sum": "prod", "prod": "sum", "logsumexp": "sum", "max": "min", "min": "max"}
@@ -68,7 +70,7 @@ def mutations(rule: Rule) -> Iterator[tuple[str, Rule]]:
             for n in range(1, len(args)):
                 notes = (*rule.notes[:i], (name, args[:n]), *rule.notes[i + 1 :])
                 yield f"{name} without {args[n]} and what follows", replace(rule, notes=notes)
-        if name == "scan":
+        if name == "scan" and len(args) == 2:
             notes = (*rule.notes[:i], (name, (args[0], SCANNED[args[1]])), *rule.notes[i + 1 :])
             yield f"a scan by {SCANNED[args[1]]}", replace(rule, notes=notes)
 
