@@ -1,0 +1,367 @@
+"""Capture: run a model without memory and write down every operator, with the module and the source line it is from.
+
+    capture(model, inputs)                     the forward
+    capture(model, inputs, loss=of_logits)     and the backward of what `loss` makes of the model's output
+
+The model runs under torch's fake tensors, as on the CPU, so attention is one fused operator and no architecture needs
+code of its own. A recorder stands above them: what it sees is what the dispatcher runs, below autograd, whatever the
+model's Python does. What is written in place gets a new value, and what is written through a view gives its base one
+(`overwrites`); other views of it that are taken after that are refused: a graph has no memory that they could share.
+
+Trade-off: one run is one path through the Python. Control flow that looks at values cannot be captured, and is refused
+with its line; with `dynamic` sizes, flow that looks at them fixes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.errors import UserError
+from tangram.models.graph import Graph, Kind, Node, Ref, Size, Value, refs
+from tangram.models.overwrites import BACK
+from tangram.models.twin import fake_twin
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = __file__
+_ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh"})
+"""Give what they take: no operators of the graph, but where a gradient ends."""
+
+
+class CaptureError(UserError):
+    """A model that cannot be captured."""
+
+
+def capture(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Graph:
+    """What `model(**inputs)` runs, and with `loss` the backward of `loss(output)` too.
+
+    The model (on meta or not) is not changed; `inputs` are its keyword arguments, of which only shapes and dtypes count
+    (on meta or not). `dynamic` names sizes that later calls may have otherwise: `{"input_ids": {0: "batch"}}`; sizes of
+    one number count as one. `dtype`: of floating-point parameters; as they are where it is None.
+
+    Raises CaptureError with the line of the model where it cannot be captured.
+    """
+    shapes = ShapeEnv() if dynamic else None
+    fake = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+    kind = dtype or _dtype_of(model)
+    twin = fake_twin(model, kind, fake)
+    given = {name: _fake(tensor, fake, (dynamic or {}).get(name, {})) for name, tensor in inputs.items()}
+    recorder = _Recorder(twin, given, _names(given, dynamic or {}))
+    try:
+        with _quiet():
+            return recorder.run(fake, loss)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(_why(error, type(model).__name__)) from error
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without the stack traces that torch logs of an operator that fails: the error says it in a sentence."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _fake(tensor: Any, fake: FakeTensorMode, dynamic: Mapping[int, str]) -> Any:
+    if not isinstance(tensor, Tensor):
+        return tensor
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if not dynamic:
+        with fake:
+            return torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
+    dims = [DimDynamic.DYNAMIC if d in dynamic else DimDynamic.STATIC for d in range(tensor.ndim)]
+    with torch.device("cpu"):
+        real = torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
+    context = cast(Any, StatelessSymbolicContext)(dynamic_sizes=dims)
+    return fake.from_tensor(real, symbolic_context=context)
+
+
+def _names(given: Mapping[str, Any], dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, str]:
+    """The caller's name of each symbol of torch's."""
+    return {str(given[name].shape[dim]): text for name, dims in dynamic.items() for dim, text in dims.items()}
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down what runs below it."""
+
+    def __init__(self, model: nn.Module, given: Mapping[str, Any], symbols: Mapping[str, str]) -> None:
+        super().__init__()
+        self._model, self._given, self._symbols = model, given, symbols
+        self._values: list[Value] = []
+        self._nodes: list[Node] = []
+        self._numbers: dict[int, int] = {}
+        """By the identity of a tensor, which is held (`_bearers`)."""
+        self._storages: dict[int, dict[int, None]] = {}
+        """The values that lie in each storage."""
+        self._stale: dict[int, str] = {}
+        """Values that were overwritten through another name, and where."""
+        self._views: dict[int, tuple[int, int]] = {}
+        """Of a view: the value that it is one of, and the node that made it."""
+        self._bearers: dict[int, list[Tensor]] = {}
+        """By number, the tensors that bear it: torch makes new ones for the same elements."""
+        self._modules: list[str] = []
+        self._of_sequence: dict[int, int] = {}
+        self._constants: dict[str, Tensor] = {}
+        self._results: dict[str, int] = {}
+        """By module, the first tensor that it gives."""
+        self._arguments: Mapping[str, Any] = {}
+        """Of the node that is being written."""
+        self._backward = False
+        names = cast("Iterable[tuple[str, Tensor]]", model.named_parameters())
+        for name, tensor in names:
+            self._seen(tensor, "parameter", name)
+        for name, tensor in model.named_buffers():
+            self._seen(tensor, "buffer", name)
+        for name, tensor in given.items():
+            if isinstance(tensor, Tensor):
+                self._seen(tensor, "input", name)
+
+    def run(self, fake: FakeTensorMode, loss: Callable[[Any], Tensor] | None) -> Graph:
+        """Run the model, and the backward where there is a loss."""
+        parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        with ExitStack() as stack:
+            for name, module in cast("Iterable[tuple[str, nn.Module]]", self._model.named_modules()):
+                stack.callback(module.register_forward_pre_hook(self._enter(name)).remove)
+                stack.callback(module.register_forward_hook(self._leave(name), always_call=True).remove)
+            stack.enter_context(fake)
+            stack.enter_context(self)
+            stack.enter_context(torch.set_grad_enabled(loss is not None))
+            output = self._model(**self._given)
+            results = _named_results(output)
+            found: Sequence[Tensor | None] = ()
+            if loss is not None:
+                results = {"loss": loss(output), **results}
+                self._backward = True
+                grad = cast(Any, torch.autograd.grad)
+                found = cast(
+                    "Sequence[Tensor | None]", grad(results["loss"], [*parameters.values()], allow_unused=True)
+                )
+        pairs = zip(parameters, found, strict=bool(found))
+        gradients = {name: self._number(g) for name, g in pairs if g is not None}
+        outputs = {name: self._number(x) for name, x in results.items()}
+        return Graph(tuple(self._values), tuple(self._nodes), outputs, gradients, self._results, self._constants)
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._modules.append(name)
+
+        return enter
+
+    def _leave(self, name: str) -> Callable[..., None]:
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            self._modules.pop()
+            first = next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
+            if first is not None:  # of a module that is called twice, the last
+                self._results[name] = self._number(first)
+
+        return leave
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = {**(kwargs or {})}
+        found = func(*args, **given)
+        if func.namespace == "prim" or not any(isinstance(x, Tensor) for x in tree_leaves(found)):
+            return found
+        first = args[0] if args else None
+        if func.name() in _ALIASES and isinstance(first, Tensor) and isinstance(found, Tensor):
+            ends = first.requires_grad and torch.is_grad_enabled() and not self._backward
+            if not ends and id(first) in self._numbers:
+                self._same(found, self._number(first))
+                return found
+        self._write(func, _named(func, args, given), found)
+        return found
+
+    def _write(self, func: OpOverload, arguments: Mapping[str, Any], found: Any) -> None:
+        frame = _frame(sys._getframe(2))  # pyright: ignore[reportPrivateUsage]
+        source = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+        taken = self._arguments = tree_map(self._taken, dict(arguments))
+        at = len(self._nodes)
+        module, of = (self._modules[-1] if self._modules else ""), None
+        if self._backward:
+            node = cast(Any, torch)._C._current_autograd_node()
+            of = None if node is None else self._of_sequence.get(node._sequence_nr())
+            if of is not None:
+                module, source = self._nodes[of].module, self._nodes[of].source
+        else:
+            self._of_sequence.setdefault(cast(Any, torch.autograd)._get_sequence_nr() - 1, at)
+        written = [arguments[a.name] for a in cast(Any, func)._schema.arguments if a.is_write]
+        writes = [(t, self._number(t)) for t in tree_leaves(written) if isinstance(t, Tensor)]
+        overwritten = {id(t) for t, _ in writes}
+        results = tuple(self._made(t, overwritten, at) if isinstance(t, Tensor) else None for t in _flat(found))
+        self._nodes.append(Node(func, taken, results, module, source, of, self._backward))
+        for tensor, before in writes:
+            self._through(tensor, before, source)
+
+    def _taken(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            number = self._number(x)
+            if number in self._stale:
+                raise CaptureError(
+                    f"{self._stale[number]} writes into a tensor that is taken under another name after that: write "
+                    "it as an operator that gives a new tensor, as torch.where or torch.cat"
+                )
+            return Ref(number)
+        return Size.of(x, self._symbols) if isinstance(x, torch.SymInt) else x
+
+    def _number(self, tensor: Tensor) -> int:
+        known = self._numbers.get(id(tensor))
+        if known is not None:
+            return known
+        name = f"constant{len(self._values)}"  # of numbers in the model's code
+        if not isinstance(tensor, FakeTensor):
+            self._constants[name] = tensor
+        return self._seen(tensor, "buffer", name)
+
+    def _seen(self, tensor: Tensor, kind: Kind, name: str) -> int:
+        if id(tensor) in self._numbers:
+            return self._numbers[id(tensor)]
+        sizes = [Size.of(n, self._symbols) for n in tensor.shape]
+        strides = tuple(int(Size.of(n, self._symbols)) for n in tensor.stride())
+        texts = tuple(n.text for n in sizes) if any(isinstance(n, torch.SymInt) for n in tensor.shape) else ()
+        trained = kind == "parameter" and tensor.requires_grad
+        self._values.append(Value(tuple(map(int, sizes)), tensor.dtype, kind, name, strides, texts, trained))
+        self._same(tensor, len(self._values) - 1)
+        return len(self._values) - 1
+
+    def _same(self, tensor: Tensor, number: int) -> None:
+        self._numbers[id(tensor)] = number
+        self._bearers.setdefault(number, []).append(tensor)
+        self._storages.setdefault(_storage(tensor), {})[number] = None
+
+    def _made(self, tensor: Tensor, overwritten: Collection[int], node: int) -> int:
+        if id(tensor) not in overwritten:
+            if id(tensor) in self._numbers:  # what it took, as it was
+                return self._numbers[id(tensor)]
+            shared = self._storages.get(_storage(tensor))
+            number = self._seen(tensor, "made", "")
+            base = self._base(shared or {})
+            if base is not None:
+                self._views[number] = base, node
+            return number
+        return self._renewed(tensor)
+
+    def _base(self, shared: Mapping[int, None]) -> int | None:
+        """What the node that is being written takes and lies in the same storage."""
+        return next((v for v in refs(self._arguments) if v in shared), None)
+
+    def _renewed(self, tensor: Tensor) -> int:
+        """A new value for a tensor that was written."""
+        before = self._numbers[id(tensor)]
+        bearers = self._bearers.pop(before)
+        for one in bearers:
+            del self._numbers[id(one)]
+        self._storages[_storage(tensor)].pop(before, None)
+        number = self._seen(tensor, "made", "")
+        for one in bearers:
+            if one is not tensor:
+                self._same(one, number)
+        return number
+
+    def _through(self, tensor: Tensor, before: int, source: str) -> None:
+        """What a view's base is after a write; whoever else lies in its storage is stale."""
+        current, storage = self._numbers[id(tensor)], self._storages[_storage(tensor)]
+        fresh = {current}
+        while before in self._views:
+            base, node = self._views.pop(before)
+            view, back = self._nodes[node], BACK.get(self._nodes[node].operator)
+            if back is None or base not in self._bearers:
+                break
+            func, arguments = back(Ref(base), Ref(current), view.arguments, self._values[base].shape)
+            made = self._renewed(self._bearers[base][0])
+            self._views[current] = made, node
+            self._nodes.append(Node(func, arguments, (made,), view.module, source, None, self._backward))
+            before, current = base, made
+            fresh.add(current)
+        for other in storage:
+            if other not in fresh:
+                self._stale.setdefault(other, source)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def _flat(found: Any) -> list[Any]:
+    if isinstance(found, list | tuple):
+        return [x for one in cast("Sequence[Any]", found) for x in _flat(one)]
+    return [found]
+
+
+@lru_cache(1 << 12)
+def _schema(func: OpOverload) -> tuple[tuple[str, Any], ...]:
+    arguments = cast(Any, func)._schema.arguments
+    return tuple((a.name, a.default_value if a.has_default_value() else None) for a in arguments)
+
+
+def _named(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: args[i] if i < len(args) else kwargs.get(name, default) for i, (name, default) in enumerate(_schema(func))
+    }
+
+
+def _named_results(output: Any) -> dict[str, Tensor]:
+    """The tensors of what a model returns: by their names where it is a mapping, else `output0`, `output1`."""
+    if isinstance(output, Mapping):
+        named = cast("Mapping[str, Any]", output).items()
+        return {name: x for name, x in named if isinstance(x, Tensor)}
+    leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+    return {f"output{i}": x for i, x in enumerate(leaves)}
+
+
+def _frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_filename == _HERE):
+        frame = frame.f_back
+    return frame
+
+
+def _short(file: str) -> str:
+    """A path from its package on: `transformers/models/llama/modeling_llama.py`."""
+    return re.sub(r"^.*/(site|dist)-packages/", "", file)
+
+
+def _why(error: Exception, model: str) -> str:
+    """What went wrong, and in which line of the model."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        step: TracebackType = trace
+        file = step.tb_frame.f_code.co_filename
+        if not file.startswith(_TORCH) and file != _HERE:
+            place = f"{_short(file)}:{step.tb_lineno}"
+        trace = step.tb_next
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__ or "item()" in text:
+        text = "what runs depends on the values of a tensor, which a capture without memory does not have"
+    return f"{model} cannot be captured: {place or 'its forward'}: {text}"

@@ -1,0 +1,172 @@
+"""The operators that a model runs, as a graph: what each takes and gives, where in the model it stands, and its line.
+
+    values    the tensors, by number: parameters, buffers, inputs, and what operators make
+    nodes     the operators in the order in which they ran; in their arguments a tensor is a `Ref` to its value
+    blocks    runs of nodes that are the same but for the tensors they take, such as the layers of a decoder
+
+A graph has no memory and no device. Sizes are those that it was captured with; what each is in terms of the sizes that
+were called dynamic is kept beside (`Value.sizes`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch._ops import OpOverload
+
+Kind = Literal["parameter", "buffer", "input", "made"]
+
+
+class Ref(NamedTuple):
+    """A tensor in the arguments of a node."""
+
+    value: int
+
+    def __repr__(self) -> str:
+        return f"%{self.value}"
+
+
+class Size(int):
+    """A size that depends on dynamic ones: a number, and what it is made of."""
+
+    text: str
+
+    @staticmethod
+    def of(size: int | torch.SymInt, symbols: Mapping[str, str]) -> Size:
+        """A size as torch has it; `symbols`: the caller's names of torch's."""
+        if not isinstance(size, torch.SymInt):
+            made = Size(size)
+            made.text = str(size)
+            return made
+        node = cast(Any, size.node)
+        made = Size(node.hint)
+        made.text = re.sub(r"\bs\d+\b", lambda found: symbols.get(found[0], found[0]), str(node.expr))
+        return made
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: Kind = "made"
+    name: str = ""
+    """Of a parameter, a buffer or an input."""
+    stride: tuple[int, ...] = ()
+    sizes: tuple[str, ...] = ()
+    """Each size in terms of the dynamic ones, as `2*batch`; empty where none is dynamic."""
+    trained: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its elements."""
+        n = self.dtype.itemsize
+        for size in self.shape:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operator that ran."""
+
+    operator: OpOverload
+    arguments: Mapping[str, Any]
+    """By name, in the schema's order, with every default filled in."""
+    results: tuple[int | None, ...]
+    """Values; None for a result that is no tensor."""
+    module: str
+    """The path of the innermost module whose forward ran; "" for the model itself."""
+    source: str
+    """`file:line` of the first frame outside torch."""
+    of: int | None = None
+    """Of a node of the backward: the node of the forward that it differentiates; None in the forward."""
+    backward: bool = False
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """The values that it takes, one for each place."""
+        return tuple(refs(self.arguments))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Nodes of one layer: `first` up to and without `stop`."""
+
+    path: str
+    first: int
+    stop: int
+    kind: int
+    """Blocks of one kind are the same but for the tensors they take."""
+    takes: tuple[int, ...]
+    """The values from outside, in the order in which they are first taken."""
+    gives: tuple[int, ...]
+    """The values that are taken by later nodes, or are results of the graph."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a model runs."""
+
+    values: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    outputs: Mapping[str, int]
+    """The results that were asked for, by name."""
+    gradients: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Of each trained parameter, where the backward was captured."""
+    results: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Of each module that ran, by its path, the first tensor that it gave."""
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Tensors of numbers that stand in the model's code, by the name of their value, which is a buffer."""
+    blocks: tuple[Block, ...] = ()
+
+    def of_kind(self, *kinds: Kind) -> Iterator[tuple[int, Value]]:
+        """The values of some kinds, with their numbers."""
+        return ((i, value) for i, value in enumerate(self.values) if value.kind in kinds)
+
+    @cached_property
+    def maker(self) -> Mapping[int, int]:
+        """For each value that is made, the node that makes it."""
+        return {value: i for i, node in enumerate(self.nodes) for value in node.results if value is not None}
+
+    @cached_property
+    def takers(self) -> Mapping[int, tuple[int, ...]]:
+        """For each value, the nodes that take it."""
+        found: dict[int, dict[int, None]] = {}
+        for i, node in enumerate(self.nodes):
+            for value in node.inputs:
+                found.setdefault(value, {})[i] = None
+        return {value: tuple(nodes) for value, nodes in found.items()}
+
+    def block_of(self, node: int) -> Block | None:
+        """The block that a node belongs to."""
+        return next((block for block in self.blocks if block.first <= node < block.stop), None)
+
+
+def refs(arguments: Any) -> Iterator[int]:
+    """The values in arguments, in order."""
+    if isinstance(arguments, Ref):
+        yield arguments.value
+    elif isinstance(arguments, Mapping):
+        for one in cast("Mapping[str, Any]", arguments).values():
+            yield from refs(one)
+    elif isinstance(arguments, list | tuple):
+        for one in cast("Sequence[Any]", arguments):
+            yield from refs(one)
+
+
+def filled(arguments: Any, made: Callable[[int], Any]) -> Any:
+    """Arguments with what `made` gives in place of each reference."""
+    if isinstance(arguments, Ref):
+        return made(arguments.value)
+    if isinstance(arguments, Mapping):
+        return {name: filled(one, made) for name, one in cast("Mapping[str, Any]", arguments).items()}
+    if isinstance(arguments, list | tuple):
+        return [filled(one, made) for one in cast("Sequence[Any]", arguments)]
+    return arguments
