@@ -20,6 +20,10 @@ def _some(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
 def _below(n: int, *shape: int) -> Tensor:
     return torch.randint(n, shape)
 
@@ -98,6 +102,27 @@ EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
     (aten.random_.to, lambda: (_some(5, 3), 9)),
     (getattr(aten.random_, "from"), lambda: (_some(5, 3), -2, 9)),
     (aten.random_.default, lambda: (_some(5, 3),)),
+    (aten._log_softmax_backward_data.default, lambda: (_some(5, 4), _some(5, 4).log_softmax(1), 1, torch.float64)),
+    (aten.nll_loss_backward.default, lambda: (_some(), _some(5, 4), _below(4, 5), None, 1, -100, _number(5))),
+    (aten.nll_loss_backward.default, lambda: (_some(), _some(5, 4), _below(4, 5), _some(4), 2, 1, _some())),
+    (aten.nll_loss_backward.default, lambda: (_some(5), _some(5, 4), _below(4, 5), _some(4), 0, 1, _some())),
+    (
+        aten.nll_loss2d_backward.default,
+        lambda: (_some(), _some(3, 4, 2, 5), _below(4, 3, 2, 5), None, 1, -100, _number(30)),
+    ),
+    (
+        aten.nll_loss2d_backward.default,
+        lambda: (_some(3, 2, 5), _some(3, 4, 2, 5), _below(4, 3, 2, 5), _some(4), 0, 1, _some()),
+    ),
+    (
+        aten.native_layer_norm_backward.default,
+        lambda: (_some(5, 6), _some(5, 6), [6], _some(5, 1), _some(5, 1), _some(6), _some(6), [True, True, True]),
+    ),
+    (
+        aten.native_group_norm_backward.default,
+        lambda: (_some(3, 6, 5), _some(3, 6, 5), _some(3, 2), _some(3, 2), _some(6), 3, 6, 5, 2, [True, True, True]),
+    ),
+    (aten.norm.Scalar, lambda: (_some(5, 3), 3)),
 )  # fmt: skip
 """Operators and what they are called with."""
 

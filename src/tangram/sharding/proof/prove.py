@@ -30,6 +30,7 @@ from tangram.layout import Mesh
 from tangram.sharding import find, foreach, runners
 from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call
+from tangram.sharding.decompose import is_decomposed
 from tangram.sharding.local import Cuts
 from tangram.sharding.proof import lists, samples
 from tangram.sharding.proof.execute import Failure, Whole, check, ways, whole
@@ -181,7 +182,7 @@ def prove_operator(table: Table, name: str, calls: Sequence[Call]) -> Verdict:
             if trial.failure is not None:
                 return verdict("refuted", str(trial.failure))
     except find.NoRuleError as error:
-        return verdict("no rule", str(error))
+        return verdict("whole", "it goes in steps") if is_decomposed(name) else verdict("no rule", str(error))
     except UserError as error:
         return verdict("refuted", str(error))
     except Exception as error:  # noqa: BLE001  whatever an operator raises refutes its rule
@@ -228,7 +229,7 @@ def prove(
         found += [Verdict(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
     table = table_with(rules)
     for name in sorted(names or table.lines.keys() - {POINTWISE}):
-        if any(samples.is_named([name], verdict.operator) for verdict in found):
+        if any(samples.is_named([name], verdict.operator.partition(" ")[0]) for verdict in found):
             continue
         if name not in table.lines:
             raise UserError(f"no sample of torch's database reaches an operator {name}: give it as aten calls it")
@@ -272,9 +273,20 @@ def job(names: list[str], rules: str, part: int, parts: int) -> Any:
     rest = [name for name in names if not any(samples.is_named([name], own) for own in calls)]
     if rest or not names:
         calls = samples.recorded(rest) | calls
+    from tangram.sharding.proof import routes  # which says what came of it as this module does
+
     chosen = sorted(name for name in calls if samples.is_named(names, name))
+    steps = sorted(name for name in calls.keys() | routes.COMPOSITE.keys() if samples.is_named(names, name))
+    todo: list[tuple[str, Callable[[], Verdict]]] = [
+        *((name, lambda name=name: prove_operator(table, name, calls[name])) for name in chosen),
+        *(
+            (f"{name} in steps", lambda name=name: routes.verdict(name, calls.get(name, ()), table))
+            for name in steps
+            if is_decomposed(name)
+        ),
+    ]
     found: list[Any] = []
-    for name in chosen[part::parts]:
-        value = workers.forked(lambda name=name: asdict(prove_operator(table, name, calls[name])), EACH)
+    for name, proved in todo[part::parts]:
+        value = workers.forked(lambda proved=proved: asdict(proved()), EACH)
         found.append(asdict(Verdict(name, "crashed", why="its process ended")) if value is None else value)
     return found

@@ -26,10 +26,12 @@ from tangram.layout.locate import held
 from tangram.layout.syntax import VOID, Dim
 from tangram.sharding import foreach, random, views
 from tangram.sharding.calls import Call, is_written, schema_of
-from tangram.sharding.local import run
+from tangram.sharding.decompose import Ref
+from tangram.sharding.local import run_all
 from tangram.sharding.proof.execute import REDUCE
 from tangram.sharding.proof.propagated import part_of
-from tangram.sharding.propagate import Propagation, propagate
+from tangram.sharding.propagate import Propagation
+from tangram.sharding.routes import Route, decomposed, route
 from tangram.sharding.table import Table
 
 
@@ -47,8 +49,13 @@ class World:
     """Of the numbers that operators draw, whichever rank they are for."""
     drawn: int = 0
     """How many operators have drawn: each has a stream of its own."""
-    told: Callable[[Sequence[Simulated | None], Propagation, Sequence[Any]], None] | None = None
-    """Hears of each operator that ran: its tensors as they were given, what it did, its results."""
+    forced: bool = False
+    """Whether operators go by their decompositions wherever there is one, also where it moves no less."""
+    decomposed: int = 0
+    """How many calls went by their decompositions."""
+    told: Callable[[Sequence[Simulated | None], Propagation | None, Sequence[Any]], None] | None = None
+    """Hears of each operator that ran: its tensors as it needed them, what it did, its results. Without an operator:
+    the second tensor is the first one, moved or written."""
 
 
 class Simulated(Tensor):
@@ -68,7 +75,7 @@ class Simulated(Tensor):
         call = Call.of(func, args, kwargs or {})
         world = next(t.world for t in call.tensors if isinstance(t, Simulated))
         with torch.overrides.enable_reentrant_dispatch():
-            return _carried_out(call, world)
+            return carried_out(call, world)
 
 
 def of_parts(shape: Sequence[int], parts: Sequence[Tensor], layout: Layout, world: World) -> Simulated:
@@ -122,48 +129,84 @@ def together(tensor: Simulated) -> Tensor:
     return out
 
 
-def _carried_out(call: Call, world: World) -> Any:
+def carried_out(call: Call, world: World) -> Any:
+    """A call on simulated ranks; its tensors may be plain ones, which every rank has whole. Returns what it returns."""
     listed = foreach.calls(call)
     if listed is not None:  # each element lies by itself
         made: list[Any] = []
         for one in listed:
             here = any(isinstance(t, Simulated) for t in one.tensors)
-            made.append(_carried_out(one, world) if here else one.run(in_place=True)[0])
+            made.append(carried_out(one, world) if here else one.run(in_place=True)[0])
         return made if schema_of(call.operator).returns else None
     world.calls.append(call.name)
     given = [None if t is None else t if isinstance(t, Simulated) else _everywhere(t, world) for t in call.tensors]
-    plain = call.with_tensors([None if t is None else together(t).detach() for t in given])
+    plain = _whole(call, given)
     try:
-        found = _propagated(plain, given, world)
+        way = _way(plain, given, world)
     except UserError:  # what it writes cannot lie as the result would: then it is whole first
         for t, (name, _) in zip(given, call.places, strict=True):
             if t is not None and name in _written(call):
                 whole = _everywhere(together(t), world)
                 world.moved += t.nbytes * (world.mesh.size - 1)
                 t.parts, t.lies = whole.parts, whole.lies
-        found = _propagated(plain, given, world)
+        way = _way(plain, given, world)
+    return _given_back(call, _travelled(way, given, world))
+
+
+def _whole(call: Call, given: Sequence[Any]) -> Call:
+    """A call with the whole tensors that simulated ones are parts of."""
+    return call.with_tensors([None if t is None else together(t).detach() for t in given])
+
+
+def _travelled(way: Route, given: Sequence[Simulated | None], world: World) -> list[Any]:
+    """Every leg of a route on every rank; the results of the last."""
+    world.decomposed += not way.direct
+    values: dict[Ref, Any] = {Ref(-1, i): t for i, t in enumerate(given)}
+    for number, leg in enumerate(way.legs):
+        own = [None if ref is None else values[ref] for ref in leg.sources]
+        if leg.found is None:
+            made = [_everywhere(t, world) for t in leg.call.run()]
+        else:
+            call = leg.call if way.direct else _whole(leg.call, own)
+            ready = _moved(leg.found, own, world)
+            made = _on_ranks(call, leg.found, ready, world)
+            if world.told is not None:
+                for before, after in zip(own, ready, strict=True):
+                    if after is not before:
+                        world.told([before], None, [after])
+                world.told(ready, leg.found, made)
+            reduced = leg.reduced
+            values.update((ref, t) for ref, t in zip(leg.sources, ready, strict=True) if ref and ref in reduced)
+        values.update((Ref(number, i), t) for i, t in enumerate(made))
+    return [None if ref is None else values[ref] for ref in way.results]
+
+
+def _moved(found: Propagation, given: Sequence[Simulated | None], world: World) -> list[Simulated | None]:
+    """Tensors as an operator needs them; what that moves is counted."""
     moved = {one.place: one.nbytes for one in found.relayouts}
     world.moved += sum(moved.values()) * world.mesh.size
-    ready = [
+    return [
         cut(together(t), wanted, world) if t is not None and i in moved and wanted is not None else t
         for i, (t, wanted) in enumerate(zip(given, found.inputs, strict=True))
     ]
+
+
+def _on_ranks(call: Call, found: Propagation, ready: Sequence[Simulated | None], world: World) -> list[Any]:
+    """An operator on every rank, on tensors that lie as it needs them."""
     in_place = bool(_written(call)) and not views.view_of(call.operator)
-    results: list[tuple[Any, ...]] = []
+    parts, local = [part_of(found, rank) for rank in range(world.mesh.size)], list[list[Tensor | None]]()
     for rank in range(world.mesh.size):
-        local = [None if t is None else t.parts[rank] for t in ready]
+        own = [None if t is None else t.parts[rank] for t in ready]
         if (
             call.name == "view"
         ):  # a wrapper looks dense whatever its parts are, so torch takes a view where it would copy
-            local = [None if t is None else t.contiguous() for t in local]
-        with random.using(random.Key(world.seed, world.drawn)):
-            results.append(run(plain, found.bound, part_of(found, rank), local, in_place=in_place))
+            own = [None if t is None else t.contiguous() for t in own]
+        local.append(own)
+    with random.using(random.Key(world.seed, world.drawn)):
+        results = run_all(call, found.bound, parts, local, in_place=in_place)
+    world.moved += sum(one.nbytes for one in found.totals) * world.mesh.size
     world.drawn += found.bound.rule.note("counted") is not None
-    made = [_result(values, i, found.outputs, world) for i, values in enumerate(zip(*results, strict=True))]
-    back = _given_back(call, made)
-    if world.told is not None:
-        world.told(given, found, made)
-    return back
+    return [_result(values, i, found.outputs, world) for i, values in enumerate(zip(*results, strict=True))]
 
 
 def _given_back(call: Call, made: list[Any]) -> Any:
@@ -176,6 +219,8 @@ def _given_back(call: Call, made: list[Any]) -> Any:
                     call.run(in_place=True)
             own.parts, own.lies = result.parts, result.lies
             made[i] = own
+            if own.world.told is not None:
+                own.world.told([result], None, [own])
     returns = schema_of(call.operator).returns
     if not returns:
         return None
@@ -189,9 +234,13 @@ def _everywhere(tensor: Tensor, world: World) -> Simulated:
     return cut(tensor, Layout(tuple(Dim(VOID, n) for n in tensor.shape)), world)
 
 
-def _propagated(call: Call, given: Sequence[Simulated | None], world: World) -> Propagation:
+def _way(call: Call, given: Sequence[Simulated | None], world: World) -> Route:
     layouts = [None if t is None else t.lies for t in given]
-    return propagate(world.table, call, layouts, world.mesh, differentiable=world.differentiable)
+    if world.forced:
+        way = decomposed(world.table, call, layouts, world.mesh, differentiable=world.differentiable)
+        if way is not None:
+            return way
+    return route(world.table, call, layouts, world.mesh, differentiable=world.differentiable)
 
 
 def _written(call: Call) -> list[str]:
