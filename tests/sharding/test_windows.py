@@ -1,0 +1,241 @@
+"""Windows over a cut dim: which elements a part reads, what that costs, and that it is right."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tangram.errors import UserError
+from tangram.layout import Layout, Mesh
+from tangram.layout.errors import NotationError
+from tangram.layout.intervals import elements, size, span
+from tangram.layout.rule import Rule
+from tangram.layout.syntax import Cut
+from tangram.sharding import find
+from tangram.sharding.bind import Bound, RuleError
+from tangram.sharding.calls import Call
+from tangram.sharding.halo import needed
+from tangram.sharding.parts import part_of, stands
+from tangram.sharding.proof.execute import check as check_cut
+from tangram.sharding.proof.execute import ways, whole
+from tangram.sharding.proof.propagated import check
+from tangram.sharding.propagate import Propagation, options, propagate
+from tangram.sharding.table import builtin, parse_lines
+from tangram.sharding.windows import Window
+
+aten = torch.ops.aten
+CONV = "convolution : b i ...', o i ...^ -> b o ... ; window(1 stride padding dilation) filled"
+
+
+def some(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def conv(
+    n: int, extent: int, stride: int = 1, padding: int = 0, dilation: int = 1, *, transposed: bool = False
+) -> Call:
+    arguments = (some(2, 3, n), some(3, 3, extent), None, [stride], [padding], [dilation], transposed, [0], 1)
+    return Call.of(aten.convolution.default, arguments, {})
+
+
+def propagated(call: Call, mesh: str, *layouts: str | None) -> Propagation:
+    given = [None if text is None else Layout.parse(text) for text in layouts]
+    given += [None] * (len(call.tensors) - len(given))
+    return propagate(builtin(), call, given, Mesh.parse(mesh))
+
+
+@pytest.mark.parametrize("text", [CONV, "avg_pool2d : ... h' w' -> ... h w ; window(kernel_size stride)"])
+def test_a_rule_with_windows_prints_as_it_parses(text: str) -> None:
+    assert str(Rule.parse(text)) == text
+    assert Rule.parse(str(Rule.parse(text))) == Rule.parse(text)
+
+
+def test_what_windows_cannot_say_is_refused() -> None:
+    with pytest.raises(NotationError, match="only inputs are read beyond a part's borders"):
+        Rule.parse("avg_pool2d : ... h w -> ... h' w ; window(kernel_size)")
+    call = Call.of(aten.avg_pool2d.default, (some(3, 4, 5), [2, 2]), {})
+    for line, words in (
+        ("avg_pool2d : ... h' w -> ... h w", "has a ' and none of the notes window, spread, pad"),
+        ("avg_pool2d : ... (h w)' -> ... h w ; window(kernel_size)", "has a ' on what is not one factor"),
+    ):
+        with pytest.raises(RuleError, match=words):
+            find.bound(builtin().with_lines(parse_lines(line)), call)
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> Window:
+    extent, stride, dilation = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    n = draw(st.integers(1, 12))
+    before, behind = draw(st.integers(0, 4)), draw(st.integers(0, 4))
+    return Window(0, 0, 0, n, extent, stride, before, dilation, behind, draw(st.booleans()))
+
+
+def read(window: Window, o: int) -> set[int]:
+    """What one element is made of, by the definition; also outside of the tensor."""
+    taps = range(0, window.dilation * window.extent, window.dilation)
+    if window.spread:  # any place whose spread reaches it
+        return {i for i in range(-40, 60) if o in {i * window.stride - window.before + tap for tap in taps}}
+    return {o * window.stride - window.before + tap for tap in taps}
+
+
+@given(windows(), st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_part_reads_the_hull_of_its_windows(window: Window, data: st.DataObject) -> None:
+    lo = data.draw(st.integers(0, max(0, window.m - 1)))
+    hi = data.draw(st.integers(lo, window.m))
+    union = {i for o in range(lo, hi) for i in read(window, o)}
+    hull = range(min(union), max(union) + 1) if union else range(0)
+    found, wanted = elements(window.reads(span(lo, hi))), [i for i in hull if 0 <= i < window.n]
+    if window.spread and window.dilation > 1:  # an element may be spread around a part and reach none of it
+        assert {*found} >= {*wanted}
+        assert len(found) <= len(wanted) + 2 * window.dilation
+    else:
+        assert found == wanted
+    if lo < hi:
+        start, stop = window.run_on(lo, hi)
+        assert all(start <= i < stop for i in union)
+        first = window.first(start)
+        made = (stop - start - 1) * window.stride + window.reach + 1 if window.spread else 0
+        assert first <= lo
+        assert hi <= first + made if window.spread else first == lo
+
+
+POOLS: dict[str, Any] = {
+    "max_pool2d_with_indices": lambda n, k, s, p, d, c: (some(2, n, n), [k, k], [s, s], [p, p], [d, d], c),
+    "avg_pool2d": lambda n, k, s, p, d, c: (some(2, n, n), [k, k], [s, s], [p, p], c),
+    "im2col": lambda n, k, s, p, d, c: (some(2, 3, n, n), [k, k], [d, d], [p, p], [s, s]),
+}
+
+
+@given(st.sampled_from(sorted(POOLS)), st.integers(1, 12), st.integers(1, 4), st.integers(1, 4), st.data())
+@settings(max_examples=200, deadline=None)
+def test_results_have_the_sizes_that_torch_gives_them(name: str, n: int, k: int, s: int, data: st.DataObject) -> None:
+    padding, dilation = data.draw(st.integers(0, k // 2)), data.draw(st.integers(1, 3))
+    call = Call.of(getattr(aten, name).default, POOLS[name](n, k, s, padding, dilation, data.draw(st.booleans())), {})
+    try:
+        result = call.run()[0]
+    except RuntimeError:  # windows larger than the tensor
+        return
+    bound = find.bound(builtin(), call)
+    sizes = [math.prod(bound.sizes[f] for f in dims) for dims in bound.outputs[0] if dims]
+    assert sizes == [n for n, dims in zip(result.shape, bound.outputs[0], strict=True) if dims]
+
+
+def test_a_part_may_read_more_than_its_neighbour_holds() -> None:
+    call = conv(6, 5, padding=2)
+    bound, cuts, mesh = find.bound(builtin(), call), {".1": (Cut("x"),)}, Mesh.parse("x=5")
+    parts = [part_of(bound, cuts, mesh, rank) for rank in range(5)]
+    assert [needed(bound, part, ".1") for part in parts] == [((0, 4),), ((0, 6),), ((2, 6),), (), ()]
+    assert [stands(part, ".1", 6) for part in parts] == [((0, 2),), ((2, 4),), ((4, 6),), (), ()]
+
+
+def test_a_part_in_two_stretches_is_refused_in_one_sentence() -> None:
+    call = conv(8, 3, padding=1)
+    bound = find.bound(builtin(), call)
+    part = part_of(bound, {".1": (Cut("x", "zigzag"),)}, Mesh.parse("x=2"), 0)
+    with pytest.raises(UserError, match=r"rank 0 holds \.1 in 2 stretches.*cut it in chunks, or by sizes"):
+        needed(bound, part, ".1")
+
+
+def brute(bound: Bound, n: int, others: int, mesh: Mesh, tree: tuple[Cut, ...]) -> float:
+    """Bytes that a rank receives, by sets of elements."""
+    total = 0
+    for rank in range(mesh.size):
+        part = part_of(bound, {".1": tree}, mesh, rank)
+        wanted, own = elements(needed(bound, part, ".1")), elements(stands(part, ".1", n))
+        total += len({*wanted} - {*own})
+    return total * others * 8 / mesh.size
+
+
+@pytest.mark.parametrize("n", [7, 8, 13])
+@pytest.mark.parametrize(("extent", "stride", "padding", "dilation"), [(3, 1, 1, 1), (3, 2, 0, 2), (4, 3, 2, 1)])
+def test_what_passes_is_what_is_needed_and_not_held(
+    n: int, extent: int, stride: int, padding: int, dilation: int
+) -> None:
+    call = conv(n, extent, stride, padding, dilation)
+    for mesh, layout, tree in (
+        ("x=3", "b c h/x", (Cut("x"),)),
+        ("x=2 y=3", "b c h/y/x", (Cut("y"), Cut("x"))),
+    ):
+        one = propagated(call, mesh, layout)
+        assert check(one, call.run()) is None
+        if one.choices["x"].kind != "cut":  # of small tensors that is cheaper
+            continue
+        assert {kind for kind, _ in one.moved} <= {"halo"}
+        assert one.nbytes == pytest.approx(brute(one.bound, n, 6, Mesh.parse(mesh), tree))
+
+
+def test_two_dims_at_once_have_their_corners() -> None:
+    call = Call.of(aten.avg_pool2d.default, (some(2, 8, 8), [3, 3], [1, 1], [1, 1]), {})
+    one = propagated(call, "x=2 y=2", "c h/x w/y")
+    assert check(one, call.run()) is None
+    assert [str(layout) for layout in one.outputs] == ["c=2 h=8/x w=8/y"]
+    assert one.nbytes == 2 * 8 * (5 * 5 - 4 * 4)  # each rank reads 5 by 5 and holds 4 by 4
+    assert one.relayouts[0].source == one.relayouts[0].target
+
+
+def test_the_result_is_cut_as_the_input_is_though_its_size_is_another() -> None:
+    one = propagated(conv(24, 3, stride=2), "x=3", "b c length/x")
+    assert str(one.outputs[0]) == "b=2 _=3 _=11/x"
+    assert size(one.bound.windows[".1"].reads(((4, 8),))) == 9
+    assert check(one, one.call.run()) is None
+
+
+def test_windows_cost_no_more_than_to_gather() -> None:
+    wide = propagated(conv(6, 5, padding=2), "x=6", "b c h/x")  # a window is nearly all
+    assert wide.choices["x"].kind == "cut"
+    assert wide.moved["halo", "x"] < 6 * 8 * 5
+    whole_ = propagated(conv(6, 11, padding=5), "x=6", "b c h/x")
+    assert whole_.nbytes == 6 * 8 * 5
+    assert check(whole_, whole_.call.run()) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("b c h/x:zigzag", "it is cut zigzag, and its parts need each other: they have to be chunks"),
+        ("b c h/x:[3 5]", "its sizes count 8 elements, and the result has 6"),
+        ("b c (h=2/x g=4)/y", ""),
+    ],
+)
+def test_other_cuts_are_gathered_and_the_reason_is_said(layout: str, words: str) -> None:
+    one = propagated(conv(8, 3), "x=2 y=2", layout)
+    assert check(one, one.call.run()) is None
+    if words:
+        assert one.choices["x"].kind == "whole"
+        assert words in {option.refused for option in options(one)["x"]}
+
+
+def test_sizes_that_fit_both_are_kept() -> None:
+    one = propagated(conv(8, 3, padding=1), "x=3", "b c h/x:[1 0 7]")
+    assert one.choices["x"].kind == "cut"
+    assert one.nbytes == pytest.approx((1 + 0 + 1) * 6 * 8 / 3)
+    assert check(one, one.call.run()) is None
+
+
+def test_operations_of_a_convolution_are_those_of_its_windows() -> None:
+    assert propagated(conv(9, 3), "x=2").flops == 2 * (2 * 3 * 7) * (3 * 3)
+    assert propagated(conv(9, 3, transposed=True), "x=2").flops == 2 * (2 * 3 * 9) * (3 * 3)
+    assert propagated(conv(16, 3, padding=1), "x=4", "b c h/x").flops == 2 * (2 * 3 * 4) * (3 * 3)
+
+
+@given(
+    st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.integers(1, 3), st.booleans(), st.data()
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_convolutions_of_all_kinds_are_right_on_ranks(
+    n: int, extent: int, stride: int, padding: int, dilation: int, transposed: bool, data: st.DataObject
+) -> None:
+    call = conv(n, extent, stride, padding, dilation, transposed=transposed)
+    try:
+        expected = whole(call)
+    except RuntimeError:  # windows larger than the tensor
+        return
+    bound = find.bound(builtin(), call)
+    listed = [(cuts, mesh) for cuts, mesh in ways(bound, (2, 3)) if ".1" in cuts]
+    for cuts, mesh in listed[: data.draw(st.integers(0, 4))]:
+        assert check_cut(call, bound, cuts, mesh, expected) is None
