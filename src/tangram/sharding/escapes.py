@@ -4,6 +4,7 @@
     repeat, constant_pad_nd     which dims are repeated or padded at all
     diag_embed, diagonal_scatter, take, isin, _linalg_solve_ex      dims of one tensor that another lacks
     multilabel_margin_loss_forward      whether there are rows
+    _grouped_mm                         which of its two tensors are matrices, whose rows come in groups
 
 What a function gives is a rule as any other: bound, cut and proved in the same way.
 """
@@ -118,18 +119,34 @@ def _indexed(call: Call) -> tuple[list[list[str]], list[str], list[str]]:
     return places, own, [*result[:before], *shared, *result[before:]]
 
 
+def _numbered(call: Call, own: Sequence[str]) -> tuple[list[str], str]:
+    """The dims of the indexed tensor with names for the indexed ones, and the indices into each, as a note has them.
+
+    Masks, which have no places to count from, leave them whole.
+    """
+    indices: list[Tensor | None] = [*call.arguments["indices"]]
+    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return [*own], ""
+    pairs = [f"{1 + k} at{k}" for k, i in enumerate(indices) if i is not None]
+    return [f"at{d}" if factor == WHOLE else factor for d, factor in enumerate(own)], " ".join(pairs)
+
+
 def _index(call: Call) -> str:
-    """The indices' dims come where the indexed ones were, or first where these do not stand together."""
+    """The indices' dims come where the indexed ones were, or first where these do not stand together. A part gives what
+    it holds, to be added up."""
     places, own, result = _indexed(call)
-    return _line([own, *places], [result])
+    own, pairs = _numbered(call, own)
+    return _line([own, *places], [result], f"looked({pairs})" if pairs else "")
 
 
 def _index_put(call: Call) -> str:
-    """What is put may meet in one place: only dims that are not indexed can be cut."""
+    """What is put may meet in one place, so the indices are whole; a part takes what belongs to it."""
     places, own, result = _indexed(call)
+    own, pairs = _numbered(call, own)
     values = _ndim(call.tensors[-1])
     put = [d if d[0] == "d" else WHOLE for d in result]
-    return _line([own, *([WHOLE] * len(p) for p in places), put[len(put) - values :] if values else []], [own])
+    put = put[len(put) - values :] if values else []
+    return _line([own, *([WHOLE] * len(p) for p in places), put], [own], f"spill({pairs})" if pairs else "")
 
 
 def _masked_index(call: Call) -> str:
@@ -145,6 +162,22 @@ def _multilabel(call: Call) -> str:
     dims = [*rows, WHOLE]
     loss = ["sum:n"] * len(rows) if reduction else rows
     return _line([dims, dims], [loss, dims], "scale(n)" if reduction == 1 and rows else "")
+
+
+def _grouped(call: Call) -> str:
+    """Experts e with rows t of their own: cut, a part has its experts' rows, to be added up. Groups of a contracted t
+    give matrices of their own, which are whole."""
+    a, b, ends, bias = (None if t is None else t.ndim for t in call.tensors)
+    rows, columns = ["e", "m", "k"], ["e", "k", "n"]
+    if ends is None or bias is not None:
+        if a == 3 and b == 3 and bias is None:
+            return _line([rows, columns], [["e", "m", "n"]], "ragged(none none) each(0 1)")
+        return _line([[WHOLE] * (n or 0) for n in (a, b, ends, bias)], [["..."]])
+    if a == 2 and b == 2:
+        return _line([["m", "t"], ["t", "n"], [WHOLE]], [[WHOLE, "m", "n"]], "ragged(t none) each(0 1)")
+    if a == 2:
+        return _line([["t", "k"], columns, [WHOLE]], [["t", "n"]], "ragged(t e) each(0 1)")
+    return _line([rows, ["k", "t"], [WHOLE]], [["m", "t"]], "ragged(t e) each(0 1)")
 
 
 def _first(call: Call) -> Tensor:
@@ -172,6 +205,7 @@ ESCAPES: Mapping[str, Callable[[Call], str]] = {
     "index_put_": _index_put,
     "_unsafe_index_put": _index_put,
     "_unsafe_masked_index": _masked_index,
+    "_grouped_mm": _grouped,
 }
 
 
@@ -196,6 +230,7 @@ EXAMPLES: Mapping[Callable[[Call], str], tuple[Any, ...]] = {
     _index: _INDEXED,
     _index_put: (*_INDEXED, _some(5, 2, 3, 6)),
     _masked_index: (_some(5, 4), _indices(3).bool(), [None, _indices(3)], 0),
+    _grouped: (_some(6, 4), _some(3, 4, 8), _indices(3).int()),
 }
 """What each function may be shown with: the arguments of a call."""
 

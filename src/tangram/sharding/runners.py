@@ -3,6 +3,9 @@
     counted              random numbers belong to the elements of the whole tensor
     ragged(t e)          rows t come in groups e, whose ends are counted through all rows
     triangle(r c)        rows r above or below the diagonal of columns c, counted in the whole matrix
+    looked(1 v)          input 1 holds indices into v of input 0: others' give nothing, and a pending sum
+    spill(1 v)           input 1 holds indices into v of input 0, which is written there: what is others' is dropped
+    taken(index v)       the argument `index` counts through v: others give nothing, and a pending sum
 
 A runner has what the part holds of the factors, and the operator's arguments as the part has them.
 """
@@ -103,6 +106,87 @@ def _triangle(call: Call, bound: Bound, held: Held, args: Sequence[str], in_plac
     return (torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device)),)
 
 
+def _own(indices: Tensor, held: IntSet, n: int) -> tuple[Tensor, Tensor]:
+    """Indices into `n` elements as places among those that are held, or behind them; and which of them are there."""
+    table = torch.full((n,), size(held), dtype=torch.int64, device=indices.device)
+    table[_steps(held, indices)] = torch.arange(size(held), device=indices.device)
+    own = table[torch.where(indices < 0, indices + n, indices).long()]
+    return own, own < size(held)
+
+
+def _pairs(bound: Bound, held: Held, args: Sequence[str]) -> list[tuple[int, int, IntSet, int]]:
+    """Of `1 v`, where v is cut: the input, the dim of input 0 that it indexes, what is held there, and of how many."""
+    found: list[tuple[int, int, IntSet, int]] = []
+    for place, name in zip(args[::2], args[1::2], strict=True):
+        factor = f"{name}0" if name.startswith("{") else name
+        if factor in held:
+            dim = next(d for d, factors in enumerate(bound.inputs[0] or ()) if factor in factors)
+            found.append((int(place), dim, held[factor], bound.sizes[factor]))
+    return found
+
+
+def _looked(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+    tensors = _tensors(call)
+    there = torch.ones((), dtype=torch.bool, device=tensors[0].device)
+    pairs = _pairs(bound, held, args)
+    for place, dim, own, n in pairs:
+        places, here = _own(tensors[place], own, n)
+        there = there & here
+        tensors[0] = _longer(tensors[0], dim)  # so that there is something to look up
+        tensors[place] = places
+    (found,) = _with(call, tensors).run()
+    if not pairs:
+        return (found,)
+    behind = [*bound.outputs[0]]
+    while behind and there.ndim and not any(f.startswith("i") for f in behind[-1]):
+        behind.pop()
+    more = len(bound.outputs[0]) - len(behind) if there.ndim else 0
+    return (torch.where(there.reshape([*there.shape, *[1] * more]), found, found.new_zeros(())),)
+
+
+def _spill(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+    """What is written elsewhere goes to a place behind the last, which is then left out."""
+    tensors = _tensors(call)
+    pairs = _pairs(bound, held, args)
+    if not pairs:
+        return _with(call, tensors).run(in_place=in_place)
+    x = tensors[0]
+    for place, dim, own, n in pairs:
+        tensors[0] = _longer(tensors[0], dim)
+        tensors[place] = _own(tensors[place], own, n)[0]
+    (found,) = _with(call, tensors).run()
+    for _, dim, _, _ in pairs:
+        found = found.narrow(dim, 0, found.shape[dim] - 1)
+    return (x.copy_(found) if in_place else found,)
+
+
+def _taken(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+    """`select`: of a part that has it not, nothing."""
+    (x,) = _tensors(call)
+    dim, index = call.arguments["dim"] % x.ndim, call.arguments[args[0]]
+    own, n = held.get(f"{args[1]}0"), x.shape[dim]
+    if own is None:
+        return _with(call, [x]).run(in_place=in_place)
+    n = bound.sizes[f"{args[1]}0"]
+    at = elements(own).index(index % n) if index % n in elements(own) else -1
+    if at >= 0:
+        return Call(call.operator, {**call.arguments, "index": at}).run(in_place=in_place)
+    return (x.new_zeros([*x.shape[:dim], *x.shape[dim + 1 :]]),)
+
+
+def _tensors(call: Call) -> list[Any]:
+    return [*call.tensors]
+
+
+def _with(call: Call, tensors: Sequence[Tensor | None]) -> Call:
+    """A call of the operator itself."""
+    return Call(call.operator, call.with_tensors(tensors).arguments)
+
+
+def _longer(x: Tensor, dim: int) -> Tensor:
+    return torch.cat([x, x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])], dim)
+
+
 def _steps(held: IntSet, like: Tensor) -> Tensor:
     return torch.tensor(elements(held) if size(held) else [], dtype=torch.int64, device=like.device)
 
@@ -111,5 +195,8 @@ RUNNERS: Mapping[str, Runner] = {
     "counted": _counted,
     "ragged": _ragged,
     "triangle": _triangle,
+    "looked": _looked,
+    "spill": _spill,
+    "taken": _taken,
 }
 """By the note that asks for it."""

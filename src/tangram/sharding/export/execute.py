@@ -34,9 +34,10 @@ from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call, is_written, schema_of
 from tangram.sharding.export.choose import Choice, Specs, axis_name, choose, placed
 from tangram.sharding.find import bound as find_bound
+from tangram.sharding.runners import RUNNERS
 from tangram.sharding.table import Table
 
-CORRECTED = frozenset({"offset", "scale", "once", "size", "product", "filled", "shape"})
+CORRECTED = frozenset({"offset", "scale", "once", "size", "product", "filled", "shape"}) | RUNNERS.keys()
 """Notes that say that a part needs more than its placement."""
 _KEPT_PLANS = 4096
 

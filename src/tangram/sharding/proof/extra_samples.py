@@ -28,6 +28,11 @@ def _below(n: int, *shape: int) -> Tensor:
     return torch.randint(n, shape)
 
 
+def _ends(*at: int) -> Tensor:
+    """Where groups of rows end."""
+    return torch.tensor(at, dtype=torch.int32)
+
+
 def _positive(*shape: int) -> Tensor:
     """Symmetric matrices with positive eigenvalues."""
     root = _some(*shape, shape[-1])
@@ -94,6 +99,22 @@ EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
     (aten.index.Tensor, lambda: (_some(5, 4, 6), [None, _below(4, 3)])),
     (aten.index.Tensor, lambda: (_some(5, 4, 6), [_below(5, 7), None, _below(6, 7)])),
     (aten.repeat.default, lambda: (_some(5, 4), [3, 1, 2])),
+    (aten._grouped_mm.default, lambda: (_some(7, 8).float(), _some(3, 8, 12).float(), _ends(2, 2, 7))),
+    (aten._grouped_mm.default, lambda: (_some(7, 8).float(), _some(5, 4, 8).float().mT, _ends(0, 1, 4, 4, 7))),
+    (aten._grouped_mm.default, lambda: (_some(3, 4, 8).float(), _some(8, 8).float(), _ends(2, 2, 8))),
+    (aten._grouped_mm.default, lambda: (_some(4, 8).float(), _some(8, 12).float(), _ends(3, 5, 8))),
+    (aten._grouped_mm.default, lambda: (_some(3, 5, 8).float(), _some(3, 8, 4).float())),
+    (aten.index.Tensor, lambda: (_some(7, 5), [_below(7, 4) - 7])),
+    (aten.index.Tensor, lambda: (_some(7, 5, 6), [_below(7, 3, 1), _below(5, 1, 4)])),
+    (aten.index.Tensor, lambda: (_some(7, 5), [torch.tensor(3)])),
+    (aten.index_put.default, lambda: (_some(7, 5), [torch.tensor([6, 0, -3])], _some(3, 5))),
+    (aten.index_put.default, lambda: (_some(7, 5, 6), [None, torch.tensor([3, 3, 0])], _some(3, 6), True)),
+    (aten.index_put.default, lambda: (_some(7, 5), [torch.tensor([5, 0]), torch.tensor([4, 1])], _some(2))),
+    (aten.select.int, lambda: (_some(5, 3), 0, 3)),
+    (aten.select.int, lambda: (_some(5, 3), -1, -1)),
+    (aten.tril.default, lambda: (_some(5, 7), 1)),
+    (aten.triu.default, lambda: (_some(3, 6, 5), -1)),
+    (aten.scatter_add.default, lambda: (_some(5, 3), 0, _below(5, 4, 1), _some(4, 1))),  # and no broadcast
     (aten.native_dropout.default, lambda: (_some(5, 3), 0.4, True)),
     (aten.native_dropout.default, lambda: (_some(4), 0.4, False)),
     (aten.rand_like.default, lambda: (_some(5, 3),)),
