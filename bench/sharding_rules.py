@@ -1,6 +1,8 @@
-"""The table of op rules: time of propagating one operator, lines an operator, operators of core ATen that have a rule.
+"""The table of op rules: torch's database right and in how many bytes, time of propagation, lines, what is covered.
 
-`--only`: a group of figures (time, lines, core, whole). `whole` is torch's five-axis `add`, some twenty seconds a call,
+`--only`: a group of figures (time, lines, core, database, gaps, whole). `database` runs every entry of torch's database
+of operators by our rules and by DTensor, some five minutes on two cores; `--quick` takes every twelfth entry. `gaps`
+lists what discovery finds and the table does not allow. `whole` is torch's five-axis `add`, some twenty seconds a call,
 and runs only when it is asked for.
 
 The peer is DTensor of the torch at hand, in this process, without its cache: `propagate_op_sharding_non_cached`. Ours
@@ -23,6 +25,7 @@ from torch import Tensor, _decomp
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
+from bench._sharding import database, gaps
 from tangram.errors import UserError
 from tangram.hardware.measure import Row, interleaved
 from tangram.layout import Layout, Mesh
@@ -31,7 +34,7 @@ from tangram.sharding.calls import Call, name_of, schema_of, tensor_arguments
 from tangram.sharding.propagate import propagate
 from tangram.sharding.table import builtin
 
-GROUPS = ("time", "lines", "core", "whole")
+GROUPS = ("time", "lines", "core", "database", "gaps", "whole")
 TARGET = 0.1  # ms
 AXES = "xyzuv"
 TORCH_AXES = 3
@@ -43,7 +46,7 @@ def rows(quick: bool, only: tuple[str, ...] = ()) -> Iterable[Row]:
     unknown = [name for name in only if name not in GROUPS]
     if unknown:
         raise UserError(f"there is no group {unknown[0]!r} of figures here; known are {', '.join(GROUPS)}")
-    wanted = only or GROUPS[:3]
+    wanted = only or GROUPS[: 4 if quick else 5]
     with _ranks(2 ** len(AXES)):
         if "time" in wanted:
             for axes in (1, 3, 5):
@@ -55,6 +58,10 @@ def rows(quick: bool, only: tuple[str, ...] = ()) -> Iterable[Row]:
             yield from _lines()
         if "core" in wanted:
             yield _core()
+    if "database" in wanted:
+        yield from database.rows(quick)
+    if "gaps" in wanted:
+        yield from gaps.rows()
 
 
 # ---------------------------------------------------------------- time
