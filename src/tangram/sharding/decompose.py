@@ -38,7 +38,9 @@ FLOATS = frozenset(
     }
 )
 """Operators whose decomposition is torch's, for tensors of floating numbers."""
-TORCH = FLOATS | frozenset({"aminmax", "trace", "tril", "triu"})
+TORCH = FLOATS | frozenset(
+    {"aminmax", "channel_shuffle", "pixel_shuffle", "pixel_unshuffle", "rot90", "trace", "tril", "triu"}
+)
 """Operators whose decomposition is torch's."""
 _KNOWN: dict[tuple[OpOverload, str], Decomposition | None] = {}
 _MOST = 1024
