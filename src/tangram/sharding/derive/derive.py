@@ -1,0 +1,299 @@
+"""Derivation: the layout of every tensor of a model from marks on a few, one mesh axis after the other.
+
+Over one axis every tensor has a state (`states`) in which it is made and one in which it is used, and every operator
+makes a move (`moves`). Marks fix states; parameters are used where they lie; all else is chosen so that the bytes that
+ranks receive, forward and backward, and the work that they repeat cost least: exactly, not step by step (`solve`).
+Work counts in bytes at the rate of a cluster (`Rates`), so that an axis without traffic still cuts what it can.
+
+Axes are taken in the order of the mesh, each on top of those before it: the time is in axes times operators, and never
+in their product. The trade-off: an axis does not know what the next one will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tangram.errors import UserError
+from tangram.layout import Mesh
+from tangram.models.graph import Graph
+from tangram.sharding import cost
+from tangram.sharding.derive.folding import Folded, Step, fold
+from tangram.sharding.derive.marks import Mark, matched, states
+from tangram.sharding.derive.moves import Label, Move, label_of, labels, legal, moves, place_of
+from tangram.sharding.derive.solve import Costs, least
+from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, price, swaps
+from tangram.sharding.derive.states import cut as cut_state
+from tangram.sharding.table import Table, builtin
+
+_NEVER = float("inf")
+_SPARED = 1e-3
+"""What a byte of a parameter costs that every rank keeps, in bytes that are received: only so that ties are cut."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What work is worth in bytes that a rank receives."""
+
+    flops_per_byte: float = 2200.0
+    """Of products."""
+    moved_per_byte: float = 7.4
+    """Bytes that other operators read and write."""
+    summed: float = 1 / 8
+    """What a byte of a parameter's gradient counts that is summed over ranks: that is done once a step, however many
+    micro-batches there are, and beside the backward."""
+    swaps: bool = False
+    """Whether an all-to-all counts by its bytes, and not as the gather that it saves. Where it does not, parameters
+    without a mark follow the cuts that they meet, as in the published plans; else they may stay whole, and what they
+    are multiplied with is cut otherwise, which moves less and keeps more."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """What was derived for one axis."""
+
+    axis: str
+    k: int
+    lying: Mapping[int, State]
+    """Of each class that no operator makes, how it lies."""
+    used: Mapping[int, State]
+    """Of each class, what it is brought to for all that take it."""
+    moves: Mapping[int, Move]
+    """By the number of the node."""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A model with a layout for every tensor."""
+
+    folded: Folded
+    mesh: Mesh
+    marks: tuple[Mark, ...]
+    axes: tuple[Over, ...] = field(default=())
+    """In the order in which they were derived."""
+
+
+def derive(
+    graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, table: Table | None = None, rates: Rates | None = None
+) -> Derived:
+    """Derive every layout of a captured graph (`tangram.models.capture`), folded (`tangram.models.fold`) or not.
+
+    Raises UserError for a mark that names nothing, marks that contradict each other, and operators without a rule.
+    """
+    folded = fold(graph, table or builtin())
+    wanted = _wanted(folded, marks, mesh)
+    named = {axis for own in wanted.values() for axis, state in own.items() if state != SAME}
+    done: list[Over] = []
+    for axis, (k, _) in mesh.axes.items():
+        if k > 1 and axis in named:
+            fixed = {v: own[axis] for v, own in wanted.items() if axis in own}
+            done.append(_Axis(folded, axis, k, done, fixed, rates or Rates()).solved())
+    return Derived(folded, mesh, tuple(marks), tuple(done))
+
+
+def _wanted(folded: Folded, marks: Sequence[Mark], mesh: Mesh) -> dict[int, dict[str, State]]:
+    """By class and axis, the states that marks fix."""
+    graph = folded.graph
+    found: dict[int, dict[str, State]] = {}
+    by: dict[tuple[int, str], str] = {}
+    for mark in marks:
+        for name, v in matched(graph, mark).items():
+            own = found.setdefault(folded.classes[v], {})
+            lies = states(mark.layout, graph.values[v].shape, mesh) or dict.fromkeys(mesh.axes, SAME)
+            for axis, state in lies.items():
+                _refuse_uneven(graph.values[v].shape, state, mesh.axes[axis][0], name, mark)
+                if own.setdefault(axis, state) != state:
+                    other = by[folded.classes[v], axis]
+                    raise UserError(f"the marks `{other}` and `{mark}` contradict each other on {name} over {axis}")
+                by[folded.classes[v], axis] = str(mark)
+    return found
+
+
+def _refuse_uneven(shape: Sequence[int], state: State, k: int, name: str, mark: Mark) -> None:
+    if state.kind == "cut" and (shape[state.dim] // state.outer) % k:
+        n = shape[state.dim] // state.outer
+        raise UserError(f"the mark `{mark}` cuts {n} of {name} into {k} parts that are not even")
+
+
+class _Axis:
+    """The problem of one axis."""
+
+    def __init__(
+        self, folded: Folded, axis: str, k: int, done: Sequence[Over], fixed: Mapping[int, State], rates: Rates
+    ) -> None:
+        self.folded, self.axis, self.k, self.done, self.fixed, self.rates = folded, axis, k, done, fixed, rates
+        self.given_back = {folded.classes[v] for v in folded.graph.outputs.values()}
+        self.states = self._all_states()
+        self.moves = {step.number: self._moves(step) for step in folded.steps}
+        self.used = {v: self._used_states(v) for v in self._values()}
+
+    def _values(self) -> list[int]:
+        found = {v for step in self.folded.steps for v in (*step.inputs, *step.outputs) if v is not None}
+        return sorted(found)
+
+    # ------------------------------------------------------------ states
+
+    def _all_states(self) -> dict[int, tuple[State, ...]]:
+        """The cuts that each class can have: of each dim, and what comes through views that split and merge dims."""
+        found: dict[int, dict[State, None]] = {}
+        for v in self._values():
+            shape = self.folded.value(v).shape
+            own = [cut_state(d) for d, n in enumerate(shape) if n > 1 and n % self.k == 0]
+            found[v] = dict.fromkeys([*own, *([self.fixed[v]] if self.fixed.get(v, SAME).kind == "cut" else [])])
+        todo = list(self.folded.steps)
+        near: dict[int, list[Step]] = {}
+        for step in todo:
+            for v in {*step.inputs, *step.outputs} - {None}:
+                near.setdefault(v, []).append(step)  # type: ignore[arg-type]
+        waiting = {step.number for step in todo}
+        while todo:
+            step = todo.pop()
+            waiting.discard(step.number)
+            for v in self._spread(step, found):
+                for other in near[v]:
+                    if other.number not in waiting:
+                        waiting.add(other.number)
+                        todo.append(other)
+        return {v: tuple(own) for v, own in found.items()}
+
+    def _spread(self, step: Step, found: Mapping[int, dict[State, None]]) -> list[int]:
+        """Give the tensors of a step the states that its factors give them; those that have got one."""
+        sides = [*zip(step.inputs, step.bound.inputs, strict=True)]
+        sides += [*zip(step.outputs, step.bound.outputs, strict=False)]
+        there = [(v, dims) for v, dims in sides if v is not None and dims is not None]
+        known = {label_of(step.bound, dims, state) for v, dims in there for state in found[v]}
+        grown: list[int] = []
+        for label in known:
+            if label is None or not legal(step.bound, label, self.k):
+                continue
+            for v, dims in there:
+                state = place_of(step.bound, dims, label)
+                if state is not None and state not in found[v]:
+                    found[v][state] = None
+                    grown.append(v)
+        return grown
+
+    def _moves(self, step: Step) -> list[Move]:
+        some = [self.states[v] if v is not None else () for v in step.inputs]
+        some += [self.states[v] for v in step.outputs]
+        count = len(step.bound.inputs) + len(step.bound.outputs)
+        some = (some + [()] * count)[:count]
+        differentiable = [v in self.folded.differentiable for v in step.outputs]
+        allowed = [label for label in labels(step.bound, some, self.k) if self._fits(step, label)]
+        differentiable += [False] * (len(step.bound.outputs) - len(differentiable))
+        return moves(step.call, step.bound, allowed, self.k, differentiable)
+
+    def _fits(self, step: Step, label: Label) -> bool:
+        """Whether a cut is even beside those of the axes before."""
+        n = step.bound.sizes[label.factor] // label.inner
+        for over in self.done:
+            own = over.moves[step.number].label
+            if own is None or own.factor != label.factor:
+                continue
+            if own.inner == label.inner:
+                n //= over.k
+            elif own.inner < label.inner:
+                if label.inner % (own.inner * over.k):
+                    return False
+            elif (own.inner // label.inner) % self.k:
+                return False
+        return n % self.k == 0
+
+    def _used_states(self, v: int) -> tuple[State, ...]:
+        """What a tensor may be brought to, once for all that take it."""
+        if v in self.given_back:
+            return (SAME, *self.states[v]) if v not in self.fixed else (self.fixed[v],)
+        if v in self.fixed:
+            return (self.fixed[v],) if self.fixed[v].kind == "cut" or self.fixed[v] == SUM else (SAME, SEVERAL)
+        return (SAME, SEVERAL, SUM, *self.states[v])
+
+    # ------------------------------------------------------------ costs
+
+    def solved(self) -> Over:
+        """The cheapest states and moves."""
+        costs = Costs()
+        made = {v for step in self.folded.steps for v in step.outputs}
+        lying = {v: self._lying_states(v) for v in self.used if v not in made}
+        for v, own in lying.items():
+            costs.variable(("lies", v), [self._kept(v, state) for state in own])
+        for v, own in self.used.items():
+            costs.variable(("used", v), [0.0] * len(own))
+        for step in self.folded.steps:
+            costs.variable(("move", step.number), [self._work(step, move) for move in self.moves[step.number]])
+        for v, own in lying.items():
+            costs.pair(("lies", v), ("used", v), self._table(v, own, self.used[v], lies=True))
+        for step in self.folded.steps:
+            name, some = ("move", step.number), self.moves[step.number]
+            for i, v in enumerate(step.outputs):
+                given = [move.outputs[i] for move in some]
+                costs.pair(name, ("used", v), self._table(v, given, self.used[v]) * step.times)
+            for i, v in enumerate(step.inputs):
+                if v is not None:
+                    needed = [move.inputs[i] or SAME for move in some]
+                    costs.pair(("used", v), name, self._table(v, self.used[v], needed) * step.times)
+        best = least(costs)
+        if not np.isfinite(costs.of(best)):
+            raise UserError(f"no layout over {self.axis} fits the marks: they contradict each other")
+        chosen = {step.number: self.moves[step.number][best["move", step.number]] for step in self.folded.steps}
+        used = {v: own[best["used", v]] for v, own in self.used.items()}
+        lies = {v: own[best["lies", v]] for v, own in lying.items()}
+        return Over(self.axis, self.k, lies, used, chosen)
+
+    def _lying_states(self, v: int) -> tuple[State, ...]:
+        return (self.fixed[v],) if v in self.fixed else (SAME, *self.states[v])
+
+    def _kept(self, v: int, state: State) -> float:
+        share = 1.0 if state.kind != "cut" else 1 / self.k
+        standing = self.folded.value(v).kind == "parameter"
+        return _SPARED * self._nbytes(v) * share * self.folded.times[v] if standing else 0.0
+
+    def _work(self, step: Step, move: Move) -> float:
+        """What an operator does on a rank, forward and backward, in bytes that are received."""
+        if not any(v in self.folded.differentiable for v in step.outputs):
+            return 0.0  # masks and positions: not worth a collective
+        whole = cost.results(step.call)
+        share = move.share
+        for over in self.done:
+            share *= over.moves[step.number].share
+        return 3 * self._worth(step, whole) * share * step.times
+
+    def _worth(self, step: Step, whole: Sequence[object] | None) -> float:
+        known = vars(step.call)
+        if "_worth" not in known:
+            flops = cost.flops(step.call, step.bound, {}, Mesh.parse("x=1"), whole) if step.bound.cuttable else 1
+            touched = sum(self.folded.value(v).nbytes for v in (*step.inputs, *step.outputs) if v is not None)
+            product = flops > 2 * max((t.numel() for t in step.call.tensors if t is not None), default=0)
+            known["_worth"] = (
+                0.0
+                if not flops
+                else flops / self.rates.flops_per_byte
+                if product
+                else touched / self.rates.moved_per_byte
+            )
+        return known["_worth"]
+
+    def _nbytes(self, v: int) -> float:
+        """Of a tensor, what a rank has by the axes before."""
+        nbytes = float(self.folded.value(v).nbytes)
+        for over in self.done:
+            if over.used[v].kind == "cut":
+                nbytes /= over.k
+        return nbytes
+
+    def _table(self, v: int, sources: Sequence[State], targets: Sequence[State], *, lies: bool = False) -> np.ndarray:
+        """What each pair of states costs."""
+        differentiable, nbytes = v in self.folded.differentiable, self._nbytes(v)
+        table = np.empty((len(sources), len(targets)))
+        for i, a in enumerate(sources):
+            for j, b in enumerate(targets):
+                moved = price(a, b, nbytes, self.k, differentiable=differentiable)
+                if swaps(a, b) and not self.rates.swaps:
+                    moved *= self.k
+                if v in self.folded.standing:
+                    moved *= self.rates.summed
+                if v in self.folded.standing and a != b and "cut" in (a.kind, b.kind):
+                    moved = _NEVER
+                table[i, j] = moved * (self.folded.times[v] if lies else 1)
+        return table

@@ -1,0 +1,139 @@
+"""A captured graph as a derivation sees it: one layer of each kind, tensors of equal layers as one.
+
+    classes    values that must lie alike: a tensor of a layer and those in its place in the other layers of its kind;
+               what a layer takes and what it gives, where a chain of layers passes it on
+    steps      the nodes outside of layers, and those of one layer of each kind, with the number of times they run
+
+A decoder of 80 equal layers is so the graph of one. The trade-off: equal layers lie alike, also where another layout
+for the first or the last of them would be cheaper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from tangram.errors import UserError
+from tangram.layout.rule import Operand, Rule
+from tangram.models.fold import pairs
+from tangram.models.graph import Graph, Node, Value, filled
+from tangram.sharding import find
+from tangram.sharding.bind import Bound
+from tangram.sharding.calls import Call
+from tangram.sharding.table import Table
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node, and how often it runs."""
+
+    number: int
+    node: Node
+    times: int
+    call: Call
+    bound: Bound
+    inputs: tuple[int | None, ...]
+    """The class of each tensor, by place."""
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Folded:
+    """The graph, folded."""
+
+    graph: Graph
+    classes: tuple[int, ...]
+    """Of each value, the value that stands for its class."""
+    steps: tuple[Step, ...]
+    differentiable: frozenset[int]
+    """The classes that gradients flow through."""
+    standing: frozenset[int]
+    """The classes that are parameters, or made of them alone: they are used where they lie."""
+
+    def value(self, number: int) -> Value:
+        """The tensor that stands for a class."""
+        return self.graph.values[number]
+
+    @cached_property
+    def times(self) -> dict[int, int]:
+        """Of each class, how many tensors it stands for."""
+        found: dict[int, int] = {}
+        for one in self.classes:
+            found[one] = found.get(one, 0) + 1
+        return found
+
+
+def fold(graph: Graph, table: Table) -> Folded:
+    """Fold a graph. Raises UserError for an operator without a rule, with the line that runs it."""
+    first = {block.kind: block for block in reversed(graph.blocks)}
+    parents = list(range(len(graph.values)))
+
+    def root(v: int) -> int:
+        while parents[v] != v:
+            parents[v] = parents[parents[v]]
+            v = parents[v]
+        return v
+
+    for block in graph.blocks:
+        for one, other in pairs(graph, first[block.kind], block):
+            a, b = sorted((root(one), root(other)))
+            parents[b] = a
+    classes = tuple(map(root, range(len(graph.values))))
+    skipped = {i for block in graph.blocks if block is not first[block.kind] for i in range(block.first, block.stop)}
+    count = {kind: sum(block.kind == kind for block in graph.blocks) for kind in first}
+    times = {i: count[kind] for kind, block in first.items() for i in range(block.first, block.stop)}
+    chosen = [i for i, node in enumerate(graph.nodes) if not node.backward and i not in skipped]
+    steps = tuple(_step(graph, i, times.get(i, 1), classes, table) for i in chosen)
+    return Folded(graph, classes, steps, _differentiable(graph, classes, steps), _standing(graph, classes, steps))
+
+
+def meta(value: Value) -> torch.Tensor:
+    """A tensor without memory like a value."""
+    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+
+
+def _step(graph: Graph, number: int, times: int, classes: tuple[int, ...], table: Table) -> Step:
+    node = graph.nodes[number]
+    call = Call(node.operator, filled(node.arguments, lambda v: meta(graph.values[v])))
+    by_place = filled(node.arguments, lambda v: v)
+    inputs: list[int | None] = []
+    for (name, i), tensor in zip(call.places, call.tensors, strict=True):
+        own: int = by_place[name] if i is None else by_place[name][i]
+        inputs.append(None if tensor is None else classes[own])
+    try:
+        bound = find.bound(table, call) if inputs else _from_nothing(graph, node, call)
+    except UserError as error:
+        raise UserError(f"{node.source or node.module}: {error}") from None
+    outputs = tuple(classes[v] for v in node.results if v is not None)
+    return Step(number, node, times, call, bound, tuple(inputs), outputs)
+
+
+def _from_nothing(graph: Graph, node: Node, call: Call) -> Bound:
+    """Of an operator without tensors, as `arange`: every rank makes all of it, and takes the part that it needs."""
+    if torch.Tag.nondeterministic_seeded in node.operator.tags:
+        raise UserError(f"{call.name} draws numbers, which a derivation cannot give to ranks yet: draw them outside")
+    made = [graph.values[v] for v in node.results if v is not None]
+    outputs = tuple(tuple(() for _ in value.shape) for value in made)
+    return Bound(Rule((call.name,), (Operand(()),), (Operand(()),)), (), outputs, {}, frozenset())
+
+
+def _differentiable(graph: Graph, classes: tuple[int, ...], steps: tuple[Step, ...]) -> frozenset[int]:
+    found = {classes[i] for i, value in graph.of_kind("parameter") if value.trained}
+    before = -1
+    while len(found) != before:  # a chain of layers goes round
+        before = len(found)
+        for step in steps:
+            if found & {v for v in step.inputs if v is not None} and step.node.operator.name() != "aten::detach":
+                found |= {v for v in step.outputs if graph.values[v].dtype.is_floating_point}
+    return frozenset(found)
+
+
+def _standing(graph: Graph, classes: tuple[int, ...], steps: tuple[Step, ...]) -> frozenset[int]:
+    found = {classes[i] for i, _ in graph.of_kind("parameter")}
+    for step in steps:
+        given = {v for v in step.inputs if v is not None}
+        if given and given <= found:
+            found |= {*step.outputs}
+    return frozenset(found)

@@ -1,0 +1,130 @@
+"""What was derived, in the notation: the layout of each tensor as it is made, used and needed; what moves between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tangram.layout import Layout
+from tangram.layout.locate import held
+from tangram.layout.syntax import VOID, Cut, Dim
+from tangram.sharding.derive.derive import Derived
+from tangram.sharding.derive.folding import Step
+from tangram.sharding.derive.states import State, received, way
+from tangram.sharding.local import Part
+
+
+def divided(n: int, cuts: Sequence[tuple[str, int]]) -> Dim:
+    """A dim of `n` elements cut over axes, each with the number of blocks that stand before what it cuts."""
+    borders = sorted({1, *(outer for _, outer in cuts)})
+    ends = [*borders[1:], n]
+    factors = [
+        Dim(VOID, end // start, cuts=tuple(Cut(axis) for axis, outer in cuts if outer == start))
+        for start, end in zip(borders, ends, strict=True)
+    ]
+    return factors[0] if len(factors) == 1 else Dim(terms=(tuple(factors),))
+
+
+def layout_of(shape: Sequence[int], states: Mapping[str, State]) -> Layout:
+    """The layout of a tensor from its state over each axis, major axis first."""
+    cuts: list[list[tuple[str, int]]] = [[] for _ in shape]
+    for axis, state in states.items():
+        if state.kind == "cut":
+            cuts[state.dim].append((axis, state.outer))
+    dims = tuple(divided(n, own) if own else Dim(VOID, n) for n, own in zip(shape, cuts, strict=True))
+    return Layout(dims, (), tuple(("sum", axis) for axis, state in states.items() if state.kind == "sum"))
+
+
+def value_layout(found: Derived, value: int) -> Layout:
+    """The layout of a tensor of the graph as it is used."""
+    return layout_of(found.folded.graph.values[value].shape, used(found, found.folded.classes[value]))
+
+
+def used(found: Derived, v: int) -> dict[str, State]:
+    """By axis, how a class is used."""
+    return {over.axis: over.used[v] for over in found.axes if v in over.used}
+
+
+def lying(found: Derived, v: int) -> dict[str, State]:
+    """By axis, how a class lies that no operator makes."""
+    return {over.axis: over.lying[v] for over in found.axes if v in over.lying}
+
+
+def made(found: Derived, step: Step, output: int) -> dict[str, State]:
+    """By axis, how an operator gives one of its results."""
+    return {over.axis: over.moves[step.number].outputs[output] for over in found.axes}
+
+
+def needed(found: Derived, step: Step, place: int) -> dict[str, State]:
+    """By axis, how an operator needs one of its tensors."""
+    states = {over.axis: over.moves[step.number].inputs[place] for over in found.axes}
+    return {axis: state for axis, state in states.items() if state is not None}
+
+
+def part(found: Derived, step: Step, rank: int) -> Part:
+    """Where a rank stands in an operator: what it holds of each factor that is cut."""
+    cuts: dict[str, list[tuple[str, int]]] = {}
+    for over in found.axes:
+        label = over.moves[step.number].label
+        if label is not None:
+            cuts.setdefault(label.factor, []).append((over.axis, label.inner))
+    at = found.mesh.coords(rank)
+    sets = {f: held(divided(step.bound.sizes[f], own), found.mesh, at) for f, own in cuts.items()}
+    return Part(found.mesh, rank, sets, {f: tuple(Cut(axis) for axis, _ in own) for f, own in cuts.items()})
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A tensor that does not lie as it is needed, over one axis."""
+
+    value: int
+    axis: str
+    source: State
+    target: State
+    forward: str
+    """The collective, or what a rank does by itself; "" for nothing."""
+    backward: str
+    forward_bytes: float
+    """What a rank receives, each time."""
+    backward_bytes: float
+    times: int
+    """How often: in each of the equal layers."""
+    taker: int | None
+    """The node that needs it so; None where all that take it do."""
+
+    @property
+    def nbytes(self) -> float:
+        """All that a rank receives."""
+        return (self.forward_bytes + self.backward_bytes) * self.times
+
+
+def moved(found: Derived) -> Iterator[Moved]:
+    """Everything that ranks do so that tensors lie as they are needed, in the order of the model."""
+    folded = found.folded
+    for v in sorted({v for over in found.axes for v in over.lying}):
+        yield from _between(found, v, lying(found, v), used(found, v), folded.times[v], None)
+    for step in folded.steps:
+        for place, v in enumerate(step.inputs):
+            if v is not None:
+                yield from _between(found, v, used(found, v), needed(found, step, place), step.times, step.number)
+        for i, v in enumerate(step.outputs):
+            yield from _between(found, v, made(found, step, i), used(found, v), step.times, None)
+
+
+def _between(
+    found: Derived, v: int, source: Mapping[str, State], target: Mapping[str, State], times: int, taker: int | None
+) -> Iterator[Moved]:
+    nbytes = float(found.folded.value(v).nbytes)
+    cut = used(found, v)
+    for over in found.axes:
+        a, b = source[over.axis], target[over.axis]
+        step = way(a, b)
+        if step is not None and a != b and (step.forward or step.backward):
+            there = received(step.forward, nbytes, over.k)
+            differentiable = v in found.folded.differentiable
+            back = received(step.backward, nbytes, over.k) if differentiable else 0.0
+            yield Moved(
+                v, over.axis, a, b, step.forward, step.backward if differentiable else "", there, back, times, taker
+            )
+        if cut[over.axis].kind == "cut":
+            nbytes /= over.k

@@ -1,0 +1,108 @@
+"""Marks: which tensors lie how, by name. All else follows.
+
+    model.layers.*.self_attn.q_proj.weight    (heads/tp d) h
+    model.layers.*                            b s/tp h
+
+A name is that of a parameter, of a buffer or an input, or of a module, for the first tensor that it gives; `*` stands
+for any characters, `{a,b}` for either. A mark binds the axes that it names, on every tensor that it matches; over other
+axes they are free. One that names no axis says that they are whole, over every axis.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tangram.errors import UserError
+from tangram.layout import Layout, Mesh
+from tangram.layout.syntax import Dim
+from tangram.models.graph import Graph
+from tangram.sharding.derive.states import SUM, State, cut
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One mark."""
+
+    pattern: str
+    layout: Layout
+
+    @staticmethod
+    def parse(text: str) -> Mark:
+        """`name: layout`. Raises UserError."""
+        name, colon, layout = text.partition(":")
+        if not colon or not name.strip():
+            raise UserError(f"a mark is written as `name: layout`, as in `*.q_proj.weight: out/tp in`, not {text!r}")
+        return Mark(name.strip(), Layout.parse(layout.strip()))
+
+    def __str__(self) -> str:
+        return f"{self.pattern}: {self.layout}"
+
+
+def matched(graph: Graph, mark: Mark) -> dict[str, int]:
+    """The tensors that a mark names. Raises UserError where there are none, or not all have the same number of dims."""
+    named = {value.name: i for i, value in graph.of_kind("parameter", "buffer", "input")}
+    patterns = [*_alternatives(mark.pattern)]
+    known = {**{name: v for name, v in graph.results.items() if name}, **named}
+    found = {name: v for name, v in known.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns)}
+    if any("*" in p for p in patterns):  # `layers.*` are the layers, and not what is inside them
+        depth = {p.count(".") for p in patterns if p.endswith("*")}
+        if depth:
+            found = {name: v for name, v in found.items() if name.count(".") in depth} or found
+    if not found:
+        close = _closest(mark.pattern, known)
+        raise UserError(f"the mark `{mark}` names no tensor of the model{close}")
+    ndim = {len(graph.values[v].shape) for v in found.values()}
+    if len(ndim) > 1:
+        some = {len(graph.values[v].shape): name for name, v in found.items()}
+        shown = " and ".join(f"{name} of {n} dims" for n, name in sorted(some.items()))
+        raise UserError(f"the mark `{mark}` names unlike tensors, {shown}: give each a mark of its own")
+    return found
+
+
+def _alternatives(pattern: str) -> Iterator[str]:
+    """`a.{b,c}` as `a.b` and `a.c`."""
+    parts = re.split(r"\{([^}]*)\}", pattern)
+    choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
+    return ("".join(chosen) for chosen in itertools.product(*choices))
+
+
+def _closest(pattern: str, known: Mapping[str, int]) -> str:
+    import difflib
+
+    plain = pattern.strip("*.{}")
+    tails = {".".join(name.split(".")[-1 - plain.count(".") :]): name for name in known}  # as far as the pattern goes
+    near = difflib.get_close_matches(plain, tails, 1, 0.5)
+    return f"; the nearest is {tails[near[0]]}" if near else ""
+
+
+def states(layout: Layout, shape: Sequence[int], mesh: Mesh) -> dict[str, State]:
+    """By axis, how a tensor of this shape lies. Raises UserError for what a derivation cannot start from."""
+    bound = layout.bind(tuple(shape))
+    found: dict[str, State] = {}
+    for d, dim in enumerate(bound.dims):
+        for axis, outer in _cuts(dim, 1, layout):
+            if axis not in mesh.axes:
+                raise UserError(f"the layout `{layout}` names the axis {axis}, which is none of the mesh `{mesh}`")
+            found[axis] = cut(d, outer)
+    for op, axis in bound.pending:
+        if op != "sum":
+            raise UserError(f"the layout `{layout}`: a derivation knows pending sums, not {op}")
+        found[axis] = SUM
+    return found
+
+
+def _cuts(dim: Dim, outer: int, layout: Layout) -> Iterator[tuple[str, int]]:
+    """The axes that cut a dim, each with the blocks that stand before what it cuts."""
+    if len(dim.terms) > 1 or any(c.map for c in dim.cuts) or (dim.terms and dim.cuts):
+        raise UserError(f"the layout `{layout}`: a derivation knows even cuts of factors and of products, no others")
+    for term in dim.terms:
+        before = outer
+        for x in term:
+            yield from _cuts(x, before, layout)
+            before *= x.n or 1
+    for one in dim.cuts:
+        yield one.axis, outer

@@ -1,0 +1,119 @@
+"""What an operator can do over one axis: the states that it needs of its inputs and those that it gives.
+
+    nothing        every rank computes the same, or each with gradients of its own
+    cut a factor   inputs that have it are cut, the others are on every rank; results are cut, or pending sums
+    wait           a pending sum passes, where the rule says that the operator is linear
+
+A factor of a rule stands at a place of a dim: `(dim, outer)` of the state is translated to a factor and an offset in
+it and back, so a cut passes views that split or merge dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tangram.sharding.bind import Bound, Dims
+from tangram.sharding.calls import Call
+from tangram.sharding.choices import waiting
+from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, cut
+
+
+class Label(NamedTuple):
+    """A factor of an operator, or what is left of it after the first `inner` blocks."""
+
+    factor: str
+    inner: int = 1
+
+    def __str__(self) -> str:
+        return self.factor + (f"%{self.inner}" if self.inner > 1 else "")
+
+
+class Move(NamedTuple):
+    """One thing that an operator can do."""
+
+    label: Label | None
+    """What it cuts; None: nothing."""
+    inputs: tuple[State | None, ...]
+    """What it needs of each tensor, by place; None where there is none."""
+    outputs: tuple[State, ...]
+    share: float
+    """Of the work, what is done on a rank: 1, or 1/k."""
+
+
+def label_of(bound: Bound, dims: Dims, state: State) -> Label | None:
+    """The factor of an operator that a cut of a tensor is one of."""
+    factors = dims[state.dim]
+    before = 1
+    for factor in factors:
+        n = bound.sizes[factor]
+        if state.outer < before * n:
+            inner = state.outer // before
+            return Label(factor, inner) if state.outer % before == 0 and n % inner == 0 else None
+        before *= n
+    return None
+
+
+def place_of(bound: Bound, dims: Dims, label: Label) -> State | None:
+    """Where a tensor has a factor; None where it lacks it."""
+    for dim, factors in enumerate(dims):
+        before = 1
+        for factor in factors:
+            if factor == label.factor:
+                return cut(dim, before * label.inner)
+            before *= bound.sizes[factor]
+    return None
+
+
+def legal(bound: Bound, label: Label, k: int) -> bool:
+    """Whether an operator allows a cut into `k` even parts."""
+    n = bound.sizes[label.factor]
+    return label.factor in set(bound.cuttable) and n % label.inner == 0 and (n // label.inner) % k == 0
+
+
+def labels(bound: Bound, states: Sequence[Sequence[State]], k: int) -> Iterator[Label]:
+    """The factors that can be cut, given the states that its inputs and outputs can have."""
+    found: dict[Label, None] = {}
+    for dims, some in zip((*bound.inputs, *bound.outputs), states, strict=True):
+        for state in some:
+            if dims is not None and state.kind == "cut" and (label := label_of(bound, dims, state)) is not None:
+                found[label] = None
+    return (label for label in found if legal(bound, label, k))
+
+
+def moves(call: Call, bound: Bound, some: Sequence[Label], k: int, differentiable: Sequence[bool]) -> list[Move]:
+    """All that an operator can do. `differentiable`: for each result whether it has a gradient."""
+    there = [dims is not None for dims in bound.inputs]
+    count = len(bound.outputs)
+
+    def every(state: State) -> tuple[State | None, ...]:
+        return tuple(state if one else None for one in there)
+
+    found = [Move(None, every(SAME), (SAME,) * count, 1.0), Move(None, every(SEVERAL), (SEVERAL,) * count, 1.0)]
+    for label in some:
+        after = [_after(bound, i, label, one) for i, one in enumerate(differentiable)]
+        if all(state is not None for state in after):
+            inputs = tuple(None if dims is None else place_of(bound, dims, label) or SEVERAL for dims in bound.inputs)
+            found.append(Move(label, inputs, tuple(s for s in after if s is not None), 1 / k))
+    for places in waiting(bound, call):
+        inputs = tuple(SUM if i in places else SEVERAL if one else None for i, one in enumerate(there))
+        found.append(Move(None, inputs, (SUM,) * count, 1.0))
+    return list(dict.fromkeys(found))
+
+
+def _after(bound: Bound, output: int, label: Label, differentiable: bool) -> State | None:
+    state = place_of(bound, bound.outputs[output], label)
+    if state is not None:
+        return state
+    return SUM if bound.pending[label.factor][output] == "sum" else None
+
+
+def blocks(shape: Sequence[int], state: State) -> int:
+    """The size of what a cut is one of: of each block of its dim."""
+    return shape[state.dim] // state.outer
+
+
+def size(shape: Sequence[int]) -> int:
+    """Elements."""
+    return math.prod(shape)

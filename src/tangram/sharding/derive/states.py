@@ -1,0 +1,91 @@
+"""How a tensor can lie over one mesh axis, and what it costs to come from one way to another, forward and backward.
+
+    same      every rank has all of it, and all compute the same with it: the gradient is whole on every rank
+    several   every rank has all of it, and each computes something of its own: gradients are to be summed
+    sum       each rank has a summand; the gradient of a sum is `several`
+    cut       each rank has a part of a dim, and that part's gradient
+
+The second pair of each are duals: the backward of a step from a to b is the step from b's dual to a's. So no backward
+rule is needed, and the cost of a step is that of both. Source of the algebra: the types of spmd_types (R, I, V, P), and
+the conjugate operators of Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from tangram.sharding.choices import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, ZERO
+
+Kind = Literal["same", "several", "sum", "cut"]
+
+
+class State(NamedTuple):
+    """How a tensor lies over an axis."""
+
+    kind: Kind
+    dim: int = -1
+    """Of a cut: the dim."""
+    outer: int = 1
+    """Of a cut: how many blocks of the dim are cut each by itself; 1: the dim itself, B: the s of a dim (B s)."""
+
+    def __str__(self) -> str:
+        return self.kind if self.kind != "cut" else f"cut {self.dim}" + (f" in {self.outer}" if self.outer > 1 else "")
+
+
+SAME, SEVERAL, SUM = State("same"), State("several"), State("sum")
+
+
+def cut(dim: int, outer: int = 1) -> State:
+    """The state of a cut."""
+    return State("cut", dim, outer)
+
+
+class Way(NamedTuple):
+    """What is done between two states; "" where nothing is."""
+
+    forward: str
+    backward: str
+
+
+def way(source: State, target: State) -> Way | None:
+    """The steps from one state to another. None: there is no sense in it."""
+    if source == target:
+        return Way("", "")
+    if source.kind == "cut" == target.kind:
+        return Way(ALL_TO_ALL, ALL_TO_ALL)
+    return _WAYS.get((source.kind, target.kind))
+
+
+_WAYS: dict[tuple[Kind, Kind], Way] = {
+    ("same", "several"): Way("", ALL_REDUCE),
+    ("same", "cut"): Way(SLICE, ALL_GATHER),
+    ("same", "sum"): Way(ZERO, ""),
+    ("several", "same"): Way("", ZERO),
+    ("several", "cut"): Way(SLICE, ZERO),
+    ("several", "sum"): Way(ZERO, ZERO),
+    ("cut", "same"): Way(ALL_GATHER, SLICE),
+    ("cut", "several"): Way(ALL_GATHER, REDUCE_SCATTER),
+    ("sum", "same"): Way(ALL_REDUCE, ""),
+    ("sum", "several"): Way(ALL_REDUCE, ALL_REDUCE),
+    ("sum", "cut"): Way(REDUCE_SCATTER, ALL_GATHER),
+}
+"""From one kind to another: what is done forward, and with the gradient on its way back."""
+
+
+def received(what: str, nbytes: float, k: int) -> float:
+    """What a rank receives on average, of a tensor of `nbytes` that lies over an axis of `k` ranks."""
+    shares = {ALL_GATHER: 1.0, REDUCE_SCATTER: 1.0, ALL_REDUCE: 2.0, ALL_TO_ALL: 1.0 / k}
+    return nbytes * shares.get(what, 0.0) * (k - 1) / k
+
+
+def price(source: State, target: State, nbytes: float, k: int, *, differentiable: bool) -> float:
+    """Bytes that a rank receives forward and, where there is a gradient, backward; infinite where there is no way."""
+    found = way(source, target)
+    if found is None:
+        return float("inf")
+    return received(found.forward, nbytes, k) + (received(found.backward, nbytes, k) if differentiable else 0.0)
+
+
+def swaps(source: State, target: State) -> bool:
+    """Whether a step changes the dim that is cut: an all-to-all."""
+    return source.kind == "cut" == target.kind and source != target

@@ -1,0 +1,146 @@
+"""Proof of a derivation: the graph run by what was derived, every rank's part here, beside the graph run whole.
+
+Every operator runs on each rank's tensors; what does not lie as it is needed is put together and cut again. Each result
+is put together by its layout and compared with the whole run's, so the first operator that is wrong is named; then the
+gradients of all that the model was given, by torch's own backward through all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tangram.layout import Layout
+from tangram.models.graph import Graph, filled
+from tangram.models.replay import replay
+from tangram.sharding.calls import Call
+from tangram.sharding.derive.derive import Derived
+from tangram.sharding.derive.folding import Step, meta
+from tangram.sharding.derive.layouts import layout_of, lying, made, needed, part, used
+from tangram.sharding.local import run
+from tangram.sharding.proof.execute import differs
+from tangram.sharding.proof.simulate import Simulated, World, cut, of_parts, together
+from tangram.sharding.table import builtin
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of it."""
+
+    wrong: str
+    """Where it first differs from the whole run, and how; "" where it is right."""
+    operators: int
+    gradients: int
+    """How many were compared."""
+
+
+def check(found: Derived, given: Mapping[str, Tensor]) -> Ran:
+    """Compare; `given` are the tensors of the graph by name, of the sizes that it was captured with."""
+    graph = found.folded.graph
+    given = {**graph.constants, **given}
+    leaves = {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in given.items()}
+    whole = replay(graph, leaves)
+    cotangents = _cotangents(graph, whole)
+    wanted = [t for t in leaves.values() if t.requires_grad]
+    want = _gradients(graph, whole, cotangents, wanted)
+    parts = _Ranks(found, leaves)
+    wrong = parts.compared(whole)
+    if wrong:
+        return Ran(wrong, parts.operators, 0)
+    outputs = {v: together(parts.values[v]) for v in graph.outputs.values()}
+    got = _gradients(graph, outputs, cotangents, wanted)
+    names = [name for name, t in leaves.items() if t.requires_grad]
+    for name, g, w in zip(names, got, want, strict=True):
+        wrong = differs(
+            torch.zeros_like(leaves[name]) if g is None else g, torch.zeros_like(leaves[name]) if w is None else w
+        )
+        if wrong:
+            return Ran(f"the gradient of {name} {wrong}", parts.operators, len(names))
+    return Ran("", parts.operators, len(names))
+
+
+def _cotangents(graph: Graph, whole: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    outputs = {v: whole[v] for v in graph.outputs.values() if whole[v].requires_grad}
+    return {v: torch.randn(t.shape, generator=generator).to(t.dtype) for v, t in outputs.items()}
+
+
+def _gradients(
+    graph: Graph, values: Mapping[int, Tensor], cotangents: Mapping[int, Tensor], wanted: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    outputs = [values[v] for v in cotangents]
+    return torch.autograd.grad(outputs, wanted, [*cotangents.values()], allow_unused=True)
+
+
+class _Ranks:
+    """The graph run by all ranks."""
+
+    def __init__(self, found: Derived, leaves: Mapping[str, Tensor]) -> None:
+        self.found, self.graph = found, found.folded.graph
+        self.world = World(found.mesh, builtin())
+        self.values: dict[int, Simulated] = {}
+        self.operators = 0
+        for i, value in self.graph.of_kind("parameter", "buffer", "input"):
+            start = self._layout(i, lying(self.found, self.found.folded.classes[i]))
+            self.values[i] = self._brought(cut(leaves[value.name], start, self.world), self._used(i))
+
+    def compared(self, whole: Mapping[int, Tensor]) -> str:
+        """Run every operator; where one is wrong, which and how."""
+        steps = self._steps()
+        for i, node in enumerate(self.graph.nodes):
+            if node.backward:
+                break
+            step = steps[i]
+            parts = self._run(i, step)
+            for k, v in enumerate(w for w in node.results if w is not None):
+                layout = self._layout(v, made(self.found, step, k))
+                value = of_parts(self.graph.values[v].shape, [own[k] for own in parts], layout, self.world)
+                wrong = differs(together(value).detach(), whole[v].detach())
+                if wrong:
+                    return f"{node.operator.name()} of {node.module} ({node.source}): result {k} {wrong}"
+                self.values[v] = self._brought(value, self._used(v))
+            self.operators += 1
+        return ""
+
+    def _run(self, i: int, step: Step) -> list[list[Any]]:
+        node = self.graph.nodes[i]
+        call = Call(node.operator, filled(node.arguments, lambda v: meta(self.graph.values[v])))
+        by_place = filled(node.arguments, lambda v: v)
+        ready: list[Simulated | None] = []
+        for place, ((name, at), tensor) in enumerate(zip(call.places, call.tensors, strict=True)):
+            if tensor is None:
+                ready.append(None)
+                continue
+            v = by_place[name] if at is None else by_place[name][at]
+            ready.append(self._brought(self.values[v], self._layout(v, needed(self.found, step, place))))
+        found: list[list[Any]] = []
+        for rank in range(self.found.mesh.size):
+            local = [None if t is None else t.parts[rank] for t in ready]
+            if call.name == "view":  # what is brought here may have other strides than what a model's own code has
+                local = [None if t is None else t.contiguous() for t in local]
+            results = run(call, step.bound, part(self.found, step, rank), local)
+            found.append([r for r, v in zip(results, node.results, strict=True) if v is not None])
+        return found
+
+    def _steps(self) -> dict[int, Step]:
+        """The step that stands for each node."""
+        by_number = {step.number: step for step in self.found.folded.steps}
+        first = {block.kind: block for block in reversed(self.graph.blocks)}
+        found = dict(by_number)
+        for block in self.graph.blocks:
+            for i in range(block.first, block.stop):
+                found[i] = by_number[first[block.kind].first + i - block.first]
+        return found
+
+    def _brought(self, value: Simulated, layout: Layout) -> Simulated:
+        return value if value.lies == layout else cut(together(value), layout, self.world)
+
+    def _used(self, v: int) -> Layout:
+        return self._layout(v, used(self.found, self.found.folded.classes[v]))
+
+    def _layout(self, v: int, states: Mapping[str, Any]) -> Layout:
+        return layout_of(self.graph.values[v].shape, states)

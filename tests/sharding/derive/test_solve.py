@@ -1,0 +1,70 @@
+"""The cheapest choice by elimination against every choice tried; the algebra of states."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tangram.sharding.derive import solve
+from tangram.sharding.derive.solve import Costs, TooWideError, least
+from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, cut, price, swaps, way
+
+EVERY = [SAME, SEVERAL, SUM, cut(0), cut(1), cut(0, 4)]
+DUAL = {"same": "same", "several": "sum", "sum": "several", "cut": "cut"}
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_elimination_finds_the_least(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 5))
+    sizes = [data.draw(st.integers(1, 3)) for _ in range(count)]
+    costs = Costs()
+    numbers = st.sampled_from([0.0, 1.0, 2.0, 5.0, float("inf")])
+    for i, n in enumerate(sizes):
+        costs.variable(i, [data.draw(numbers) for _ in range(n)])
+    for _ in range(data.draw(st.integers(0, 6))):
+        a, b = data.draw(st.integers(0, count - 1)), data.draw(st.integers(0, count - 1))
+        table = [[data.draw(numbers) for _ in range(sizes[b])] for _ in range(sizes[a])]
+        costs.pair(a, b, np.array(table))
+    found = least(costs)
+    every = [costs.of(dict(enumerate(choice))) for choice in itertools.product(*map(range, sizes))]
+    assert costs.of(found) == min(every)
+
+
+def test_a_graph_that_is_too_wide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solve, "LIMIT", 50)
+    costs = Costs()
+    for i in range(5):
+        costs.variable(i, [0.0, 1.0, 2.0])
+    for a, b in itertools.combinations(range(5), 2):
+        costs.pair(a, b, np.ones((3, 3)))
+    with pytest.raises(TooWideError, match="mark more of the tensors"):
+        least(costs)
+
+
+def _dual(state: State) -> State:
+    return state._replace(kind=DUAL[state.kind])
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.product(EVERY, EVERY)))
+def test_the_way_of_a_gradient_is_the_dual_way_back(a: State, b: State) -> None:
+    there, back = way(a, b), way(_dual(b), _dual(a))
+    if there is None or back is None:
+        assert price(a, b, 8.0, 2, differentiable=True) == float("inf") or back is None
+        return
+    paid = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
+    assert (there.backward if there.backward in paid else "") == (back.forward if back.forward in paid else "")
+
+
+def test_what_ranks_receive() -> None:
+    assert price(cut(0), SAME, 800.0, 4, differentiable=False) == 600
+    assert price(cut(0), SEVERAL, 800.0, 4, differentiable=True) == 1200
+    assert price(SUM, SAME, 800.0, 4, differentiable=True) == 1200
+    assert price(SUM, cut(1), 800.0, 4, differentiable=True) == 1200
+    assert price(cut(0), cut(1), 800.0, 4, differentiable=True) == 300
+    assert swaps(cut(0), cut(1))
+    assert not swaps(cut(0), cut(0))
