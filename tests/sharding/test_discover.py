@@ -30,7 +30,10 @@ def found() -> dict[str, Any]:
 
 
 def cuts(table: Table, call: Call) -> set[Any]:
-    """What a table allows of a call, whatever its letters: the dims that are cut together, and what comes of them."""
+    """What a table allows of a call, whatever its letters: the dims that are cut together, and what comes of them.
+
+    Not what parts need each other for: discovery runs each by itself.
+    """
     line = table.find(call)
     assert line is not None
     bound = bind(line.rule, call)
@@ -40,6 +43,7 @@ def cuts(table: Table, call: Call) -> set[Any]:
             tuple(bound.after(factor, o) for o in range(len(bound.outputs))),
         )
         for factor in bound.cuttable
+        if factor not in bound.linked
     }
 
 

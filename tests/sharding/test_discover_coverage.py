@@ -77,7 +77,12 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], str, int]] = {
         2,
     ),
     "repeated": (aten.repeat.default, (some(5, 4), [3, 1, 2]), "d0 _ -> _ d0 _", 1),
-    "padded": (aten.constant_pad_nd.default, (some(3, 4, 5), [1, 2, 0, 0]), "d0 d1 _ -> d0 d1 _", 2),
+    "padded": (
+        aten.constant_pad_nd.default,
+        (some(3, 4, 5), [1, 2, 0, 0]),
+        "d0 d1 d2' -> d0 d1 d2 ; pad(pad) outside(value)",
+        3,
+    ),
     "a diagonal": (aten.diag_embed.default, (some(3, 4, 5), 1, 0, -1), "d0 d1 _ -> _ d0 d1 _", 2),
     "a vector solved": (
         aten._linalg_solve_ex.default,

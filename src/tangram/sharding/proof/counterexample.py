@@ -34,13 +34,17 @@ AFTER = 400
 
 
 def smallest(table: Table, calls: Sequence[Call]) -> Trial | None:
-    """Of the cases that are wrong, that of fewest ranks and elements; None where no way of cutting is."""
+    """Of the cases that are wrong, that of fewest ranks and elements; None where no way of cutting is.
+
+    Parts that need each other are no case: a script runs each by itself.
+    """
     best: Trial | None = None
     left = AFTER
     with suppress(Exception):  # some variant cannot be tried at all: what was found before counts
         for trial in trials(table, calls):
             left -= best is not None
-            if trial.failure is not None and trial.cuts and (best is None or _size(trial) < _size(best)):
+            alone = trial.bound.linked.isdisjoint(trial.cuts)
+            if trial.failure is not None and trial.cuts and alone and (best is None or _size(trial) < _size(best)):
                 best = trial
             if not left:
                 break
