@@ -108,8 +108,8 @@ def _bind(rule: Rule, call: Call) -> Bound:
     equal = rule.note("equal") is not None
     for dims, shape in zip(pattern.inputs, shapes, strict=True):
         for spot, n in zip(dims or (), shape or (), strict=True):
-            if n != 1 and len(spot.factors) == 1 and not equal and not spot.beyond:
-                largest[spot.factors[0]] = n
+            if len(spot.factors) == 1 and not equal and not spot.beyond:
+                largest[spot.factors[0]] = n if n != 1 else largest.get(spot.factors[0], 1)
     windows = {one.factor: window_of(rule, call.arguments, *one[1:4], shapes, one.extents) for one in pattern.beyond}
     for factor, window in windows.items():
         sizes.see(factor, window.m)
@@ -224,6 +224,9 @@ def _seen(spot: Spot, n: int, largest: Mapping[str, int], sizes: _Sizes) -> tupl
             return ()
         sizes.see(factor, n)
         return (factor,)
+    for factor in spot.factors:  # as other tensors have it by itself
+        if factor in largest:
+            sizes.see(factor, largest[factor])
     unknown = [f for f in spot.factors if f not in sizes.found]
     known = math.prod(sizes.found[f] for f in spot.factors if f in sizes.found)
     if len(unknown) > 1 or not known or n % known:

@@ -5,6 +5,7 @@
     triangle(r c)        rows r above or below the diagonal of columns c, counted in the whole matrix
     looked(1 v)          input 1 holds indices into v of input 0: others' give nothing, and a pending sum
     spill(1 v)           input 1 holds indices into v of input 0, which is written there: what is others' is dropped
+    causal(s)            queries s attend to keys up to their own place in the whole sequence
     taken(index v)       the argument `index` counts through v: others give nothing, and a pending sum
 
 A runner has what the part holds of the factors, and the operator's arguments as the part has them.
@@ -174,6 +175,17 @@ def _taken(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: 
     return (x.new_zeros([*x.shape[:dim], *x.shape[dim + 1 :]]),)
 
 
+def _causal(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+    """A part that begins with the first query is causal by itself; others are told what to hide."""
+    query, key = _tensors(call)[:2]
+    own = held.get(args[0])
+    if own is None or (len(own) == 1 and own[0][0] == 0):
+        return _with(call, call.tensors).run()
+    hidden = _steps(own, query)[:, None] < torch.arange(key.shape[-2], device=query.device)[None, :]
+    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill(hidden, -torch.inf)
+    return Call(call.operator, {**call.arguments, "is_causal": False, "attn_mask": mask[None, None]}).run()
+
+
 def _tensors(call: Call) -> list[Any]:
     return [*call.tensors]
 
@@ -198,5 +210,6 @@ RUNNERS: Mapping[str, Runner] = {
     "looked": _looked,
     "spill": _spill,
     "taken": _taken,
+    "causal": _causal,
 }
 """By the note that asks for it."""

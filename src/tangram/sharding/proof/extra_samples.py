@@ -39,6 +39,12 @@ def _positive(*shape: int) -> Tensor:
     return root @ root.mT + torch.eye(shape[-1], dtype=torch.float64)
 
 
+def _lower(rows: int, columns: int) -> Tensor:
+    """A mask that hides what lies above the diagonal."""
+    return torch.full((1, 1, rows, columns), -torch.inf, dtype=torch.float64).triu(1)
+
+
+attention = aten._scaled_dot_product_flash_attention_for_cpu.default
 EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
     (
         aten.avg_pool2d_backward.default,
@@ -115,6 +121,10 @@ EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
     (aten.tril.default, lambda: (_some(5, 7), 1)),
     (aten.triu.default, lambda: (_some(3, 6, 5), -1)),
     (aten.scatter_add.default, lambda: (_some(5, 3), 0, _below(5, 4, 1), _some(4, 1))),  # and no broadcast
+    (attention, lambda: (_some(3, 6, 5, 4), _some(3, 2, 5, 4), _some(3, 2, 5, 4), 0.0, True)),
+    (attention, lambda: (_some(3, 6, 5, 4), _some(3, 2, 7, 4), _some(3, 2, 7, 4))),
+    (attention, lambda: (_some(3, 6, 5, 4), _some(3, 1, 5, 4), _some(3, 1, 5, 4), 0.0, True)),
+    (partial(attention, attn_mask=_lower(5, 7)), lambda: (_some(3, 4, 5, 4), _some(3, 4, 7, 4), _some(3, 4, 7, 4))),
     (aten.native_dropout.default, lambda: (_some(5, 3), 0.4, True)),
     (aten.native_dropout.default, lambda: (_some(4), 0.4, False)),
     (aten.rand_like.default, lambda: (_some(5, 3),)),

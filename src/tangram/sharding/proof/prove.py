@@ -44,6 +44,7 @@ LIMIT = 600.0
 """Seconds for a whole table."""
 EACH = 60.0
 """Seconds for an operator."""
+_UNKNOWN = "no sample of torch's database reaches an operator {}: give it as aten calls it"
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,11 @@ def prove(
 
     Raises UserError where a name is no operator with a sample, or a line of the file is no rule.
     """
-    table_with(rules)  # its mistakes are seen here rather than in each process
+    table = table_with(rules)  # its mistakes are seen here rather than in each process
+    for name in names:  # before the whole database is run to find it
+        space, _, plain = name.partition(".")[0].rpartition("::")
+        if name not in table.lines and not hasattr(getattr(torch.ops, space or "aten"), plain):
+            raise UserError(_UNKNOWN.format(name))
     parts = 1 if names else 2
     jobs = [
         workers.Job(f"{__name__}:job", {"names": list(names), "rules": str(rules or ""), "part": i, "parts": parts})
@@ -227,12 +232,11 @@ def prove(
         if not outcome.ok:
             raise UserError(f"the proof did not end: {outcome.error}")
         found += [Verdict(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
-    table = table_with(rules)
     for name in sorted(names or table.lines.keys() - {POINTWISE}):
         if any(samples.is_named([name], verdict.operator.partition(" ")[0]) for verdict in found):
             continue
         if name not in table.lines:
-            raise UserError(f"no sample of torch's database reaches an operator {name}: give it as aten calls it")
+            raise UserError(_UNKNOWN.format(name))
         found.append(Verdict(name, "unproved", why="no sample of it runs on this machine"))
     for verdict in found:
         if told is not None:
