@@ -191,6 +191,24 @@ def test_a_row_of_nothing_but_minus_infinity_over_parts() -> None:
         assert found is None, str(found)
 
 
+def test_batch_norm_in_training_is_of_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 3, 4, dtype=torch.float64).requires_grad_()
+    plain, other = (torch.nn.BatchNorm1d(3, dtype=torch.float64) for _ in range(2))
+    world = World(Mesh.parse("x=2"), builtin())
+    for name, buffer in other.named_buffers():  # a tensor of its own, which is written
+        setattr(other, name, cut(buffer, Layout.parse("...").bind(tuple(buffer.shape)), world))
+    want, found = plain(x), other(cut(x, Layout.parse("b/x c s").bind((5, 3, 4)), world))
+    assert torch.allclose(together(found), want)
+    cotangent = torch.randn_like(want)
+    gradients = [torch.autograd.grad(one, x, cotangent)[0] for one in (together(found), want)]
+    assert torch.allclose(*gradients)
+    assert torch.allclose(together(other.running_mean), plain.running_mean)
+    assert torch.allclose(together(other.running_var), plain.running_var)
+    assert not together(other.running_var).requires_grad
+    assert world.moved / 2 == 2 * 3 * 8, "the mean and the variance of each channel"
+
+
 # Random layouts: maps, several axes on a dim, brackets, what is pending.
 
 DRAWN: dict[str, tuple[Any, tuple[Any, ...]]] = {

@@ -7,7 +7,7 @@ that are named here. It is run once on tensors without memory and every operator
 gradient passes through (behind `detach`, comparisons, integers) is told, for there a maximum may stay pending.
 
 Only operators that stand in one of the two tables are decomposed: each is proved (`tangram.sharding.proof.routes`), as
-rules are. Operators that write a tensor have no decomposition.
+rules are. Variants that write their result have none; what is written beside it (running statistics) is a `copy_`.
 """
 
 from __future__ import annotations
@@ -87,9 +87,14 @@ def function_of(call: Call) -> Callable[..., Any] | None:
     return cast("Mapping[OpOverload, Callable[..., Any]]", decomposition_table).get(call.operator)
 
 
+def place_of(name: str) -> str:
+    """Where an operator's decomposition stands; nothing where it has none."""
+    return "compositions/" if name in compositions.OWN else "torch's decomposition" * (name in TORCH)
+
+
 def is_decomposed(name: str) -> bool:
     """Whether an operator has a decomposition, for some arguments at least."""
-    return name in compositions.OWN or name in TORCH
+    return bool(place_of(name))
 
 
 def decomposition(call: Call) -> Decomposition | None:
@@ -135,9 +140,12 @@ class _Noted(TorchDispatchMode):
         if not any(isinstance(one, Tensor) for one in tree_leaves(found)):  # a question: `x.device`
             return found
         call = Call.of(func, args, kwargs or {})
-        if func.namespace != "aten" or any(is_written(a) for a in schema_of(func).arguments):
-            raise _UnfitError
         sources = [None if t is None else self.ref(t) for t in call.tensors]
+        written = any(is_written(a) for a in schema_of(func).arguments)
+        first = sources[0] if sources else None
+        noted = func is torch.ops.aten.copy_.default and first is not None and first.step < 0
+        if func.namespace != "aten" or (written and not noted):
+            raise _UnfitError
         smooth = func is not torch.ops.aten.detach.default and any(s in self._smooth for s in sources)
         bare = call.with_tensors([None if t is None else _bare(t) for t in call.tensors])
         if "device" in call.arguments:  # that of its tensors

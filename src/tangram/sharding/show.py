@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tangram.errors import UserError
-from tangram.sharding import escapes, foreach, views
+from tangram.sharding import decompose, escapes, foreach, views
 from tangram.sharding.calls import name_of
 from tangram.sharding.table import builtin
 
@@ -30,6 +30,9 @@ def rules_of(operator: str) -> list[tuple[str, str, str]]:
             continue
         shown = packet if name == "default" else f"{packet}.{name}"
         rows += [(shown, *row) for row in _rows(one)]
+        where = decompose.place_of(name_of(one))
+        if where:
+            rows.append((shown, "in steps, where that moves less: of a cut dim sums and maxima", where))
     return rows
 
 

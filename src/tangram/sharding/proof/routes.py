@@ -169,10 +169,22 @@ def check(
     for i, (found, want) in enumerate(zip(results, expected.results, strict=True)):
         if isinstance(want, Tensor) and (wrong := _unlike(found, want)):
             return Failure(str(call), shown, f"output {i}", wrong)
+    for i, (before, found, want) in enumerate(zip(call.tensors, given, _written(call), strict=True)):
+        if want is None or before is None or torch.equal(before, want):
+            continue
+        if wrong := _unlike(together(found) if isinstance(found, Simulated) else found, want):
+            return Failure(str(call), shown, f"input {i}, which is written,", wrong)
     for i, (found, want) in enumerate(zip(gradients, expected.gradients, strict=True)):
         if want is not None and (wrong := _unlike(torch.zeros_like(want) if found is None else found, want)):
             return Failure(str(call), shown, f"gradient of input {i}", wrong)
     return None
+
+
+def _written(call: Call) -> Sequence[Tensor | None]:
+    """The tensors of a call after it: torch does not say of all operators what they write."""
+    after = [None if t is None else t.detach().clone() for t in call.tensors]
+    call.with_tensors(after).run(in_place=True)
+    return after
 
 
 def _gradients(

@@ -211,7 +211,9 @@ def _on_ranks(call: Call, found: Propagation, ready: Sequence[Simulated | None],
 
 def _given_back(call: Call, made: list[Any]) -> Any:
     """The results as the caller expects them: a tensor of its own where the operator writes one."""
-    for i, (name, result) in enumerate(zip(_written(call), made, strict=False)):
+    returns = schema_of(call.operator).returns
+    named = any(r.alias_info is not None and r.alias_info.is_write for r in returns)  # else it writes beside them
+    for i, (name, result) in enumerate(zip(_written(call) if named else (), made, strict=False)):
         own = call.arguments[name]
         if isinstance(own, Simulated) and isinstance(result, Simulated):
             if own.shape != result.shape:  # the wrapper has no memory: the operator changes its shape and nothing else
@@ -221,7 +223,6 @@ def _given_back(call: Call, made: list[Any]) -> Any:
             made[i] = own
             if own.world.told is not None:
                 own.world.told([result], None, [own])
-    returns = schema_of(call.operator).returns
     if not returns:
         return None
     if len(returns) == 1:
