@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tangram.cli import main
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
 from tangram.sharding.calls import Call
 from tangram.sharding.find import bound
+from tangram.sharding.proof import shapes
 from tangram.sharding.proof.execute import check, ways, whole
 from tangram.sharding.proof.mutate import mutations, planted
 from tangram.sharding.proof.prove import prove_operator
 from tangram.sharding.proof.simulate import World, cut, together
-from tangram.sharding.table import builtin
+from tangram.sharding.table import builtin, parse_lines
 
 B, H, S, D = 4, 6, 5, 8
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -127,3 +129,27 @@ def test_causal_queries_need_their_note() -> None:
     assert line is not None
     rule = next(rule for what, rule in mutations(line.rule) if "without causal" in what)
     assert prove_operator(planted(builtin(), line, rule), "x", [call]).kind == "refuted"
+
+
+def test_kernels_of_other_devices_have_the_shapes_of_their_rules_and_are_said_to_be_unproved() -> None:
+    for name, calls in shapes.calls().items():
+        for call in calls:
+            factors = bound(builtin(), call).cuttable
+            assert factors
+            tried, wrong = shapes.check(builtin(), call)
+            assert not wrong
+            assert tried >= 5 * len(factors), name
+    table = builtin().with_lines(
+        parse_lines("_scaled_dot_product_flash_attention : b s h e, b t h e, b t h f -> b s h f, b s h, ... ; same(2)")
+    )
+    _, wrong = shapes.check(table, shapes.calls()["_scaled_dot_product_flash_attention"][0])
+    assert "shape" in wrong or "Error" in wrong
+
+
+def test_the_command_names_what_it_cannot_prove(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("expecttest")
+    assert main(["shard", "check", "_flash_attention_forward"]) == 0
+    shown = capsys.readouterr().out
+    assert "_flash_attention_forward: unproved: no sample of it runs on this machine; the shapes of its parts" in shown
+    dropout = Call.of(torch.ops.aten._scaled_dot_product_flash_attention.default, (*(some(2, 4, 3, 8),) * 3, 0.5), {})
+    assert not bound(builtin(), dropout).cuttable

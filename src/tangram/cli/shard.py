@@ -93,9 +93,9 @@ def _tell(verdicts: "Sequence[Verdict]", wrong: "Sequence[Verdict]") -> None:
     refused = [f"{v.operator} ({', '.join(v.without)})" for v in verdicts if v.without]
     if refused:
         print(f"gradients that torch refuses: {', '.join(refused)}")
-    unproved = [v.operator for v in verdicts if v.kind == "unproved"]
-    if unproved:
-        print(f"unproved, for nothing on this machine runs them: {', '.join(unproved)}")
+    for verdict in verdicts:
+        if verdict.kind == "unproved":
+            print(f"{verdict.operator}: unproved: {verdict.why}")
     for verdict in wrong:
         print(f"{verdict.operator}: {verdict.kind}: {verdict.why}")
 

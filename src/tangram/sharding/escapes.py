@@ -5,6 +5,7 @@
     diag_embed, diagonal_scatter, take, isin, _linalg_solve_ex      dims of one tensor that another lacks
     multilabel_margin_loss_forward      whether there are rows
     _grouped_mm                         which of its two tensors are matrices, whose rows come in groups
+    _flash_attention_forward, _efficient_attention_forward      whether sequences are packed into one
 
 What a function gives is a rule as any other: bound, cut and proved in the same way.
 """
@@ -180,6 +181,27 @@ def _grouped(call: Call) -> str:
     return _line([rows, ["k", "t"], [WHOLE]], [["m", "t"]], "ragged(t e) each(0 1)")
 
 
+def _packed(call: Call) -> str:
+    """Rows whose heads stand behind them: groups g of heads that share keys, and heads r of a group can be cut, and the
+    batch where it is not packed into one sequence."""
+    query, key, *others = call.tensors
+    assert query is not None
+    assert key is not None
+    given = call.arguments
+    if given["dropout_p"] or any(given.get(name) is not None for name in ("seqused_k", "seqlen_k", "block_table")):
+        return _line([["...^"]], [["...^"]], "random" if given["dropout_p"] else "")
+    packed = given.get("cum_seq_q", given.get("cu_seqlens_q")) is not None
+    batch = [WHOLE if packed else "b"] * (query.ndim - 3)
+    lead = [*batch, WHOLE]
+    more: list[list[str]] = []
+    for (name, _), t in zip(call.places[2:], others, strict=True):
+        own = [*batch, "(g r)", WHOLE, WHOLE] if name == "bias" else [*batch, "(g r)"] if "alibi" in name else None
+        more.append([*lead, "g", WHOLE] if name == "value" else own[-_ndim(t) :] if own else [WHOLE] * _ndim(t))
+    sums = ["(g r)", WHOLE] if query.ndim == 3 else [*batch, "(g r)", WHOLE]
+    out = [*lead, "(g r)", WHOLE]
+    return _line([out, [*lead, "g", WHOLE], *more], [out, sums, ["..."]], "same(2) filled")
+
+
 def _first(call: Call) -> Tensor:
     tensor = call.tensors[0]
     assert tensor is not None
@@ -206,6 +228,8 @@ ESCAPES: Mapping[str, Callable[[Call], str]] = {
     "_unsafe_index_put": _index_put,
     "_unsafe_masked_index": _masked_index,
     "_grouped_mm": _grouped,
+    "_flash_attention_forward": _packed,
+    "_efficient_attention_forward": _packed,
 }
 
 
@@ -231,6 +255,7 @@ EXAMPLES: Mapping[Callable[[Call], str], tuple[Any, ...]] = {
     _index_put: (*_INDEXED, _some(5, 2, 3, 6)),
     _masked_index: (_some(5, 4), _indices(3).bool(), [None, _indices(3)], 0),
     _grouped: (_some(6, 4), _some(3, 4, 8), _indices(3).int()),
+    _packed: (_some(2, 5, 6, 4), _some(2, 5, 2, 4), _some(2, 5, 2, 4)),
 }
 """What each function may be shown with: the arguments of a call."""
 

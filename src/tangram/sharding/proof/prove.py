@@ -32,7 +32,7 @@ from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call
 from tangram.sharding.decompose import is_decomposed
 from tangram.sharding.local import Cuts
-from tangram.sharding.proof import lists, samples
+from tangram.sharding.proof import lists, samples, shapes
 from tangram.sharding.proof.execute import Failure, Whole, check, ways, whole
 from tangram.sharding.proof.pending import check_pending
 from tangram.sharding.table import POINTWISE, Table, builtin, parse_lines
@@ -222,26 +222,39 @@ def prove(
         space, _, plain = name.partition(".")[0].rpartition("::")
         if name not in table.lines and not hasattr(getattr(torch.ops, space or "aten"), plain):
             raise UserError(_UNKNOWN.format(name))
+    run = [name for name in names if name not in shapes.calls()]
     parts = 1 if names else 2
     jobs = [
-        workers.Job(f"{__name__}:job", {"names": list(names), "rules": str(rules or ""), "part": i, "parts": parts})
-        for i in range(parts)
+        workers.Job(f"{__name__}:job", {"names": run, "rules": str(rules or ""), "part": i, "parts": parts})
+        for i in range(parts if run or not names else 0)
     ]
     found: list[Verdict] = []
     for outcome in workers.run(jobs, LIMIT, {"OMP_NUM_THREADS": "1"}):
         if not outcome.ok:
             raise UserError(f"the proof did not end: {outcome.error}")
         found += [Verdict(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
-    for name in sorted(names or table.lines.keys() - {POINTWISE}):
+    for name in sorted(names or {*table.lines, *shapes.calls()} - {POINTWISE}):
         if any(samples.is_named([name], verdict.operator.partition(" ")[0]) for verdict in found):
             continue
-        if name not in table.lines:
+        if name not in table.lines and name not in shapes.calls():
             raise UserError(_UNKNOWN.format(name))
-        found.append(Verdict(name, "unproved", why="no sample of it runs on this machine"))
+        found.append(_unproved(table, name))
     for verdict in found:
         if told is not None:
             told(verdict)
     return sorted(found, key=lambda v: v.operator)
+
+
+def _unproved(table: Table, name: str) -> Verdict:
+    """What can be said of an operator that nothing here runs."""
+    tried = 0
+    for call in shapes.calls().get(name, ()):
+        more, wrong = shapes.check(table, call)
+        tried += more
+        if wrong:
+            return Verdict(name, "refuted", why=wrong)
+    agree = f"; the shapes of its parts agree in {tried} cuts" if tried else ""
+    return Verdict(name, "unproved", why=f"no sample of it runs on this machine{agree}")
 
 
 def prove_given(calls: Mapping[str, Sequence[Call]], rules: Path | None = None) -> list[Verdict]:
