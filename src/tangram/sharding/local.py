@@ -35,6 +35,10 @@ from tangram.sharding.parts import Cuts, Part, factor_dim, layout_of, part_of, p
 __all__ = ["Cuts", "Part", "factor_dim", "layout_of", "part_of", "piece", "run", "run_all"]
 
 
+MISTOLD = "batch_norm"
+"""Part of the names of operators whose statistics without memory have another type or shape than on a processor."""
+
+
 def run_all(
     call: Call,
     bound: Bound,
@@ -104,7 +108,7 @@ def _of_nothing(call: Call, bound: Bound, part: Part, masks: Sequence[Tensor]) -
     adds = "cut" not in after[0] and any(_adds(bound, i, part) for i in once)
     if not empty or not refuses or adds:
         return None
-    like = without_memory(call) or call.run()
+    like = (None if MISTOLD in call.name else without_memory(call)) or call.run()
     return tuple(
         None  # as gradients are that nobody asked for
         if whole is None

@@ -97,7 +97,12 @@ def _gradients(
     if not pairs or not wanted:
         return (None,) * len(leaves)
     found = iter(torch.autograd.grad([r for r, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True))
-    return tuple(next(found) if t is not None and t.requires_grad else None for t in leaves)
+    return tuple(_dense(next(found)) if t is not None and t.requires_grad else None for t in leaves)
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """A gradient that may be told by its rows."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def check(call: Call, bound: Bound, cuts: Cuts, mesh: Mesh, expected: Whole) -> Failure | None:
