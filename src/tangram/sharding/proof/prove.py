@@ -225,7 +225,7 @@ def prove(
     run = [name for name in names if name not in shapes.calls()]
     parts = 1 if names else 2
     jobs = [
-        workers.Job(f"{__name__}:job", {"names": run, "rules": str(rules or ""), "part": i, "parts": parts})
+        workers.Job(f"{__name__}:job", {"names": list(run), "rules": str(rules or ""), "part": i, "parts": parts})
         for i in range(parts if run or not names else 0)
     ]
     found: list[Verdict] = []
