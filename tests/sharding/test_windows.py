@@ -210,6 +210,16 @@ def test_other_cuts_are_gathered_and_the_reason_is_said(layout: str, words: str)
         assert words in {option.refused for option in options(one)["x"]}
 
 
+@pytest.mark.parametrize(
+    ("size_", "scale", "kind"), [(12, None, "cut"), (12, 3.0, "cut"), (12, 2.9, "whole"), (10, None, "whole")]
+)
+def test_elements_taken_a_whole_number_of_times_stay_where_they_are(size_: int, scale: float | None, kind: str) -> None:
+    one = propagated(Call.of(aten.upsample_nearest1d.default, (some(2, 3, 4), [size_], scale), {}), "x=2", "b c h/x")
+    assert one.choices["x"].kind == kind
+    assert (one.nbytes > 0) == (kind == "whole")
+    assert check(one, one.call.run()) is None
+
+
 def test_sizes_that_fit_both_are_kept() -> None:
     one = propagated(conv(8, 3, padding=1), "x=3", "b c h/x:[1 0 7]")
     assert one.choices["x"].kind == "cut"

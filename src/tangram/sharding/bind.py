@@ -138,7 +138,7 @@ def _bind(rule: Rule, call: Call) -> Bound:
 
 def _alone(call: Call, pattern: _Pattern, windows: Mapping[str, Window]) -> set[str]:
     """Factors whose parts need each other, and cannot have it."""
-    found = {f for f, window in windows.items() if not window.n}
+    found = {f for f, window in windows.items() if not window.n or window.whole}
     if any(t is not None and t.is_complex() for t in call.tensors):  # how often a logarithm turns depends on the order
         found |= {f for f, op in pattern.scans.items() if op == "logsumexp"}
     return found

@@ -4,7 +4,7 @@ The input lies as the result does, cut in the same way; what a part's windows re
 whichever parts hold it, not only the next, for a part may be smaller than a window. What is outside of the tensor is
 put there as padding, and the operator runs without padding of its own along the dim. The notes say how:
 
-    window, spread, pad     which elements a window has (`tangram.sharding.windows`)
+    window, spread, pad, times      which elements a window has (`tangram.sharding.windows`)
     outside(least)          padding is less than anything, or the argument that is named; else it is nothing
     places(1)               result 1 counts places in the dims that are read by windows: in the whole tensor
     mean(divisor_override count_include_pad)    the mean of each window: divided by what it has in the whole tensor
@@ -24,7 +24,7 @@ from tangram.layout.intervals import IntSet, intersect, size
 from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call
 from tangram.sharding.parts import Part, peers, stands
-from tangram.sharding.windows import Window, kind_of
+from tangram.sharding.windows import Window, entry_of, kind_of
 
 
 def needed(bound: Bound, part: Part, factor: str) -> IntSet:
@@ -130,6 +130,12 @@ def arguments(call: Call, bound: Bound, part: Part) -> dict[str, Any]:
     """The arguments that say what is padded, as a part has them whose padding is there already."""
     found: dict[str, Any] = {}
     kind, args = kind_of(bound.rule)
+    if kind == "times":
+        made = [entry_of(call.arguments[args[0]], i) for i in range(len(bound.windows))]
+        for _, window, lo, hi in _cut(bound, part):
+            start, stop = window.run_on(lo, hi)
+            made[window.entry] = (stop - start) * window.stride
+        return {args[0]: made}
     for window in (window for factor, window in bound.windows.items() if factor in part.held):
         if kind == "pad":
             pads = found.setdefault(args[0], [*call.arguments[args[0]]])

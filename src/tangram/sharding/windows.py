@@ -3,6 +3,7 @@
     window(1 stride padding dilation)       element o reads o * stride - padding + j * dilation, j below the extent
     spread(1 stride padding dilation ..)    element i is spread over i * stride - padding + j * dilation: transposed
     pad(pad)                                element o reads o less what is put before
+    times(output_size scales)               element o reads o / times, where that is a whole number; else the dim is whole
 
 The first argument of a note is the extent: an argument of the operator, or an input whose whole dims have it. The
 others are arguments, one number for each such dim, or a number. What a window reads outside of the tensor is padding.
@@ -13,13 +14,13 @@ the result is longer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from tangram.layout.intervals import IntSet, span
 from tangram.layout.rule import Rule
 
-KINDS = ("window", "spread", "pad")
+KINDS = ("window", "spread", "pad", "times")
 """The notes that say how what bears ' is read."""
 
 
@@ -43,6 +44,8 @@ class Window:
     """Elements of padding behind; of `spread`, less what the result is longer by."""
     spread: bool = False
     ceil: bool = False
+    whole: bool = False
+    """What reads what is not said by these numbers."""
 
     @property
     def reach(self) -> int:
@@ -119,6 +122,8 @@ def window_of(
         at = 2 * (len(shape) - 1 - dim)
         before, behind = (pad[at], pad[at + 1]) if at < len(pad) else (0, 0)
         return Window(place, dim, entry, n, before=before, behind=behind)
+    if kind == "times":
+        return _repeated(Window(place, dim, entry, n), arguments, args)
     if args[0].isdigit():
         source = shapes[int(args[0])]
         assert source is not None
@@ -139,3 +144,11 @@ def window_of(
     if kind == "spread":
         return Window(place, dim, entry, n, extent, stride, padding, dilation, padding - last, spread=True)
     return Window(place, dim, entry, n, extent, stride, padding, dilation, padding, ceil=bool(last))
+
+
+def _repeated(window: Window, arguments: Mapping[str, Any], args: Sequence[str]) -> Window:
+    made, n = entry_of(arguments[args[0]], window.entry), window.n
+    scale = arguments[args[1 + window.entry]]
+    if not n or made % n or scale not in (None, made // n):
+        return replace(window, behind=made - n, whole=True)
+    return replace(window, extent=made // n, stride=made // n, spread=True)
