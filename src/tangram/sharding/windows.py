@@ -3,7 +3,7 @@
     window(1 stride padding dilation)       element o reads o * stride - padding + j * dilation, j below the extent
     spread(1 stride padding dilation ..)    element i is spread over i * stride - padding + j * dilation: transposed
     pad(pad)                                element o reads o less what is put before
-    times(output_size scales)               element o reads o / times, where that is a whole number; else the dim is whole
+    times(output_size scales)               element o reads o / times, if that is a whole number; else the dim is whole
 
 The first argument of a note is the extent: an argument of the operator, or an input whose whole dims have it. The
 others are arguments, one number for each such dim, or a number. What a window reads outside of the tensor is padding.
