@@ -80,6 +80,12 @@ CASES = {
     "two ranks": ("x=2", EXPERTS, "b s h", REDUCED),
     "three ranks": ("x=3", EXPERTS, "b s h", REDUCED),
     "tokens cut as well": ("x=2 y=3", EXPERTS, "b/y s h", REDUCED),
+    "within experts": (
+        "x=3",
+        {"experts.gate_up_proj": "e (2 f/x) _", "experts.down_proj": "e _ f/x"},
+        "b s h",
+        REDUCED,
+    ),
     "experts by turns": ("x=2", dict.fromkeys(EXPERTS, "e/x:cyclic[1] _ _"), "b s h", REDUCED),
 }
 

@@ -36,6 +36,7 @@ CALLS = {
     "scattered and added": (aten.scatter_add.default, (some(7, 3), 0, AT, some(2, 3))),
     "rows added": (aten.index_add.default, (some(7, 3), 0, AT[0], some(3, 3))),
     "rows copied": (aten.index_copy_.default, (some(7, 3), 0, torch.tensor([5, 0]), some(2, 3))),
+    "pieces alike": (aten.split.Tensor, (some(3, 14), 7, -1)),
     "rows filled": (aten.index_fill.int_Scalar, (some(7, 3), 0, AT[1], 2.5)),
 }
 DIMS = {"above a diagonal, in place": 2, "looked up by pairs": 3}

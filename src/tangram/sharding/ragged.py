@@ -49,7 +49,8 @@ def run(call: Call, rows: IntSet | None, groups: IntSet | None) -> tuple[Any, ..
 def _product(call: Call, a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
     """The operator, on tensors that its kernel takes."""
     rows, columns = a.shape[-2], b.shape[-1]
-    if not (_taken(a) and _taken(b)):
+    dense = columns * b.element_size() % ALIGNED == 0  # the result's gradient goes into a kernel as well
+    if not (dense and _taken(a) and _taken(b)):
         a, b = _filled(a), _filled(b)
     found = call.with_tensors([a, b, ends, call.arguments["bias"]]).operator(
         a, b, ends, call.arguments["bias"], call.arguments["out_dtype"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,11 +65,14 @@ def bind(call: Call, view: OpOverload) -> Bound:
         if segs and all(seg in valid and all(one.get(seg) == 1 for one in used) for seg in segs)
         for seg in segs
     }
+    which, within = _halves(call, view, inputs, used, valid)
+    kept |= {*which, *within}
     everywhere = [*inputs, *(_inside(segments, stride, n) for output in outputs for stride, n in output)]
     while torn := {seg for segs in everywhere if not kept.issuperset(segs) for seg in segs if seg in kept}:
         kept -= torn  # a dim is factors altogether or not at all
     named = any(isinstance(call.arguments.get(name), list | tuple) for name in SIZES)
-    fixed = frozenset(_name(seg) for segs in inputs for seg in segs[1:] if not named)  # as windows are to `unfold`
+    minor = {seg for segs in inputs for seg in segs[1:] if not named}  # as windows are to `unfold`
+    fixed = frozenset(map(_name, minor.difference(within).union(which)))
     sizes = {_name(seg): seg[1] // seg[0] for seg in kept}
     shapes = tuple(map(str, results[0].shape)) if results else ()
     notes: list[Note] = [
@@ -78,12 +81,31 @@ def bind(call: Call, view: OpOverload) -> Bound:
     if not notes:
         notes.append(("filled", ()))
     notes.append(("linear", ("0",)))
+    if within:
+        notes.append(("product", ("split_size", *map(_name, within))))
     if "squeeze" in call.name and "un" not in call.name:
         notes.append(("shape", ()))
     rule = Rule((call.name,), (Operand(()),), (Operand(()),), tuple(notes))
     made: list[Dims | None] = [_dims(inputs, kept), *(None for _ in call.tensors[1:])]
     outs = [_dims([_inside(segments, stride, n) for stride, n in output], kept) for output in outputs]
     return Bound(rule, tuple(made), tuple(outs), sizes, fixed, {f: ("",) * len(outs) for f in sizes})
+
+
+def _halves(
+    call: Call,
+    view: OpOverload,
+    inputs: Sequence[tuple[Segment, ...]],
+    used: Sequence[Mapping[Segment, int]],
+    valid: Collection[Segment],
+) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+    """Of a dim that is split in pieces of one size: which piece, and what is in it, which may be cut in all alike."""
+    if name_of(view) != "split.Tensor":
+        return (), ()
+    segs = inputs[call.dims("dim", len(inputs))[0]]
+    which = tuple(seg for seg in segs if not any(seg in one for one in used))
+    within = segs[len(which) :]
+    alike = all(seg in valid and all(one.get(seg) == 1 for one in used) for seg in within)
+    return (which, within) if which and within and alike and segs[: len(which)] == which else ((), ())
 
 
 def _segments(dense: Sequence[tuple[int, int]], outputs: Sequence[Any]) -> tuple[list[Segment], set[Segment]]:
