@@ -84,3 +84,9 @@ def test_a_cache_whose_places_are_cut_is_written_where_they_are() -> None:
     assert torch.equal(together(own), cache.index_copy(1, torch.tensor([2, 5]), keys))
     assert torch.equal(together(last), keys[:, 1])  # pyright: ignore
     assert world.moved == 0
+
+
+def test_a_number_among_elements_is_what_any_part_says() -> None:
+    for invert in (False, True):
+        call = Call.of(aten.isin.Scalar_Tensor, (2, torch.tensor([0, 2, 5, 1, 7])), {"invert": invert})
+        assert prove_operator(builtin(), "isin", [call]).kind == "proved"
