@@ -279,10 +279,16 @@ def unshared(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     return torch.where(there, x, 0.0).sum(dim, keepdim=keepdim)
 
 
+def overflowing(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    powers = torch.exp(x)
+    return powers / powers.sum([dim], keepdim=True)
+
+
 MISTAKES: dict[str, tuple[Callable[..., Tensor], Any, list[Any]]] = {
     "logsumexp": (without_peak, aten.logsumexp.default, [[1]]),
     "argmax": (last_place, aten.argmax.default, [1]),
     "amax": (unshared, aten.amax.default, [[1]]),
+    "_softmax": (overflowing, aten._softmax.default, [1, False]),
 }
 
 
@@ -302,4 +308,4 @@ def test_a_wrong_rule_of_a_step_is_refuted() -> None:
     wrong = builtin().with_lines(parse_lines(line))
     assert "differs" in refuted("_softmax", calls, wrong)
     untrue = builtin().with_lines(parse_lines("amax : ... {dim} ... -> ... {dim:keepdim} ... min:{dim}"))
-    assert not refuted("_softmax", calls, untrue), "what is subtracted and added is of no matter to the result"
+    assert "differs" in refuted("_softmax", calls, untrue), "the powers of what is left of large numbers overflow"

@@ -39,7 +39,24 @@ FLOATS = frozenset(
 )
 """Operators whose decomposition is torch's, for tensors of floating numbers."""
 TORCH = FLOATS | frozenset(
-    {"aminmax", "channel_shuffle", "pixel_shuffle", "pixel_unshuffle", "rot90", "trace", "tril", "triu"}
+    {
+        "_chunk_cat",
+        "aminmax",
+        "channel_shuffle",
+        "diag_embed",
+        "im2col",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "repeat",
+        "rot90",
+        "select_scatter",
+        "trace",
+        "tril",
+        "triu",
+    }
 )
 """Operators whose decomposition is torch's."""
 _KNOWN: dict[tuple[OpOverload, str], Decomposition | None] = {}
@@ -102,7 +119,8 @@ def decomposition(call: Call) -> Decomposition | None:
     function = function_of(call)
     if function is None:
         return None
-    key = call.operator, str(call)
+    first = next((t for t in call.tensors if t is not None), None)
+    key = call.operator, f"{call} {None if first is None else first.device}"
     if key not in _KNOWN:
         if len(_KNOWN) >= _MOST:
             _KNOWN.clear()

@@ -63,7 +63,7 @@ def layer_norm(
     found = found if weight is None else found * weight
     found = found if bias is None else found + bias
     kept = x.dtype if x.device.type == "cpu" else own.dtype
-    return as_type(found, x.dtype), as_type(mean, kept), as_type(rstd, kept)
+    return as_type(found, x.dtype), as_type(mean.detach(), kept), as_type(rstd.detach(), kept)
 
 
 def group_norm(
@@ -115,7 +115,11 @@ def batch_norm(
     for affine, how in ((weight, torch.mul), (bias, torch.add)):
         found = found if affine is None else how(found, affine.view([-1 if d == 1 else 1 for d in range(x.ndim)]))
     kept = x.dtype if x.device.type == "cpu" else own.dtype
-    return as_type(found, x.dtype), as_type(mean.squeeze(dims), kept), as_type(rstd.squeeze(dims), kept)
+    return (
+        as_type(found, x.dtype),
+        as_type(mean.detach().squeeze(dims), kept),
+        as_type(rstd.detach().squeeze(dims), kept),
+    )
 
 
 def batch_norm_no_stats(

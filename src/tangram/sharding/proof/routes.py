@@ -2,7 +2,8 @@
 
     sizes       each dim of each tensor over 2, 3 and 5 ranks; one over two axes in both orders; two dims over two axes;
                 a pending sum
-    values      those of torch's samples, drawn anew, rounded (so that maxima meet and elements are 0), other types
+    values      those of torch's samples, drawn anew, rounded (so that maxima meet and elements are 0), large (so that
+                powers of e overflow), other types
     results     and gradients of every input, beside those of the whole call
 
 Tensors of the shape of the one that is cut are cut alike. The decomposition is taken whatever it moves, for samples
@@ -41,6 +42,7 @@ COMPOSITE: Mapping[str, Callable[[], list[Call]]] = {
     ],
 }
 """Calls of operators that a processor takes apart before they are seen, and a GPU does not."""
+LARGE = 1000.0
 VALUES = frozenset({"nll_loss_backward", "nll_loss2d_backward"})
 """Operators whose own gradient supposes that their arguments belong together: of these the results are compared."""
 Layouts = list[Layout | None]
@@ -89,6 +91,8 @@ def _variants(call: Call) -> Iterator[tuple[Call, Sequence[int]]]:
     yield call, WORLDS
     yield other, (3,)
     yield other.with_tensors([_rounded(t) for t in other.tensors]), (2,)
+    if "backward" not in call.name:
+        yield other.with_tensors([_large(t) for t in other.tensors]), (2,)
     for spelled in samples.respelled(call):
         yield spelled, (2,)
     typed = any(isinstance(value, torch.dtype) for value in call.arguments.values())
@@ -100,6 +104,10 @@ def _variants(call: Call) -> Iterator[tuple[Call, Sequence[int]]]:
 
 def _rounded(tensor: Tensor | None) -> Tensor | None:
     return tensor.round() if tensor is not None and tensor.is_floating_point() else tensor
+
+
+def _large(tensor: Tensor | None) -> Tensor | None:
+    return tensor * LARGE if tensor is not None and tensor.is_floating_point() else tensor
 
 
 def _expected(call: Call) -> Whole | None:
@@ -169,6 +177,8 @@ def check(
     for i, (found, want) in enumerate(zip(results, expected.results, strict=True)):
         if isinstance(want, Tensor) and (wrong := _unlike(found, want)):
             return Failure(str(call), shown, f"output {i}", wrong)
+        if isinstance(found, Tensor) and found.requires_grad and expected.wanted and expected.cotangents[i] is None:
+            return Failure(str(call), shown, f"output {i}", "has a gradient, which torch does not give")
     for i, (before, found, want) in enumerate(zip(call.tensors, given, _written(call), strict=True)):
         if want is None or before is None or torch.equal(before, want):
             continue
