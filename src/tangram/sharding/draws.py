@@ -28,8 +28,10 @@ def _dropout(call: Call, at: Tensor, key: Key) -> tuple[Any, ...]:
 
 
 def _bernoulli(call: Call, at: Tensor, key: Key) -> tuple[Any, ...]:
-    p = call.arguments.get("p", _first(call))
-    return (random.bernoulli(at, p.detach() if isinstance(p, Tensor) else p, key).to(_first(call).dtype),)
+    x = _first(call)
+    p = call.arguments.get("p", x)
+    made = random.bernoulli(at, p.detach() if isinstance(p, Tensor) else p, key).to(x.dtype)
+    return (made + x * 0 if p is x else made,)  # its gradient is zero, not absent
 
 
 def _like(draw: Callable[[Call, Tensor, Key, torch.dtype], Tensor]) -> Callable[[Call, Tensor, Key], tuple[Any, ...]]:

@@ -23,6 +23,7 @@ from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import VOID, Cut, Dim
+from tangram.sharding.draws import Drawing
 from tangram.sharding.proof.execute import differs
 from tangram.sharding.proof.samples import LARGEST
 from tangram.sharding.proof.simulate import Simulated, World, cut, together
@@ -100,7 +101,8 @@ def _case(info: Any, sample: Any, which: int, dim: int) -> tuple[str, float, str
 
 def _seeded(info: Any, sample: Any, seed: int) -> list[Tensor | None]:
     torch.manual_seed(seed)
-    return _called(info, sample, None)
+    with Drawing(World.seed):  # as simulated ranks draw
+        return _called(info, sample, None)
 
 
 def _called(info: Any, sample: Any, where: tuple[World, int, int] | None) -> list[Tensor | None]:
