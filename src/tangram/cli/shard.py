@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
+from typer.core import TyperGroup
 
 from tangram.cli.output import print_json, print_table
 from tangram.errors import UserError
@@ -18,7 +19,18 @@ if TYPE_CHECKING:
 
 __all__ = ["shard"]
 
-shard = typer.Typer()
+
+class _Group(TyperGroup):
+    """`tangram shard MODEL` is `tangram shard model MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the command's name before a first word that is none."""
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            args = ["model", *args]
+        return super().parse_args(ctx, args)
+
+
+shard = typer.Typer(cls=_Group)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 Samples = Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Gives arguments of calls to try.")]
@@ -30,7 +42,26 @@ Names = Annotated[list[str] | None, typer.Argument(metavar="[OPERATOR]...", help
 def _none(context: typer.Context) -> None:
     """Prove op rules, and look at them."""
     if context.invoked_subcommand is None:
-        raise UserError("give one of check, discover, rule and sweep; --help lists them")
+        raise UserError("give a model, or one of check, discover, rule and sweep; --help lists them")
+
+
+@shard.command()
+def model(
+    name: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face directory, or a model's type.")
+    ],
+    mesh: Annotated[str, typer.Option(metavar="MESH", help="As in 'dp=2 tp=4'.")],
+    mark: Annotated[list[str] | None, typer.Option(metavar="'NAME: LAYOUT'", help="May be repeated.")] = None,
+    marks: Annotated[Path | None, typer.Option(metavar="FILE", help="Marks, one a line.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples.")] = 8,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 4096,
+    change: Annotated[list[str] | None, typer.Option("--set", help="Change a field of the configuration.")] = None,
+    json: Json = False,
+) -> None:
+    """Derive the layout of every tensor of a model from marks on a few. (`model` may be left out.)"""
+    from tangram.cli.derive import derive_model
+
+    derive_model(name, mesh, mark or [], marks, batch, sequence, change or [], json)
 
 
 @shard.command()

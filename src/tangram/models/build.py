@@ -44,14 +44,14 @@ def make_config(preset: str, changes: Mapping[str, Any]) -> PreTrainedConfig:
     fields = dict(known[preset])
     model_type: str = fields.pop("model_type")
     refuse_unknown_fields(model_type, AutoConfig.for_model(model_type), changes)
-    return _made(model_type, {**fields, **changes})
+    return config_of(model_type, {**fields, **changes})
 
 
 def change_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
     """A configuration with some fields changed; a field that its class does not know is refused."""
     kind = str(config.model_type)
     refuse_unknown_fields(kind, config, changes)
-    return _made(kind, {**config.to_dict(), **changes}) if changes else config
+    return config_of(kind, {**config.to_dict(), **changes}) if changes else config
 
 
 def refuse_unknown_fields(model_type: str, config: PreTrainedConfig, changes: Mapping[str, Any]) -> None:
@@ -62,7 +62,8 @@ def refuse_unknown_fields(model_type: str, config: PreTrainedConfig, changes: Ma
             raise UserError(f'a {model_type} model has no field "{name}" to change{did_you_mean(name, known_fields)}')
 
 
-def _made(model_type: str, fields: Mapping[str, Any]) -> PreTrainedConfig:
+def config_of(model_type: str, fields: Mapping[str, Any]) -> PreTrainedConfig:
+    """A configuration of these fields, all others as its class has them. UserError where they do not go together."""
     try:
         return AutoConfig.for_model(model_type, **{key: fields[key] for key in fields if key != "model_type"})
     except Exception as error:

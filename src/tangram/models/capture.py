@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -39,6 +40,7 @@ from tangram.models.twin import fake_twin
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = __file__
+_GROUPED = torch.ops.aten._grouped_mm.default
 _ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh"})
 """Give what they take: no operators of the graph, but where a gradient ends."""
 
@@ -134,6 +136,7 @@ class _Recorder(TorchDispatchMode):
         self._modules: list[str] = []
         self._of_sequence: dict[int, int] = {}
         self._constants: dict[str, Tensor] = {}
+        self._differentiable: set[int] = set()
         self._results: dict[str, int] = {}
         """By module, the first tensor that it gives."""
         self._arguments: Mapping[str, Any] = {}
@@ -157,7 +160,7 @@ class _Recorder(TorchDispatchMode):
                 stack.callback(module.register_forward_hook(self._leave(name), always_call=True).remove)
             stack.enter_context(fake)
             stack.enter_context(self)
-            stack.enter_context(torch.set_grad_enabled(loss is not None))
+            stack.enter_context(torch.enable_grad())
             output = self._model(**self._given)
             results = _named_results(output)
             found: Sequence[Tensor | None] = ()
@@ -170,8 +173,9 @@ class _Recorder(TorchDispatchMode):
                 )
         pairs = zip(parameters, found, strict=bool(found))
         gradients = {name: self._number(g) for name, g in pairs if g is not None}
-        outputs = {name: self._number(x) for name, x in results.items()}
-        return Graph(tuple(self._values), tuple(self._nodes), outputs, gradients, self._results, self._constants)
+        outputs = {name: self._taken(x).value for name, x in results.items()}
+        values = [replace(value, differentiable=i in self._differentiable) for i, value in enumerate(self._values)]
+        return Graph(tuple(values), tuple(self._nodes), outputs, gradients, self._results, self._constants)
 
     def _enter(self, name: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
@@ -192,7 +196,7 @@ class _Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = {**(kwargs or {})}
-        found = func(*args, **given)
+        found = _grouped(func, args, given) if func is _GROUPED else func(*args, **given)
         if func.namespace == "prim" or not any(isinstance(x, Tensor) for x in tree_leaves(found)):
             return found
         first = args[0] if args else None
@@ -233,6 +237,8 @@ class _Recorder(TorchDispatchMode):
                     f"{self._stale[number]} writes into a tensor that is taken under another name after that: write "
                     "it as an operator that gives a new tensor, as torch.where or torch.cat"
                 )
+            if x.requires_grad:  # known only now: autograd says it after the operator has run
+                self._differentiable.add(number)
             return Ref(number)
         return Size.of(x, self._symbols) if isinstance(x, torch.SymInt) else x
 
@@ -308,6 +314,15 @@ class _Recorder(TorchDispatchMode):
         for other in storage:
             if other not in fresh:
                 self._stale.setdefault(other, source)
+
+
+def _grouped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The grouped product, which torch can only fake in bfloat16, in any type."""
+
+    def rounded(x: Any) -> Any:
+        return x.to(torch.bfloat16) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return func(*map(rounded, args), **{name: rounded(x) for name, x in kwargs.items()}).to(args[0].dtype)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -62,6 +62,9 @@ class Value:
     sizes: tuple[str, ...] = ()
     """Each size in terms of the dynamic ones, as `2*batch`; empty where none is dynamic."""
     trained: bool = False
+    """Of a parameter: whether it gets a gradient."""
+    differentiable: bool = False
+    """Whether gradients flow through it, as autograd says."""
 
     @property
     def nbytes(self) -> int:

@@ -35,7 +35,13 @@ def run(node: Node, arguments: Mapping[str, Any]) -> list[Any]:
             named[argument.name] = value
         else:
             positional.append(value)
-    return _flat(node.operator(*positional, **named))
+    return defined(node, _flat(node.operator(*positional, **named)))
+
+
+def defined(node: Node, results: list[Any]) -> list[Any]:
+    """What a node gives, with zeros where it gives memory as it finds it: so that two runs can be compared."""
+    name = node.operator.name().partition("::")[2]
+    return [r.zero_() for r in results] if name.startswith(("empty", "new_empty")) else results
 
 
 def _flat(found: Any) -> list[Any]:

@@ -108,6 +108,9 @@ def _wanted(folded: Folded, marks: Sequence[Mark], mesh: Mesh) -> dict[int, dict
                     other = by[folded.classes[v], axis]
                     raise UserError(f"the marks `{other}` and `{mark}` contradict each other on {name} over {axis}")
                 by[folded.classes[v], axis] = str(mark)
+    for v, own in found.items():
+        if graph.values[v].kind == "parameter":
+            own.update({axis: SAME for axis in mesh.axes if axis not in own})
     return found
 
 
@@ -230,9 +233,10 @@ class _Axis:
                 given = [move.outputs[i] for move in some]
                 costs.pair(name, ("used", v), self._table(v, given, self.used[v]) * step.times)
             for i, v in enumerate(step.inputs):
-                if v is not None:
-                    needed = [move.inputs[i] or SAME for move in some]
-                    costs.pair(("used", v), name, self._table(v, self.used[v], needed) * step.times)
+                needed = [move.inputs[i] for move in some]
+                if v is not None and None not in needed:
+                    table = self._table(v, self.used[v], [state for state in needed if state is not None])
+                    costs.pair(("used", v), name, table * step.times)
         best = least(costs)
         if not np.isfinite(costs.of(best)):
             raise UserError(f"no layout over {self.axis} fits the marks: they contradict each other")

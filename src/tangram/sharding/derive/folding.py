@@ -86,7 +86,8 @@ def fold(graph: Graph, table: Table) -> Folded:
     times = {i: count[kind] for kind, block in first.items() for i in range(block.first, block.stop)}
     chosen = [i for i, node in enumerate(graph.nodes) if not node.backward and i not in skipped]
     steps = tuple(_step(graph, i, times.get(i, 1), classes, table) for i in chosen)
-    return Folded(graph, classes, steps, _differentiable(graph, classes, steps), _standing(graph, classes, steps))
+    differentiable = frozenset(classes[i] for i, value in enumerate(graph.values) if value.differentiable)
+    return Folded(graph, classes, steps, differentiable, _standing(graph, classes, steps))
 
 
 def meta(value: Value) -> torch.Tensor:
@@ -117,17 +118,6 @@ def _from_nothing(graph: Graph, node: Node, call: Call) -> Bound:
     made = [graph.values[v] for v in node.results if v is not None]
     outputs = tuple(tuple(() for _ in value.shape) for value in made)
     return Bound(Rule((call.name,), (Operand(()),), (Operand(()),)), (), outputs, {}, frozenset())
-
-
-def _differentiable(graph: Graph, classes: tuple[int, ...], steps: tuple[Step, ...]) -> frozenset[int]:
-    found = {classes[i] for i, value in graph.of_kind("parameter") if value.trained}
-    before = -1
-    while len(found) != before:  # a chain of layers goes round
-        before = len(found)
-        for step in steps:
-            if found & {v for v in step.inputs if v is not None} and step.node.operator.name() != "aten::detach":
-                found |= {v for v in step.outputs if graph.values[v].dtype.is_floating_point}
-    return frozenset(found)
 
 
 def _standing(graph: Graph, classes: tuple[int, ...], steps: tuple[Step, ...]) -> frozenset[int]:

@@ -117,7 +117,8 @@ def _between(
     nbytes = float(found.folded.value(v).nbytes)
     cut = used(found, v)
     for over in found.axes:
-        a, b = source[over.axis], target[over.axis]
+        a = source[over.axis]
+        b = target.get(over.axis, a)  # of what is not read, as it is
         step = way(a, b)
         if step is not None and a != b and (step.forward or step.backward):
             there = received(step.forward, nbytes, over.k)

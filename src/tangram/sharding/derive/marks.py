@@ -4,8 +4,9 @@
     model.layers.*                            b s/tp h
 
 A name is that of a parameter, of a buffer or an input, or of a module, for the first tensor that it gives; `*` stands
-for any characters, `{a,b}` for either. A mark binds the axes that it names, on every tensor that it matches; over other
-axes they are free. One that names no axis says that they are whole, over every axis.
+for any characters, `{a,b}` for either. A mark binds the axes that it names, on every tensor that it matches; one that
+names no axis says that they are whole, over every axis. Over axes that none of its marks names a parameter is whole,
+and another tensor is free.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
@@ -106,3 +109,30 @@ def _cuts(dim: Dim, outer: int, layout: Layout) -> Iterator[tuple[str, int]]:
             before *= x.n or 1
     for one in dim.cuts:
         yield one.axis, outer
+
+
+def read_marks(file: Path) -> list[Mark]:
+    """The marks of a file, one a line; `#` begins a comment. Raises UserError with the line."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f'the marks "{file}" cannot be read: {error}') from None
+    return _parsed(text, str(file))
+
+
+def marks_of(model_type: str) -> list[Mark] | None:
+    """The marks that come with Tangram for tensor and sequence parallelism over `tp`; None where there are none."""
+    file = resources.files("tangram.sharding.marks").joinpath(f"{model_type}.marks")
+    return _parsed(file.read_text(encoding="utf-8"), file.name) if file.is_file() else None
+
+
+def _parsed(content: str, file: str) -> list[Mark]:
+    found: list[Mark] = []
+    for number, line in enumerate(content.splitlines(), 1):
+        text = re.sub(r"(^|\s)#.*", "", line).strip()
+        if text:
+            try:
+                found.append(Mark.parse(text))
+            except UserError as error:
+                raise UserError(f"{file}, line {number}: {error}") from None
+    return found

@@ -19,6 +19,9 @@ from tangram.sharding.calls import Call
 from tangram.sharding.choices import waiting
 from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, cut
 
+UNREAD = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"})
+"""Operators that take a tensor for its type and its place, and read nothing of it: it may lie as it likes."""
+
 
 class Label(NamedTuple):
     """A factor of an operator, or what is left of it after the first `inner` blocks."""
@@ -36,7 +39,7 @@ class Move(NamedTuple):
     label: Label | None
     """What it cuts; None: nothing."""
     inputs: tuple[State | None, ...]
-    """What it needs of each tensor, by place; None where there is none."""
+    """What it needs of each tensor, by place; None where there is none, or nothing of it is read."""
     outputs: tuple[State, ...]
     share: float
     """Of the work, what is done on a rank: 1, or 1/k."""
@@ -84,7 +87,7 @@ def labels(bound: Bound, states: Sequence[Sequence[State]], k: int) -> Iterator[
 
 def moves(call: Call, bound: Bound, some: Sequence[Label], k: int, differentiable: Sequence[bool]) -> list[Move]:
     """All that an operator can do. `differentiable`: for each result whether it has a gradient."""
-    there = [dims is not None for dims in bound.inputs]
+    there = [dims is not None and call.name not in UNREAD for dims in bound.inputs]
     count = len(bound.outputs)
 
     def every(state: State) -> tuple[State | None, ...]:

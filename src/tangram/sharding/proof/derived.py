@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tangram.layout import Layout
 from tangram.models.graph import Graph, filled
-from tangram.models.replay import replay
+from tangram.models.replay import defined, replay
 from tangram.sharding.calls import Call
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step, meta
@@ -55,9 +55,8 @@ def check(found: Derived, given: Mapping[str, Tensor]) -> Ran:
     got = _gradients(graph, outputs, cotangents, wanted)
     names = [name for name, t in leaves.items() if t.requires_grad]
     for name, g, w in zip(names, got, want, strict=True):
-        wrong = differs(
-            torch.zeros_like(leaves[name]) if g is None else g, torch.zeros_like(leaves[name]) if w is None else w
-        )
+        none = torch.zeros_like(leaves[name])
+        wrong = _differs(none if g is None else g, none if w is None else w, parts.rough)
         if wrong:
             return Ran(f"the gradient of {name} {wrong}", parts.operators, len(names))
     return Ran("", parts.operators, len(names))
@@ -76,6 +75,13 @@ def _gradients(
     return torch.autograd.grad(outputs, wanted, [*cotangents.values()], allow_unused=True)
 
 
+def _differs(found: Tensor, want: Tensor, rough: bool) -> str:
+    """How two tensors differ; where some operators round to bfloat16, by what that may do to all after them."""
+    if rough and want.is_floating_point():
+        found, want = found.to(torch.bfloat16), want.to(torch.bfloat16)
+    return differs(found, want)
+
+
 class _Ranks:
     """The graph run by all ranks."""
 
@@ -84,6 +90,7 @@ class _Ranks:
         self.world = World(found.mesh, builtin())
         self.values: dict[int, Simulated] = {}
         self.operators = 0
+        self.rough = any(t.dtype == torch.bfloat16 for t in leaves.values())
         for i, value in self.graph.of_kind("parameter", "buffer", "input"):
             start = self._layout(i, lying(self.found, self.found.folded.classes[i]))
             self.values[i] = self._brought(cut(leaves[value.name], start, self.world), self._used(i))
@@ -99,7 +106,7 @@ class _Ranks:
             for k, v in enumerate(w for w in node.results if w is not None):
                 layout = self._layout(v, made(self.found, step, k))
                 value = of_parts(self.graph.values[v].shape, [own[k] for own in parts], layout, self.world)
-                wrong = differs(together(value).detach(), whole[v].detach())
+                wrong = _differs(together(value).detach(), whole[v].detach(), self.rough)
                 if wrong:
                     return f"{node.operator.name()} of {node.module} ({node.source}): result {k} {wrong}"
                 self.values[v] = self._brought(value, self._used(v))
@@ -122,7 +129,7 @@ class _Ranks:
             local = [None if t is None else t.parts[rank] for t in ready]
             if call.name == "view":  # what is brought here may have other strides than what a model's own code has
                 local = [None if t is None else t.contiguous() for t in local]
-            results = run(call, step.bound, part(self.found, step, rank), local)
+            results = defined(node, [*run(call, step.bound, part(self.found, step, rank), local)])
             found.append([r for r, v in zip(results, node.results, strict=True) if v is not None])
         return found
 

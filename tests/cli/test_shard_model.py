@@ -1,0 +1,54 @@
+"""`tangram shard MODEL`: what a user types, and what is printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tangram.cli import main
+
+FIELDS = ("num_hidden_layers=2", "hidden_size=64", "vocab_size=128")
+SMALL = (*(word for field in FIELDS for word in ("--set", field)), "--batch", "2", "--sequence", "16")
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(["shard", *words]) == code
+    answer = capsys.readouterr()
+    return answer.err if code else answer.out
+
+
+def test_the_marks_that_come_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [" ".join(line.split()) for line in said(capsys, "qwen3", "--mesh", "tp=2", *SMALL).splitlines()]
+    assert any(line.startswith("model.layers.{0..1}.self_attn.o_proj.weight 64 x 4096 _ _/tp") for line in lines)
+    assert any("model.layers.{0..1}" in line and "reduce-scatter / all-gather tp 2" in line for line in lines)
+    assert "layouts of" in lines[-1]
+
+
+def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    marks = tmp_path / "my.marks"
+    marks.write_text("# mine\n*.q_proj.weight: out/tp in\nmodel.layers.*: b/dp s/tp h\n")
+    words = ("model", "qwen3", "--mesh", "dp=2 tp=2", "--marks", str(marks), *SMALL, "--json")
+    found = json.loads(said(capsys, *words))
+    assert found["parameters"]["model.layers.1.self_attn.q_proj.weight"] == "_=4096/tp _=64"
+    assert found["modules"]["model.layers.1"] == "_=2/dp _=16/tp _=64"
+    each = [(m["forward_bytes"] + m["backward_bytes"]) * m["times"] for m in found["moved"]]
+    assert found["bytes"] == pytest.approx(sum(each))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("qwen33", "--mesh", "tp=2"), '"qwen33" is no preset, no directory or configuration file, and no type of m'),
+        (("qwen3", "--mesh", "tp=2", "--set", "hiden_size=3"), 'has no field "hiden_size"'),
+        (("bloom", "--mesh", "tp=2"), "no marks come with Tangram for a bloom model"),
+        (("qwen3", "--mesh", "tp"), "tp"),
+        (("qwen3", "--mesh", "tp=2", "--mark", "q_proj", *SMALL), "a mark is written as `name: layout`"),
+        (("qwen3", "--mesh", "tp=2", "--marks", "/no/file"), "cannot be read"),
+    ],
+)
+def test_mistakes_are_one_sentence(words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = said(capsys, *words, code=2)
+    assert sentence in error
+    assert error.count("\n") == 1

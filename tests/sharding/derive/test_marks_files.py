@@ -1,0 +1,65 @@
+"""The marks that come with Tangram: three lines at most, and what follows from them is what the model gives."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tangram.layout import Mesh
+from tangram.models.capture import capture
+from tangram.models.costs import block_names
+from tangram.models.fold import folded
+from tangram.sharding.derive.derive import derive
+from tangram.sharding.derive.layouts import moved, value_layout
+from tangram.sharding.derive.marks import marks_of
+from tangram.sharding.proof.derived import check
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+TINY = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 64, **HEADS}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": TINY,
+    "qwen3": {"head_dim": 8, **TINY},
+    "gemma3_text": {"head_dim": 8, **TINY},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, **EXPERTS, **TINY},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, **TINY},
+    "deepseek_v3": {
+        "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, **EXPERTS, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, **TINY,
+        "num_key_value_heads": 4,
+    },
+    "mamba2": {
+        "num_hidden_layers": 2, "hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2,
+        "vocab_size": 64, "chunk_size": 8,
+    },
+}  # fmt: skip
+
+
+def test_every_file_has_three_marks_at_most() -> None:
+    files = [f.name for f in resources.files("tangram.sharding.marks").iterdir() if f.name.endswith(".marks")]
+    assert {name.removesuffix(".marks") for name in files} == MODELS.keys()
+    assert all(0 < len(marks_of(kind) or ()) <= 3 for kind in MODELS)
+    assert marks_of("bert") is None
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_follows_is_what_the_model_gives(kind: str) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **MODELS[kind])
+    model: nn.Module = cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32)
+    ids = torch.randint(64, (2, 16))
+    graph = folded(capture(model, {"input_ids": ids, "use_cache": False}), block_names(model))
+    found = derive(graph, marks_of(kind) or [], Mesh.parse("tp=2"))
+    ran = check(found, {**dict(model.named_parameters()), **dict(model.named_buffers()), "input_ids": ids})
+    assert ran.wrong == ""
+    assert ran.operators == len(graph.nodes)
+    parameters = [(v, value) for v, value in graph.of_kind("parameter") if len(value.shape) > 1]
+    whole = [value.name for v, value in parameters if "tp" not in str(value_layout(found, v))]
+    allowed = ("gate.weight", "router", "kv_a_proj", "q_a_proj", "mixer", "sinks", "bias")
+    assert [name for name in whole if not any(word in name for word in allowed)] == []
+    assert sum(one.nbytes for one in moved(found)) > 0
