@@ -52,7 +52,11 @@ def _normal(call: Call, at: Tensor, key: Key, dtype: torch.dtype) -> Tensor:
     made = random.normal(at, key, dtype)
     mean, std = call.arguments.get("mean", 0.0), call.arguments.get("std", 1.0)
     plain = not isinstance(mean, Tensor) and not isinstance(std, Tensor) and (mean, std) == (0.0, 1.0)
-    return made if plain else made * std + mean
+    if plain:
+        return made
+    given = [t for t in (mean, std) if isinstance(t, Tensor)]
+    mean, std = (t.detach() if isinstance(t, Tensor) else t for t in (mean, std))
+    return sum((t * 0 for t in given), made * std + mean)  # gradients are zero, not absent
 
 
 def _integers(call: Call, at: Tensor, key: Key, dtype: torch.dtype) -> Tensor:

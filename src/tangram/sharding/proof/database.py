@@ -93,8 +93,6 @@ def _case(info: Any, sample: Any, which: int, dim: int) -> tuple[str, float, str
         return "refused", 0.0, str(error)
     except Exception as error:  # noqa: BLE001  whatever it is, the plain call does not raise it
         return "wrong", 0.0, f"raises {type(error).__name__}: {error}".splitlines()[0]
-    if world.drawn:  # torch's numbers go by the order in which they are drawn, ours by elements
-        return "random", world.moved, ""
     wrong = _unlike(found, want)
     return ("wrong" if wrong else "right"), world.moved, wrong
 
