@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tangram.cli import main
+from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.sharding.proof.simulate import World, cut, together
 from tangram.sharding.table import Table, builtin
@@ -89,3 +90,14 @@ def test_the_command_sweeps_entries(capsys: pytest.CaptureFixture[str]) -> None:
     assert "wrong" not in shown
     assert main(["shard", "sweep", "no_such"]) == 2
     assert "no entry no_such" in capsys.readouterr().err
+
+
+def test_what_computes_its_gradients_ahead_is_refused() -> None:
+    """By chunks, the loss keeps gradients of those tensors that ask for them as it runs: simulated ones do not."""
+    world = World(Mesh.parse("x=2"), builtin())
+    x, weight = torch.randn(8, 3).double(), torch.randn(5, 3).double()
+    options = pytest.importorskip("torch.nn.modules.linear_cross_entropy_options").LinearCrossEntropyOptions(
+        batch_chunk_size=2
+    )
+    with pytest.raises(UserError, match="computes gradients in its forward"):
+        F.linear_cross_entropy(simulated("b/x h", x, world), weight, torch.arange(8) % 5, options=options)

@@ -34,7 +34,8 @@ def var_mean(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     dims = dims_of(real(x), dim)
-    return tuple(as_type(squeezed(t, dims, keepdim), x.dtype) for t in moments(computed(x), dims, correction))  # type: ignore
+    found, mean = moments(computed(x), dims, correction)
+    return as_type(squeezed(found, dims, keepdim), x.dtype), as_type(squeezed(mean, dims, keepdim), x.dtype)
 
 
 def std_mean(
@@ -42,7 +43,7 @@ def std_mean(
 ) -> tuple[Tensor, Tensor]:
     dims = dims_of(real(x), dim)
     var, mean = moments(computed(x), dims, correction)
-    return tuple(as_type(squeezed(t, dims, keepdim), x.dtype) for t in (_root(var), mean))  # type: ignore
+    return as_type(squeezed(_root(var), dims, keepdim), x.dtype), as_type(squeezed(mean, dims, keepdim), x.dtype)
 
 
 def var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:

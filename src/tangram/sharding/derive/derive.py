@@ -148,8 +148,9 @@ class _Axis:
         todo = list(self.folded.steps)
         near: dict[int, list[Step]] = {}
         for step in todo:
-            for v in {*step.inputs, *step.outputs} - {None}:
-                near.setdefault(v, []).append(step)  # type: ignore[arg-type]
+            for v in dict.fromkeys((*step.inputs, *step.outputs)):
+                if v is not None:
+                    near.setdefault(v, []).append(step)
         waiting = {step.number for step in todo}
         while todo:
             step = todo.pop()

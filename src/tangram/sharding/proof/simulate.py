@@ -129,6 +129,9 @@ def together(tensor: Simulated) -> Tensor:
     return out
 
 
+_GRADIENTS_AHEAD = "torch_nn._linear_cross_entropy_batch_chunked"
+
+
 def carried_out(call: Call, world: World) -> Any:
     """A call on simulated ranks; its tensors may be plain ones, which every rank has whole. Returns what it returns."""
     listed = foreach.calls(call)
@@ -138,6 +141,11 @@ def carried_out(call: Call, world: World) -> Any:
             here = any(isinstance(t, Simulated) for t in one.tensors)
             made.append(carried_out(one, world) if here else one.run(in_place=True)[0])
         return made if schema_of(call.operator).returns else None
+    if call.name.startswith(_GRADIENTS_AHEAD):
+        raise UserError(
+            f"{call.name} computes gradients in its forward, for the tensors that ask for them, which simulated ones "
+            "do not: call it without chunks"
+        )
     world.calls.append(call.name)
     given = [None if t is None else t if isinstance(t, Simulated) else _everywhere(t, world) for t in call.tensors]
     plain = _whole(call, given)
