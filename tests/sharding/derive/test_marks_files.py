@@ -60,6 +60,6 @@ def test_what_follows_is_what_the_model_gives(kind: str) -> None:
     assert ran.operators == len(graph.nodes)
     parameters = [(v, value) for v, value in graph.of_kind("parameter") if len(value.shape) > 1]
     whole = [value.name for v, value in parameters if "tp" not in str(value_layout(found, v))]
-    allowed = ("gate.weight", "router", "kv_a_proj", "q_a_proj", "mixer", "sinks", "bias")
+    allowed = ("gate.weight", "router", "kv_a_proj", "kv_b_proj", "q_a_proj", "mixer", "sinks", "bias")  # at this size
     assert [name for name in whole if not any(word in name for word in allowed)] == []
     assert sum(one.nbytes for one in moved(found)) > 0

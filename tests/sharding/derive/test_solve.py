@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tangram.sharding.derive import solve
 from tangram.sharding.derive.solve import Costs, TooWideError, least
-from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, cut, price, swaps, way
+from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, cut, price, way
 
 EVERY = [SAME, SEVERAL, SUM, cut(0), cut(1), cut(0, 4)]
 DUAL = {"same": "same", "several": "sum", "sum": "several", "cut": "cut"}
@@ -66,5 +66,3 @@ def test_what_ranks_receive() -> None:
     assert price(SUM, SAME, 800.0, 4, differentiable=True) == 1200
     assert price(SUM, cut(1), 800.0, 4, differentiable=True) == 1200
     assert price(cut(0), cut(1), 800.0, 4, differentiable=True) == 300
-    assert swaps(cut(0), cut(1))
-    assert not swaps(cut(0), cut(0))

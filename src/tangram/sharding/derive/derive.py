@@ -24,7 +24,7 @@ from tangram.sharding.derive.folding import Folded, Step, fold
 from tangram.sharding.derive.marks import Mark, matched, states
 from tangram.sharding.derive.moves import Label, Move, label_of, labels, legal, moves, place_of
 from tangram.sharding.derive.solve import Costs, least
-from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, price, swaps
+from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, price
 from tangram.sharding.derive.states import cut as cut_state
 from tangram.sharding.table import Table, builtin
 
@@ -44,10 +44,11 @@ class Rates:
     summed: float = 1 / 8
     """What a byte of a parameter's gradient counts that is summed over ranks: that is done once a step, however many
     micro-batches there are, and beside the backward."""
-    swaps: bool = False
-    """Whether an all-to-all counts by its bytes, and not as the gather that it saves. Where it does not, parameters
-    without a mark follow the cuts that they meet, as in the published plans; else they may stay whole, and what they
-    are multiplied with is cut otherwise, which moves less and keeps more."""
+    follow: float = 10.0
+    """What it costs beside, in bytes for each of its bytes, to undo the cut of a tensor that goes into a product with a
+    parameter without a mark; an all-to-all counts as the gather that it saves. So these parameters follow the cuts that
+    they meet, as in the published plans. 0: bytes count as they are; then a tensor may be cut otherwise before it meets
+    a parameter, which can move less, and keeps the parameter whole."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,8 @@ class _Axis:
     ) -> None:
         self.folded, self.axis, self.k, self.done, self.fixed, self.rates = folded, axis, k, done, fixed, rates
         self.given_back = {folded.classes[v] for v in folded.graph.outputs.values()}
+        self.free = self._free()
+        self.led = self._led()
         self.states = self._all_states()
         self.moves = {step.number: self._moves(step) for step in folded.steps}
         self.used = {v: self._used_states(v) for v in self._values()}
@@ -135,6 +138,36 @@ class _Axis:
     def _values(self) -> list[int]:
         found = {v for step in self.folded.steps for v in (*step.inputs, *step.outputs) if v is not None}
         return sorted(found)
+
+    def _free(self) -> frozenset[int]:
+        """The parameters, and what is made of them, that no mark says anything of."""
+        bound = {v for v in self.fixed if v in self.folded.standing}
+        for step in self.folded.steps:
+            if {v for v in step.inputs if v is not None} & bound:
+                bound.update(v for v in step.outputs if v in self.folded.standing)
+        return self.folded.standing - bound
+
+    def _led(self) -> frozenset[int]:
+        """The classes that go, element by element, into products with parameters without marks.
+
+        Not those that meet a marked one, too: its mark says how they are cut.
+        """
+        found: set[int] = set()
+        marked: set[int] = set()
+        for step in reversed(self.folded.steps):
+            sides = [
+                (v, dims) for v, dims in zip(step.inputs, step.bound.inputs, strict=True) if v is not None and dims
+            ]
+            kept = {f for dim in step.bound.outputs[0] for f in dim}
+            for v, dims in sides:
+                if kept.issuperset(f for dim in dims for f in dim):  # nothing is summed: an element goes into elements
+                    found.update([v] if found & {*step.outputs} else [])
+                    marked.update([v] if marked & {*step.outputs} else [])
+                summed = {f for dim in dims for f in dim if step.bound.after(f, 0) == "sum"}
+                met = [w for w, own in sides if w != v and summed & {f for dim in own for f in dim}]
+                if v not in self.folded.standing and not self.folded.standing.isdisjoint(met):
+                    (found if self.free.issuperset(met) else marked).add(v)
+        return frozenset(found - marked)
 
     # ------------------------------------------------------------ states
 
@@ -294,8 +327,9 @@ class _Axis:
         for i, a in enumerate(sources):
             for j, b in enumerate(targets):
                 moved = price(a, b, nbytes, self.k, differentiable=differentiable)
-                if swaps(a, b) and not self.rates.swaps:
-                    moved *= self.k
+                if self.rates.follow and a.kind == "cut" and a != b:
+                    moved *= self.k if b.kind == "cut" else 1
+                    moved += self.rates.follow * nbytes * (v in self.led)
                 if v in self.folded.standing:
                     moved *= self.rates.summed
                 if v in self.folded.standing and a != b and "cut" in (a.kind, b.kind):

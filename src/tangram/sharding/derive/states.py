@@ -84,8 +84,3 @@ def price(source: State, target: State, nbytes: float, k: int, *, differentiable
     if found is None:
         return float("inf")
     return received(found.forward, nbytes, k) + (received(found.backward, nbytes, k) if differentiable else 0.0)
-
-
-def swaps(source: State, target: State) -> bool:
-    """Whether a step changes the dim that is cut: an all-to-all."""
-    return source.kind == "cut" == target.kind and source != target

@@ -1,0 +1,50 @@
+"""Where transformers publishes a plan, the derivation cuts the same parameters the same way, at the published sizes."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from tangram.layout import Mesh
+from tangram.models.capture import capture
+from tangram.models.costs import block_names
+from tangram.models.fold import folded
+from tangram.models.named import named_config, on_meta, token_inputs
+from tangram.sharding.derive.derive import derive
+from tangram.sharding.derive.layouts import value_layout
+from tangram.sharding.derive.marks import marks_of
+
+DIM = {"colwise": 0, "rowwise": 1, "grouped_gemm": 0, "replicated_with_grad_allreduce": None}
+"""The dim of a weight that a style cuts; None: whole."""
+LAYERS = {"deepseek_v3": 4}
+"""Three are dense."""
+
+
+def published(kind: str) -> dict[str, str]:
+    """By pattern, the style: of the experts that of the expert-parallel plan, for these are the marks that we have."""
+    config: Any = AutoConfig.for_model(kind)
+    tensor, expert = (getattr(config, name, None) or {} for name in ("base_model_tp_plan", "base_model_ep_plan"))
+    plan = {name: style for name, style in {**tensor, **expert}.items() if style in DIM}
+    return {f"model.{name}": style for name, style in plan.items()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_the_parameters_are_cut_as_published(kind: str) -> None:
+    fields = {"num_hidden_layers": str(LAYERS.get(kind, 2))}
+    model = on_meta(named_config(kind, fields))
+    graph = folded(capture(model, token_inputs(4, 1024)), block_names(model))
+    found = derive(graph, marks_of(kind) or [], Mesh.parse("tp=2"))
+    plan = published(kind)
+    compared: set[str] = set()
+    for v, value in graph.of_kind("parameter"):
+        module = value.name.removesuffix(".weight")
+        styles = [style for pattern, style in plan.items() if fnmatch.fnmatchcase(module, pattern)]
+        if styles and not value.name.endswith("_bias"):  # of experts: without a mark, and small
+            cut = [d for d, dim in enumerate(value_layout(found, v).dims) if dim.axes]
+            dim = DIM[styles[-1]]
+            assert cut == ([] if dim is None else [dim]), f"{value.name} is published as {styles[-1]}"
+            compared.add(styles[-1])
+    assert compared >= {"colwise", "rowwise"} or compared == {"grouped_gemm"}
