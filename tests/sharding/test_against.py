@@ -211,6 +211,7 @@ def test_planted_cases_get_the_verdict_that_they_deserve(outcomes: dict[str, Out
     assert unknown.got.startswith("plain torch raises RuntimeError: mat1 and mat2")
 
 
+@pytest.mark.slow
 def test_a_hang_costs_no_other_case_and_leaves_no_process() -> None:
     before = children()
     hang = planted(wait_of_one_rank, limit=5)

@@ -82,6 +82,7 @@ def test_a_wrong_rule_is_seen_from_above() -> None:
     assert not torch.equal(together(torch.cumsum(simulated("a/x", x, world), 0)), torch.cumsum(x, 0))
 
 
+@pytest.mark.slow
 def test_the_command_sweeps_entries(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("expecttest")
     assert main(["shard", "sweep", "softmax", "matmul"]) == 0
