@@ -23,7 +23,7 @@ from tangram.sharding import cost
 from tangram.sharding.derive.folding import Folded, Step, fold
 from tangram.sharding.derive.marks import Mark, matched, states
 from tangram.sharding.derive.moves import Label, Move, label_of, labels, legal, moves, place_of
-from tangram.sharding.derive.solve import Costs, least
+from tangram.sharding.derive.solve import Costs, Name, least
 from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, price
 from tangram.sharding.derive.states import cut as cut_state
 from tangram.sharding.table import Table, builtin
@@ -31,6 +31,14 @@ from tangram.sharding.table import Table, builtin
 _NEVER = float("inf")
 _SPARED = 1e-3
 """What a byte of a parameter costs that every rank keeps, in bytes that are received: only so that ties are cut."""
+
+
+class ConflictError(UserError):
+    """Marks that no layouts fit, over `axis`; `derive.conflicts` looks for what would work."""
+
+    def __init__(self, said: str, axis: str) -> None:
+        super().__init__(said)
+        self.axis = axis
 
 
 @dataclass(frozen=True)
@@ -84,17 +92,17 @@ def derive(
     Raises UserError for a mark that names nothing, marks that contradict each other, and operators without a rule.
     """
     folded = fold(graph, table or builtin())
-    wanted = _wanted(folded, marks, mesh)
+    wanted = fixed_by(folded, marks, mesh)
     named = {axis for own in wanted.values() for axis, state in own.items() if state != SAME}
     done: list[Over] = []
     for axis, (k, _) in mesh.axes.items():
         if k > 1 and axis in named:
             fixed = {v: own[axis] for v, own in wanted.items() if axis in own}
-            done.append(_Axis(folded, axis, k, done, fixed, rates or Rates()).solved())
+            done.append(Problem(folded, axis, k, done, fixed, rates or Rates()).solved())
     return Derived(folded, mesh, tuple(marks), tuple(done))
 
 
-def _wanted(folded: Folded, marks: Sequence[Mark], mesh: Mesh) -> dict[int, dict[str, State]]:
+def fixed_by(folded: Folded, marks: Sequence[Mark], mesh: Mesh) -> dict[int, dict[str, State]]:
     """By class and axis, the states that marks fix."""
     graph = folded.graph
     found: dict[int, dict[str, State]] = {}
@@ -107,7 +115,8 @@ def _wanted(folded: Folded, marks: Sequence[Mark], mesh: Mesh) -> dict[int, dict
                 _refuse_uneven(graph.values[v].shape, state, mesh.axes[axis][0], name, mark)
                 if own.setdefault(axis, state) != state:
                     other = by[folded.classes[v], axis]
-                    raise UserError(f"the marks `{other}` and `{mark}` contradict each other on {name} over {axis}")
+                    said = f"the marks `{other}` and `{mark}` contradict each other on {name} over {axis}"
+                    raise ConflictError(said, axis)
                 by[folded.classes[v], axis] = str(mark)
     for v, own in found.items():
         if graph.values[v].kind == "parameter":
@@ -121,19 +130,29 @@ def _refuse_uneven(shape: Sequence[int], state: State, k: int, name: str, mark: 
         raise UserError(f"the mark `{mark}` cuts {n} of {name} into {k} parts that are not even")
 
 
-class _Axis:
-    """The problem of one axis."""
+class Problem:
+    """The problem of one axis. `opened`: a class that may lie otherwise than its mark says, at the same prices."""
 
     def __init__(
-        self, folded: Folded, axis: str, k: int, done: Sequence[Over], fixed: Mapping[int, State], rates: Rates
+        self,
+        folded: Folded,
+        axis: str,
+        k: int,
+        done: Sequence[Over],
+        fixed: Mapping[int, State],
+        rates: Rates,
+        opened: int | None = None,
     ) -> None:
         self.folded, self.axis, self.k, self.done, self.fixed, self.rates = folded, axis, k, done, fixed, rates
+        self.opened = opened
         self.given_back = {folded.classes[v] for v in folded.graph.outputs.values()}
         self.free = self._free()
         self.led = self._led()
         self.states = self._all_states()
         self.moves = {step.number: self._moves(step) for step in folded.steps}
         self.used = {v: self._used_states(v) for v in self._values()}
+        made = {v for step in folded.steps for v in step.outputs}
+        self.lying = {v: self._lying_states(v) for v in self.used if v not in made}
 
     def _values(self) -> list[int]:
         found = {v for step in self.folded.steps for v in (*step.inputs, *step.outputs) if v is not None}
@@ -240,26 +259,33 @@ class _Axis:
 
     def _used_states(self, v: int) -> tuple[State, ...]:
         """What a tensor may be brought to, once for all that take it."""
+        bound = v in self.fixed and v != self.opened
         if v in self.given_back:
-            return (SAME, *self.states[v]) if v not in self.fixed else (self.fixed[v],)
-        if v in self.fixed:
+            return (self.fixed[v],) if bound else (SAME, *self.states[v])
+        if bound:
             return (self.fixed[v],) if self.fixed[v].kind == "cut" or self.fixed[v] == SUM else (SAME, SEVERAL)
         return (SAME, SEVERAL, SUM, *self.states[v])
 
     # ------------------------------------------------------------ costs
 
     def solved(self) -> Over:
-        """The cheapest states and moves."""
+        """The cheapest states and moves. Raises ConflictError where no states fit the marks."""
+        costs = self.costs()
+        best = least(costs)
+        if not np.isfinite(costs.of(best)):
+            raise ConflictError(f"no layout over {self.axis} fits the marks: they contradict each other", self.axis)
+        return self.over(best)
+
+    def costs(self) -> Costs:
+        """What is to be made small: `("used", v)`, `("lies", v)` choose of states, `("move", n)` of moves."""
         costs = Costs()
-        made = {v for step in self.folded.steps for v in step.outputs}
-        lying = {v: self._lying_states(v) for v in self.used if v not in made}
-        for v, own in lying.items():
+        for v, own in self.lying.items():
             costs.variable(("lies", v), [self._kept(v, state) for state in own])
         for v, own in self.used.items():
             costs.variable(("used", v), [0.0] * len(own))
         for step in self.folded.steps:
             costs.variable(("move", step.number), [self._work(step, move) for move in self.moves[step.number]])
-        for v, own in lying.items():
+        for v, own in self.lying.items():
             costs.pair(("lies", v), ("used", v), self._table(v, own, self.used[v], lies=True))
         for step in self.folded.steps:
             name, some = ("move", step.number), self.moves[step.number]
@@ -271,16 +297,17 @@ class _Axis:
                 if v is not None and None not in needed:
                     table = self._table(v, self.used[v], [state for state in needed if state is not None])
                     costs.pair(("used", v), name, table * step.times)
-        best = least(costs)
-        if not np.isfinite(costs.of(best)):
-            raise UserError(f"no layout over {self.axis} fits the marks: they contradict each other")
+        return costs
+
+    def over(self, best: Mapping[Name, int]) -> Over:
+        """What a choice means."""
         chosen = {step.number: self.moves[step.number][best["move", step.number]] for step in self.folded.steps}
         used = {v: own[best["used", v]] for v, own in self.used.items()}
-        lies = {v: own[best["lies", v]] for v, own in lying.items()}
+        lies = {v: own[best["lies", v]] for v, own in self.lying.items()}
         return Over(self.axis, self.k, lies, used, chosen)
 
     def _lying_states(self, v: int) -> tuple[State, ...]:
-        return (self.fixed[v],) if v in self.fixed else (SAME, *self.states[v])
+        return (self.fixed[v],) if v in self.fixed and v != self.opened else (SAME, *self.states[v])
 
     def _kept(self, v: int, state: State) -> float:
         share = 1.0 if state.kind != "cut" else 1 / self.k
