@@ -210,3 +210,23 @@ def test_layers_that_differ_are_of_different_kinds() -> None:
     assert [block.kind for block in graph.blocks] == [0, 0, 1, 0]
     assert [len(block.takes) for block in graph.blocks] == [3] * 4
     assert {*graph.blocks[1].takes} & {*graph.blocks[0].gives}
+
+
+def test_every_operator_belongs_to_a_call_of_a_run() -> None:
+    graph = capture(*language("qwen3"))
+    inside = [i for call in graph.calls for i in range(call.first, call.stop)]
+    assert sorted(inside) == [i for i, node in enumerate(graph.nodes) if not node.backward]
+    for call in graph.calls:
+        run = graph.runs[call.run]
+        assert run.first <= call.first < call.stop <= run.stop
+        assert all(graph.nodes[i].module == run.module for i in range(call.first, call.stop))
+    keys = [(call.run, call.line, call.function, call.turn) for call in graph.calls]
+    assert len(keys) == len({*keys})
+
+
+def test_runs_say_what_modules_take_and_give() -> None:
+    graph = capture(*language("qwen3"))
+    first = next(run for run in graph.runs if run.module == "model.layers.0.self_attn")
+    assert graph.runs[first.parent or 0].module == "model.layers.0"
+    assert first.gives[0] == graph.results["model.layers.0.self_attn"]
+    assert graph.results["model.layers.0.input_layernorm"] in first.takes

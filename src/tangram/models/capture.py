@@ -15,14 +15,12 @@ with its line; with `dynamic` sizes, flow that looks at them fixes them.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -34,12 +32,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
+from tangram.models.called import Log, caller, line_of, short
 from tangram.models.graph import Graph, Kind, Node, Ref, Size, Value, refs
 from tangram.models.overwrites import BACK
 from tangram.models.twin import fake_twin
 
-_TORCH = str(Path(torch.__file__).parent)
-_HERE = __file__
 _GROUPED = torch.ops.aten._grouped_mm.default
 _ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh"})
 """Give what they take: no operators of the graph, but where a gradient ends."""
@@ -133,7 +130,7 @@ class _Recorder(TorchDispatchMode):
         """Of a view: the value that it is one of, and the node that made it."""
         self._bearers: dict[int, list[Tensor]] = {}
         """By number, the tensors that bear it: torch makes new ones for the same elements."""
-        self._modules: list[str] = []
+        self._log = Log(lambda tensor: self._numbers.get(id(tensor)), lambda: len(self._nodes))
         self._of_sequence: dict[int, int] = {}
         self._constants: dict[str, Tensor] = {}
         self._differentiable: set[int] = set()
@@ -156,12 +153,13 @@ class _Recorder(TorchDispatchMode):
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         with ExitStack() as stack:
             for name, module in cast("Iterable[tuple[str, nn.Module]]", self._model.named_modules()):
-                stack.callback(module.register_forward_pre_hook(self._enter(name)).remove)
+                stack.callback(module.register_forward_pre_hook(self._enter(name), with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(self._leave(name), always_call=True).remove)
             stack.enter_context(fake)
             stack.enter_context(self)
             stack.enter_context(torch.enable_grad())
-            output = self._model(**self._given)
+            with self._log:
+                output = self._model(**self._given)
             results = _named_results(output)
             found: Sequence[Tensor | None] = ()
             if loss is not None:
@@ -175,17 +173,26 @@ class _Recorder(TorchDispatchMode):
         gradients = {name: self._number(g) for name, g in pairs if g is not None}
         outputs = {name: self._taken(x).value for name, x in results.items()}
         values = [replace(value, differentiable=i in self._differentiable) for i, value in enumerate(self._values)]
-        return Graph(tuple(values), tuple(self._nodes), outputs, gradients, self._results, self._constants)
+        return Graph(
+            tuple(values),
+            tuple(self._nodes),
+            outputs,
+            gradients,
+            self._results,
+            self._constants,
+            runs=tuple(self._log.runs),
+            calls=tuple(self._log.calls),
+        )
 
     def _enter(self, name: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._modules.append(name)
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._log.enter(name, args, kwargs)
 
         return enter
 
     def _leave(self, name: str) -> Callable[..., None]:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
-            self._modules.pop()
+            self._log.leave(output)
             first = next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
             if first is not None:  # of a module that is called twice, the last
                 self._results[name] = self._number(first)
@@ -209,11 +216,10 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def _write(self, func: OpOverload, arguments: Mapping[str, Any], found: Any) -> None:
-        frame = _frame(sys._getframe(2))  # pyright: ignore[reportPrivateUsage]
-        source = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+        source = line_of(caller(sys._getframe(2)))  # pyright: ignore[reportPrivateUsage]
         taken = self._arguments = tree_map(self._taken, dict(arguments))
         at = len(self._nodes)
-        module, of = (self._modules[-1] if self._modules else ""), None
+        module, of = self._log.module, None
         if self._backward:
             node = cast(Any, torch)._C._current_autograd_node()
             of = None if node is None else self._of_sequence.get(node._sequence_nr())
@@ -356,25 +362,13 @@ def _named_results(output: Any) -> dict[str, Tensor]:
     return {f"output{i}": x for i, x in enumerate(leaves)}
 
 
-def _frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_filename == _HERE):
-        frame = frame.f_back
-    return frame
-
-
-def _short(file: str) -> str:
-    """A path from its package on: `transformers/models/llama/modeling_llama.py`."""
-    return re.sub(r"^.*/(site|dist)-packages/", "", file)
-
-
 def _why(error: Exception, model: str) -> str:
     """What went wrong, and in which line of the model."""
     place, trace = "", error.__traceback__
     while trace is not None:
         step: TracebackType = trace
-        file = step.tb_frame.f_code.co_filename
-        if not file.startswith(_TORCH) and file != _HERE:
-            place = f"{_short(file)}:{step.tb_lineno}"
+        if caller(step.tb_frame) is step.tb_frame:
+            place = f"{short(step.tb_frame.f_code.co_filename)}:{step.tb_lineno}"
         trace = step.tb_next
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__ or "item()" in text:

@@ -98,6 +98,46 @@ class Node:
         return tuple(refs(self.arguments))
 
 
+Leaves = tuple[int | None, ...]
+"""Of what a function is given or gives, flattened as torch's pytrees are: the value of each tensor, None for others."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One time that the forward of a module ran."""
+
+    module: str
+    turn: int
+    """How often the module had run before."""
+    parent: int | None
+    """The run whose code called it."""
+    takes: Leaves
+    """Of its arguments, positional and by keyword: `(args, kwargs)`."""
+    gives: Leaves
+    first: int
+    stop: int
+    """The nodes, with those of the modules inside."""
+
+
+@dataclass(frozen=True)
+class Called:
+    """A function of torch that the code of a module called, as `F.linear` or `x.view`; some operators ran in it."""
+
+    run: int
+    """The run of the module whose code called it."""
+    line: str
+    """`file:line`"""
+    function: str
+    turn: int
+    """How often the run had called this function in this line before."""
+    takes: Leaves
+    """Of its arguments: `(args, kwargs)`."""
+    gives: Leaves
+    first: int
+    stop: int
+    """The nodes."""
+
+
 @dataclass(frozen=True)
 class Block:
     """Nodes of one layer: `first` up to and without `stop`."""
@@ -128,6 +168,10 @@ class Graph:
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Tensors of numbers that stand in the model's code, by the name of their value, which is a buffer."""
     blocks: tuple[Block, ...] = ()
+    runs: tuple[Run, ...] = ()
+    """Of modules in the forward, in the order in which they began."""
+    calls: tuple[Called, ...] = ()
+    """In the forward, in the order in which they began."""
 
     def of_kind(self, *kinds: Kind) -> Iterator[tuple[int, Value]]:
         """The values of some kinds, with their numbers."""

@@ -3,10 +3,10 @@
     model.layers.*.self_attn.q_proj.weight    (heads/tp d) h
     model.layers.*                            b s/tp h
 
-A name is that of a parameter, of a buffer or an input, or of a module, for the first tensor that it gives; `*` stands
-for any characters, `{a,b}` for either. A mark binds the axes that it names, on every tensor that it matches; one that
-names no axis says that they are whole, over every axis. Over axes that none of its marks names a parameter is whole,
-and another tensor is free.
+A name is that of a parameter, of a buffer or an input, of a module, for the first tensor that it gives, or of a result
+of the model, as `logits`; `*` stands for any characters, `{a,b}` for either. A mark binds the axes that it names, on
+every tensor that it matches; one that names no axis says that they are whole, over every axis. Over axes that none of
+its marks names a parameter is whole, and another tensor is free.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def matched(graph: Graph, mark: Mark) -> dict[str, int]:
     """The tensors that a mark names. Raises UserError where there are none, or not all have the same number of dims."""
     named = {value.name: i for i, value in graph.of_kind("parameter", "buffer", "input")}
     patterns = [*_alternatives(mark.pattern)]
-    known = {**{name: v for name, v in graph.results.items() if name}, **named}
+    known = {**graph.outputs, **{name: v for name, v in graph.results.items() if name}, **named}
     found = {name: v for name, v in known.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns)}
     if any("*" in p for p in patterns):  # `layers.*` are the layers, and not what is inside them
         depth = {p.count(".") for p in patterns if p.endswith("*")}

@@ -1,0 +1,99 @@
+"""What stands between a model's code and its operators: the runs of its modules, and the functions of torch they call.
+
+Capture writes both down, so that what is to happen to a tensor can be said at the border of a module, or around a
+function that its code calls, where a runtime can do it while the code itself stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.models.graph import Called, Leaves, Run
+
+_TORCH = str(Path(torch.__file__).parent)
+_MODELS = str(Path(__file__).parent)
+GETTERS = frozenset({"__get__", "__set__", "__delete__"})
+"""Of attributes, as `x.shape`: they run no operators that are worth an entry."""
+
+
+def caller(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that is neither torch's nor of this room."""
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _MODELS)):
+        frame = frame.f_back
+    return frame
+
+
+def line_of(frame: FrameType | None) -> str:
+    """`file:line`, the file from its package on: `transformers/models/llama/modeling_llama.py:120`."""
+    return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+
+
+def short(file: str) -> str:
+    """A path from its package on."""
+    return re.sub(r"^.*/(site|dist)-packages/", "", file)
+
+
+class Log(TorchFunctionMode):
+    """Writes down runs and calls while a capture records nodes.
+
+    `value_of`: the number of a tensor, None for one that is not known; `now`: how many nodes there are.
+    """
+
+    def __init__(self, value_of: Callable[[Tensor], int | None], now: Callable[[], int]) -> None:
+        super().__init__()
+        self._value_of, self._now = value_of, now
+        self.runs: list[Run] = []
+        self.calls: list[Called] = []
+        self._open: list[int] = []
+        self._turns: Counter[Any] = Counter()
+
+    @property
+    def module(self) -> str:
+        """The innermost module that runs."""
+        return self.runs[self._open[-1]].module if self._open else ""
+
+    def enter(self, module: str, args: Any, kwargs: Any) -> None:
+        """A module begins to run."""
+        parent = self._open[-1] if self._open else None
+        turn = self._turns[module]
+        self._turns[module] += 1
+        self._open.append(len(self.runs))
+        self.runs.append(Run(module, turn, parent, self._leaves((args, kwargs)), (), self._now(), self._now()))
+
+    def leave(self, output: Any) -> None:
+        """The innermost module has run."""
+        at = self._open.pop()
+        self.runs[at] = replace(self.runs[at], gives=self._leaves(output), stop=self._now())
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = {**(kwargs or {})}
+        name = getattr(func, "__name__", str(func))
+        if name in GETTERS or not self._open:
+            return func(*args, **given)
+        first, run = self._now(), self._open[-1]
+        takes = self._leaves((args, given))
+        found = func(*args, **given)
+        if self._now() > first:
+            line = line_of(caller(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage]
+            key = run, line, name
+            self.calls.append(Called(*key, self._turns[key], takes, self._leaves(found), first, self._now()))
+            self._turns[key] += 1
+        return found
+
+    def _leaves(self, tree: Any) -> Leaves:
+        leaves: list[Any] = tree_leaves(tree)
+        return tuple(self._value_of(x) if isinstance(x, Tensor) else None for x in leaves)
