@@ -1,0 +1,277 @@
+"""One collective that brings a tensor from one way to lie over the ranks of a group to another, and its gradient back.
+
+    same      every rank has all of it, and all compute the same with it: the gradient is whole on every rank
+    several   every rank has all of it, and each computes something of its own: gradients are to be summed
+    sum       each rank has a summand; the gradient of a sum is `several`
+    cut       each rank has a part of a dim, and that part's gradient
+
+`several` and `sum` are duals, the others their own: the backward of a step from a to b is the step from b's dual to
+a's. So the table has one column, a backward is a `move` like any other, and gradients of gradients need nothing more.
+
+Tensors are plain local ones, groups are given, and nothing is asked of the other ranks beforehand: all call it alike,
+with tensors of one shape. The trade-off: cuts are even. For others there is `tangram.relayout.exchange`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tangram.relayout.errors import RelayoutError
+
+ALL_TO_ALL, ALL_GATHER, ALL_REDUCE = "all-to-all", "all-gather", "all-reduce"
+REDUCE_SCATTER, SLICE, ZERO = "reduce-scatter", "slice", "zero"
+
+
+class Place(NamedTuple):
+    """How a tensor lies over the ranks of a group. Any tuple of this form is taken for one."""
+
+    kind: str
+    """"same", "several", "sum" or "cut"."""
+    dim: int = -1
+    """Of a cut: the dim, from 0."""
+    outer: int = 1
+    """Of a cut: how many blocks of the dim, as it lies on these ranks, are cut each by itself; 1: the dim itself."""
+
+    def __str__(self) -> str:
+        return self.kind if self.kind != "cut" else f"cut {self.dim}" + (f" in {self.outer}" if self.outer > 1 else "")
+
+
+DUALS = {"same": "same", "several": "sum", "sum": "several", "cut": "cut"}
+"""How the gradient lies of what lies so."""
+
+WAYS: dict[tuple[str, str], str] = {
+    ("same", "several"): "",
+    ("same", "cut"): SLICE,
+    ("same", "sum"): ZERO,
+    ("several", "same"): "",
+    ("several", "cut"): SLICE,
+    ("several", "sum"): ZERO,
+    ("cut", "same"): ALL_GATHER,
+    ("cut", "several"): ALL_GATHER,
+    ("cut", "cut"): ALL_TO_ALL,
+    ("cut", "sum"): ZERO,
+    ("sum", "same"): ALL_REDUCE,
+    ("sum", "several"): ALL_REDUCE,
+    ("sum", "cut"): REDUCE_SCATTER,
+}
+"""From one kind to another: what is done with the tensor. `zero`: the first rank keeps it, the others have zeros; of a
+cut every rank keeps its part among zeros."""
+
+
+def dual(place: tuple[str, int, int]) -> Place:
+    """How the gradient lies of a tensor that lies so."""
+    kind, dim, outer = place
+    return Place(DUALS[kind], dim, outer)
+
+
+def way(source: tuple[str, int, int], target: tuple[str, int, int]) -> tuple[str, str]:
+    """What `move` does with a tensor, and with its gradient on the way back; "" where nothing is sent or changed."""
+    if tuple(source) == tuple(target):
+        return "", ""
+    return WAYS[source[0], target[0]], WAYS[DUALS[target[0]], DUALS[source[0]]]
+
+
+def move(
+    x: Tensor,
+    source: tuple[str, int, int],
+    target: tuple[str, int, int],
+    group: dist.ProcessGroup,
+    *,
+    differentiable: bool = True,
+) -> Tensor:
+    """What this rank has of `x` where it lies as `target`, given what it has where it lies as `source`.
+
+    All ranks of the group call it; parts of cuts are in the order of its ranks. A part has storage of its own, however
+    small, so that it keeps no whole tensor alive; where nothing changes the result is `x` or a view of it (and may then
+    not be changed in place while it has a gradient). With `differentiable` false the result has no gradient.
+
+    Sums of booleans are "or"; those of other dtypes are taken in the dtype of `x`.
+
+    Raises RelayoutError for a cut into parts that are not even, of a dim that `x` lacks, or an unknown kind.
+    """
+    k = dist.get_world_size(group)
+    source, target = Place(*source), Place(*target)
+    shape = _whole_shape(x, source, k)
+    _refuse(shape, source, k)
+    _refuse(shape, target, k)
+    if source == target or k == 1:
+        return x
+    if not differentiable:
+        with torch.no_grad():
+            return _moved(x.detach(), source, target, group)
+    return cast(Tensor, _Move.apply(x, source, target, group))
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Place, target: Place, group: dist.ProcessGroup) -> Tensor:
+        ctx.back = dual(target), dual(source), group
+        return _moved(x, source, target, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        return _Move.apply(gradient, *ctx.back), None, None, None
+
+
+def _moved(x: Tensor, source: Place, target: Place, group: dist.ProcessGroup) -> Tensor:
+    k, me = dist.get_world_size(group), dist.get_rank(group)
+    what = WAYS[source.kind, target.kind]
+    if what == ALL_GATHER:
+        return joined(gathered(x, group), source.dim, source.outer)
+    if what == SLICE:
+        return parted(x, target.dim, target.outer, k)[me].clone(memory_format=torch.contiguous_format)
+    if what == ALL_REDUCE:
+        return summed(x, group)
+    if what == REDUCE_SCATTER:
+        return summed_parts(parted(x, target.dim, target.outer, k), group)
+    if what == ALL_TO_ALL:
+        if source.dim == target.dim:
+            return _recut(x, source, target.outer, group)
+        return joined(swapped(parted(x, target.dim, target.outer, k), group), source.dim, source.outer)
+    if what == ZERO:
+        if source.kind == "cut":
+            parts = x.new_zeros(k, *x.shape)
+            parts[me] = x
+            return joined(parts, source.dim, source.outer)
+        return x.view_as(x) if me == 0 else torch.zeros_like(x)
+    return x.view_as(x)
+
+
+# ---------------------------------------------------------------- parts
+
+
+def parted(x: Tensor, dim: int, outer: int, k: int) -> Tensor:
+    """The k parts of a dim, stacked in front: a view if it can be one. Of each of `outer` blocks a part has as much."""
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    inner = x.shape[dim] // (outer * k)
+    blocks = x.reshape(*before, outer, k, inner, *after).movedim(dim + 1, 0)
+    return blocks.reshape(k, *before, outer * inner, *after) if outer > 1 else blocks.select(dim + 1, 0)
+
+
+def joined(parts: Tensor, dim: int, outer: int) -> Tensor:
+    """The inverse of `parted`; contiguous."""
+    k, n = parts.shape[0], parts.shape[dim + 1]
+    before, after = parts.shape[1 : dim + 1], parts.shape[dim + 2 :]
+    blocks = parts.reshape(k, *before, outer, n // outer, *after).movedim(0, dim + 1)
+    return blocks.reshape(*before, k * n, *after).contiguous()
+
+
+def _recut(x: Tensor, source: Place, outer: int, group: dist.ProcessGroup) -> Tensor:
+    """From parts of `source.outer` blocks of a dim to parts of `outer` blocks of it: what two ranks share is uneven."""
+    dim, k, me = source.dim, dist.get_world_size(group), dist.get_rank(group)
+    n = x.shape[dim]
+    mine = _shared(n * k, source.outer, outer, k, me)
+    theirs = _shared(n * k, outer, source.outer, k, me)
+    rows = x.movedim(dim, 0)
+    sent = rows[torch.cat(mine).to(x.device)].contiguous()
+    width = math.prod(sent.shape[1:])
+    found = torch.empty_like(sent)
+    sizes = [len(own) * width for own in mine], [len(own) * width for own in theirs]
+    dist.all_to_all_single(_wire(found), _wire(sent), *_lengths(sizes, x.dtype), group=group)
+    return found[torch.cat(theirs).argsort().to(x.device)].movedim(0, dim).contiguous()
+
+
+@cache
+def _shared(n: int, held: int, wanted: int, k: int, me: int) -> list[Tensor]:
+    """What rank `me` has where `held` blocks are cut, by who has it where `wanted` blocks are; numbers of its own."""
+    at = torch.arange(n).view(held, k, -1)[:, me].flatten()
+    inner = n // (wanted * k)
+    return [(at // inner % k == other).nonzero().flatten() for other in range(k)]
+
+
+# ---------------------------------------------------------------- what is sent
+
+_ADDED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.bool: torch.uint8}
+"""What dtypes are added as that gloo does not add, or not as we do."""
+_SENT = frozenset(
+    {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+"""The dtypes that every backend sends as they are; others go as bytes."""
+
+
+# torch 2.13 gave them other names, and warns of these.
+_NAMES = ("all_gather_single", "reduce_scatter_single")
+_OLD = ("all_gather_into_tensor", "reduce_scatter_tensor")
+_all_gather, _reduce_scatter = [getattr(dist, name) for name in (_NAMES if hasattr(dist, _NAMES[0]) else _OLD)]
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What all ranks have, stacked in their order."""
+    x = x.contiguous()
+    out = x.new_empty(dist.get_world_size(group), *x.shape)
+    _all_gather(_wire(out), _wire(x), group=group)
+    return out
+
+
+def swapped(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What all ranks have for this one, given what this one has for all, stacked in their order."""
+    parts = parts.contiguous()
+    out = torch.empty_like(parts)
+    dist.all_to_all_single(_wire(out), _wire(parts), group=group)
+    return out
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of what all ranks have."""
+    out = x.to(_ADDED.get(x.dtype, x.dtype)).clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, _sum(x.dtype), group=group)
+    return out.to(x.dtype)
+
+
+def summed_parts(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of what all ranks have for this one, given what this one has for all, stacked in their order."""
+    added = parts.to(_ADDED.get(parts.dtype, parts.dtype)).contiguous()
+    out = torch.empty_like(added[0])
+    _reduce_scatter(out.view(-1), added.view(-1), _sum(parts.dtype), group=group)
+    return out.to(parts.dtype)
+
+
+def _sum(dtype: torch.dtype) -> Any:
+    return dist.ReduceOp.MAX if dtype == torch.bool else dist.ReduceOp.SUM
+
+
+def _wire(x: Tensor) -> Tensor:
+    """The same memory, flat and as backends take it. `x` is contiguous."""
+    return x.view(-1) if x.dtype in _SENT else x.view(-1).view(torch.uint8)
+
+
+def _lengths(sizes: Sequence[list[int]], dtype: torch.dtype) -> tuple[list[int], list[int]]:
+    """Elements to send to each rank, as those to receive and those to send, in what is on the wire."""
+    wide = 1 if dtype in _SENT else dtype.itemsize
+    sent, received = sizes
+    return [n * wide for n in received], [n * wide for n in sent]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def _whole_shape(x: Tensor, source: Place, k: int) -> tuple[int, ...]:
+    """The shape of what the ranks have together."""
+    shape = list(x.shape)
+    if source.kind == "cut" and 0 <= source.dim < x.dim():
+        shape[source.dim] *= k
+    return tuple(shape)
+
+
+def _refuse(shape: tuple[int, ...], place: Place, k: int) -> None:
+    if place.kind not in DUALS:
+        raise RelayoutError(f"a tensor lies as same, several, sum or cut, and not as {place.kind!r}")
+    if place.kind != "cut":
+        return
+    if not 0 <= place.dim < len(shape):
+        raise RelayoutError(f"a tensor of shape {shape} has no dim {place.dim} to cut")
+    parts = place.outer * k
+    if place.outer < 1:
+        raise RelayoutError(f"a dim is cut in one block or in several, and not in {place.outer}")
+    if shape[place.dim] % parts:
+        blocks = f"{place.outer} blocks of " if place.outer > 1 else ""
+        even = f"{blocks}dim {place.dim} of {shape} cannot be cut into {k} even parts"
+        raise RelayoutError(f"{even}; pad the dim to a multiple of {parts}")

@@ -1,0 +1,52 @@
+"""One collective and its dual between every two ways to lie, on four real ranks, against one process."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.multiprocessing as mp
+
+from tangram.relayout.collectives import DUALS, WAYS, Place, dual, way
+from tests.relayout import collecting
+from tests.relayout.collecting import PLACES, RANKS, SCENES, play
+
+Played = Callable[[Callable[..., Any]], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """What each rank found in a scene."""
+    folder = tmp_path_factory.mktemp("collected")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: new imports would take longest
+        mp.start_processes(play, (str(folder), SCENES), nprocs=RANKS, start_method="fork")
+    return lambda scene: [json.loads((folder / f"{scene.__name__}-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("scene", [s for s in SCENES if s is not collecting.refused], ids=lambda s: s.__name__)
+def test_nothing_is_wrong(played: Played, scene: Callable[..., Any]) -> None:
+    assert played(scene) == [[]] * RANKS
+
+
+def test_refusals(played: Played) -> None:
+    sentences = [
+        "dim 0 of (7, 8) cannot be cut into 4 even parts; pad the dim to a multiple of 4",
+        "4 blocks of dim 1 of (7, 8) cannot be cut into 4 even parts; pad the dim to a multiple of 16",
+        "a tensor of shape (7, 8) has no dim -1 to cut",
+        "a tensor of shape (7, 8) has no dim 5 to cut",
+        "a tensor lies as same, several, sum or cut, and not as 'whole'",
+        "a dim is cut in one block or in several, and not in 0",
+    ]
+    assert played(collecting.refused) == [sentences] * RANKS
+
+
+def test_every_pair_has_a_way_and_its_dual_too() -> None:
+    for a in PLACES:
+        for b in PLACES:
+            assert way(a, b)[1] == way(dual(b), dual(a))[0]
+    assert {(a, b) for a in DUALS for b in DUALS if a != b or a == "cut"} == set(WAYS)
+    assert dual(dual(Place("sum"))) == Place("sum")
