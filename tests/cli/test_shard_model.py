@@ -52,3 +52,15 @@ def test_mistakes_are_one_sentence(words: tuple[str, ...], sentence: str, capsys
     error = said(capsys, *words, code=2)
     assert sentence in error
     assert error.count("\n") == 1
+
+
+def test_why(capsys: pytest.CaptureFixture[str]) -> None:
+    node = "model.layers.{0..1}.self_attn.o_proj.weight"
+    said_of = said(capsys, "qwen3", "--mesh", "tp=2", *SMALL, "--why", node)
+    lines = [" ".join(line.split()) for line in said_of.splitlines()]
+    assert lines[0] == f"{node}: 64 x 4096 as _ _/tp, one of 2 alike"
+    assert any("mm m k/tp, k/tp n -> m n sum:tp modeling_qwen3.py:" in line for line in lines)
+    assert any(line.startswith("tp _ _/tp as derived") for line in lines)
+    found = json.loads(said(capsys, "qwen3", "--mesh", "tp=2", *SMALL, "--why", node, "--json"))
+    assert found["chains"][0]["tensor"] == "model.layers.{0..1}.self_attn.q_proj.weight"
+    assert "the nearest is lm_head" in said(capsys, "qwen3", "--mesh", "tp=2", *SMALL, "--why", "lm_haed", code=2)

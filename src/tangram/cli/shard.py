@@ -56,12 +56,16 @@ def model(
     batch: Annotated[int, typer.Option(min=1, help="Samples.")] = 8,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 4096,
     change: Annotated[list[str] | None, typer.Option("--set", help="Change a field of the configuration.")] = None,
+    why: Annotated[
+        str | None,
+        typer.Option(metavar="NODE", help="Explain one tensor: a parameter, MODULE, MODULE:OPERATOR or file.py:LINE."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Derive the layout of every tensor of a model from marks on a few. (`model` may be left out.)"""
-    from tangram.cli.derive import derive_model
+    from tangram.cli.derive import Asked, derive_model
 
-    derive_model(name, mesh, mark or [], marks, batch, sequence, change or [], json)
+    derive_model(Asked(name, mesh, mark or (), marks, batch, sequence, change or (), why, json=json))
 
 
 @shard.command()

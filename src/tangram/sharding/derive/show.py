@@ -15,11 +15,11 @@ Row = tuple[str, ...]
 
 
 def short(layout: Layout) -> str:
-    """A layout without the sizes of dims that are not cut apart: `_/tp _` and not `_=4096/tp _=4096`."""
+    """A layout without the sizes of dims that are not cut apart: `_/tp (32 128/tp)` and not `_=4096/tp ...`."""
 
     def text(dim: Dim) -> str:
         if dim.terms:
-            return "(" + " ".join(text(x) for term in dim.terms for x in term) + ")" + _cuts(dim)
+            return "(" + " ".join(f"{x.n}{_cuts(x)}" for term in dim.terms for x in term) + ")" + _cuts(dim)
         return "_" + _cuts(dim)
 
     pending = "".join(f" {op}:{axis}" for op, axis in layout.pending)
@@ -71,12 +71,24 @@ def traffic(found: Derived) -> Iterator[Row]:
     """What moves: where, what is done forward and backward, over which axis, how often, and the bytes of a rank."""
     for one in moved(found):
         if one.nbytes:
-            ways = " / ".join(w if w in _PAID else "-" for w in (one.forward, one.backward))
             bytes_each = amount(one.forward_bytes + one.backward_bytes)
-            yield place(found, one), ways, one.axis, str(one.times), bytes_each, amount(one.nbytes)
+            yield (
+                place(found, one),
+                ways(one.forward, one.backward),
+                one.axis,
+                str(one.times),
+                bytes_each,
+                amount(one.nbytes),
+            )
 
 
 _PAID = frozenset({"all-gather", "all-reduce", "reduce-scatter", "all-to-all"})
+
+
+def ways(forward: str, backward: str) -> str:
+    """The collectives forward and backward, as `all-gather / reduce-scatter`; nothing where there is none."""
+    texts = [one if one in _PAID else "-" for one in (forward, backward)]
+    return " / ".join(texts) if set(texts) != {"-"} else ""
 
 
 def place(found: Derived, one: Moved) -> str:
