@@ -93,12 +93,51 @@ def test_the_command_sweeps_entries(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no entry no_such" in capsys.readouterr().err
 
 
-def test_what_computes_its_gradients_ahead_is_refused() -> None:
-    """By chunks, the loss keeps gradients of those tensors that ask for them as it runs: simulated ones do not."""
-    world = World(Mesh.parse("x=2"), builtin())
-    x, weight = torch.randn(8, 3).double(), torch.randn(5, 3).double()
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_what_computes_its_gradients_ahead_sees_that_they_are_wanted(reduction: str) -> None:
+    """By chunks, the loss keeps gradients of those tensors that ask for them as it runs."""
     options = pytest.importorskip("torch.nn.modules.linear_cross_entropy_options").LinearCrossEntropyOptions(
         batch_chunk_size=2
     )
-    with pytest.raises(UserError, match="computes gradients in its forward"):
-        F.linear_cross_entropy(simulated("b/x h", x, world), weight, torch.arange(8) % 5, options=options)
+    leaves = [torch.randn(8, 3).double().requires_grad_(), torch.randn(5, 3).double().requires_grad_()]
+    target = torch.arange(8) % 5
+    for layouts in (("b/x h", "v h"), ("b h/x", "v h/x"), ("b h", "v/x h")):
+        world = World(Mesh.parse("x=2"), builtin())
+        own = [simulated(layout, leaf, world) for layout, leaf in zip(layouts, leaves, strict=True)]
+        assert own[0].requires_grad
+        found = together(F.linear_cross_entropy(*own, target, reduction=reduction, options=options))
+        whole = F.linear_cross_entropy(*leaves, target, reduction=reduction, options=options)
+        assert torch.allclose(found, whole)
+        given = zip(*(torch.autograd.grad(loss.sum(), leaves) for loss in (found, whole)), strict=True)
+        assert all(torch.allclose(one, other) for one, other in given)
+    assert not simulated("b/x h", torch.ones(2, 3), world).requires_grad
+
+
+def test_functions_that_look_past_the_dispatcher() -> None:
+    world = World(Mesh.parse("x=2"), builtin())
+    table = torch.randn(10, 4).double().requires_grad_()
+    bags = torch.tensor([[1, 2], [4, 9], [0, 1]])
+    found = together(F.embedding_bag(bags, simulated("v d/x", table, world), mode="max"))
+    assert torch.equal(found, F.embedding_bag(bags, table, mode="max"))
+    cotangent = torch.randn(3, 4).double()
+    wanted = torch.autograd.grad(F.embedding_bag(bags, table, mode="max"), table, cotangent)
+    assert torch.equal(torch.autograd.grad(found, table, cotangent)[0], wanted[0]), "torch takes another operator then"
+    at, x = torch.tensor([2, 3, 7]), torch.arange(8.0)
+    parts = torch.tensor_split(simulated("a/x", x, world), simulated("a/x", at, world))
+    assert [together(part).tolist() for part in parts] == [part.tolist() for part in torch.tensor_split(x, at)]
+    assert together(simulated("a/x", x, world).tensor_split(tensor_indices_or_sections=at)[1]).tolist() == [2]
+
+
+def test_views_of_nothing() -> None:
+    world = World(Mesh.parse("x=2"), builtin())
+    own = simulated("a b/x", torch.ones(0, 8), world)
+    assert own[:, None, :].squeeze(1).shape == (0, 8)
+    assert F.adaptive_avg_pool1d(simulated("a b/x c", torch.ones(0, 8, 6), world), 3).shape == (0, 8, 3)
+
+
+def test_sparse_tensors_are_refused() -> None:
+    world = World(Mesh.parse("x=2"), builtin())
+    with pytest.raises(UserError, match="sparse_coo tensor cannot be cut"):
+        cut(torch.eye(4).to_sparse(), Layout.parse("a/x b").bind((4, 4)), world)
+    with pytest.raises(UserError, match="sparse_coo tensor cannot be cut"):
+        simulated("a/x b", torch.eye(4), world).to_sparse()

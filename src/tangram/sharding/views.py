@@ -83,7 +83,7 @@ def bind(call: Call, view: OpOverload) -> Bound:
     notes.append(("linear", ("0",)))
     if within:
         notes.append(("product", ("split_size", *map(_name, within))))
-    if "squeeze" in call.name and "un" not in call.name:
+    if "squeeze" in call.name and "un" not in call.name and math.prod(shape):  # of nothing, nothing is cut
         notes.append(("shape", ()))
     rule = Rule((call.name,), (Operand(()),), (Operand(()),), tuple(notes))
     made: list[Dims | None] = [_dims(inputs, kept), *(None for _ in call.tensors[1:])]

@@ -68,6 +68,24 @@ class Simulated(Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"Simulated({list(self.shape)}, {self.lies})"
 
+    @property
+    def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  (a plain attribute there)
+        """Whether the parts ask for a gradient: functions look, to compute one ahead or to take another way."""
+        return any(part.requires_grad for part in self.parts)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _READ_AS_LISTS:
+            args = [t.tolist() if i and isinstance(t, Simulated) else t for i, t in enumerate(args)]
+            kwargs = {k: t.tolist() if isinstance(t, Simulated) else t for k, t in (kwargs or {}).items()}
+        return cast(Any, super()).__torch_function__(func, types, tuple(args), dict(kwargs or {}))
+
+    def tolist(self) -> Any:
+        """The values of the whole tensor."""
+        return cast(Any, together(self)).tolist()
+
     @classmethod
     def __torch_dispatch__(
         cls, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -86,7 +104,11 @@ def of_parts(shape: Sequence[int], parts: Sequence[Tensor], layout: Layout, worl
 
 
 def cut(tensor: Tensor, layout: Layout, world: World) -> Simulated:
-    """A whole tensor as its parts, each in memory of its own; a pending sum is all the first rank's."""
+    """A whole tensor as its parts, each in memory of its own; a pending sum is all the first rank's.
+
+    Raises UserError for one that is sparse.
+    """
+    _dense(tensor)
     parts: list[Tensor] = []
     for rank in range(world.mesh.size):
         own = world.mesh.coords(rank)
@@ -98,6 +120,12 @@ def cut(tensor: Tensor, layout: Layout, world: World) -> Simulated:
         lead = all(own[axis] == 0 for op, axis in layout.pending if op == "sum")
         parts.append(part.clone() if lead else torch.zeros_like(part))
     return of_parts(tensor.shape, parts, layout, world)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    if tensor.layout != torch.strided:
+        raise UserError(f"a {tensor.layout} tensor cannot be cut: its elements have no strides; give a dense one")
+    return tensor
 
 
 def together(tensor: Simulated) -> Tensor:
@@ -129,7 +157,12 @@ def together(tensor: Simulated) -> Tensor:
     return out
 
 
-_GRADIENTS_AHEAD = "torch_nn._linear_cross_entropy_batch_chunked"
+_WITH_GRADIENTS: Mapping[OpOverload, OpOverload] = {
+    torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default,
+}
+"""What torch calls for tensors that ask for no gradient, as simulated ones look to it, and for those that do."""
+_READ_AS_LISTS = frozenset({torch.tensor_split, Tensor.tensor_split})
+"""Functions of torch that read a tensor's memory past the dispatcher; they take numbers as well."""
 
 
 def carried_out(call: Call, world: World) -> Any:
@@ -141,11 +174,8 @@ def carried_out(call: Call, world: World) -> Any:
             here = any(isinstance(t, Simulated) for t in one.tensors)
             made.append(carried_out(one, world) if here else one.run(in_place=True)[0])
         return made if schema_of(call.operator).returns else None
-    if call.name.startswith(_GRADIENTS_AHEAD):
-        raise UserError(
-            f"{call.name} computes gradients in its forward, for the tensors that ask for them, which simulated ones "
-            "do not: call it without chunks"
-        )
+    if call.operator in _WITH_GRADIENTS:
+        call = replace(call, operator=_WITH_GRADIENTS[call.operator])
     world.calls.append(call.name)
     given = [None if t is None else t if isinstance(t, Simulated) else _everywhere(t, world) for t in call.tensors]
     plain = _whole(call, given)
@@ -260,6 +290,7 @@ def _result(values: Sequence[Any], i: int, layouts: Sequence[Layout], world: Wor
     """One result, from what the ranks have of it. Where a dim is whole, its size is what they have."""
     if not isinstance(values[0], Tensor):
         return values[0]
+    _dense(values[0])
     layout = layouts[min(i, len(layouts) - 1)]
     if len(layout.dims) != values[0].ndim:  # of an operator that is whole, whose rule says nothing of its results
         layout = replace(layout, dims=tuple(Dim(VOID) for _ in values[0].shape))
