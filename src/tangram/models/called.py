@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,19 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
+from torch.utils._pytree import tree_leaves, tree_structure  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.models.graph import Called, Leaves, Run
 
 _TORCH = str(Path(torch.__file__).parent)
-_MODELS = str(Path(__file__).parent)
+_TANGRAM = str(Path(__file__).parents[1])
 GETTERS = frozenset({"__get__", "__set__", "__delete__"})
 """Of attributes, as `x.shape`: they run no operators that are worth an entry."""
 
 
 def caller(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that is neither torch's nor of this room."""
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _MODELS)):
+    """The innermost frame that is neither torch's nor Tangram's, which both wrap a model's forwards."""
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _TANGRAM)):
         frame = frame.f_back
     return frame
 
@@ -40,6 +41,7 @@ def line_of(frame: FrameType | None) -> str:
     return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
 
 
+@cache
 def short(file: str) -> str:
     """A path from its package on."""
     return re.sub(r"^.*/(site|dist)-packages/", "", file)
@@ -87,11 +89,11 @@ class Log(TorchFunctionMode):
         first, run = self._now(), self._open[-1]
         takes = self._leaves((args, given))
         found = func(*args, **given)
+        key = run, line_of(caller(sys._getframe(1))), name  # pyright: ignore[reportPrivateUsage]
         if self._now() > first:
-            line = line_of(caller(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage]
-            key = run, line, name
-            self.calls.append(Called(*key, self._turns[key], takes, self._leaves(found), first, self._now()))
-            self._turns[key] += 1
+            gives, form = self._leaves(found), tree_structure(found)
+            self.calls.append(Called(*key, self._turns[key], takes, gives, form, first, self._now()))
+        self._turns[key] += 1
         return found
 
     def _leaves(self, tree: Any) -> Leaves:

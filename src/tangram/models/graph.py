@@ -133,6 +133,8 @@ class Called:
     takes: Leaves
     """Of its arguments: `(args, kwargs)`."""
     gives: Leaves
+    form: Any
+    """How what it gives is put together of its leaves, as a TreeSpec of torch's pytrees."""
     first: int
     stop: int
     """The nodes."""

@@ -32,11 +32,15 @@ def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None) -> None:
             raise UserError(f'the layout "{layout}" of {name} leaves a sum or a rank out: give each rank its cut')
         cutting |= layout.axes & data
         _covers(layout, name, mesh)
-        if layout.axes & set(plan.axes.tensor) and not _has_rule(plan, name.rpartition(".")[0]):
+        if (
+            layout.axes & set(plan.axes.tensor)
+            and not plan.layouts.marks
+            and not _has_rule(plan, name.rpartition(".")[0])
+        ):
             raise UserError(f"{name} is cut over a tensor axis, but no rule in [layouts.activations] fits its module")
     if len(cutting) > 1:
         raise UserError(f"parameters are cut over the data axes {', '.join(sorted(cutting))}: one of them may")
-    if plan.axes.tensor:
+    if plan.axes.tensor and not plan.layouts.marks:
         _flows(plan, shapes or module_shapes(model, 2, 7), mesh)
 
 

@@ -257,6 +257,9 @@ class LayoutsPlan(Table):
     activations: dict[str, FlowText] = {}
     """Module name pattern -> "input -> output": how what goes into the module and what comes out lie over the tensor
     axes. Data axes are not written here: they cut the batch."""
+    marks: dict[str, LayoutText] = {}
+    """Name pattern of a parameter, a module (what it gives) or a result of the model -> how it lies over tensor axes.
+    How all else lies, and what moves, is derived from these; `activations` are then left out."""
     sizes: dict[str, Positive] = {}
     """Sizes of factors that the shapes do not tell, as head_dim in "(heads/tp head_dim) h"."""
 
@@ -299,6 +302,16 @@ class Plan(Job):
             if unknown := Layout.parse(text).axes - set(mesh.axes):
                 raise Mistake(
                     f"layouts.parameters.{pattern}", f'"{text}" names {min(unknown)}, no axis of the mesh "{self.mesh}"'
+                )
+        if self.layouts.marks and self.layouts.activations:
+            raise Mistake(
+                "layouts.activations", "give layouts.marks, of which all else follows, or activations, not both"
+            )
+        for pattern, text in self.layouts.marks.items():
+            if foreign := Layout.parse(text).axes - set(self.axes.tensor):
+                raise Mistake(
+                    f"layouts.marks.{pattern}",
+                    f'"{text}" names {min(foreign)}, but marks say how tensors lie over tensor axes (axes.tensor)',
                 )
         for pattern, text in self.layouts.activations.items():
             into, out = flow(text)

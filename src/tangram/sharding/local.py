@@ -32,11 +32,26 @@ from tangram.sharding.calls import Call
 from tangram.sharding.cost import results as without_memory
 from tangram.sharding.parts import Cuts, Part, factor_dim, layout_of, part_of, piece
 
-__all__ = ["Cuts", "Part", "factor_dim", "layout_of", "part_of", "piece", "run", "run_all"]
+__all__ = ["Cuts", "Part", "as_it_is", "factor_dim", "layout_of", "part_of", "piece", "run", "run_all"]
 
 
 MISTOLD = "batch_norm"
 """Part of the names of operators whose statistics without memory have another type or shape than on a processor."""
+
+
+def as_it_is(bound: Bound, part: Part) -> bool:
+    """Whether a part of a call is the operator itself on the part's tensors, but for sizes among its arguments."""
+    for name, args in bound.rule.notes:
+        named = [a for a in args if not a.isdigit()]
+        touched = any(f in part.held for a in named for f in (a, f"{a}0")) or (not named and bool(part.held))
+        if name in runners.RUNNERS and touched:
+            return False
+        if name == "offset" and _held(part, args[1]) is not None:
+            return False
+        if name == "once" and any(bound.after(f, 0) == "sum" for f in part.held):
+            return False
+    empty = any(not held for held in part.held.values())
+    return not (empty or bound.windows or any(f in part.held for f in bound.scans)) and _share(bound, part) == 1
 
 
 def run_all(
@@ -78,7 +93,7 @@ def run(
             tensors[i], mask = _own_indices(cast(Tensor, tensors[i]), held)
             masks.append(_spread(mask, bound.inputs[i] or (), bound.outputs[0]))
     nothing = _of_nothing(call, bound, part, masks)
-    own = runners.of(call.with_tensors(tensors, **_arguments(call, bound, part)), bound, part.held)
+    own = runners.of(call.with_tensors(tensors, **arguments_of(call, bound, part)), bound, part.held)
     results = nothing or own.run(in_place=in_place)
     if bound.windows and not nothing:
         results = halo.put_right(call, bound, part, results)
@@ -141,12 +156,26 @@ def _adds(bound: Bound, i: int, part: Part) -> bool:
 def _own_indices(indices: Tensor, held: IntSet) -> tuple[Tensor, Tensor]:
     """Indices into what this rank holds of a factor, and which of them are there at all."""
     n = size(held)
+    if len(held) == 1:
+        own = indices.long() - held[0][0]
+        there = (own >= 0) & (own < n)
+        return torch.where(there, own, torch.zeros_like(own)).to(indices.dtype), there
     table = torch.full((held[-1][1] + 1 if held else 1,), n, dtype=torch.int64)
     if n:
         table[torch.tensor(elements(held))] = torch.arange(n)
     own = table[indices.long().clamp(max=len(table) - 1)]  # of bytes, torch would take them for a mask
     there = own < n
     return torch.where(there, own, torch.zeros_like(own)).to(indices.dtype), there
+
+
+def _own_index(index: int, held: IntSet) -> int:
+    """A place in what this rank holds of a factor; -1 where it is not there."""
+    before = 0
+    for first, stop in held:
+        if first <= index < stop:
+            return before + index - first
+        before += stop - first
+    return -1
 
 
 def _spread(mask: Tensor, own: Dims, result: Dims) -> Tensor:
@@ -167,7 +196,7 @@ def _share(bound: Bound, part: Part) -> float:
     return share
 
 
-def _arguments(call: Call, bound: Bound, part: Part) -> dict[str, Any]:
+def arguments_of(call: Call, bound: Bound, part: Part) -> dict[str, Any]:
     """The arguments that are sizes, as this rank has them."""
     found = halo.arguments(call, bound, part) if bound.windows else dict[str, Any]()
     for factor, held in part.held.items():
@@ -175,9 +204,7 @@ def _arguments(call: Call, bound: Bound, part: Part) -> dict[str, Any]:
             found[factor] = size(held)
     for name, args in bound.rule.notes:
         if name == "offset" and not args[0].isdigit() and (held := _held(part, args[1])) is not None:
-            value = torch.tensor([max(0, call.arguments[args[0]])])
-            own_index, there = _own_indices(value, held)
-            found[args[0]] = int(own_index) if bool(there) and call.arguments[args[0]] >= 0 else -1
+            found[args[0]] = _own_index(call.arguments[args[0]], held)
         if name == "product" and any(f in part.held for f in args[1:]):
             found[args[0]] = _size(args[1:], bound, part)
         if name == "size":

@@ -24,6 +24,7 @@ from tangram.errors import UserError
 from tangram.models.costs import block_names
 from tangram.planner.plan import Job, Plan, matches
 from tangram.training.cuts import Cuts, cuts_of, is_meta, named_modules
+from tangram.training.derived import install
 from tangram.training.tensor import cut_modules
 from tangram.training.world import World
 
@@ -42,7 +43,7 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
     if not is_meta(model):
         _refuse_unlike_values(model, world)
     if world.tensor_size > 1:
-        cut_modules(model, plan, cuts, world)
+        (install if plan.layouts.marks else cut_modules)(model, plan, cuts, world)
         cuts = cuts_of(model, plan)  # the parameters that stand in the model now; as DTensors they have whole shapes
     blocks = blocks_of(model)
     _recompute(model, plan)

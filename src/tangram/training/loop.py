@@ -30,6 +30,7 @@ from tangram.hardware.machine import resident_mb
 from tangram.planner.plan import Plan
 from tangram.training.checkpoints import Checkpointer, JobState
 from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, held_out_batches, step_batches
+from tangram.training.derived import derived_of
 from tangram.training.events import Evaluated, StepDone
 from tangram.training.optimise import clip, local_gradients, lr_at, set_lr, square_sum
 from tangram.training.tensor import refuse_unlike_gradients
@@ -184,6 +185,8 @@ def train_step(
     """
     optimiser.zero_grad()
     part = backward(model, batches, loss_sum or next_token_loss, plan.seed)
+    if (derived := derived_of(model)) is not None:
+        derived.sum_gradients()
     if check and world.tensor_size > 1:
         refuse_unlike_gradients(model, world)
     gradients = local_gradients(model)

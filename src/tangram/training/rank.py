@@ -84,7 +84,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     state = JobState(model, make_adamw(model, plan.optimiser))
     if job.resume is not None:
         state.progress = load(job.resume, state, plan, world)
-    if world.tensor_size > 1:
+    if world.tensor_size > 1 and not plan.layouts.marks:  # what is derived was rehearsed
         with loop.resharded(model):
             refuse_wrong_flow(model, plan, world, module_shapes(build_on_meta(source.config), 1, PROBED))
     settled = settled_packing(model, plan, world, job.resume)

@@ -20,7 +20,7 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.sharding import cost
-from tangram.sharding.derive.folding import Folded, Step, fold
+from tangram.sharding.derive.folding import Folded, Step, far_from_borders, fold
 from tangram.sharding.derive.marks import Mark, matched, states
 from tangram.sharding.derive.moves import Label, Move, label_of, labels, legal, moves, place_of
 from tangram.sharding.derive.solve import Costs, Name, least
@@ -39,6 +39,10 @@ class ConflictError(UserError):
     def __init__(self, said: str, axis: str) -> None:
         super().__init__(said)
         self.axis = axis
+
+
+_FAR = 1e-4
+"""What it costs, in bytes for each that moves, where no border of a module is at hand: only so that ties move there."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,7 @@ class Problem:
         self.given_back = {folded.classes[v] for v in folded.graph.outputs.values()}
         self.free = self._free()
         self.led = self._led()
+        self.far = far_from_borders(folded)
         self.states = self._all_states()
         self.moves = {step.number: self._moves(step) for step in folded.steps}
         self.used = {v: self._used_states(v) for v in self._values()}
@@ -291,11 +296,12 @@ class Problem:
             name, some = ("move", step.number), self.moves[step.number]
             for i, v in enumerate(step.outputs):
                 given = [move.outputs[i] for move in some]
-                costs.pair(name, ("used", v), self._table(v, given, self.used[v]) * step.times)
+                costs.pair(name, ("used", v), self._table(v, given, self.used[v], self.far.get(v, 1)) * step.times)
             for i, v in enumerate(step.inputs):
                 needed = [move.inputs[i] for move in some]
                 if v is not None and None not in needed:
-                    table = self._table(v, self.used[v], [state for state in needed if state is not None])
+                    some_needed = [state for state in needed if state is not None]
+                    table = self._table(v, self.used[v], some_needed, 1 + self.far.get(v, 1))
                     costs.pair(("used", v), name, table * step.times)
         return costs
 
@@ -347,7 +353,9 @@ class Problem:
                 nbytes /= over.k
         return nbytes
 
-    def _table(self, v: int, sources: Sequence[State], targets: Sequence[State], *, lies: bool = False) -> np.ndarray:
+    def _table(
+        self, v: int, sources: Sequence[State], targets: Sequence[State], far: float = 0.0, *, lies: bool = False
+    ) -> np.ndarray:
         """What each pair of states costs."""
         differentiable, nbytes = v in self.folded.differentiable, self._nbytes(v)
         table = np.empty((len(sources), len(targets)))
@@ -361,5 +369,6 @@ class Problem:
                     moved *= self.rates.summed
                 if v in self.folded.standing and a != b and "cut" in (a.kind, b.kind):
                     moved = _NEVER
+                moved += _FAR * far * nbytes * (a != b)
                 table[i, j] = moved * (self.folded.times[v] if lies else 1)
         return table

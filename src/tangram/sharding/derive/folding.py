@@ -65,6 +65,24 @@ class Folded:
         return found
 
 
+def far_from_borders(folded: Folded) -> dict[int, int]:
+    """Of each class that an operator makes, how far it is from where a runtime can move it at no cost.
+
+    1: a module takes it or gives it; 4: another function of torch does; 16: it stays inside of one.
+    """
+    graph = folded.graph
+    call_of = {i: c for c, call in enumerate(graph.calls) for i in range(call.first, call.stop)}
+    bordering = {v for run in graph.runs for v in (*run.takes, *run.gives)}
+    given = {*graph.outputs.values()}
+    found: dict[int, int] = {}
+    for step in folded.steps if graph.calls else ():
+        for v in (v for v in step.node.results if v is not None):
+            calls = {call_of.get(i) for i in (step.number, *graph.takers.get(v, ())) if not graph.nodes[i].backward}
+            inside = len(calls) == 1 and v not in given
+            found[folded.classes[v]] = 16 if inside else 1 if v in bordering else 4
+    return found
+
+
 def fold(graph: Graph, table: Table) -> Folded:
     """Fold a graph. Raises UserError for an operator without a rule, with the line that runs it."""
     first = {block.kind: block for block in reversed(graph.blocks)}

@@ -61,6 +61,27 @@ def needed(found: Derived, step: Step, place: int) -> dict[str, State]:
     return {axis: state for axis, state in states.items() if state is not None}
 
 
+def steps_of_nodes(found: Derived) -> dict[int, Step]:
+    """The step that stands for each node of the forward: of equal layers, that of the first."""
+    graph = found.folded.graph
+    by_number = {step.number: step for step in found.folded.steps}
+    first = {block.kind: block for block in reversed(graph.blocks)}
+    steps = dict(by_number)
+    for block in graph.blocks:
+        for i in range(block.first, block.stop):
+            steps[i] = by_number[first[block.kind].first + i - block.first]
+    return steps
+
+
+def local_shape(found: Derived, shape: Sequence[int], states: Mapping[str, State]) -> tuple[int, ...]:
+    """The shape of a rank's part of a tensor."""
+    sizes = [*shape]
+    for over in found.axes:
+        if over.axis in states and states[over.axis].kind == "cut":
+            sizes[states[over.axis].dim] //= over.k
+    return tuple(sizes)
+
+
 def part(found: Derived, step: Step, rank: int) -> Part:
     """Where a rank stands in an operator: what it holds of each factor that is cut."""
     cuts: dict[str, list[tuple[str, int]]] = {}

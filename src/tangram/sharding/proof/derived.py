@@ -20,7 +20,7 @@ from tangram.models.replay import defined, replay
 from tangram.sharding.calls import Call
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step, meta
-from tangram.sharding.derive.layouts import layout_of, lying, made, needed, part, used
+from tangram.sharding.derive.layouts import layout_of, lying, made, needed, part, steps_of_nodes, used
 from tangram.sharding.local import run
 from tangram.sharding.proof.execute import differs
 from tangram.sharding.proof.simulate import Simulated, World, cut, of_parts, together
@@ -97,7 +97,7 @@ class _Ranks:
 
     def compared(self, whole: Mapping[int, Tensor]) -> str:
         """Run every operator; where one is wrong, which and how."""
-        steps = self._steps()
+        steps = steps_of_nodes(self.found)
         for i, node in enumerate(self.graph.nodes):
             if node.backward:
                 break
@@ -131,16 +131,6 @@ class _Ranks:
                 local = [None if t is None else t.contiguous() for t in local]
             results = defined(node, [*run(call, step.bound, part(self.found, step, rank), local)])
             found.append([r for r, v in zip(results, node.results, strict=True) if v is not None])
-        return found
-
-    def _steps(self) -> dict[int, Step]:
-        """The step that stands for each node."""
-        by_number = {step.number: step for step in self.found.folded.steps}
-        first = {block.kind: block for block in reversed(self.graph.blocks)}
-        found = dict(by_number)
-        for block in self.graph.blocks:
-            for i in range(block.first, block.stop):
-                found[i] = by_number[first[block.kind].first + i - block.first]
         return found
 
     def _brought(self, value: Simulated, layout: Layout) -> Simulated:

@@ -1,0 +1,185 @@
+"""The runtime: a module's forward does what a program says at its borders, and around the functions that it calls.
+
+Each module that a program names has its `forward` wrapped; the code inside stays as it is and works on plain local
+tensors. Where a function inside has to be done otherwise, calls of torch are looked at while that module's own code
+runs, and not while its children's does: a model whose plan moves tensors at borders only pays nothing for the rest.
+
+`Runtime` knows nothing of ranks: what brings a tensor from one state to another is given to it (`bring`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.models.called import GETTERS, caller, line_of
+from tangram.sharding.runtime.program import Action, Border, CallKey, Change, Program
+
+Bring = Callable[[Tensor, Change], Tensor]
+
+
+class Instead(Protocol):
+    """Runs the operators of a call one by one: `(run, action, leaves)`; what the function would have given."""
+
+    def __call__(self, action: Action, leaves: Sequence[Any]) -> Any: ...
+
+
+class Around(Protocol):
+    """What stands around every call of a rehearsal: `(run, key, func, args, kwargs, action)`."""
+
+    def __call__(
+        self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], action: Action | None
+    ) -> Any: ...
+
+
+@dataclass
+class Now:
+    """What a runtime does in the forward that is under way."""
+
+    program: Program
+    bring: Bring
+    instead: Instead
+    around: Around | None = None
+    runs: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
+    """The runs of each module."""
+
+    def __post_init__(self) -> None:
+        found: dict[str, list[int]] = {}
+        for i, run in enumerate(self.program.found.folded.graph.runs):
+            found.setdefault(run.module, []).append(i)
+        self.runs = found
+
+
+class Runtime:
+    """Wraps the modules of a model, and keeps what is to be done now."""
+
+    def __init__(self) -> None:
+        self._wrapped: set[str] = set()
+        self._turns: Counter[str] = Counter()
+        self._modes: list[_Calls] = []
+        self.now: Now | None = None
+
+    def begin(self, now: Now) -> None:
+        """A forward begins."""
+        self.now = now
+        self._turns.clear()
+
+    def wrap_root(self, model: nn.Module) -> None:
+        """Wrap the model itself, whether or not a program names it."""
+        if "" not in self._wrapped:
+            self._wrapped.add("")
+            model.forward = self._around("", model.forward)
+
+    def wrap(self, model: nn.Module, program: Program, *, every: bool = False) -> None:
+        """Wrap the modules that a program names, and the children of those whose calls it names; `every`: all."""
+        graph = program.found.folded.graph
+        named = {*range(len(graph.runs))} if every else {*program.borders, *program.actions}
+        named |= {i for i, run in enumerate(graph.runs) if run.parent in program.actions}
+        for path in dict.fromkeys(graph.runs[i].module for i in sorted(named)):
+            if path not in self._wrapped:
+                self._wrapped.add(path)
+                module = model.get_submodule(path)
+                module.forward = self._around(path, module.forward)
+
+    def _around(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            now = self.now
+            if now is None or path not in now.runs:
+                return forward(*args, **kwargs)
+            return self._run(now, path, forward, args, kwargs)
+
+        return run
+
+    def _run(self, now: Now, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        runs = now.runs[path]
+        at = runs[self._turns[path] % len(runs)]  # what is computed again in the backward is one of the same runs
+        self._turns[path] += 1
+        border, actions = now.program.borders.get(at), now.program.actions.get(at)
+        with self._paused():
+            if border is not None and border.takes:
+                args, kwargs = changed((args, kwargs), border.takes, now.bring)
+            if actions or now.around:
+                with self._calls(_Calls(now, at, actions or {})):
+                    found = forward(*args, **kwargs)
+            else:
+                found = forward(*args, **kwargs)
+            return changed(found, border.gives, now.bring) if border is not None and border.gives else found
+
+    @contextmanager
+    def _paused(self) -> Generator[None]:
+        outer = self._modes[-1] if self._modes else None
+        if outer is None:
+            yield
+            return
+        outer.paused += 1
+        try:
+            yield
+        finally:
+            outer.paused -= 1
+
+    @contextmanager
+    def _calls(self, mode: _Calls) -> Generator[None]:
+        self._modes.append(mode)
+        try:
+            with mode:
+                yield
+        finally:
+            self._modes.pop()
+
+
+class _Calls(TorchFunctionMode):
+    """Looks at the functions that the code of one run calls."""
+
+    def __init__(self, now: Now, run: int, actions: Mapping[CallKey, Action]) -> None:
+        super().__init__()
+        self._now, self._run, self._actions = now, run, actions
+        self._named = {name for _, name, _ in actions}
+        self._turns: Counter[tuple[str, str]] = Counter()
+        self.paused = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = {**(kwargs or {})}
+        name = getattr(func, "__name__", str(func))
+        if self.paused or name in GETTERS or (self._now.around is None and name not in self._named):
+            return func(*args, **given)
+        line = line_of(caller(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage]
+        key = line, name, self._turns[line, name]
+        self._turns[line, name] += 1
+        action = self._actions.get(key)
+        if self._now.around is not None:
+            return self._now.around(self._run, key, func, args, given, action)
+        return func(*args, **given) if action is None else done(self._now, action, func, args, given)
+
+
+def done(now: Now, action: Action, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an action says, around a function or in its stead."""
+    if action.why:
+        return now.instead(action, tree_flatten((args, kwargs))[0])
+    if action.takes:
+        args, kwargs = changed((args, kwargs), action.takes, now.bring)
+    found = func(*args, **kwargs)
+    return changed(found, action.gives, now.bring) if action.gives else found
+
+
+def changed(tree: Any, changes: Mapping[int, Change], bring: Bring) -> Any:
+    """A tree with some of its leaves brought to how they are needed. A leaf that is no tensor, as None, stays."""
+    flat, form = cast("tuple[list[Any], Any]", tree_flatten(tree))
+    for leaf, change in changes.items():
+        if isinstance(flat[leaf], Tensor):
+            flat[leaf] = bring(flat[leaf], change)
+    return tree_unflatten(flat, form)
+
+
+def border_of(program: Program, run: int) -> Border:
+    """What happens at the border of a run."""
+    return program.borders.get(run, Border())

@@ -1,0 +1,281 @@
+"""From a derivation to a program: where in the model's code each tensor is brought to how it is needed.
+
+A tensor is made in one way and used in another; between the two it may be brought there
+
+    when a module takes it     the outermost one that has all its takers inside
+    when a module gives it     where no such module is
+    around a function          where no module's border lies between its making and its use
+
+The first is preferred: until then the code of the model sees the tensor as it was made, so what it works out from
+sizes, as masks and positions, is of whole sequences. What falls inside a function of torch makes a runtime run the
+operators in its stead, and so does an operator that is another one on a part (an embedding's own rows, a bias that is
+added once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from tangram.errors import UserError
+from tangram.models.graph import Called, Graph, Node, filled, refs
+from tangram.sharding.calls import schema_of
+from tangram.sharding.derive.derive import Derived
+from tangram.sharding.derive.folding import Step as Node_Step
+from tangram.sharding.derive.layouts import lying, made, needed, steps_of_nodes, used
+from tangram.sharding.derive.states import SAME, SEVERAL, State, way
+from tangram.sharding.runtime.program import Action, Border, CallKey, Change, Place, Program, Step
+
+States = Mapping[str, State]
+Fits = Callable[[range], bool]
+
+
+def lower(found: Derived) -> Program:
+    """The program of a derivation. Raises UserError for what no runtime can do, with the line of the model."""
+    return _Lowering(found).program()
+
+
+def places_of(node: Node, step: Node_Step) -> list[int | None]:
+    """The values that a node takes, in the order of its rule's inputs."""
+    by_place = filled(node.arguments, lambda v: v)
+    found: list[int | None] = []
+    for (name, i), tensor in zip(step.call.places, step.call.tensors, strict=True):
+        own: int = by_place[name] if i is None else by_place[name][i]
+        found.append(None if tensor is None else own)
+    return found
+
+
+class _Lowering:
+    def __init__(self, found: Derived) -> None:
+        self.found, self.graph = found, found.folded.graph
+        self.steps = steps_of_nodes(found)
+        self.call_of = {i: c for c, call in enumerate(self.graph.calls) for i in range(call.first, call.stop)}
+        self.makers = makers(self.graph)
+        self.maker = {v: i for v, (i, _) in self.makers.items()}
+        self.takers: dict[int, list[Place]] = {}
+        for i, node in self._forward():
+            for place, v in enumerate(places_of(node, self.steps[i])):
+                if v is not None:
+                    self.takers.setdefault(v, []).append((i, place))
+        self.borders: dict[int, Border] = {}
+        self.actions: dict[int, Action] = {}
+        self.summed: dict[str, tuple[str, ...]] = {}
+        self.lies: dict[int, States] = {}
+
+    def _forward(self) -> Iterator[tuple[int, Node]]:
+        return ((i, node) for i, node in enumerate(self.graph.nodes) if not node.backward)
+
+    def program(self) -> Program:
+        """Place every change."""
+        for v, value in enumerate(self.graph.values):
+            if v in self.takers or v in self.graph.outputs.values():
+                if v in self.maker:
+                    self._made(v)
+                elif value.kind == "parameter":
+                    self._parameter(v)
+                else:
+                    self._given(v)
+        actions: dict[int, dict[CallKey, Action]] = {}
+        for c, action in self.actions.items():
+            call = self.graph.calls[c]
+            self._settle(call, action)
+            actions.setdefault(call.run, {})[call.line, call.function, call.turn] = action
+        return Program(self.found, self.borders, actions, self.summed, self.lies)
+
+    # ------------------------------------------------------------ states
+
+    def _states(self, v: int) -> tuple[States, States]:
+        """How a value comes to be, and how it is used."""
+        cls = self.found.folded.classes[v]
+        if v not in self.maker:
+            return lying(self.found, cls), used(self.found, cls)
+        i, k = self.makers[v]
+        return made(self.found, self.steps[i], k), used(self.found, cls)
+
+    def _change(self, v: int, source: States, target: States) -> Change:
+        differentiable = self.found.folded.classes[v] in self.found.folded.differentiable
+        steps: list[Step] = []
+        for axis, a in source.items():
+            b = target.get(axis, a)
+            found = way(a, b)
+            if found is not None and a != b and (found.forward or (found.backward and differentiable)):
+                steps.append(Step(axis, a, b))
+        axes = [over.axis for over in self.found.axes]
+        leaving = [s for s in reversed(steps) if s.source.kind == "cut"]
+        ordered = (*leaving, *(s for s in steps if s.source.kind != "cut"))
+        self._refuse_crossed(v, source, ordered, axes)
+        return ordered
+
+    def _refuse_crossed(self, v: int, source: States, steps: Sequence[Step], axes: Sequence[str]) -> None:
+        """What lies under a cut that stays cannot be moved by itself."""
+        now = dict(source)
+        for step in steps:
+            dims = {s.dim for s in (step.source, step.target) if s.kind == "cut"}
+            inner = [a for a in axes[axes.index(step.axis) + 1 :] if a in now and now[a].kind == "cut"]
+            if crossed := next((a for a in inner if now[a].dim in dims), None):
+                raise UserError(
+                    f"{self._line(v)}: a tensor that {step.axis} and {crossed} cut in one dim moves over {step.axis} "
+                    "alone, which this version cannot run: mark the tensor, or swap the axes of the mesh"
+                )
+            now[step.axis] = step.target
+
+    def _line(self, v: int) -> str:
+        value = self.graph.values[v]
+        return value.name or self.graph.nodes[self.maker[v]].source
+
+    # ------------------------------------------------------------ where
+
+    def _parameter(self, v: int) -> None:
+        source, target = self._states(v)
+        change = self._change(v, source, target)
+        if any((step.source, step.target) != (SAME, SEVERAL) for step in change):
+            raise UserError(f"{self.graph.values[v].name} would have to move in each forward: mark it")
+        if change:
+            self.summed[self.graph.values[v].name] = tuple(step.axis for step in change)
+        self._needs(v, target, ())
+
+    def _given(self, v: int) -> None:
+        source, target = self._states(v)
+        change = self._change(v, source, target)
+        self.lies[v] = source
+        run = self._common(v, [i for i, _ in self.takers.get(v, ())])
+        if change and run is not None:
+            self._border_takes(run, v, change)
+            change = ()
+        self._needs(v, target, change)
+
+    def _made(self, v: int) -> None:
+        source, target = self._states(v)
+        change, late = self._change(v, source, target), False
+        self.lies[v] = target
+        if change:
+            takers = [i for i, _ in self.takers.get(v, ())]
+            run = None if v in self.graph.outputs.values() else self._common(v, takers)
+            if run is not None:
+                self._border_takes(run, v, change)
+                late = True
+            elif (giver := self._giver(v, takers)) is not None:
+                for leaf in _places(self.graph.runs[giver].gives, v):
+                    self.borders.setdefault(giver, Border()).gives[leaf] = change
+                late = True
+            else:
+                self._action(self.maker[v]).after[v] = change
+        if late:
+            self.lies[v] = source
+        self._needs(v, target, ())
+
+    def _needs(self, v: int, target: States, first: Change) -> None:
+        """What single takers of a value need of it, after `first`."""
+        changes: dict[Place, Change] = {}
+        for i, place in self.takers.get(v, ()):
+            changes[i, place] = first + self._change(v, target, needed(self.found, self.steps[i], place))
+        waiting: set[Place] = {place for place, change in changes.items() if change}
+        while waiting:
+            i, place = min(waiting)
+            change = changes[i, place]
+            run = self._common(
+                v, [i], lambda nodes, own=change: all(c == own for (j, _), c in changes.items() if j in nodes)
+            )
+            if run is not None:
+                self._border_takes(run, v, change)
+                nodes = range(self.graph.runs[run].first, self.graph.runs[run].stop)
+                waiting = {p for p in waiting if p[0] not in nodes}
+            else:
+                self._action(i).before[i, place] = change
+                waiting.discard((i, place))
+
+    def _border_takes(self, run: int, v: int, change: Change) -> None:
+        for leaf in _places(self.graph.runs[run].takes, v):
+            takes = self.borders.setdefault(run, Border()).takes
+            takes[leaf] = takes.get(leaf, ()) + change
+
+    def _common(self, v: int, nodes: Sequence[int], fits: Fits = lambda nodes: True) -> int | None:
+        """The outermost run that takes a value, has these nodes inside, and not the one that makes the value."""
+        if not nodes:
+            return None
+        for at in self._outward(nodes[0])[::-1]:
+            run = self.graph.runs[at]
+            inside = range(run.first, run.stop)
+            if (
+                v in run.takes
+                and all(i in inside for i in nodes)
+                and self.maker.get(v, -1) not in inside
+                and fits(inside)
+            ):
+                return at
+        return None
+
+    def _giver(self, v: int, takers: Sequence[int]) -> int | None:
+        """The innermost run that gives a value and has none of its takers inside."""
+        for at in self._outward(self.maker[v]):
+            run = self.graph.runs[at]
+            if v in run.gives and not any(run.first <= i < run.stop for i in takers):
+                return at
+        return None
+
+    def _outward(self, node: int) -> list[int]:
+        """The runs that a node is in, innermost first."""
+        at: int | None = self.graph.calls[self.call_of[node]].run
+        found: list[int] = []
+        while at is not None:
+            found.append(at)
+            at = self.graph.runs[at].parent
+        return found
+
+    def _action(self, node: int) -> Action:
+        c = self.call_of[node]
+        return self.actions.setdefault(c, Action(c))
+
+    # ------------------------------------------------------------ functions
+
+    def _settle(self, call: Called, action: Action) -> None:
+        """Say what happens by the leaves of a call, where that is all; else that its operators run one by one."""
+        by_value: dict[int, set[Change]] = {}
+        for i in range(call.first, call.stop):
+            for place, v in enumerate(places_of(self.graph.nodes[i], self.steps[i])):
+                if v is not None and self.maker.get(v, -1) not in range(call.first, call.stop):
+                    by_value.setdefault(v, set()).add(action.before.get((i, place), ()))
+        for v, changes in by_value.items():
+            if len(changes) > 1 or v not in call.takes:
+                action.why = "its operators need a tensor each in a way of its own"
+                return
+            if change := changes.pop():
+                action.takes.update(dict.fromkeys(_places(call.takes, v), change))
+        inner = {v for i in range(call.first, call.stop) for v in self.graph.nodes[i].inputs}
+        for v, change in action.after.items():
+            if v in inner or v not in call.gives:
+                action.why = "a tensor moves between its operators"
+                return
+            action.gives.update(dict.fromkeys(_places(call.gives, v), change))
+        moved = {places_of(self.graph.nodes[i], self.steps[i])[place] for i, place in action.before}
+        if any(v is not None and self.maker.get(v, -1) in range(call.first, call.stop) for v in moved):
+            action.why = "a tensor moves between its operators"
+
+
+def refuse_lost_writes(graph: Graph, call: Called, action: Action) -> None:
+    """What a function writes into a tensor would be written into another one, where that is moved or cut first."""
+    for node in graph.nodes[call.first : call.stop]:
+        written = [a.name for a in schema_of(node.operator).arguments if a.is_write]
+        for v in (v for name in written for v in refs(node.arguments[name])):
+            moved = any(call.takes[leaf] == v for leaf in action.takes)
+            if v in call.takes and (moved or (action.why and not {*node.results} & {*call.gives})):
+                raise UserError(
+                    f"{call.line}: {call.function} writes into a tensor that has to lie otherwise for it: write it as "
+                    "an operator that gives a new tensor"
+                )
+
+
+def makers(graph: Graph) -> dict[int, tuple[int, int]]:
+    """For each value the first node that gives it, and which of its results; what a node gives as it took it was there.
+
+    Counted are results that are tensors.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for i, node in enumerate(graph.nodes):
+        for k, v in enumerate(v for v in node.results if v is not None):
+            if v not in node.inputs:
+                found.setdefault(v, (i, k))
+    return found
+
+
+def _places(leaves: Sequence[int | None], v: int) -> list[int]:
+    return [i for i, one in enumerate(leaves) if one == v]

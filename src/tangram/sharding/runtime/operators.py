@@ -1,0 +1,74 @@
+"""The operators of one function of torch, each on a rank's part by its rule, in the function's stead.
+
+Slower than the function, so only for what is another operator on a part, moves between operators, or is told sizes
+that are not the part's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from tangram.errors import UserError
+from tangram.models.graph import Called, Node
+from tangram.sharding.derive.derive import Derived
+from tangram.sharding.derive.folding import Step
+from tangram.sharding.derive.layouts import part, steps_of_nodes
+from tangram.sharding.local import run
+from tangram.sharding.parts import Part
+from tangram.sharding.runtime.install import Bring
+from tangram.sharding.runtime.lower import makers, places_of
+from tangram.sharding.runtime.program import Action
+
+
+class Operators:
+    """The operators of a derivation as one rank runs them."""
+
+    def __init__(self, found: Derived, rank: int) -> None:
+        self.graph = found.folded.graph
+        self.steps: Mapping[int, Step] = steps_of_nodes(found)
+        self._found, self._rank = found, rank
+        self._parts: dict[int, Part] = {}
+        self.maker = makers(self.graph)
+
+    def part(self, step: Step) -> Part:
+        """Where the rank stands in an operator."""
+        if step.number not in self._parts:
+            self._parts[step.number] = part(self._found, step, self._rank)
+        return self._parts[step.number]
+
+    def instead(self, action: Action, leaves: Sequence[Any], bring: Bring) -> Any:
+        """What the function of an action gives."""
+        call = self.graph.calls[action.call]
+        values = {v: x for v, x in zip(call.takes, leaves, strict=True) if v is not None}
+        for i in range(call.first, call.stop):
+            node, step = self.graph.nodes[i], self.steps[i]
+            local: list[Tensor | None] = []
+            for place, v in enumerate(places_of(node, step)):
+                x = None if v is None else values[v]
+                change = action.before.get((i, place))
+                local.append(bring(x, change) if x is not None and change else x)
+            for v, x in zip(node.results, self._run(node, step, local), strict=True):
+                if v is not None:
+                    values[v] = bring(x, action.after[v]) if v in action.after else x
+        return tree_unflatten([values[v] for v in call.gives if v is not None], call.form)
+
+    def refuse_unknown(self, call: Called) -> None:
+        """Raises UserError for a function that cannot be replaced: the operators alone do not say what it does."""
+        made = {v for i in range(call.first, call.stop) for v in self.graph.nodes[i].results}
+        taken = {v for i in range(call.first, call.stop) for v in self.graph.nodes[i].inputs}
+        if unknown := sorted(v for v in taken - made if v not in call.takes):
+            what = self.graph.values[unknown[0]].name or "a tensor that another function has made"
+            raise UserError(
+                f"{call.line}: {call.function} works with {what} without being given it: mark what it takes"
+            )
+        if any(v is None for v in call.gives):
+            raise UserError(f"{call.line}: {call.function} gives more than tensors, and cannot be run on parts")
+
+    def _run(self, node: Node, step: Step, local: Sequence[Tensor | None]) -> Sequence[Any]:
+        if step.call.name == "view":  # what is brought here may have other strides than what a model's own code has
+            local = [None if t is None else t.contiguous() for t in local]
+        return run(step.call, step.bound, self.part(step), local)

@@ -1,0 +1,75 @@
+"""What is to happen while a model runs as derived: at the borders of modules, and around functions that they call.
+
+A program is data. It says nothing of ranks and groups: a runtime (`install`) does it on one rank's tensors, with real
+collectives or, to rehearse it, with none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tangram.sharding.derive.derive import Derived
+from tangram.sharding.derive.states import State
+
+Place = tuple[int, int]
+"""A tensor that an operator takes: the number of its node, and the place."""
+CallKey = tuple[str, str, int]
+"""A function that a run calls: the line, the function's name, and how often it was called there before."""
+
+
+class Step(NamedTuple):
+    """A tensor that lies otherwise over one axis, after."""
+
+    axis: str
+    source: State
+    target: State
+
+
+Change = tuple[Step, ...]
+"""Over several axes, one after the other."""
+
+
+@dataclass
+class Border:
+    """What happens to the tensors that a module takes and gives, by their place among all its leaves."""
+
+    takes: dict[int, Change] = field(default_factory=dict[int, Change])
+    gives: dict[int, Change] = field(default_factory=dict[int, Change])
+
+
+@dataclass
+class Action:
+    """What happens around a function of torch, or in its stead."""
+
+    call: int
+    """In `Graph.calls`."""
+    takes: dict[int, Change] = field(default_factory=dict[int, Change])
+    gives: dict[int, Change] = field(default_factory=dict[int, Change])
+    before: dict[Place, Change] = field(default_factory=dict[Place, Change])
+    """The same, by the operators inside."""
+    after: dict[int, Change] = field(default_factory=dict[int, Change])
+    """By the value that an operator inside makes."""
+    why: str = ""
+    """Not empty: the operators are run one by one in the function's stead, and why."""
+
+
+@dataclass
+class Program:
+    """All that happens in one forward, and by the duals of what moves in its backward."""
+
+    found: Derived
+    borders: dict[int, Border]
+    """By the number of the run in the graph."""
+    actions: dict[int, dict[CallKey, Action]]
+    """By the number of the run."""
+    summed: Mapping[str, tuple[str, ...]]
+    """Parameters that every rank of some axes has whole and uses for something of its own: gradients are summed."""
+    lies: Mapping[int, Mapping[str, State]]
+    """Of each value of the graph, how it lies when the code of the model has it."""
+
+    @property
+    def inside(self) -> int:
+        """How many functions are not called as they are."""
+        return sum(len(own) for own in self.actions.values())

@@ -1,0 +1,211 @@
+"""A rehearsal: the model run without memory on the parts of a rank, every operator compared with what was derived.
+
+The code of a model works out sizes, from tensors that are now parts: mostly that is right (`x.view(*x.shape[:-1], -1,
+d)`), sometimes it is not (`torch.arange(x.shape[1])`, a size that stands in the configuration). What a function of
+torch does on parts is compared with what the derivation says, operator by operator: sizes of results and literal
+arguments. Where they are unlike, the program gets an action that runs the operators in the function's stead, and the
+rehearsal goes on with what they give. So whatever a run meets later has been met here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.models.graph import Called, Ref
+from tangram.models.twin import fake_twin
+from tangram.sharding.calls import Call
+from tangram.sharding.derive.derive import Derived
+from tangram.sharding.derive.layouts import local_shape, lying, made, used
+from tangram.sharding.local import arguments_of, as_it_is
+from tangram.sharding.runtime.install import Now, Runtime, done
+from tangram.sharding.runtime.lower import lower, refuse_lost_writes
+from tangram.sharding.runtime.operators import Operators
+from tangram.sharding.runtime.program import Action, CallKey, Change, Program
+
+PASSING = frozenset({"clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "_reshape_alias"})
+"""Operators that give what they take: code may need more or fewer of them on a part."""
+SIZES = frozenset({"size", "sizes", "shape", "split_size", "split_sizes", "normalized_shape", "repeats", "output_size"})
+"""Arguments that are right where the result has the right size."""
+
+
+def rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Program:
+    """The program of a derivation, with all that its code needs. `model` (on meta or not) is not changed.
+
+    Raises UserError for what cannot be run, with the line of the model.
+    """
+    program = lower(found)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = fake_twin(model, dtype, fake)
+    with fake:
+        _cut(twin, found)
+        given = {name: _input(found, name, x) for name, x in inputs.items()}
+    rehearsal = _Rehearsal(program)
+    runtime = Runtime()
+    runtime.wrap(twin, program, every=True)
+    runtime.begin(Now(program, rehearsal.bring, rehearsal.instead, rehearsal.around))
+    with fake, rehearsal.record, torch.enable_grad():
+        twin(**given)
+    for action in (action for own in program.actions.values() for action in own.values()):
+        refuse_lost_writes(found.folded.graph, found.folded.graph.calls[action.call], action)
+    return program
+
+
+def _cut(twin: nn.Module, found: Derived) -> None:
+    """Give every parameter the size of its part."""
+    graph, folded = found.folded.graph, found.folded
+    states = {value.name: lying(found, folded.classes[v]) for v, value in graph.of_kind("parameter")}
+    seen: dict[Tensor, nn.Parameter] = {}
+    for name, parameter in [*twin.named_parameters(remove_duplicate=False)]:
+        if parameter not in seen and name in states:
+            part = torch.empty(local_shape(found, parameter.shape, states[name]), dtype=parameter.dtype, device="cpu")
+            seen[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        if parameter in seen:
+            path, _, key = name.rpartition(".")
+            twin.get_submodule(path).register_parameter(key, seen[parameter])
+
+
+def _input(found: Derived, name: str, x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    graph = found.folded.graph
+    v = next(i for i, value in graph.of_kind("input") if value.name == name)
+    states = lying(found, found.folded.classes[v])
+    return torch.empty(local_shape(found, x.shape, states), dtype=x.dtype, device="cpu")
+
+
+class _Record(TorchDispatchMode):
+    """Keeps what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[tuple[Call, list[Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        leaves: list[Any] = tree_leaves(found)
+        if func.namespace != "prim" and any(isinstance(x, Tensor) for x in leaves):
+            self.ran.append((Call.of(func, args, kwargs or {}), leaves))
+        return found
+
+
+class _Rehearsal:
+    def __init__(self, program: Program) -> None:
+        self.program, self.found = program, program.found
+        self.graph = self.found.folded.graph
+        self.operators = Operators(self.found, 0)
+        self.record = _Record()
+        self.sizes = {over.axis: over.k for over in self.found.axes}
+        self.calls = {(c.run, (c.line, c.function, c.turn)): i for i, c in enumerate(self.graph.calls)}
+
+    def bring(self, x: Tensor, change: Change) -> Tensor:
+        """What would come, of the size that it has then."""
+        sizes = [*x.shape]
+        for axis, source, target in change:
+            if source.kind == "cut":
+                sizes[source.dim] *= self.sizes[axis]
+            if target.kind == "cut":
+                sizes[target.dim] //= self.sizes[axis]
+        return x.new_empty(sizes)
+
+    def instead(self, action: Action, leaves: Sequence[Any]) -> Any:
+        """What the operators on parts would give, of the sizes that it has then."""
+        call = self.graph.calls[action.call]
+        refuse_lost_writes(self.graph, call, action)
+        self.operators.refuse_unknown(call)
+        return tree_unflatten([self._part(v, action) for v in call.gives if v is not None], call.form)
+
+    def _part(self, v: int, action: Action) -> Tensor:
+        value = self.graph.values[v]
+        states = used(self.found, self.found.folded.classes[v])
+        if v not in action.after and v in self.operators.maker:
+            i, k = self.operators.maker[v]
+            states = made(self.found, self.operators.steps[i], k)
+        return torch.empty(local_shape(self.found, value.shape, states), dtype=value.dtype, device="cpu")
+
+    def around(
+        self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], action: Action | None
+    ) -> Any:
+        """Call a function, compare, and run its operators in its stead where it does otherwise."""
+        number = self.calls.get((run, key))
+        if number is None:  # no operators ran in it
+            return func(*args, **kwargs)
+        call = self.graph.calls[number]
+        action = action or Action(number)
+        if not action.why:
+            action.why = self._another(call)
+        before = self.record.ran = []
+        now = Now(self.program, self.bring, self.instead)
+        if not action.why:
+            try:
+                found = done(now, action, func, args, kwargs)
+            except (RuntimeError, ValueError, TypeError) as error:
+                found, action.why = None, f"it fails on a part: {(str(error).splitlines() or [''])[0]}"
+            else:
+                action.why = self._unlike(call, before)
+            if not action.why:
+                return found
+        self.program.actions.setdefault(run, {})[key] = action
+        return self.instead(action, ())
+
+    def _another(self, call: Called) -> str:
+        """Whether some operator is another one on a part."""
+        for i in range(call.first, call.stop):
+            step = self.operators.steps[i]
+            if not as_it_is(step.bound, self.operators.part(step)):
+                return f"{step.call.name} is another operator on a part"
+        return ""
+
+    def _unlike(self, call: Called, ran: Sequence[tuple[Call, list[Any]]]) -> str:
+        """How what a function ran differs from what was derived; "" where it does not."""
+        expected = [i for i in range(call.first, call.stop) if self.operators.steps[i].call.name not in PASSING]
+        there = [one for one in ran if one[0].name not in PASSING and one[0].name != "new_empty"]
+        if [self.operators.steps[i].call.name for i in expected] != [one.name for one, _ in there]:
+            return "it runs other operators on a part"
+        for i, (one, results) in zip(expected, there, strict=True):
+            if reason := self._differs(i, one, results):
+                return reason
+        return ""
+
+    def _differs(self, i: int, ran: Call, results: Sequence[Any]) -> str:
+        node, step = self.graph.nodes[i], self.operators.steps[i]
+        given = [v for v in node.results if v is not None]
+        shapes = [tuple(x.shape) for x in results if isinstance(x, Tensor)]
+        for k, (v, shape) in enumerate(zip(given, shapes, strict=True)):
+            want = local_shape(self.found, self.graph.values[v].shape, made(self.found, step, k))
+            if shape != want:
+                return f"{step.call.name} gives {shape} on a part, not {want}"
+        own = arguments_of(step.call, step.bound, self.operators.part(step))
+        for name, value in node.arguments.items():
+            if name in SIZES or _has_tensors(value):
+                continue
+            want = own.get(name, value)
+            if _plain(ran.arguments[name]) != _plain(want):
+                return f"{step.call.name} is told {name}={ran.arguments[name]} on a part, not {want}"
+        return ""
+
+
+def _has_tensors(value: Any) -> bool:
+    leaves: list[Any] = tree_leaves(value, is_leaf=lambda x: isinstance(x, Ref))
+    return any(isinstance(x, Ref) for x in leaves)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in cast("Sequence[Any]", value)]
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def output_states(program: Program) -> dict[str, Mapping[str, Any]]:
+    """How each result of the model comes."""
+    found = program.found
+    return {name: used(found, found.folded.classes[v]) for name, v in found.folded.graph.outputs.items()}
