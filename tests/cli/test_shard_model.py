@@ -64,3 +64,15 @@ def test_why(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(said(capsys, "qwen3", "--mesh", "tp=2", *SMALL, "--why", node, "--json"))
     assert found["chains"][0]["tensor"] == "model.layers.{0..1}.self_attn.q_proj.weight"
     assert "the nearest is lm_head" in said(capsys, "qwen3", "--mesh", "tp=2", *SMALL, "--why", "lm_haed", code=2)
+
+
+def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.html"
+    told = said(capsys, "qwen3", "--mesh", "tp=2", *SMALL, "--html", str(file))
+    assert told.startswith("a rank receives ")
+    assert told.endswith(f'all of it is in "{file}", for a browser\n')
+    assert "model.layers.{0..1}.self_attn.q_proj.weight" in file.read_text()
+    elsewhere = str(tmp_path / "none" / "plan.html")
+    assert "cannot be written" in said(capsys, "qwen3", "--mesh", "tp=2", *SMALL, "--html", elsewhere, code=2)
+    both = said(capsys, "qwen3", "--mesh", "tp=2", *SMALL, "--html", str(file), "--why", "lm_head", code=2)
+    assert "--why and --html are one at a time" in both

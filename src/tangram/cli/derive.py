@@ -1,4 +1,4 @@
-"""`tangram shard MODEL`: capture a model, derive its layouts from marks and print them, or why one lies as it does."""
+"""`tangram shard MODEL`: capture a model, derive its layouts from marks; print them, why one lies so, or a page."""
 
 import time
 from collections.abc import Sequence
@@ -29,6 +29,8 @@ class Asked:
     sequence: int = 4096
     changes: Sequence[str] = ()
     why: str | None = None
+    diff: tuple[str, str] | None = None
+    html: Path | None = None
     json: bool = False
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     """What took how long, as it is done."""
@@ -36,6 +38,9 @@ class Asked:
 
 def derive_model(asked: Asked) -> None:
     """Print what follows from the marks, or what was asked of it. Raises UserError."""
+    ways = [name for name in ("why", "diff", "html") if getattr(asked, name) is not None]
+    if len(ways) > 1:
+        raise UserError(f"--{' and --'.join(ways)} are one at a time")
     mesh = Mesh.parse(asked.mesh)
     _given(asked)  # so that a mistake in a mark is told before the model is captured
     with progress("capturing"):
@@ -43,6 +48,8 @@ def derive_model(asked: Asked) -> None:
     found = _derived(asked, graph, mesh, _given(asked) or _shipped(kind))
     if asked.why is not None:
         _print_why(asked, found, asked.why)
+    elif asked.html is not None:
+        _write_page(asked, found, asked.html)
     else:
         _print(asked, found)
 
@@ -118,3 +125,14 @@ def _print_why(asked: Asked, found: "Derived", node: str) -> None:
         return
     for title, headers, rows in lines(told):
         print_table(title, headers, rows)
+
+
+def _write_page(asked: Asked, found: "Derived", path: Path) -> None:
+    from tangram.sharding.derive.html import write_page
+    from tangram.sharding.derive.show import amount, total
+
+    write_page(path, found, Path(asked.name).name)
+    if asked.json:
+        print_json({"page": str(path), "bytes": total(found), "seconds": asked.seconds})
+    else:
+        print(f'a rank receives {amount(total(found))}; all of it is in "{path}", for a browser')

@@ -131,11 +131,11 @@ def as_json(found: Derived) -> dict[str, Any]:
 
 def amount(nbytes: float) -> str:
     """Bytes with a unit."""
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
-    return f"{nbytes:.3g} GB"
+    return f"{nbytes:.3g} TB"
 
 
 def tables(found: Derived) -> Iterable[tuple[str, Row, list[Row]]]:
