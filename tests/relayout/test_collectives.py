@@ -11,9 +11,11 @@ import pytest
 import torch.multiprocessing as mp
 
 from tangram.relayout.collectives import DUALS, WAYS, Place, dual, way
-from tests.relayout import collecting
-from tests.relayout.collecting import PLACES, RANKS, SCENES, play
+from tests.relayout import collecting, stepping
+from tests.relayout.collecting import PLACES, RANKS, play
 
+SCENES = (*collecting.SCENES, stepping.every_two_layouts, stepping.refused_steps)
+REFUSED = (collecting.refused, stepping.refused_steps)
 Played = Callable[[Callable[..., Any]], list[Any]]
 
 
@@ -27,7 +29,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     return lambda scene: [json.loads((folder / f"{scene.__name__}-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("scene", [s for s in SCENES if s is not collecting.refused], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("scene", [s for s in SCENES if s not in REFUSED], ids=lambda s: s.__name__)
 def test_nothing_is_wrong(played: Played, scene: Callable[..., Any]) -> None:
     assert played(scene) == [[]] * RANKS
 
@@ -42,6 +44,16 @@ def test_refusals(played: Played) -> None:
         "a dim is cut in one block or in several, and not in 0",
     ]
     assert played(collecting.refused) == [sentences] * RANKS
+
+
+def test_refusals_of_steps(played: Played) -> None:
+    step = "all-gather over a -> 16 24 (192 B)"
+    sentences = [
+        "there is no group for all-gather over a; make one of `members`",
+        "the group over a has 4 ranks, and not 2",
+        f"{step} takes a tensor of shape (8, 24), and not (9, 24)",
+    ]
+    assert played(stepping.refused_steps) == [sentences] * RANKS
 
 
 def test_every_pair_has_a_way_and_its_dual_too() -> None:

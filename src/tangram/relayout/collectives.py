@@ -173,9 +173,8 @@ def _recut(x: Tensor, source: Place, outer: int, group: dist.ProcessGroup) -> Te
     rows = x.movedim(dim, 0)
     sent = rows[torch.cat(mine).to(x.device)].contiguous()
     width = math.prod(sent.shape[1:])
-    found = torch.empty_like(sent)
-    sizes = [len(own) * width for own in mine], [len(own) * width for own in theirs]
-    dist.all_to_all_single(_wire(found), _wire(sent), *_lengths(sizes, x.dtype), group=group)
+    sizes = [[len(own) * width for own in side] for side in (mine, theirs)]
+    found = swapped_flat(sent.view(-1), sizes[0], sizes[1], group).view(sent.shape)
     return found[torch.cat(theirs).argsort().to(x.device)].movedim(0, dim).contiguous()
 
 
@@ -219,6 +218,15 @@ def swapped(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
+def swapped_flat(sent: Tensor, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """What all ranks have for this one, in one row: `to` and `of` say how many elements it sends to and has of each."""
+    wide = 1 if sent.dtype in _SENT else sent.dtype.itemsize
+    out = sent.new_empty(sum(of))
+    lengths = [n * wide for n in of], [n * wide for n in to]
+    dist.all_to_all_single(_wire(out), _wire(sent.contiguous()), *lengths, group=group)
+    return out
+
+
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of what all ranks have."""
     out = x.to(_ADDED.get(x.dtype, x.dtype)).clone(memory_format=torch.contiguous_format)
@@ -241,13 +249,6 @@ def _sum(dtype: torch.dtype) -> Any:
 def _wire(x: Tensor) -> Tensor:
     """The same memory, flat and as backends take it. `x` is contiguous."""
     return x.view(-1) if x.dtype in _SENT else x.view(-1).view(torch.uint8)
-
-
-def _lengths(sizes: Sequence[list[int]], dtype: torch.dtype) -> tuple[list[int], list[int]]:
-    """Elements to send to each rank, as those to receive and those to send, in what is on the wire."""
-    wide = 1 if dtype in _SENT else dtype.itemsize
-    sent, received = sizes
-    return [n * wide for n in received], [n * wide for n in sent]
 
 
 # ---------------------------------------------------------------- refusals
