@@ -20,23 +20,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from tangram.hardware.cluster import AxisLink
 from tangram.layout import Layout, Mesh
 from tangram.relayout.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, ZERO
 from tangram.relayout.digits import WAITING, Digit, Problem, Spot, State, fits, layout_of, problem
 from tangram.relayout.shares import in_common
 
 PERMUTE = "permute"
+Link = AxisLink
+"""What an axis is linked by: `tangram.hardware.cluster.axis_links` gives them for a mesh."""
+
 EXPANDED = 60
 """So many layouts are looked at from."""
-
-
-class Link(NamedTuple):
-    """What an axis is linked by."""
-
-    latency: float
-    """Seconds of a collective, however small."""
-    rate: float
-    """Bytes per second that a rank receives."""
 
 
 @dataclass(frozen=True)

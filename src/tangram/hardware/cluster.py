@@ -1,0 +1,301 @@
+"""A cluster from its file: devices, links by level, and what work and collectives cost there.
+
+A file names so many ranks, what one device can do, and the links that ranks meet at, from the nearest to the farthest:
+64 ranks of which 8 that follow each other have NVLink, and all a network. The axis of a mesh costs what the nearest
+link costs that all its ranks meet at. Collectives are rings: latency, so much for each other rank, bytes by the rate.
+
+The trade-off: two numbers for a link are wrong by tens of percent in the middle of its range, where kernels change from
+one protocol to another; they are right about what matters here, which of two layouts is cheaper.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from tangram.errors import UserError
+from tangram.hardware.rates import catalogue
+from tangram.layout import Mesh
+
+__all__ = [
+    "AxisLink",
+    "Cluster",
+    "Device",
+    "Link",
+    "axis_links",
+    "builtin",
+    "collective_seconds",
+    "load",
+    "moved_seconds",
+    "names",
+    "product_seconds",
+    "rates",
+]
+
+VERSION = 1
+TYPES = ("bf16", "fp32")
+SHARES = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "all-to-all": 1.0, "permute": 1.0}
+"""How often a rank receives (k - 1) / k of a collective's tensor: for an all-to-all that is what it has of it."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes with. Rates per second at best; `reaches` the share that programs reach."""
+
+    name: str
+    flops: Mapping[str, float]
+    """Of products, by type: "bf16", "fp32"."""
+    memory_bytes: float
+    memory_bandwidth: float
+    reaches: float = 1.0
+    memory_reaches: float = 1.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What ranks that follow each other meet at."""
+
+    name: str
+    ranks: int
+    """How many: those of which the first is a multiple of it."""
+    rate: float
+    """Bytes per second that a rank receives at best."""
+    reaches: float
+    latency: float
+    """Seconds of a collective for nothing."""
+    hop: float
+    """Seconds more for each other rank in it."""
+
+    @property
+    def reached(self) -> float:
+        """Bytes per second that a rank receives."""
+        return self.rate * self.reaches
+
+
+class AxisLink(NamedTuple):
+    """What an axis is linked by."""
+
+    latency: float
+    """Seconds of a collective, however small."""
+    rate: float
+    """Bytes per second that a rank receives."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many ranks, one device each, and their links from the nearest to the farthest."""
+
+    name: str
+    ranks: int
+    device: Device
+    links: tuple[Link, ...]
+
+    def link(self, k: int, stride: int = 1) -> Link:
+        """What `k` ranks of which each is `stride` after the one before meet at.
+
+        Raises UserError where the cluster is smaller than that.
+        """
+        for link in self.links:
+            if k * stride <= link.ranks:
+                return link
+        raise UserError(f"{self.name} has {self.ranks} ranks, and an axis spans {k * stride}: take a smaller mesh")
+
+
+# ---------------------------------------------------------------- what things cost
+
+
+def collective_seconds(cluster: Cluster, what: str, nbytes: float, k: int, stride: int = 1) -> float:
+    """Seconds of one collective over an axis of `k` ranks, each `stride` after the one before.
+
+    `nbytes`: of the tensor that the ranks have together, for an all-to-all or permute of what each has. What sends
+    nothing ("slice", "zero", "") takes no time. Raises UserError for an axis that is larger than the cluster.
+    """
+    times = SHARES.get(what, 0.0)
+    if k == 1 or not times:
+        return 0.0
+    link = cluster.link(k, stride)
+    return link.latency + times * link.hop * (k - 1) + times * nbytes * (k - 1) / k / link.reached
+
+
+def axis_links(cluster: Cluster, mesh: Mesh) -> dict[str, AxisLink]:
+    """For each axis of a mesh its link, as sequences of collectives are chosen by.
+
+    Raises UserError where the mesh has more ranks than the cluster.
+    """
+    found: dict[str, AxisLink] = {}
+    for axis, (k, stride) in mesh.axes.items():
+        link = cluster.link(k, stride)
+        found[axis] = AxisLink(link.latency + link.hop * (k - 1), link.reached)
+    return found
+
+
+def product_seconds(cluster: Cluster, flops: float, kind: str = "bf16") -> float:
+    """Seconds of a matrix product of so many operations on one device.
+
+    Raises UserError for a type that the device has no rate of.
+    """
+    if kind not in cluster.device.flops:
+        raise UserError(f"{cluster.name} has no rate of {kind} products: it has {', '.join(cluster.device.flops)}")
+    return flops / (cluster.device.flops[kind] * cluster.device.reaches)
+
+
+def moved_seconds(cluster: Cluster, nbytes: float) -> float:
+    """Seconds in which an operator reads and writes so many bytes together."""
+    return nbytes / (cluster.device.memory_bandwidth * cluster.device.memory_reaches)
+
+
+def rates(cluster: Cluster, axis_size: int, stride: int = 1, kind: str = "bf16") -> tuple[float, float]:
+    """What a device does while it receives one byte over an axis: operations of products, bytes that it moves.
+
+    Of the best rates of all three: what programs reach is much the same share of each.
+    """
+    rate = cluster.link(axis_size, stride).rate
+    return cluster.device.flops[kind] / rate, cluster.device.memory_bandwidth / rate
+
+
+# ---------------------------------------------------------------- files
+
+
+def names() -> tuple[str, ...]:
+    """The clusters that come with Tangram."""
+    found = resources.files("tangram.hardware").joinpath("clusters").iterdir()
+    return tuple(sorted(one.name.removesuffix(".toml") for one in found if one.name.endswith(".toml")))
+
+
+def builtin(name: str) -> Cluster:
+    """A cluster that comes with Tangram. Raises UserError for another name."""
+    if name not in names():
+        raise UserError(f"there is no cluster {name!r}{_nearest(name, names())}: there are {', '.join(names())}")
+    file = resources.files("tangram.hardware").joinpath("clusters", f"{name}.toml")
+    return _cluster(file.read_text(encoding="utf-8"), name)
+
+
+def load(path: Path | str) -> Cluster:
+    """A cluster from a file of one's own, or by name. Raises UserError for any mistake in it."""
+    path = Path(path)
+    if path.suffix != ".toml" and not path.exists():
+        return builtin(str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    return _cluster(text, str(path))
+
+
+def _cluster(text: str, name: str) -> Cluster:
+    try:
+        tables: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{name}: this is not TOML: {error}") from None
+    _keys(name, "", tables, ("version", "ranks", "device", "links"))
+    if tables["version"] != VERSION:
+        raise UserError(f"{name}: version is {tables['version']}; this Tangram reads {VERSION}")
+    ranks = _count(name, "ranks", tables["ranks"])
+    links = tuple(_link(name, i, one) for i, one in enumerate(_list(name, "links", tables["links"])))
+    for near, far in itertools.pairwise(links):
+        if far.ranks <= near.ranks or far.ranks % near.ranks:
+            raise UserError(
+                f"{name}: {far.name} joins {far.ranks} ranks and {near.name} before it {near.ranks}; write the nearest "
+                "link first, each of a multiple of the ranks before"
+            )
+    if links[-1].ranks != ranks:
+        raise UserError(f"{name}: there are {ranks} ranks, and the last link joins {links[-1].ranks}; make them equal")
+    return Cluster(name, ranks, _device(name, _table(name, "device", tables["device"])), links)
+
+
+_FIGURES = ("memory_bytes", "memory_bandwidth")
+
+
+def _device(name: str, table: dict[str, Any]) -> Device:
+    if "name" in table and not isinstance(table["name"], str):
+        raise UserError(f'{name}: device.name is {table["name"]!r}; write a name of devices.toml, as "h100"')
+    known: Mapping[str, Any] = {}
+    if "name" in table:
+        given = table["name"]
+        if given not in catalogue():
+            raise UserError(
+                f"{name}: there is no device {given!r}{_nearest(given, tuple(catalogue()))}; write its figures, "
+                f"{', '.join((*TYPES, *_FIGURES))}"
+            )
+        known = catalogue()[given]
+    allowed = ("name", *TYPES, *_FIGURES, "reaches", "memory_reaches")
+    needed = [key for key in (*TYPES, *_FIGURES) if key not in known]
+    _keys(name, "device.", table, (*needed, "reaches", "memory_reaches"), allowed)
+    figures = {key: _above(name, f"device.{key}", table.get(key, known.get(key))) for key in (*TYPES, *_FIGURES)}
+    return Device(
+        str(table.get("name", name)),
+        {kind: figures[kind] for kind in TYPES},
+        figures["memory_bytes"],
+        figures["memory_bandwidth"],
+        _share(name, "device.reaches", table["reaches"]),
+        _share(name, "device.memory_reaches", table["memory_reaches"]),
+    )
+
+
+def _link(name: str, i: int, found: Any) -> Link:
+    where = f"links.{i}"
+    table = _table(name, where, found)
+    _keys(name, f"{where}.", table, ("name", "ranks", "rate", "reaches", "latency", "hop"))
+    return Link(
+        str(table["name"]),
+        _count(name, f"{where}.ranks", table["ranks"]),
+        _above(name, f"{where}.rate", table["rate"]),
+        _share(name, f"{where}.reaches", table["reaches"]),
+        _above(name, f"{where}.latency", table["latency"], zero=True),
+        _above(name, f"{where}.hop", table["hop"], zero=True),
+    )
+
+
+def _keys(
+    name: str, where: str, table: Mapping[str, Any], needed: Sequence[str], allowed: Sequence[str] | None = None
+) -> None:
+    for key in table:
+        if key not in (allowed or needed):
+            raise UserError(f'{name}: the key "{where}{key}" is not known{_nearest(key, allowed or needed)}')
+    for key in needed:
+        if key not in table:
+            raise UserError(f'{name}: the key "{where}{key}" is missing')
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _table(name: str, where: str, found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise UserError(f"{name}: {where} is {found!r}; write it as a table")
+    return cast("dict[str, Any]", found)
+
+
+def _list(name: str, where: str, found: Any) -> list[Any]:
+    if not isinstance(found, list) or not found:
+        raise UserError(f"{name}: {where} is {found!r}; write at least one table [[{where}]]")
+    return cast("list[Any]", found)
+
+
+def _count(name: str, where: str, found: Any) -> int:
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise UserError(f"{name}: {where} is {found!r}; write a whole number from 1")
+    return found
+
+
+def _above(name: str, where: str, found: Any, *, zero: bool = False) -> float:
+    number = isinstance(found, int | float) and not isinstance(found, bool)
+    if not number or not math.isfinite(found) or found < 0 or (found == 0 and not zero):
+        raise UserError(f"{name}: {where} is {found!r}; write a number {'from' if zero else 'above'} 0")
+    return float(found)
+
+
+def _share(name: str, where: str, found: Any) -> float:
+    share = _above(name, where, found)
+    if share > 1:
+        raise UserError(f"{name}: {where} is {found!r}; write what share is reached, above 0 and at most 1")
+    return share

@@ -1,0 +1,160 @@
+"""Cluster files: read, refused, and what things cost there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tangram.errors import UserError
+from tangram.hardware import cluster as c
+from tangram.layout import Layout, Mesh
+from tangram.relayout.sequences import Link, sequence
+from tangram.sharding.derive.derive import Rates
+
+GOOD = """
+version = 1
+ranks = 8
+[device]
+bf16 = 10e9
+fp32 = 5e9
+memory_bytes = 1e9
+memory_bandwidth = 2e9
+reaches = 0.5
+memory_reaches = 0.5
+[[links]]
+name = "near"
+ranks = 4
+rate = 1e9
+reaches = 0.5
+latency = 1e-6
+hop = 1e-6
+[[links]]
+name = "far"
+ranks = 8
+rate = 1e8
+reaches = 1.0
+latency = 5e-6
+hop = 0
+"""
+
+
+def read(tmp_path: Path, text: str) -> c.Cluster:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    return c.load(path)
+
+
+def test_what_comes_with_tangram_is_read() -> None:
+    assert c.names() == ("cpu-2", "h100-8x8")
+    for name in c.names():
+        found = c.load(name)
+        assert found == c.builtin(name)
+        assert found.ranks == found.links[-1].ranks
+
+
+def test_h100_is_what_the_derivation_was_set_by() -> None:
+    flops, moved = c.rates(c.builtin("h100-8x8"), 8)
+    assert flops == pytest.approx(Rates().flops_per_byte, rel=0.01)
+    assert moved == pytest.approx(Rates().moved_per_byte, rel=0.01)
+    between = c.rates(c.builtin("h100-8x8"), 8, 8)
+    assert between[0] == pytest.approx(9 * flops)
+
+
+def test_an_axis_has_the_nearest_link_that_all_its_ranks_meet_at(tmp_path: Path) -> None:
+    found = read(tmp_path, GOOD)
+    assert [found.link(k, stride).name for k, stride in [(1, 1), (4, 1), (2, 2), (8, 1), (2, 4)]] == [
+        "near",
+        "near",
+        "near",
+        "far",
+        "far",
+    ]
+    links = c.axis_links(found, Mesh.parse("dp=2 tp=4"))
+    assert links == {"dp": (5e-6, 1e8), "tp": (pytest.approx(4e-6), 5e8)}
+    with pytest.raises(UserError, match="has 8 ranks, and an axis spans 16: take a smaller mesh"):
+        c.axis_links(found, Mesh.parse("dp=16"))
+
+
+def test_costs(tmp_path: Path) -> None:
+    found = read(tmp_path, GOOD)
+    assert c.collective_seconds(found, "all-gather", 1e9, 4) == pytest.approx(1e-6 + 3e-6 + 1.5)
+    assert c.collective_seconds(found, "all-reduce", 1e9, 4) == pytest.approx(1e-6 + 6e-6 + 3)
+    assert c.collective_seconds(found, "all-to-all", 1e9, 2, 4) == pytest.approx(5e-6 + 5)
+    assert c.collective_seconds(found, "slice", 1e9, 4) == 0
+    assert c.collective_seconds(found, "all-reduce", 1e9, 1) == 0
+    assert c.product_seconds(found, 1e9) == pytest.approx(0.2)
+    assert c.product_seconds(found, 1e9, "fp32") == pytest.approx(0.4)
+    assert c.moved_seconds(found, 1e9) == pytest.approx(1.0)
+    with pytest.raises(UserError, match="has no rate of fp8 products: it has bf16, fp32"):
+        c.product_seconds(found, 1, "fp8")
+
+
+def test_what_was_measured_is_what_is_predicted() -> None:
+    """nccl 2.29.2 on 8 H100 (ai-dynamo/aiconfigurator@095f58a): collectives of 512 MiB, and of 512 bytes."""
+    h100 = c.builtin("h100-8x8")
+    for what, nbytes, measured in (
+        ("all-gather", 512 << 20, 1.4015e-3),
+        ("reduce-scatter", 512 << 20, 1.39936e-3),
+        ("all-gather", 512, 1.035e-5),
+        ("all-reduce", 512, 1.546e-5),
+    ):
+        assert c.collective_seconds(h100, what, nbytes, 8) == pytest.approx(measured, rel=0.06)
+
+
+def test_sequences_are_chosen_by_the_links_of_a_cluster() -> None:
+    mesh, shape = Mesh.parse("dp=8 tp=8"), (1 << 13, 1 << 13)
+    links = tuple((axis, Link(*link)) for axis, link in c.axis_links(c.builtin("h100-8x8"), mesh).items())
+    source, target = Layout.parse("x y sum:dp sum:tp").bind(shape), Layout.parse("x y").bind(shape)
+    found = [(step.collective, step.axes) for step in sequence(shape, source, target, mesh, 2, links)]
+    assert found == [("reduce-scatter", ("tp",)), ("all-reduce", ("dp",)), ("all-gather", ("tp",))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ("version = 1", "version = 2", "version is 2; this Tangram reads 1"),
+        ("ranks = 8\n[device]", "[device]", 'the key "ranks" is missing'),
+        ("rate = 1e9", "rat = 1e9", r"""the key "links.0.rat" is not known \(did you mean 'rate'\?\)"""),
+        ("rate = 1e9", "", 'the key "links.0.rate" is missing'),
+        ("rate = 1e9", "rate = 0", "links.0.rate is 0; write a number above 0"),
+        ("rate = 1e9", "rate = nan", "links.0.rate is nan; write a number above 0"),
+        ("rate = 1e9", "rate = true", "links.0.rate is True; write a number above 0"),
+        ("hop = 0", "hop = -1", "links.1.hop is -1; write a number from 0"),
+        ("reaches = 0.5\nmemory", "reaches = 1.5\nmemory", "device.reaches is 1.5; write what share is reached"),
+        ("ranks = 4", "ranks = 3", "far joins 8 ranks and near before it 3; write the nearest link first"),
+        ("ranks = 8\n[device]", "ranks = 16\n[device]", "there are 16 ranks, and the last link joins 8"),
+        ("ranks = 8\n[device]", "ranks = 8.5\n[device]", "ranks is 8.5; write a whole number from 1"),
+        ("bf16 = 10e9", 'name = "h10"', r"there is no device 'h10' \(did you mean 'h100'\?\); write its figures"),
+        ("bf16 = 10e9", "name = 3", "device.name is 3; write a name of devices.toml"),
+        ("bf16 = 10e9", "", 'the key "device.bf16" is missing'),
+        ("[device]", "[device", "this is not TOML"),
+    ],
+)
+def test_mistakes(tmp_path: Path, before: str, after: str, sentence: str) -> None:
+    assert before in GOOD
+    with pytest.raises(UserError, match=sentence) as caught:
+        read(tmp_path, GOOD.replace(before, after, 1))
+    assert "\n" not in str(caught.value)
+
+
+def test_tables_that_are_none(tmp_path: Path) -> None:
+    head = "version = 1\nranks = 8\n"
+    with pytest.raises(UserError, match="links is 3; write at least one table"):
+        read(tmp_path, head + "links = 3\ndevice = 3\n")
+    with pytest.raises(UserError, match=r"links.0 is 3; write it as a table"):
+        read(tmp_path, head + "links = [3]\ndevice = 3\n")
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        c.load(tmp_path / "none.toml")
+    with pytest.raises(UserError, match=r"there is no cluster 'h100-8x' \(did you mean 'h100-8x8'\?\)"):
+        c.load("h100-8x")
+
+
+def test_a_device_of_the_catalogue_may_be_corrected(tmp_path: Path) -> None:
+    device = GOOD.replace("bf16 = 10e9\nfp32 = 5e9\nmemory_bytes = 1e9\nmemory_bandwidth = 2e9\n", 'name = "h100"\n')
+    assert read(tmp_path, device).device.flops["bf16"] == 989e12
+    corrected = read(tmp_path, device.replace('name = "h100"', 'name = "h100"\nbf16 = 756e12')).device
+    assert (corrected.flops["bf16"], corrected.flops["fp32"], corrected.name) == (756e12, 67e12, "h100")
