@@ -54,22 +54,22 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], str, int]] = {
     "an index before others": (
         aten.index.Tensor,
         (some(5, 4, 6), [None, below(4, 3)]),
-        "d0 at1 d2, _, i0 -> d0 i0 d2 ; looked(2 at1)",
+        "d0 at1 d2, _, i0 -> d0 i0 d2 ; looked(2 at1) linear(0)",
         4,
     ),
     "indices apart": (
         aten.index.Tensor,
         (some(5, 4, 6), [below(5, 7), None, below(6, 7)]),
-        "at0 d1 at2, i0, _, i0 -> i0 d1 ; looked(1 at0 3 at2)",
+        "at0 d1 at2, i0, _, i0 -> i0 d1 ; looked(1 at0 3 at2) linear(0)",
         4,
     ),
     "indices that broadcast": (
         aten.index.Tensor,
         (some(5, 4, 6), [below(5, 7, 1), below(4, 3)]),
-        "at0 at1 d2, i0 i1, i1 -> i0 i1 d2 ; looked(1 at0 2 at1)",
+        "at0 at1 d2, i0 i1, i1 -> i0 i1 d2 ; looked(1 at0 2 at1) linear(0)",
         5,
     ),
-    "a mask": (aten.index.Tensor, (some(5, 4, 6), [below(2, 5, 4) > 0]), "_ _ d2, _ _ -> _ d2", 1),
+    "a mask": (aten.index.Tensor, (some(5, 4, 6), [below(2, 5, 4) > 0]), "_ _ d2, _ _ -> _ d2 ; linear(0)", 1),
     "values at indices": (
         aten.index_put.default,
         (some(5, 4, 6), [None, below(4, 3)], some(3, 6), True),

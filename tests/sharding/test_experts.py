@@ -111,12 +111,14 @@ def test_a_block_of_experts_is_the_plain_one_and_its_weights_stay(name: str, imp
     world = World(Mesh.parse(mesh), builtin(), told=told)
     given = {k: cut(p, Layout.parse(layouts[k]).bind(tuple(p.shape)), world) for k, p in leaves.items() if k in layouts}
     simulated = cut(plain, Layout.parse(of_x).bind((3, 4, 16)), world)
-    found = together(torch.func.functional_call(own, {**leaves, **given}, (simulated,)))
+    made = torch.func.functional_call(own, {**leaves, **given}, (simulated,))
+    found = together(made)
     assert torch.allclose(found, want, 1e-4, 1e-5)
     gradients = torch.autograd.grad(found, [plain, *leaves.values()], cotangent)
     for got, wanted in zip(gradients, expected, strict=True):
         assert torch.allclose(got, wanted, 1e-4, 1e-5)
-    assert {kind for _, kind, _ in moved} == kinds, moved
+    left = {"all-reduce"} if ("sum", "x") in made.lies.pending else set[str]()  # a sum that waits to the end
+    assert {kind for _, kind, _ in moved} | left == kinds, moved
     weights = sum(leaves[k].nbytes for k in layouts)
     rows = 3 * 4 * 2  # each token goes to two experts
     assert sum(n for _, _, n in moved) <= 2 * rows * (2 * 8 + 16) * 4, moved

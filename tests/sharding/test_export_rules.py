@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from tangram.errors import UserError
 from tangram.sharding.calls import Call, name_of
+from tangram.sharding.choices import waiting
 from tangram.sharding.export.choose import rows
 from tangram.sharding.export.dtensor import Registered, exported, register
 from tangram.sharding.find import bound
 from tangram.sharding.proof.execute import check, ways, whole
-from tangram.sharding.proof.pending import check_pending, linear_in
+from tangram.sharding.proof.pending import check_pending
 from tangram.sharding.proof.samples import Recorder
 from tangram.sharding.table import parse_lines
 
@@ -119,7 +120,7 @@ def test_each_line_is_proved(call: Call) -> None:
     failures = [check(call, found, cuts, mesh, expected) for cuts, mesh in ways(found, (2, 3, 7))]
     assert failures  # there is a way to cut it
     pending = list(check_pending(call, found, expected))
-    assert len(pending) == len(linear_in(found, call))
+    assert len(pending) == len(waiting(found, call))
     assert [str(failure) for failure in [*failures, *pending] if failure] == []
 
 

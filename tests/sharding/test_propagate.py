@@ -275,3 +275,40 @@ def test_memory_is_of_the_rank_that_holds_most() -> None:
     assert made.memory == 4 * 3 * 8
     sizes = found(call(aten.gt.Scalar, some(7, 3), 0), "x=3", "a/x:[1 5 1] b")
     assert sizes.memory == 5 * 3
+
+
+def test_a_sum_waits_through_what_only_scales_and_adds() -> None:
+    """As the sum over experts' inner dims, on the way to the routing weights and to the residual."""
+    scaled = found(call(aten.mul.Tensor, some(8, 6), some(8, 1)), "x=2", "t h sum:x", None)
+    assert (texts(scaled), scaled.nbytes) == (["t=8 h=6 sum:x"], 0)
+    added = found(call(aten.add.Tensor, some(8, 6), some(8, 6)), "x=2", "t h sum:x", None)
+    assert (texts(added), added.moved) == (["t=8 h=6 sum:x"], {})
+    assert found(call(aten.add.Tensor, some(8, 6), 2.0), "x=2", "t h sum:x", None).moved == {("all-reduce", "x"): 8 * 6 * 8}
+    rows = found(call(aten.index.Tensor, some(8, 6), [torch.tensor([3, 1, 0])]), "x=2", "t h sum:x", None)
+    assert (texts(rows), rows.nbytes) == (["3 h=6 sum:x"], 0)
+    divided = found(call(aten.div.Tensor, some(8, 6), some(6)), "x=2", None, "h sum:x")
+    assert divided.moved == {("all-reduce", "x"): 6 * 8}
+    biased = found(call(aten.addmm.default, some(6), some(8, 16), some(16, 6)), "x=2", None, "m k sum:x", None)
+    assert (texts(biased), biased.nbytes) == (["m=8 6 sum:x"], 0)
+
+
+def test_a_sum_does_not_wait_where_the_result_is_larger() -> None:
+    made = found(call(aten.mul.Tensor, some(8, 1), some(8, 6)), "x=2", "t _ sum:x", None)
+    assert (texts(made), made.moved) == (["t=8 6"], {("all-reduce", "x"): 8 * 8})
+
+
+def test_a_new_pending_sum_has_its_price() -> None:
+    index = torch.tensor([[0, 1], [2, 3]])
+    large, small = (call(aten.scatter_add.default, some(n, 2), 0, index % n, some(2, 2)) for n in (64, 2))
+    assert texts(found(large, "x=2", None, "i/x k", None)) == ["64 2"]  # else all of it would have to be reduced
+    assert texts(found(small, "x=2", None, "i/x k", "i/x k")) == ["2 2 sum:x"]
+    assert found(large, "x=2", None, "i/x k", "i/x k").nbytes == 0  # what lies so already stays
+
+
+@pytest.mark.parametrize("name", ["new_zeros", "new_ones", "new_full", "new_empty"])
+def test_what_is_never_read_is_not_gathered(name: str) -> None:
+    args = ([3, 2, 5], 0.5) if name == "new_full" else ([3, 2, 5],)
+    made = found(call(getattr(aten, name).default, some(8, 6), *args), "x=2 y=2", "a/x b sum:y")
+    assert (texts(made), made.moved) == (["3 2 5"], {})
+    like = found(call(aten.ones_like.default, some(8, 6)), "x=2 y=2", "a/x b sum:y")
+    assert (texts(like), like.moved) == (["a=8/x b=6"], {})

@@ -17,6 +17,7 @@ from tangram.sharding.decompose import decomposition
 from tangram.sharding.find import NoRuleError
 from tangram.sharding.proof import routes as proof
 from tangram.sharding.proof.execute import whole
+from tangram.sharding.proof.routes import rms_norm_backward
 from tangram.sharding.proof.simulate import Simulated, World, cut, together
 from tangram.sharding.routes import Route, decomposed, route
 from tangram.sharding.table import Table, builtin, parse_lines
@@ -309,3 +310,18 @@ def test_a_wrong_rule_of_a_step_is_refuted() -> None:
     assert "differs" in refuted("_softmax", calls, wrong)
     untrue = builtin().with_lines(parse_lines("amax : ... {dim} ... -> ... {dim:keepdim} ... min:{dim}"))
     assert "differs" in refuted("_softmax", calls, untrue), "the powers of what is left of large numbers overflow"
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_gradients_of_an_rms_norm_by_hand_are_those_of_torch(weighted: bool) -> None:
+    """What the steps of `_fused_rms_norm_backward` are compared with: no processor runs the operator."""
+    x, w = torch.randn(4, 2, 6).double().requires_grad_(), torch.randn(6).double().requires_grad_()
+    y = torch.randn(4, 2, 6).double()
+    own = w if weighted else None
+    wanted = torch.autograd.grad(torch.rms_norm(x, [6], own, 1e-5), [x, w] if weighted else [x], y)
+    rstd = torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5).detach()
+    mask = [True, weighted]
+    call = Call.of(torch.ops.aten._fused_rms_norm_backward.default, (y, x.detach(), [6], rstd, own, mask), {})
+    found = [one for one in rms_norm_backward(call) if one is not None]
+    assert len(found) == len(wanted)
+    assert all(torch.allclose(one, other) for one, other in zip(found, wanted, strict=True))

@@ -41,8 +41,9 @@ def test_every_named_operator_is_there() -> None:
     [
         (aten.mm.default, "mm "),
         (aten.mm.out, "mm "),
-        (aten.add.Tensor, "pointwise "),
-        (aten.add_.Tensor, "pointwise "),
+        (aten.add.Tensor, "add.Tensor "),
+        (aten.add_.Tensor, "add.Tensor "),
+        (aten.exp_.default, "pointwise "),
         (aten.addmm_.default, "addmm "),
         (aten.cumsum_.default, "cumsum "),
         (aten.max.dim, "std_mean.correction "),

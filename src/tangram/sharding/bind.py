@@ -239,12 +239,14 @@ def _seen(spot: Spot, n: int, largest: Mapping[str, int], sizes: _Sizes) -> tupl
 
 
 def _pending(rule: Rule, factor: str, i: int, dims: Dims, spots: Spots) -> str:
-    same = rule.note("same")  # from this result on, every rank has the same
-    if any(factor in dim for dim in dims) or (same is not None and i >= int(same[0])):
+    if any(factor in dim for dim in dims):
         return ""
     for op, text in rule.outputs[min(i, len(rule.outputs) - 1)].pending:
         if text == factor or (text.startswith("{") and factor in spots.factors_of(text.strip("{}"))):
             return op
+    same = rule.note("same")  # from this result on, every rank has the same
+    if same is not None and i >= int(same[0]):
+        return ""
     return "sum" if factor[0] not in "{." else "?"
 
 

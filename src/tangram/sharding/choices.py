@@ -11,7 +11,7 @@ factors, never in the product over axes. The trade-off: an axis does not know wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call, is_written, schema_of
 from tangram.sharding.links import price, refusal
 from tangram.sharding.reading import Held
-from tangram.sharding.trees import Tree, context, with_axis
+from tangram.sharding.trees import Tree, axes_of, context, with_axis
 
 Kind = Literal["cut", "waits", "at", "whole"]
 _RANKS: Mapping[str, int] = {"cut": 0, "at": 0, "waits": 1, "whole": 3}
@@ -53,6 +53,8 @@ class Choice(NamedTuple):
     each other."""
     refused: str = ""
     """Why it cannot be chosen."""
+    due: float = 0.0
+    """What a rank will receive at least so that what this leaves pending is reduced."""
 
     def __str__(self) -> str:
         if self.kind == "cut":
@@ -140,8 +142,10 @@ def choose(
     *,
     differentiable: bool,
     every: bool = False,
+    settled: Set[int] = frozenset(),
 ) -> Chosen:
-    """One choice for each axis that an input names. `every`: look at every option, and list them."""
+    """One choice for each axis that an input names. `every`: look at every option, and list them. `settled`: the
+    inputs on which no sum is to wait."""
     depth: dict[str, int] = {}
     for held in inputs:
         for axis, state in held.where.items():
@@ -153,6 +157,8 @@ def choose(
     else:
         order = list(depth)
     work = _Work(call, bound, inputs, mesh, differentiable, every)
+    if settled:
+        work.waiting = [places for places in work.waiting if not settled & {*places}]
     for axis in order:
         if axis not in ones:
             work.decide(axis)
@@ -222,7 +228,7 @@ class _Work:
             own = _RANKS[one.kind]
             if one.kind == "cut" and any(self.bound.pending[one.factor]):
                 own = 2
-            if not one.refused and (best is None or (one.nbytes, own) < (best.nbytes, rank)):
+            if not one.refused and (best is None or (one.nbytes + one.due, own) < (best.nbytes + best.due, rank)):
                 best, rank = one, own
             if self.every:
                 options.append(one)
@@ -322,7 +328,32 @@ class _Work:
                 nbytes += received(what, held.nbytes, k)
         if option.kind == "cut" and option.factor in self.bound.linked:
             nbytes += price(self.call, self.bound, self.inputs, option.axis, option.factor, option.tree, self.mesh)
-        return option._replace(nbytes=nbytes) if nbytes else option
+        due = self._due(option, k)
+        return option._replace(nbytes=nbytes, due=due) if nbytes or due else option
+
+    def _due(self, option: Choice, k: int) -> float:
+        """What it will take to reduce what an option leaves pending: a sum that is new may be scattered, one that waits
+        would have been reduced everywhere. What lies so already, in every input that has the factor, stays: moving it
+        is never the operator's own choice. Of dims without a factor nothing is known: they count as one element."""
+        if option.kind == "waits":
+            left, what = range(len(self.bound.outputs)), ALL_REDUCE
+        elif option.kind == "cut" and any(after := self.bound.pending[option.factor]):
+            if not any(step(held, option, self.mesh) for held in self.inputs if option.factor in held.factors):
+                return 0.0
+            left, what = [i for i, op in enumerate(after) if op], REDUCE_SCATTER
+        else:
+            return 0.0
+        total = 0.0
+        itemsize = max((t.element_size() for t in self.call.tensors if t is not None), default=0)
+        for i in left:
+            n = float(itemsize)
+            for factors in self.bound.outputs[i]:
+                for f in factors:
+                    n *= self.bound.sizes[f]
+                    for axis in axes_of(self.trees.get(f, ())):
+                        n /= self.mesh.axes[axis][0]
+            total += received(what, n, k)
+        return total
 
 
 def _counts(tree: Tree, axis: str) -> bool:

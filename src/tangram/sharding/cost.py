@@ -68,7 +68,7 @@ def flops(call: Call, bound: Bound, trees: Mapping[str, Tree], mesh: Mesh, whole
     """Operations of the rank that has most to do."""
     if not bound.rule.inputs[0].pieces and call.tensors and call.tensors[0] is not None and call.tensors[0].ndim:
         return 0  # a view has an empty rule: its factors are those of its strides
-    if bound.rule.note("undefined") is not None:
+    if bound.rule.note("undefined") == ():
         return 0
     sizes = {f: largest(dim_of(trees[f], n), mesh) if f in trees else n for f, n in bound.sizes.items()}
     contracted = _contracted(bound)

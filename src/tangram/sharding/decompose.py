@@ -34,6 +34,7 @@ FLOATS = frozenset(
         "native_layer_norm_backward",
         "native_group_norm_backward",
         "_fused_rms_norm",
+        "_fused_rms_norm_backward",
         "renorm",
     }
 )

@@ -3,6 +3,8 @@
     index.Tensor, index_put     where the indices stand, and where among the dims of the result theirs come
     repeat, constant_pad_nd     which dims are repeated or padded at all
     diag_embed, diagonal_scatter, take, isin, _linalg_solve_ex      dims of one tensor that another lacks
+    linalg_lstsq                        what there is beside the solution, by the driver
+    new_zeros and its like              how many dims are made
     multilabel_margin_loss_forward      whether there are rows
     _grouped_mm                         which of its two tensors are matrices, whose rows come in groups
     _flash_attention_forward, _efficient_attention_forward      whether sequences are packed into one
@@ -97,6 +99,32 @@ def _solve(call: Call) -> str:
     return _line([square, right], [right, square, [*batch, WHOLE], batch])
 
 
+def _lstsq(call: Call) -> str:
+    """A batch of systems; whether there are residuals may depend on values, and then what they are of is whole."""
+    a, b = call.tensors
+    assert a is not None
+    assert b is not None
+    driver = call.arguments["driver"] or "gelsy"
+    residual = driver != "gelsy" and a.shape[-2] > a.shape[-1]
+    batch = [] if residual else ["..."] * (a.ndim > 2)
+    vector = b.ndim == a.ndim - 1
+    whole, right = [WHOLE] * (a.ndim - 2) * residual, [WHOLE] if residual else ["n"]
+    first = [*(whole or batch), WHOLE, WHOLE]
+    second = [*(whole or batch), WHOLE, *([] if vector else right)]
+    rest = [WHOLE] * (b.ndim - 1) if residual else [WHOLE]
+    most = ["max:n"] * (not residual and not vector)  # without a column there is no rank
+    rank = [WHOLE] if driver == "gels" else [*(whole or batch), *most]
+    values = [*(whole or batch), WHOLE, *most] if driver in ("gelsd", "gelss") else [WHOLE]
+    return _line([first, second], [second, rest, rank, values], "same(1)")
+
+
+def _fresh(call: Call) -> str:
+    """Of the tensor nothing is read; what is made has nothing of its dims."""
+    made = call.arguments["size"]
+    undefined = "undefined " * ("empty" in call.name)
+    return _line([_letters("d", _first(call).ndim)], [[WHOLE] * len(made)], f"{undefined}same(0) unread(0)")
+
+
 def _indexed(call: Call) -> tuple[list[list[str]], list[str], list[str]]:
     """The dims of the indexed tensor, of each index, and of the result; those that are indexed are whole."""
     first, indices = _first(call), [*call.arguments["indices"]]
@@ -137,7 +165,7 @@ def _index(call: Call) -> str:
     it holds, to be added up."""
     places, own, result = _indexed(call)
     own, pairs = _numbered(call, own)
-    return _line([own, *places], [result], f"looked({pairs})" if pairs else "")
+    return _line([own, *places], [result], (f"looked({pairs}) " if pairs else "") + "linear(0)")
 
 
 def _index_put(call: Call) -> str:
@@ -221,6 +249,12 @@ ESCAPES: Mapping[str, Callable[[Call], str]] = {
     "take": _take,
     "multilabel_margin_loss_forward": _multilabel,
     "_linalg_solve_ex": _solve,
+    "linalg_lstsq": _lstsq,
+    "new_empty": _fresh,
+    "new_empty_strided": _fresh,
+    "new_full": _fresh,
+    "new_ones": _fresh,
+    "new_zeros": _fresh,
     "index.Tensor": _index,
     "_unsafe_index.Tensor": _index,
     "index_put": _index_put,
@@ -251,6 +285,8 @@ EXAMPLES: Mapping[Callable[[Call], str], tuple[Any, ...]] = {
     _take: (_some(5, 4), _indices(2, 3)),
     _multilabel: (_some(5, 4), _indices(5, 4), 1),
     _solve: (_some(2, 4, 4), _some(2, 4, 3)),
+    _lstsq: (_some(2, 4, 4), _some(2, 4, 3)),
+    _fresh: (_some(5, 4), [3, 2, 6]),
     _index: _INDEXED,
     _index_put: (*_INDEXED, _some(5, 2, 3, 6)),
     _masked_index: (_some(5, 4), _indices(3).bool(), [None, _indices(3)], 0),

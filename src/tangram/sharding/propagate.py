@@ -9,7 +9,7 @@ does not fit is moved, and what that costs is said: nothing is replicated in sil
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -129,12 +129,14 @@ def propagate(
     *,
     differentiable: bool = True,
     bound: Bound | None = None,
+    settled: Set[int] = frozenset(),
 ) -> Propagation:
     """How one operator runs on a mesh when its inputs lie like this.
 
     `layouts`: one for each of `call.tensors`; None for an absent one, or for one that every rank has whole.
     `differentiable`: whether a gradient is wanted; a maximum or minimum then never stays pending. `bound`: the factors
-    of the call, where they are known already. Raises NoRuleError for an operator without a rule, LayoutError for a
+    of the call, where they are known already. `settled`: the inputs on which no sum is to wait, since others read them
+    too, and would each reduce it. Raises NoRuleError for an operator without a rule, LayoutError for a
     layout that does not fit its tensor or the mesh, UserError where an operator that writes an input in place would
     need that input otherwise.
     """
@@ -144,7 +146,7 @@ def propagate(
         raise UserError(f"{call.name} has {len(tensors)} tensors here, but {len(layouts)} layouts are given")
     ones = _ones(mesh)
     inputs = _read(call, layouts, bound, mesh, ones)
-    chosen = choose(call, bound, inputs, mesh, ones, differentiable=differentiable)
+    chosen = choose(call, bound, inputs, mesh, ones, differentiable=differentiable, settled=settled)
     shown: dict[str, Dim] = {}
     kept = [_kept(held, chosen.trees, shown) for held in inputs]
     needed: list[Layout | None] = [None] * len(tensors)

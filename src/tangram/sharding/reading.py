@@ -68,13 +68,13 @@ def read(place: int, tensor: Tensor, given: Layout | None, bound: Bound, mesh: M
             for depth, cut in enumerate(cuts):
                 twice = twice or cut.axis in held.where
                 held.where[cut.axis] = State("cut", f, depth)
-    _read_suffixes(held, tensor, mesh, ones)
+    _read_suffixes(held, tensor, bound, mesh, ones)
     if twice or layout.pending or layout.at or layout.flat or len(mesh.views) > 1:
         validate(layout, mesh)
     return held
 
 
-def _read_suffixes(held: Held, tensor: Tensor, mesh: Mesh, ones: Collection[str]) -> None:
+def _read_suffixes(held: Held, tensor: Tensor, bound: Bound, mesh: Mesh, ones: Collection[str]) -> None:
     """What a layout says beside its dims; and how much a rank has."""
     layout, where = held.layout, held.where
     for cut in layout.flat:
@@ -83,8 +83,9 @@ def _read_suffixes(held: Held, tensor: Tensor, mesh: Mesh, ones: Collection[str]
     for axis in where:
         share *= mesh.axis(axis)[0]
     held.nbytes = tensor.numel() * tensor.element_size() / share
+    unread = layout.pending and str(held.place) in (bound.rule.note("unread") or ())
     for op, axis in layout.pending:
-        if axis not in ones:
+        if axis not in ones and not unread:  # else it may stay as it is
             where[axis] = State("pending", op=op)
     for axis, coords in layout.at:
         if axis not in ones:

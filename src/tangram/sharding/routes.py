@@ -12,6 +12,7 @@ operators, whose results take memory (`Route.memory`); whoever has a fused kerne
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -182,7 +183,7 @@ def route(
 
     Takes what `propagate` takes, and raises what it raises; NoRuleError only where there is no decomposition either.
     """
-    return _route(table, call, layouts, mesh, differentiable, frozenset())
+    return _route(table, call, layouts, mesh, differentiable, frozenset(), frozenset())
 
 
 def decomposed(
@@ -202,9 +203,10 @@ def _route(
     mesh: Mesh,
     differentiable: bool,
     within: frozenset[str],
+    settled: frozenset[int],
 ) -> Route:
     try:
-        direct = propagate(table, call, layouts, mesh, differentiable=differentiable)
+        direct = propagate(table, call, layouts, mesh, differentiable=differentiable, settled=settled)
     except NoRuleError:
         other = _decomposed(table, call, layouts, mesh, differentiable, within)
         if other is None:
@@ -245,8 +247,9 @@ def _decomposed(
         if tensor is not None:
             work.lies[Ref(-1, i)] = layout if layout is not None else _plain(tensor.shape)
             work.refs[Ref(-1, i)] = Ref(-1, i)
+    uses = Counter(ref for step in steps.steps for ref in {*step.sources})
     for i, step in enumerate(steps.steps):
-        work.take(i, step)
+        work.take(i, step, frozenset(n for n, ref in enumerate(step.sources) if ref is not None and uses[ref] > 1))
     results = tuple(None if ref is None else work.refs[ref] for ref in steps.results)
     outputs = tuple(None if ref is None else work.lies[ref] for ref in results)
     return Route(call, mesh, tuple(layouts), tuple(work.legs), results, outputs)
@@ -262,15 +265,15 @@ class _Work:
         """Of a step's results, which leg's they are: a step may be several legs."""
         self.lies: dict[Ref, Layout] = {}
 
-    def take(self, number: int, step: Step) -> None:
-        """Go on by one step."""
+    def take(self, number: int, step: Step, settled: frozenset[int]) -> None:
+        """Go on by one step. `settled`: which of its tensors other steps read, too."""
         sources = [None if ref is None else self.refs[ref] for ref in step.sources]
         if all(ref is None for ref in sources):
             self._made(number, step)
             return
         given = [None if ref is None else self.lies[ref] for ref in sources]
         smooth = self.differentiable and step.differentiable
-        way = _route(self.table, step.call, given, self.mesh, smooth, self.within)
+        way = _route(self.table, step.call, given, self.mesh, smooth, self.within, settled)
         first = len(self.legs)
 
         def here(ref: Ref | None) -> Ref | None:

@@ -167,6 +167,14 @@ EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
         aten.native_group_norm_backward.default,
         lambda: (_some(3, 6, 5), _some(3, 6, 5), _some(3, 2), _some(3, 2), _some(6), 3, 6, 5, 2, [True, True, True]),
     ),
+    (aten._embedding_bag.default, lambda: (_some(7, 5), _below(7, 6), _ends(0, 2, 2).long(), False, 0, False, _some(6))),
+    (aten._embedding_bag.default, lambda: (_some(7, 5), _below(7, 6), _ends(0, 3).long(), False, 1)),
+    (aten._embedding_bag.default, lambda: (_some(7, 5), _below(7, 6), _ends(0, 3).long(), True, 1, False, None, True)),
+    (aten._embedding_bag.default, lambda: (_some(7, 5), _below(7, 6), _ends(0, 4).long(), False, 2)),
+    (aten.linalg_lstsq.default, lambda: (_some(3, 5, 4), _some(3, 5, 2))),
+    (partial(aten.linalg_lstsq.default, driver="gelsd"), lambda: (_some(3, 2, 4), _some(3, 2, 5))),
+    (partial(aten.linalg_lstsq.default, driver="gels"), lambda: (_some(3, 4), _some(3, 5))),
+    (partial(aten.linalg_lstsq.default, driver="gels"), lambda: (_some(5, 3), _some(5, 4))),
     (aten.norm.Scalar, lambda: (_some(5, 3), 3)),
 )  # fmt: skip
 """Operators and what they are called with."""

@@ -1,7 +1,8 @@
-"""Proof of what a rule says of pending sums on the way in: `linear`, `each`.
+"""Proof of what a rule says of pending sums on the way in: `linear`, `each`, `unread`.
 
 linear, linear(0 1)    a sum that is pending on all of these inputs at once may wait: the result is a pending sum
 each(0 1)              a sum that is pending on one of them may wait, the others being whole
+unread(0)              whatever the values of an input, the result is the same: a pending sum is left as it is
 """
 
 from __future__ import annotations
@@ -13,24 +14,14 @@ from torch import Tensor
 
 from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call
+from tangram.sharding.choices import waiting
 from tangram.sharding.proof.execute import Failure, Whole, differs
-
-
-def linear_in(bound: Bound, call: Call) -> list[tuple[int, ...]]:
-    """The sets of inputs that may have a pending sum together."""
-    found: list[tuple[int, ...]] = []
-    there = [i for i, t in enumerate(call.tensors) if t is not None]
-    for name, args in bound.rule.notes:
-        if name == "linear":
-            found.append(tuple(int(a) for a in args) or tuple(there))
-        if name == "each":
-            found += [(int(a),) for a in args]
-    return [places for places in found if all(i in there for i in places)]
 
 
 def check_pending(call: Call, bound: Bound, expected: Whole) -> Iterator[Failure | None]:
     """Every set of inputs as a sum of two: the results must add up to the whole one."""
-    for places in linear_in(bound, call):
+    yield from _check_unread(call, bound, expected)
+    for places in waiting(bound, call):
         tensors = call.tensors
         if not all(_is_number(tensors[i]) for i in places):
             continue
@@ -52,6 +43,17 @@ def check_pending(call: Call, bound: Bound, expected: Whole) -> Iterator[Failure
                 shown = f"a pending sum on input{'s' if len(places) > 1 else ''} {', '.join(map(str, places))}"
                 failure = Failure(str(call), shown, f"output {i}", wrong)
         yield failure
+
+
+def _check_unread(call: Call, bound: Bound, expected: Whole) -> Iterator[Failure | None]:
+    """Inputs whose values do not count with other values: the results must be the same."""
+    unread = [int(a) for a in bound.rule.note("unread") or ()]
+    if not unread or bound.rule.note("undefined") is not None:
+        return
+    tensors = [(t * 0 + 1).to(t.dtype) if t is not None and i in unread else t for i, t in enumerate(call.tensors)]
+    other = call.with_tensors(tensors).run()
+    wrong = next((said for a, b in zip(other, expected.results, strict=True) if (said := differs(a, b))), "")
+    yield Failure(str(call), f"other values of input {unread[0]}", "output 0", wrong) if wrong else None
 
 
 def _is_number(tensor: Tensor | None) -> bool:

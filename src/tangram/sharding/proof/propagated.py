@@ -21,7 +21,7 @@ from tangram.layout.intervals import IntSet, elements
 from tangram.layout.locate import held
 from tangram.layout.syntax import Cut
 from tangram.sharding.local import Part, run_all
-from tangram.sharding.proof.execute import EXPECTED_ERRORS, REDUCE, Failure, differs
+from tangram.sharding.proof.execute import EXPECTED_ERRORS, REDUCE, Failure, differs, undefined
 from tangram.sharding.propagate import Propagation
 from tangram.sharding.trees import axes_of, dim_of
 
@@ -48,7 +48,7 @@ def check(found: Propagation, expected: Sequence[Any]) -> Failure | None:
     except EXPECTED_ERRORS as error:
         return failure("some rank", f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     for i, (want, layout) in enumerate(zip(expected, found.outputs, strict=True)):
-        if isinstance(want, Tensor) and found.bound.rule.note("undefined") is None:
+        if isinstance(want, Tensor) and not undefined(found.bound, i):
             wrong = _compared({rank: some[i] for rank, some in results.items()}, want, layout, mesh)
             if wrong:
                 return failure(f"output {i}", wrong)
