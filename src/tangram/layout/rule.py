@@ -46,7 +46,7 @@ class Piece:
     def __str__(self) -> str:
         return str(self.what) + "^" * self.whole + "'" * self.beyond
 
-    @property
+    @cached_property
     def rest(self) -> bool:
         """Whether it stands for all other dims."""
         return isinstance(self.what, Dim) and self.what.name == REST
@@ -67,6 +67,11 @@ class Operand:
     def slots(self) -> tuple[Slot, ...]:
         """Its slots."""
         return tuple(piece.what for piece in self.pieces if isinstance(piece.what, Slot))
+
+    @cached_property
+    def fixed(self) -> int:
+        """How many of its pieces are not `...`."""
+        return len([piece for piece in self.pieces if not piece.rest])
 
 
 Note = tuple[str, tuple[str, ...]]
@@ -98,6 +103,11 @@ class Rule:
     def slots(self) -> tuple[Slot, ...]:
         """Every slot, inputs first."""
         return tuple(slot for operand in (*self.inputs, *self.outputs) for slot in operand.slots)
+
+    @cached_property
+    def reads_beyond(self) -> bool:
+        """Whether a dim of an input is read by windows."""
+        return any(piece.beyond for operand in self.inputs for piece in operand.pieces)
 
     def note(self, name: str) -> tuple[str, ...] | None:
         """What a note says; None where there is none."""

@@ -11,14 +11,14 @@ the input's dim is cut in the same way, and has another size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
 
 from tangram.layout.rule import Rule
 from tangram.layout.syntax import Dim
-from tangram.sharding.calls import Call, schema_of
+from tangram.sharding.calls import Call, count_returns, schema_of
 from tangram.sharding.spots import ALL, KEPT, Beyond, MisfitError, RuleError, Spot, Spots, beyond, operands
 from tangram.sharding.windows import Window, window_of
 
@@ -104,6 +104,8 @@ def _bind(rule: Rule, call: Call) -> Bound:
         if isinstance(value, int) and not isinstance(value, bool):
             sizes.see(argument, value)
     shapes = [None if t is None else t.shape for t in given]
+    if pattern.plain:
+        return _of_plain(rule, call, pattern, shapes, sizes)
     largest: dict[str, int] = {}
     equal = rule.note("equal") is not None
     for dims, shape in zip(pattern.inputs, shapes, strict=True):
@@ -119,6 +121,50 @@ def _bind(rule: Rule, call: Call) -> Bound:
             inputs.append(None)
         else:
             inputs.append(tuple([_seen(spot, n, largest, sizes) for spot, n in zip(dims, shape, strict=True)]))
+    alone = _alone(call, pattern, windows) if windows or pattern.scans else ()
+    return _bound(rule, call, pattern, inputs, sizes, windows, alone)
+
+
+def _of_plain(
+    rule: Rule, call: Call, pattern: _Pattern, shapes: Sequence[Sequence[int] | None], sizes: _Sizes
+) -> Bound:
+    """As `_bind` goes on, where every dim is one factor at most, which is the usual case: only faster."""
+    largest: dict[str, int] = {}
+    if rule.note("equal") is None:
+        for dims, shape in zip(pattern.inputs, shapes, strict=True):
+            if dims is not None and shape is not None:
+                for (factors, _, _, _), n in zip(dims, shape, strict=True):
+                    if factors and (n != 1 or factors[0] not in largest):
+                        largest[factors[0]] = n
+    found, unlike = sizes.found, sizes.unlike
+    inputs: list[Dims | None] = []
+    for dims, shape in zip(pattern.inputs, shapes, strict=True):
+        if dims is None or shape is None:
+            inputs.append(None)
+            continue
+        own: list[tuple[str, ...]] = []
+        for (factors, _, _, _), n in zip(dims, shape, strict=True):
+            if factors:
+                factor = factors[0]
+                if n == 1 and largest.get(factor, 1) != 1:  # broadcast
+                    factors = ()
+                elif found.setdefault(factor, n) != n:
+                    unlike.add(factor)
+            own.append(factors)
+        inputs.append(tuple(own))
+    return _bound(rule, call, pattern, inputs, sizes, {}, _alone(call, pattern, {}) if pattern.scans else ())
+
+
+def _bound(
+    rule: Rule,
+    call: Call,
+    pattern: _Pattern,
+    inputs: Sequence[Dims | None],
+    sizes: _Sizes,
+    windows: Mapping[str, Window],
+    alone: Collection[str],
+) -> Bound:
+    """What can be cut, with the sizes that were found."""
     outputs, found = pattern.outputs, sizes.found
     if not found.keys() >= pattern.made:
         lost = sorted(f for f in pattern.made - found.keys() if f[0] not in "{.")
@@ -130,7 +176,6 @@ def _bind(rule: Rule, call: Call) -> Bound:
     if outputs is not pattern.outputs or pending.keys() != found.keys():
         pending = {f: pending[f] for f in found}
         whole = whole.difference(f for f in pattern.unsaid if f not in found)
-    alone = _alone(call, pattern, windows) if windows or pattern.scans else ()
     return Bound(
         rule, tuple(inputs), outputs, found, whole.union(alone) if alone else whole, pending, windows, pattern.scans
     )
@@ -160,6 +205,8 @@ class _Pattern:
     pending: Mapping[str, tuple[str, ...]]
     beyond: tuple[Beyond, ...]
     scans: Mapping[str, str]
+    plain: bool
+    """Whether every dim of an input is one factor at most, which is read by no windows."""
 
 
 _KEPT_PATTERNS = 256
@@ -188,19 +235,33 @@ def _new_pattern(rule: Rule, call: Call) -> _Pattern:
     spots = Spots(rule, call, patterns)
     dims = [None if t is None else tuple(spots.dims(op, t.ndim)) for op, t in zip(patterns, given, strict=True)]
     inputs, windowed = beyond(rule, dims)
-    count = len(schema_of(call.operator).returns)
-    outputs = [spots.dims(op, None) for op in operands(rule.outputs, max(count, 1))]
-    everywhere = [spot for dims in (*inputs, *outputs) for spot in dims or ()]
-    whole = {*(rule.note("whole") or ()), *(f for spot in everywhere if spot.whole for f in spot.factors)}
-    made = tuple(tuple(spot.factors for spot in dims) for dims in outputs)
-    counted = tuple([argument for argument in call.arguments if argument in _named(rule)])
+    outputs = [spots.dims(op, None) for op in operands(rule.outputs, max(count_returns(call.operator), 1))]
+    every: dict[str, None] = {}
+    whole = {*(rule.note("whole") or ())}
+    for dims in (*inputs, *outputs):
+        for spot in dims or ():
+            for f in spot.factors:
+                every[f] = None
+                if spot.whole:
+                    whole.add(f)
+    made = tuple([tuple([spot.factors for spot in dims]) for dims in outputs])
+    counted = () if _named(rule).isdisjoint(call.arguments) else tuple([a for a in call.arguments if a in _named(rule)])
+    own = [frozenset([f for dim in dims for f in dim]) for dims in made]
+    none = ("",) * len(made)
     pending: dict[str, tuple[str, ...]] = {}
-    for factor in dict.fromkeys([*(f for spot in everywhere for f in spot.factors), *counted]):
-        pending[factor] = tuple(_pending(rule, factor, i, dims, spots) for i, dims in enumerate(made))
-    unsaid = frozenset(f for f, found in pending.items() if "?" in found) - whole
-    factors = frozenset(f for dims in made for dim in dims for f in dim)
+    unsaid: set[str] = set()
+    for factor in (*every, *counted):
+        if all([factor in some for some in own]):  # noqa: C419  (a list is faster)
+            pending[factor] = none
+            continue
+        after = tuple(["" if factor in some else _pending(rule, factor, i, spots) for i, some in enumerate(own)])
+        pending[factor] = after
+        if "?" in after and factor not in whole:
+            unsaid.add(factor)
     scans = {f: args[1] for name, args in rule.notes if name == "scan" for f in spots.named(args[0])}
-    return _Pattern(tuple(inputs), made, factors, counted, frozenset(whole) | unsaid, unsaid, pending, windowed, scans)
+    left, factors = frozenset(unsaid), frozenset[str]().union(*own)
+    plain = all([len(spot.factors) < 2 and not spot.beyond for dims in inputs for spot in dims or ()])  # noqa: C419
+    return _Pattern(tuple(inputs), made, factors, counted, left.union(whole), left, pending, windowed, scans, plain)
 
 
 def _named(rule: Rule) -> frozenset[str]:
@@ -238,9 +299,8 @@ def _seen(spot: Spot, n: int, largest: Mapping[str, int], sizes: _Sizes) -> tupl
     return spot.factors
 
 
-def _pending(rule: Rule, factor: str, i: int, dims: Dims, spots: Spots) -> str:
-    if any(factor in dim for dim in dims):
-        return ""
+def _pending(rule: Rule, factor: str, i: int, spots: Spots) -> str:
+    """What is pending on a result that lacks a factor when it is cut; `?` where the rule does not say."""
     for op, text in rule.outputs[min(i, len(rule.outputs) - 1)].pending:
         if text == factor or (text.startswith("{") and factor in spots.factors_of(text.strip("{}"))):
             return op

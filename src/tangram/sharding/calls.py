@@ -135,6 +135,13 @@ def _flat(found: Any) -> Iterator[Any]:
         yield found
 
 
+@lru_cache(1 << 12)
+def count_returns(operator: OpOverload) -> int:
+    """How many results an operator's schema has."""
+    return len(schema_of(operator).returns)
+
+
+@lru_cache(1 << 12)
 def name_of(operator: OpOverload) -> str:
     """`sum.dim_IntList`, `mm`: aten's own without the namespace and without `default`; others with their namespace."""
     space, _, rest = operator.name().partition("::")

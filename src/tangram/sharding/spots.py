@@ -7,6 +7,7 @@ rule's pattern is for other numbers of dims than the call's, it does not fit, an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from tangram.errors import UserError
@@ -49,6 +50,12 @@ class Spots:
                 raise RuleError(
                     f"the rule of {call.name} speaks of {{{name}}}, which is no argument of {schema_of(call.operator)}"
                 )
+        self.rest = 0
+        if not self._slots:  # the usual case: nothing but letters and `...`
+            for op, t in zip(operands, call.tensors, strict=True):
+                if t is not None and (n := self._count_rest(op, t.ndim)) > self.rest:
+                    self.rest = n
+            return
         self._ndim = next(
             (t.ndim for op, t in zip(operands, call.tensors, strict=True) if t is not None and op.slots),
             max((t.ndim for t in call.tensors if t is not None), default=0) + (not any(op.slots for op in operands)),
@@ -77,8 +84,7 @@ class Spots:
     @staticmethod
     def _count_rest(operand: Operand, ndim: int) -> int:
         """How many dims `...` is of an operand without slots."""
-        fixed = len([piece for piece in operand.pieces if not piece.rest])
-        return 0 if operand.slots or fixed == len(operand.pieces) else max(0, ndim - fixed)
+        return 0 if operand.slots or operand.fixed == len(operand.pieces) else max(0, ndim - operand.fixed)
 
     def dims(self, operand: Operand, ndim: int | None) -> list[Spot]:
         """What each dim of a tensor is; `ndim` is None for an output."""
@@ -92,12 +98,12 @@ class Spots:
         rest = self.rest if ndim is None else self._count_rest(operand, ndim)
         for piece in operand.pieces:
             if piece.rest:
-                found += [Spot((f".{i}",), piece.whole, None, piece.beyond) for i in range(rest, 0, -1)]
+                found += _rests(rest, piece.whole, piece.beyond)
             else:
                 found.append(_spot(piece))
-        return (
-            found if ndim is None else found[len(found) - ndim :] if len(found) >= ndim else self.misfit(operand, ndim)
-        )
+        if ndim is None or len(found) == ndim:
+            return found
+        return found[len(found) - ndim :] if len(found) > ndim else self.misfit(operand, ndim)
 
     def misfit(self, operand: Operand, ndim: int) -> list[Spot]:
         """Raise that an operand is no tensor of so many dims."""
@@ -138,6 +144,12 @@ class Spots:
         return {d for places in self._at.values() for d in places}
 
 
+@lru_cache(1 << 8)
+def _rests(count: int, whole: bool, beyond: bool) -> tuple[Spot, ...]:
+    """So many dims that are left, counted from the right."""
+    return tuple([Spot((f".{i}",), whole, None, beyond) for i in range(count, 0, -1)])
+
+
 def _spot(piece: Piece) -> Spot:
     """What a dim is made of that a rule names: read once for each piece of a rule."""
     known = vars(piece)
@@ -175,9 +187,9 @@ def beyond(
     rule: Rule, inputs: Sequence[tuple[Spot, ...] | None]
 ) -> tuple[list[tuple[Spot, ...] | None], tuple[Beyond, ...]]:
     """The dims that are read by windows; in other inputs, what bears ^ in their place is as long as the windows."""
-    places = [(i, d, spot) for i, dims in enumerate(inputs) for d, spot in enumerate(dims or ()) if spot.beyond]
-    if not places:
+    if not rule.reads_beyond:
         return [*inputs], ()
+    places = [(i, d, spot) for i, dims in enumerate(inputs) for d, spot in enumerate(dims or ()) if spot.beyond]
     if not any(name in KINDS for name, _ in rule.notes):
         raise RuleError(f"the rule of {' '.join(rule.operators)} has a ' and none of the notes {', '.join(KINDS)}")
     names = {f for _, _, spot in places for f in spot.factors}

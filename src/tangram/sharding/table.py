@@ -46,6 +46,13 @@ class Table:
 
     def all_of(self, operator: OpOverload) -> tuple[Line, ...]:
         """The rules of an operator, whatever its arguments."""
+        known: dict[OpOverload, tuple[Line, ...]] = vars(self).setdefault("_known", {})
+        found = known.get(operator)
+        if found is None:
+            found = known[operator] = self._all_of(operator)
+        return found
+
+    def _all_of(self, operator: OpOverload) -> tuple[Line, ...]:
         name = name_of(operator)
         packet, _, overload = name.partition(".")
         for key in (name, packet, *_bases(packet, overload)):
