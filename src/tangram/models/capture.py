@@ -172,6 +172,9 @@ class _Recorder(TorchDispatchMode):
         pairs = zip(parameters, found, strict=bool(found))
         gradients = {name: self._number(g) for name, g in pairs if g is not None}
         outputs = {name: self._taken(x).value for name, x in results.items()}
+        for node in reversed(self._nodes):  # autograd says nothing of what it does not run
+            if node.implied and self._differentiable.intersection(r for r in node.results if r is not None):
+                self._differentiable.add(node.inputs[-1])
         values = [replace(value, differentiable=i in self._differentiable) for i, value in enumerate(self._values)]
         return Graph(
             tuple(values),
@@ -314,7 +317,7 @@ class _Recorder(TorchDispatchMode):
             func, arguments = back(Ref(base), Ref(current), view.arguments, self._values[base].shape)
             made = self._renewed(self._bearers[base][0])
             self._views[current] = made, node
-            self._nodes.append(Node(func, arguments, (made,), view.module, source, None, self._backward))
+            self._nodes.append(Node(func, arguments, (made,), view.module, source, None, self._backward, implied=True))
             before, current = base, made
             fresh.add(current)
         for other in storage:

@@ -91,6 +91,8 @@ class Node:
     of: int | None = None
     """Of a node of the backward: the node of the forward that it differentiates; None in the forward."""
     backward: bool = False
+    implied: bool = False
+    """No operator that ran: what a write into a view does to the tensor that it is a view of."""
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:

@@ -144,7 +144,10 @@ def _size(factors: Sequence[str], bound: Bound, part: Part) -> int:
 
 
 def _once(tensor: Tensor | None, bound: Bound, i: int, part: Part) -> Tensor | None:
-    return tensor if tensor is None or _adds(bound, i, part) else torch.zeros_like(tensor)
+    if tensor is None or _adds(bound, i, part):
+        return tensor
+    nowhere = torch.zeros((), dtype=torch.bool, device=tensor.device)
+    return torch.where(nowhere, tensor, torch.zeros_like(tensor))  # nothing, with a gradient of nothing: not of None
 
 
 def _adds(bound: Bound, i: int, part: Part) -> bool:

@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
@@ -29,9 +29,11 @@ from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.planner.plan import Plan
 from tangram.relayout.collectives import move
-from tangram.sharding.derive.derive import derive
-from tangram.sharding.derive.layouts import lying
+from tangram.relayout.dtensor import placements_of
+from tangram.sharding.derive.derive import Derived, derive
+from tangram.sharding.derive.layouts import here, layout_of, lying
 from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.states import SAME, State, cut
 from tangram.sharding.runtime.install import Now, Runtime
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Change, Program
@@ -42,6 +44,7 @@ from tangram.training.world import World
 _HELD = "_tangram_derived"
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Signature = tuple[tuple[str, Any], ...]
+States = Mapping[str, State]
 
 
 def marks_of_plan(plan: Plan) -> list[Mark]:
@@ -50,42 +53,82 @@ def marks_of_plan(plan: Plan) -> list[Mark]:
 
 
 def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], world: World) -> None:
-    """Cut the parameters over the tensor axis, and have the model run as its marks say."""
-    held = DerivedModel(model, plan, cuts, world)
-    model.__dict__[_HELD] = held
+    """Cut the parameters over the tensor axis as the plan's layouts say, and have the model run as its marks say."""
+    axis = world.axes.tensor[0]
+    dims = {name: cuts[p].tensor for name, p in model.named_parameters(remove_duplicate=False)}
+    lies = {name: {axis: SAME if dim is None else cut(dim)} for name, dim in dims.items()}
+    mesh = Mesh.parse(f"{axis}={world.tensor_size}")
+    DerivedModel(model, marks_of_plan(plan), mesh, world.devices["tensor"], lies, _TYPES[plan.precision.compute])
+
+
+def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, inputs: Mapping[str, Any]) -> DerivedModel:
+    """Make a model (whole, with the same values on all ranks, or on meta) parallel in place as marks say.
+
+    `devices` names the axes; `inputs` are keyword arguments of the model, of which only the sizes count: where its
+    parameters lie is derived with them, and has to come to the same with all that follow. Each rank gives the model
+    all of its inputs, or its part of those that are marked, and gets its results whole, or its part of those that are
+    marked. After the backward, `sum_gradients`. Collective. Raises UserError.
+    """
+    names = devices.mesh_dim_names or ()
+    mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    found = planned(without_memory(model), marks, mesh, inputs, dtype)
+    return DerivedModel(model, marks, mesh, devices, parameter_states(found), dtype)
+
+
+def planned(
+    template: nn.Module, marks: Sequence[Mark], mesh: Mesh, inputs: Mapping[str, Any], dtype: torch.dtype
+) -> Derived:
+    """What follows from marks for inputs of these sizes; results of the model are whole where no mark names them."""
+    graph = folded(capture(template, inputs, dtype=dtype), block_names(template))
+    named = {mark.pattern for mark in marks}
+    outputs = [Mark.parse(f"{name}: ...") for name in graph.outputs if name not in named]
+    return derive(graph, [*marks, *outputs], mesh)
 
 
 def derived_of(model: nn.Module) -> DerivedModel | None:
-    """What `install` has put on a model; None for another one."""
+    """What `install` or `parallel` has put on a model; None for another one."""
     return cast("DerivedModel | None", model.__dict__.get(_HELD))
 
 
 class DerivedModel:
-    """The programs of a model, one for each size of its inputs."""
+    """The programs of a model, one for each size of its inputs. Wraps the model's forwards, and cuts its parameters."""
 
-    def __init__(self, model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], world: World) -> None:
-        self._axis = world.axes.tensor[0]
-        self._mesh = Mesh.parse(f"{self._axis}={world.tensor_size}")
-        self._group = world.devices.get_group("tensor")
-        self._rank = dist.get_rank(self._group)
-        self._marks = marks_of_plan(plan)
-        self._dtype = _TYPES[plan.precision.compute]
-        self._cut_dims = {name: cuts[p].tensor for name, p in model.named_parameters(remove_duplicate=False)}
-        self._template = _without_memory(model)
-        self._blocks = block_names(model)
-        self._parameters = inspect.signature(model.forward).parameters
+    def __init__(
+        self,
+        model: nn.Module,
+        marks: Sequence[Mark],
+        mesh: Mesh,
+        devices: DeviceMesh,
+        lies: Mapping[str, States],
+        dtype: torch.dtype,
+    ) -> None:
+        self._model, self._marks, self._mesh, self._lies, self._dtype = model, marks, mesh, lies, dtype
+        names = [name for name, _ in mesh.views[0]]
+        self._groups = {name: devices.get_group(i) for i, name in enumerate(names)}
+        self._coords = {name: dist.get_rank(group) for name, group in self._groups.items()}
+        self._rank = sum(at * mesh.axes[name][1] for name, at in self._coords.items())
+        self._template = without_memory(model)
+        self._parameters = [*inspect.signature(model.forward).parameters]
         self._programs: dict[Signature, Now] = {}
         self._runtime = Runtime()
-        self._model = model
-        _cut_parameters(model, cuts, world)
+        self._cut(devices)
         _see_local_parts(model)
         self._runtime.wrap_root(model)
         model.forward = self._begun(model.forward)
+        model.__dict__[_HELD] = self
 
     @property
     def programs(self) -> Sequence[Program]:
         """Those that were needed so far."""
         return [now.program for now in self._programs.values()]
+
+    def prepare(self, inputs: Mapping[str, Any]) -> Program:
+        """The program for inputs of these sizes (keyword arguments of the model), made where there is none.
+
+        Raises UserError where it cannot be derived or run.
+        """
+        return self._now(inputs).program
 
     def _begun(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The whole model's forward, as the program of its inputs' sizes says."""
@@ -97,10 +140,6 @@ class DerivedModel:
 
         return run
 
-    def prepare(self, inputs: Mapping[str, Any]) -> Program:
-        """The program for inputs of these sizes, made where there is none. Raises UserError."""
-        return self._now(inputs).program
-
     def _now(self, given: Mapping[str, Any]) -> Now:
         signature = tuple((name, _size(x)) for name, x in given.items())
         if signature not in self._programs:
@@ -108,10 +147,7 @@ class DerivedModel:
         return self._programs[signature]
 
     def _planned(self, given: Mapping[str, Any]) -> Now:
-        graph = folded(capture(self._template, given, dtype=self._dtype), self._blocks)
-        outputs = [Mark.parse(f"{name}: ...") for name in graph.outputs]
-        named = {mark.pattern for mark in self._marks}
-        found = derive(graph, [*self._marks, *(m for m in outputs if m.pattern not in named)], self._mesh)
+        found = planned(self._template, self._marks, self._mesh, given, self._dtype)
         self._refuse_other_cuts(found)
         program = rehearsed(found, self._template, given, self._dtype)
         if any(program.summed.keys() != other.summed.keys() for other in self.programs):
@@ -120,38 +156,91 @@ class DerivedModel:
         operators = Operators(found, self._rank)
         return Now(program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring))
 
-    def _refuse_other_cuts(self, found: Any) -> None:
-        """The plan's layouts say where each parameter lies; the marks have to come to the same."""
-        graph = found.folded.graph
-        for v, value in graph.of_kind("parameter"):
-            state = lying(found, found.folded.classes[v]).get(self._axis)
-            dim = state.dim if state is not None and state.kind == "cut" else None
-            if dim != self._cut_dims[value.name] or (state is not None and state.outer > 1):
-                what = "whole" if dim is None else f"cut in dim {dim}"
+    def _refuse_other_cuts(self, found: Derived) -> None:
+        """Where parameters lie is settled; the marks have to come to the same for inputs of every size."""
+        for name, states in parameter_states(found).items():
+            if states != self._lies[name]:
+                here, there = (_words(lies) for lies in (states, self._lies[name]))
                 raise UserError(
-                    f"by the marks {value.name} is {what} over {self._axis}, by layouts.parameters it is not: let "
-                    "`tangram plan` write the layouts of the marks"
+                    f"by the marks {name} is {here}, by the plan's layouts.parameters {there}: let `tangram plan` "
+                    "write the layouts that follow from the marks"
                 )
 
     def _bring(self, x: Tensor, change: Change) -> Tensor:
-        for _, source, target in change:
-            x = move(x, source, target, self._group)
+        for axis, source, target in change:
+            x = move(x, source, target, self._groups[axis])
         return x
 
+    def _cut(self, devices: DeviceMesh) -> None:
+        """Make DTensors of the parameters that are cut. Every rank has all of each, so nothing is sent."""
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        lies = {parameter: self._lies[name] for name, parameter in self._model.named_parameters()}
+        for _, module in named_modules(self._model):
+            for key, whole in [*module.named_parameters(recurse=False)]:
+                states = lies[whole]
+                if not any(state.kind == "cut" for state in states.values()):
+                    continue
+                if whole not in made:
+                    placements = placements_of(layout_of(whole.shape, states), self._mesh)
+                    part = DTensor.from_local(
+                        own_part(whole.data, states, self._mesh, self._coords),
+                        devices,
+                        placements,
+                        run_check=False,
+                        shape=whole.shape,
+                        stride=whole.stride(),
+                    )
+                    made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+                module.register_parameter(key, made[whole])
+
     def sum_gradients(self) -> None:
-        """Add up, once a step, what each rank has of the gradients that are sums. Collective over the tensor axis."""
-        names = dict.fromkeys(name for program in self.programs for name in program.summed)
-        own = [self._model.get_parameter(name).grad for name in names]
-        grads = [g.to_local() if isinstance(g, DTensor) else g for g in own if g is not None]
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for grad in grads:
-            by_dtype.setdefault(grad.dtype, []).append(grad)
-        for some in by_dtype.values():
-            flat = torch.cat([g.reshape(-1) for g in some])
-            dist.all_reduce(flat, group=self._group)
-            parts = cast("Sequence[Tensor]", torch.split(flat, [g.numel() for g in some]))
-            for g, part in zip(some, parts, strict=True):
-                g.copy_(part.view_as(g))
+        """Add up, once a step, what each rank has of the gradients that are sums. Collective over the axes."""
+        summed = {name: axes for program in self.programs for name, axes in program.summed.items()}
+        for axis in self._groups:
+            grads = [self._model.get_parameter(name).grad for name, axes in summed.items() if axis in axes]
+            _add_up([_local(g) for g in grads if g is not None], self._groups[axis])
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _add_up(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        by_dtype.setdefault(grad.dtype, []).append(grad)
+    for some in by_dtype.values():
+        flat = torch.cat([g.reshape(-1) for g in some])
+        dist.all_reduce(flat, group=group)
+        parts = cast("Sequence[Tensor]", torch.split(flat, [g.numel() for g in some]))
+        for g, part in zip(some, parts, strict=True):
+            g.copy_(part.view_as(g))
+
+
+def parameter_states(found: Derived) -> dict[str, States]:
+    """How each parameter lies over each axis of the mesh; of several names of one, by the first."""
+    whole = dict.fromkeys(found.mesh.axes, SAME)
+    graph = found.folded.graph
+    return {value.name: {**whole, **lying(found, found.folded.classes[v])} for v, value in graph.of_kind("parameter")}
+
+
+def own_part(whole: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int]) -> Tensor:
+    """A rank's part of a tensor, with storage of its own."""
+    part, done = whole, dict[str, State]()
+    sizes = {axis: n for axis, (n, _) in mesh.axes.items()}
+    for axis, state in states.items():
+        if state.kind == "cut":
+            dim, outer = state.dim, here(state, axis, done, sizes).outer
+            n, shape = part.shape[dim] // (outer * sizes[axis]), part.shape
+            blocks = part.reshape(*shape[:dim], outer, sizes[axis], n, *shape[dim + 1 :])
+            part = blocks.select(dim + 1, coords[axis]).reshape(*shape[:dim], outer * n, *shape[dim + 1 :])
+            done[axis] = state
+    return part.clone() if part is not whole else whole
+
+
+def _words(states: States) -> str:
+    cuts = [f"cut in dim {state.dim} over {axis}" for axis, state in states.items() if state.kind == "cut"]
+    return " and ".join(cuts) or "whole"
 
 
 def _size(x: Any) -> Any:
@@ -161,29 +250,13 @@ def _size(x: Any) -> Any:
     return x if isinstance(x, bool | int | str | None) else id(x)
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
+def without_memory(model: nn.Module) -> nn.Module:
     """A copy on meta."""
-    tensors = [*model.parameters(), *cast("Sequence[Tensor]", [*model.buffers()])]
     memo: dict[int, Any] = {}
-    for t in tensors:
+    for t in [*model.parameters(), *cast("Sequence[Tensor]", [*model.buffers()])]:
         empty = t.detach().to("meta")
         memo[id(t)] = nn.Parameter(empty, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else empty
     return copy.deepcopy(model, memo)
-
-
-def _cut_parameters(model: nn.Module, cuts: Mapping[nn.Parameter, Cuts], world: World) -> None:
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for _, module in named_modules(model):
-        for key, parameter in [*module.named_parameters(recurse=False)]:
-            dim = cuts[parameter].tensor
-            if dim is None:
-                continue
-            if parameter not in made:
-                # Every rank has the same whole tensor (or none, on meta), so nothing needs to be sent.
-                where: Placement = Shard(dim)
-                part = distribute_tensor(parameter.data, world.devices["tensor"], [where], src_data_rank=None)
-                made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
-            module.register_parameter(key, made[parameter])
 
 
 def _see_local_parts(model: nn.Module) -> None:

@@ -68,7 +68,8 @@ class Folded:
 def far_from_borders(folded: Folded) -> dict[int, int]:
     """Of each class that an operator makes, how far it is from where a runtime can move it at no cost.
 
-    1: a module takes it or gives it; 4: another function of torch does; 16: it stays inside of one.
+    1: a module takes it or gives it; 4: another function of torch does; 16: it stays inside of one; 4096: a write into
+    a view makes it or takes it, which no runtime can come between.
     """
     graph = folded.graph
     call_of = {i: c for c, call in enumerate(graph.calls) for i in range(call.first, call.stop)}
@@ -77,9 +78,10 @@ def far_from_borders(folded: Folded) -> dict[int, int]:
     found: dict[int, int] = {}
     for step in folded.steps if graph.calls else ():
         for v in (v for v in step.node.results if v is not None):
-            calls = {call_of.get(i) for i in (step.number, *graph.takers.get(v, ())) if not graph.nodes[i].backward}
-            inside = len(calls) == 1 and v not in given
-            found[folded.classes[v]] = 16 if inside else 1 if v in bordering else 4
+            nodes = [i for i in (step.number, *graph.takers.get(v, ())) if not graph.nodes[i].backward]
+            inside = len({call_of.get(i) for i in nodes}) == 1 and v not in given
+            implied = any(graph.nodes[i].implied for i in nodes)
+            found[folded.classes[v]] = 4096 if implied else 16 if inside else 1 if v in bordering else 4
     return found
 
 

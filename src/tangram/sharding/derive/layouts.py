@@ -10,7 +10,7 @@ from tangram.layout.locate import held
 from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step
-from tangram.sharding.derive.states import State, received, way
+from tangram.sharding.derive.states import State, cut, received, way
 from tangram.sharding.local import Part
 
 
@@ -80,6 +80,17 @@ def local_shape(found: Derived, shape: Sequence[int], states: Mapping[str, State
         if over.axis in states and states[over.axis].kind == "cut":
             sizes[states[over.axis].dim] //= over.k
     return tuple(sizes)
+
+
+def here(state: State, axis: str, others: Mapping[str, State], sizes: Mapping[str, int]) -> State:
+    """A cut as it is one of what a rank has by the cuts of other axes: fewer blocks stand before it."""
+    if state.kind != "cut":
+        return state
+    outer = state.outer
+    for other, own in others.items():
+        if other != axis and own.kind == "cut" and own.dim == state.dim and own.outer < state.outer:
+            outer //= sizes[other]
+    return cut(state.dim, outer)
 
 
 def part(found: Derived, step: Step, rank: int) -> Part:

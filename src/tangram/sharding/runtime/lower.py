@@ -21,7 +21,7 @@ from tangram.models.graph import Called, Graph, Node, filled, refs
 from tangram.sharding.calls import schema_of
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step as Node_Step
-from tangram.sharding.derive.layouts import lying, made, needed, steps_of_nodes, used
+from tangram.sharding.derive.layouts import here, lying, made, needed, steps_of_nodes, used
 from tangram.sharding.derive.states import SAME, SEVERAL, State, way
 from tangram.sharding.runtime.program import Action, Border, CallKey, Change, Place, Program, Step
 
@@ -99,11 +99,39 @@ class _Lowering:
             found = way(a, b)
             if found is not None and a != b and (found.forward or (found.backward and differentiable)):
                 steps.append(Step(axis, a, b))
-        axes = [over.axis for over in self.found.axes]
-        leaving = [s for s in reversed(steps) if s.source.kind == "cut"]
-        ordered = (*leaving, *(s for s in steps if s.source.kind != "cut"))
-        self._refuse_crossed(v, source, ordered, axes)
-        return ordered
+        return tuple(self._on_parts(source, self._ordered(source, steps)))
+
+    def _ordered(self, source: States, steps: Sequence[Step]) -> Iterator[Step]:
+        """The steps so that each can be done by itself: what lies under a cut that moves is put together before.
+
+        Of two axes that cut one factor the first of the mesh lies outside.
+        """
+        axes, now = [over.axis for over in self.found.axes], dict(source)
+        goals = {step.axis: step.target for step in steps}
+        final = {**now, **goals}
+
+        def under(axis: str, goal: State) -> list[str]:
+            cuts = {(s.dim, s.outer) for s in (now[axis], goal) if s.kind == "cut"}
+            later = (a for a in axes[axes.index(axis) + 1 :] if a in now and now[a].kind == "cut")
+            return [a for a in later if (now[a].dim, now[a].outer) in cuts]
+
+        while goals:
+            axis = next((a for a in reversed(axes) if a in goals and not under(a, goals[a])), None)
+            if axis is not None:
+                yield Step(axis, now[axis], goals[axis])
+                now[axis] = goals.pop(axis)
+                continue
+            blocked = next(a for a in axes if a in goals)
+            inner = under(blocked, goals[blocked])[-1]  # nothing lies under the last
+            yield Step(inner, now[inner], SAME)
+            now[inner], goals[inner] = SAME, final[inner]
+
+    def _on_parts(self, source: States, steps: Sequence[Step]) -> Iterator[Step]:
+        """The steps as they are done on what ranks have by the other axes."""
+        now, sizes = dict(source), {over.axis: over.k for over in self.found.axes}
+        for axis, a, b in steps:
+            yield Step(axis, here(a, axis, now, sizes), here(b, axis, now, sizes))
+            now[axis] = b
 
     def _refuse_crossed(self, v: int, source: States, steps: Sequence[Step], axes: Sequence[str]) -> None:
         """What lies under a cut that stays cannot be moved by itself."""
@@ -117,10 +145,6 @@ class _Lowering:
                     "alone, which this version cannot run: mark the tensor, or swap the axes of the mesh"
                 )
             now[step.axis] = step.target
-
-    def _line(self, v: int) -> str:
-        value = self.graph.values[v]
-        return value.name or self.graph.nodes[self.maker[v]].source
 
     # ------------------------------------------------------------ where
 
@@ -235,7 +259,7 @@ class _Lowering:
                 if v is not None and self.maker.get(v, -1) not in range(call.first, call.stop):
                     by_value.setdefault(v, set()).add(action.before.get((i, place), ()))
         for v, changes in by_value.items():
-            if len(changes) > 1 or v not in call.takes:
+            if len(changes) > 1 or (changes != {()} and v not in call.takes):
                 action.why = "its operators need a tensor each in a way of its own"
                 return
             if change := changes.pop():

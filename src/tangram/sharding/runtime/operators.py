@@ -56,17 +56,16 @@ class Operators:
                     values[v] = bring(x, action.after[v]) if v in action.after else x
         return tree_unflatten([values[v] for v in call.gives if v is not None], call.form)
 
-    def refuse_unknown(self, call: Called) -> None:
+    def refuse_unknown(self, call: Called, action: Action) -> None:
         """Raises UserError for a function that cannot be replaced: the operators alone do not say what it does."""
         made = {v for i in range(call.first, call.stop) for v in self.graph.nodes[i].results}
         taken = {v for i in range(call.first, call.stop) for v in self.graph.nodes[i].inputs}
+        said = f"{call.line}: {call.function} cannot be replaced ({action.why}):"
         if unknown := sorted(v for v in taken - made if v not in call.takes):
             what = self.graph.values[unknown[0]].name or "a tensor that another function has made"
-            raise UserError(
-                f"{call.line}: {call.function} works with {what} without being given it: mark what it takes"
-            )
+            raise UserError(f"{said} it works with {what} without being given it")
         if any(v is None for v in call.gives):
-            raise UserError(f"{call.line}: {call.function} gives more than tensors, and cannot be run on parts")
+            raise UserError(f"{said} it gives more than tensors")
 
     def _run(self, node: Node, step: Step, local: Sequence[Tensor | None]) -> Sequence[Any]:
         if step.call.name == "view":  # what is brought here may have other strides than what a model's own code has

@@ -115,22 +115,36 @@ class _Rehearsal:
                 sizes[source.dim] *= self.sizes[axis]
             if target.kind == "cut":
                 sizes[target.dim] //= self.sizes[axis]
-        return x.new_empty(sizes)
+        before = [*self.record.ran]
+        part = x.new_empty(sizes)
+        self.record.ran[:] = before  # nothing that the model's code has run
+        return part
 
     def instead(self, action: Action, leaves: Sequence[Any]) -> Any:
         """What the operators on parts would give, of the sizes that it has then."""
         call = self.graph.calls[action.call]
         refuse_lost_writes(self.graph, call, action)
-        self.operators.refuse_unknown(call)
+        self.operators.refuse_unknown(call, action)
         return tree_unflatten([self._part(v, action) for v in call.gives if v is not None], call.form)
 
+    def _of_other_size(self, call: Called, action: Action, found: Any) -> str:
+        """Views of a wrong size are seen only by what comes of them."""
+        leaves: list[Any] = tree_leaves(found)
+        for v, x in zip(call.gives, leaves, strict=True):
+            if v is not None and tuple(x.shape) != (want := self._shape(v, action)):
+                return f"it gives {tuple(x.shape)} on a part, not {want}"
+        return ""
+
     def _part(self, v: int, action: Action) -> Tensor:
-        value = self.graph.values[v]
+        return torch.empty(self._shape(v, action), dtype=self.graph.values[v].dtype, device="cpu")
+
+    def _shape(self, v: int, action: Action) -> tuple[int, ...]:
+        """The size of what a call gives."""
         states = used(self.found, self.found.folded.classes[v])
         if v not in action.after and v in self.operators.maker:
             i, k = self.operators.maker[v]
             states = made(self.found, self.operators.steps[i], k)
-        return torch.empty(local_shape(self.found, value.shape, states), dtype=value.dtype, device="cpu")
+        return local_shape(self.found, self.graph.values[v].shape, states)
 
     def around(
         self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], action: Action | None
@@ -151,7 +165,7 @@ class _Rehearsal:
             except (RuntimeError, ValueError, TypeError) as error:
                 found, action.why = None, f"it fails on a part: {(str(error).splitlines() or [''])[0]}"
             else:
-                action.why = self._unlike(call, before)
+                action.why = self._unlike(call, before) or self._of_other_size(call, action, found)
             if not action.why:
                 return found
         self.program.actions.setdefault(run, {})[key] = action
@@ -167,14 +181,21 @@ class _Rehearsal:
 
     def _unlike(self, call: Called, ran: Sequence[tuple[Call, list[Any]]]) -> str:
         """How what a function ran differs from what was derived; "" where it does not."""
-        expected = [i for i in range(call.first, call.stop) if self.operators.steps[i].call.name not in PASSING]
-        there = [one for one in ran if one[0].name not in PASSING and one[0].name != "new_empty"]
-        if [self.operators.steps[i].call.name for i in expected] != [one.name for one, _ in there]:
-            return "it runs other operators on a part"
-        for i, (one, results) in zip(expected, there, strict=True):
-            if reason := self._differs(i, one, results):
+        there = [one for one in ran if one[0].name not in PASSING]
+        for i in range(call.first, call.stop):
+            name = self.operators.steps[i].call.name
+            if self.graph.nodes[i].implied or name in PASSING:
+                continue
+            if not there or there[0][0].name != name:
+                if self._counts(i, call):
+                    return "it runs other operators on a part"
+            elif reason := self._differs(i, *there.pop(0)):
                 return reason
-        return ""
+        return "it runs other operators on a part" if there else ""
+
+    def _counts(self, i: int, call: Called) -> bool:
+        """Whether anything comes of what a node gives: autograd makes views anew that nobody takes."""
+        return any(v in self.graph.takers or v in call.gives for v in self.graph.nodes[i].results if v is not None)
 
     def _differs(self, i: int, ran: Call, results: Sequence[Any]) -> str:
         node, step = self.graph.nodes[i], self.operators.steps[i]
