@@ -1,0 +1,174 @@
+"""Models run as derived on some ranks, beside the same models whole: loss and every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tangram.layout import Mesh
+from tangram.sharding.derive.marks import Mark, marks_of
+from tangram.sharding.derive.states import SAME, SEVERAL
+from tangram.sharding.runtime.program import Change, Program
+from tangram.training.derived import DerivedModel, parallel
+from tangram.training.launch import Rank
+from tests.sharding.derive.test_marks_files import MODELS
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model on a mesh, by the marks that come with it and others; with a mistake planted or without."""
+
+    kind: str
+    mesh: str
+    marks: tuple[str, ...] = ()
+    mistake: str = ""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of it on one rank."""
+
+    loss: float
+    """Relative to that of the whole model."""
+    worst: float
+    """The gradient that is furthest off, relative to its norm."""
+    where: str
+    borders: int
+    inside: int
+    """Functions that are not called as they are."""
+
+
+class Two(nn.Module):
+    """A module that is no transformers model: a bias after a row-cut product, called by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:  # noqa: N803
+        x_BSH = F.one_hot(ids_BS, 32).float()  # noqa: N806
+        return self.head(x_BSH + self.down(torch.tanh(self.up(x_BSH))))
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "own":
+        return Two()
+    config = AutoConfig.for_model(kind, **MODELS[kind])
+    return cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32).train()
+
+
+def inputs_of(kind: str) -> dict[str, Any]:
+    ids = torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(1))
+    return {"ids_BS": ids} if kind == "own" else {"input_ids": ids, "use_cache": False}
+
+
+def loss_of(model: nn.Module, kind: str) -> Tensor:
+    inputs = inputs_of(kind)
+    ids = next(iter(inputs.values()))
+    found: Any = model(ids) if kind == "own" else model(**inputs)
+    logits: Tensor = found if kind == "own" else found.logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def run_all(rank: Rank, works: Sequence[Work]) -> list[Ran]:
+    """The task of the ranks."""
+    return [run(work) for work in works]
+
+
+def run(work: Work) -> Ran:
+    whole, model = model_of(work.kind), model_of(work.kind)
+    want = loss_of(whole, work.kind)
+    want.backward()
+    axes = {name: n for name, (n, _) in Mesh.parse(work.mesh).axes.items()}
+    devices = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    marks = [*(marks_of(work.kind) or []), *map(Mark.parse, work.marks)]
+    held = parallel(model, marks, devices, inputs_of(work.kind))
+    held.prepare(inputs_of(work.kind))
+    if work.mistake:
+        MISTAKES[work.mistake](held)
+    loss = loss_of(model, work.kind)
+    loss.backward()
+    held.sum_gradients()
+    program = held.programs[0]
+    assert len(held.programs) == 1
+    off = float((loss - want).detach().abs() / want.detach().abs())
+    worst, where = _furthest(model, dict(whole.named_parameters()))
+    return Ran(off, worst, where, len(program.borders), program.inside)
+
+
+def _furthest(model: nn.Module, whole: Mapping[str, nn.Parameter]) -> tuple[float, str]:
+    found = [(0.0, "")]
+    for name, parameter in model.named_parameters():
+        grad, want = parameter.grad, whole[name].grad
+        if want is None or grad is None:
+            assert want is None or not want.any(), f"{name} has no gradient"
+            continue
+        full = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        found.append((float((full - want).norm() / want.norm().clamp(min=1e-12)), name))
+    return max(found)
+
+
+def _unsummed(held: DerivedModel) -> None:
+    held.programs[0].summed = {}
+
+
+def _changed(held: DerivedModel, act: Callable[[Change], Change]) -> None:
+    program: Program = held.programs[0]
+    for border in program.borders.values():
+        for side in (border.takes, border.gives):
+            side.update({leaf: act(change) for leaf, change in side.items()})
+
+
+def _same_for_several(held: DerivedModel) -> None:
+    """Gathered as if all ranks computed the same with it: the gradient is not summed."""
+    _changed(held, lambda change: tuple(s._replace(target=SAME if s.target == SEVERAL else s.target) for s in change))
+
+
+def _several_for_same(held: DerivedModel) -> None:
+    """What is alike on all ranks is summed on the way back as if it were not."""
+    _changed(held, lambda change: tuple(s._replace(target=SEVERAL if s.target == SAME else s.target) for s in change))
+
+
+def _bias_on_every_rank(held: DerivedModel) -> None:
+    """A product that is cut in what it sums is called as it is, bias and all, on every rank."""
+    program = held.programs[0]
+    for actions in program.actions.values():
+        for action in actions.values():
+            action.why = "" if "addmm" in action.why else action.why
+
+
+def _other_rows(held: DerivedModel) -> None:
+    """Every rank takes itself for the first."""
+    operators: Any = next(iter(held._programs.values())).instead.__closure__  # pyright: ignore[reportPrivateUsage]
+    for cell in operators:
+        if hasattr(cell.cell_contents, "_rank"):
+            cell.cell_contents._rank = 0
+
+
+MISTAKES: Mapping[str, Callable[[DerivedModel], None]] = {
+    "gradients of norms are not summed": _unsummed,
+    "gathers are not summed on the way back": _same_for_several,
+    "logits are summed on the way back": _several_for_same,
+    "every rank adds the bias": _bias_on_every_rank,
+    "every rank looks up the first rows": _other_rows,
+}
+
+
+def named(works: Iterable[Work]) -> dict[str, Work]:
+    """By a name for tests."""
+    found: dict[str, Work] = {}
+    for work in works:
+        parts = (work.kind, f"over {work.mesh}", "further marks" if work.marks else "", work.mistake)
+        found[", ".join(part for part in parts if part)] = replace(work)
+    return found

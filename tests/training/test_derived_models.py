@@ -1,0 +1,80 @@
+"""A derived plan on real processes: loss and every gradient are those of one process; planted mistakes are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tangram.training.launch import run_ranks
+from tests.training.derived_models import MISTAKES, Ran, Work, named, run_all
+
+BOUND = 1e-5
+"""Of a gradient, relative: sums in another order, through two layers."""
+
+ROWS = ("up.weight: f/tp h", "down.weight: h f/tp")
+TWO = named(
+    [
+        *(Work(kind, "tp=2") for kind in ("llama", "qwen3_moe")),
+        Work("own", "tp=2", ROWS),
+        *(Work("llama", "tp=2", mistake=mistake) for mistake in MISTAKES if "bias" not in mistake),
+        *(Work("own", "tp=2", ROWS, mistake) for mistake in MISTAKES if "bias" in mistake),
+    ]
+)
+OTHERS = named(Work(kind, "tp=2") for kind in ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "mamba2"))
+FOUR = named(
+    [
+        *(Work(kind, "tp=4") for kind in ("deepseek_v3", "mamba2")),
+        Work("llama", "dp=2 tp=2", ("{model.embed_tokens,model.norm}: b/dp s h",)),
+    ]
+)
+Results = dict[str, list[Ran]]
+
+
+def _run(works: dict[str, Work], world: int) -> Results:
+    ranks = run_ranks(run_all, [*works.values()], world=world, on_event=lambda _: None, device="cpu")
+    return {name: [own[i] for own in ranks] for i, name in enumerate(works)}
+
+
+@pytest.fixture(scope="module")
+def once() -> Callable[[str], Results]:
+    known: dict[str, Results] = {}
+    sets = {"two": (TWO, 2), "others": (OTHERS, 2), "four": (FOUR, 4)}
+
+    def find(name: str) -> Results:
+        if name not in known:
+            known[name] = _run(*sets[name])
+        return known[name]
+
+    return find
+
+
+def _is_right(ran: list[Ran]) -> None:
+    assert [(r.where, r.worst) for r in ran if r.worst > BOUND or r.loss > BOUND] == []
+
+
+@pytest.mark.parametrize("name", [name for name, work in TWO.items() if not work.mistake])
+def test_every_gradient_is_that_of_one_process(once: Callable[[str], Results], name: str) -> None:
+    _is_right(once("two")[name])
+
+
+@pytest.mark.parametrize("name", [name for name, work in TWO.items() if work.mistake])
+def test_planted_mistakes_are_seen(once: Callable[[str], Results], name: str) -> None:
+    assert max(max(r.worst, r.loss) for r in once("two")[name]) > 50 * BOUND
+
+
+def test_what_lies_at_borders_needs_no_look_at_functions(once: Callable[[str], Results]) -> None:
+    (llama, *_) = once("two")["llama, over tp=2"]
+    assert (llama.borders, llama.inside) == (10, 1)  # four a layer, the first's input, the head; the embedding's own rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(once: Callable[[str], Results], name: str) -> None:
+    _is_right(once("others")[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks(once: Callable[[str], Results], name: str) -> None:
+    _is_right(once("four")[name])
