@@ -76,3 +76,36 @@ def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be written" in said(capsys, "qwen3", "--mesh", "tp=2", *SMALL, "--html", elsewhere, code=2)
     both = said(capsys, "qwen3", "--mesh", "tp=2", *SMALL, "--html", str(file), "--why", "lm_head", code=2)
     assert "--why and --html are one at a time" in both
+
+
+def test_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    marks = tmp_path / "whole.marks"
+    cut = "{*.q_proj.weight,*.up_proj.weight,model.embed_tokens.weight,lm_head.weight}: out/tp in"
+    marks.write_text(f"{cut}\nmodel.layers.*: b s h\n")
+    words = ("qwen3", "--mesh", "tp=2", *SMALL, "--diff", "shipped", str(marks))
+    lines = [" ".join(line.split()) for line in said(capsys, *words).splitlines()]
+    assert "where axis shipped whole.marks a rank receives" in lines
+    assert not any("q_proj.weight" in line for line in lines)  # the same
+    assert "with shipped, " in lines[-1]
+    assert "with whole.marks: " in lines[-1]
+    found = json.loads(said(capsys, *words, "--json"))
+    assert sum(one["other_bytes"] - one["one_bytes"] for one in found["moves"]) == pytest.approx(
+        found["bytes"][1] - found["bytes"][0]
+    )
+    assert "cannot be read" in said(capsys, *words[:-1], "/no/file", code=2)
+    assert "leave out --mark and --marks" in said(capsys, *words, "--marks", str(marks), code=2)
+
+
+def test_contradictory_marks(capsys: pytest.CaptureFixture[str]) -> None:
+    marks = ("--mark", "*.q_proj.weight: o/tp i", "--mark", "*.q_proj.weight: o i/tp")
+    assert main(["shard", "qwen3", "--mesh", "tp=2", *SMALL, *marks]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("  mm in model.layers.{0..1}.self_attn.q_proj (modeling_qwen3.py:")
+    assert [line.split(":")[0] for line in lines[-3:-1]] == [
+        "  without 1, so that it lies as _ _/tp",
+        "  without 2, so that it lies as _/tp _",
+    ]
+    assert lines[-1].startswith("error: the marks `*.q_proj.weight: o/tp i` and `*.q_proj.weight: o i/tp` contradict ")
+    assert len(lines) < 15
+    assert main(["shard", "qwen3", "--mesh", "tp=2", *SMALL, *marks, "--json"]) == 2
+    assert len(json.loads(capsys.readouterr().out)["conflict"]["fixes"]) == 2

@@ -1,8 +1,9 @@
-"""`tangram shard MODEL`: capture a model, derive its layouts from marks; print them, why one lies so, or a page."""
+"""`tangram shard MODEL`: capture a model, derive its layouts from marks; print them, explain one, compare, draw."""
 
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,15 @@ from tangram.layout import Mesh
 from tangram.planner.read import changes_of
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from tangram.models.graph import Graph
-    from tangram.sharding.derive.derive import Derived
+    from tangram.sharding.derive.derive import ConflictError, Derived
     from tangram.sharding.derive.marks import Mark
+
+
+SHIPPED = "shipped"
+"""In place of a file of marks: those that come with Tangram."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +48,18 @@ def derive_model(asked: Asked) -> None:
     ways = [name for name in ("why", "diff", "html") if getattr(asked, name) is not None]
     if len(ways) > 1:
         raise UserError(f"--{' and --'.join(ways)} are one at a time")
+    from tangram.models.named import named_config
+
     mesh = Mesh.parse(asked.mesh)
-    _given(asked)  # so that a mistake in a mark is told before the model is captured
+    sides = _sides(asked)  # read first, and once: a mistake is told before the model is captured, and a pipe ends
     with progress("capturing"):
-        graph, kind = _captured(asked)
-    found = _derived(asked, graph, mesh, _given(asked) or _shipped(kind))
+        config = named_config(asked.name, changes_of(asked.changes))
+        marks = [_shipped(str(config.model_type)) if side is None else side for side in sides]
+        graph = _captured(asked, config)
+    found, *others = (_derived(asked, graph, mesh, some) for some in marks)
+    if asked.diff is not None:
+        _print_difference(asked, found, others[0], asked.diff)
+        return
     if asked.why is not None:
         _print_why(asked, found, asked.why)
     elif asked.html is not None:
@@ -54,10 +68,25 @@ def derive_model(asked: Asked) -> None:
         _print(asked, found)
 
 
-def _given(asked: Asked) -> "list[Mark]":
-    from tangram.sharding.derive.marks import Mark, read_marks
+def _sides(asked: Asked) -> "list[list[Mark] | None]":
+    """The marks that were given, of the one derivation or of two; None for those that come with Tangram."""
+    from tangram.sharding.derive.marks import Mark
 
-    return [*(read_marks(asked.file) if asked.file else []), *map(Mark.parse, asked.marks)]
+    given = [*(_of_file(str(asked.file)) if asked.file else []), *map(Mark.parse, asked.marks)]
+    if asked.diff is None:
+        return [given or None]
+    if given:
+        raise UserError("--diff compares two files of marks: leave out --mark and --marks")
+    return [None if name == SHIPPED else _of_file(name) for name in asked.diff]
+
+
+def _of_file(name: str) -> "list[Mark]":
+    from tangram.sharding.derive.marks import read_marks
+
+    found = read_marks(Path(name))
+    if not found:
+        raise UserError(f'there is no mark in "{name}": write some, one a line, as in `*.q_proj.weight: out/tp in`')
+    return found
 
 
 def _shipped(kind: str) -> "list[Mark]":
@@ -72,31 +101,44 @@ def _shipped(kind: str) -> "list[Mark]":
     return found
 
 
-def _captured(asked: Asked) -> "tuple[Graph, str]":
-    """The graph of a model, and the model's type."""
+def _captured(asked: Asked, config: "PreTrainedConfig") -> "Graph":
+    """The graph of a model, equal layers found."""
     from tangram.models.capture import capture
     from tangram.models.costs import block_names
     from tangram.models.fold import folded
-    from tangram.models.named import named_config, on_meta, token_inputs
+    from tangram.models.named import on_meta, token_inputs
 
-    config = named_config(asked.name, changes_of(asked.changes))
-    if not _given(asked):
-        _shipped(str(config.model_type))  # a sentence now, and not after seconds
     model = on_meta(config)
     start = time.perf_counter()
     graph = folded(capture(model, token_inputs(asked.batch, asked.sequence)), block_names(model))
     asked.seconds["capture"] = time.perf_counter() - start
-    return graph, str(config.model_type)
+    return graph
 
 
 def _derived(asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]") -> "Derived":
-    from tangram.sharding.derive.derive import derive
+    from tangram.sharding.derive.derive import ConflictError, derive
 
-    with progress("deriving"):
-        start = time.perf_counter()
-        found = derive(graph, marks, mesh)
-        asked.seconds["derive"] = time.perf_counter() - start
+    try:
+        with progress("deriving"):
+            start = time.perf_counter()
+            found = derive(graph, marks, mesh)
+            asked.seconds["derive"] = time.perf_counter() - start
+    except ConflictError as error:
+        raise _conflict(asked, graph, mesh, marks, error) from None
     return found
+
+
+def _conflict(asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", error: "ConflictError") -> UserError:
+    """The sentence on marks that contradict each other; before it, where they meet and what works."""
+    from tangram.sharding.derive.conflicts import conflict
+
+    with progress("looking for what works"):
+        told = conflict(graph, marks, mesh, error)
+    if asked.json:
+        print_json({"conflict": asdict(told)})
+    else:
+        print("\n".join(told.lines), file=sys.stderr)
+    return UserError(told.sentence)
 
 
 def _print(asked: Asked, found: "Derived") -> None:
@@ -136,3 +178,17 @@ def _write_page(asked: Asked, found: "Derived", path: Path) -> None:
         print_json({"page": str(path), "bytes": total(found), "seconds": asked.seconds})
     else:
         print(f'a rank receives {amount(total(found))}; all of it is in "{path}", for a browser')
+
+
+def _print_difference(asked: Asked, one: "Derived", other: "Derived", files: tuple[str, str]) -> None:
+    from tangram.sharding.derive.diff import difference, summary, tables
+
+    found = difference(one, other)
+    if asked.json:
+        print_json({"marks": files, **found.as_json()})
+        return
+    names = Path(files[0]).name, Path(files[1]).name
+    names = names if names[0] != names[1] else files
+    for title, headers, rows in tables(found, names):
+        print_table(title, headers, rows)
+    print(summary(found, names))

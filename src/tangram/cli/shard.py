@@ -60,13 +60,17 @@ def model(
         str | None,
         typer.Option(metavar="NODE", help="Explain one tensor: a parameter, MODULE, MODULE:OPERATOR or file.py:LINE."),
     ] = None,
+    diff: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="FILE FILE", help="Compare two files of marks; `shipped`: those that come with Tangram."),
+    ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page for a browser.")] = None,
     json: Json = False,
 ) -> None:
     """Derive the layout of every tensor of a model from marks on a few. (`model` may be left out.)"""
     from tangram.cli.derive import Asked, derive_model
 
-    derive_model(Asked(name, mesh, mark or (), marks, batch, sequence, change or (), why, html=html, json=json))
+    derive_model(Asked(name, mesh, mark or (), marks, batch, sequence, change or (), why, diff, html, json))
 
 
 @shard.command()

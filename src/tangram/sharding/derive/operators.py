@@ -35,7 +35,7 @@ def line_of(source: str) -> str:
 
 def written(step: Step, axes: Sequence[Over]) -> str:
     """The rule of an operator in this call, with what each axis cuts."""
-    bound, names = step.bound, _names(step)
+    bound, names = step.bound, factor_names(step)
     cuts: dict[str, list[tuple[str, int]]] = {}
     for over in axes:
         label = over.moves[step.number].label
@@ -81,7 +81,7 @@ def _shape(dims: Dims, sizes: Mapping[str, int]) -> list[int]:
     return [max((sizes[f] for f in factors), default=1) for factors in dims]
 
 
-def _names(step: Step) -> dict[str, str]:
+def factor_names(step: Step) -> dict[str, str]:
     """By factor, what a person reads: its own name where it is a word, else the next letter."""
     bound = step.bound
     every = [f for dims in (*bound.inputs, *bound.outputs) for dim in dims or () for f in dim]

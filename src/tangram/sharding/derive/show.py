@@ -138,6 +138,11 @@ def amount(nbytes: float) -> str:
     return f"{nbytes:.3g} TB"
 
 
+def signed(nbytes: float) -> str:
+    """A difference of bytes: `+12 MB`, `-3 kB`, 0."""
+    return f"{'-' if nbytes < 0 else '+'}{amount(abs(nbytes))}" if abs(nbytes) >= 1 else "0"
+
+
 def tables(found: Derived) -> Iterable[tuple[str, Row, list[Row]]]:
     """Title, headers and rows of each table."""
     yield "Parameters", ("parameter", "shape", "layout", "on a rank"), [*parameters(found)]

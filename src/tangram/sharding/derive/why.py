@@ -21,7 +21,7 @@ from tangram.sharding.derive.layouts import layout_of, lying, made, needed, used
 from tangram.sharding.derive.marks import Mark, matched
 from tangram.sharding.derive.nodes import value_of
 from tangram.sharding.derive.operators import lies, line_of, module_of, states_in, states_out, title, written
-from tangram.sharding.derive.show import Row, amount, folded_name, short, total, ways
+from tangram.sharding.derive.show import Row, amount, folded_name, short, signed, total, ways
 from tangram.sharding.derive.states import State, way
 
 
@@ -287,8 +287,8 @@ def lines(told: Why) -> Iterator[tuple[str, Sequence[str], list[Row]]]:
         (
             one.axis,
             _state(one.state, told.shape, one.axis),
-            "as derived" if one.chosen else "cannot be" if one.more == float("inf") else _signed(one.more),
-            "" if one.chosen or one.more == float("inf") else _signed(one.received),
+            "as derived" if one.chosen else "cannot be" if one.more == float("inf") else signed(one.more),
+            "" if one.chosen or one.more == float("inf") else signed(one.received),
         )
         for one in told.alternatives
     ]
@@ -297,7 +297,3 @@ def lines(told: Why) -> Iterator[tuple[str, Sequence[str], list[Row]]]:
 
 def _state(state: State, shape: Sequence[int], axis: str) -> str:
     return short(layout_of(shape, {axis: state})) or "()"
-
-
-def _signed(nbytes: float) -> str:
-    return f"{'-' if nbytes < 0 else '+'}{amount(abs(nbytes))}" if abs(nbytes) >= 1 else "0"
