@@ -325,3 +325,23 @@ def test_the_gradients_of_an_rms_norm_by_hand_are_those_of_torch(weighted: bool)
     found = [one for one in rms_norm_backward(call) if one is not None]
     assert len(found) == len(wanted)
     assert all(torch.allclose(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_by_chunks_gives_its_gradients_in_steps(reduction: str) -> None:
+    """Over a cut batch, and a cut vocabulary: what it computes ahead is what torch computes ahead."""
+    chunked = pytest.importorskip("torch.nn.modules.linear_cross_entropy")._linear_cross_entropy_batch_chunked
+    operator = chunked._opoverload
+    x, linear, bias, weight = (torch.randn(*shape).double() for shape in ((8, 3), (5, 3), (5,), (5,)))
+    some = (reduction, 3, 0.0, 2, "compact", torch.float64, True, True, True, True)
+    call = Call.of(operator, (x, linear, torch.arange(8) % 5, bias, weight.abs(), *some), {})
+    tried = 0
+    for layouts, mesh in proof.ways(call, (2, 3)):
+        assert proof.check(call, layouts, mesh, proof._expected(call)) is None
+        tried += 1
+    assert tried > 10
+    hidden, rows = 4096, 64
+    big = [meta(*shape, dtype=torch.float64) for shape in ((rows, hidden), (5000, hidden))]
+    call = Call.of(operator, (*big, meta(rows, dtype=torch.int64), None, None, *some[:-1], False), {})
+    way = route(builtin(), call, [Layout.parse("b h"), Layout.parse("v/x h"), None, None, None], Mesh.parse("x=2"))
+    assert way.nbytes < 3 * rows * hidden * 8  # of the batch, and nothing of the vocabulary's size

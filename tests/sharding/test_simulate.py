@@ -1,5 +1,7 @@
 """Operators on simulated ranks, through torch's dispatcher as a model reaches it."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -99,14 +101,16 @@ def test_what_computes_its_gradients_ahead_sees_that_they_are_wanted(reduction: 
     options = pytest.importorskip("torch.nn.modules.linear_cross_entropy_options").LinearCrossEntropyOptions(
         batch_chunk_size=2
     )
-    leaves = [torch.randn(8, 3).double().requires_grad_(), torch.randn(5, 3).double().requires_grad_()]
+    leaves = [torch.randn(*shape).double().requires_grad_() for shape in ((8, 3), (5, 3), (5,))]
     target = torch.arange(8) % 5
-    for layouts in (("b/x h", "v h"), ("b h/x", "v h/x"), ("b h", "v/x h")):
+    named: dict[str, Any] = {"reduction": reduction, "options": options, "ignore_index": 3}
+    for layouts in (("b/x h", "v h", "v"), ("b h/x", "v h/x", "v"), ("b h", "v/x h", "v/x")):
         world = World(Mesh.parse("x=2"), builtin())
         own = [simulated(layout, leaf, world) for layout, leaf in zip(layouts, leaves, strict=True)]
         assert own[0].requires_grad
-        found = together(F.linear_cross_entropy(*own, target, reduction=reduction, options=options))
-        whole = F.linear_cross_entropy(*leaves, target, reduction=reduction, options=options)
+        weight = torch.arange(1.0, 6.0).double()
+        found = together(F.linear_cross_entropy(*own[:2], target, linear_bias=own[2], weight=weight, **named))
+        whole = F.linear_cross_entropy(*leaves[:2], target, linear_bias=leaves[2], weight=weight, **named)
         assert torch.allclose(found, whole)
         given = zip(*(torch.autograd.grad(loss.sum(), leaves) for loss in (found, whole)), strict=True)
         assert all(torch.allclose(one, other) for one, other in given)

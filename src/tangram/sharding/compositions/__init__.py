@@ -62,6 +62,8 @@ OWN: Mapping[str, Callable[..., Any]] = {
     "nll_loss2d_forward": classes.nll_loss,
     "nll_loss_backward": classes.nll_loss_backward,
     "nll_loss2d_backward": classes.nll_loss_backward,
+    "torch_nn._linear_cross_entropy_batch_chunked": classes.linear_cross_entropy,
+    "torch_nn._linear_cross_entropy_batch_chunked_no_reduction": classes.linear_cross_entropies,
     "any": _detached(_aten.any.default),
     "all": _detached(_aten.all.default),
     "any.dim": _detached(_aten.any.dim),

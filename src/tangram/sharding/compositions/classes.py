@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tangram.sharding.compositions.common import as_type, computed, dims_of, peak_of, real, squeezed
+from tangram.sharding.compositions.common import UnfitError, as_type, computed, dims_of, peak_of, real, squeezed
 from tangram.sharding.compositions.places import counted
 
-NONE, MEAN = 0, 1
+NONE, MEAN, SUM = 0, 1, 2
+REDUCTIONS = {"mean": MEAN, "sum": SUM}
 
 
 def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
@@ -91,3 +92,76 @@ def nll_loss_backward(
     if weight is not None:
         own = own * _by_class(weight, x, dim)
     return torch.where(counted(x, [dim]) == target.unsqueeze(dim), own, 0.0)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    linear: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk: int,
+    policy: str,
+    dtype: torch.dtype,
+    retain: bool,
+    wanted: bool,
+    linear_wanted: bool,
+    bias_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, and the gradients that torch computes with it. What it saves by chunks a part saves by being one."""
+    if label_smoothing or reduction not in REDUCTIONS:
+        raise UnfitError
+    found, logs, total = _linear(x, linear, target, bias, weight, REDUCTIONS[reduction], ignore_index, dtype)
+    kept = target != ignore_index
+    rows = kept.to(dtype)
+    if weight is not None:
+        rows = torch.where(kept, weight.to(dtype)[torch.where(kept, target, 0)], 0.0)
+    rows = (rows / total if reduction == "mean" else rows).detach().unsqueeze(1)
+    away = torch.exp(logs.detach()) - (counted(logs, [1]) == target.unsqueeze(1)).to(dtype)
+    away = away * rows
+
+    def none(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=x.dtype, device=x.device)
+
+    return (
+        found,
+        as_type(away @ linear.detach().to(dtype), x.dtype) if wanted else none(0, 0),
+        as_type(away.T @ x.detach().to(dtype), x.dtype) if linear_wanted else none(0, 0),
+        as_type(away.sum(0), x.dtype) if bias_wanted else none(0),
+    )
+
+
+def linear_cross_entropies(
+    x: Tensor,
+    linear: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    chunk: int,
+    policy: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    return _linear(x, linear, target, bias, weight, NONE, ignore_index, dtype)[0]
+
+
+def _linear(
+    x: Tensor,
+    linear: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, the logarithms of probabilities, and the weight of all rows."""
+    dims_of(x, None)
+    logits = as_type(x, dtype) @ as_type(linear, dtype).T
+    logits = logits if bias is None else logits + as_type(bias, dtype)
+    logs = log_softmax(logits, 1, False)
+    loss, total = nll_loss(logs, target, None if weight is None else as_type(weight, dtype), reduction, ignore_index)
+    return as_type(loss, x.dtype), logs, total

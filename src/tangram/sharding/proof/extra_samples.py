@@ -50,6 +50,14 @@ EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
         aten.avg_pool2d_backward.default,
         lambda: (_some(3, 5, 2, 3), _some(3, 5, 4, 6), [2, 2], [2, 2], [0, 0], False, True, None),
     ),
+    (
+        aten.avg_pool2d_backward.default,
+        lambda: (_some(3, 4, 6), _some(3, 4, 6), [3, 3], [1, 1], [1, 1], False, True, None),
+    ),
+    (
+        aten.max_pool2d_with_indices_backward.default,
+        lambda: (_some(2, 4, 6), _some(2, 4, 6), [3, 3], [1, 1], [1, 1], [1, 1], False, _below(24, 2, 4, 6)),
+    ),
     (aten._adaptive_avg_pool2d_backward.default, lambda: (_some(3, 5, 2, 3), _some(3, 5, 4, 7))),
     (
         aten.convolution_backward.default,
@@ -148,6 +156,10 @@ EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
     (getattr(aten.random_, "from"), lambda: (_some(5, 3), -2, 9)),
     (aten.random_.default, lambda: (_some(5, 3),)),
     (aten._log_softmax_backward_data.default, lambda: (_some(5, 4), _some(5, 4).log_softmax(1), 1, torch.float64)),
+    (aten._native_batch_norm_legit.no_stats, lambda: (_some(4, 3, 5), _some(3), _some(3), True, 0.1, 1e-5)),
+    (aten.nll_loss2d_forward.default, lambda: (_some(3, 4, 2, 5), _below(4, 3, 2, 5), _some(4).abs(), 0, 1)),
+    (aten.nll_loss2d_forward.default, lambda: (_some(3, 4, 2, 5), _below(4, 3, 2, 5), _some(4).abs(), 1, 1)),
+    (aten.nll_loss2d_forward.default, lambda: (_some(3, 4, 2, 5), _below(4, 3, 2, 5), None, 2, -100)),
     (aten.nll_loss_backward.default, lambda: (_some(), _some(5, 4), _below(4, 5), None, 1, -100, _number(5))),
     (aten.nll_loss_backward.default, lambda: (_some(), _some(5, 4), _below(4, 5), _some(4), 2, 1, _some())),
     (aten.nll_loss_backward.default, lambda: (_some(5), _some(5, 4), _below(4, 5), _some(4), 0, 1, _some())),
@@ -167,7 +179,10 @@ EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
         aten.native_group_norm_backward.default,
         lambda: (_some(3, 6, 5), _some(3, 6, 5), _some(3, 2), _some(3, 2), _some(6), 3, 6, 5, 2, [True, True, True]),
     ),
-    (aten._embedding_bag.default, lambda: (_some(7, 5), _below(7, 6), _ends(0, 2, 2).long(), False, 0, False, _some(6))),
+    (
+        aten._embedding_bag.default,
+        lambda: (_some(7, 5), _below(7, 6), _ends(0, 2, 2).long(), False, 0, False, _some(6)),
+    ),
     (aten._embedding_bag.default, lambda: (_some(7, 5), _below(7, 6), _ends(0, 3).long(), False, 1)),
     (aten._embedding_bag.default, lambda: (_some(7, 5), _below(7, 6), _ends(0, 3).long(), True, 1, False, None, True)),
     (aten._embedding_bag.default, lambda: (_some(7, 5), _below(7, 6), _ends(0, 4).long(), False, 2)),

@@ -141,17 +141,21 @@ def job(names: list[str], every: int, offset: int, part: int, parts: int) -> Any
     torch.set_num_threads(1)
     table, calls = builtin(), samples.recorded()
     lines = list(dict.fromkeys(line for some in table.lines.values() for line in some))
-    mutants: list[tuple[Line, str, str, Rule]] = []
+    mutants: list[tuple[Line, list[str], str, Rule]] = []
     for line in lines:
         own = [name for name in calls if _reached(table, line, calls[name])]
         if own and (not names or set(names) & set(line.rule.operators)):
-            mutants += [(line, own[0], what, rule) for what, rule in mutations(line.rule)]
+            mutants += [(line, own, what, rule) for what, rule in mutations(line.rule)]
     found: list[Any] = []
-    for line, name, what, rule in mutants[offset::every][part::parts]:
-        value = workers.forked(lambda a=(line, name, rule): asdict(_try(table, *a, calls)), EACH)
-        verdict = cast("dict[str, Any]", value or {"kind": "crashed", "why": "its process ended"})
-        caught = verdict["kind"] in ("refuted", "crashed")
-        found.append(asdict(Mutant(name, str(rule), what, caught, verdict["why"])))
+    for line, own, what, rule in mutants[offset::every][part::parts]:
+        made = Mutant(own[0], str(rule), what)
+        for name in own:  # what is wrong for one operator of a line may be right for another
+            value = workers.forked(lambda a=(line, name, rule): asdict(_try(table, *a, calls)), EACH)
+            verdict = cast("dict[str, Any]", value or {"kind": "crashed", "why": "its process ended"})
+            if verdict["kind"] in ("refuted", "crashed"):
+                made = Mutant(name, str(rule), what, True, verdict["why"])
+                break
+        found.append(asdict(made))
     return found
 
 

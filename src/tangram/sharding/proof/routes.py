@@ -49,8 +49,9 @@ COMPOSITE: Mapping[str, Callable[[], list[Call]]] = {
 }
 """Calls of operators that a processor takes apart before they are seen, or has not at all, and a GPU has."""
 LARGE = 1000.0
-VALUES = frozenset({"nll_loss_backward", "nll_loss2d_backward"})
-"""Operators whose own gradient supposes that their arguments belong together: of these the results are compared."""
+VALUES = frozenset({"nll_loss_backward", "nll_loss2d_backward", "torch_nn._linear_cross_entropy_batch_chunked"})
+"""Operators whose own gradient supposes that their arguments belong together, or is a result of theirs that is asked
+for by arguments: of these the results are compared."""
 Layouts = list[Layout | None]
 
 
