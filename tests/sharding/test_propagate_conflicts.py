@@ -68,7 +68,7 @@ def test_the_same_as_json() -> None:
     }
     first = read["axes"][0]
     assert (first["chosen"], first["bytes"], first["conflict"]) == ("cut m", 256, True)
-    assert first["others"][0] == {"option": "cut n", "bytes": 1024, "refused": ""}
+    assert first["others"][0] == {"option": "cut n", "bytes": 1024, "due": 0.0, "refused": ""}
 
 
 def test_without_a_conflict_there_is_none() -> None:
@@ -76,3 +76,13 @@ def test_without_a_conflict_there_is_none() -> None:
     made = table(aten.add.Tensor, (x, x), ["a/x b", "a/x b"], "x=2")
     assert made.conflicts == ()
     assert "conflict" not in str(made)
+
+
+def test_the_table_says_what_a_pending_sum_would_cost() -> None:
+    x, index, src = torch.empty(64, 2), torch.zeros(2, 2, dtype=torch.int64), torch.empty(2, 2)
+    call = Call.of(torch.ops.aten.scatter_add.default, (x, 0, index, src), {})
+    table = factor_table(propagate(builtin(), call, [None, Layout.parse("i/x k"), None], Mesh.parse("x=2")))
+    (axis,) = table.axes
+    assert str(axis.chosen) == "whole"
+    assert f"0 B, and {64 * 2 * 4 // 2} B for what it leaves pending" in str(table)
+    assert [one["due"] for one in table.as_json()["axes"][0]["others"]] == [64 * 2 * 4 / 2]

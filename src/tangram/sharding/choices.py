@@ -344,7 +344,9 @@ class _Work:
         else:
             return 0.0
         total = 0.0
-        itemsize = max((t.element_size() for t in self.call.tensors if t is not None), default=0)
+        there = [t for t in self.call.tensors if t is not None]
+        numbers = [t for t in there if t.is_floating_point() or t.is_complex()]  # beside indices, as a rule
+        itemsize = max((t.element_size() for t in numbers or there), default=0)
         for i in left:
             n = float(itemsize)
             for factors in self.bound.outputs[i]:

@@ -85,7 +85,7 @@ class FactorTable:
                 + (f", {_bytes(axis.moved)} a rank" if axis.moved else "")
                 + ("; conflict" if axis.conflict else "")
             )
-            lines += [f"  {one}: {one.refused or _bytes(one.nbytes)}" for one in axis.others]
+            lines += [f"  {one}: {one.refused or _bytes(one.nbytes) + _due(one)}" for one in axis.others]
         return "\n".join([*lines, *self.relayouts])
 
     def as_json(self) -> dict[str, Any]:
@@ -105,7 +105,12 @@ class FactorTable:
                     "bytes": axis.moved,
                     "conflict": axis.conflict,
                     "others": [
-                        {"option": str(one), "bytes": None if one.refused else one.nbytes, "refused": one.refused}
+                        {
+                            "option": str(one),
+                            "bytes": None if one.refused else one.nbytes,
+                            "due": one.due,
+                            "refused": one.refused,
+                        }
                         for one in axis.others
                     ],
                 }
@@ -183,6 +188,10 @@ def _suffixes(layout: Layout) -> str:
 
 def _cell(text: str | None) -> str:
     return "" if text is None else text or "whole"
+
+
+def _due(one: Choice) -> str:
+    return f", and {_bytes(one.due)} for what it leaves pending" if one.due else ""
 
 
 def _bytes(n: float) -> str:
