@@ -8,6 +8,7 @@ refuse (a cut tensor to a pending sum) count for neither. With --quick one pair 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
@@ -87,8 +88,8 @@ def _pairs(axes: int, mesh: Mesh, ndim: int, theirs: _Theirs, every: int) -> Ite
         for which in ("greedy", "graph"):
             start = time.perf_counter()
             nbytes = theirs.bytes(which, a, b)
-            seconds[which].append(time.perf_counter() - start)
             if nbytes is not None:
+                seconds[which].append(time.perf_counter() - start)
                 counts[which] += 1
                 ours[which] += mine
                 others[which] += nbytes
@@ -106,9 +107,12 @@ def _pairs(axes: int, mesh: Mesh, ndim: int, theirs: _Theirs, every: int) -> Ite
 
 def _uncached(shape: tuple[int, ...], source: Layout, target: Layout, mesh: Mesh, links: Any = None) -> float:
     shares._equal.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    gc.disable()
     start = time.perf_counter()
     sequence.__wrapped__(shape, source, target, mesh, 4, links)
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    gc.enable()
+    return seconds
 
 
 def _planning(count: int) -> Iterator[Row]:

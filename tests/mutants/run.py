@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLES = ("layout", "relayout", "exchange")
+TABLES = ("layout", "relayout", "exchange", "sequences")
 LIMIT = 60
 """Seconds for the tests of one mutant; one that takes longer counts as found (it does not end)."""
 

@@ -69,8 +69,8 @@ def lay(whole: Tensor, place: Place, k: int, seed: int = 0) -> list[Tensor]:
     if place.kind == "sum":
         made = torch.Generator().manual_seed(seed)
         if whole.dtype == torch.bool:
-            owner = torch.randint(0, k, whole.shape, generator=made)
-            return [whole & (owner == r) for r in range(k)]
+            owner, others = [torch.randint(0, n, whole.shape, generator=made) for n in (k, 1 << k)]
+            return [whole & ((owner == r) | (others >> r & 1).bool()) for r in range(k)]
         some = [torch.randint(-3, 4, whole.shape, generator=made).to(whole.dtype) for _ in range(k - 1)]
         return [*some, whole - sum(some)]
     n = whole.shape[place.dim]

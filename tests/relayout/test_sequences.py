@@ -33,6 +33,30 @@ def test_every_rank_has_its_target_and_receives_what_is_said(
     assert received(steps) == pytest.approx(elements)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "before", "after"),
+    [
+        ("a=3 b=3", "x/a y", "x/b y"),  # replicas give to each other, and none takes what it has
+        ("a=2 b=2 c=2", "x/a y/b", "x/c y/a"),
+        ("a=2 b=3", "x/a y", "x y sum:a sum:b"),  # some are padded and some forget theirs, in one step
+        ("a=2 b=3", "x/a/b y", "x/b/a y"),  # digits that do not nest
+        ("a=2 b=2 | c=4", "x y sum:c", "x y"),  # no axis of another view helps that shares ranks
+        ("a=2 b=2 | c=4", "x/c y", "x/a y"),
+        ("a=4 b=2", "(2 x/b)/a y", "x y/a"),  # an axis that is two digits
+    ],
+)
+def test_cases(mesh: str, before: str, after: str) -> None:
+    shape, own = (36, 72), Mesh.parse(mesh)
+    if "2 x" in before:
+        shape = (32, 72)
+    source, target = Layout.parse(before).bind(shape), Layout.parse(after).bind(shape)
+    whole = torch.arange(shape[0] * shape[1], dtype=torch.int32).reshape(shape)
+    found = sequence(shape, source, target, own)
+    have, elements = played(found, laid(whole, source, own), own)
+    assert wrong(have, whole, target, own) == []
+    assert received(found) == pytest.approx(elements)
+
+
 @given(problems())
 @settings(max_examples=30)
 def test_the_layout_after_each_step_is_what_ranks_have_then(case: tuple[tuple[int, ...], str, Mesh, str]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -30,7 +30,7 @@ PERMUTE = "permute"
 Link = AxisLink
 """What an axis is linked by: `tangram.hardware.cluster.axis_links` gives them for a mesh."""
 
-EXPANDED = 60
+EXPANDED = 40
 """So many layouts are looked at from."""
 
 
@@ -180,7 +180,7 @@ class _Search:
             expanded += 1
             if expanded > EXPANDED and goal in best and len(self.ks) > 2:
                 break
-            for edge in self._edges(state):
+            for edge in self._edges(state, done):
                 cost = best[state] + edge.seconds
                 after = edge.target
                 if cost < best.get(after, math.inf):
@@ -226,39 +226,40 @@ class _Search:
 
     # ------------------------------------------------------------ edges
 
-    def _edges(self, state: State) -> Iterator[_Found]:
+    def _edges(self, state: State, done: Collection[State]) -> Iterator[_Found]:
         waits = [i for i, spot in enumerate(state) if spot == WAITING and self.options[i]]
         rest = [i for i, spot in enumerate(state) if spot != WAITING]
-        seen: set[State] = {state}
-        for some in _subsets(waits):
-            for goals in self._together(state, some):
-                after = self._put(state, some, goals)
-                if after in seen:
-                    continue
-                seen.add(after)
-                if (None not in goals or all(goal is None for goal in goals)) and self._fits(after):
-                    yield self._reduced(state, after, some)
-        for some in _subsets(rest):
-            for goals in self._together(state, some):
-                after = self._put(state, some, goals)
-                if after not in seen:
-                    seen.add(after)
-                    if self._fits(after):
-                        changed = tuple(i for i in some if state[i] != after[i])
-                        yield self._exchanged(state, after, changed)
-        for some in _subsets([i for i in rest if self.of.target[i] == WAITING]):
+        for some, after in self._together(state, waits):
+            goals = [after[i] for i in some]
+            if (None not in goals or not any(goals)) and after not in done and self._fits(after):
+                yield self._reduced(state, after, some)
+        for some, after in self._together(state, [i for i in rest if self.options[i]]):
+            if after not in done and self._fits(after):
+                yield self._exchanged(state, after, some)
+        for some in _subsets(tuple(i for i in rest if self.of.target[i] == WAITING)):
             yield _Found(ZERO, some, self._put(state, some, [WAITING] * len(some)), 0.0, self.local)
 
-    def _together(self, state: State, some: Sequence[int]) -> Iterator[tuple[Spot | None, ...]]:
-        """Where a group may go in one step: to the target, to be whole, to places of their own."""
-        own = [self.options[i] for i in some]
-        if not all(own):
-            return
+    def _together(self, state: State, some: Sequence[int]) -> Iterator[tuple[tuple[int, ...], State]]:
+        """Which may go where in one step, and the state then: to the target, to be whole, to places of their own."""
+        seen: set[State] = {state}
         if len(self.ks) <= 2:
-            yield from itertools.product(*own)
-            return
-        for kind in range(max(map(len, own))):
-            yield tuple(goals[min(kind, len(goals) - 1)] for goals in own)
+            choices = [(state[i], *self.options[i]) for i in some]
+            goals: Iterator[Sequence[Spot | None]] = itertools.product(*choices)
+            groups = ((some, own) for own in goals)
+        else:
+            groups = self._kinds(state, some)
+        for group, own in groups:
+            after = self._put(state, group, own)
+            if after not in seen:
+                seen.add(after)
+                yield tuple([i for i in group if after[i] != state[i]]), after
+
+    def _kinds(self, state: State, some: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[Spot | None]]]:
+        """Of each kind of goal, any of those that it would change."""
+        for kind in range(max((len(self.options[i]) for i in some), default=0)):
+            goals = {i: self.options[i][min(kind, len(self.options[i]) - 1)] for i in some}
+            for group in _subsets(tuple(i for i, goal in goals.items() if goal != state[i])):
+                yield group, [goals[i] for i in group]
 
     def _put(self, state: State, some: Sequence[int], goals: Sequence[Spot | None]) -> State:
         after = list(state)
@@ -301,16 +302,15 @@ class _Search:
 
     def _apart(self, before: State, after: State, some: Sequence[int], nbytes: float) -> float:
         """Each part passes the slowest of the links that lead to who has it."""
-        if len(some) == 1 or self.even:
+        rates = {self.links[i].rate for i in some}
+        if len(rates) == 1:
             return self._ring(some, nbytes)
-        order = sorted(some, key=lambda i: self.links[i].rate)
         time, passed, elements = self._latency(some), 0.0, self._elements(after)
-        for n, i in enumerate(order):
-            near = self._put(
-                before, order[n + 1 :], [None] * (len(order) - n - 1)
-            )  # what ranks behind it have together
+        for rate in sorted(rates):
+            faster = [i for i in some if self.links[i].rate > rate]
+            near = self._put(before, faster, [None] * len(faster))  # what those have that no slower link leads to
             far = max((elements - self._common(near, after)) * self.itemsize, passed)
-            time += (far - passed) / self.links[i].rate
+            time += (far - passed) / rate
             passed = far
         return time
 
@@ -328,6 +328,6 @@ class _Search:
         return self.total * in_common(self.of, a, b)
 
 
-def _subsets(some: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    for n in range(len(some), 0, -1):
-        yield from itertools.combinations(some, n)
+@lru_cache(1 << 10)
+def _subsets(some: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(group for n in range(len(some), 0, -1) for group in itertools.combinations(some, n))

@@ -19,18 +19,16 @@ _Cut = tuple[int, int, int]
 
 def in_common(problem: Problem, a: State, b: State) -> float:
     """The share of the whole tensor. An element counts on the ranks whose digits are the element's own in both."""
-    share = 1.0
+    parts = 1
     pairs: list[tuple[_Cut, _Cut]] = []
     for (_, k), x, y in zip(problem.digits, a, b, strict=True):
-        if x == WAITING or y == WAITING:
-            x = y = None  # not of this step
-        if x is not None or y is not None:
-            share /= k
-        if x is not None and y is not None and x != y:
-            pairs.append(((x.dim, x.outer, k), (y.dim, y.outer, k)))
-    if not pairs:
-        return share
-    return share * _equal(tuple(pairs))
+        if x is y or x == y:
+            parts *= k if x is not None and x != WAITING else 1
+        elif x != WAITING and y != WAITING:
+            parts *= k
+            if x is not None and y is not None:
+                pairs.append(((x.dim, x.outer, k), (y.dim, y.outer, k)))
+    return _equal(tuple(pairs)) / parts if pairs else 1 / parts
 
 
 @lru_cache(1 << 14)
