@@ -74,6 +74,17 @@ WRONG = {
     "a bias that is added by all": ("addmm : m n, m k, k n -> m n", "bias added once", "output 0 differs"),
     "words not counted from the part's first": ("embedding : v d, ... -> ... d sum:v", "words", "rank"),
     "a product said to be linear in both at once": ("mm : m k, k n -> m n ; linear", "mm", "pending sum"),
+    "a sum that waits on both sides of a product": (
+        "mul_.Tensor : ... -> ... ; linear(0 1)",
+        "in place",
+        "pending sum",
+    ),
+    "a sum said to wait while one side is added twice": (
+        "add.Tensor : ... -> ... ; each(0 1)",
+        "broadcast",
+        "pending sum",
+    ),
+    "values said not to be read": ("mul_.Tensor : ... -> ... ; unread(0)", "in place", "other values"),
     "a result of too few dims": ("mm : m k, k n -> m", "mm", "dims"),
 }
 
