@@ -12,6 +12,8 @@ from tangram.cli import main
 FIELDS = ("num_hidden_layers=2", "hidden_size=64", "vocab_size=128")
 SMALL = (*(word for field in FIELDS for word in ("--set", field)), "--batch", "2", "--sequence", "16")
 
+TWO = ("qwen3", "--mesh", "tp=2", *SMALL)
+
 
 def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     assert main(["shard", *words]) == code
@@ -43,9 +45,27 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("qwen33", "--mesh", "tp=2"), '"qwen33" is no preset, no directory or configuration file, and no type of m'),
         (("qwen3", "--mesh", "tp=2", "--set", "hiden_size=3"), 'has no field "hiden_size"'),
         (("bloom", "--mesh", "tp=2"), "no marks come with Tangram for a bloom model"),
-        (("qwen3", "--mesh", "tp"), "tp"),
+        (("qwen3", "--mesh", "tp"), '"tp" is no mesh: write each axis with its number of ranks, as in "dp=2 tp=4"'),
+        (("qwen3", "--mesh", "tp=x"), "is no mesh at '=x'"),
+        (("qwen3", "--mesh", ""), "the mesh has no axis"),
+        (("qwen3", "--mesh", "tp=2 tp=2"), "an axis stands twice"),
         (("qwen3", "--mesh", "tp=2", "--mark", "q_proj", *SMALL), "a mark is written as `name: layout`"),
         (("qwen3", "--mesh", "tp=2", "--marks", "/no/file"), "cannot be read"),
+        (("qwen3", "--mesh", "tp=2", "--marks", "/dev/null"), "there is no mark in "),
+        (("qwen3", "--mesh", "tp=2", "--mark", "a: o/tp ("), "'a: o/tp (' cannot be read: the end of the text is not"),
+        (
+            ("qwen3", "--mesh", "tp=2", *SMALL, "--set", "num_key_value_heads=5"),
+            "cannot be captured: transformers/",
+        ),
+        ((*TWO, "--mark", "*.q_prj.weight: o/tp i"), "names no tensor of the model; the nearest is model.layers."),
+        ((*TWO, "--mark", "{model.norm,lm_head}.weight: o/tp i"), "names unlike tensors, model.norm.weight of 1 dims"),
+        ((*TWO, "--mark", "lm_head.weight: o/dp i"), "names the axis dp, which is none of the mesh `tp=2`"),
+        ((*TWO, "--mark", "lm_head.weight: o/tp"), "does not fit lm_head.weight: 'o/tp' has 1 dims, but the tensor"),
+        (("qwen3", "--mesh", "tp=3", *SMALL), "into 3 parts that are not even"),
+        (
+            ("qwen3", "--mesh", "tp=2 | x=2", *SMALL, "--mark", "lm_head.weight: o/tp i/x"),
+            "axes tp and x are not",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

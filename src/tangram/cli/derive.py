@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
-from tangram.layout import Mesh
+from tangram.layout import Mesh, NotationError
 from tangram.planner.read import changes_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def derive_model(asked: Asked) -> None:
         raise UserError(f"--{' and --'.join(ways)} are one at a time")
     from tangram.models.named import named_config
 
-    mesh = Mesh.parse(asked.mesh)
+    mesh = _mesh(asked.mesh)
     sides = _sides(asked)  # read first, and once: a mistake is told before the model is captured, and a pipe ends
     with progress("capturing"):
         config = named_config(asked.name, changes_of(asked.changes))
@@ -66,6 +66,19 @@ def derive_model(asked: Asked) -> None:
         _write_page(asked, found, asked.html)
     else:
         _print(asked, found)
+
+
+def _mesh(text: str) -> Mesh:
+    try:
+        mesh = Mesh.parse(text)
+    except NotationError as error:
+        at = f" at {error.text[error.position :]!r}" if error.text[error.position :] else ""
+        raise UserError(
+            f'"{text}" is no mesh{at}: write each axis with its number of ranks, as in "dp=2 tp=4"'
+        ) from None
+    if not mesh.axes:
+        raise UserError('the mesh has no axis: write each with its number of ranks, as in "dp=2 tp=4"')
+    return mesh
 
 
 def _sides(asked: Asked) -> "list[list[Mark] | None]":

@@ -69,7 +69,7 @@ def capture(
     given = {name: _fake(tensor, fake, (dynamic or {}).get(name, {})) for name, tensor in inputs.items()}
     recorder = _Recorder(twin, given, _names(given, dynamic or {}))
     try:
-        with _quiet():
+        with quiet():
             return recorder.run(fake, loss)
     except CaptureError:
         raise
@@ -78,7 +78,7 @@ def capture(
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
+def quiet() -> Generator[None]:
     """Without the stack traces that torch logs of an operator that fails: the error says it in a sentence."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.level
@@ -375,5 +375,7 @@ def _why(error: Exception, model: str) -> str:
         trace = step.tb_next
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__ or "item()" in text:
-        text = "what runs depends on the values of a tensor, which a capture without memory does not have"
+        text = (
+            "what runs depends on the values of a tensor, which a capture without memory lacks: choose with torch.where"
+        )
     return f"{model} cannot be captured: {place or 'its forward'}: {text}"

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tangram.layout import Mesh
+from tangram.errors import UserError
+from tangram.layout import Layout, Mesh
 from tangram.models.capture import capture
 from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.sharding.derive.derive import derive
 from tangram.sharding.derive.layouts import moved, value_layout
-from tangram.sharding.derive.marks import marks_of
+from tangram.sharding.derive.marks import marks_of, states
 from tangram.sharding.proof.derived import check
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -63,3 +64,9 @@ def test_what_follows_is_what_the_model_gives(kind: str) -> None:
     allowed = ("gate.weight", "router", "kv_a_proj", "kv_b_proj", "q_a_proj", "mixer", "sinks", "bias")  # at this size
     assert [name for name in whole if not any(word in name for word in allowed)] == []
     assert sum(one.nbytes for one in moved(found)) > 0
+
+
+@pytest.mark.parametrize(("text", "what"), [("v/tp h @tp=0", "places it on some"), ("v h //tp", "cuts what a rank")])
+def test_what_a_derivation_cannot_follow_is_refused(text: str, what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        states(Layout.parse(text), (8, 8), Mesh.parse("tp=2"))

@@ -98,6 +98,7 @@ def derive(
     folded = fold(graph, table or builtin())
     wanted = fixed_by(folded, marks, mesh)
     named = {axis for own in wanted.values() for axis, state in own.items() if state != SAME}
+    mesh.require_independent(sorted(named), "the marks")
     done: list[Over] = []
     for axis, (k, _) in mesh.axes.items():
         if k > 1 and axis in named:
@@ -114,7 +115,7 @@ def fixed_by(folded: Folded, marks: Sequence[Mark], mesh: Mesh) -> dict[int, dic
     for mark in marks:
         for name, v in matched(graph, mark).items():
             own = found.setdefault(folded.classes[v], {})
-            lies = states(mark.layout, graph.values[v].shape, mesh) or dict.fromkeys(mesh.axes, SAME)
+            lies = _lies(mark, name, graph.values[v].shape, mesh)
             for axis, state in lies.items():
                 _refuse_uneven(graph.values[v].shape, state, mesh.axes[axis][0], name, mark)
                 if own.setdefault(axis, state) != state:
@@ -126,6 +127,13 @@ def fixed_by(folded: Folded, marks: Sequence[Mark], mesh: Mesh) -> dict[int, dic
         if graph.values[v].kind == "parameter":
             own.update({axis: SAME for axis in mesh.axes if axis not in own})
     return found
+
+
+def _lies(mark: Mark, name: str, shape: Sequence[int], mesh: Mesh) -> dict[str, State]:
+    try:
+        return states(mark.layout, shape, mesh) or dict.fromkeys(mesh.axes, SAME)
+    except UserError as error:
+        raise UserError(f"the mark `{mark}` does not fit {name}: {error}") from None
 
 
 def _refuse_uneven(shape: Sequence[int], state: State, k: int, name: str, mark: Mark) -> None:

@@ -20,7 +20,7 @@ from importlib import resources
 from pathlib import Path
 
 from tangram.errors import UserError
-from tangram.layout import Layout, Mesh
+from tangram.layout import Layout, Mesh, NotationError
 from tangram.layout.syntax import Dim
 from tangram.models.graph import Graph
 from tangram.sharding.derive.states import SUM, State, cut
@@ -39,7 +39,11 @@ class Mark:
         name, colon, layout = text.partition(":")
         if not colon or not name.strip():
             raise UserError(f"a mark is written as `name: layout`, as in `*.q_proj.weight: out/tp in`, not {text!r}")
-        return Mark(name.strip(), Layout.parse(layout.strip()))
+        try:
+            return Mark(name.strip(), Layout.parse(layout.strip()))
+        except NotationError as error:
+            at = f" at {error.text[error.position :]!r}" if error.text[error.position :] else ""
+            raise UserError(f"the layout of the mark {text!r} cannot be read{at}: {error.reason}") from None
 
     def __str__(self) -> str:
         return f"{self.pattern}: {self.layout}"
@@ -48,7 +52,9 @@ class Mark:
 def matched(graph: Graph, mark: Mark) -> dict[str, int]:
     """The tensors that a mark names. Raises UserError where there are none, or not all have the same number of dims."""
     named = {value.name: i for i, value in graph.of_kind("parameter", "buffer", "input")}
-    patterns = [*_alternatives(mark.pattern)]
+    if (exact := next((i for i, value in graph.of_kind("parameter") if value.name == mark.pattern), None)) is not None:
+        return {mark.pattern: exact}
+    patterns = [*alternatives(mark.pattern)]
     known = {**graph.outputs, **{name: v for name, v in graph.results.items() if name}, **named}
     found = {name: v for name, v in known.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns)}
     if any("*" in p for p in patterns):  # `layers.*` are the layers, and not what is inside them
@@ -66,7 +72,7 @@ def matched(graph: Graph, mark: Mark) -> dict[str, int]:
     return found
 
 
-def _alternatives(pattern: str) -> Iterator[str]:
+def alternatives(pattern: str) -> Iterator[str]:
     """`a.{b,c}` as `a.b` and `a.c`."""
     parts = re.split(r"\{([^}]*)\}", pattern)
     choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
@@ -85,6 +91,9 @@ def _closest(pattern: str, known: Mapping[str, int]) -> str:
 def states(layout: Layout, shape: Sequence[int], mesh: Mesh) -> dict[str, State]:
     """By axis, how a tensor of this shape lies. Raises UserError for what a derivation cannot start from."""
     bound = layout.bind(tuple(shape))
+    if bound.flat or bound.at:
+        what = "`//` cuts what a rank holds" if bound.flat else "`@` places it on some ranks"
+        raise UserError(f"the layout `{layout}`: {what}, which a derivation cannot follow: leave it out")
     found: dict[str, State] = {}
     for d, dim in enumerate(bound.dims):
         for axis, outer in _cuts(dim, 1, layout):
