@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "train": "Train a model as a plan says, or as the planner says of a job.",
         "plan": "Rank the strategies for a job on this machine, or explain a plan.",
-        "shard": "Prove op rules by numbers, and look at them.",
+        "shard": "Derive the layouts of a model from a few marks; prove op rules by numbers.",
         "checkpoint": "Look into checkpoints, verify, compare, export and prune them.",
         "doctor": "Say what this machine has and what will work on it.",
         "bench": "Measure Tangram beside its peers, from a checkout.",

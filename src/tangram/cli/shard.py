@@ -40,7 +40,7 @@ Names = Annotated[list[str] | None, typer.Argument(metavar="[OPERATOR]...", help
 
 @shard.callback(invoke_without_command=True)
 def _none(context: typer.Context) -> None:
-    """Prove op rules, and look at them."""
+    """Derive the layouts of a model (`tangram shard MODEL`), prove op rules, and look at them."""
     if context.invoked_subcommand is None:
         raise UserError("give a model, or one of check, discover, rule and sweep; --help lists them")
 
