@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
@@ -13,8 +13,6 @@ from tangram.layout import Mesh, NotationError
 from tangram.planner.read import changes_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from tangram.models.graph import Graph
     from tangram.sharding.derive.derive import ConflictError, Derived
     from tangram.sharding.derive.marks import Mark
@@ -114,7 +112,7 @@ def _shipped(kind: str) -> "list[Mark]":
     return found
 
 
-def _captured(asked: Asked, config: "PreTrainedConfig") -> "Graph":
+def _captured(asked: Asked, config: Any) -> "Graph":
     """The graph of a model, equal layers found."""
     from tangram.models.capture import capture
     from tangram.models.costs import block_names
