@@ -145,3 +145,13 @@ def test_sparse_tensors_are_refused() -> None:
         cut(torch.eye(4).to_sparse(), Layout.parse("a/x b").bind((4, 4)), world)
     with pytest.raises(UserError, match="sparse_coo tensor cannot be cut"):
         simulated("a/x b", torch.eye(4), world).to_sparse()
+
+
+def test_lists_of_results_and_plain_ones() -> None:
+    world = World(Mesh.parse("x=2"), builtin())
+    x = torch.randn(6, 3).double()
+    edges = torch.histogramdd(simulated("a/x b", x, world), [2, 2, 2]).bin_edges
+    wanted = torch.histogramdd(x, [2, 2, 2]).bin_edges
+    assert [together(one).tolist() for one in edges] == [one.tolist() for one in wanted]
+    empty = torch.linalg.matrix_rank(simulated("a b/x c", torch.ones(0, 4, 4), world))
+    assert empty.shape == (0,)

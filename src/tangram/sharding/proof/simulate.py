@@ -80,7 +80,8 @@ class Simulated(Tensor):
         if func in _READ_AS_LISTS:
             args = [t.tolist() if i and isinstance(t, Simulated) else t for i, t in enumerate(args)]
             kwargs = {k: t.tolist() if isinstance(t, Simulated) else t for k, t in (kwargs or {}).items()}
-        return cast(Any, super()).__torch_function__(func, types, tuple(args), dict(kwargs or {}))
+        with cast(Any, torch)._C.DisableTorchFunctionSubclass():  # what torch makes of no tensor stays a plain one
+            return func(*args, **(kwargs or {}))
 
     def tolist(self) -> Any:
         """The values of the whole tensor."""
@@ -215,6 +216,8 @@ def _travelled(way: Route, given: Sequence[Simulated | None], world: World) -> l
                 world.told(ready, leg.found, made)
             reduced = leg.reduced
             values.update((ref, t) for ref, t in zip(leg.sources, ready, strict=True) if ref and ref in reduced)
+        if way.direct:
+            return made  # of a list of results a rule may have one pattern
         values.update((Ref(number, i), t) for i, t in enumerate(made))
     return [None if ref is None else values[ref] for ref in way.results]
 
