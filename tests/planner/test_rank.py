@@ -4,15 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta
+from tangram.models.tensor_rules import TensorRules, rules_for
 from tangram.planner.legal import legal
 from tangram.planner.plan import Job, LayoutsPlan, Plan
 from tangram.planner.rank import FILLED, Counted, Ranked, predict, rank
 from tangram.planner.table import Ranking
-from tests.models.tiny import tiny
+from tests.models.tiny import FIELDS, tiny
 from tests.planner.machine import rates
 
 
@@ -133,6 +134,47 @@ def _tensor_plan(four: tuple[Ranked, ...]) -> Plan:
     return next(one.plan for one in four if one.name == "FSDP x tensor" and one.plan)
 
 
+def _by_rules(plan: Plan) -> Plan:
+    """The same with rules of activations, as a model without marks gets them."""
+    rules = rules_for(CONFIG, build_on_meta(CONFIG), ("tp", 2), "dp")
+    assert isinstance(rules, TensorRules)
+    parameters = {**rules.parameters, "*": "_/dp ..."}
+    lies = LayoutsPlan(parameters=parameters, activations=dict(rules.activations), sizes=dict(rules.sizes))
+    return plan.model_copy(update={"layouts": lies})
+
+
+def test_a_tensor_plan_is_derived_from_marks(four: tuple[Ranked, ...]) -> None:
+    lies = _tensor_plan(four).layouts
+    assert lies.marks["model.layers.*"] == "b s/tp h"
+    assert not lies.activations
+    assert lies.parameters == {
+        "model.embed_tokens.weight": "_/tp/dp _",
+        "lm_head.weight": "_/tp/dp _",
+        "model.layers.*.self_attn.q_proj.weight": "_/tp/dp _",
+        "model.layers.*.self_attn.k_proj.weight": "_/tp/dp _",
+        "model.layers.*.self_attn.v_proj.weight": "_/tp/dp _",
+        "model.layers.*.self_attn.o_proj.weight": "_/dp _/tp",
+        "model.layers.*.mlp.gate_proj.weight": "_/tp/dp _",
+        "model.layers.*.mlp.up_proj.weight": "_/tp/dp _",
+        "model.layers.*.mlp.down_proj.weight": "_/dp _/tp",
+        "*": "_/dp ...",
+    }
+
+
+def test_a_models_own_plan_is_read_as_marks() -> None:
+    config = AutoConfig.for_model("qwen2", **{**FIELDS, "vocab_size": 64})
+    found = [one.plan for one in rank(job(), 2, rates(2), config) if one.name == "tensor" and one.plan]
+    lies = found[0].layouts
+    assert lies.marks["model.layers.*.mlp.down_proj.weight"] == "out in/tp"
+    assert lies.parameters["model.layers.*.self_attn.k_proj.bias"] == "_/tp"  # of which the published plan says nothing
+
+
+def test_a_vocabulary_of_odd_size_stays_whole() -> None:
+    found = [one.plan for one in rank(job(), 2, rates(2), tiny("qwen3", vocab_size=65)) if one.name == "tensor"]
+    assert found[0] is not None
+    assert "embed_tokens" not in " ".join((*found[0].layouts.marks, *found[0].layouts.parameters))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -146,7 +188,7 @@ def _tensor_plan(four: tuple[Ranked, ...]) -> Plan:
     ],
 )
 def test_the_check_turns_red(change: dict[str, Any], reason: str, four: tuple[Ranked, ...]) -> None:
-    plan = _tensor_plan(four)
+    plan = _by_rules(_tensor_plan(four))
     model = build_on_meta(CONFIG)
     legal(plan, model)
     tables = plan.layouts.model_dump()

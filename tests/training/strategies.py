@@ -35,6 +35,18 @@ def cut_by_tensor(data: str) -> dict[str, str]:
     }
 
 
+MARKS = {"{*.q_proj.weight,*.up_proj.weight}": "out/tp in", "model.layers.*": "b s/tp h"}
+"""Tensor and sequence parallelism; the vocabulary is odd and stays whole."""
+
+
+def derived(data: str) -> dict[str, str]:
+    """The layouts of a decoder's parameters that follow from the marks."""
+    kept = {name: text for name, text in cut_by_tensor(data).items() if "embed" not in name and "head." not in name}
+    dp = f"/{data}" if data else ""
+    biases = {f"*.{name}_proj.bias": f"f/tp{dp}" for name in ("gate", "up")}
+    return {**biases, **kept, "*": f"_{dp} ..."}
+
+
 @dataclass(frozen=True)
 class Strategy:
     """One way to lie over the ranks."""
@@ -43,6 +55,8 @@ class Strategy:
     data: tuple[str, ...] = ()
     tensor: tuple[str, ...] = ()
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
+    marks: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Instead of rules of activations."""
 
     @property
     def tables(self) -> dict[str, Any]:
@@ -52,7 +66,8 @@ class Strategy:
             "axes": {"data": list(self.data), "tensor": list(self.tensor)},
             "layouts": {
                 "parameters": dict(self.parameters),
-                "activations": ACTIVATIONS if self.tensor else {},
+                "activations": ACTIVATIONS if self.tensor and not self.marks else {},
+                "marks": dict(self.marks),
                 "sizes": {"head_dim": SMALL_MODEL["head_dim"]},
             },
         }

@@ -65,7 +65,10 @@ def test_planted_mistakes_are_seen(once: Callable[[str], Results], name: str) ->
 
 def test_what_lies_at_borders_needs_no_look_at_functions(once: Callable[[str], Results]) -> None:
     (llama, *_) = once("two")["llama, over tp=2"]
-    assert (llama.borders, llama.inside) == (10, 1)  # four a layer, the first's input, the head; the embedding's own rows
+    assert (llama.borders, llama.inside) == (
+        10,
+        1,
+    )  # four a layer, the first's input, the head; the embedding's own rows
 
 
 @pytest.mark.slow

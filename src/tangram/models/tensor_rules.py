@@ -53,14 +53,11 @@ def rules_for(
 
     `shard`: the data axis over which every parameter is cut as well (FSDP), None where they are copies.
     """
+    if reason := undivided_heads(config, tensor):
+        return reason
     text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        return f"a {config.model_type} model has no num_attention_heads"
+    heads: int = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    for what, count in (("attention heads", heads), ("key-value heads", kv_heads)):
-        if count % tensor[1]:
-            return f"the {count} {what} do not divide by {tensor[0]}={tensor[1]}"
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     try:
@@ -81,6 +78,19 @@ def rules_for(
         found.parameters |= whole_words.parameters
         found.activations |= whole_words.activations
     return TensorRules(found.parameters, found.activations, {"head_dim": head_dim}, vocabulary)
+
+
+def undivided_heads(config: PreTrainedConfig, tensor: tuple[str, int]) -> str:
+    """The reason why ranks of a tensor axis (its name and size) cannot have whole heads of attention each, or ""."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return f"a {config.model_type} model has no num_attention_heads"
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    for what, count in (("attention heads", heads), ("key-value heads", kv_heads)):
+        if count % tensor[1]:
+            return f"the {count} {what} do not divide by {tensor[0]}={tensor[1]}"
+    return ""
 
 
 def _unlike(sizes: Iterable[int]) -> int:

@@ -21,7 +21,7 @@ Of tensor parallelism, activations and products are counted on the model that on
 ranks wait for nobody. Recomputation inside a block is not seen, only that of blocks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 
@@ -29,6 +29,7 @@ from tangram.hardware import overheads
 from tangram.hardware.rates import Rates
 from tangram.layout import Layout, Mesh, region
 from tangram.models.costs import OUTSIDE, ModelCosts, Parameter, Work
+from tangram.planner.derived import Moves
 from tangram.planner.plan import Plan, matches
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -107,16 +108,19 @@ def megabytes(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def estimate(plan: Plan, whole: ModelCosts, local: ModelCosts, rates: Rates) -> Estimate:
+def estimate(
+    plan: Plan, whole: ModelCosts, local: ModelCosts, rates: Rates, moves: Sequence[Moves] | None = None
+) -> Estimate:
     """What the plan needs on this machine.
 
     `whole`: the costs of the whole model, of which only the parameters are used. `local`: those of the model that one
-    tensor rank computes, for a micro-batch of the plan (the same where no axis is tensor's).
+    tensor rank computes, for a micro-batch of the plan (the same where no axis is tensor's). `moves`: what a plan that
+    is derived from marks moves over its tensor axes for one sample; None: it has rules of activations.
     """
     held = numbers_held(plan, whole.parameters)
     return Estimate(
         _memory(plan, whole.parameters, local, held),
-        _seconds(plan, whole.parameters, local, held, rates),
+        _seconds(plan, whole.parameters, local, held, rates, moves),
         plan.data.global_batch * plan.data.sequence,
     )
 
@@ -177,8 +181,16 @@ def _memory(plan: Plan, parameters: tuple[Parameter, ...], local: ModelCosts, he
 
 
 def _seconds(
-    plan: Plan, parameters: tuple[Parameter, ...], local: ModelCosts, held: Mapping[str, int], rates: Rates
+    plan: Plan,
+    parameters: tuple[Parameter, ...],
+    local: ModelCosts,
+    held: Mapping[str, int],
+    rates: Rates,
+    derived: Sequence[Moves] | None,
 ) -> Seconds:
+    over_tensor = (
+        _tensor_seconds(plan, parameters, local, rates) if derived is None else _moves_seconds(plan, derived, rates)
+    )
     products, moves = 0.0, 0.0
     again = sum(part.forward_flops for part in local.blocks if _recomputed(plan, part.name))
     extra = again / local.forward.flops if local.forward.flops else 0.0
@@ -189,7 +201,7 @@ def _seconds(
     return Seconds(
         products=plan.micro_steps * products,
         moves=plan.micro_steps * moves,
-        communication=plan.micro_steps * _micro_batch_communication(plan, parameters, local, held, rates)
+        communication=plan.micro_steps * (over_tensor + _data_seconds(plan, parameters, held, rates))
         + (rates.latency if plan.ranks > 1 else 0.0),
         optimiser=_optimiser_seconds(parameters, held, rates),
     )
@@ -204,9 +216,8 @@ def _work_seconds(work: Work, plan: Plan, rates: Rates) -> tuple[float, float]:
     )
 
 
-def _micro_batch_communication(
-    plan: Plan, parameters: tuple[Parameter, ...], local: ModelCosts, held: Mapping[str, int], rates: Rates
-) -> float:
+def _data_seconds(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int], rates: Rates) -> float:
+    """Of FSDP and copies, for a micro-batch."""
     shards = shard_size(plan)
     copies = plan.data_ranks // shards
     over_gloo = rates.device == "cpu"
@@ -222,7 +233,14 @@ def _micro_batch_communication(
         seconds += gathers * _exchange(weights, shards, rates)
         seconds += _exchange(gradients * (2 if over_gloo else 1), shards, rates)  # gloo reduces all, then takes a part
         seconds += _exchange(2 * gradients / shards, copies, rates)
-    return seconds + _tensor_seconds(plan, parameters, local, rates)
+    return seconds
+
+
+def _moves_seconds(plan: Plan, moves: Sequence[Moves], rates: Rates) -> float:
+    """Of what moves over the tensor axis, as derived, for a micro-batch."""
+    ranks, samples = plan.ranks // plan.data_ranks, plan.data.micro_batch
+    each = rates.latency * (ranks - 1) + overheads.TENSOR_MODULE_CALLS * rates.call_seconds
+    return sum(one.times * (each + rates.links.seconds(samples * one.nbytes)) for one in moves)
 
 
 def _tensor_seconds(plan: Plan, parameters: tuple[Parameter, ...], local: ModelCosts, rates: Rates) -> float:

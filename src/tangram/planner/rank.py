@@ -22,8 +22,9 @@ from tangram.errors import UserError
 from tangram.hardware.rates import Rates
 from tangram.models.build import build_on_meta
 from tangram.models.costs import ModelCosts, at_micro_batch, costs
-from tangram.models.tensor_rules import TensorRules, rules_for
+from tangram.models.tensor_rules import TensorRules, rules_for, undivided_heads
 from tangram.models.twin import Shapes, module_shapes
+from tangram.planner.derived import TensorLayouts, sample_graph, tensor_layouts
 from tangram.planner.estimate import Estimate, estimate, megabytes
 from tangram.planner.legal import legal
 from tangram.planner.plan import AxesPlan, Job, LayoutsPlan, Plan, matches
@@ -105,10 +106,11 @@ def predict(plan: Plan, rates: Rates, config: PreTrainedConfig) -> Estimate:
     counted = Counted(plan, config)
     legal(plan, counted.model)
     tensor = plan.ranks // plan.data_ranks
-    found = rules_for(config, counted.model, (plan.axes.tensor[0], tensor), None) if plan.axes.tensor else None
-    rules = found if isinstance(found, TensorRules) else None
-    local = counted.costs(tensor if rules else 1, rules is not None and rules.vocabulary, plan.data.micro_batch)
-    return estimate(plan, counted.costs(1, False, plan.data.micro_batch), local, rates)
+    found = counted.tensor((plan.axes.tensor[0], tensor), None) if plan.axes.tensor else None
+    lies = None if isinstance(found, str) else found
+    local = counted.costs(tensor if lies else 1, lies is not None and lies.vocabulary, plan.data.micro_batch)
+    moves = lies.moves if isinstance(lies, TensorLayouts) and plan.layouts.marks else None
+    return estimate(plan, counted.costs(1, False, plan.data.micro_batch), local, rates, moves)
 
 
 class Counted:
@@ -119,10 +121,23 @@ class Counted:
         self.model = frozen(build_on_meta(config), job)
         self._pair = cache(self._count)
         self._shapes = cache(lambda: module_shapes(self.model, 2, 7))
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[job.precision.compute]
+        self._graph = cache(lambda: sample_graph(self.model, job.data.sequence, dtype))
 
     def costs(self, tensor: int, vocabulary: bool, micro_batch: int) -> ModelCosts:
         """Of one of so many tensor ranks, for one micro-batch."""
         return at_micro_batch(*self._pair(tensor, vocabulary), micro_batch)
+
+    def tensor(self, axis: tuple[str, int], shard: str | None) -> TensorLayouts | TensorRules | str:
+        """How everything lies over a tensor axis: derived where marks are known, else by rules of names."""
+        if reason := undivided_heads(self.config, axis):
+            return reason
+        try:
+            graph = self._graph()
+        except UserError as error:
+            return " ".join(str(error).split())
+        found = tensor_layouts(self.config, self.model, graph, axis, shard)
+        return found or rules_for(self.config, self.model, axis, shard)
 
     @property
     def shapes(self) -> Shapes:
@@ -167,22 +182,23 @@ def _strategies(processes: int) -> Iterator[_Strategy]:
 
 
 def _ranked(one: _Strategy, job: Job, counted: Counted, rates: Rates) -> Iterator[Ranked]:
-    rules: TensorRules | None = None
+    lies: TensorLayouts | TensorRules | None = None
     if one.tensor:
-        found = rules_for(counted.config, counted.model, one.tensor[0], one.shard)
+        found = counted.tensor(one.tensor[0], one.shard)
         if isinstance(found, str):
             yield Ranked(one.name, one.mesh, 0, why_not=found)
             return
-        rules = found
+        lies = found
     size = one.tensor[0][1] if one.tensor else 1
-    vocabulary = rules is not None and rules.vocabulary
+    vocabulary = lies is not None and lies.vocabulary
+    moves = lies.moves if isinstance(lies, TensorLayouts) else None
     try:
-        plan = _plan(one, job, rules, 1)
-        legal(plan, counted.model, counted.shapes if one.tensor else None)
+        plan = _plan(one, job, lies, 1)
+        legal(plan, counted.model, counted.shapes if isinstance(lies, TensorRules) else None)
         for micro_batch in _micro_batches(plan):
-            plan = _plan(one, job, rules, micro_batch)
+            plan = _plan(one, job, lies, micro_batch)
             whole, local = counted.costs(1, False, micro_batch), counted.costs(size, vocabulary, micro_batch)
-            needs = estimate(plan, whole, local, rates)
+            needs = estimate(plan, whole, local, rates, moves)
             most = FILLED * rates.memory
             short = (
                 f"needs {megabytes(needs.memory.total)} a rank, and there are {megabytes(most)}"
@@ -196,7 +212,7 @@ def _ranked(one: _Strategy, job: Job, counted: Counted, rates: Rates) -> Iterato
         yield Ranked(one.name, one.mesh, 0, why_not=" ".join(str(error).split()))
 
 
-def _plan(one: _Strategy, job: Job, rules: TensorRules | None, micro_batch: int) -> Plan:
+def _plan(one: _Strategy, job: Job, lies: TensorLayouts | TensorRules | None, micro_batch: int) -> Plan:
     """The job with a strategy. Raises ValueError (pydantic's) where the two do not go together."""
     rest = {"*": f"_/{one.shard} ..." if one.shard else "..."}
     tables = {name: getattr(job, name) for name in Job.model_fields if name != "data"}
@@ -206,9 +222,10 @@ def _plan(one: _Strategy, job: Job, rules: TensorRules | None, micro_batch: int)
         mesh=one.mesh,
         axes=AxesPlan(data=one.data, tensor=tuple(axis for axis, _ in one.tensor)),
         layouts=LayoutsPlan(
-            parameters={**(rules.parameters if rules else {}), **rest},
-            activations=dict(rules.activations) if rules else {},
-            sizes=dict(rules.sizes) if rules else {},
+            parameters={**(lies.parameters if lies else {}), **rest},
+            activations=dict(lies.activations) if isinstance(lies, TensorRules) else {},
+            marks=dict(lies.marks) if isinstance(lies, TensorLayouts) else {},
+            sizes=dict(lies.sizes) if isinstance(lies, TensorRules) else {},
         ),
     )
 

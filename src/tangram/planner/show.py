@@ -47,6 +47,7 @@ def _strategy(plan: Plan) -> list[Row]:
             what = "data: cuts the batch, parameters are copies"
         found.append((f"axis {axis}", f"{size} ranks, {what}"))
     found += [(f"parameters {pattern}", text) for pattern, text in plan.layouts.parameters.items()]
+    found += [(f"mark {pattern}", text) for pattern, text in plan.layouts.marks.items()]
     found += [(f"flow {pattern}", text) for pattern, text in plan.layouts.activations.items()]
     return found
 

@@ -24,15 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.models.capture import capture
-from tangram.models.costs import block_names
-from tangram.models.fold import folded
 from tangram.planner.plan import Plan
 from tangram.relayout.collectives import move
 from tangram.relayout.dtensor import placements_of
-from tangram.sharding.derive.derive import Derived, derive
-from tangram.sharding.derive.layouts import here, layout_of, lying
+from tangram.sharding.derive.layouts import here, layout_of
 from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.of_model import States, derive_whole, graph_of, parameter_states
 from tangram.sharding.derive.states import SAME, State, cut
 from tangram.sharding.runtime.install import Now, Runtime
 from tangram.sharding.runtime.operators import Operators
@@ -44,7 +41,6 @@ from tangram.training.world import World
 _HELD = "_tangram_derived"
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Signature = tuple[tuple[str, Any], ...]
-States = Mapping[str, State]
 
 
 def marks_of_plan(plan: Plan) -> list[Mark]:
@@ -72,18 +68,8 @@ def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, input
     names = devices.mesh_dim_names or ()
     mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    found = planned(without_memory(model), marks, mesh, inputs, dtype)
+    found = derive_whole(graph_of(without_memory(model), inputs, dtype), marks, mesh)
     return DerivedModel(model, marks, mesh, devices, parameter_states(found), dtype)
-
-
-def planned(
-    template: nn.Module, marks: Sequence[Mark], mesh: Mesh, inputs: Mapping[str, Any], dtype: torch.dtype
-) -> Derived:
-    """What follows from marks for inputs of these sizes; results of the model are whole where no mark names them."""
-    graph = folded(capture(template, inputs, dtype=dtype), block_names(template))
-    named = {mark.pattern for mark in marks}
-    outputs = [Mark.parse(f"{name}: ...") for name in graph.outputs if name not in named]
-    return derive(graph, [*marks, *outputs], mesh)
 
 
 def derived_of(model: nn.Module) -> DerivedModel | None:
@@ -103,7 +89,10 @@ class DerivedModel:
         lies: Mapping[str, States],
         dtype: torch.dtype,
     ) -> None:
-        self._model, self._marks, self._mesh, self._lies, self._dtype = model, marks, mesh, lies, dtype
+        self._model, self._mesh, self._lies, self._dtype = model, mesh, lies, dtype
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        # Where parameters lie is settled, for inputs of every size.
+        self._marks = [*marks, *(Mark(name, layout_of(shapes[name], lies[name])) for name in shapes)]
         names = [name for name, _ in mesh.views[0]]
         self._groups = {name: devices.get_group(i) for i, name in enumerate(names)}
         self._coords = {name: dist.get_rank(group) for name, group in self._groups.items()}
@@ -147,24 +136,13 @@ class DerivedModel:
         return self._programs[signature]
 
     def _planned(self, given: Mapping[str, Any]) -> Now:
-        found = planned(self._template, self._marks, self._mesh, given, self._dtype)
-        self._refuse_other_cuts(found)
+        found = derive_whole(graph_of(self._template, given, self._dtype), self._marks, self._mesh)
         program = rehearsed(found, self._template, given, self._dtype)
         if any(program.summed.keys() != other.summed.keys() for other in self.programs):
             raise UserError("inputs of another size would sum the gradients of other parameters: mark more tensors")
         self._runtime.wrap(self._model, program)
         operators = Operators(found, self._rank)
         return Now(program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring))
-
-    def _refuse_other_cuts(self, found: Derived) -> None:
-        """Where parameters lie is settled; the marks have to come to the same for inputs of every size."""
-        for name, states in parameter_states(found).items():
-            if states != self._lies[name]:
-                here, there = (_words(lies) for lies in (states, self._lies[name]))
-                raise UserError(
-                    f"by the marks {name} is {here}, by the plan's layouts.parameters {there}: let `tangram plan` "
-                    "write the layouts that follow from the marks"
-                )
 
     def _bring(self, x: Tensor, change: Change) -> Tensor:
         for axis, source, target in change:
@@ -217,13 +195,6 @@ def _add_up(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
             g.copy_(part.view_as(g))
 
 
-def parameter_states(found: Derived) -> dict[str, States]:
-    """How each parameter lies over each axis of the mesh; of several names of one, by the first."""
-    whole = dict.fromkeys(found.mesh.axes, SAME)
-    graph = found.folded.graph
-    return {value.name: {**whole, **lying(found, found.folded.classes[v])} for v, value in graph.of_kind("parameter")}
-
-
 def own_part(whole: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int]) -> Tensor:
     """A rank's part of a tensor, with storage of its own."""
     part, done = whole, dict[str, State]()
@@ -236,11 +207,6 @@ def own_part(whole: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int
             part = blocks.select(dim + 1, coords[axis]).reshape(*shape[:dim], outer * n, *shape[dim + 1 :])
             done[axis] = state
     return part.clone() if part is not whole else whole
-
-
-def _words(states: States) -> str:
-    cuts = [f"cut in dim {state.dim} over {axis}" for axis, state in states.items() if state.kind == "cut"]
-    return " and ".join(cuts) or "whole"
 
 
 def _size(x: Any) -> Any:

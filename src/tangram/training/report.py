@@ -315,6 +315,7 @@ def plan_in_words(plan: Plan) -> dict[str, str]:
         "seed": str(plan.seed),
     }
     words |= {f"layout of {pattern}": text for pattern, text in plan.layouts.parameters.items()}
+    words |= {f"mark of {pattern}": text for pattern, text in plan.layouts.marks.items()}
     words |= {f"flow through {pattern}": text for pattern, text in plan.layouts.activations.items()}
     return {name: text for name, text in words.items() if text}
 

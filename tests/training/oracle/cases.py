@@ -9,7 +9,7 @@ from typing import Any
 
 from tangram.planner.plan import Plan
 from tests.training.small import SMALL_MODEL, small_tables
-from tests.training.strategies import STRATEGIES, Strategy
+from tests.training.strategies import MARKS, STRATEGIES, Strategy, derived
 
 STEPS = 130
 """Of every schedule; runs are compared over a part of it."""
@@ -65,9 +65,11 @@ OTHER_STRATEGIES: Mapping[str, tuple[int, Strategy]] = {
     "copies over three": (3, Strategy("dp=3", ("dp",), (), {"*": "..."})),
     "fsdp over two": (2, Strategy("dp=2", ("dp",), (), {"*": "_/dp ..."})),
     "tensor over two": (2, Strategy("one=1 tp=2", ("one",), ("tp",), STRATEGIES["tensor"].parameters)),
+    "derived over two": (2, Strategy("one=1 tp=2", ("one",), ("tp",), derived(""), MARKS)),
+    "derived inside fsdp": (4, Strategy("dp=2 tp=2", ("dp",), ("tp",), derived("dp"), MARKS)),
 }
 """On other numbers of ranks; three divides nothing."""
-OTHER_QUICK = ("one rank", "fsdp over three", "tensor over two")
+OTHER_QUICK = ("one rank", "fsdp over three", "tensor over two", "derived inside fsdp")
 
 OWN_LAYOUTS = {
     "parameters": {
@@ -131,6 +133,7 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
     add("recomputed", either("fsdp"), tables(text, run={"recompute": ["model.layers.*"]}))
     part = tables(text, run={"recompute": ["*.mlp", "*.layers.1.self_attn"]})
     add("recomputed in part", either("tensor inside fsdp"), part)
+    add("recomputed in part", ["derived inside fsdp"], part)
     # Over four ranks: one row, two, two and two, one at a time; so one rank has an empty micro-batch.
     one_by_one = tables(text, data={"micro_batch": 1, "global_batch": 7})
     add("one by one", either("fsdp"), one_by_one)
@@ -143,9 +146,14 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
         checkpoint={"every_steps": 2, "keep": 1000},
     )
     add("resumed", either("fsdp", "tensor inside fsdp"), between, FEW, resume_at=3)
+    add("resumed", ["derived inside fsdp"], between, FEW, resume_at=3)
     # Rounding is 2**16 times coarser here, and AdamW must not blow up that of gradients of nearly zero.
     low = tables(text, precision={"compute": "bfloat16"}, optimiser={"eps": 1e-3})
     add("bfloat16", either("fsdp", "tensor inside fsdp"), low)
+    if slow:
+        add("bfloat16", ["derived inside fsdp"], low)
+        add("biases", ["derived inside fsdp"], biases)
+        add("tied", ["derived inside fsdp"], tied)
     # One rank has no row at all, and therefore no counted token; another has half of the batch or more.
     for strategy, shares in HANDS.items():
         add("by hand", [strategy], usual, shares=shares)

@@ -14,7 +14,7 @@ added once).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from tangram.errors import UserError
 from tangram.models.graph import Called, Graph, Node, filled, refs
@@ -126,25 +126,12 @@ class _Lowering:
             yield Step(inner, now[inner], SAME)
             now[inner], goals[inner] = SAME, final[inner]
 
-    def _on_parts(self, source: States, steps: Sequence[Step]) -> Iterator[Step]:
+    def _on_parts(self, source: States, steps: Iterable[Step]) -> Iterator[Step]:
         """The steps as they are done on what ranks have by the other axes."""
         now, sizes = dict(source), {over.axis: over.k for over in self.found.axes}
         for axis, a, b in steps:
             yield Step(axis, here(a, axis, now, sizes), here(b, axis, now, sizes))
             now[axis] = b
-
-    def _refuse_crossed(self, v: int, source: States, steps: Sequence[Step], axes: Sequence[str]) -> None:
-        """What lies under a cut that stays cannot be moved by itself."""
-        now = dict(source)
-        for step in steps:
-            dims = {s.dim for s in (step.source, step.target) if s.kind == "cut"}
-            inner = [a for a in axes[axes.index(step.axis) + 1 :] if a in now and now[a].kind == "cut"]
-            if crossed := next((a for a in inner if now[a].dim in dims), None):
-                raise UserError(
-                    f"{self._line(v)}: a tensor that {step.axis} and {crossed} cut in one dim moves over {step.axis} "
-                    "alone, which this version cannot run: mark the tensor, or swap the axes of the mesh"
-                )
-            now[step.axis] = step.target
 
     # ------------------------------------------------------------ where
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
+from tangram.models.capture import quiet
 from tangram.models.graph import Called, Ref
 from tangram.models.twin import fake_twin
 from tangram.sharding.calls import Call
@@ -51,7 +52,7 @@ def rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype
     runtime = Runtime()
     runtime.wrap(twin, program, every=True)
     runtime.begin(Now(program, rehearsal.bring, rehearsal.instead, rehearsal.around))
-    with fake, rehearsal.record, torch.enable_grad():
+    with quiet(), fake, rehearsal.record, torch.enable_grad():
         twin(**given)
     for action in (action for own in program.actions.values() for action in own.values()):
         refuse_lost_writes(found.folded.graph, found.folded.graph.calls[action.call], action)

@@ -1,0 +1,63 @@
+"""A derivation of a module rather than of a graph: capture it, fold it, derive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tangram.errors import UserError
+from tangram.layout import Mesh
+from tangram.models.capture import capture
+from tangram.models.costs import block_names
+from tangram.models.fold import folded
+from tangram.models.graph import Graph
+from tangram.sharding.derive.derive import Derived, derive
+from tangram.sharding.derive.layouts import lying
+from tangram.sharding.derive.marks import Mark, alternatives, matched, states
+from tangram.sharding.derive.states import SAME, State
+
+States = Mapping[str, State]
+
+
+def graph_of(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Graph:
+    """What a model (on meta or not) runs for inputs of these sizes. Raises UserError where it cannot be captured."""
+    return folded(capture(model, inputs, dtype=dtype), block_names(model))
+
+
+def derive_whole(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> Derived:
+    """What follows from marks; results of the model are whole where no mark names them. Raises UserError."""
+    named = {mark.pattern for mark in marks}
+    outputs = [Mark.parse(f"{name}: ...") for name in graph.outputs if name not in named]
+    return derive(graph, [*marks, *outputs], mesh)
+
+
+def parameter_states(found: Derived) -> dict[str, States]:
+    """How each parameter lies over each axis of the mesh; of several names of one, by the first."""
+    whole = dict.fromkeys(found.mesh.axes, SAME)
+    graph = found.folded.graph
+    return {value.name: {**whole, **lying(found, found.folded.classes[v])} for v, value in graph.of_kind("parameter")}
+
+
+def fitting(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> list[Mark]:
+    """The marks without the names that are not in a model, or that they would cut unevenly; without those of none."""
+    found: list[Mark] = []
+    for mark in marks:
+        names = [name for name in alternatives(mark.pattern) if _fits(graph, Mark(name, mark.layout), mesh)]
+        if names:
+            found.append(Mark(names[0] if len(names) == 1 else "{" + ",".join(names) + "}", mark.layout))
+    return found
+
+
+def _fits(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
+    try:
+        for v in matched(graph, mark).values():
+            shape = graph.values[v].shape
+            for axis, state in states(mark.layout, shape, mesh).items():
+                if state.kind == "cut" and shape[state.dim] // state.outer % mesh.axes[axis][0]:
+                    return False
+    except UserError:
+        return False
+    return True
