@@ -25,7 +25,6 @@ from tangram.sharding.derive.layouts import moved
 from tangram.sharding.derive.marks import Mark, marks_of
 from tangram.sharding.derive.of_model import States, derive_whole, fitting, graph_of, parameter_states
 
-
 _PUBLISHED = {
     "colwise": "out/tp in",
     "colwise_rep": "out/tp in",
