@@ -283,7 +283,9 @@ def test_a_sum_waits_through_what_only_scales_and_adds() -> None:
     assert (texts(scaled), scaled.nbytes) == (["t=8 h=6 sum:x"], 0)
     added = found(call(aten.add.Tensor, some(8, 6), some(8, 6)), "x=2", "t h sum:x", None)
     assert (texts(added), added.moved) == (["t=8 h=6 sum:x"], {})
-    assert found(call(aten.add.Tensor, some(8, 6), 2.0), "x=2", "t h sum:x", None).moved == {("all-reduce", "x"): 8 * 6 * 8}
+    assert found(call(aten.add.Tensor, some(8, 6), 2.0), "x=2", "t h sum:x", None).moved == {
+        ("all-reduce", "x"): 8 * 6 * 8
+    }
     rows = found(call(aten.index.Tensor, some(8, 6), [torch.tensor([3, 1, 0])]), "x=2", "t h sum:x", None)
     assert (texts(rows), rows.nbytes) == (["3 h=6 sum:x"], 0)
     divided = found(call(aten.div.Tensor, some(8, 6), some(6)), "x=2", None, "h sum:x")

@@ -14,7 +14,7 @@ added once).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tangram.errors import UserError
 from tangram.models.graph import Called, Graph, Node, filled, refs
@@ -42,6 +42,54 @@ def places_of(node: Node, step: Node_Step) -> list[int | None]:
         own: int = by_place[name] if i is None else by_place[name][i]
         found.append(None if tensor is None else own)
     return found
+
+
+def ordered(source: States, target: States, sizes: Mapping[str, int]) -> Iterator[Step]:
+    """Steps over single axes, of which each can be done by itself; cuts as they are on what ranks have at that time.
+
+    What lies under a cut that moves is put together before, and cut again. `sizes`: of the axes, in the order of the
+    mesh: of two that cut one factor the first lies outside.
+    """
+    axes, now = [*sizes], dict(source)
+    goals = {axis: state for axis, state in target.items() if state != now[axis]}
+    final = {**now, **goals}
+
+    def under(axis: str, goal: State) -> list[str]:
+        cuts = {(s.dim, s.outer) for s in (now[axis], goal) if s.kind == "cut"}
+        later = (a for a in axes[axes.index(axis) + 1 :] if a in now and now[a].kind == "cut")
+        crossed = [a for a in goals if a != axis and _crossed(axis, goal, a, now[a], sizes)]
+        return [*crossed, *(a for a in later if (now[a].dim, now[a].outer) in cuts)]
+
+    def waits(axis: str) -> bool:
+        """For an axis that lies outside, on what this one is to cut."""
+        goal = goals[axis]
+        outer = (s for a in axes[: axes.index(axis)] if a in goals for s in (now[a], goals[a]))
+        return goal.kind == "cut" and any(s == goal for s in outer)
+
+    def step(axis: str, goal: State) -> Step:
+        found = Step(axis, here(now[axis], axis, now, sizes), here(goal, axis, now, sizes))
+        now[axis] = goal
+        return found
+
+    while goals:
+        axis = next((a for a in reversed(axes) if a in goals and not waits(a) and not under(a, goals[a])), None)
+        if axis is not None:
+            yield step(axis, goals.pop(axis))
+        else:
+            blocked = next(a for a in axes if a in goals)
+            inner = under(blocked, goals[blocked])[-1]
+            while deeper := under(inner, SAME):
+                inner = deeper[-1]
+            goals[inner] = final[inner]
+            yield step(inner, SAME)
+
+
+def _crossed(axis: str, goal: State, other: str, lies: State, sizes: Mapping[str, int]) -> bool:
+    """Whether two cuts of one dim cannot be at a time: the parts of the outer one are no whole blocks of the inner."""
+    if goal.kind != "cut" or lies.kind != "cut" or goal.dim != lies.dim or goal.outer == lies.outer:
+        return False
+    (outer, own), (blocks, _) = sorted([(goal.outer, axis), (lies.outer, other)])
+    return blocks % (outer * sizes[own]) != 0
 
 
 class _Lowering:
@@ -93,45 +141,13 @@ class _Lowering:
 
     def _change(self, v: int, source: States, target: States) -> Change:
         differentiable = self.found.folded.classes[v] in self.found.folded.differentiable
-        steps: list[Step] = []
+        wanted: dict[str, State] = {}
         for axis, a in source.items():
             b = target.get(axis, a)
             found = way(a, b)
             if found is not None and a != b and (found.forward or (found.backward and differentiable)):
-                steps.append(Step(axis, a, b))
-        return tuple(self._on_parts(source, self._ordered(source, steps)))
-
-    def _ordered(self, source: States, steps: Sequence[Step]) -> Iterator[Step]:
-        """The steps so that each can be done by itself: what lies under a cut that moves is put together before.
-
-        Of two axes that cut one factor the first of the mesh lies outside.
-        """
-        axes, now = [over.axis for over in self.found.axes], dict(source)
-        goals = {step.axis: step.target for step in steps}
-        final = {**now, **goals}
-
-        def under(axis: str, goal: State) -> list[str]:
-            cuts = {(s.dim, s.outer) for s in (now[axis], goal) if s.kind == "cut"}
-            later = (a for a in axes[axes.index(axis) + 1 :] if a in now and now[a].kind == "cut")
-            return [a for a in later if (now[a].dim, now[a].outer) in cuts]
-
-        while goals:
-            axis = next((a for a in reversed(axes) if a in goals and not under(a, goals[a])), None)
-            if axis is not None:
-                yield Step(axis, now[axis], goals[axis])
-                now[axis] = goals.pop(axis)
-                continue
-            blocked = next(a for a in axes if a in goals)
-            inner = under(blocked, goals[blocked])[-1]  # nothing lies under the last
-            yield Step(inner, now[inner], SAME)
-            now[inner], goals[inner] = SAME, final[inner]
-
-    def _on_parts(self, source: States, steps: Iterable[Step]) -> Iterator[Step]:
-        """The steps as they are done on what ranks have by the other axes."""
-        now, sizes = dict(source), {over.axis: over.k for over in self.found.axes}
-        for axis, a, b in steps:
-            yield Step(axis, here(a, axis, now, sizes), here(b, axis, now, sizes))
-            now[axis] = b
+                wanted[axis] = b
+        return tuple(ordered(source, wanted, {over.axis: over.k for over in self.found.axes}))
 
     # ------------------------------------------------------------ where
 

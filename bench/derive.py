@@ -1,0 +1,169 @@
+"""Derivation: how long it takes at full size, and a step of what is derived beside torch's parallel styles by hand.
+
+The peer of a step is Megatron's plan of a Llama decoder as one writes it with `parallelize_module`: column- and
+row-wise products, norms on a part of the sequence, inputs of attention and of the MLP gathered. Both run in the same
+processes (two, gloo), on the same values, a forward and a backward at a time in turn; the ratio is that of pairs, with
+the interval that holds 95 of 100 medians drawn from them anew. No optimiser, no FSDP: what the two do otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tangram.hardware.measure import Row
+from tangram.layout import Mesh
+from tangram.models.capture import capture
+from tangram.models.costs import block_names
+from tangram.models.fold import folded
+from tangram.models.named import named_config, on_meta, token_inputs
+from tangram.sharding.derive.derive import derive
+from tangram.sharding.derive.marks import marks_of
+from tangram.training.derived import parallel
+from tangram.training.launch import Rank, run_ranks
+
+FULL: dict[str, tuple[str, dict[str, str]]] = {
+    "Llama-3-70B": ("llama", {"num_hidden_layers": "80", "hidden_size": "8192", "intermediate_size": "28672",
+                              "num_attention_heads": "64", "num_key_value_heads": "8", "vocab_size": "128256"}),
+    "DeepSeek-V3": ("deepseek_v3", {}),
+}  # fmt: skip
+SMALL = {
+    "num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 4096,
+}  # fmt: skip
+BATCH, SEQUENCE = 2, 256
+
+
+def rows(quick: bool) -> Iterable[Row]:
+    """The figures; `quick`: layers are few, and steps."""
+    for name, (kind, changes) in FULL.items():
+        layers = {"num_hidden_layers": "4"} if quick else {}
+        yield from _derivation(name, kind, {**changes, **layers})
+    found = run_ranks(measure, 5 if quick else 40, world=2, on_event=lambda event: None, device="cpu")[0]
+    low, high = found.interval
+    yield Row("a forward and a backward, tp=2, sequence parallel", "ms", found.ours, {"by hand": found.peer})
+    yield Row(f"ratio of pairs, 95 of 100 within {low:.3f} and {high:.3f}", "ratio", found.ratio, target=1.0)
+    yield Row("the furthest gradient from the peer's", "relative", found.apart, target=1e-5)
+
+
+def _derivation(name: str, kind: str, changes: dict[str, str]) -> Iterable[Row]:
+    model = on_meta(named_config(kind, changes))
+    start = time.perf_counter()
+    graph = capture(model, token_inputs(1, 4096))
+    captured = time.perf_counter() - start
+    seconds: list[float] = []
+    for _ in range(3):
+        start = time.perf_counter()
+        derive(folded(graph, block_names(model)), marks_of(kind) or [], Mesh.parse("tp=8"))
+        seconds.append(time.perf_counter() - start)
+    yield Row(f"{name}: capture", "s", captured)
+    yield Row(f"{name}: derivation over tp=8, folding included", "s", statistics.median(seconds), target=1.0)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a rank has measured."""
+
+    ours: float
+    peer: float
+    ratio: float
+    interval: tuple[float, float]
+    apart: float
+
+
+def measure(rank: Rank, pairs: int) -> Steps:
+    """The task of a rank."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **SMALL)
+    ours: nn.Module = cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32)
+    peer = copy.deepcopy(ours)
+    devices = init_device_mesh("cpu", (rank.world,), mesh_dim_names=("tp",))
+    ids = torch.randint(4096, (BATCH, SEQUENCE))
+    inputs = {"input_ids": ids, "position_ids": torch.arange(SEQUENCE)[None].expand(BATCH, -1), "use_cache": False}
+    held = parallel(ours, marks_of("llama") or [], devices, inputs)
+    by_hand(peer, devices)
+    times: list[tuple[float, float]] = []
+    for turn in range(pairs + 3):  # the first three warm up
+        order = ((ours, held.sum_gradients), (peer, lambda: None))
+        pair = {id(model): _step(model, inputs, after) for model, after in (order if turn % 2 else order[::-1])}
+        times.append((pair[id(ours)], pair[id(peer)]))
+    times = times[3:]
+    ratios = [a / b for a, b in times]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
+    mine, theirs = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
+    return Steps(mine, theirs, statistics.median(ratios), (medians[25], medians[974]), _apart(ours, peer))
+
+
+def _step(model: nn.Module, inputs: dict[str, Any], after: Any) -> float:
+    model.zero_grad()
+    start = time.perf_counter()
+    logits: Tensor = model(**inputs).logits
+    ids: Tensor = inputs["input_ids"]
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    after()
+    return time.perf_counter() - start
+
+
+def by_hand(model: nn.Module, devices: Any) -> None:
+    """Megatron's plan in torch's styles."""
+    part, whole = Shard(1), Replicate()
+    parallelize_module(
+        model,
+        devices,
+        {
+            "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=part),
+            "model.norm": SequenceParallel(),
+            "lm_head": ColwiseParallel(input_layouts=part, output_layouts=whole),
+        },
+    )
+    for layer in cast("Iterable[nn.Module]", model.get_submodule("model.layers")):
+        into = {"input_kwarg_layouts": {"hidden_states": part}, "desired_input_kwarg_layouts": {"hidden_states": whole}}
+        parallelize_module(
+            layer,
+            devices,
+            {
+                "input_layernorm": SequenceParallel(),
+                "self_attn": PrepareModuleInput(**cast(Any, into)),
+                **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+                "self_attn.o_proj": RowwiseParallel(output_layouts=part),
+                "post_attention_layernorm": SequenceParallel(),
+                "mlp": PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,)),
+                "mlp.gate_proj": ColwiseParallel(),
+                "mlp.up_proj": ColwiseParallel(),
+                "mlp.down_proj": RowwiseParallel(output_layouts=part),
+            },
+        )
+
+
+def _apart(ours: nn.Module, peer: nn.Module) -> float:
+    theirs = dict(peer.named_parameters())
+    worst = 0.0
+    for name, parameter in ours.named_parameters():
+        mine, other = _whole(parameter.grad), _whole(theirs[name].grad)
+        worst = max(worst, float(cast(Any, mine - other).norm() / cast(Any, other).norm()))
+    return worst
+
+
+def _whole(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return cast(Any, x).full_tensor() if isinstance(x, DTensor) else x
