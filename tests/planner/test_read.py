@@ -27,6 +27,7 @@ from tangram.planner.plan import (
 from tangram.planner.read import absolute, changes_of, dumps, load
 from tests.planner.small import JOB, PLAN
 
+MARKS = '[layouts.marks]\n"*.q_proj.weight" = "o/tp i"\n\n'
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "job.toml"
 
 
@@ -115,11 +116,27 @@ def test_a_wrong_job(change: tuple[str, str], message: str, tmp_path: Path) -> N
         (("head_dim = 32", "head_dim = 0"), ": layouts.sizes.head_dim = 0: input should be greater than 0"),
         (("-> b s (heads/tp", "b s (heads/tp"), ": layouts.activations.*.q_proj: "),
         (("-> b s (heads/tp", "-> b/dp s (heads/tp"), "names dp, but activations are cut by tensor axes only"),
+        (("[layouts.activations]", MARKS + "[layouts.activations]"), "or activations, not both"),
     ],
 )
 def test_a_wrong_plan(change: tuple[str, str], message: str, tmp_path: Path) -> None:
     assert change[0] in PLAN
     assert message in said(tmp_path / "plan.toml", PLAN.replace(*change, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("o/tp i", "o/dp i"), "names dp, but marks say how tensors lie over tensor axes"),
+        (("o/tp i", "o/ i"), ": layouts.marks.*.q_proj.weight: "),
+    ],
+)
+def test_a_plan_with_wrong_marks(change: tuple[str, str], message: str, tmp_path: Path) -> None:
+    head, _, rest = PLAN.partition("[layouts.activations]")
+    plan = head + MARKS + rest[rest.index("[layouts.sizes]") :]
+    (tmp_path / "right.toml").write_text(plan)
+    assert dumps(load(tmp_path / "right.toml")).count("[layouts.marks]") == 1
+    assert message in said(tmp_path / "plan.toml", plan.replace(*change, 1))
 
 
 def test_the_line_of_a_rule(tmp_path: Path) -> None:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from tangram.errors import UserError
+from tangram.layout import Mesh
+from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.training.derived import refuse_cut_inputs
 from tangram.training.launch import run_ranks
-from tests.training.derived_models import MISTAKES, Ran, Work, named, run_all
+from tests.training.derived_models import MISTAKES, Ran, Work, inputs_of, model_of, named, run_all
 
 BOUND = 1e-5
 """Of a gradient, relative: sums in another order, through two layers."""
@@ -69,6 +75,14 @@ def test_what_lies_at_borders_needs_no_look_at_functions(once: Callable[[str], R
         10,
         1,
     )  # four a layer, the first's input, the head; the embedding's own rows
+
+
+def test_what_a_model_is_given_cannot_be_cut() -> None:
+    model, inputs = model_of("own"), inputs_of("own")
+    graph = graph_of(model, inputs, torch.float32)
+    found = derive_whole(graph, [Mark.parse("ids_BS: b/dp s")], Mesh.parse("dp=2"))
+    with pytest.raises(UserError, match="a mark cuts ids_BS over dp, but every rank has all of"):
+        refuse_cut_inputs(found)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def capture(
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(_why(error, type(model).__name__)) from error
+        raise CaptureError(f"{type(model).__name__} cannot be captured: {place_and_reason(error)}") from error
 
 
 @contextmanager
@@ -365,8 +365,8 @@ def _named_results(output: Any) -> dict[str, Tensor]:
     return {f"output{i}": x for i, x in enumerate(leaves)}
 
 
-def _why(error: Exception, model: str) -> str:
-    """What went wrong, and in which line of the model."""
+def place_and_reason(error: Exception) -> str:
+    """In which line of a model something went wrong, and what."""
     place, trace = "", error.__traceback__
     while trace is not None:
         step: TracebackType = trace
@@ -378,4 +378,4 @@ def _why(error: Exception, model: str) -> str:
         text = (
             "what runs depends on the values of a tensor, which a capture without memory lacks: choose with torch.where"
         )
-    return f"{model} cannot be captured: {place or 'its forward'}: {text}"
+    return f"{place or 'its forward'}: {text}"

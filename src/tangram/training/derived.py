@@ -27,7 +27,8 @@ from tangram.layout import Mesh
 from tangram.planner.plan import Plan
 from tangram.relayout.collectives import move
 from tangram.relayout.dtensor import placements_of
-from tangram.sharding.derive.layouts import here, layout_of
+from tangram.sharding.derive.derive import ConflictError, Derived
+from tangram.sharding.derive.layouts import here, layout_of, lying
 from tangram.sharding.derive.marks import Mark
 from tangram.sharding.derive.of_model import States, derive_whole, graph_of, parameter_states
 from tangram.sharding.derive.states import SAME, State, cut
@@ -61,9 +62,9 @@ def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, input
     """Make a model (whole, with the same values on all ranks, or on meta) parallel in place as marks say.
 
     `devices` names the axes; `inputs` are keyword arguments of the model, of which only the sizes count: where its
-    parameters lie is derived with them, and has to come to the same with all that follow. Each rank gives the model
-    all of its inputs, or its part of those that are marked, and gets its results whole, or its part of those that are
-    marked. After the backward, `sum_gradients`. Collective. Raises UserError.
+    parameters lie is derived with them, and stays so for all that follow. Each rank gives the model all of its inputs,
+    and gets its results whole, or its part of those that are marked. After the backward, `sum_gradients`. One forward
+    at a time. Collective. Raises UserError.
     """
     names = devices.mesh_dim_names or ()
     mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
@@ -100,6 +101,7 @@ class DerivedModel:
         self._template = without_memory(model)
         self._parameters = [*inspect.signature(model.forward).parameters]
         self._programs: dict[Signature, Now] = {}
+        self._summed: Mapping[str, tuple[str, ...]] | None = None
         self._runtime = Runtime()
         self._cut(devices)
         _see_local_parts(model)
@@ -124,7 +126,10 @@ class DerivedModel:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-            self._runtime.begin(self._now(given))
+            now = self._now(given)
+            if torch.is_grad_enabled():
+                self._sum_alike(now.program)
+            self._runtime.begin(now)
             return forward(**given)
 
         return run
@@ -135,11 +140,23 @@ class DerivedModel:
             self._programs[signature] = self._planned(given)
         return self._programs[signature]
 
-    def _planned(self, given: Mapping[str, Any]) -> Now:
-        found = derive_whole(graph_of(self._template, given, self._dtype), self._marks, self._mesh)
-        program = rehearsed(found, self._template, given, self._dtype)
-        if any(program.summed.keys() != other.summed.keys() for other in self.programs):
+    def _sum_alike(self, program: Program) -> None:
+        """Gradients of one step are sums, or not, whatever inputs they are from."""
+        if self._summed is None:
+            self._summed = program.summed
+        elif self._summed != program.summed:
             raise UserError("inputs of another size would sum the gradients of other parameters: mark more tensors")
+
+    def _planned(self, given: Mapping[str, Any]) -> Now:
+        graph = graph_of(self._template, given, self._dtype)
+        try:
+            found = derive_whole(graph, self._marks, self._mesh)
+        except ConflictError as error:
+            raise UserError(
+                f"{error}; where parameters lie has to be what follows from the marks, as `tangram plan` writes both"
+            ) from None
+        refuse_cut_inputs(found)
+        program = rehearsed(found, self._template, given, self._dtype)
         self._runtime.wrap(self._model, program)
         operators = Operators(found, self._rank)
         return Now(program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring))
@@ -173,7 +190,7 @@ class DerivedModel:
 
     def sum_gradients(self) -> None:
         """Add up, once a step, what each rank has of the gradients that are sums. Collective over the axes."""
-        summed = {name: axes for program in self.programs for name, axes in program.summed.items()}
+        summed = self._summed or {}
         for axis in self._groups:
             grads = [self._model.get_parameter(name).grad for name, axes in summed.items() if axis in axes]
             _add_up([_local(g) for g in grads if g is not None], self._groups[axis])
@@ -209,11 +226,23 @@ def own_part(whole: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int
     return part.clone() if part is not whole else whole
 
 
+def refuse_cut_inputs(found: Derived) -> None:
+    """Raise UserError where a mark cuts what every rank is given."""
+    graph = found.folded.graph
+    for v, value in graph.of_kind("input", "buffer"):
+        axis = next((a for a, s in lying(found, found.folded.classes[v]).items() if s != SAME), None)
+        if axis is not None:
+            raise UserError(
+                f"a mark cuts {value.name} over {axis}, but every rank has all of what a model is given: mark what is "
+                "made of it"
+            )
+
+
 def _size(x: Any) -> Any:
     """What of an argument the program depends on."""
     if isinstance(x, Tensor):
         return tuple(x.shape), x.dtype
-    return x if isinstance(x, bool | int | str | None) else id(x)
+    return x if isinstance(x, bool | int | float | str | None) else cast(Any, type(x))
 
 
 def without_memory(model: nn.Module) -> nn.Module:

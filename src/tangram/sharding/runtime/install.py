@@ -21,19 +21,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.models.called import GETTERS, caller, line_of
-from tangram.sharding.runtime.program import Action, Border, CallKey, Change, Program
+from tangram.sharding.runtime.program import Action, CallKey, Change, Program
 
 Bring = Callable[[Tensor, Change], Tensor]
 
 
 class Instead(Protocol):
-    """Runs the operators of a call one by one: `(run, action, leaves)`; what the function would have given."""
+    """Runs the operators of a call one by one; gives what the function would have given."""
 
     def __call__(self, action: Action, leaves: Sequence[Any]) -> Any: ...
 
 
 class Around(Protocol):
-    """What stands around every call of a rehearsal: `(run, key, func, args, kwargs, action)`."""
+    """What stands around every call of a rehearsal."""
 
     def __call__(
         self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], action: Action | None
@@ -178,8 +178,3 @@ def changed(tree: Any, changes: Mapping[int, Change], bring: Bring) -> Any:
         if isinstance(flat[leaf], Tensor):
             flat[leaf] = bring(flat[leaf], change)
     return tree_unflatten(flat, form)
-
-
-def border_of(program: Program, run: int) -> Border:
-    """What happens at the border of a run."""
-    return program.borders.get(run, Border())

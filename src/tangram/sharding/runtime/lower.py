@@ -107,7 +107,6 @@ class _Lowering:
         self.borders: dict[int, Border] = {}
         self.actions: dict[int, Action] = {}
         self.summed: dict[str, tuple[str, ...]] = {}
-        self.lies: dict[int, States] = {}
 
     def _forward(self) -> Iterator[tuple[int, Node]]:
         return ((i, node) for i, node in enumerate(self.graph.nodes) if not node.backward)
@@ -127,7 +126,7 @@ class _Lowering:
             call = self.graph.calls[c]
             self._settle(call, action)
             actions.setdefault(call.run, {})[call.line, call.function, call.turn] = action
-        return Program(self.found, self.borders, actions, self.summed, self.lies)
+        return Program(self.found, self.borders, actions, self.summed)
 
     # ------------------------------------------------------------ states
 
@@ -163,7 +162,6 @@ class _Lowering:
     def _given(self, v: int) -> None:
         source, target = self._states(v)
         change = self._change(v, source, target)
-        self.lies[v] = source
         run = self._common(v, [i for i, _ in self.takers.get(v, ())])
         if change and run is not None:
             self._border_takes(run, v, change)
@@ -172,22 +170,17 @@ class _Lowering:
 
     def _made(self, v: int) -> None:
         source, target = self._states(v)
-        change, late = self._change(v, source, target), False
-        self.lies[v] = target
+        change = self._change(v, source, target)
         if change:
             takers = [i for i, _ in self.takers.get(v, ())]
             run = None if v in self.graph.outputs.values() else self._common(v, takers)
             if run is not None:
                 self._border_takes(run, v, change)
-                late = True
             elif (giver := self._giver(v, takers)) is not None:
                 for leaf in _places(self.graph.runs[giver].gives, v):
                     self.borders.setdefault(giver, Border()).gives[leaf] = change
-                late = True
             else:
                 self._action(self.maker[v]).after[v] = change
-        if late:
-            self.lies[v] = source
         self._needs(v, target, ())
 
     def _needs(self, v: int, target: States, first: Change) -> None:

@@ -66,8 +66,6 @@ class Program:
     """By the number of the run."""
     summed: Mapping[str, tuple[str, ...]]
     """Parameters that every rank of some axes has whole and uses for something of its own: gradients are summed."""
-    lies: Mapping[int, Mapping[str, State]]
-    """Of each value of the graph, how it lies when the code of the model has it."""
 
     @property
     def inside(self) -> int:

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
-from tangram.models.capture import quiet
+from tangram.errors import UserError
+from tangram.models.capture import place_and_reason, quiet
 from tangram.models.graph import Called, Ref
 from tangram.models.twin import fake_twin
 from tangram.sharding.calls import Call
@@ -52,8 +53,13 @@ def rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype
     runtime = Runtime()
     runtime.wrap(twin, program, every=True)
     runtime.begin(Now(program, rehearsal.bring, rehearsal.instead, rehearsal.around))
-    with quiet(), fake, rehearsal.record, torch.enable_grad():
-        twin(**given)
+    try:
+        with quiet(), fake, rehearsal.record, torch.enable_grad():
+            twin(**given)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{type(model).__name__} cannot be run on parts: {place_and_reason(error)}") from error
     for action in (action for own in program.actions.values() for action in own.values()):
         refuse_lost_writes(found.folded.graph, found.folded.graph.calls[action.call], action)
     return program
@@ -225,9 +231,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in cast("Sequence[Any]", value)]
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-def output_states(program: Program) -> dict[str, Mapping[str, Any]]:
-    """How each result of the model comes."""
-    found = program.found
-    return {name: used(found, found.folded.classes[v]) for name, v in found.folded.graph.outputs.items()}
