@@ -21,13 +21,13 @@ BOUND = 1e-5
 ROWS = ("up.weight: f/tp h", "down.weight: h f/tp")
 TWO = named(
     [
-        *(Work(kind, "tp=2") for kind in ("llama", "qwen3_moe")),
+        Work("llama", "tp=2"),
         Work("own", "tp=2", ROWS),
         *(Work("llama", "tp=2", mistake=mistake) for mistake in MISTAKES if "bias" not in mistake),
         *(Work("own", "tp=2", ROWS, mistake) for mistake in MISTAKES if "bias" in mistake),
     ]
 )
-OTHERS = named(Work(kind, "tp=2") for kind in ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "mamba2"))
+OTHERS = named(Work(kind, "tp=2") for kind in ("qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba2"))
 FOUR = named(
     [
         *(Work(kind, "tp=4") for kind in ("deepseek_v3", "mamba2")),
