@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -64,8 +64,13 @@ def fits(lies: Mapping[str, State]) -> bool:
 lying = st.tuples(*[st.sampled_from(STATES)] * 3).map(lambda own: dict(zip("abc", own, strict=True))).filter(fits)
 
 
+def every(*states: State) -> dict[str, State]:
+    return dict(zip("abc", states, strict=True))
+
+
 @settings(max_examples=300, deadline=None)
 @given(lying, lying)
+@example(every(SAME, SAME, cut(0, 2)), every(cut(0), cut(0), cut(0)))  # parts of two axes are no whole blocks
 def test_steps_bring_every_rank_its_part(source: dict[str, State], target: dict[str, State]) -> None:
     if any(target[axis] == SUM and source[axis].kind == "cut" for axis in "abc"):
         return  # nothing comes of it in a derivation

@@ -14,6 +14,7 @@ added once).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tangram.errors import UserError
@@ -57,7 +58,7 @@ def ordered(source: States, target: States, sizes: Mapping[str, int]) -> Iterato
     def under(axis: str, goal: State) -> list[str]:
         cuts = {(s.dim, s.outer) for s in (now[axis], goal) if s.kind == "cut"}
         later = (a for a in axes[axes.index(axis) + 1 :] if a in now and now[a].kind == "cut")
-        crossed = [a for a in goals if a != axis and _crossed(axis, goal, a, now[a], sizes)]
+        crossed = [a for a in goals if a != axis and _crossed(goal, now[a], now, sizes, axis)]
         return [*crossed, *(a for a in later if (now[a].dim, now[a].outer) in cuts)]
 
     def waits(axis: str) -> bool:
@@ -84,12 +85,17 @@ def ordered(source: States, target: States, sizes: Mapping[str, int]) -> Iterato
             yield step(inner, SAME)
 
 
-def _crossed(axis: str, goal: State, other: str, lies: State, sizes: Mapping[str, int]) -> bool:
-    """Whether two cuts of one dim cannot be at a time: the parts of the outer one are no whole blocks of the inner."""
+def _crossed(goal: State, lies: State, now: States, sizes: Mapping[str, int], axis: str) -> bool:
+    """Whether two cuts of one dim cannot be at a time: the parts of the outer one are no whole blocks of the inner.
+
+    The outer one is of all axes together that cut it: parts of 2 x 2 ranks are no whole blocks where there are two.
+    """
     if goal.kind != "cut" or lies.kind != "cut" or goal.dim != lies.dim or goal.outer == lies.outer:
         return False
-    (outer, own), (blocks, _) = sorted([(goal.outer, axis), (lies.outer, other)])
-    return blocks % (outer * sizes[own]) != 0
+    outer, blocks = sorted((goal.outer, lies.outer))
+    then = {**now, axis: goal}
+    k = math.prod(sizes[a] for a, s in then.items() if (s.kind, s.dim, s.outer) == ("cut", goal.dim, outer))
+    return blocks % (outer * k) != 0
 
 
 class _Lowering:
