@@ -5,32 +5,19 @@
     sum       each rank has a summand; the gradient of a sum is `several`
     cut       each rank has a part of a dim, and that part's gradient
 
-The second pair of each are duals: the backward of a step from a to b is the step from b's dual to a's. So no backward
-rule is needed, and the cost of a step is that of both. Source of the algebra: the types of spmd_types (R, I, V, P), and
-the conjugate operators of Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022).
+A state is a place of `relayout.collectives`, which brings tensors from one to another; its table says how, and how the
+gradient comes back. So no backward rule is needed, and the cost of a step is that of both. Source of the algebra: the
+types of spmd_types (R, I, V, P), and the conjugate operators of Megatron-LM (Shoeybi et al. 2019; Korthikanti et al.
+2022).
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from tangram.sharding.choices import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, ZERO
-
-Kind = Literal["same", "several", "sum", "cut"]
-
-
-class State(NamedTuple):
-    """How a tensor lies over an axis."""
-
-    kind: Kind
-    dim: int = -1
-    """Of a cut: the dim."""
-    outer: int = 1
-    """Of a cut: how many blocks of the dim are cut each by itself; 1: the dim itself, B: the s of a dim (B s)."""
-
-    def __str__(self) -> str:
-        return self.kind if self.kind != "cut" else f"cut {self.dim}" + (f" in {self.outer}" if self.outer > 1 else "")
-
+from tangram.relayout import collectives
+from tangram.relayout.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from tangram.relayout.collectives import Place as State
 
 SAME, SEVERAL, SUM = State("same"), State("several"), State("sum")
 
@@ -49,27 +36,9 @@ class Way(NamedTuple):
 
 def way(source: State, target: State) -> Way | None:
     """The steps from one state to another. None: there is no sense in it."""
-    if source == target:
-        return Way("", "")
-    if source.kind == "cut" == target.kind:
-        return Way(ALL_TO_ALL, ALL_TO_ALL)
-    return _WAYS.get((source.kind, target.kind))
-
-
-_WAYS: dict[tuple[Kind, Kind], Way] = {
-    ("same", "several"): Way("", ALL_REDUCE),
-    ("same", "cut"): Way(SLICE, ALL_GATHER),
-    ("same", "sum"): Way(ZERO, ""),
-    ("several", "same"): Way("", ZERO),
-    ("several", "cut"): Way(SLICE, ZERO),
-    ("several", "sum"): Way(ZERO, ZERO),
-    ("cut", "same"): Way(ALL_GATHER, SLICE),
-    ("cut", "several"): Way(ALL_GATHER, REDUCE_SCATTER),
-    ("sum", "same"): Way(ALL_REDUCE, ""),
-    ("sum", "several"): Way(ALL_REDUCE, ALL_REDUCE),
-    ("sum", "cut"): Way(REDUCE_SCATTER, ALL_GATHER),
-}
-"""From one kind to another: what is done forward, and with the gradient on its way back."""
+    if (source.kind, target.kind) == ("cut", "sum"):
+        return None  # a move can do it, and nothing is won by it
+    return Way(*collectives.way(source, target))
 
 
 def received(what: str, nbytes: float, k: int) -> float:
