@@ -63,6 +63,11 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ((*TWO, "--mark", "lm_head.weight: o/tp"), "does not fit lm_head.weight: 'o/tp' has 1 dims, but the tensor"),
         (("qwen3", "--mesh", "tp=3", *SMALL), "into 3 parts that are not even"),
         (
+            ("qwen3", "--mesh", "tp=2", "--cluster", "h100-8x9"),
+            "there is no cluster 'h100-8x9' (did you mean 'h100-8x8'?): there are cpu-2, h100-8x8",
+        ),
+        (("qwen3", "--mesh", "dp=16 tp=8", "--cluster", "h100-8x8"), "has 64 ranks, and an axis spans 128: take a sm"),
+        (
             ("qwen3", "--mesh", "tp=2 | x=2", *SMALL, "--mark", "lm_head.weight: o/tp i/x"),
             "axes tp and x are not",
         ),
@@ -72,6 +77,12 @@ def test_mistakes_are_one_sentence(words: tuple[str, ...], sentence: str, capsys
     error = said(capsys, *words, code=2)
     assert sentence in error
     assert error.count("\n") == 1
+
+
+def test_a_cluster_gives_the_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, same = (json.loads(said(capsys, *TWO, *words, "--json")) for words in ((), ("--cluster", "h100-8x8")))
+    assert plain["moved"] == same["moved"]
+    assert plain["parameters"] == same["parameters"]
 
 
 def test_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,19 +18,27 @@ from tests.training.derived_models import MISTAKES, Ran, Work, inputs_of, model_
 BOUND = 1e-5
 """Of a gradient, relative: sums in another order, through two layers."""
 
-ROWS = ("up.weight: f/tp h", "down.weight: h f/tp")
+NORMS, GATHERS, LOGITS, BIAS, ROWS, HEADS = MISTAKES
+PLANTED = {
+    "llama": (NORMS, GATHERS, LOGITS, ROWS),
+    "own": (BIAS,),
+    "dit": (NORMS, GATHERS, BIAS, HEADS),
+    "vit": (NORMS, BIAS),
+}
 TWO = named(
     [
         Work("llama", "tp=2"),
-        Work("own", "tp=2", ROWS),
-        *(Work("llama", "tp=2", mistake=mistake) for mistake in MISTAKES if "bias" not in mistake),
-        *(Work("own", "tp=2", ROWS, mistake) for mistake in MISTAKES if "bias" in mistake),
+        Work("own", "tp=2"),
+        Work("dit", "tp=2"),
+        Work("vit", "tp=2"),
+        *(Work(kind, "tp=2", mistake=mistake) for kind, mistakes in PLANTED.items() for mistake in mistakes),
     ]
 )
 OTHERS = named(Work(kind, "tp=2") for kind in ("qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba2"))
 FOUR = named(
     [
-        *(Work(kind, "tp=4") for kind in ("deepseek_v3", "mamba2")),
+        *(Work(kind, "tp=4") for kind in ("deepseek_v3", "mamba2", "vit", "dit")),
+        Work("dit", "dp=2 tp=2", ("blocks.*: b/dp s h",)),
         Work("llama", "dp=2 tp=2", ("{model.embed_tokens,model.norm}: b/dp s h",)),
     ]
 )

@@ -128,7 +128,8 @@ def test_compiled_blocks_with_tensor_parallel_modules_are_refused_before_anythin
     tables["run"]["compile"] = True
     with pytest.raises(ValueError, match=r"run\.compile = false"):
         Plan.model_validate(tables)
-    tables["mesh"] = "tp=1"
+    tables["layouts"]["activations"] = {}
+    tables["layouts"]["marks"] = {"*.up_proj.weight": "out/tp in"}
     assert Plan.model_validate(tables).run.compile
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tangram.models.graph import Graph
     from tangram.sharding.derive.derive import ConflictError, Derived
     from tangram.sharding.derive.marks import Mark
+    from tangram.sharding.derive.rates import Rates
 
 
 SHIPPED = "shipped"
@@ -37,6 +38,7 @@ class Asked:
     diff: tuple[str, str] | None = None
     html: Path | None = None
     json: bool = False
+    cluster: str | None = None
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     """What took how long, as it is done."""
 
@@ -49,17 +51,18 @@ def derive_model(asked: Asked) -> None:
     from tangram.models.named import named_config
 
     mesh = _mesh(asked.mesh)
+    rates = _rates(asked, mesh)
     sides = _sides(asked)  # read first, and once: a mistake is told before the model is captured, and a pipe ends
     with progress("capturing"):
         config = named_config(asked.name, changes_of(asked.changes))
         marks = [_shipped(str(config.model_type)) if side is None else side for side in sides]
         graph = _captured(asked, config)
-    found, *others = (_derived(asked, graph, mesh, some) for some in marks)
+    found, *others = (_derived(asked, graph, mesh, some, rates) for some in marks)
     if asked.diff is not None:
         _print_difference(asked, found, others[0], asked.diff)
         return
     if asked.why is not None:
-        _print_why(asked, found, asked.why)
+        _print_why(asked, found, asked.why, rates)
     elif asked.html is not None:
         _write_page(asked, found, asked.html)
     else:
@@ -77,6 +80,17 @@ def _mesh(text: str) -> Mesh:
     if not mesh.axes:
         raise UserError('the mesh has no axis: write each with its number of ranks, as in "dp=2 tp=4"')
     return mesh
+
+
+def _rates(asked: Asked, mesh: Mesh) -> "Rates":
+    """Those of the cluster for each axis that the mesh has."""
+    from tangram.hardware.cluster import load
+    from tangram.sharding.derive.rates import Rates
+
+    rates = Rates(cluster=load(asked.cluster) if asked.cluster else None)
+    for axis in mesh.axes:
+        rates.along(mesh, axis)  # a mesh that is too large is told before the model is captured
+    return rates
 
 
 def _sides(asked: Asked) -> "list[list[Mark] | None]":
@@ -126,25 +140,27 @@ def _captured(asked: Asked, config: Any) -> "Graph":
     return graph
 
 
-def _derived(asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]") -> "Derived":
+def _derived(asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", rates: "Rates") -> "Derived":
     from tangram.sharding.derive.derive import ConflictError, derive
 
     try:
         with progress("deriving"):
             start = time.perf_counter()
-            found = derive(graph, marks, mesh)
+            found = derive(graph, marks, mesh, rates=rates)
             asked.seconds["derive"] = time.perf_counter() - start
     except ConflictError as error:
-        raise _conflict(asked, graph, mesh, marks, error) from None
+        raise _conflict(asked, graph, mesh, marks, error, rates) from None
     return found
 
 
-def _conflict(asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", error: "ConflictError") -> UserError:
+def _conflict(
+    asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", error: "ConflictError", rates: "Rates"
+) -> UserError:
     """The sentence on marks that contradict each other; before it, where they meet and what works."""
     from tangram.sharding.derive.conflicts import conflict
 
     with progress("looking for what works"):
-        told = conflict(graph, marks, mesh, error)
+        told = conflict(graph, marks, mesh, error, rates)
     if asked.json:
         print_json({"conflict": asdict(told)})
     else:
@@ -168,11 +184,11 @@ def _print(asked: Asked, found: "Derived") -> None:
     )
 
 
-def _print_why(asked: Asked, found: "Derived", node: str) -> None:
+def _print_why(asked: Asked, found: "Derived", node: str, rates: "Rates") -> None:
     from tangram.sharding.derive.why import lines, why
 
     with progress("asking what else it could be"):
-        told = why(found, node)
+        told = why(found, node, rates)
     if asked.json:
         print_json(told.as_json())
         return

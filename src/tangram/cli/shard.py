@@ -65,12 +65,15 @@ def model(
         typer.Option(metavar="FILE FILE", help="Compare two files of marks; `shipped`: those that come with Tangram."),
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page for a browser.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="Weigh work and bytes by this cluster's rates, by axis.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Derive the layout of every tensor of a model from marks on a few. (`model` may be left out.)"""
     from tangram.cli.derive import Asked, derive_model
 
-    derive_model(Asked(name, mesh, mark or (), marks, batch, sequence, change or (), why, diff, html, json))
+    derive_model(Asked(name, mesh, mark or (), marks, batch, sequence, change or (), why, diff, html, json, cluster))
 
 
 @shard.command()

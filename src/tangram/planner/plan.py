@@ -288,10 +288,11 @@ class Plan(Job):
         for kind in ("pipeline", "expert"):
             if getattr(self.axes, kind):
                 raise Mistake(f"axes.{kind}", "this version does not run it: take data and tensor axes")
-        if self.run.compile and self.ranks > self.data_ranks:
+        if self.run.compile and self.axes.tensor and not self.layouts.marks:
             raise Mistake(
                 "run.compile",
-                "this version does not compile blocks that are cut over a tensor axis: run.compile = false",
+                "blocks that layouts.activations cut over a tensor axis cannot be compiled, those of layouts.marks can: "
+                "give marks, or run.compile = false",
             )
         return self
 

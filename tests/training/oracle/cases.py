@@ -150,6 +150,8 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
     low = tables(text, precision={"compute": "bfloat16"}, optimiser={"eps": 1e-3})
     add("bfloat16", either("fsdp", "tensor inside fsdp"), low)
     if slow:
+        compiled = tables(text, run={"compile": True, "recompute": ["model.layers.0"]})
+        add("compiled", ["derived inside fsdp"], compiled)
         add("recomputed in part", ["derived inside fsdp"], part)
         add("bfloat16", ["derived inside fsdp"], low)
         add("biases", ["derived inside fsdp"], biases)

@@ -38,7 +38,8 @@ def alternatives(found: Derived, v: int, rates: Rates | None = None) -> Iterator
         if v not in over.used:
             continue
         fixed = {w: own[over.axis] for w, own in wanted.items() if over.axis in own}
-        problem = Problem(found.folded, over.axis, over.k, found.axes[:i], fixed, rates or Rates(), opened=v)
+        own_rates = (rates or Rates()).along(found.mesh, over.axis)
+        problem = Problem(found.folded, over.axis, over.k, found.axes[:i], fixed, own_rates, opened=v)
         chosen = _plain(over.used[v])
         options: dict[State, list[int]] = {}
         standing = v in found.folded.standing

@@ -133,7 +133,7 @@ def _together(folded: Folded, asked: Asked, mesh: Mesh, marks: Sequence[Mark], a
     fixed = {v: own[axis] for v, own in wanted.items() if axis in own}
     for v in asked:
         fewer = {w: state for w, state in fixed.items() if w != v}
-        problem = Problem(folded, axis, mesh.axes[axis][0], done, fewer, rates)
+        problem = Problem(folded, axis, mesh.axes[axis][0], done, fewer, rates.along(mesh, axis))
         costs = problem.costs()
         if not np.isfinite(costs.of(least(costs))):
             fixed = fewer
@@ -150,7 +150,7 @@ def _before(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str, rates:
             break
         if k > 1 and one in named:
             fixed = {v: own[one] for v, own in wanted.items() if one in own}
-            done.append(Problem(folded, one, k, done, fixed, rates).solved())
+            done.append(Problem(folded, one, k, done, fixed, rates.along(mesh, one)).solved())
     return done
 
 

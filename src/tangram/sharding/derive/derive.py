@@ -19,14 +19,16 @@ import numpy as np
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
-from tangram.sharding import cost
 from tangram.sharding.derive.folding import Folded, Step, far_from_borders, fold
 from tangram.sharding.derive.marks import Mark, matched, states
 from tangram.sharding.derive.moves import Label, Move, label_of, labels, legal, moves, place_of
+from tangram.sharding.derive.rates import Rates, effort
 from tangram.sharding.derive.solve import Costs, Name, least
 from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, price
 from tangram.sharding.derive.states import cut as cut_state
 from tangram.sharding.table import Table, builtin
+
+__all__ = ["ConflictError", "Derived", "Over", "Problem", "Rates", "derive", "fixed_by"]
 
 _NEVER = float("inf")
 _SPARED = 1e-3
@@ -43,24 +45,6 @@ class ConflictError(UserError):
 
 _FAR = 1e-4
 """What it costs, in bytes for each that moves, where no border of a module is at hand: only so that ties move there."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What work is worth in bytes that a rank receives."""
-
-    flops_per_byte: float = 2200.0
-    """Of products."""
-    moved_per_byte: float = 7.4
-    """Bytes that other operators read and write."""
-    summed: float = 1 / 8
-    """What a byte of a parameter's gradient counts that is summed over ranks: that is done once a step, however many
-    micro-batches there are, and beside the backward."""
-    follow: float = 10.0
-    """What it costs beside, in bytes for each of its bytes, to undo the cut of a tensor that goes into a product with a
-    parameter without a mark; an all-to-all counts as the gather that it saves. So these parameters follow the cuts that
-    they meet, as in the published plans. 0: bytes count as they are; then a tensor may be cut otherwise before it meets
-    a parameter, which can move less, and keeps the parameter whole."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +87,7 @@ def derive(
     for axis, (k, _) in mesh.axes.items():
         if k > 1 and axis in named:
             fixed = {v: own[axis] for v, own in wanted.items() if axis in own}
-            done.append(Problem(folded, axis, k, done, fixed, rates or Rates()).solved())
+            done.append(Problem(folded, axis, k, done, fixed, (rates or Rates()).along(mesh, axis)).solved())
     return Derived(folded, mesh, tuple(marks), tuple(done))
 
 
@@ -332,26 +316,10 @@ class Problem:
         """What an operator does on a rank, forward and backward, in bytes that are received."""
         if not any(v in self.folded.differentiable for v in step.outputs):
             return 0.0  # masks and positions: not worth a collective
-        whole = cost.results(step.call)
         share = move.share
         for over in self.done:
             share *= over.moves[step.number].share
-        return 3 * self._worth(step, whole) * share * step.times
-
-    def _worth(self, step: Step, whole: Sequence[object] | None) -> float:
-        known = vars(step.call)
-        if "_worth" not in known:
-            flops = cost.flops(step.call, step.bound, {}, Mesh.parse("x=1"), whole) if step.bound.cuttable else 1
-            touched = sum(self.folded.value(v).nbytes for v in (*step.inputs, *step.outputs) if v is not None)
-            product = flops > 2 * max((t.numel() for t in step.call.tensors if t is not None), default=0)
-            known["_worth"] = (
-                0.0
-                if not flops
-                else flops / self.rates.flops_per_byte
-                if product
-                else touched / self.rates.moved_per_byte
-            )
-        return known["_worth"]
+        return 3 * effort(self.folded, step).worth(self.rates) * share * step.times
 
     def _nbytes(self, v: int) -> float:
         """Of a tensor, what a rank has by the axes before."""

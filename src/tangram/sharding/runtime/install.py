@@ -58,24 +58,41 @@ class Now:
         self.runs = found
 
 
+@dataclass
+class _Slot:
+    """What the wrapped forward of a module does in the forward that is under way.
+
+    The code of a wrapper names no path and looks nothing up: torch's compiler then finds that equal blocks are equal,
+    and compiles one of them.
+    """
+
+    takes: Mapping[int, Change] = field(default_factory=dict[int, Change])
+    gives: Mapping[int, Change] = field(default_factory=dict[int, Change])
+    looked_at: bool = False
+    """Whether it takes more: functions inside are done otherwise, or the module runs several times."""
+
+
 class Runtime:
     """Wraps the modules of a model, and keeps what is to be done now."""
 
     def __init__(self) -> None:
-        self._wrapped: set[str] = set()
+        self._slots: dict[str, _Slot] = {}
         self._turns: Counter[str] = Counter()
         self._modes: list[_Calls] = []
+        self._bring: Bring = lambda x, change: x
         self.now: Now | None = None
 
     def begin(self, now: Now) -> None:
         """A forward begins."""
-        self.now = now
         self._turns.clear()
+        if self.now is not now:
+            self.now, self._bring = now, now.bring
+            for path, slot in self._slots.items():
+                _fill(slot, now, path)
 
     def wrap_root(self, model: nn.Module) -> None:
         """Wrap the model itself, whether or not a program names it."""
-        if "" not in self._wrapped:
-            self._wrapped.add("")
+        if "" not in self._slots:
             model.forward = self._around("", model.forward)
 
     def wrap(self, model: nn.Module, program: Program, *, every: bool = False) -> None:
@@ -84,21 +101,32 @@ class Runtime:
         named = {*range(len(graph.runs))} if every else {*program.borders, *program.actions}
         named |= {i for i, run in enumerate(graph.runs) if run.parent in program.actions}
         for path in dict.fromkeys(graph.runs[i].module for i in sorted(named)):
-            if path not in self._wrapped:
-                self._wrapped.add(path)
+            if path not in self._slots:
                 module = model.get_submodule(path)
                 module.forward = self._around(path, module.forward)
 
     def _around(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        slot = self._slots[path] = _Slot()
+
         def run(*args: Any, **kwargs: Any) -> Any:
-            now = self.now
-            if now is None or path not in now.runs:
-                return forward(*args, **kwargs)
-            return self._run(now, path, forward, args, kwargs)
+            if slot.looked_at:
+                return self._run(path, forward, args, kwargs)
+            if self._modes:
+                with self._paused():
+                    return self._at_border(slot, forward, args, kwargs)
+            return self._at_border(slot, forward, args, kwargs)
 
         return run
 
-    def _run(self, now: Now, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _at_border(self, slot: _Slot, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if slot.takes:
+            args, kwargs = changed((args, kwargs), slot.takes, self._bring)
+        found = forward(*args, **kwargs)
+        return changed(found, slot.gives, self._bring) if slot.gives else found
+
+    def _run(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        now = self.now
+        assert now is not None  # it has filled the slot
         runs = now.runs[path]
         at = runs[self._turns[path] % len(runs)]  # what is computed again in the backward is one of the same runs
         self._turns[path] += 1
@@ -133,6 +161,14 @@ class Runtime:
                 yield
         finally:
             self._modes.pop()
+
+
+def _fill(slot: _Slot, now: Now, path: str) -> None:
+    """Say what a module's wrapper does, by the program of now."""
+    runs = now.runs.get(path, ())
+    slot.looked_at = len(runs) > 1 or any(at in now.program.actions for at in runs) or (bool(runs) and bool(now.around))
+    border = now.program.borders.get(runs[0]) if runs and not slot.looked_at else None
+    slot.takes, slot.gives = (border.takes, border.gives) if border is not None else ({}, {})
 
 
 class _Calls(TorchFunctionMode):
