@@ -15,7 +15,7 @@ from tangram.hardware.rates import catalogue
 from tangram.models import build, tensor_rules
 from tangram.models.build import build_on_meta, make_config
 from tangram.planner import rank as ranking
-from tangram.planner.plan import Job
+from tangram.planner.job import Job
 from tangram.training.data.rows import Row, no_field, text_of
 from tests.planner.machine import rates
 

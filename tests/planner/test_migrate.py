@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
+from tangram.planner.job import VERSION
 from tangram.planner.migrate import STEPS, migrate
-from tangram.planner.plan import VERSION, Plan
+from tangram.planner.plan import Plan
 from tangram.planner.read import dumps, load
 
 OLD = Path(__file__).with_name("version_1.toml")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tangram.planner.plan import OptimiserPlan
+from tangram.planner.job import OptimiserPlan
 from tangram.training.loop import draw_for, must_be_finite
 from tangram.training.optimise import lr_at
 

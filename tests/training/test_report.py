@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tangram.errors import UserError
-from tangram.planner.plan import Plan, PrecisionPlan
+from tangram.planner.job import PrecisionPlan
+from tangram.planner.plan import Plan
 from tangram.planner.read import dumps
 from tangram.training.charts import MOST_POINTS, charts, smoothed, thinned
 from tangram.training.events import Record, SaveFailed

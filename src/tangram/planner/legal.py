@@ -4,6 +4,7 @@ It knows nothing of how a plan was found. Each parameter's regions are laid out 
 each rule of activations has to name a module and to fit what flows through it.
 """
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -28,7 +29,7 @@ def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None) -> None:
     cutting: set[str] = set()
     for name, parameter in model.named_parameters():
         layout = bound_layout(plan, name, tuple(parameter.shape))
-        if layout.pending or layout.at or layout.flat:
+        if layout.pending or layout.flat:
             raise UserError(f'the layout "{layout}" of {name} leaves a sum or a rank out: give each rank its cut')
         cutting |= layout.axes & data
         _covers(layout, name, mesh)
@@ -48,7 +49,7 @@ def bound_layout(plan: Plan, name: str, shape: tuple[int, ...]) -> Layout:
     """The layout of a parameter with every size known. Raises UserError where it does not fit the shape."""
     text = plan.layout_of(name)
     try:
-        return Layout.parse(text).bind(shape, **plan.layouts.sizes)
+        return replace(Layout.parse(text).bind(shape, **plan.layouts.sizes), at=plan.held_at(name))
     except LayoutError as error:
         raise UserError(f'the layout "{text}" does not fit {name} of shape {shape}: {error}') from None
 

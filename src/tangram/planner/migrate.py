@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from tangram.errors import UserError
-from tangram.planner.plan import VERSION
+from tangram.planner.job import VERSION
 
 Tables = dict[str, Any]
 

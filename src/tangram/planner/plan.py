@@ -1,31 +1,21 @@
 """The plan: everything that a run needs to know, as one versioned artefact.
 
-A `Job` says what to train: model, data, optimiser, precision, when to save and to stop. A `Plan` is a job with its
-strategy: the mesh, what each of its axes is for, and how parameters and activations lie over it. `tangram plan` makes
-plans of a job; `tangram train` runs them. `tangram.planner.read` reads and writes the files.
+A `Plan` is a job (`planner.job`) with its strategy: the mesh, what each of its axes is for, how parameters and
+activations lie over it, and the stages of a pipeline. `tangram plan` makes plans of a job; `tangram train` runs them.
+`tangram.planner.read` reads and writes the files.
 
-Layout rules are `name pattern -> layout`, in the one notation; the first pattern that matches a name decides. All
-tables are frozen and refuse unknown keys. Loads neither torch nor transformers, so that a mistake shows at once.
+Layout rules are `name pattern -> layout`, in the one notation; the first pattern that matches a name decides. Loads
+neither torch nor transformers, so that a mistake shows at once.
 """
 
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from tangram.checkpoint.rules import parse as parse_retention
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
-
-VERSION = 2
-
-
-class Mistake(ValueError):
-    """What is wrong between several keys, and the dotted key that is best changed (its line is shown)."""
-
-    def __init__(self, key: str, why: str) -> None:
-        super().__init__(why)
-        self.key = key
+from tangram.planner.job import Job, Mistake, Positive, Table
 
 
 def _check_mesh(text: str) -> str:
@@ -54,189 +44,6 @@ def flow(text: str) -> tuple[Layout, Layout]:
 MeshText = Annotated[str, AfterValidator(_check_mesh)]
 LayoutText = Annotated[str, AfterValidator(_check_layout)]
 FlowText = Annotated[str, AfterValidator(_check_flow)]
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-PathText = Annotated[str, Field(min_length=1)]
-
-
-class Table(BaseModel):
-    """A table of the plan: exact types, no unknown keys, no change after reading."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _arrays(cls, tables: Any) -> Any:
-        """Arrays of the file are tuples here: what is frozen has no list."""
-        if not isinstance(tables, dict):
-            return tables
-        items = cast(dict[Any, Any], tables).items()
-        return {key: tuple(cast(list[Any], value)) if isinstance(value, list) else value for key, value in items}
-
-
-class ModelPlan(Table):
-    """Which model: a preset of `tangram.models`, or a Hugging Face directory or configuration file.
-
-    Neither is given where a training loop of one's own makes the model.
-    """
-
-    preset: str | None = None
-    path: PathText | None = None
-    """A Hugging Face directory (its safetensors weights are read when there) or a config.json, relative to the file."""
-    change: dict[str, bool | int | float | str] = {}
-    """Fields of the model's configuration to change."""
-    freeze: tuple[str, ...] = ()
-    """Name patterns of parameters that are not trained."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if self.preset is not None and self.path is not None:
-            raise ValueError("give the model by preset or by path, not both")
-        return self
-
-
-class SourcePlan(Table):
-    """One source of documents."""
-
-    path: PathText
-    """A file or folder, relative to the plan file; "stdlib" is the sources of the Python that runs."""
-    pattern: str | None = None
-    """For a folder: which files under it, as in "**/*.py". The default takes every file of a known kind."""
-    field: str = "text"
-    """For JSONL, parquet and `datasets` directories: the column that holds the text."""
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """How many samples come from this source, in proportion to the other weights."""
-
-
-class DataPlan(Table):
-    """Which text, cut into which samples, and how many of them make a step."""
-
-    sources: Annotated[tuple[SourcePlan, ...], Field(min_length=1)]
-    tokenizer: PathText = "model"
-    """"bytes", "model" (the tokenizer beside the model; bytes for a preset), or a Hugging Face directory."""
-    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """The share of documents, chosen by the hash of their content, that is never trained on."""
-    held_out_samples: Positive = 64
-    sequence: Annotated[int, Field(gt=1)]
-    global_batch: Positive
-    """Samples in one step over all ranks and micro-batches."""
-    micro_batch: Positive = 1
-    """Samples that one rank takes through the model at once; the rest of its share follows, gradients add up."""
-    packing: Literal["auto", "packed", "single"] = "auto"
-    """Which documents a sample holds: "packed" as many as fit, which the model has to keep apart; "single" one, and the
-    rest of the window counts nothing; "auto" asks the model before training and takes "packed" where it can."""
-    cache: PathText | None = None
-    """Where tokens are kept between runs; the default is the user's cache folder."""
-
-
-class OptimiserPlan(Table):
-    """AdamW with a linear warm-up."""
-
-    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
-    weight_decay: Share = 0.0
-    no_decay: tuple[str, ...] = ("*norm*", "*.bias", "bias")
-    """Name patterns of parameters without weight decay; those of fewer than two dims have none either."""
-    clip_norm: Annotated[float, Field(gt=0)] = 1.0
-    """The largest norm of the whole gradient that is applied unscaled; inf applies every one."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warm-up: half a cosine; or constant and then (wsd) linear over the last `decay_steps`."""
-    warmup_steps: Count = 0
-    decay_steps: Count = 0
-    """Of "wsd": the steps at the end in which the rate falls."""
-    final_lr: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """The rate at the last step, as a share of `lr`."""
-    states: Literal["as parameters"] = "as parameters"
-    """How the optimiser's states lie: cut like their parameters."""
-
-
-class PrecisionPlan(Table):
-    """In which numbers: parameters and optimiser states are float32."""
-
-    compute: Literal["float32", "bfloat16"] = "float32"
-    reduce: Literal["float32", "bfloat16"] = "float32"
-
-
-class CheckpointPlan(Table):
-    """When to save while training; a last checkpoint is always written at the end."""
-
-    every_steps: Count = 0
-    """0 saves at the end only."""
-    keep: Positive = 2
-    """How many of the newest are kept."""
-    also: tuple[str, ...] = ()
-    """Rules by which others are kept, too: "every=1000" steps, "best=metrics.held_out_loss:min:2", "younger=2d"."""
-    asynchronous: bool = True
-    """Go on training while the copy is written."""
-
-    @model_validator(mode="after")
-    def _rules_can_be_read(self) -> Self:
-        try:
-            parse_retention((f"last={self.keep}", *self.also))
-        except UserError as error:
-            raise ValueError(str(error).removeprefix("--keep ")) from None
-        return self
-
-
-class RunPlan(Table):
-    """When to stop, and on what to run."""
-
-    steps: Positive
-    max_seconds: Annotated[float, Field(gt=0)] = float("inf")
-    """Training stops after the step in which this time has passed, if that is before `steps`."""
-    evaluate_every: Count = 0
-    """Steps between two measurements of the held-out loss; 0 measures at the end only."""
-    device: Literal["auto", "cpu"] = "auto"
-    deterministic: bool = False
-    compile: bool = False
-    """torch.compile each block."""
-    recompute: tuple[str, ...] = ()
-    """Name patterns of modules whose activations are computed again in the backward instead of being kept."""
-
-
-class Job(Table):
-    """What to train, without a strategy."""
-
-    version: Literal[2] = VERSION
-    seed: Count = 0
-    model: ModelPlan = ModelPlan()
-    data: DataPlan
-    optimiser: OptimiserPlan
-    precision: PrecisionPlan = PrecisionPlan()
-    checkpoint: CheckpointPlan = CheckpointPlan()
-    run: RunPlan
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> Self:
-        optimiser, steps = self.optimiser, self.run.steps
-        if optimiser.warmup_steps >= steps:
-            raise Mistake(
-                "optimiser.warmup_steps",
-                f"warming up takes {optimiser.warmup_steps} steps of the {steps} in run.steps: take fewer than {steps}",
-            )
-        if optimiser.schedule == "wsd" and not optimiser.decay_steps:
-            raise Mistake("optimiser.schedule", 'the schedule "wsd" needs decay_steps, the steps at the end that decay')
-        if optimiser.schedule != "wsd" and optimiser.decay_steps:
-            raise Mistake(
-                "optimiser.decay_steps", f'only the schedule "wsd" has decay_steps; this is "{optimiser.schedule}"'
-            )
-        if optimiser.warmup_steps + optimiser.decay_steps > steps:
-            raise Mistake(
-                "optimiser.decay_steps",
-                f"warming up and decaying take {optimiser.warmup_steps} + {optimiser.decay_steps} steps, more than the "
-                f"{steps} in run.steps",
-            )
-        if self.precision.reduce != "float32" and self.precision.compute == "float32":
-            raise Mistake(
-                "precision.reduce",
-                "gradients of a float32 computation are summed in float32: leave precision.reduce out",
-            )
-        if self.run.evaluate_every and not self.data.held_out:
-            raise Mistake("run.evaluate_every", "data.held_out = 0 leaves nothing to measure the held-out loss on")
-        return self
 
 
 class AxesPlan(Table):
@@ -254,14 +61,48 @@ class LayoutsPlan(Table):
     """How tensors lie over the mesh, by name pattern."""
 
     parameters: Annotated[dict[str, LayoutText], Field(min_length=1)]
-    activations: dict[str, FlowText] = {}
+    activations: dict[str, FlowText] = Field(default_factory=dict[str, FlowText])
     """Module name pattern -> "input -> output": how what goes into the module and what comes out lie over the tensor
     axes. Data axes are not written here: they cut the batch."""
-    marks: dict[str, LayoutText] = {}
+    marks: dict[str, LayoutText] = Field(default_factory=dict[str, LayoutText])
     """Name pattern of a parameter, a module (what it gives) or a result of the model -> how it lies over tensor axes.
     How all else lies, and what moves, is derived from these; `activations` are then left out."""
-    sizes: dict[str, Positive] = {}
+    sizes: dict[str, Positive] = Field(default_factory=dict[str, Positive])
     """Sizes of factors that the shapes do not tell, as head_dim in "(heads/tp head_dim) h"."""
+
+
+class PipelinePlan(Table):
+    """Which modules are computed on which rank of the pipeline axis, and in what order micro-batches pass them."""
+
+    schedule: Literal["GPipe", "1F1B"] = "1F1B"
+    """As torch.distributed.pipelining names them."""
+    stages: tuple[tuple[str, ...], ...]
+    """For each stage the modules whose parameters it has, by name, in the order in which they are computed. What has no
+    parameters, as rotary embeddings, every stage computes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, tables: Any) -> Any:
+        """Arrays in the array of stages are tuples, too."""
+        if not isinstance(tables, dict):
+            return tables
+        given = cast("dict[str, Any]", tables)
+        stages = given.get("stages")
+        if not isinstance(stages, list | tuple):
+            return given
+        found = [tuple(cast("list[Any]", x)) if isinstance(x, list) else x for x in cast("list[Any]", stages)]
+        return {**given, "stages": tuple(found)}
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        names = [name for stage in self.stages for name in stage]
+        for name in names:
+            other = next((o for o in names if o != name and f"{name}.".startswith(f"{o}.")), None)
+            if names.count(name) > 1 or other is not None:
+                raise ValueError(f'"{name}" is in two places of the stages{f": also in {other}" if other else ""}')
+        if empty := [i for i, stage in enumerate(self.stages) if not stage]:
+            raise ValueError(f"stage {empty[0]} has no modules: give each stage one at least")
+        return self
 
 
 class Plan(Job):
@@ -270,6 +111,8 @@ class Plan(Job):
     mesh: MeshText
     axes: AxesPlan
     layouts: LayoutsPlan
+    pipeline: PipelinePlan | None = None
+    """Where a pipeline axis cuts the model into stages."""
 
     @model_validator(mode="after")
     def _axes_are_the_meshs(self) -> Self:
@@ -285,14 +128,13 @@ class Plan(Job):
                 f'the axis "{bare[0]}" of the mesh has {roles.count(bare[0])} roles: name it once, under data, tensor, '
                 "pipeline or expert",
             )
-        for kind in ("pipeline", "expert"):
-            if getattr(self.axes, kind):
-                raise Mistake(f"axes.{kind}", "this version does not run it: take data and tensor axes")
+        if self.axes.expert:
+            raise Mistake("axes.expert", "this version does not run it: take data, tensor and pipeline axes")
         if self.run.compile and self.axes.tensor and not self.layouts.marks:
             raise Mistake(
                 "run.compile",
-                "blocks that layouts.activations cut over a tensor axis cannot be compiled, those of layouts.marks can: "
-                "give marks, or run.compile = false",
+                "blocks that layouts.activations cut over a tensor axis cannot be compiled, those of layouts.marks "
+                "can: give marks, or run.compile = false",
             )
         return self
 
@@ -327,6 +169,53 @@ class Plan(Job):
                 f"{self.data.global_batch} samples cannot be cut over the {self.data_ranks} ranks of the data axes",
             )
         return self
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Self:
+        if len(self.axes.pipeline) > 1:
+            raise Mistake("axes.pipeline", f"the pipeline axes are {', '.join(self.axes.pipeline)}: give one")
+        if bool(self.axes.pipeline) != (self.pipeline is not None):
+            has, lacks = ("axes.pipeline", "pipeline") if self.axes.pipeline else ("[pipeline]", "axes.pipeline")
+            raise Mistake(lacks, f"there is {has}, but no {lacks}: the axis and the stages go together")
+        for pattern, text in self.layouts.parameters.items():
+            if Layout.parse(text).at:
+                raise Mistake(
+                    f"layouts.parameters.{pattern}", f'"{text}" names ranks: who has a parameter is said by [pipeline]'
+                )
+        if self.pipeline is None:
+            return self
+        stages, ranks = len(self.pipeline.stages), self.stage_ranks
+        if stages != ranks:
+            raise Mistake(
+                "pipeline.stages",
+                f"{stages} stages for the {ranks} ranks of the pipeline axis: with the schedule "
+                f'"{self.pipeline.schedule}" each has one',
+            )
+        if self.pipeline.schedule == "1F1B" and self.micro_steps < stages:
+            raise Mistake(
+                "data.micro_batch",
+                f"a step has {self.micro_steps} micro-batches for {stages} stages: lower data.micro_batch, so that "
+                "there is one for each stage at least",
+            )
+        return self
+
+    @property
+    def stage_ranks(self) -> int:
+        """How many ranks the pipeline axis has; 1 without one."""
+        return Mesh.parse(self.mesh).axes[self.axes.pipeline[0]][0] if self.axes.pipeline else 1
+
+    def stage_of(self, name: str) -> int:
+        """The stage that has a parameter or a buffer. Raises UserError where none has; 0 without a pipeline."""
+        if self.pipeline is None:
+            return 0
+        for number, stage in enumerate(self.pipeline.stages):
+            if any(name.startswith(f"{module}.") for module in stage):
+                return number
+        raise UserError(f"{name} is in no stage of the pipeline: name its module in pipeline.stages")
+
+    def held_at(self, name: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Where on the pipeline axis a parameter or a buffer is, as the `at` of a layout; empty: everywhere."""
+        return ((self.axes.pipeline[0], (self.stage_of(name),)),) if self.pipeline is not None else ()
 
     @property
     def ranks(self) -> int:

@@ -26,8 +26,9 @@ from tangram.models.tensor_rules import TensorRules, rules_for, undivided_heads
 from tangram.models.twin import Shapes, module_shapes
 from tangram.planner.derived import TensorLayouts, sample_graph, tensor_layouts
 from tangram.planner.estimate import Estimate, estimate, megabytes
+from tangram.planner.job import Job
 from tangram.planner.legal import legal
-from tangram.planner.plan import AxesPlan, Job, LayoutsPlan, Plan, matches
+from tangram.planner.plan import AxesPlan, LayoutsPlan, Plan, matches
 from tangram.planner.read import mistakes
 
 MOST_PROCESSES = 64

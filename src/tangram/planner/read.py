@@ -20,9 +20,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tangram.errors import UserError
+from tangram.planner.job import VERSION, DataPlan, Job, Mistake
 from tangram.planner.lines import line_of, split_key
 from tangram.planner.migrate import Tables, migrate
-from tangram.planner.plan import VERSION, DataPlan, Job, Mistake, Plan
+from tangram.planner.plan import Plan
 
 STRATEGY = ("mesh", "axes", "layouts")
 """What a plan has and a job has not."""

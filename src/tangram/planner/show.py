@@ -3,7 +3,8 @@
 from math import inf
 
 from tangram.layout import Mesh
-from tangram.planner.plan import Job, Plan
+from tangram.planner.job import Job
+from tangram.planner.plan import Plan
 
 Row = tuple[str, str]
 

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 from tangram.errors import UserError
 from tangram.models.costs import block_names
-from tangram.planner.plan import Job, Plan, matches
+from tangram.planner.job import Job
+from tangram.planner.plan import Plan, matches
 from tangram.training.cuts import Cuts, cuts_of, is_meta, named_modules
 from tangram.training.derived import install
 from tangram.training.tensor import cut_modules

@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta, initial_tensors
 from tangram.models.source import Source, read_source
-from tangram.planner.plan import Job, Plan
+from tangram.planner.job import Job
+from tangram.planner.plan import Plan
 from tangram.training.apply import apply, fill, freeze, give_storage, materialise
 from tangram.training.data import Tokens
 from tangram.training.weights import load_pretrained

@@ -2,7 +2,7 @@
 
 from tangram.errors import UserError
 from tangram.hardware.rates import rates
-from tangram.planner.plan import Job
+from tangram.planner.job import Job
 from tangram.planner.rank import MOST_PROCESSES, Counted, rank
 from tangram.planner.table import Ranking
 from tangram.training.building import source_of

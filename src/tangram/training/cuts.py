@@ -6,7 +6,7 @@ interpreted here, and a layout that means something else is refused, never appro
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import cast
@@ -37,7 +37,7 @@ def cuts_of(model: nn.Module, plan: Plan) -> dict[nn.Parameter, Cuts]:
     found: dict[nn.Parameter, Cuts] = {}
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
-        layout = bound_layout(plan, name, shape)
+        layout = replace(bound_layout(plan, name, shape), at=())  # a rank that has it at all
         cuts = _cuts(layout, shape, mesh, axes)
         if isinstance(cuts, str):
             raise UserError(f'the layout "{plan.layout_of(name)}" of {name}, of shape {shape}, {cuts}')

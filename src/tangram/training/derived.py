@@ -103,7 +103,7 @@ class DerivedModel:
         self._programs: dict[Signature, Now] = {}
         self._summed: Mapping[str, tuple[str, ...]] | None = None
         self._runtime = Runtime()
-        self._cut(devices)
+        as_dtensors(model, lies, mesh, self._coords, devices)
         _see_local_parts(model)
         self._runtime.wrap_root(model)
         model.forward = self._begun(model.forward)
@@ -166,28 +166,6 @@ class DerivedModel:
             x = move(x, source, target, self._groups[axis])
         return x
 
-    def _cut(self, devices: DeviceMesh) -> None:
-        """Make DTensors of the parameters that are cut. Every rank has all of each, so nothing is sent."""
-        made: dict[nn.Parameter, nn.Parameter] = {}
-        lies = {parameter: self._lies[name] for name, parameter in self._model.named_parameters()}
-        for _, module in named_modules(self._model):
-            for key, whole in [*module.named_parameters(recurse=False)]:
-                states = lies[whole]
-                if not any(state.kind == "cut" for state in states.values()):
-                    continue
-                if whole not in made:
-                    placements = placements_of(layout_of(whole.shape, states), self._mesh)
-                    part = DTensor.from_local(
-                        own_part(whole.data, states, self._mesh, self._coords),
-                        devices,
-                        placements,
-                        run_check=False,
-                        shape=whole.shape,
-                        stride=whole.stride(),
-                    )
-                    made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
-                module.register_parameter(key, made[whole])
-
     def sum_gradients(self) -> None:
         """Add up, once a step, what each rank has of the gradients that are sums. Collective over the axes."""
         summed = self._summed or {}
@@ -210,6 +188,30 @@ def _add_up(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         parts = cast("Sequence[Tensor]", torch.split(flat, [g.numel() for g in some]))
         for g, part in zip(some, parts, strict=True):
             g.copy_(part.view_as(g))
+
+
+def as_dtensors(
+    model: nn.Module, lies: Mapping[str, States], mesh: Mesh, coords: Mapping[str, int], devices: DeviceMesh
+) -> None:
+    """Make DTensors of the parameters that are cut. Every rank has all of each, so nothing is sent."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    states_of = {parameter: lies[name] for name, parameter in model.named_parameters()}
+    for _, module in named_modules(model):
+        for key, whole in [*module.named_parameters(recurse=False)]:
+            states = states_of[whole]
+            if not any(state.kind == "cut" for state in states.values()):
+                continue
+            if whole not in made:
+                part = DTensor.from_local(
+                    own_part(whole.data, states, mesh, coords),
+                    devices,
+                    placements_of(layout_of(whole.shape, states), mesh),
+                    run_check=False,
+                    shape=whole.shape,
+                    stride=whole.stride(),
+                )
+                made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+            module.register_parameter(key, made[whole])
 
 
 def own_part(whole: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int]) -> Tensor:

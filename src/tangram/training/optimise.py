@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from tangram.errors import UserError
-from tangram.planner.plan import OptimiserPlan, matches
+from tangram.planner.job import OptimiserPlan
+from tangram.planner.plan import matches
 
 
 def make_adamw(model: nn.Module, plan: OptimiserPlan) -> AdamW:

@@ -18,7 +18,8 @@ from tangram.hardware.rates import rates
 from tangram.models.build import build_on_meta
 from tangram.models.source import read_source
 from tangram.planner.estimate import megabytes
-from tangram.planner.plan import Job, Plan
+from tangram.planner.job import Job
+from tangram.planner.plan import Plan
 from tangram.planner.rank import MOST_PROCESSES, predict
 from tangram.planner.read import dumps
 from tangram.planner.table import Ranking

@@ -74,22 +74,23 @@ class Places:
     def __init__(self, plan: Plan, world: World | None) -> None:
         self._plan = plan
         self._world = world
-        self._known: dict[tuple[str | None, tuple[int, ...]], Place] = {}
+        self._known: dict[tuple[str, tuple[int, ...], bool], Place] = {}
 
-    def of(self, parameter: str | None, shape: tuple[int, ...]) -> Place:
-        """The place of a tensor that lies like a parameter (None: whole on every rank)."""
-        known = self._known.get((parameter, shape))
+    def of(self, name: str, shape: tuple[int, ...], *, alike: bool) -> Place:
+        """The place of a tensor that lies like the parameter `name`, or else whole on every rank that has that."""
+        known = self._known.get((name, shape, alike))
         if known is None:
-            known = self._known[parameter, shape] = self._found(parameter, shape)
+            known = self._known[name, shape, alike] = self._found(name, shape, alike)
         return known
 
-    def _found(self, parameter: str | None, shape: tuple[int, ...]) -> Place:
+    def _found(self, name: str, shape: tuple[int, ...], like: bool) -> Place:
         if self._world is None:
             return Place(Region.full(shape), (0,), "")
         mesh, rank = self._world.mesh, self._world.index
-        if parameter is None:
-            return Place(Region.full(shape), tuple(range(mesh.size)), "")
-        layout = bound_layout(self._plan, parameter, shape)
+        if not like:
+            there = tuple(mesh.ranks(tuple((axis, at[0]) for axis, at in self._plan.held_at(name))))
+            return Place(Region.full(shape), there, "")
+        layout = bound_layout(self._plan, name, shape)
         alike, share = replicas(mesh, layout.axes, rank, layout.at), uneven_share(layout, mesh, rank)
         return Place(region(layout, mesh, rank), alike, str(layout), share)
 
@@ -103,7 +104,7 @@ def entries(state: JobState, places: Places) -> list[Entry]:
     kept = state.model.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in state.model.named_buffers() if name in kept}
     found = [_entry(f"model.{name}", tensor, name, places) for name, tensor in parameters.items()]
-    found += [_entry(f"model.{name}", tensor, None, places) for name, tensor in buffers.items()]
+    found += [_entry(f"model.{name}", tensor, name, places, alike=False) for name, tensor in buffers.items()]
     if state.optimiser is not None:
         make_missing_states(state.optimiser)
         for name in trained(state):
@@ -111,16 +112,15 @@ def entries(state: JobState, places: Places) -> list[Entry]:
             if values.keys() != ADAMW_STATES.keys():
                 raise RuntimeError(f"the optimiser keeps {sorted(values)} for {name}, not {sorted(ADAMW_STATES)}")
             for key, spec in ADAMW_STATES.items():
-                like = name if spec.kind == "same" else None
-                found.append(_entry(f"optim.{name}.{key}", values[key], like, places))
+                found.append(_entry(f"optim.{name}.{key}", values[key], name, places, alike=spec.kind == "same"))
     return found
 
 
-def _entry(name: str, tensor: Tensor, parameter: str | None, places: Places) -> Entry:
-    """`parameter`: the one that it lies like."""
+def _entry(name: str, tensor: Tensor, owner: str, places: Places, *, alike: bool = True) -> Entry:
+    """`owner`: the parameter (or buffer) whose ranks have it, and that it lies like if it is `alike`."""
     shape = tuple(tensor.shape)
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    place = places.of(parameter, shape)
+    place = places.of(owner, shape, alike=alike)
     if local.numel() != place.region.size or (place.region and tuple(local.shape) != place.region.local_shape):
         raise RuntimeError(
             f"{name} has a part of shape {tuple(local.shape)} here, but by the plan this rank has {place.region}"

@@ -1,8 +1,9 @@
 """The mesh as one rank sees it: its place, its process group, and the device mesh that torch's own modules want.
 
-A plan's mesh has axes of the user's naming in the user's order. torch's FSDP2 and DTensor want three in a fixed order:
-`replicate` (the batch is cut, parameters are copies), `shard` (the batch and the parameters are cut: FSDP) and
-`tensor`. A `DeviceMesh` of these three, each of at least one rank, is made over the same ranks.
+A plan's mesh has axes of the user's naming in the user's order. torch's FSDP2, DTensor and pipelines want four in a
+fixed order: `pipeline` (stages of the model), `replicate` (the batch is cut, parameters are copies), `shard` (the batch
+and the parameters are cut: FSDP) and `tensor`. A `DeviceMesh` of these four, each of at least one rank, is made over
+the same ranks.
 """
 
 import math
@@ -20,13 +21,14 @@ from tangram.planner.plan import Plan
 from tangram.relayout.peers import Peers
 
 LONGEST_WAIT = timedelta(hours=1)  # of ranks for one that still writes or reads; one that dies is seen at once
-DEVICE_AXES = ("replicate", "shard", "tensor")
+DEVICE_AXES = ("pipeline", "replicate", "shard", "tensor")
 
 
 @dataclass(frozen=True)
 class Axes:
     """The axes of a plan's mesh by what torch calls them."""
 
+    pipeline: tuple[str, ...]
     replicate: tuple[str, ...]
     shard: tuple[str, ...]
     tensor: tuple[str, ...]
@@ -34,7 +36,7 @@ class Axes:
     @property
     def in_order(self) -> tuple[tuple[str, ...], ...]:
         """As in `DEVICE_AXES`."""
-        return (self.replicate, self.shard, self.tensor)
+        return (self.pipeline, self.replicate, self.shard, self.tensor)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class World:
     data_index: int
     """The place among the ranks that the batch is cut over."""
     data_size: int
+    stage: int
+    """The place on the pipeline axis."""
+    stages: int
+    """How many ranks the pipeline axis has."""
 
     @property
     def size(self) -> int:
@@ -63,7 +69,7 @@ class World:
     @property
     def tensor_size(self) -> int:
         """How many ranks share one part of the batch."""
-        return self.mesh.size // self.data_size
+        return self.mesh.size // (self.data_size * self.stages)
 
 
 def axes_of(plan: Plan) -> Axes:
@@ -76,7 +82,8 @@ def axes_of(plan: Plan) -> Axes:
         raise UserError(f"parameters are cut over the data axes {', '.join(shard)}: this version cuts them over one")
     if len(plan.axes.tensor) > 1:
         raise UserError(f"the tensor axes are {', '.join(plan.axes.tensor)}: this version takes one")
-    return Axes(tuple(axis for axis in plan.axes.data if axis not in cutting), shard, plan.axes.tensor)
+    copies = tuple(axis for axis in plan.axes.data if axis not in cutting)
+    return Axes(plan.axes.pipeline, copies, shard, plan.axes.tensor)
 
 
 def make_world(plan: Plan, index: int, device: torch.device, group: dist.ProcessGroup) -> World:
@@ -88,7 +95,7 @@ def make_world(plan: Plan, index: int, device: torch.device, group: dist.Process
     shape = [math.prod(sizes[axis] for axis in kind) for kind in axes.in_order]
     ranks = torch.arange(mesh.size).reshape(list(sizes.values())).permute(order).reshape(shape)
     devices = DeviceMesh(device.type, ranks, mesh_dim_names=DEVICE_AXES)
-    replicate, shard, _ = (int(n) for n in (ranks == index).nonzero()[0])
+    stage, replicate, shard, _ = (int(n) for n in (ranks == index).nonzero()[0])
     return World(
         mesh=mesh,
         axes=axes,
@@ -97,8 +104,10 @@ def make_world(plan: Plan, index: int, device: torch.device, group: dist.Process
         group=group,
         devices=devices,
         peers=_peers(group),
-        data_index=replicate * shape[1] + shard,
-        data_size=shape[0] * shape[1],
+        data_index=replicate * shape[2] + shard,
+        data_size=shape[1] * shape[2],
+        stage=stage,
+        stages=shape[0],
     )
 
 

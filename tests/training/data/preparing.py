@@ -2,7 +2,7 @@
 
 import sys
 
-from tangram.planner.plan import DataPlan
+from tangram.planner.job import DataPlan
 from tangram.training.data import BYTES, prepare
 from tangram.training.events import Working
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
-from tangram.planner.plan import DataPlan, SourcePlan
+from tangram.planner.job import DataPlan, SourcePlan
 from tangram.training.data import BYTES, load_tokens, open_corpus, prepare
 from tangram.training.data.store import BLOCK
 from tangram.training.events import Note, Working

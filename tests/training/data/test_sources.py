@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tangram.errors import UserError
-from tangram.planner.plan import SourcePlan
+from tangram.planner.job import SourcePlan
 from tangram.training.data.sources import documents, list_files
 
 ROWS = [{"text": f"row {number}", "other": "x"} for number in range(7)]

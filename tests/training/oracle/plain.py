@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from tangram.models.build import initial_tensors
-from tangram.planner.plan import DataPlan, Plan
+from tangram.planner.job import DataPlan
+from tangram.planner.plan import Plan
 from tangram.training.building import source_of
 from tangram.training.data import BYTES, Batch, Corpus, open_corpus, sample_ids
 from tangram.training.data.samples import collate

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tangram.errors import UserError
-from tangram.planner.plan import DataPlan, SourcePlan
+from tangram.planner.job import DataPlan, SourcePlan
 from tangram.training.data.sources import Document, Files, documents, list_files
 from tangram.training.data.store import FORMAT, Store, Writer, open_store
 from tangram.training.data.tokens import NotText, Tokens

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tangram.errors import UserError
-from tangram.planner.plan import DataPlan
+from tangram.planner.job import DataPlan
 from tangram.training.data.cache import PART_BYTES, fill, open_source
 from tangram.training.data.samples import Split
 from tangram.training.data.tokens import Tokens

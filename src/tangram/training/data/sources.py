@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from tangram.errors import UserError
-from tangram.planner.plan import SourcePlan
+from tangram.planner.job import SourcePlan
 from tangram.training.data.rows import Row, no_field, text_of, unreadable
 from tangram.training.data.tables import dataset_rows, parquet_rows
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tangram.errors import UserError
-from tangram.planner.plan import DataPlan
+from tangram.planner.job import DataPlan
 
 END = 256  # before and after every document of bytes
 VOCABULARY = 257
