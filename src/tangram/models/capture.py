@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # pyright: ignore[reportU
 from tangram.errors import UserError
 from tangram.models.called import Log, caller, line_of, short
 from tangram.models.graph import Graph, Kind, Node, Ref, Size, Value, refs
+from tangram.models.noted import listening
 from tangram.models.overwrites import BACK
 from tangram.models.twin import fake_twin
 
@@ -158,7 +159,7 @@ class _Recorder(TorchDispatchMode):
             stack.enter_context(fake)
             stack.enter_context(self)
             stack.enter_context(torch.enable_grad())
-            with self._log:
+            with self._log, listening():
                 output = self._model(**self._given)
             results = _named_results(output)
             found: Sequence[Tensor | None] = ()

@@ -29,9 +29,10 @@ from tangram.relayout.collectives import move
 from tangram.relayout.dtensor import placements_of
 from tangram.sharding.derive.derive import ConflictError, Derived
 from tangram.sharding.derive.layouts import here, layout_of, lying
-from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.marks import Mark, names_any
 from tangram.sharding.derive.of_model import States, derive_whole, graph_of, parameter_states
 from tangram.sharding.derive.states import SAME, State, cut
+from tangram.sharding.incode.api import marks_in
 from tangram.sharding.runtime.install import Now, Runtime
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Change, Program
@@ -61,14 +62,15 @@ def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], wor
 def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, inputs: Mapping[str, Any]) -> DerivedModel:
     """Make a model (whole, with the same values on all ranks, or on meta) parallel in place as marks say.
 
-    `devices` names the axes; `inputs` are keyword arguments of the model, of which only the sizes count: where its
-    parameters lie is derived with them, and stays so for all that follow. Each rank gives the model all of its inputs,
-    and gets its results whole, or its part of those that are marked. After the backward, `sum_gradients`. One forward
-    at a time. Collective. Raises UserError.
+    Marks in the model's own code (`tangram.sharding.incode`) count, too. `devices` names the axes; `inputs` are keyword
+    arguments of the model, of which only the sizes count: where its parameters lie is derived with them, and stays so
+    for all that follow. Each rank gives the model all of its inputs, and gets its results whole, or its part of those
+    that are marked. After the backward, `sum_gradients`. One forward at a time. Collective. Raises UserError.
     """
     names = devices.mesh_dim_names or ()
     mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    marks = [*marks_in(model), *marks]
     found = derive_whole(graph_of(without_memory(model), inputs, dtype), marks, mesh)
     return DerivedModel(model, marks, mesh, devices, parameter_states(found), dtype)
 
@@ -148,9 +150,10 @@ class DerivedModel:
             raise UserError("inputs of another size would sum the gradients of other parameters: mark more tensors")
 
     def _planned(self, given: Mapping[str, Any]) -> Now:
+        given = {name: _asked(x) for name, x in given.items()}
         graph = graph_of(self._template, given, self._dtype)
         try:
-            found = derive_whole(graph, self._marks, self._mesh)
+            found = derive_whole(graph, [mark for mark in self._marks if names_any(graph, mark)], self._mesh)
         except ConflictError as error:
             raise UserError(
                 f"{error}; where parameters lie has to be what follows from the marks, as `tangram plan` writes both"
@@ -238,6 +241,13 @@ def refuse_cut_inputs(found: Derived) -> None:
                 f"a mark cuts {value.name} over {axis}, but every rank has all of what a model is given: mark what is "
                 "made of it"
             )
+
+
+def _asked(x: Any) -> Any:
+    """What is derived is asked of an argument: hidden states of the stage before this one want a gradient."""
+    if isinstance(x, Tensor) and x.is_floating_point():
+        return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=True)
+    return x
 
 
 def _size(x: Any) -> Any:

@@ -109,7 +109,7 @@ class EagerModel:
 
     def _marked(self, forward: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
         """The first tensor that a module gives, marked."""
-        written = Written(mark)
+        written = Written(mark.layout, f"the mark `{mark}`")
 
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, form = tree_flatten(forward(*args, **kwargs))
@@ -156,8 +156,8 @@ def _found(model: nn.Module, marks: Sequence[Mark], mesh: Mesh) -> dict[str, dic
             if name in inputs and mark.layout.axes:
                 axis = min(mark.layout.axes)
                 raise UserError(
-                    f"a mark cuts {name} over {axis}, but every rank has all of what a model is given: mark what is made "
-                    "of it"
+                    f"a mark cuts {name} over {axis}, but every rank has all of what a model is given: mark what is "
+                    "made of it"
                 )
             if name not in parameters:
                 continue

@@ -45,12 +45,18 @@ class Mark:
             at = f" at {error.text[error.position :]!r}" if error.text[error.position :] else ""
             raise UserError(f"the layout of the mark {text!r} cannot be read{at}: {error.reason}") from None
 
+    def on(self, graph: Graph) -> dict[str, int] | None:
+        """The tensors that it is on where that is no matter of names (`derive.noted`); None where it is."""
+        return None
+
     def __str__(self) -> str:
         return f"{self.pattern}: {self.layout}"
 
 
 def matched(graph: Graph, mark: Mark) -> dict[str, int]:
     """The tensors that a mark names. Raises UserError where there are none, or not all have the same number of dims."""
+    if (own := mark.on(graph)) is not None:
+        return own
     named = {value.name: i for i, value in graph.of_kind("parameter", "buffer", "input")}
     if (exact := next((i for i, value in graph.of_kind("parameter") if value.name == mark.pattern), None)) is not None:
         return {mark.pattern: exact}

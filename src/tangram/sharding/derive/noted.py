@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.layout import Layout, NotationError
-from tangram.models.graph import Graph
+from tangram.models.graph import Graph, Node
 from tangram.models.noted import MARK, RELAYOUT
 from tangram.sharding.derive.marks import Mark
 
@@ -16,12 +15,27 @@ WRITTEN = {MARK: "mark", RELAYOUT: "relayout"}
 
 @dataclass(frozen=True)
 class InCode(Mark):
-    """A mark with the line that it stands in. `pattern`: the name of what it is on, or how it was written."""
+    """A mark with its line. `pattern`: the name of the module or parameter that keeps it; else how it was called."""
 
     line: str = ""
 
+    def on(self, graph: Graph) -> dict[str, int] | None:
+        """What it is on: what the calls give and, of `mark`, what they take."""
+        if self.pattern not in WRITTEN.values():
+            return None
+        found: dict[str, int] = {}
+        for node in graph.nodes:
+            if not node.backward and _same(node, self):
+                for v in (*node.results, *(node.inputs if self.pattern == "mark" else ())):
+                    if v is not None:
+                        name = graph.values[v].name or f"what {node.module or 'the model'} gives {self.pattern}"
+                        found[f"{name}#{len(found)}" if found.get(name, v) != v else name] = v
+        return found
+
     def __str__(self) -> str:
-        return f'{self.pattern}(…, "{self.layout}") in {self.line}'
+        if self.pattern in WRITTEN.values():
+            return f'{self.pattern}(…, "{self.layout}") in {self.line}'
+        return f"{self.pattern}: {self.layout} (marked in {self.line})"
 
 
 def parsed(text: str, line: str, written: str) -> Layout:
@@ -33,14 +47,18 @@ def parsed(text: str, line: str, written: str) -> Layout:
         raise UserError(f'{line}: the layout of {written}(…, "{text}") cannot be read{at}: {error.reason}') from None
 
 
-def noted(graph: Graph) -> Iterator[tuple[Mark, str, int]]:
-    """The marks of a graph's code: each with what to call its tensor, and the value; a mark is on what it takes, too."""
+def noted(graph: Graph) -> list[Mark]:
+    """The marks of a graph's code: one for each layout in each line. Raises UserError for one that cannot be read."""
+    found: dict[Mark, None] = {}
     for node in graph.nodes:
         written = WRITTEN.get(node.operator.name())
-        if written is None or node.backward:
-            continue
-        mark = InCode(written, parsed(node.arguments["layout"], node.source, written), node.source)
-        name = f"what {node.module or 'the model'} gives it"
-        values = [v for v in node.results if v is not None] + ([*node.inputs] if written == "mark" else [])
-        for v in values:
-            yield mark, graph.values[v].name or name, v
+        if written is not None and not node.backward:
+            found[InCode(written, parsed(node.arguments["layout"], node.source, written), node.source)] = None
+    return [*found]
+
+
+def _same(node: Node, mark: InCode) -> bool:
+    written = WRITTEN.get(node.operator.name())
+    return (
+        written == mark.pattern and node.source == mark.line and Layout.parse(node.arguments["layout"]) == mark.layout
+    )

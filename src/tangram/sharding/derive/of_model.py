@@ -17,6 +17,7 @@ from tangram.models.graph import Graph
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.layouts import lying
 from tangram.sharding.derive.marks import Mark, alternatives, matched, states
+from tangram.sharding.derive.noted import noted
 from tangram.sharding.derive.states import SAME, State
 
 States = Mapping[str, State]
@@ -28,10 +29,12 @@ def graph_of(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) ->
 
 
 def derive_whole(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> Derived:
-    """What follows from marks; results of the model are whole where no mark names them. Raises UserError."""
+    """What follows from marks and those in the model's code; results that no mark names are whole. Raises UserError."""
+    marks = [*marks, *noted(graph)]
     named = {mark.pattern for mark in marks}
-    outputs = [Mark.parse(f"{name}: ...") for name in graph.outputs if name not in named]
-    return derive(graph, [*marks, *outputs], mesh)
+    in_code = {v for mark in marks for v in (mark.on(graph) or {}).values()}
+    free = [name for name, v in graph.outputs.items() if name not in named and v not in in_code]
+    return derive(graph, [*marks, *(Mark.parse(f"{name}: ...") for name in free)], mesh)
 
 
 def parameter_states(found: Derived) -> dict[str, States]:

@@ -20,6 +20,7 @@ parameters, `mark` is kept on the object: before anything runs, it is the same a
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
@@ -33,6 +34,7 @@ from tangram.models import noted
 from tangram.models.called import caller, line_of
 from tangram.sharding.derive.marks import Mark
 from tangram.sharding.derive.noted import InCode, parsed
+from tangram.sharding.incode.placed import Placed
 
 Marked = TypeVar("Marked", Tensor, nn.Module)
 _KEPT = "_tangram_mark"
@@ -56,15 +58,20 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class Written:
-    """A mark as it stands in code."""
+    """A mark as somebody wrote it."""
 
-    what: str
-    """"mark" or "relayout"."""
     layout: Layout
-    line: str
+    said: str
+    """How it is called in a message."""
+
+    @staticmethod
+    def in_code(what: str, layout: str, line: str) -> Written:
+        """A call of `mark` or `relayout`. Raises UserError for a layout that cannot be read."""
+        found = parsed(layout, line, what)
+        return Written(found, f'{what}(…, "{found}") in {line}')
 
     def __str__(self) -> str:
-        return f'{self.what}(…, "{self.layout}") in {self.line}'
+        return self.said
 
 
 current: ContextVar[Session | None] = ContextVar("session", default=None)
@@ -85,7 +92,7 @@ def mark(x: Marked, layout: str) -> Marked:
         if current.get() is not None:
             raise UserError(f"{line}: mark a module before the model runs in parallel, as in its __init__")
         if not noted.is_listening():
-            vars(x)[_KEPT] = Written("mark", parsed(layout, line, "mark"), line)
+            vars(x)[_KEPT] = parsed(layout, line, "mark"), line
         if isinstance(x, nn.Module):
             return x
     return cast(Marked, _on_tensor(x, layout, "mark", line))
@@ -108,6 +115,8 @@ def layout_of(x: Tensor) -> Layout:
     session = current.get()
     if not isinstance(cast(Any, x), Tensor):
         raise UserError(f"{_line()}: layout_of is for tensors, and not for {_kind(x)}")
+    if isinstance(x, Placed):
+        return x.notation
     if session is None:
         raise UserError(
             f"{_line()}: no layout is known here: layout_of works while each operator is derived as it runs, in `with "
@@ -119,17 +128,18 @@ def layout_of(x: Tensor) -> Layout:
 def marks_in(model: nn.Module) -> list[Mark]:
     """The marks that are kept on a model's modules and parameters, as marks by name."""
     found: list[Mark] = []
-    for name, one in (*model.named_modules(), *model.named_parameters()):
-        own: Written | None = vars(one).get(_KEPT)
+    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    for name, one in (*modules, *model.named_parameters()):
+        own: tuple[Layout, str] | None = vars(one).get(_KEPT)
         if own is not None:
-            found.append(InCode(name, own.layout, own.line))
+            found.append(InCode(name, *own))
     return found
 
 
 def _on_tensor(x: Any, layout: str, what: str, line: str) -> Any:
     session = current.get()
     if session is not None:
-        written = Written(what, parsed(layout, line, what), line)
+        written = Written.in_code(what, layout, line)
         return session.mark(x, written) if what == "mark" else session.relayout(x, written)
     function = mark if what == "mark" else relayout
     if has_torch_function((x,)):  # a capture and a runtime look at the functions that code calls

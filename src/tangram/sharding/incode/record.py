@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import (  # pyright: ignore[reportUnknownVariableType]
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
 from tangram.models.capture import quiet
@@ -29,6 +24,19 @@ from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call, schema_of
 from tangram.sharding.find import bound as find_bound
 from tangram.sharding.table import Table
+
+
+class Like(NamedTuple):
+    """A tensor of the whole's size, as a function sees it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    trained: bool
+    """Whether gradients flow through it."""
+    leaf: bool = False
+    """Whether it is where they end."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Recorder:
         self._known: dict[Any, Recorded] = {}
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def recorded(self, func: Any, args: Any, kwargs: Any, like: Mapping[int, Tensor]) -> Recorded:
+    def recorded(self, func: Any, args: Any, kwargs: Any, like: Mapping[int, Like]) -> Recorded:
         """What a function runs. `like`: for each leaf that is a tensor, one of the whole's size, type and strides.
 
         Raises UserError for operators without a rule, and what the function raises.
@@ -85,7 +93,7 @@ class Recorder:
             found = self._known[key] = self._record(func, leaves, form, like)
         return found
 
-    def _record(self, func: Any, leaves: Sequence[Any], form: Any, like: Mapping[int, Tensor]) -> Recorded:
+    def _record(self, func: Any, leaves: Sequence[Any], form: Any, like: Mapping[int, Like]) -> Recorded:
         numbers: dict[int, int] = {}
         twins: list[Any] = []
         for i, x in enumerate(leaves):
@@ -98,13 +106,13 @@ class Recorder:
             given = func(*args, **kwargs)
         return self._read(log, numbers, given)
 
-    def _twin(self, x: Tensor) -> Tensor:
+    def _twin(self, x: Like) -> Tensor:
         with self._fake, torch.enable_grad():
-            twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-            if not x.requires_grad:
+            twin = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device)
+            if not x.trained:
                 return twin
             twin.requires_grad_()
-            return twin if x.is_leaf else twin.clone()
+            return twin if x.leaf else twin.clone()
 
     def _read(self, log: _Log, numbers: dict[int, int], given: Any) -> Recorded:
         made: dict[int, Tensor] = {}
@@ -137,7 +145,7 @@ class Recorder:
         return Recorded(tuple(operators), made, constants, tuple(map(number, gives)), form)
 
     def _operator(self, call: Call, by_place: Mapping[str, Any], results: tuple[int | None, ...]) -> Operator:
-        plain = tree_map(lambda x: _meta(x) if isinstance(x, Tensor) else x, dict(call.arguments))
+        plain = tree_map(_plain, dict(call.arguments))
         call = Call(call.operator, plain)
         schema = schema_of(call.operator)
         if any(a.is_out for a in schema.arguments):
@@ -179,13 +187,13 @@ def _draws(operator: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
+def _plain(x: Any) -> Any:
+    return _meta(x) if isinstance(x, Tensor) else x
+
+
 def _meta(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _key(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad, x.requires_grad and x.is_leaf
     return type(x), (x.start, x.stop, x.step) if isinstance(x, slice) else x
-
-

@@ -32,7 +32,10 @@ from tangram.sharding.runtime.lower import lower, refuse_lost_writes
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Action, CallKey, Change, Program
 
-PASSING = frozenset({"clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "_reshape_alias"})
+PASSING = frozenset(
+    {"clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "_reshape_alias"}
+    | {"tangram.mark", "tangram.relayout"}
+)
 """Operators that give what they take: code may need more or fewer of them on a part."""
 SIZES = frozenset({"size", "sizes", "shape", "split_size", "split_sizes", "normalized_shape", "repeats", "output_size"})
 """Arguments that are right where the result has the right size."""
