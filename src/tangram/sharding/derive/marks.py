@@ -57,11 +57,9 @@ def matched(graph: Graph, mark: Mark) -> dict[str, int]:
     """The tensors that a mark names. Raises UserError where there are none, or not all have the same number of dims."""
     if (own := mark.on(graph)) is not None:
         return own
-    named = {value.name: i for i, value in graph.of_kind("parameter", "buffer", "input")}
     if (exact := next((i for i, value in graph.of_kind("parameter") if value.name == mark.pattern), None)) is not None:
         return {mark.pattern: exact}
-    patterns = [*alternatives(mark.pattern)]
-    known = {**graph.outputs, **{name: v for name, v in graph.results.items() if name}, **named}
+    patterns, known = [*alternatives(mark.pattern)], _known(graph)
     found = {name: v for name, v in known.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns)}
     if any("*" in p for p in patterns):  # `layers.*` are the layers, and not what is inside them
         depth = {p.count(".") for p in patterns if p.endswith("*")}
@@ -76,6 +74,17 @@ def matched(graph: Graph, mark: Mark) -> dict[str, int]:
         shown = " and ".join(f"{name} of {n} dims" for n, name in sorted(some.items()))
         raise UserError(f"the mark `{mark}` names unlike tensors, {shown}: give each a mark of its own")
     return found
+
+
+def names_any(graph: Graph, mark: Mark) -> bool:
+    """Whether a mark names a tensor of the graph at all."""
+    return any(fnmatch.fnmatchcase(name, p) for p in alternatives(mark.pattern) for name in _known(graph))
+
+
+def _known(graph: Graph) -> dict[str, int]:
+    """The tensors that can be named."""
+    named = {value.name: i for i, value in graph.of_kind("parameter", "buffer", "input")}
+    return {**graph.outputs, **{name: v for name, v in graph.results.items() if name}, **named}
 
 
 def alternatives(pattern: str) -> Iterator[str]:
