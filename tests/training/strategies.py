@@ -57,13 +57,21 @@ class Strategy:
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
     marks: Mapping[str, str] = field(default_factory=dict[str, str])
     """Instead of rules of activations."""
+    stages: tuple[tuple[str, ...], ...] = ()
+    """Of the axis pp."""
+    schedule: str = "1F1B"
 
     @property
     def tables(self) -> dict[str, Any]:
         """The tables of a plan that say it."""
         return {
             "mesh": self.mesh,
-            "axes": {"data": list(self.data), "tensor": list(self.tensor)},
+            "axes": {
+                "data": list(self.data),
+                "tensor": list(self.tensor),
+                "pipeline": ["pp"] if self.stages else [],
+            },
+            **({"pipeline": {"schedule": self.schedule, "stages": self.stages}} if self.stages else {}),
             "layouts": {
                 "parameters": dict(self.parameters),
                 "activations": ACTIVATIONS if self.tensor and not self.marks else {},
@@ -73,6 +81,7 @@ class Strategy:
         }
 
 
+TWO_STAGES = (("model.embed_tokens", "model.layers.0"), ("model.layers.1", "model.norm", "lm_head"))
 FSDP, COPIES = {"*": "_/dp ..."}, {"*": "..."}
 STRATEGIES: Mapping[str, Strategy] = {
     "fsdp": Strategy("dp=4", ("dp",), (), FSDP),

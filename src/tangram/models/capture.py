@@ -36,9 +36,10 @@ from tangram.models.called import Log, caller, line_of, short
 from tangram.models.graph import Graph, Kind, Node, Ref, Size, Value, refs
 from tangram.models.noted import listening
 from tangram.models.overwrites import BACK
+from tangram.models.stages import Through
 from tangram.models.twin import fake_twin
 
-_GROUPED = torch.ops.aten._grouped_mm.default
+GROUPED = torch.ops.aten._grouped_mm.default
 _ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh"})
 """Give what they take: no operators of the graph, but where a gradient ends."""
 
@@ -57,9 +58,10 @@ def capture(
 ) -> Graph:
     """What `model(**inputs)` runs, and with `loss` the backward of `loss(output)` too.
 
-    The model (on meta or not) is not changed; `inputs` are its keyword arguments, of which only shapes and dtypes count
-    (on meta or not). `dynamic` names sizes that later calls may have otherwise: `{"input_ids": {0: "batch"}}`; sizes of
-    one number count as one. `dtype`: of floating-point parameters; as they are where it is None.
+    The model (on meta or not) is not changed; `inputs` are its keyword arguments, of which only shapes, dtypes and
+    whether they want gradients count (on meta or not). `dynamic` names sizes that later calls may have otherwise:
+    `{"input_ids": {0: "batch"}}`; sizes of one number count as one. `dtype`: of floating-point parameters; as they are
+    where it is None.
 
     Raises CaptureError with the line of the model where it cannot be captured.
     """
@@ -100,7 +102,7 @@ def _fake(tensor: Any, fake: FakeTensorMode, dynamic: Mapping[int, str]) -> Any:
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if not dynamic:
         with fake:
-            return torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
+            return torch.empty(plain.shape, dtype=plain.dtype, device="cpu", requires_grad=tensor.requires_grad)
     dims = [DimDynamic.DYNAMIC if d in dynamic else DimDynamic.STATIC for d in range(tensor.ndim)]
     with torch.device("cpu"):
         real = torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
@@ -154,6 +156,8 @@ class _Recorder(TorchDispatchMode):
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         with ExitStack() as stack:
             for name, module in cast("Iterable[tuple[str, nn.Module]]", self._model.named_modules()):
+                if isinstance(module, Through):
+                    continue  # the place of a module that is not there
                 stack.callback(module.register_forward_pre_hook(self._enter(name), with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(self._leave(name), always_call=True).remove)
             stack.enter_context(fake)
@@ -207,7 +211,7 @@ class _Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = {**(kwargs or {})}
-        found = _grouped(func, args, given) if func is _GROUPED else func(*args, **given)
+        found = grouped(func, args, given) if func is GROUPED else func(*args, **given)
         if func.namespace == "prim" or not any(isinstance(x, Tensor) for x in tree_leaves(found)):
             return found
         first = args[0] if args else None
@@ -326,7 +330,7 @@ class _Recorder(TorchDispatchMode):
                 self._stale.setdefault(other, source)
 
 
-def _grouped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+def grouped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """The grouped product, which torch can only fake in bfloat16, in any type."""
 
     def rounded(x: Any) -> Any:

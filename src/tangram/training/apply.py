@@ -1,6 +1,7 @@
 """Make any module parallel as a plan says: `apply(model, plan, world)`.
 
-    freeze -> cut over the tensor axis (DTensor) -> recompute, compile -> FSDP2 over the data axes
+    freeze -> keep this rank's stage -> cut over the tensor axis (DTensor) -> recompute, compile -> FSDP2 over the data
+    axes
 
 The module is changed in place and its own code stays as it is. FSDP2 is always there, over one rank if need be, so that
 every parameter ends as a DTensor, every strategy is one code path, and copies are all-reduced as its HSDP does.
@@ -22,10 +23,12 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 from tangram.errors import UserError
 from tangram.models.costs import block_names
+from tangram.models.stages import keep_stage
 from tangram.planner.job import Job
 from tangram.planner.plan import Plan, matches
 from tangram.training.cuts import Cuts, cuts_of, is_meta, named_modules
 from tangram.training.derived import install
+from tangram.training.pipeline import Pipeline
 from tangram.training.tensor import cut_modules
 from tangram.training.world import World
 
@@ -40,6 +43,8 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
     for layouts that do not fit the model, and where ranks have different values.
     """
     freeze(model, plan)
+    if plan.pipeline is not None:
+        keep_stage(model, plan.pipeline.stages, world.stage)
     cuts = cuts_of(model, plan)
     if not is_meta(model):
         _refuse_unlike_values(model, world)
@@ -52,6 +57,8 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
         for block in blocks:
             block.compile()
     _fully_shard(model, blocks, plan, cuts, world)
+    if plan.pipeline is not None:
+        Pipeline(model, plan, world)
     return model
 
 
@@ -124,10 +131,13 @@ def _refuse_unlike_values(model: nn.Module, world: World) -> None:
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     found: list[Any] = [None] * world.size
     dist.all_gather_object(found, digest.hexdigest(), group=world.group)
-    unlike = [rank for rank, other in enumerate(found) if other != found[0]]
+    firsts: dict[int, int] = {}
+    for rank in range(world.size):
+        firsts.setdefault(world.stage_of(rank), rank)
+    unlike = [rank for rank, other in enumerate(found) if other != found[firsts[world.stage_of(rank)]]]
     if unlike:
         raise UserError(
-            f"rank {unlike[0]} has other initial values than rank 0: use the same seed on every rank, or make the "
+            f"rank {unlike[0]} has other initial values than rank {firsts[world.stage_of(unlike[0])]}: use the same seed on every rank, or make the "
             "model on meta and give it values with materialise"
         )
 

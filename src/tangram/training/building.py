@@ -82,11 +82,12 @@ def build_whole(plan: Plan, source: Source, device: torch.device, *, values: boo
 def _fill(
     model: PreTrainedModel, plan: Plan, source: Source, world: World | None, device: torch.device, *, values: bool
 ) -> None:
+    own = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     if values and source.weights is None:
-        materialise(model, device, initial_tensors(source.config, plan.seed))
+        materialise(model, device, initial_tensors(source.config, plan.seed, only=own.__contains__))
         return
     give_storage(model, device)
     lasting = model.state_dict(keep_vars=True).keys()
-    fill(model, initial_tensors(source.config, plan.seed, only=lambda name: name not in lasting))
+    fill(model, initial_tensors(source.config, plan.seed, only=lambda name: name in own and name not in lasting))
     if values:
         load_pretrained(Path(source.weights or ""), model, plan, world)

@@ -15,8 +15,9 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 
+from tangram.errors import UserError
 from tangram.hardware.machine import resident_mb
 from tangram.planner.plan import Plan
 from tangram.training.checkpoints import Checkpointer, JobState
@@ -33,6 +35,7 @@ from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, held_out_b
 from tangram.training.derived import derived_of
 from tangram.training.events import Evaluated, StepDone
 from tangram.training.optimise import clip, local_gradients, lr_at, set_lr, square_sum
+from tangram.training.pipeline import Pipeline, pipeline_of
 from tangram.training.tensor import refuse_unlike_gradients
 from tangram.training.world import World
 
@@ -192,7 +195,7 @@ def train_step(
     gradients = local_gradients(model)
     sums = torch.zeros(2 + len(asks), dtype=torch.float64, device=world.device)
     sums[0] = part / world.tensor_size  # the ranks of a tensor axis have all computed the same part
-    sums[1] = square_sum(gradients, world.size)
+    sums[1] = square_sum(gradients, world.size // world.stages)
     sums[2:] = torch.tensor(asks, dtype=torch.float64, device=world.device)
     loss, square, *asked = sum_over(world.group, sums)
     norm = math.sqrt(square) if square >= 0 else math.nan
@@ -222,20 +225,42 @@ def must_be_finite(what: str, number: float) -> None:
 
 def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: int) -> float:
     """Add the gradients of this rank's micro-batches; its part of the global batch's loss."""
+    if (pipeline := pipeline_of(model)) is not None:
+        return _backward_of_stage(pipeline, batches, loss_sum, seed)
     parts: list[Tensor] = []
     for batch, first in zip(batches.micro, batches.firsts, strict=True):
         draw_for(seed, first)
         loss = loss_sum(model, batch) / max(1, batches.counted)
         loss.backward()
         parts.append(loss.detach())
-    return float(torch.stack(parts).double().sum().item())
+    return _summed(parts)
+
+
+def _backward_of_stage(pipeline: Pipeline, batches: RankBatches, loss_sum: LossSum, seed: int) -> float:
+    """The same for a stage; its part of the loss is nothing but on the last."""
+    if loss_sum is not next_token_loss:
+        raise UserError("stages of a pipeline are trained on the next token: this version takes no loss of one's own")
+
+    def loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+        return token_loss(logits_BSV, labels_BS) / max(1, batches.counted)
+
+    before = [partial(draw_for, seed, first) for first in batches.firsts]
+    return _summed(pipeline.backward(batches.micro, loss, before))
+
+
+def _summed(parts: Sequence[Tensor]) -> float:
+    return float(torch.stack([*parts]).double().sum().item()) if parts else 0.0
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The cross-entropy in nats of the next token, summed over the tokens that count."""
-    logits_BSV = logits_of(model, batch)
+    return token_loss(logits_of(model, batch), batch.labels_BS)
+
+
+def token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    """The cross-entropy in nats of the labels, summed over those that count."""
     return F.cross_entropy(
-        logits_BSV.flatten(0, 1).float(), batch.labels_BS.flatten(), ignore_index=IGNORE, reduction="sum"
+        logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORE, reduction="sum"
     )
 
 
@@ -252,13 +277,24 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], world: World | None, lo
     model.eval()
     totals: Tensor | None = None
     for batch in batches:
-        loss = (loss_sum or next_token_loss)(model, batch).double()
-        pair = torch.stack([loss, (batch.labels_BS != IGNORE).sum().double()])
+        loss = _loss_of(model, batch, loss_sum).double()
+        counted = (batch.labels_BS != IGNORE).sum().double()
+        if (pipeline := pipeline_of(model)) is not None and not pipeline.is_last:
+            counted = torch.zeros_like(counted)
+        pair = torch.stack([loss, counted])
         totals = pair if totals is None else totals + pair
     if totals is None:
         raise ValueError("there is no batch to evaluate")
     total, counted = sum_over(world.group if world else None, totals)  # of tensor-parallel ranks both are multiples
     return total / counted
+
+
+def _loss_of(model: nn.Module, batch: Batch, loss_sum: LossSum | None) -> Tensor:
+    """The summed loss of a batch; of a stage that is not the last, 0."""
+    if (pipeline := pipeline_of(model)) is not None:
+        losses = pipeline.losses([batch], token_loss)
+        return losses[0] if losses else torch.zeros((), device=batch.inputs_BS.device)
+    return (loss_sum or next_token_loss)(model, batch)
 
 
 def held_out_loss(model: nn.Module, corpus: Corpus, plan: Plan, world: World) -> float:

@@ -66,6 +66,10 @@ class World:
         """How many ranks there are."""
         return self.mesh.size
 
+    def stage_of(self, rank: int) -> int:
+        """The place of a rank on the pipeline axis."""
+        return self.mesh.coords(rank)[self.axes.pipeline[0]] if self.axes.pipeline else 0
+
     @property
     def tensor_size(self) -> int:
         """How many ranks share one part of the batch."""

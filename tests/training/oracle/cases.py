@@ -9,7 +9,7 @@ from typing import Any
 
 from tangram.planner.plan import Plan
 from tests.training.small import SMALL_MODEL, small_tables
-from tests.training.strategies import MARKS, STRATEGIES, Strategy, derived
+from tests.training.strategies import COPIES, FSDP, MARKS, STRATEGIES, TWO_STAGES, Strategy, derived
 
 STEPS = 130
 """Of every schedule; runs are compared over a part of it."""
@@ -69,6 +69,17 @@ OTHER_STRATEGIES: Mapping[str, tuple[int, Strategy]] = {
     "derived inside fsdp": (4, Strategy("dp=2 tp=2", ("dp",), ("tp",), derived("dp"), MARKS)),
 }
 """On other numbers of ranks; three divides nothing."""
+STAGED: Mapping[str, tuple[int, Strategy]] = {
+    "stages": (2, Strategy("pp=2 one=1", ("one",), (), {"*": "_/one ..."}, stages=TWO_STAGES)),
+    "stages of fsdp": (4, Strategy("pp=2 dp=2", ("dp",), (), FSDP, stages=TWO_STAGES)),
+    "stages inside copies": (4, Strategy("dp=2 pp=2", ("dp",), (), COPIES, stages=TWO_STAGES, schedule="GPipe")),
+    "stages of fsdp and derived": (
+        8,
+        Strategy("pp=2 dp=2 tp=2", ("dp",), ("tp",), derived("dp"), MARKS, stages=TWO_STAGES),
+    ),
+}
+"""Pipelines, of micro-batches of two rows; the last of them is half empty on some ranks."""
+STAGED_QUICK = ("stages of fsdp",)
 OTHER_QUICK = ("one rank", "fsdp over three", "tensor over two", "derived inside fsdp")
 
 OWN_LAYOUTS = {
@@ -110,7 +121,7 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
     def add(name: str, strategies: Iterable[str], base: Mapping[str, Any], until: int = FEW, **more: Any) -> None:
         for strategy in strategies:
             key = f"{name}: {strategy}" if name else strategy
-            ranks, lies = OTHER_STRATEGIES.get(strategy) or (4, STRATEGIES[strategy])
+            ranks, lies = {**OTHER_STRATEGIES, **STAGED}.get(strategy) or (4, STRATEGIES[strategy])
             found[key] = Case(key, planned(base, lies), until=max(until, SHORT) if slow else until, ranks=ranks, **more)
 
     def either(*quick: str) -> Iterable[str]:
@@ -120,6 +131,8 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
     for strategy in (*STRATEGIES, *(OTHER_STRATEGIES if slow else OTHER_QUICK)):
         add("", [strategy], usual, LONG if slow or strategy == "fsdp" else SHORT)
 
+    for strategy in STAGED if slow else STAGED_QUICK:
+        add("", [strategy], tables(text, data={"micro_batch": 2}), SHORT)
     tied = tables(text, model={"change": {**SMALL_MODEL, "tie_word_embeddings": True}}, optimiser={"lr": 1e-3})
     add("tied", either("fsdp"), tied)
     add("tied", ["tensor inside fsdp"], tied, SHORT)

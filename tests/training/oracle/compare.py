@@ -1,7 +1,7 @@
 """Compare a run with the oracle: every loss, and every element of every gradient and value, by parameter."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,6 +42,22 @@ def findings(ours: Trace, oracle: Trace, bounds: Bounds = Bounds()) -> list[str]
                 if not apart <= most
             ]
     return found
+
+
+def completed(traces: Sequence[Trace]) -> list[Trace]:
+    """Each trace with what only other ranks have, whose stages of the model are others."""
+
+    def all_of(one: Mapping[int, Tensors], every: Sequence[Mapping[int, Tensors]]) -> dict[int, Tensors]:
+        return {step: {k: v for own in (*every, one) for k, v in own.get(step, {}).items()} for step in one}
+
+    return [
+        replace(
+            trace,
+            gradients=all_of(trace.gradients, [other.gradients for other in traces]),
+            values=all_of(trace.values, [other.values for other in traces]),
+        )
+        for trace in traces
+    ]
 
 
 def unlike_names(ours: Tensors, oracle: Tensors, what: str) -> list[str]:
