@@ -135,9 +135,13 @@ class Placed(Tensor):
         if self.standing and "cut" in (wanted.kind, now.kind) and wanted != now:
             return NEVER
         n = self._nbytes(axis)
-        if truly == now or wanted in (now, SEVERAL):
-            return price(truly, wanted, n, k, differentiable=trained)
-        return price(truly, now, n, k, differentiable=trained) + price(now, wanted, n, k, differentiable=trained)
+
+        def step(source: State, target: State) -> float:
+            if (source.kind, target.kind) == ("cut", "sum"):  # a part among zeros: nothing is sent
+                return 0.0
+            return price(source, target, n, k, differentiable=trained)
+
+        return step(truly, wanted) if truly == now or wanted in (now, SEVERAL) else step(truly, now) + step(now, wanted)
 
     @property
     def trained(self) -> bool:

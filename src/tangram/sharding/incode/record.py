@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.models.capture import quiet
+from tangram.models.capture import GROUPED, grouped, quiet
 from tangram.models.graph import Ref, refs
 from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call, schema_of
@@ -176,10 +176,11 @@ class _Log(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        given = {**(kwargs or {})}
+        found = grouped(func, args, given) if func is GROUPED else func(*args, **given)
         leaves: list[Any] = tree_leaves(found)
         if func.namespace != "prim" and any(isinstance(x, Tensor) for x in leaves):
-            self.ran.append((func, args, kwargs or {}, found))
+            self.ran.append((func, args, given, found))
         return found
 
 
