@@ -60,7 +60,8 @@ def _forward_of(kind: type[nn.Module], first: bool, last: bool) -> Any:
         given = {taken: x, "use_cache": False, **told}
         if last:
             return cast(Any, kind).forward(self, **given).logits
-        return self.base_model(**given).last_hidden_state
+        hidden: Tensor = self.base_model(**given).last_hidden_state
+        return hidden.view(hidden.shape)  # a tensor of its own: a block's result may lie otherwise than a stage's
 
     return forward
 

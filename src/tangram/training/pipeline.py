@@ -89,7 +89,10 @@ class Pipeline:
         labels = torch.cat([batch.labels_BS for batch in micro]) if self.is_last else None
         losses: list[Tensor] = []
         run = schedule.step if train else schedule.eval
-        run(*given, target=labels, losses=losses if self.is_last else None, **told)
+        try:
+            run(*given, target=labels, losses=losses if self.is_last else None, **told)
+        except RuntimeError as error:  # torch tells of shapes; what went wrong is its cause
+            raise error.__cause__ or error from error.__cause__
         self._before = []
         return [one.detach() for one in losses]
 
