@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,13 +16,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tangram.layout import Mesh
+from tangram.sharding.derive.layouts import part as part_of
 from tangram.sharding.derive.marks import Mark, marks_of, read_marks
+from tangram.sharding.derive.of_model import fitting, graph_of
+from tangram.sharding.derive.published import published
 from tangram.sharding.derive.states import SAME, SEVERAL
+from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Change, Program
-from tangram.training.derived import DerivedModel, parallel
+from tangram.training.derived import DerivedModel, parallel, without_memory
 from tangram.training.launch import Rank
 from tests.sharding.derive.test_marks_files import tiny
-from tests.training.own_models import Diffusion, Two
+from tests.training.own_models import Diffusion, Two, Written
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,9 @@ class Work:
     mesh: str
     marks: tuple[str, ...] = ()
     mistake: str = ""
+    plans: str = ""
+    """"tp": transformers' `tp_plan` as marks, experts by it, too; "ep": its `ep_plan`; "tp ep": both, over two axes or
+    one; "": the marks that come with it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ class Ran:
     """Functions that are not called as they are."""
 
 
-OWN: Mapping[str, Callable[[], nn.Module]] = {"own": Two, "dit": Diffusion}
+OWN: Mapping[str, Callable[[], nn.Module]] = {"own": Two, "written": Written, "dit": Diffusion}
 MARKS = Path(__file__).parent / "marks"
 """Of modules that no library knows, by their kind."""
 
@@ -57,6 +65,16 @@ def marks_for(kind: str) -> list[Mark]:
     """Those that come with a kind of model, or with the module."""
     own = MARKS / f"{kind}.marks"
     return read_marks(own) if own.exists() else marks_of(kind) or []
+
+
+def marks_by(work: Work, model: nn.Module) -> list[Mark]:
+    """Of a work."""
+    if not work.plans:
+        return marks_for(work.kind)
+    mesh = Mesh.parse(work.mesh)
+    experts = ("ep" if "ep" in mesh.axes else "tp") if "ep" in work.plans else None
+    graph = graph_of(without_memory(model), inputs_of(work.kind), torch.float32)
+    return fitting(graph, published(model, "tp" if "tp" in work.plans else "none", experts), mesh)
 
 
 def model_of(kind: str) -> nn.Module:
@@ -74,18 +92,18 @@ def inputs_of(kind: str) -> dict[str, Any]:
         noisy = torch.randn(4, 4, 8, 8, generator=generator)
         return {"noisy_BCXY": noisy, "time_B": 100 * torch.arange(4), "class_B": torch.arange(4)}
     ids = torch.randint(32, (4, 16), generator=generator)
-    return {"ids_BS": ids} if kind == "own" else {"input_ids": ids, "use_cache": False}
+    return {"ids_BS": ids} if kind in OWN else {"input_ids": ids, "use_cache": False}
 
 
 def loss_of(model: nn.Module, kind: str) -> Tensor:
     inputs = inputs_of(kind)
     given = next(iter(inputs.values()))
-    found: Any = model(given) if kind == "own" else model(**inputs)
+    found: Any = model(given) if kind in ("own", "written") else model(**inputs)
     if kind == "dit":
         return F.mse_loss(found, given.flip(0))
     if kind == "vit":
         return F.cross_entropy(found.logits, torch.arange(4))
-    logits: Tensor = found if kind == "own" else found.logits
+    logits: Tensor = found if kind in OWN else found.logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), given[:, 1:].flatten())
 
 
@@ -100,7 +118,7 @@ def run(work: Work) -> Ran:
     want.backward()
     axes = {name: n for name, (n, _) in Mesh.parse(work.mesh).axes.items()}
     devices = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    marks = [*marks_for(work.kind), *map(Mark.parse, work.marks)]
+    marks = [*marks_by(work, whole), *map(Mark.parse, work.marks)]
     held = parallel(model, marks, devices, inputs_of(work.kind))
     held.prepare(inputs_of(work.kind))
     if work.mistake:
@@ -158,12 +176,27 @@ def _bias_on_every_rank(held: DerivedModel) -> None:
             action.why = "" if "addmm" in action.why else action.why
 
 
+def _operators(held: DerivedModel) -> list[Any]:
+    """What runs operators in the stead of functions."""
+    cells: Any = cast(Any, next(iter(held._programs.values())).instead).__closure__  # pyright: ignore[reportPrivateUsage]
+    return [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, Operators)]
+
+
 def _other_rows(held: DerivedModel) -> None:
     """Every rank takes itself for the first."""
-    operators: Any = next(iter(held._programs.values())).instead.__closure__  # pyright: ignore[reportPrivateUsage]
-    for cell in operators:
-        if hasattr(cell.cell_contents, "_rank"):
-            cell.cell_contents._rank = 0
+    for own in _operators(held):
+        own._rank = 0
+
+
+def _of_the_last(operators: Any, part: Callable[[Any], Any], step: Any) -> Any:
+    last = dist.get_world_size() - 1
+    return part_of(operators._found, step, last) if "experts" in step.node.module else part(step)
+
+
+def _other_experts(held: DerivedModel) -> None:
+    """The rows of other experts go through the weights of a rank's own."""
+    for own in _operators(held):
+        own.part = partial(_of_the_last, own, own.part)
 
 
 def _one_block(held: DerivedModel) -> None:
@@ -182,6 +215,7 @@ MISTAKES: Mapping[str, Callable[[DerivedModel], None]] = {
     "every rank adds the bias": _bias_on_every_rank,
     "every rank looks up the first rows": _other_rows,
     "heads are cut in one block": _one_block,
+    "every rank takes its experts for the last ones": _other_experts,
 }
 
 
@@ -189,6 +223,7 @@ def named(works: Iterable[Work]) -> dict[str, Work]:
     """By a name for tests."""
     found: dict[str, Work] = {}
     for work in works:
-        parts = (work.kind, f"over {work.mesh}", "further marks" if work.marks else "", work.mistake)
+        plans = f"by the plans for {work.plans}" if work.plans else ""
+        parts = (work.kind, f"over {work.mesh}", plans, "further marks" if work.marks else "", work.mistake)
         found[", ".join(part for part in parts if part)] = replace(work)
     return found

@@ -30,6 +30,22 @@ class Two(nn.Module):
         return self.head(x_BSH + self.down(torch.tanh(self.up(x_BSH))))
 
 
+class Written(nn.Module):
+    """Two products, both pending sums: one is written into the other, and the code goes on with what it wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 64, bias=False)
+        self.down, self.more = (nn.Linear(64, 32, bias=False) for _ in range(2))
+        self.head = nn.Linear(32, 64, bias=False)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        x_BSF = torch.tanh(self.up(F.one_hot(ids_BS, 32).float()))
+        x_BSH = self.down(x_BSF)
+        x_BSH.add_(self.more(x_BSF * x_BSF))
+        return self.head(x_BSH.softmax(-1))
+
+
 class Times(nn.Module):
     """Time steps as sines and cosines, through two layers."""
 

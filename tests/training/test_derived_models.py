@@ -18,7 +18,7 @@ from tests.training.derived_models import MISTAKES, Ran, Work, inputs_of, model_
 BOUND = 1e-5
 """Of a gradient, relative: sums in another order, through two layers."""
 
-NORMS, GATHERS, LOGITS, BIAS, ROWS, HEADS = MISTAKES
+NORMS, GATHERS, LOGITS, BIAS, ROWS, HEADS, THEIRS = MISTAKES
 PLANTED = {
     "llama": (NORMS, GATHERS, LOGITS, ROWS),
     "own": (BIAS,),
@@ -28,17 +28,31 @@ PLANTED = {
 TWO = named(
     [
         Work("llama", "tp=2"),
-        Work("own", "tp=2"),
+        *(Work(kind, "tp=2") for kind in ("own", "written")),
+        Work("gpt_oss", "ep=2", plans="ep"),
         Work("dit", "tp=2"),
         Work("vit", "tp=2"),
+        Work("gpt_oss", "ep=2", mistake=THEIRS, plans="ep"),
+        Work("gpt_oss", "ep=2", mistake=NORMS, plans="ep"),
         *(Work(kind, "tp=2", mistake=mistake) for kind, mistakes in PLANTED.items() for mistake in mistakes),
     ]
 )
-OTHERS = named(Work(kind, "tp=2") for kind in ("qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba2"))
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+OTHERS = named(Work(kind, "tp=2") for kind in ("qwen3", "gemma3_text", "mamba2", *EXPERTS))
+BY_PLANS = named(
+    [
+        *(Work(kind, "ep=2", plans="ep") for kind in ("mixtral", "qwen3_moe", "deepseek_v3")),
+        *(Work(kind, "tp=2", plans="tp") for kind in ("mixtral", "qwen3_moe", "deepseek_v3")),
+        *(Work(kind, "tp=2", plans="tp ep") for kind in ("mixtral", "gpt_oss")),
+    ]
+)
+SAMPLES = ("{model.embed_tokens,model.layers.*}: b/dp/ep s h",)
 FOUR = named(
     [
         *(Work(kind, "tp=4") for kind in ("deepseek_v3", "mamba2", "vit", "dit")),
         Work("dit", "dp=2 tp=2", ("blocks.*: b/dp s h",)),
+        *(Work(kind, "dp=2 ep=2", SAMPLES, plans="ep") for kind in EXPERTS),
+        Work("qwen3_moe", "tp=2 ep=2", ("model.layers.*: b/ep s/tp h",), plans="tp ep"),
         Work("llama", "dp=2 tp=2", ("{model.embed_tokens,model.norm}: b/dp s h",)),
     ]
 )
@@ -53,7 +67,7 @@ def _run(works: dict[str, Work], world: int) -> Results:
 @pytest.fixture(scope="module")
 def once() -> Callable[[str], Results]:
     known: dict[str, Results] = {}
-    sets = {"two": (TWO, 2), "others": (OTHERS, 2), "four": (FOUR, 4)}
+    sets = {"two": (TWO, 2), "others": (OTHERS, 2), "plans": (BY_PLANS, 2), "four": (FOUR, 4)}
 
     def find(name: str) -> Results:
         if name not in known:
@@ -97,6 +111,12 @@ def test_what_a_model_is_given_cannot_be_cut() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models(once: Callable[[str], Results], name: str) -> None:
     _is_right(once("others")[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_PLANS)
+def test_published_plans(once: Callable[[str], Results], name: str) -> None:
+    _is_right(once("plans")[name])
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Tensor parallelism of a plan by derivation: layouts of all parameters, and what moves, from a few marks.
 
-Marks come with Tangram for some types of model, else from the model's own `tp_plan` (transformers), of which only what
-it says of weights is taken; what it would do with activations follows. Names that are not in the model at hand, or that
-an axis would cut unevenly, are left out, so a vocabulary of odd size stays whole.
+Marks come with Tangram for some types of model, else from the model's own `tp_plan` and `ep_plan` (transformers), of
+which only what they say of weights is taken; what they would do with activations follows. Names that are not in the
+model at hand, or that an axis would cut unevenly, are left out, so a vocabulary of odd size stays whole.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import nn
@@ -24,17 +23,7 @@ from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import moved
 from tangram.sharding.derive.marks import Mark, marks_of
 from tangram.sharding.derive.of_model import States, derive_whole, fitting, graph_of, parameter_states
-
-_PUBLISHED = {
-    "colwise": "out/tp in",
-    "colwise_rep": "out/tp in",
-    "colwise_gather_output": "out/tp in",
-    "embedding_rowwise": "v/tp h",
-    "rowwise": "out in/tp",
-    "rowwise_rep": "out in/tp",
-    "rowwise_split_input": "out in/tp",
-}
-"""transformers' words for how a weight is cut; those of experts and of activations are not taken."""
+from tangram.sharding.derive.published import published
 
 
 @dataclass(frozen=True)
@@ -91,12 +80,8 @@ def sample_graph(model: nn.Module, sequence: int, dtype: torch.dtype) -> Graph:
 
 
 def known_marks(config: PreTrainedConfig, model: nn.Module) -> list[Mark]:
-    """The marks that come with Tangram, else those that transformers' plan of the model comes to."""
-    own = marks_of(str(config.model_type))
-    if own:
-        return own
-    plan = cast("Mapping[str, str]", getattr(model, "_tp_plan", None) or {})
-    return [Mark.parse(f"{name}.weight: {_PUBLISHED[how]}") for name, how in plan.items() if how in _PUBLISHED]
+    """The marks that come with Tangram, else those of transformers' plans of the model, experts whole on a rank."""
+    return marks_of(str(config.model_type)) or published(model, "tp", "tp")
 
 
 def _over(mark: Mark, axis: str) -> Mark:

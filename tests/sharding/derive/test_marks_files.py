@@ -34,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, **TINY,
         "num_key_value_heads": 4,
     },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, **TINY},
     "mamba2": {
         "num_hidden_layers": 2, "hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2,
         "vocab_size": 64, "chunk_size": 8,

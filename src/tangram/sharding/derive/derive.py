@@ -91,8 +91,10 @@ def derive(
     return Derived(folded, mesh, tuple(marks), tuple(done))
 
 
-def fixed_by(folded: Folded, marks: Sequence[Mark], mesh: Mesh) -> dict[int, dict[str, State]]:
-    """By class and axis, the states that marks fix."""
+def fixed_by(
+    folded: Folded, marks: Sequence[Mark], mesh: Mesh, *, all_axes: bool = True
+) -> dict[int, dict[str, State]]:
+    """By class and axis, the states that marks fix. `all_axes`: a parameter is whole over those that no mark names."""
     graph = folded.graph
     found: dict[int, dict[str, State]] = {}
     by: dict[tuple[int, str], str] = {}
@@ -108,7 +110,7 @@ def fixed_by(folded: Folded, marks: Sequence[Mark], mesh: Mesh) -> dict[int, dic
                     raise ConflictError(said, axis)
                 by[folded.classes[v], axis] = str(mark)
     for v, own in found.items():
-        if graph.values[v].kind == "parameter":
+        if all_axes and graph.values[v].kind == "parameter":
             own.update({axis: SAME for axis in mesh.axes if axis not in own})
     return found
 
@@ -305,7 +307,10 @@ class Problem:
         return Over(self.axis, self.k, lies, used, chosen)
 
     def _lying_states(self, v: int) -> tuple[State, ...]:
-        return (self.fixed[v],) if v in self.fixed and v != self.opened else (SAME, *self.states[v])
+        if v in self.fixed and v != self.opened:
+            return (self.fixed[v],)
+        given = self.folded.value(v).kind in ("input", "buffer")  # every rank has all of it, and may use a part
+        return (SAME,) if given else (SAME, *self.states[v])
 
     def _kept(self, v: int, state: State) -> float:
         share = 1.0 if state.kind != "cut" else 1 / self.k

@@ -107,6 +107,8 @@ class _Lowering:
         self.maker = {v: i for v, (i, _) in self.makers.items()}
         self.takers: dict[int, list[Place]] = {}
         for i, node in self._forward():
+            if node.implied and not any(v in self.graph.takers for v in node.results):
+                continue  # a view that autograd makes anew, and nobody takes
             for place, v in enumerate(places_of(node, self.steps[i])):
                 if v is not None:
                     self.takers.setdefault(v, []).append((i, place))
@@ -185,9 +187,16 @@ class _Lowering:
             elif (giver := self._giver(v, takers)) is not None:
                 for leaf in _places(self.graph.runs[giver].gives, v):
                     self.borders.setdefault(giver, Border()).gives[leaf] = change
+            elif self._written(v):  # its code may go on with the tensor that it was written into
+                self._needs(v, target, change)
+                return
             else:
                 self._action(self.maker[v]).after[v] = change
         self._needs(v, target, ())
+
+    def _written(self, v: int) -> bool:
+        """Whether a value is what a function has written into one of its tensors."""
+        return bool(written_by(self.graph.nodes[self.maker[v]]))
 
     def _needs(self, v: int, target: States, first: Change) -> None:
         """What single takers of a value need of it, after `first`."""
@@ -280,14 +289,21 @@ class _Lowering:
 def refuse_lost_writes(graph: Graph, call: Called, action: Action) -> None:
     """What a function writes into a tensor would be written into another one, where that is moved or cut first."""
     for node in graph.nodes[call.first : call.stop]:
-        written = [a.name for a in schema_of(node.operator).arguments if a.is_write]
-        for v in (v for name in written for v in refs(node.arguments[name])):
-            moved = any(call.takes[leaf] == v for leaf in action.takes)
+        for v in written_by(node):
+            moved = any(call.takes[leaf] == v for leaf in action.takes) or not action.after.keys().isdisjoint(
+                node.results
+            )
             if v in call.takes and (moved or (action.why and not {*node.results} & {*call.gives})):
                 raise UserError(
                     f"{call.line}: {call.function} writes into a tensor that has to lie otherwise for it: write it as "
                     "an operator that gives a new tensor"
                 )
+
+
+def written_by(node: Node) -> list[int]:
+    """The tensors that a node writes into."""
+    written = [a.name for a in schema_of(node.operator).arguments if a.is_write]
+    return [v for name in written for v in refs(node.arguments[name])]
 
 
 def makers(graph: Graph) -> dict[int, tuple[int, int]]:

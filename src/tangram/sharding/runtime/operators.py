@@ -20,7 +20,7 @@ from tangram.sharding.derive.layouts import part, steps_of_nodes
 from tangram.sharding.local import run
 from tangram.sharding.parts import Part
 from tangram.sharding.runtime.install import Bring
-from tangram.sharding.runtime.lower import makers, places_of
+from tangram.sharding.runtime.lower import makers, places_of, written_by
 from tangram.sharding.runtime.program import Action
 
 
@@ -51,7 +51,7 @@ class Operators:
                 x = None if v is None else values[v]
                 change = action.before.get((i, place))
                 local.append(bring(x, change) if x is not None and change else x)
-            for v, x in zip(node.results, self._run(node, step, local), strict=True):
+            for v, x in zip(node.results, self._run(node, step, local, call.takes), strict=True):
                 if v is not None:
                     values[v] = bring(x, action.after[v]) if v in action.after else x
         return tree_unflatten([values[v] for v in call.gives if v is not None], call.form)
@@ -67,7 +67,16 @@ class Operators:
         if any(v is None for v in call.gives):
             raise UserError(f"{said} it gives more than tensors")
 
-    def _run(self, node: Node, step: Step, local: Sequence[Tensor | None]) -> Sequence[Any]:
+    def _run(
+        self, node: Node, step: Step, local: Sequence[Tensor | None], given: Sequence[int | None]
+    ) -> Sequence[Any]:
+        """What a node gives. What it writes into a tensor that the function was given is written there."""
         if step.call.name == "view":  # what is brought here may have other strides than what a model's own code has
             local = [None if t is None else t.contiguous() for t in local]
-        return run(step.call, step.bound, self.part(step), local)
+        written = written_by(node)
+        found = run(step.call, step.bound, self.part(step), local, in_place=any(v in given for v in written))
+        for v, x in zip(places_of(node, step), local, strict=True):
+            if v in written and v in given and x is not None and found[0] is not x:
+                x.copy_(found[0])
+                found = (x, *found[1:])
+        return found

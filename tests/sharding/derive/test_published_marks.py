@@ -1,0 +1,74 @@
+"""transformers' plans as marks: what they cut is what their styles cut; what they do not fit is left out or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tangram.errors import UserError
+from tangram.layout import Mesh
+from tangram.sharding.derive.derive import derive
+from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.of_model import fitting, graph_of
+from tangram.sharding.derive.published import published
+from tests.sharding.derive.test_marks_files import tiny
+
+EXPERTS = "model.layers.*.mlp.experts"
+IDS = {"input_ids": torch.zeros(2, 8, dtype=torch.long), "use_cache": False}
+
+
+def layouts(model: nn.Module, tensor: str, experts: str | None = None) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for mark in published(model, tensor, experts):
+        found.setdefault(mark.pattern, []).append(str(mark.layout))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_by_the_tensor_plan_by_expert_or_both(kind: str) -> None:
+    model = tiny(kind)
+    up, down = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"
+    tensor, both = layouts(model, "tp"), layouts(model, "tp", "ep")
+    assert (tensor[up], tensor[down]) == (["_ (2 _/tp) _"], ["_ _ _/tp"])
+    assert both[up] == ["_ (2 _/tp) _", "_/ep _ _"]
+    one = layouts(model, "tp", "tp")
+    assert (one[up], one[down]) == (["_/tp _ _"], ["_/tp _ _"])
+    assert {k: v for k, v in one.items() if "experts." not in k} == {
+        k: v for k, v in tensor.items() if "experts." not in k
+    }
+
+
+def test_biases_of_experts_are_cut_with_them() -> None:
+    found = layouts(tiny("gpt_oss"), "tp", "ep")
+    assert found[f"{EXPERTS}.down_proj_bias"] == ["_/ep _"]
+    assert found["lm_head.weight"] == ["_/tp _"]
+
+
+def test_another_module_has_no_plans() -> None:
+    assert published(nn.Linear(2, 2), "tp", "tp") == []
+
+
+def test_styles_that_cut_no_weight_are_no_marks() -> None:
+    model = tiny("llama")
+    plan = {
+        "model.layers.*.mlp": "sequence_parallel",
+        "model.norm": "colwise",
+        "nothing.*": "rowwise",
+        "lm_head": "new",
+    }
+    model._tp_plan = plan  # type: ignore[assignment]
+    assert [str(mark) for mark in published(model, "tp")] == ["model.norm.weight: _/tp"]
+
+
+def test_a_plan_is_not_trusted() -> None:
+    """A plan that no layouts fit is refused; of one with names or cuts that the model has not, these are left out."""
+    model = tiny("llama")
+    graph = graph_of(model, IDS, torch.float32)
+    model._tp_plan = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.0.mlp.up_proj": "rowwise"}  # type: ignore[assignment]
+    with pytest.raises(UserError, match="contradict each other on"):
+        derive(graph, fitting(graph, published(model, "tp"), Mesh.parse("tp=2")), Mesh.parse("tp=2"))
+    model._tp_plan = {"model.layers.*.mlp.up_proj": "colwise", "lm_head": "colwise"}  # type: ignore[assignment]
+    of_three = fitting(graph, published(model, "tp"), Mesh.parse("tp=3"))
+    assert of_three == []
+    assert fitting(graph, [Mark.parse("*.up_proj.weight: o/ep i")], Mesh.parse("tp=2")) == []
