@@ -1,0 +1,195 @@
+"""Choice: the sharding of a whole model that takes the least time on a cluster within its memory, without marks.
+
+    found = choose(graph, Mesh.parse("dp=8 tp=8"), cluster.builtin("h100-8x8"), memory_limit=80e9)
+    found.plan, found.price.seconds, found.gap
+
+The plan is a `Derived` like one that follows from marks: what shows, proves and runs those does so with this. It is
+chosen over all axes at once. The trade-off: tables grow with the ways to lie over all axes together, so two axes are
+solved exactly at full size, and of three a good plan is found with a bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.errors import UserError
+from tangram.hardware.cluster import Cluster
+from tangram.layout import Mesh
+from tangram.models.graph import Graph
+from tangram.sharding.choose.costs import Both, Training, costs
+from tangram.sharding.choose.options import Options, of_derived, options
+from tangram.sharding.choose.search import Choice, search
+from tangram.sharding.derive.derive import Derived
+from tangram.sharding.derive.folding import fold
+from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.solve import Name
+from tangram.sharding.derive.states import SAME
+from tangram.sharding.table import Table, builtin
+
+LARGEST = 50_000_000
+"""Entries of all tables together; above it there are too many ways to lie."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a plan costs a rank, by the model of a cluster."""
+
+    work: float
+    """Seconds of operators in a micro-batch, forward and backward."""
+    moving: float
+    """Seconds of collectives, one after the other; the sums of gradients are shared by the micro-batches of a step."""
+    states: float
+    """Bytes of parameters, gradients and optimiser states."""
+    saved: float
+    """Bytes that the backward needs of the forward."""
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return self.work + self.moving
+
+    @property
+    def nbytes(self) -> float:
+        """All of them."""
+        return self.states + self.saved
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The plan that was chosen."""
+
+    plan: Derived
+    price: Price
+    bound: float
+    """Seconds that no plan over this mesh can beat that fits."""
+
+    @property
+    def gap(self) -> float:
+        """How much longer the plan takes than the bound, as a part of it: 0 where it is proved to be the best."""
+        return max(self.price.seconds / self.bound - 1, 0.0) if self.bound > 0 else 0.0
+
+
+def choose(
+    graph: Graph,
+    mesh: Mesh,
+    cluster: Cluster,
+    *,
+    memory_limit: float | None = None,
+    marks: Sequence[Mark] = (),
+    seconds: float | None = None,
+    training: Training | None = None,
+    gap: float = 1e-4,
+    known: Sequence[Derived] = (),
+    table: Table | None = None,
+) -> Chosen:
+    """The plan of the least seconds of all that keep `memory_limit` bytes on a rank (None: as many as they like).
+
+    `marks` bind the axes that they name, as in a derivation; over all others everything is free. It ends when the plan
+    is proved to be within `gap` of the best, or after `seconds` of the clock with the best that is found. `known` are
+    plans of the same graph, as that of the marks that come with a model: it is never worse than one of them that fits.
+
+    Raises UserError where nothing fits into the memory, the mesh is larger than the cluster, marks contradict each
+    other or name nothing, an operator has no rule, or there are too many ways to lie over so many axes.
+    """
+    start = time.monotonic()
+    _refuse_larger(mesh, cluster)
+    if memory_limit is not None and memory_limit <= 0:
+        raise UserError(f"a memory limit of {memory_limit:g} bytes leaves room for nothing: give one above 0")
+    some = options(fold(graph, table or builtin()), mesh, marks)
+    _refuse_wide(some)
+    both = costs(some, cluster, training or Training())
+    left = float("inf") if seconds is None else seconds - (time.monotonic() - start)
+    starts = [own for plan in known if (own := some.choice(plan)) is not None]
+    if len(some.axes) > 2:  # too many ways together for the first look to find a good one
+        starts.append(_whole(some))
+    found = search(both, memory_limit, left, lambda choice: _nearby(some, choice), gap, starts)
+    if found.best is None:
+        raise UserError(_unfit(mesh, memory_limit, found.smallest))
+    plan = some.derived(found.best.choice, marks)
+    return Chosen(plan, _price(both, found.best.choice), found.bound)
+
+
+def priced(plan: Derived, cluster: Cluster, training: Training | None = None) -> Price:
+    """What a plan costs by the same model. Over axes that it does not cut, all ranks do the same."""
+    both = costs(of_derived(plan), cluster, training or Training())
+    return _price(both, dict.fromkeys(both.seconds.sizes, 0))
+
+
+def _price(both: Both, choice: Mapping[Name, int]) -> Price:
+    parts = [0.0, 0.0, 0.0, 0.0]
+    for place, costs_, first in ((0, both.seconds, "move"), (2, both.nbytes, "lies")):
+        for names, table in costs_.tables.items():
+            own = len(names) == 1 and cast("tuple[str, int]", names[0])[0] == first
+            parts[place if own else place + 1] += float(table[tuple(choice[name] for name in names)])
+    return Price(*parts)
+
+
+def _refuse_larger(mesh: Mesh, cluster: Cluster) -> None:
+    if mesh.size > cluster.ranks:
+        raise UserError(
+            f"the mesh `{mesh}` has {mesh.size} ranks and the cluster {cluster.name} {cluster.ranks}: "
+            "take a smaller mesh"
+        )
+
+
+def _refuse_wide(some: Options) -> None:
+    entries = sum(
+        len(some.used[v]) * len(some.moves[step.number])
+        for step in some.folded.steps
+        for v in (*step.inputs, *step.outputs)
+        if v is not None
+    )
+    if entries > LARGEST:
+        raise UserError(
+            f"over `{some.mesh}` there are too many ways for tensors to lie ({entries:.0e} pairs): "
+            "mark some of them, or take a mesh of fewer axes"
+        )
+
+
+def _unfit(mesh: Mesh, limit: float | None, smallest: float) -> str:
+    if limit is None:
+        return f"no layouts over `{mesh}` fit the marks: they contradict each other"
+    if not np.isfinite(smallest):
+        return f"no layouts over `{mesh}` were found in time: give more seconds"
+    more = smallest - limit
+    return (
+        f"the model does not fit over `{mesh}` into {limit / 1e9:.3g} GB a rank: the least it takes is "
+        f"{smallest / 1e9:.3g} GB, {more / 1e9:.3g} GB more: take more ranks or a smaller batch"
+    )
+
+
+def _whole(some: Options) -> dict[Name, int]:
+    """Every tensor whole on every rank, as far as it can be."""
+
+    def place(own: Sequence[Sequence[object]]) -> int:
+        return max(range(len(own)), key=lambda i: sum(one == SAME for one in own[i]))
+
+    found: dict[Name, int] = {("lies", v): place(own) for v, own in some.lies.items()}
+    found.update({("used", v): place(own) for v, own in some.used.items()})
+    found.update({("move", n): 0 for n in some.moves})
+    return found
+
+
+def _nearby(some: Options, choice: Choice) -> Iterable[dict[Name, NDArray[np.intp]]]:
+    """Choices that are as one is over all axes but two (of two axes: but one)."""
+    count = len(some.axes)
+    fixed = [(i,) for i in range(count)] if count < 3 else [
+        tuple(i for i in range(count) if i not in (a, b)) for a in range(count) for b in range(a + 1, count)
+    ]  # fmt: skip
+    for places in fixed:
+        yield {
+            **{("lies", v): _alike(own, choice["lies", v], places) for v, own in some.lies.items()},
+            **{("used", v): _alike(own, choice["used", v], places) for v, own in some.used.items()},
+            **{("move", n): _alike(own, choice["move", n], places) for n, own in some.moves.items()},
+        }
+
+
+def _alike(own: Sequence[Sequence[object]], chosen: int, places: Sequence[int]) -> NDArray[np.intp]:
+    wanted = [own[chosen][i] for i in places]
+    return np.array([n for n, one in enumerate(own) if [one[i] for i in places] == wanted])

@@ -1,0 +1,188 @@
+"""What a choice costs a rank: seconds of a micro-batch, forward and backward, and bytes that it holds.
+
+Seconds are of work, a product by its operations and another operator by the bytes that it reads and writes, and of
+collectives, one after the other: what runtimes hide behind one another is not known here. Bytes are those of
+parameters, gradients and optimiser states, and of what the backward needs of the forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.hardware.cluster import Cluster, moved_seconds, product_seconds
+from tangram.sharding.choose.options import Moves, Options, States, still
+from tangram.sharding.choose.saved import memories, saved
+from tangram.sharding.choose.steps import Steps
+from tangram.sharding.derive.folding import Step, far_from_borders
+from tangram.sharding.derive.rates import effort
+from tangram.sharding.derive.solve import Costs
+
+Array = NDArray[np.float64]
+_FAR = 1e-4
+"""What it costs beside, in its seconds, to move a tensor where no border of a module is at hand, as in a derivation."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained, as far as it counts here."""
+
+    optimiser: float = 12.0
+    """Bytes of the optimiser's states for each element of a parameter: in Adam with mixed precision two moments and the
+    parameter itself, each of four bytes."""
+    gradient: float | None = None
+    """Bytes of the gradient of each element; None: of the parameter's type."""
+    micro_batches: int = 1
+    """How many are run before gradients are summed over ranks."""
+
+
+@dataclass(frozen=True)
+class Both:
+    """The two costs of every choice."""
+
+    seconds: Costs
+    nbytes: Costs
+
+
+def costs(options: Options, cluster: Cluster, training: Training) -> Both:
+    """What every choice costs. Raises UserError for an axis that is larger than the cluster."""
+    steps = Steps(cluster, options.mesh, options.axes, training.micro_batches)
+    found = Both(Costs(), Costs())
+    _states(options, training, found)
+    _work(options, cluster, found)
+    _moved(options, steps, found)
+    _saved(options, found)
+    return found
+
+
+def _states(options: Options, training: Training, found: Both) -> None:
+    """Variables of tensors, and what is kept of parameters."""
+    folded, ks = options.folded, options.ks
+    for v, own in options.lies.items():
+        value = folded.value(v)
+        each = 0.0
+        if value.kind == "parameter":
+            each = float(value.dtype.itemsize)
+            if value.trained:
+                each += training.optimiser + (each if training.gradient is None else training.gradient)
+        whole = each * math.prod(value.shape) * folded.times[v]
+        found.seconds.variable(("lies", v), [0.0] * len(own))
+        found.nbytes.variable(("lies", v), whole * _shares(own, ks))
+    for v, own in options.used.items():
+        found.seconds.variable(("used", v), [0.0] * len(own))
+        found.nbytes.variable(("used", v), [0.0] * len(own))
+
+
+def _work(options: Options, cluster: Cluster, found: Both) -> None:
+    for step in options.folded.steps:
+        own = options.moves[step.number]
+        alone = 0.0
+        if any(v in options.folded.differentiable for v in step.outputs):  # masks and positions are no work
+            what = effort(options.folded, step)
+            size = options.folded.value(step.outputs[0]).dtype.itemsize
+            if what.product:
+                alone = product_seconds(cluster, what.flops, "bf16" if size <= 2 else "fp32")
+            elif what.flops:
+                alone = moved_seconds(cluster, what.touched)
+        shares = np.array([math.prod(move.share for move in moves) for moves in own])
+        found.seconds.variable(("move", step.number), 3 * alone * step.times * shares)
+        found.nbytes.variable(("move", step.number), [0.0] * len(own))
+
+
+def _moved(options: Options, steps: Steps, found: Both) -> None:
+    """What it takes to bring tensors from how they are kept or made to how they are used and needed."""
+    folded = options.folded
+    far = far_from_borders(folded)
+    for v, own in options.lies.items():
+        value = folded.value(v)
+        kind = "kept" if value.kind == "parameter" else "plain"
+        differentiable = v in folded.differentiable
+        table = steps.seconds(own, options.used[v], value.nbytes, kind, differentiable=differentiable)
+        found.seconds.pair(("lies", v), ("used", v), table * folded.times[v])
+    for step in folded.steps:
+        name, moves = ("move", step.number), options.moves[step.number]
+        for v, given in _given(step, moves):
+            table = _with_far(_table(options, steps, v, given, options.used[v]), far.get(v, 1))
+            found.seconds.pair(name, ("used", v), table * step.times)
+        for v, needed, _ in _needed(step, moves):
+            table = _with_far(_table(options, steps, v, options.used[v], needed), 1 + far.get(v, 1))
+            found.seconds.pair(("used", v), name, table * step.times)
+
+
+def _table(options: Options, steps: Steps, v: int, sources: Sequence[States], targets: Sequence[States]) -> Array:
+    """Each pair of states that are not the same costs what it takes; worked out once for each state."""
+    a, b = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+    folded = options.folded
+    kind = "standing" if v in folded.standing else "plain"
+    table = steps.seconds(a, b, folded.value(v).nbytes, kind, differentiable=v in folded.differentiable)
+    rows, columns = {s: i for i, s in enumerate(a)}, {s: i for i, s in enumerate(b)}
+    return table[np.ix_([rows[s] for s in sources], [columns[s] for s in targets])]
+
+
+def _with_far(table: Array, far: float) -> Array:
+    return table * (1 + _FAR * far)
+
+
+def _given(step: Step, moves: Sequence[Moves]) -> list[tuple[int, list[States]]]:
+    return [(v, [tuple(m.outputs[i] for m in some) for some in moves]) for i, v in enumerate(step.outputs)]
+
+
+def _needed(step: Step, moves: Sequence[Moves]) -> list[tuple[int, list[States], int]]:
+    found: list[tuple[int, list[States], int]] = []
+    for i, v in enumerate(step.inputs):
+        if v is None:
+            continue
+        needed: list[States] = []
+        for some in moves:
+            states = [m.inputs[i] for m in some]
+            if None in states:
+                break
+            needed.append(tuple(state for state in states if state is not None))
+        else:
+            found.append((v, needed, i))
+    return found
+
+
+def _saved(options: Options, found: Both) -> None:
+    """What the backward needs: once as it is used, and once more for each operator that needs it otherwise."""
+    folded, ks = options.folded, options.ks
+    shared = memories(folded)
+    apart = {*folded.standing, *still(folded, {})}  # parameters, which are counted, and masks and positions
+    seen = set(apart)
+
+    def once(v: int) -> None:
+        memory = shared.get(v, v)
+        if memory not in seen and v not in apart:
+            seen.add(memory)
+            whole = folded.value(v).nbytes * folded.times[v]
+            found.nbytes.variable(("used", v), whole * _shares(options.used[v], ks))
+
+    for step in folded.steps:
+        own = saved(folded, step)
+        for v, needed, place in _needed(step, options.moves[step.number]):
+            if place in own.inputs and v not in apart:
+                once(v)
+                again = np.array([[_other(a, b) for b in needed] for a in options.used[v]])
+                table = again * _shares(needed, ks)[None, :] * (folded.value(v).nbytes * step.times)
+                if table.any():
+                    found.nbytes.pair(("used", v), ("move", step.number), table)
+        for place in own.outputs:
+            once(step.outputs[place])
+    for w in folded.graph.outputs.values():
+        if folded.classes[w] in folded.differentiable:
+            once(folded.classes[w])
+
+
+def _other(a: States, b: States) -> float:
+    """Whether a tensor that is needed so is another one in memory."""
+    same = all(x == y or {x.kind, y.kind} <= {"same", "several"} for x, y in zip(a, b, strict=True))
+    return 0.0 if same else 1.0
+
+
+def _shares(own: Sequence[States], ks: Sequence[int]) -> Array:
+    """Of the whole, what a rank has."""
+    return np.array([math.prod(1 / k for s, k in zip(states, ks, strict=True) if s.kind == "cut") for states in own])
