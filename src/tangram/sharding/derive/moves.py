@@ -70,9 +70,9 @@ def place_of(bound: Bound, dims: Dims, label: Label) -> State | None:
 
 
 def legal(bound: Bound, label: Label, k: int) -> bool:
-    """Whether an operator allows a cut into `k` even parts."""
+    """Whether an operator allows a cut into `k` even parts, which need nothing of each other as those of scans do."""
     n = bound.sizes[label.factor]
-    return label.factor in set(bound.cuttable) and n % label.inner == 0 and (n // label.inner) % k == 0
+    return label.factor in set(bound.cuttable) - bound.linked and n % label.inner == 0 and (n // label.inner) % k == 0
 
 
 def labels(bound: Bound, states: Sequence[Sequence[State]], k: int) -> Iterator[Label]:

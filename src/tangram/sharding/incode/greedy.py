@@ -53,7 +53,7 @@ def decide(
             found[axis] = Move(None, needs, (SAME,) * len(bound.outputs), 1.0)
             continue
         some = labels(bound, [*there, *[()] * len(bound.outputs)], k)
-        fitting = [label for label in some if _is_even(bound, label, k, found, sizes)]
+        fitting = [one for one in some if _is_even(bound, one, k, found, sizes)]
         options = moves(operator.call, bound, fitting, k, [differentiable] * len(bound.outputs))
         best = min(options, key=lambda one: _cost(operator, one, given, axis, k, nbytes, differentiable))
         if _cost(operator, best, given, axis, k, nbytes, differentiable)[0] == NEVER:

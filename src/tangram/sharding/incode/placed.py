@@ -40,7 +40,8 @@ class Placed(Tensor):
     _parts: dict[Key, Tensor]
     """What this rank has of it, by how it lies."""
     _lies: dict[str, State]
-    """How it lies in truth: what is said to be whole is gathered when it is read, and then as its reader needs it."""
+    """How it lies in truth: what is said to be whole is gathered when it is read, with the gradient that its reader
+    has."""
     _family: list[weakref.ref[Placed]]
     """Those that share memory on one process."""
     _stale: str
@@ -112,10 +113,15 @@ class Placed(Tensor):
         return self.as_(self._states)
 
     def said(self, states: States, by: Mapping[str, tuple[State, object]]) -> None:
-        """It lies so from now on, by these marks. It is moved when it is read, as its reader needs it."""
+        """It lies so from now on, by these marks. What is to be whole is moved when it is read, for its reader."""
         self._states = {**self._states, **states}
-        own = _key(self._lies)
-        self._parts = {own: self._parts[own], **{k: x for k, x in self._parts.items() if k == _key(self._states)}}
+        own, key = _key(self._lies), _key(self._states)
+        later = any(state == SAME != self._lies[axis] for axis, state in self._states.items())
+        if not (self.trained and (later or not torch.is_grad_enabled())):
+            self._parts = {key: self.as_(self._states)}
+            self._lies = self._states
+        else:
+            self._parts = {k: x for k, x in self._parts.items() if k in (own, key)}
         self.by.update(by)
 
     def copied(self) -> Placed:
@@ -128,20 +134,17 @@ class Placed(Tensor):
     def price(self, axis: str, wanted: State) -> float:
         """Bytes that a rank receives to have it so over an axis, there and back; infinite where there is no way."""
         k, trained, now, truly = self._session.sizes[axis], self.trained, self._states[axis], self._lies[axis]
-        if not trained and wanted == SEVERAL:
-            wanted = SAME
-        if wanted == truly:
+        if wanted == now or (not trained and wanted == SEVERAL and now == SAME):
             return 0.0
-        if self.standing and "cut" in (wanted.kind, now.kind) and wanted != now:
+        if self.standing and "cut" in (wanted.kind, now.kind):
             return NEVER
         n = self._nbytes(axis)
-
-        def step(source: State, target: State) -> float:
-            if (source.kind, target.kind) == ("cut", "sum"):  # a part among zeros: nothing is sent
-                return 0.0
-            return price(source, target, n, k, differentiable=trained)
-
-        return step(truly, wanted) if truly == now or wanted in (now, SEVERAL) else step(truly, now) + step(now, wanted)
+        if (now, wanted) == (SAME, SEVERAL):  # from where it is in truth, beside what it would have cost as it is said
+            ways = [price(truly, state, n, k, differentiable=trained) for state in (wanted, now)]
+            return max(0.0, ways[0] - ways[1])
+        if (now.kind, wanted.kind) == ("cut", "sum"):  # a part among zeros: nothing is sent
+            return 0.0
+        return price(now, wanted, n, k, differentiable=trained)
 
     @property
     def trained(self) -> bool:
@@ -160,8 +163,8 @@ class Placed(Tensor):
         """This rank's part where it lies as `wanted`: brought there, once for all who want it so."""
         if self._stale:
             raise UserError(
-                f"{self._stale} writes into a tensor of which this is a view with memory of its own on parts: write it "
-                "as an operator that gives a new tensor"
+                f"{self._stale} writes into a tensor that shares memory with this one, but not on parts: write it as an "
+                "operator that gives a new tensor"
             )
         if not self.trained:
             wanted = {axis: SAME if state == SEVERAL else state for axis, state in wanted.items()}

@@ -62,7 +62,7 @@ class Recorded:
 
     operators: tuple[Operator, ...]
     made: Mapping[int, Tensor]
-    """Every value that it makes, without memory."""
+    """Every value that it makes, without memory, and whether gradients flow through it."""
     constants: Mapping[int, Tensor]
     """Tensors of numbers that stand in the call."""
     gives: tuple[Any, ...]
@@ -84,7 +84,10 @@ class Recorder:
         Raises UserError for operators without a rule, and what the function raises.
         """
         leaves, form = tree_flatten((args, kwargs))
-        key = func, form, torch.is_grad_enabled(), tuple(_key(like.get(i, x)) for i, x in enumerate(leaves))
+        modes = torch.is_grad_enabled(), torch.get_default_dtype()
+        key = func, form, modes, tuple(_key(like.get(i, x)) for i, x in enumerate(leaves))
+        if torch._C._is_any_autocast_enabled():  # pyright: ignore[reportPrivateUsage]  # what runs depends on more than is in the key
+            return self._record(func, leaves, form, like)
         try:
             found = self._known.get(key)
         except TypeError:  # some argument is no key
@@ -138,7 +141,7 @@ class Recorder:
             for x in flat:
                 if isinstance(x, Tensor) and id(x) not in numbers:
                     numbers[id(x)] = len(numbers)
-                    made[numbers[id(x)]] = _meta(x)
+                    made[numbers[id(x)]] = _meta(x).requires_grad_(x.requires_grad)
                 results.append(numbers[id(x)] if isinstance(x, Tensor) else None)
             operators.append(self._operator(call, by_place, tuple(results)))
         gives, form = tree_flatten(given)
@@ -197,4 +200,6 @@ def _meta(x: Tensor) -> Tensor:
 
 
 def _key(x: Any) -> Any:
+    if isinstance(x, float):
+        return float, x.hex()  # other than ==, it tells -0.0
     return type(x), (x.start, x.stop, x.step) if isinstance(x, slice) else x

@@ -310,6 +310,8 @@ class Eager:
         found: dict[int, Any] = {}
         for k, (v, x) in enumerate(zip(operator.results, results, strict=True)):
             if v is not None:
+                if trained and v in made and made[v].requires_grad and not x.requires_grad:
+                    x = _tied(x, local)
                 states = {axis: move.outputs[k] for axis, move in chosen.items()}
                 found[v] = self._result(operator, v, x, states, plain, given, made)
         return found
@@ -366,6 +368,15 @@ class Mode(TorchFunctionMode):
         if self._session.concerns(leaves):
             return self._session.call(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+def _tied(x: Tensor, local: Sequence[Tensor | None]) -> Tensor:
+    """What is no function of this rank's part, as of an index that is elsewhere, with a gradient of zeros to it all the
+    same: the other ranks' gradients move, and all have to."""
+    for one in local:
+        if one is not None and one.requires_grad:
+            x = x + one.reshape(-1)[:0].sum().to(x.dtype)
+    return x
 
 
 def _nbytes(x: Tensor | None) -> float:

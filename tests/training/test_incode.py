@@ -1,0 +1,99 @@
+"""Marks in code on real processes: functions, a module with marks, and models, each as one process has it.
+
+Both ways, operators derived as they run and the captured graph, give the same layouts where marks stand, and equal loss
+and gradients; planted mistakes are seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tangram.training.launch import run_ranks
+from tests.training.incode_tasks import FEW, LAYOUTS, MISTAKES, WEIGHTS, All, Ran, Works, run_all, run_models
+
+BOUND = 1e-5
+"""Of a gradient, relative: sums in another order, through two layers."""
+WAYS = ("as it runs", "captured")
+QUICK: Works = {"llama": ("llama", "tp=2", ())}
+KINDS = ("qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba2", "vit", "dit", "own", "written")
+OTHERS: Works = {kind: (kind, "tp=2", ()) for kind in KINDS}
+FOUR: Works = {
+    "llama over two axes": ("llama", "dp=2 tp=2", ("{model.embed_tokens,model.norm}: b/dp s h",)),
+    "deepseek_v3 over four": ("deepseek_v3", "tp=4", ()),
+}
+
+
+@pytest.fixture(scope="module")
+def ran() -> list[All]:
+    return run_ranks(run_all, QUICK, world=2, on_event=lambda _: None, device="cpu")
+
+
+Models = dict[str, list[dict[str, Ran]]]
+
+
+@pytest.fixture(scope="module")
+def once() -> Callable[[str], Models]:
+    known: dict[str, Models] = {}
+    sets = {"others": (OTHERS, 2), "four": (FOUR, 4)}
+
+    def find(name: str) -> Models:
+        if name not in known:
+            works, world = sets[name]
+            ranks = run_ranks(run_models, works, world=world, on_event=lambda _: None, device="cpu")
+            known[name] = {work: [own[work] for own in ranks] for work in works}
+        return known[name]
+
+    return find
+
+
+def _is_right(ran: list[dict[str, Ran]]) -> None:
+    for way in WAYS:
+        assert [(r[way].where, r[way].worst) for r in ran if max(r[way].worst, r[way].loss) > BOUND] == [], way
+        assert ran[0][way].layouts
+    assert [own[WAYS[0]].layouts for own in ran] == [own[WAYS[1]].layouts for own in ran]
+
+
+def test_functions_give_what_they_give_on_one_process(ran: list[All]) -> None:
+    lost = "written through a view, a b c/tp"  # the view lies on one rank alone
+    for own in ran:
+        found = own.wrong[""]
+        assert [one for one in found if not one.startswith(lost)] == []
+        assert len(found) == len(WEIGHTS)
+        assert all("writes into a tensor that shares memory with this one, but not on parts" in one for one in found)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_in_functions_are_seen(ran: list[All], mistake: str) -> None:
+    found = {one.partition(",")[0] for one in ran[1].wrong[mistake]}
+    assert found & {name.partition(",")[0] for name in FEW}
+    assert len(ran[1].wrong[mistake]) < len(FEW) * len(LAYOUTS) * len(WEIGHTS) * 3  # what needs no moves stays right
+
+
+def test_both_ways_give_the_layouts_of_the_marks_and_equal_gradients(ran: list[All]) -> None:
+    _is_right([own.marked[""] for own in ran])
+    (layouts,) = {way: own for way, own in ran[0].marked[""].items() if way == "captured"}.values()
+    assert len(layouts.layouts) == 7  # five calls, and a module that keeps a mark in each of two blocks
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_are_seen(ran: list[All], mistake: str) -> None:
+    found = [own.marked[mistake]["as it runs"] for own in ran]
+    assert max(max(r.worst, r.loss) for r in found) > 50 * BOUND
+
+
+def test_a_model_that_knows_nothing_of_marks(ran: list[All]) -> None:
+    _is_right([own.models["llama"] for own in ran])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(once: Callable[[str], Models], name: str) -> None:
+    _is_right(once("others")[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks(once: Callable[[str], Models], name: str) -> None:
+    _is_right(once("four")[name])
