@@ -1,6 +1,7 @@
 """What an operator costs a rank, from its line: operations, bytes of its results.
 
-    product    2 for each element of the product of all factors of two tensors that share a contracted one
+    product    2 for each element of the product of all factors of two tensors that share a contracted one; of rows in
+               groups, each of which meets one matrix of many, as experts have, what an even share of them costs
     else       1 for each element of the largest tensor; views, and what is filled with nothing, cost nothing
 
 The trade-off: a line knows factors and no kernels, so a softmax counts like an addition. What matters for a plan is
@@ -73,7 +74,9 @@ def flops(call: Call, bound: Bound, trees: Mapping[str, Tree], mesh: Mesh, whole
     sizes = {f: largest(dim_of(trees[f], n), mesh) if f in trees else n for f, n in bound.sizes.items()}
     contracted = _contracted(bound)
     if contracted:
-        return _products(call, bound, sizes, contracted, whole)
+        total = _products(call, bound, sizes, contracted, whole)
+        _, groups = bound.rule.note("ragged") or ("", "none")
+        return total // max(bound.sizes.get(groups, 1), 1)  # of rows in groups each meets the matrix of one
     tensors = [(t, dims) for t, dims in zip(call.tensors, bound.inputs, strict=True) if t is not None and dims]
     counted = bound.rule.note("offset") is not None  # what is looked up is what is read
     inside = {f: -(-sizes[f] * w.n // bound.sizes[f]) for f, w in bound.windows.items() if bound.sizes[f]}

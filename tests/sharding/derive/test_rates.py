@@ -10,6 +10,8 @@ from tangram.errors import UserError
 from tangram.hardware import cluster
 from tangram.layout import Mesh
 from tangram.models.capture import capture
+from tangram.sharding import cost, find
+from tangram.sharding.calls import Call
 from tangram.sharding.derive.derive import Problem
 from tangram.sharding.derive.folding import fold
 from tangram.sharding.derive.rates import Rates, effort
@@ -49,3 +51,11 @@ def test_what_an_operator_does_is_weighed_anew_for_each_axis() -> None:
     )
     assert slow == pytest.approx(2 * quick)
     assert slow == pytest.approx(3 * 2 * 64**3 / 100)
+
+
+def test_rows_in_groups_meet_one_matrix_each() -> None:
+    x, w, ends = torch.empty(64, 8), torch.empty(4, 8, 16), torch.tensor([16, 32, 48, 64], dtype=torch.int32)
+    call = Call(
+        torch.ops.aten._grouped_mm.default, {"self": x, "mat2": w, "offs": ends, "bias": None, "out_dtype": None}
+    )
+    assert cost.flops(call, find.bound(builtin(), call), {}, Mesh.parse("x=1"), None) == 2 * 64 * 8 * 16
