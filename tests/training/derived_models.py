@@ -39,7 +39,7 @@ class Work:
     mistake: str = ""
     plans: str = ""
     """"tp": transformers' `tp_plan` as marks, experts by it, too; "ep": its `ep_plan`; "tp ep": both, over two axes or
-    one; "": the marks that come with it."""
+    one; "none": no marks but the work's own; "": the marks that come with it."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,26 @@ def _one_block(held: DerivedModel) -> None:
             part.copy_(whole[name].data.chunk(len(whole[name]) // len(part))[dist.get_rank()])
 
 
+def _masks_of_the_part(held: DerivedModel) -> None:
+    """Attention is told that it is causal, of queries that begin elsewhere."""
+    vars(held.programs[0])["cuts_queries"] = False
+
+
+def _first_places(held: DerivedModel) -> None:
+    """Positions and rows of masks are those of the first part."""
+    now, bring = next(iter(held._programs.values())), held._bring  # pyright: ignore[reportPrivateUsage]
+
+    def first(x: Tensor, change: Change) -> Tensor:
+        for step in change:
+            if not x.requires_grad and step.source.kind in ("same", "several") and step.target.kind == "cut":
+                x = x.narrow(step.target.dim, 0, x.shape[step.target.dim] // dist.get_world_size())
+            else:
+                x = bring(x, (step,))
+        return x
+
+    now.bring = held._bring = first  # type: ignore[method-assign]
+
+
 MISTAKES: Mapping[str, Callable[[DerivedModel], None]] = {
     "gradients of norms are not summed": _unsummed,
     "gathers are not summed on the way back": _same_for_several,
@@ -216,6 +236,8 @@ MISTAKES: Mapping[str, Callable[[DerivedModel], None]] = {
     "every rank looks up the first rows": _other_rows,
     "heads are cut in one block": _one_block,
     "every rank takes its experts for the last ones": _other_experts,
+    "masks are those of a sequence as long as the part": _masks_of_the_part,
+    "every rank takes the first positions": _first_places,
 }
 
 

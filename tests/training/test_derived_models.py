@@ -18,7 +18,9 @@ from tests.training.derived_models import MISTAKES, Ran, Work, inputs_of, model_
 BOUND = 1e-5
 """Of a gradient, relative: sums in another order, through two layers."""
 
-NORMS, GATHERS, LOGITS, BIAS, ROWS, HEADS, THEIRS = MISTAKES
+NORMS, GATHERS, LOGITS, BIAS, ROWS, HEADS, THEIRS, MASKS, PLACES = MISTAKES
+SEQUENCE = ("{model.embed_tokens,model.layers.*,model.norm}: b s/cp h",)
+"""Context parallelism: keys and values are gathered."""
 PLANTED = {
     "llama": (NORMS, GATHERS, LOGITS, ROWS),
     "own": (BIAS,),
@@ -32,13 +34,20 @@ TWO = named(
         Work("gpt_oss", "ep=2", plans="ep"),
         Work("dit", "tp=2"),
         Work("vit", "tp=2"),
+        Work("llama", "cp=2", SEQUENCE, plans="none"),
+        *(Work("llama", "cp=2", SEQUENCE, mistake, "none") for mistake in (NORMS, GATHERS, MASKS, PLACES)),
         Work("gpt_oss", "ep=2", mistake=THEIRS, plans="ep"),
         Work("gpt_oss", "ep=2", mistake=NORMS, plans="ep"),
         *(Work(kind, "tp=2", mistake=mistake) for kind, mistakes in PLANTED.items() for mistake in mistakes),
     ]
 )
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
-OTHERS = named(Work(kind, "tp=2") for kind in ("qwen3", "gemma3_text", "mamba2", *EXPERTS))
+OTHERS = named(
+    [
+        *(Work(kind, "tp=2") for kind in ("qwen3", "gemma3_text", "mamba2", *EXPERTS)),
+        *(Work(kind, "cp=2", SEQUENCE, plans="none") for kind in ("gemma3_text", *EXPERTS)),
+    ]
+)
 BY_PLANS = named(
     [
         *(Work(kind, "ep=2", plans="ep") for kind in ("mixtral", "qwen3_moe", "deepseek_v3")),
@@ -51,6 +60,9 @@ FOUR = named(
     [
         *(Work(kind, "tp=4") for kind in ("deepseek_v3", "mamba2", "vit", "dit")),
         Work("dit", "dp=2 tp=2", ("blocks.*: b/dp s h",)),
+        Work("llama", "cp=2 tp=2", SEQUENCE),
+        Work("llama", "dp=2 cp=2", (*SEQUENCE, SEQUENCE[0].replace("b s/cp", "b/dp s")), plans="none"),
+        Work("qwen3_moe", "cp=2 ep=2", SEQUENCE, plans="ep"),
         *(Work(kind, "dp=2 ep=2", SAMPLES, plans="ep") for kind in EXPERTS),
         Work("qwen3_moe", "tp=2 ep=2", ("model.layers.*: b/ep s/tp h",), plans="tp ep"),
         Work("llama", "dp=2 tp=2", ("{model.embed_tokens,model.norm}: b/dp s h",)),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
+from tangram.models.masks import as_captured
 from tangram.planner.plan import Plan
 from tangram.relayout.collectives import move
 from tangram.relayout.dtensor import placements_of
@@ -132,7 +134,8 @@ class DerivedModel:
             if torch.is_grad_enabled():
                 self._sum_alike(now.program)
             self._runtime.begin(now)
-            return forward(**given)
+            with as_captured() if now.program.cuts_queries else nullcontext():
+                return forward(**given)
 
         return run
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from tangram.sharding.derive.derive import Derived
@@ -66,6 +67,16 @@ class Program:
     """By the number of the run."""
     summed: Mapping[str, tuple[str, ...]]
     """Parameters that every rank of some axes has whole and uses for something of its own: gradients are summed."""
+
+    @cached_property
+    def cuts_queries(self) -> bool:
+        """Whether attention works on a part of the queries, which has a mask of its own."""
+        for step in self.found.folded.steps:
+            query = step.bound.inputs[0] if "scaled_dot_product" in step.call.name else None
+            labels = [over.moves[step.number].label for over in self.found.axes]
+            if query and any(label is not None and label.factor in query[-2] for label in labels):
+                return True
+        return False
 
     @property
     def inside(self) -> int:

@@ -1,0 +1,31 @@
+"""A model's masks as they were when it was captured.
+
+transformers leaves a causal mask out where attention can make it by itself (`is_causal`), but not while it is traced.
+Of a part of the queries attention would make another mask: then a run has to make them as the capture did.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def as_captured() -> Generator[None]:
+    """Inside, transformers makes every mask, as while it is traced. Without transformers nothing changes."""
+    own: Any = sys.modules.get("transformers.masking_utils")
+    before = getattr(own, "is_tracing", None)
+    if before is None:
+        yield
+        return
+    own.is_tracing = _always
+    try:
+        yield
+    finally:
+        own.is_tracing = before
+
+
+def _always(tensor: object = None) -> bool:
+    return True
