@@ -51,7 +51,6 @@ def once() -> Callable[[str], Models]:
 def _is_right(ran: list[dict[str, Ran]]) -> None:
     for way in WAYS:
         assert [(r[way].where, r[way].worst) for r in ran if max(r[way].worst, r[way].loss) > BOUND] == [], way
-        assert ran[0][way].layouts
     assert [own[WAYS[0]].layouts for own in ran] == [own[WAYS[1]].layouts for own in ran]
 
 
@@ -91,6 +90,7 @@ def test_a_model_that_knows_nothing_of_marks(ran: list[All]) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models(once: Callable[[str], Models], name: str) -> None:
     _is_right(once("others")[name])
+    assert bool(once("others")[name][0]["captured"].layouts) == (name not in ("own", "written"))  # only weights there
 
 
 @pytest.mark.slow

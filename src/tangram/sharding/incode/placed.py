@@ -163,8 +163,8 @@ class Placed(Tensor):
         """This rank's part where it lies as `wanted`: brought there, once for all who want it so."""
         if self._stale:
             raise UserError(
-                f"{self._stale} writes into a tensor that shares memory with this one, but not on parts: write it as an "
-                "operator that gives a new tensor"
+                f"{self._stale} writes into a tensor that shares memory with this one, but not on parts: write it as "
+                "an operator that gives a new tensor"
             )
         if not self.trained:
             wanted = {axis: SAME if state == SEVERAL else state for axis, state in wanted.items()}
