@@ -13,6 +13,7 @@ FIELDS = ("num_hidden_layers=2", "hidden_size=64", "vocab_size=128")
 SMALL = (*(word for field in FIELDS for word in ("--set", field)), "--batch", "2", "--sequence", "16")
 
 TWO = ("qwen3", "--mesh", "tp=2", *SMALL)
+CHOOSE = ("qwen3", "--mesh", "dp=2 tp=2", *SMALL, "--choose", "--cluster", "h100-8x8")
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
@@ -66,6 +67,20 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             ("qwen3", "--mesh", "tp=2", "--cluster", "h100-8x9"),
             "there is no cluster 'h100-8x9' (did you mean 'h100-8x8'?): there are cpu-2, h100-8x8",
         ),
+        ((*TWO, "--choose"), "--choose needs a cluster: give --cluster, a file or one of cpu-2, h100-8x8"),
+        ((*TWO, "--memory", "80GB"), "--memory limits what is chosen: give --choose, too"),
+        ((*CHOOSE, "--memory", "80 parsecs"), '"80 parsecs" is no memory: write a number above 0 with one of MB, GB'),
+        ((*CHOOSE, "--memory", "0GB"), '"0GB" is no memory'),
+        ((*CHOOSE, "--memory", "1MB"), "the model does not fit over `dp=2 tp=2` into 0.001 GB a rank: the least it"),
+        ((*CHOOSE, "--why", "lm_head.weight"), "--why and --diff are of plans that follow from marks: leave out --ch"),
+        (
+            (*CHOOSE, "--mark", "*.q_proj.weight: o/tp i", "--mark", "*.0.*.q_proj.weight: o i/tp"),
+            "contradict each other on model.layers.0.self_attn.q_proj.weight over tp",
+        ),
+        (
+            ("qwen3", "--mesh", "dp=3 ep=5 tp=5", "--choose", "--cluster", "h100-8x8"),
+            "has 75 ranks and the cluster h100-8x8 64: take a smaller mesh",
+        ),
         (("qwen3", "--mesh", "dp=16 tp=8", "--cluster", "h100-8x8"), "has 64 ranks, and an axis spans 128: take a sm"),
         (
             ("qwen3", "--mesh", "tp=2 | x=2", *SMALL, "--mark", "lm_head.weight: o/tp i/x"),
@@ -83,6 +98,24 @@ def test_a_cluster_gives_the_rates(capsys: pytest.CaptureFixture[str]) -> None:
     plain, same = (json.loads(said(capsys, *TWO, *words, "--json")) for words in ((), ("--cluster", "h100-8x8")))
     assert plain["moved"] == same["moved"]
     assert plain["parameters"] == same["parameters"]
+
+
+def test_a_plan_is_chosen_beside_that_of_the_marks(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [" ".join(line.split()) for line in said(capsys, *CHOOSE).splitlines()]
+    assert any(line.startswith("model.layers.{0..1}.self_attn.o_proj.weight 64 x 4096") for line in lines)
+    assert any(line.startswith("from the model's marks") for line in lines)
+    assert lines[-1].startswith("the best there is within 80 GB, by this model; chosen in ")
+    found = json.loads(said(capsys, *CHOOSE, "--json"))
+    assert 0 < found["bound"] <= found["chosen"]["seconds"] <= found["marked"]["seconds"]
+    assert found["chosen"]["bytes"] <= found["memory"] == 80e9
+    assert found["marks"] == []
+
+
+def test_a_model_without_marks_is_chosen_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("gpt2", "--mesh", "tp=2", "--set", "n_layer=2", "--batch", "2", "--sequence", "16", "--choose")
+    words += ("--set", "embd_pdrop=0.0", "--set", "attn_pdrop=0.0", "--set", "resid_pdrop=0.0")
+    told = said(capsys, *words, "--cluster", "h100-8x8", "--seconds", "0")
+    assert "nothing to compare it with: no marks come with Tangram for a gpt2 model" in told
 
 
 def test_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`tangram shard MODEL`: capture a model, derive its layouts from marks; print them, explain one, compare, draw."""
+"""`tangram shard MODEL`: capture a model, derive its layouts from marks or choose them; print, explain, compare, draw."""
 
 import sys
 import time
@@ -13,6 +13,7 @@ from tangram.layout import Mesh, NotationError
 from tangram.planner.read import changes_of
 
 if TYPE_CHECKING:
+    from tangram.cli.choose import Choosing
     from tangram.models.graph import Graph
     from tangram.sharding.derive.derive import ConflictError, Derived
     from tangram.sharding.derive.marks import Mark
@@ -39,6 +40,8 @@ class Asked:
     html: Path | None = None
     json: bool = False
     cluster: str | None = None
+    choosing: "Choosing | None" = None
+    """Where a plan is to be chosen, and not derived."""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     """What took how long, as it is done."""
 
@@ -48,6 +51,9 @@ def derive_model(asked: Asked) -> None:
     ways = [name for name in ("why", "diff", "html") if getattr(asked, name) is not None]
     if len(ways) > 1:
         raise UserError(f"--{' and --'.join(ways)} are one at a time")
+    if asked.choosing is not None:
+        _choose(asked, asked.choosing)
+        return
     from tangram.models.named import named_config
 
     mesh = _mesh(asked.mesh)
@@ -67,6 +73,27 @@ def derive_model(asked: Asked) -> None:
         _write_page(asked, found, asked.html)
     else:
         _print(asked, found)
+
+
+def _choose(asked: Asked, choosing: "Choosing") -> None:
+    from tangram.cli.choose import answer, bytes_of, cluster_of, show
+    from tangram.models.named import named_config
+
+    if asked.why is not None or asked.diff is not None:
+        raise UserError("--why and --diff are of plans that follow from marks: leave out --choose")
+    mesh = _mesh(asked.mesh)
+    cluster = cluster_of(asked.cluster, mesh)
+    if choosing.memory is not None:
+        bytes_of(choosing.memory)  # mistakes are told before the model is captured
+    (given,) = _sides(asked)
+    with progress("capturing"):
+        config = named_config(asked.name, changes_of(asked.changes))
+        graph = _captured(asked, config)
+    found = answer(graph, mesh, cluster, str(config.model_type), given or [], choosing)
+    if asked.html is not None:
+        _write_page(asked, found.chosen.plan, asked.html)
+    else:
+        show(found, asked.json, asked.seconds)
 
 
 def _mesh(text: str) -> Mesh:

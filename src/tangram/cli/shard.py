@@ -68,12 +68,30 @@ def model(
     cluster: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="Weigh work and bytes by this cluster's rates, by axis.")
     ] = None,
+    choose: Annotated[
+        bool, typer.Option("--choose", help="Choose the quickest plan for the cluster; marks only bind what they name.")
+    ] = False,
+    memory: Annotated[
+        str | None, typer.Option(metavar="80GB", help="With --choose: of a rank; else what the cluster's devices have.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="With --choose: how long to look for it.")] = 10.0,
+    optimiser: Annotated[
+        float, typer.Option(min=0.0, help="With --choose: bytes of the optimiser's states for each parameter.")
+    ] = 12.0,
+    micro_batches: Annotated[
+        int, typer.Option(min=1, help="With --choose: how many there are before gradients are summed.")
+    ] = 1,
     json: Json = False,
 ) -> None:
     """Derive the layout of every tensor of a model from marks on a few. (`model` may be left out.)"""
+    from tangram.cli.choose import Choosing
     from tangram.cli.derive import Asked, derive_model
 
-    derive_model(Asked(name, mesh, mark or (), marks, batch, sequence, change or (), why, diff, html, json, cluster))
+    if memory is not None and not choose:
+        raise UserError("--memory limits what is chosen: give --choose, too")
+    choosing = Choosing(memory, seconds, optimiser, micro_batches) if choose else None
+    given = mark or (), marks, batch, sequence, change or ()
+    derive_model(Asked(name, mesh, *given, why, diff, html, json, cluster, choosing))
 
 
 @shard.command()

@@ -98,7 +98,7 @@ def choose(
     other or name nothing, an operator has no rule, or there are too many ways to lie over so many axes.
     """
     start = time.monotonic()
-    _refuse_larger(mesh, cluster)
+    refuse_larger(mesh, cluster)
     if memory_limit is not None and memory_limit <= 0:
         raise UserError(f"a memory limit of {memory_limit:g} bytes leaves room for nothing: give one above 0")
     some = options(fold(graph, table or builtin()), mesh, marks)
@@ -130,7 +130,8 @@ def _price(both: Both, choice: Mapping[Name, int]) -> Price:
     return Price(*parts)
 
 
-def _refuse_larger(mesh: Mesh, cluster: Cluster) -> None:
+def refuse_larger(mesh: Mesh, cluster: Cluster) -> None:
+    """Raises UserError for a mesh that has more ranks than the cluster."""
     if mesh.size > cluster.ranks:
         raise UserError(
             f"the mesh `{mesh}` has {mesh.size} ranks and the cluster {cluster.name} {cluster.ranks}: "

@@ -1,0 +1,145 @@
+"""`tangram shard MODEL --choose`: the cheapest plan for a cluster, beside that of the model's marks."""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tangram.cli.output import print_json, print_table, progress
+from tangram.errors import UserError
+
+if TYPE_CHECKING:
+    from tangram.hardware.cluster import Cluster
+    from tangram.layout import Mesh
+    from tangram.models.graph import Graph
+    from tangram.sharding.choose.choose import Chosen, Price
+    from tangram.sharding.derive.derive import Derived
+    from tangram.sharding.derive.marks import Mark
+
+UNITS = {"": 1.0, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """What a user typed beside the model and its mesh."""
+
+    memory: str | None = None
+    """Of a rank, as `80GB`; None: what the cluster's device has."""
+    seconds: float = 10.0
+    """Of the clock, for the search."""
+    optimiser: float = 12.0
+    """Bytes of the optimiser's states for each parameter."""
+    micro_batches: int = 1
+
+
+def cluster_of(name: str | None, mesh: "Mesh") -> "Cluster":
+    """The cluster, which a choice needs. Raises UserError where there is none, or one that is too small."""
+    from tangram.hardware.cluster import load, names
+    from tangram.sharding.choose.choose import refuse_larger
+
+    if name is None:
+        raise UserError(f"--choose needs a cluster: give --cluster, a file or one of {', '.join(names())}")
+    cluster = load(name)
+    refuse_larger(mesh, cluster)
+    return cluster
+
+
+def bytes_of(text: str) -> float:
+    """`80GB` or `74.5GiB` as bytes. Raises UserError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2] not in UNITS or float(found[1]) == 0:
+        units = ", ".join(unit for unit in UNITS if unit)
+        raise UserError(f'"{text}" is no memory: write a number above 0 with one of {units}, as in 80GB')
+    return float(found[1]) * UNITS[found[2]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was chosen, and what it is beside."""
+
+    chosen: "Chosen"
+    limit: float
+    took: float
+    """Seconds of the clock."""
+    other: "Derived | None"
+    """The plan of the marks that come with the model."""
+    theirs: "Price | None"
+    why_not: str
+    """Why there is none."""
+
+
+def answer(
+    graph: "Graph", mesh: "Mesh", cluster: "Cluster", kind: str, given: "Sequence[Mark]", asked: Choosing
+) -> Answer:
+    """Choose, and price the plan of the marks that come with a type of model. Raises UserError."""
+    from tangram.sharding.choose.choose import choose, priced
+    from tangram.sharding.choose.costs import Training
+
+    limit = cluster.device.memory_bytes if asked.memory is None else bytes_of(asked.memory)
+    training = Training(optimiser=asked.optimiser, micro_batches=asked.micro_batches)
+    with progress("choosing"):
+        start = time.perf_counter()
+        try:
+            other, why_not = _of_marks(graph, mesh, cluster, kind), ""
+        except UserError as error:
+            other, why_not = None, str(error)
+        known = [other] if other is not None and not given else []
+        chosen = choose(
+            graph, mesh, cluster, memory_limit=limit, marks=given, seconds=asked.seconds, training=training, known=known
+        )
+        took = time.perf_counter() - start
+    theirs = None if other is None else priced(other, cluster, training)
+    return Answer(chosen, limit, took, other, theirs, why_not)
+
+
+def _of_marks(graph: "Graph", mesh: "Mesh", cluster: "Cluster", kind: str) -> "Derived":
+    """The plan of the marks that come with a model; over axes that they do not name, the batch is cut."""
+    from tangram.sharding.derive.derive import Rates, derive
+    from tangram.sharding.derive.marks import Mark, marks_of
+
+    marks = marks_of(kind)
+    if not marks:
+        raise UserError(f"no marks come with Tangram for a {kind} model")
+    others = [axis for axis in mesh.axes if axis != "tp"]
+    if others:
+        marks.append(Mark.parse(f"input_ids: b/{'/'.join(others)} s"))
+    return derive(graph, marks, mesh, rates=Rates(cluster=cluster))
+
+
+def show(found: Answer, asked_json: bool, seconds: Mapping[str, float]) -> None:
+    """Print it."""
+    from tangram.sharding.derive.show import amount, as_json, tables
+
+    if asked_json:
+        print_json(
+            {
+                **as_json(found.chosen.plan), "chosen": _figures(found.chosen.price), "bound": found.chosen.bound,
+                "gap": found.chosen.gap, "memory": found.limit, "seconds": {**seconds, "choose": found.took},
+                "marked": None if found.theirs is None else _figures(found.theirs),
+            }
+        )  # fmt: skip
+        return
+    for title, headers, rows in tables(found.chosen.plan):
+        print_table(title, headers, rows)
+    headers = ("plan", "seconds", "operators", "moving", "memory of a rank", "states", "saved")
+    rows = [_row("chosen", found.chosen.price)]
+    if found.theirs is not None:
+        rows.append(_row("from the model's marks", found.theirs))
+    print_table("A forward and a backward, as the cluster's file has it", headers, rows)
+    if found.why_not:
+        print(f"nothing to compare it with: {found.why_not}")
+    gap = found.chosen.gap
+    said = "the best there is" if gap < 1e-4 else f"at most {gap:.2%} longer than the best there is"
+    print(f"{said} within {amount(found.limit)}, by this model; chosen in {found.took:.1f} s")
+
+
+def _row(name: str, price: "Price") -> tuple[str, ...]:
+    from tangram.sharding.derive.show import amount
+
+    times = (f"{x:.3g} s" for x in (price.seconds, price.work, price.moving))
+    return (name, *times, *map(amount, (price.nbytes, price.states, price.saved)))
+
+
+def _figures(price: "Price") -> dict[str, Any]:
+    return {**asdict(price), "seconds": price.seconds, "bytes": price.nbytes}
