@@ -1,4 +1,4 @@
-"""`tangram shard MODEL`: capture a model, derive its layouts from marks or choose them; print, explain, compare, draw."""
+"""`tangram shard MODEL`: capture a model, derive its layouts from marks or choose them; print, explain, draw them."""
 
 import sys
 import time

@@ -168,6 +168,10 @@ class Search:
     def _look(self, kept: Kept, price: float, rounds: int) -> _Looked:
         """The bound of some choices: at no price, at the one given, and at those at which two choices cost the same."""
         seconds, nbytes = restricted(self.both.seconds, kept), restricted(self.both.nbytes, kept)
+        if price:  # most branches end here
+            found, least, parted = self._at(seconds, nbytes, price, kept)
+            if self._beaten(least - price * self.limit) or self._late():
+                return _Looked(least - price * self.limit, None, found, None, price, parted)
         free, bound, parted = self._at(seconds, nbytes, 0.0, kept)
         if not np.isfinite(bound):
             return _Looked(float("inf"), None, None, None, 0.0, ())
@@ -253,6 +257,8 @@ class Search:
                 return bound, next(numbers) - 1
             one = heapq.heappop(todo)
             for part in self._split(one):
+                if self._late():
+                    return bound, next(numbers) - 1
                 seen = self._look(part, one.looked.price, rounds=3)
                 seen = replace(seen, bound=max(seen.bound, one.bound))
                 if not self._beaten(seen.bound):
