@@ -174,7 +174,7 @@ def _backward_of_many(x: Tensor) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[Tensor], object], str]] = {
-    "unreadable": (lambda x: mark(x, "a b( c"), r'the layout of mark\(…, "a b\( c"\) cannot be read at'),
+    "unreadable": (lambda x: mark(x, "a b) c"), r'the layout of mark\(…, "a b\) c"\) cannot be read at'),
     "other dims": (lambda x: mark(x, "a b/tp"), r'mark\(…, "a b/tp"\) in .*: .*2'),
     "unknown axis": (lambda x: relayout(x, "a b/cp c"), r"names the axis cp, which is none of the mesh `tp=2`"),
     "uneven": (

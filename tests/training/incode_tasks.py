@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from tangram.sharding.derive.noted import noted
 from tangram.sharding.derive.of_model import derive_whole, graph_of, parameter_states
 from tangram.sharding.derive.states import SAME, SEVERAL, SUM
 from tangram.sharding.incode import layout_of, mark, relayout
+from tangram.sharding.incode.api import marks_in
 from tangram.sharding.incode.placed import Placed
 from tangram.training.derived import DerivedModel, parallel, without_memory
 from tangram.training.incode import EagerModel, eager
@@ -100,8 +102,6 @@ class Ran:
     where: str
     layouts: Mapping[str, set[str]] = field(default_factory=dict[str, set[str]])
     """How the tensors of each mark lie."""
-    output: str = ""
-    """How the model's result lies."""
 
 
 def devices_of(mesh: str) -> DeviceMesh:
@@ -114,24 +114,37 @@ def beside(model: nn.Module, loss: Tensor, whole: nn.Module, want: Tensor, **mor
     return Ran(off, *furthest(model, dict(whole.named_parameters())), **more)
 
 
-def seen(held: EagerModel) -> dict[str, set[str]]:
-    """How the tensors of each mark lie, as operators ran."""
+def seen(held: EagerModel, marks: Sequence[Mark]) -> dict[str, set[str]]:
+    """How the tensors of each mark lie, as operators ran; over the axes that a mark of a name names."""
+    axes = {f"the mark `{one}`": one.layout.axes for one in marks}
     found: dict[str, set[str]] = {}
     for one in held.session.seen:
-        found.setdefault(one.by, set()).add(str(one.layout))
+        found.setdefault(one.by, set()).add(over(str(one.layout), axes.get(one.by, frozenset())))
     return found
 
 
-def came_to(held: DerivedModel, names: Sequence[Mark] = ()) -> dict[str, set[str]]:
-    """The same of a captured graph; of `names` those that are on modules."""
+def came_to(held: DerivedModel, marks: Sequence[Mark]) -> dict[str, set[str]]:
+    """The same of a captured graph."""
     found = held.programs[0].found
     graph = found.folded.graph
     known = {str(one): {str(value_layout(found, v)) for v in matched(graph, one).values()} for one in noted(graph)}
-    for one in names:
+    for one in marks:
         values = [v for name, v in matched(graph, one).items() if name in graph.results]
         if values:
-            known[f"the mark `{one}`"] = {str(value_layout(found, v)) for v in values}
+            texts = {over(str(value_layout(found, v)), one.layout.axes) for v in values}
+            known[f"the mark `{one}`"] = texts
     return known
+
+
+def over(layout: str, axes: Collection[str]) -> str:
+    """A layout over some axes alone; over all where there are none."""
+    if not axes:
+        return layout
+    cut = re.sub(r"/(\w+)", lambda found: found[0] if found[1] in axes else "", layout)
+    return re.sub(r" \w+:(\w+)", lambda found: found[0] if found[1] in axes else "", cut)
+
+
+# ---------------------------------------------------------------- a module with marks
 
 
 @dataclass(frozen=True)
@@ -158,9 +171,6 @@ def run_all(rank: Rank, works: Works) -> All:
     )
 
 
-# ---------------------------------------------------------------- a module with marks
-
-
 def run_marked(mistake: str) -> dict[str, Ran]:
     """The module in both ways, beside one process."""
     whole = marked()
@@ -173,7 +183,7 @@ def run_marked(mistake: str) -> dict[str, Ran]:
     with held:
         loss = loss_of_marked(first)
     loss.backward()
-    ran = {"as it runs": beside(first, loss, whole, want, layouts=seen(held))}
+    ran = {"as it runs": beside(first, loss, whole, want, layouts=seen(held, marks_in(whole)))}
     if mistake:
         return ran
     inputs = {"ids_BS": ids()}
@@ -181,8 +191,7 @@ def run_marked(mistake: str) -> dict[str, Ran]:
     loss = loss_of_marked(second)
     loss.backward()
     other.sum_gradients()
-    kept = [one for one in other._marks if getattr(one, "line", "")]  # pyright: ignore[reportPrivateUsage]
-    ran["captured"] = beside(second, loss, whole, want, layouts=came_to(other, kept))
+    ran["captured"] = beside(second, loss, whole, want, layouts=came_to(other, marks_in(whole)))
     return ran
 
 
@@ -241,7 +250,7 @@ def run_model(kind: str, mesh: str, more: tuple[str, ...]) -> dict[str, Ran]:
     after.backward()
     other.sum_gradients()
     return {
-        "as it runs": beside(first, loss, whole, want, layouts=seen(held)),
+        "as it runs": beside(first, loss, whole, want, layouts=seen(held, marks)),
         "captured": beside(second, after, whole, want, layouts=came_to(other, marks)),
     }
 

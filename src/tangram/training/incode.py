@@ -174,6 +174,8 @@ def _lies(mark: Mark, name: str, parameter: Tensor, mesh: Mesh) -> Mapping[str, 
         states = states_of(mark.layout, parameter.shape, mesh) or dict.fromkeys(mesh.axes, SAME)
     except UserError as error:
         raise UserError(f"the mark `{mark}` does not fit {name}: {error}") from None
+    if getattr(mark, "used", None) is not None:
+        raise UserError(f"the mark `{mark}` gathers {name} each time, which is for a whole graph: leave the arrow out")
     for axis, state in states.items():
         if state.kind == "sum":
             raise UserError(f"the mark `{mark}` makes {name} a pending sum, which no parameter is")

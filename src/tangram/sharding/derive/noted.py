@@ -20,14 +20,14 @@ class InCode(Mark):
     line: str = ""
 
     def on(self, graph: Graph) -> dict[str, int] | None:
-        """What it is on: what the calls give and, of `mark`, what they take."""
+        """What it is on: what the calls give and, of `mark`, what they take; what a model is given stays whole."""
         if self.pattern not in WRITTEN.values():
             return None
         found: dict[str, int] = {}
         for node in graph.nodes:
             if not node.backward and _same(node, self):
                 for v in (*node.results, *(node.inputs if self.pattern == "mark" else ())):
-                    if v is not None:
+                    if v is not None and graph.values[v].kind not in ("input", "buffer"):
                         name = graph.values[v].name or f"what {node.module or 'the model'} gives {self.pattern}"
                         found[f"{name}#{len(found)}" if found.get(name, v) != v else name] = v
         return found

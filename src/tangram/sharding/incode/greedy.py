@@ -8,13 +8,13 @@ used where it lies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from tangram.sharding.bind import Bound
 from tangram.sharding.choices import ALL_REDUCE, REDUCE_SCATTER
 from tangram.sharding.derive.moves import Label, Move, labels, moves
-from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, received
+from tangram.sharding.derive.states import SAME, SUM, State, received
 from tangram.sharding.incode.record import Operator
 
 NEVER = float("inf")
@@ -40,10 +40,11 @@ def decide(
     sizes: Mapping[str, int],
     nbytes: Sequence[float],
     differentiable: bool,
+    fixed: Collection[int] = (),
 ) -> dict[str, Move] | None:
-    """Over each axis what the operator does; None where it can do nothing without moving a parameter or what it writes.
+    """Over each axis what the operator does; None where all that it can do moves a parameter or what is `fixed`.
 
-    `sizes`: of the axes; `nbytes`: of the whole results.
+    `sizes`: of the axes; `nbytes`: of the whole results; `fixed`: places that are written, and have to stay.
     """
     found: dict[str, Move] = {}
     for axis, k in sizes.items():
@@ -55,8 +56,8 @@ def decide(
         some = labels(bound, [*there, *[()] * len(bound.outputs)], k)
         fitting = [one for one in some if _is_even(bound, one, k, found, sizes)]
         options = moves(operator.call, bound, fitting, k, [differentiable] * len(bound.outputs))
-        best = min(options, key=lambda one: _cost(operator, one, given, axis, k, nbytes, differentiable))
-        if _cost(operator, best, given, axis, k, nbytes, differentiable)[0] == NEVER:
+        best = min(options, key=lambda one: _cost(operator, one, given, axis, k, nbytes, differentiable, fixed))
+        if _cost(operator, best, given, axis, k, nbytes, differentiable, fixed)[0] == NEVER:
             return None
         found[axis] = best
     return found
@@ -70,26 +71,29 @@ def _cost(
     k: int,
     nbytes: Sequence[float],
     differentiable: bool,
-) -> tuple[float, bool, float]:
-    """Bytes; of equal ones, what leaves no sum behind that others do not wait for, too; then what works less."""
+    fixed: Collection[int],
+) -> tuple[float, int, float]:
+    """Bytes; of equal ones what passes on a sum alone, and last what others have to wait with; then what works less."""
     total = 0.0
     own = [one.states[axis] for one in given if one is not None]
     for place, (one, need) in enumerate(zip(given, move.inputs, strict=True)):
         if one is None or need is None:
             continue
         if place in operator.written:
-            alike = {SAME, SEVERAL} if not differentiable else {need}
-            if one.states[axis] != need and not {one.states[axis], need} <= alike:
-                return NEVER, False, 0.0
+            now = one.states[axis]
+            moves_nothing = {now.kind, need.kind} <= {"same", "several"}  # would be a view, and written through it
+            if now != need and (differentiable or not moves_nothing) and (place in fixed or moves_nothing):
+                return NEVER, 0, 0.0
             back = [out for out, v in zip(move.outputs, operator.results, strict=False) if v == operator.inputs[place]]
             if any(out != need for out in back):
-                return NEVER, False, 0.0
+                return NEVER, 0, 0.0
         total += one.price(axis, need)
     waits = move.label is None and SUM in move.outputs
     for out, n in zip(move.outputs, nbytes, strict=False):
         if out == SUM:
             total += received(ALL_REDUCE if waits else REDUCE_SCATTER, n, k)
-    return total, waits and any(state != SUM for state in own), move.share
+    order = 0 if not waits else 1 if any(state != SUM for state in own) else -1
+    return total, order, move.share
 
 
 def _is_even(bound: Bound, label: Label, k: int, done: Mapping[str, Move], sizes: Mapping[str, int]) -> bool:

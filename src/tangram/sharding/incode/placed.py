@@ -166,8 +166,7 @@ class Placed(Tensor):
                 f"{self._stale} writes into a tensor that shares memory with this one, but not on parts: write it as "
                 "an operator that gives a new tensor"
             )
-        if not self.trained:
-            wanted = {axis: SAME if state == SEVERAL else state for axis, state in wanted.items()}
+        wanted = self._plain(wanted)
         key = _key(wanted)
         if key in self._parts:
             return self._parts[key]
@@ -183,7 +182,20 @@ class Placed(Tensor):
             self._lies, self._parts = dict(wanted), {key: part}
         return part
 
+    def _plain(self, wanted: States) -> States:
+        """Without a gradient, what each rank has all of is the same, whatever it is used for."""
+        return wanted if self.trained else {a: SAME if state == SEVERAL else state for a, state in wanted.items()}
+
     # ------------------------------------------------------------ writes
+
+    def for_writing(self, wanted: States) -> Tensor:
+        """This rank's part where it lies as `wanted`, which it does from now on; to be written in place."""
+        part, wanted = self.as_(wanted), self._plain(wanted)
+        if _key(wanted) != _key(self._lies):
+            part = part.clone()  # what a move gives may be a view
+            self._states = self._lies = dict(wanted)
+            self._parts = {_key(wanted): part}
+        return part
 
     def wrote(self, part: Tensor, line: str) -> None:
         """Its part has been written in place; others that share its memory on one process may not on this rank."""

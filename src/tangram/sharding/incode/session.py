@@ -292,13 +292,17 @@ class Eager:
         given = [None if x is None else self._placed(x) for x in plain]
         trained = torch.is_grad_enabled() and any(x is not None and x.trained for x in given)
         nbytes = [_nbytes(made.get(v)) if v is not None else 0.0 for v in operator.results]
-        chosen = decide(operator, bound, given, self.sizes, nbytes, trained)
+        fixed = [i for i in operator.written if not isinstance(plain[i], Placed)]
+        chosen = decide(operator, bound, given, self.sizes, nbytes, trained, fixed)
         if chosen is None:
             raise UserError(_blocked(operator, given))
         local: list[Tensor | None] = []
         for place, x in enumerate(given):
-            needs = {axis: move.inputs[place] for axis, move in chosen.items()}
-            local.append(None if x is None else x.as_({a: x.states[a] if s is None else s for a, s in needs.items()}))
+            if x is None:
+                local.append(None)
+                continue
+            needs = {axis: move.inputs[place] or x.states[axis] for axis, move in chosen.items()}
+            local.append(x.for_writing(needs) if place in operator.written else x.as_(needs))
         part = self._part(bound, chosen)
         try:
             results = run(call, bound, part, local, in_place=True)
