@@ -1,4 +1,4 @@
-"""Derivation: how long it takes at full size, and a step of what is derived beside torch's parallel styles by hand.
+"""Derivation and choice: how long they take at full size; a step of what is derived beside torch's parallel styles.
 
 The peer of a step is Megatron's plan of a Llama decoder as one writes it with `parallelize_module`: column- and
 row-wise products, norms on a part of the sequence, inputs of attention and of the MLP gathered. Both run in the same
@@ -30,14 +30,16 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tangram.hardware.cluster import builtin
 from tangram.hardware.measure import Row
 from tangram.layout import Mesh
 from tangram.models.capture import capture
 from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.models.named import named_config, on_meta, token_inputs
-from tangram.sharding.derive.derive import derive
-from tangram.sharding.derive.marks import marks_of
+from tangram.sharding.choose.choose import choose, priced
+from tangram.sharding.derive.derive import Rates, derive
+from tangram.sharding.derive.marks import Mark, marks_of
 from tangram.training.derived import parallel
 from tangram.training.launch import Rank, run_ranks
 
@@ -58,6 +60,7 @@ def rows(quick: bool) -> Iterable[Row]:
     for name, (kind, changes) in FULL.items():
         layers = {"num_hidden_layers": "4"} if quick else {}
         yield from _derivation(name, kind, {**changes, **layers})
+        yield from _choice(name, kind, {**changes, **layers})
     found = run_ranks(measure, 5 if quick else 40, world=2, on_event=lambda event: None, device="cpu")[0]
     low, high = found.interval
     yield Row("a forward and a backward, tp=2, sequence parallel", "ms", found.ours, {"by hand": found.peer})
@@ -77,6 +80,30 @@ def _derivation(name: str, kind: str, changes: dict[str, str]) -> Iterable[Row]:
         seconds.append(time.perf_counter() - start)
     yield Row(f"{name}: capture", "s", captured)
     yield Row(f"{name}: derivation over tp=8, folding included", "s", statistics.median(seconds), target=1.0)
+
+
+def _choice(name: str, kind: str, changes: dict[str, str]) -> Iterable[Row]:
+    """Over 8 nodes of 8, a batch of 8 x 4096: within what the plan of the marks takes, and less than the best does.
+
+    That plan cuts the batch over the nodes. `choose` is not given it.
+    """
+    h100, mesh = builtin("h100-8x8"), Mesh.parse("dp=8 tp=8")
+    model = on_meta(named_config(kind, changes))
+    graph = capture(model, token_inputs(8, 4096))
+    marks = [*(marks_of(kind) or []), Mark.parse("input_ids: b/dp s")]
+    theirs = priced(derive(folded(graph, block_names(model)), marks, mesh, rates=Rates(cluster=h100)), h100)
+    limit = theirs.nbytes
+    for within, peers in (
+        ("within what the plan of the marks takes", {"of the marks": theirs.seconds}),
+        ("within 0.95 of what that takes", {}),
+    ):
+        start = time.perf_counter()
+        found = choose(folded(graph, block_names(model)), mesh, h100, memory_limit=limit, seconds=9.0)
+        took = time.perf_counter() - start
+        yield Row(f"{name}: choice over dp=8 tp=8, {within}", "s", took, target=10.0)
+        yield Row(f"{name}: its gap", "ratio", found.gap, target=0.01)
+        yield Row(f"{name}: a step by the cluster's model, {limit / 1e9:.0f} GB", "s", found.price.seconds, peers)
+        limit = 0.95 * found.price.nbytes
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from tangram.sharding.choose.costs import Both
 from tangram.sharding.choose.reduce import Kept, all_of, reduced, restricted
-from tangram.sharding.derive.solve import Costs, Name, Table, eliminated, marginals
+from tangram.sharding.derive.solve import Costs, Found, Name, Table, eliminated, marginals
 
 Choice = Mapping[Name, int]
 Nearby = Callable[[Choice], Iterable[Kept]]
@@ -129,7 +129,8 @@ class Search:
         self.limit = float("inf") if limit is None else limit
         self.best: Point | None = None
         self.smallest = float("inf")
-        self.looks = 0
+        self.longest = 0.0
+        """Seconds of the clock that a look has taken at most: none is begun that would not end in time."""
 
     def run(self) -> Searched:
         """Search."""
@@ -146,6 +147,8 @@ class Search:
             if self.best is None or looked.parted or self._beaten(looked.bound) or self._late():
                 break
             self._mix(looked)
+            if self._late(4.0):
+                break
             kept = self._promising(kept, looked.price)
             seen = self._look(kept, looked.price, rounds=16)
             looked = replace(seen, bound=max(seen.bound, looked.bound))
@@ -154,8 +157,15 @@ class Search:
             bound = min(bound, self.best.seconds)
         return Searched(self.best, bound, self.smallest, branches)
 
-    def _late(self) -> bool:
-        return time.monotonic() > self.stop
+    def _late(self, times: float = 1.0) -> bool:
+        """Whether there is no time for so many looks."""
+        return time.monotonic() + times * self.longest > self.stop
+
+    def _eliminated(self, costs: Costs, buckets: list[Table] | None = None) -> Found:
+        start = time.monotonic()
+        found = eliminated(costs, ENTRIES, buckets=buckets)
+        self.longest = max(self.longest, time.monotonic() - start)
+        return found
 
     def _beaten(self, bound: float) -> bool:
         """Whether nothing with this bound is better than what is known."""
@@ -194,8 +204,7 @@ class Search:
         self, seconds: Costs, nbytes: Costs, price: float, kept: Kept
     ) -> tuple[Point | None, float, tuple[Name, ...]]:
         """At a price of a byte: a choice, what no choice costs less than, and where tables were too large."""
-        found = eliminated(priced(seconds, nbytes, price), ENTRIES)
-        self.looks += 1
+        found = self._eliminated(priced(seconds, nbytes, price))
         return self._point(seconds, nbytes, found.choice, kept), found.bound, found.parted
 
     def _point(self, seconds: Costs, nbytes: Costs, choice: Choice, kept: Kept) -> Point | None:
@@ -215,8 +224,7 @@ class Search:
             for names, table in seconds.tables.items()
         }
         more = {names: table for names, table in nbytes.tables.items() if names not in barred}
-        found = eliminated(Costs(seconds.sizes, {**barred, **more}), ENTRIES)
-        self.looks += 1
+        found = self._eliminated(Costs(seconds.sizes, {**barred, **more}))
         return self._point(seconds, nbytes, found.choice, kept), found.bound
 
     def _promising(self, kept: Kept, price: float) -> Kept:
@@ -224,10 +232,11 @@ class Search:
         assert self.best is not None
         buckets: list[Table] = []
         costs = priced(restricted(self.both.seconds, kept), restricted(self.both.nbytes, kept), price)
-        found = eliminated(costs, ENTRIES, buckets=buckets)
+        found = self._eliminated(costs, buckets)
         room = self.best.seconds - (found.bound - price * self.limit if price else found.bound)
         if found.parted:
             return kept
+        self.longest = 0.0  # looks at what is left are shorter
         return {
             name: kept[name][more <= max(room, 0.0) * (1 + CLOSE) + 1e-12 * abs(found.bound)]
             for name, more in marginals(buckets).items()
