@@ -228,6 +228,14 @@ def _first_places(held: DerivedModel) -> None:
     now.bring = held._bring = first  # type: ignore[method-assign]
 
 
+def _gathered_as_the_same(held: DerivedModel) -> None:
+    """The gradient of a gathered parameter is cut, and not summed before."""
+    program = held.programs[0]
+    program.gathered = {
+        name: tuple(step._replace(target=SAME) for step in change) for name, change in program.gathered.items()
+    }
+
+
 MISTAKES: Mapping[str, Callable[[DerivedModel], None]] = {
     "gradients of norms are not summed": _unsummed,
     "gathers are not summed on the way back": _same_for_several,
@@ -238,6 +246,7 @@ MISTAKES: Mapping[str, Callable[[DerivedModel], None]] = {
     "every rank takes its experts for the last ones": _other_experts,
     "masks are those of a sequence as long as the part": _masks_of_the_part,
     "every rank takes the first positions": _first_places,
+    "gradients of gathered parameters are not summed": _gathered_as_the_same,
 }
 
 

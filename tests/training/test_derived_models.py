@@ -18,7 +18,7 @@ from tests.training.derived_models import MISTAKES, Ran, Work, inputs_of, model_
 BOUND = 1e-5
 """Of a gradient, relative: sums in another order, through two layers."""
 
-NORMS, GATHERS, LOGITS, BIAS, ROWS, HEADS, THEIRS, MASKS, PLACES = MISTAKES
+NORMS, GATHERS, LOGITS, BIAS, ROWS, HEADS, THEIRS, MASKS, PLACES, UNCUT = MISTAKES
 SEQUENCE = ("{model.embed_tokens,model.layers.*,model.norm}: b s/cp h",)
 """Context parallelism: keys and values are gathered."""
 PLANTED = {
@@ -27,6 +27,23 @@ PLANTED = {
     "dit": (NORMS, GATHERS, BIAS, HEADS),
     "vit": (NORMS, BIAS),
 }
+KEPT = "{model.embed_tokens.weight,lm_head.weight,*_proj.weight}: o/dp i -> o i"
+CUT_SAMPLES = "{model.embed_tokens,model.layers.*,model.norm}: b/dp s h"
+"""Parameters lie in parts over dp, and are gathered to be used, as with FSDP."""
+PRODUCTS = (
+    Work("llama", "tp=2 dp=2", (
+        "{model.embed_tokens.weight,lm_head.weight,*.q_proj.weight,*.up_proj.weight}: o/tp/dp i -> o/tp i",
+        "{*.o_proj.weight,*.down_proj.weight}: o/dp i/tp -> o i/tp", CUT_SAMPLES,
+    ), plans="none"),
+    Work("qwen3_moe", "dp=2 ep=2", (
+        "*.experts.{gate_up_proj,down_proj}: e/ep o/dp i -> e/ep o i",
+        "{model.embed_tokens.weight,lm_head.weight}: o/dp i -> o i", CUT_SAMPLES.replace("b/dp", "b/dp/ep"),
+    ), plans="none"),
+    Work("llama", "dp=2 cp=2", (
+        "{model.embed_tokens.weight,lm_head.weight,*.q_proj.weight,*.up_proj.weight}: o/dp/cp i -> o i",
+        CUT_SAMPLES.replace(" s ", " s/cp "),
+    ), plans="none"),
+)  # fmt: skip
 TWO = named(
     [
         Work("llama", "tp=2"),
@@ -36,6 +53,8 @@ TWO = named(
         Work("vit", "tp=2"),
         Work("llama", "cp=2", SEQUENCE, plans="none"),
         *(Work("llama", "cp=2", SEQUENCE, mistake, "none") for mistake in (NORMS, GATHERS, MASKS, PLACES)),
+        Work("llama", "dp=2", (KEPT, CUT_SAMPLES), plans="none"),
+        *(Work("llama", "dp=2", (KEPT, CUT_SAMPLES), mistake, "none") for mistake in (NORMS, UNCUT)),
         Work("gpt_oss", "ep=2", mistake=THEIRS, plans="ep"),
         Work("gpt_oss", "ep=2", mistake=NORMS, plans="ep"),
         *(Work(kind, "tp=2", mistake=mistake) for kind, mistakes in PLANTED.items() for mistake in mistakes),
@@ -58,6 +77,7 @@ BY_PLANS = named(
 SAMPLES = ("{model.embed_tokens,model.layers.*}: b/dp/ep s h",)
 FOUR = named(
     [
+        *PRODUCTS,
         *(Work(kind, "tp=4") for kind in ("deepseek_v3", "mamba2", "vit", "dit")),
         Work("dit", "dp=2 tp=2", ("blocks.*: b/dp s h",)),
         Work("llama", "cp=2 tp=2", SEQUENCE),

@@ -108,7 +108,7 @@ class DerivedModel:
         self._summed: Mapping[str, tuple[str, ...]] | None = None
         self._runtime = Runtime()
         as_dtensors(model, lies, mesh, self._coords, devices)
-        _see_local_parts(model)
+        _see_local_parts(model, self._gathered)
         self._runtime.wrap_root(model)
         model.forward = self._begun(model.forward)
         model.__dict__[_HELD] = self
@@ -166,6 +166,11 @@ class DerivedModel:
         self._runtime.wrap(self._model, program)
         operators = Operators(found, self._rank)
         return Now(program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring))
+
+    def _gathered(self, name: str, part: Tensor) -> Tensor:
+        """What a module uses of a parameter, of which a rank holds a part."""
+        change = self._runtime.now.program.gathered.get(name) if self._runtime.now is not None else None
+        return self._bring(part, change) if change else part
 
     def _bring(self, x: Tensor, change: Change) -> Tensor:
         for axis, source, target in change:
@@ -269,20 +274,26 @@ def without_memory(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _see_local_parts(model: nn.Module) -> None:
-    """Let the forward of each module that has cut parameters see plain tensors in their place."""
+def _see_local_parts(model: nn.Module, brought: Callable[[str, Tensor], Tensor]) -> None:
+    """Let the forward of each module that has cut parameters see plain tensors in their place, as it uses them."""
+    names = {p: name for name, p in model.named_parameters()}
     for _, module in named_modules(model):
         own: dict[str, nn.Parameter | None] = module._parameters  # pyright: ignore[reportPrivateUsage]
-        keys = [key for key, p in own.items() if isinstance(p, DTensor)]
+        keys = {key: names[p] for key, p in own.items() if isinstance(p, DTensor)}
         if keys:
-            module.forward = _with_parts(module, keys, module.forward)
+            module.forward = _with_parts(module, keys, module.forward, brought)
 
 
-def _with_parts(module: nn.Module, keys: Sequence[str], forward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_parts(
+    module: nn.Module,
+    keys: Mapping[str, str],
+    forward: Callable[..., Any],
+    brought: Callable[[str, Tensor], Tensor],
+) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         own = cast("dict[str, Any]", module._parameters)  # pyright: ignore[reportPrivateUsage]
         before = {key: own[key] for key in keys}
-        own.update({key: p.to_local() if isinstance(p, DTensor) else p for key, p in before.items()})
+        own.update({key: brought(keys[key], _local(p)) for key, p in before.items()})
         try:
             return forward(*args, **kwargs)
         finally:

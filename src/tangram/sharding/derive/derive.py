@@ -20,11 +20,11 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.derive.folding import Folded, Step, far_from_borders, fold
-from tangram.sharding.derive.marks import Mark, matched, states
+from tangram.sharding.derive.marks import Mark, lying, matched
 from tangram.sharding.derive.moves import Label, Move, label_of, labels, legal, moves, place_of
 from tangram.sharding.derive.rates import Rates, effort
 from tangram.sharding.derive.solve import Costs, Name, least
-from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, price
+from tangram.sharding.derive.states import SAME, SEVERAL, SUM, Kept, State, price
 from tangram.sharding.derive.states import cut as cut_state
 from tangram.sharding.table import Table, builtin
 
@@ -101,7 +101,7 @@ def fixed_by(
     for mark in marks:
         for name, v in matched(graph, mark).items():
             own = found.setdefault(folded.classes[v], {})
-            lies = _lies(mark, name, graph.values[v].shape, mesh)
+            lies = _lies(mark, name, graph, v, mesh)
             for axis, state in lies.items():
                 _refuse_uneven(graph.values[v].shape, state, mesh.axes[axis][0], name, mark)
                 if own.setdefault(axis, state) != state:
@@ -115,9 +115,9 @@ def fixed_by(
     return found
 
 
-def _lies(mark: Mark, name: str, shape: Sequence[int], mesh: Mesh) -> dict[str, State]:
+def _lies(mark: Mark, name: str, graph: Graph, value: int, mesh: Mesh) -> dict[str, State]:
     try:
-        return states(mark.layout, shape, mesh) or dict.fromkeys(mesh.axes, SAME)
+        return lying(mark, graph, value, mesh)
     except UserError as error:
         raise UserError(f"the mark `{mark}` does not fit {name}: {error}") from None
 
@@ -261,6 +261,8 @@ class Problem:
         bound = v in self.fixed and v != self.opened
         if v in self.given_back:
             return (self.fixed[v],) if bound else (SAME, *self.states[v])
+        if bound and isinstance(self.fixed[v], Kept):
+            return (SEVERAL,)  # its gradient is summed as it is cut
         if bound:
             return (self.fixed[v],) if self.fixed[v].kind == "cut" or self.fixed[v] == SUM else (SAME, SEVERAL)
         return (SAME, SEVERAL, SUM, *self.states[v])
@@ -346,9 +348,9 @@ class Problem:
                 if self.rates.follow and a.kind == "cut" and a != b:
                     moved *= self.k if b.kind == "cut" else 1
                     moved += self.rates.follow * nbytes * (v in self.led)
-                if v in self.folded.standing:
+                if v in self.folded.standing and not isinstance(a, Kept):
                     moved *= self.rates.summed
-                if v in self.folded.standing and a != b and "cut" in (a.kind, b.kind):
+                if v in self.folded.standing and a != b and "cut" in (a.kind, b.kind) and not isinstance(a, Kept):
                     moved = _NEVER
                 moved += _FAR * far * nbytes * (a != b)
                 table[i, j] = moved * (self.folded.times[v] if lies else 1)

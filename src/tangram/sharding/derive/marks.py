@@ -2,11 +2,13 @@
 
     model.layers.*.self_attn.q_proj.weight    (heads/tp d) h
     model.layers.*                            b s/tp h
+    *.up_proj.weight                          out/tp/dp in -> out/tp in
 
 A name is that of a parameter, of a buffer or an input, of a module, for the first tensor that it gives, or of a result
 of the model, as `logits`; `*` stands for any characters, `{a,b}` for either. A mark binds the axes that it names, on
 every tensor that it matches; one that names no axis says that they are whole, over every axis. Over axes that none of
-its marks names a parameter is whole, and another tensor is free.
+its marks names a parameter is whole, and another tensor is free. Of a parameter a second layout, behind an arrow, says
+how it is used: it lies cut over further axes and is gathered each time, as FSDP does.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import fnmatch
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, NotationError
 from tangram.layout.syntax import Dim
 from tangram.models.graph import Graph
-from tangram.sharding.derive.states import SUM, State, cut
+from tangram.sharding.derive.states import SAME, SUM, Kept, State, cut
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,19 @@ class Mark:
 
     pattern: str
     layout: Layout
+    used: Layout | None = field(default=None, kw_only=True)
+    """How it is used, where it is gathered to be used."""
 
     @staticmethod
     def parse(text: str) -> Mark:
-        """`name: layout`. Raises UserError."""
-        name, colon, layout = text.partition(":")
+        """`name: layout` or `name: layout -> layout`. Raises UserError."""
+        name, colon, layouts = text.partition(":")
+        layout, arrow, used = layouts.partition("->")
         if not colon or not name.strip():
             raise UserError(f"a mark is written as `name: layout`, as in `*.q_proj.weight: out/tp in`, not {text!r}")
         try:
-            return Mark(name.strip(), Layout.parse(layout.strip()))
+            after = Layout.parse(used.strip()) if arrow else None
+            return Mark(name.strip(), Layout.parse(layout.strip()), used=after)
         except NotationError as error:
             at = f" at {error.text[error.position :]!r}" if error.text[error.position :] else ""
             raise UserError(f"the layout of the mark {text!r} cannot be read{at}: {error.reason}") from None
@@ -50,7 +56,7 @@ class Mark:
         return None
 
     def __str__(self) -> str:
-        return f"{self.pattern}: {self.layout}"
+        return f"{self.pattern}: {self.layout}" + (f" -> {self.used}" if self.used else "")
 
 
 def matched(graph: Graph, mark: Mark) -> dict[str, int]:
@@ -103,6 +109,19 @@ def _closest(pattern: str, known: Mapping[str, int]) -> str:
     return f"; the nearest is {tails[near[0]]}" if near else ""
 
 
+def lying(mark: Mark, graph: Graph, value: int, mesh: Mesh) -> dict[str, State]:
+    """By axis, how a tensor lies by a mark; by one that names no axis it is whole. Raises UserError."""
+    of = graph.values[value]
+    found = states(mark.layout, of.shape, mesh) or dict.fromkeys(mesh.axes, SAME)
+    if mark.used is None:
+        return found
+    used = states(mark.used, of.shape, mesh)
+    gathered = {axis: state for axis, state in found.items() if axis not in used}
+    if of.kind != "parameter" or any(found.get(axis) != state for axis, state in used.items()) or not gathered:
+        raise UserError("behind an arrow stands how a parameter is used: the same layout with fewer axes")
+    return {axis: Kept(*state) if axis in gathered else state for axis, state in found.items()}
+
+
 def states(layout: Layout, shape: Sequence[int], mesh: Mesh) -> dict[str, State]:
     """By axis, how a tensor of this shape lies. Raises UserError for what a derivation cannot start from."""
     bound = layout.bind(tuple(shape))
@@ -114,12 +133,23 @@ def states(layout: Layout, shape: Sequence[int], mesh: Mesh) -> dict[str, State]
         for axis, outer in _cuts(dim, 1, layout):
             if axis not in mesh.axes:
                 raise UserError(f"the layout `{layout}` names the axis {axis}, which is none of the mesh `{mesh}`")
+            before = next((a for a, own in found.items() if own == cut(d, outer) and _later(mesh, a, axis)), None)
+            if before is not None:
+                raise UserError(
+                    f"the layout `{layout}` cuts over {before} before {axis}, which stands first in the mesh `{mesh}`: "
+                    "change one of the two orders"
+                )
             found[axis] = cut(d, outer)
     for op, axis in bound.pending:
         if op != "sum":
             raise UserError(f"the layout `{layout}`: a derivation knows pending sums, not {op}")
         found[axis] = SUM
     return found
+
+
+def _later(mesh: Mesh, axis: str, other: str) -> bool:
+    axes = [*mesh.axes]
+    return axes.index(axis) > axes.index(other)
 
 
 def _cuts(dim: Dim, outer: int, layout: Layout) -> Iterator[tuple[str, int]]:

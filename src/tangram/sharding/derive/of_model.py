@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,9 +49,9 @@ def fitting(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> list[Mark]:
     """The marks without the names that are not in a model, or that they would cut unevenly; without those of none."""
     found: list[Mark] = []
     for mark in marks:
-        names = [name for name in alternatives(mark.pattern) if _fits(graph, Mark(name, mark.layout), mesh)]
+        names = [name for name in alternatives(mark.pattern) if _fits(graph, replace(mark, pattern=name), mesh)]
         if names:
-            found.append(Mark(names[0] if len(names) == 1 else "{" + ",".join(names) + "}", mark.layout))
+            found.append(replace(mark, pattern=names[0] if len(names) == 1 else "{" + ",".join(names) + "}"))
     return found
 
 

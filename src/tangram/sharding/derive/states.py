@@ -22,6 +22,12 @@ from tangram.relayout.collectives import Place as State
 SAME, SEVERAL, SUM = State("same"), State("several"), State("sum")
 
 
+class Kept(State):
+    """How a parameter lies that is put together to be used, and its gradient cut again: equal to the cut that it is."""
+
+    __slots__ = ()
+
+
 def cut(dim: int, outer: int = 1) -> State:
     """The state of a cut."""
     return State("cut", dim, outer)

@@ -115,6 +115,7 @@ class _Lowering:
         self.borders: dict[int, Border] = {}
         self.actions: dict[int, Action] = {}
         self.summed: dict[str, tuple[str, ...]] = {}
+        self.gathered: dict[str, Change] = {}
 
     def _forward(self) -> Iterator[tuple[int, Node]]:
         return ((i, node) for i, node in enumerate(self.graph.nodes) if not node.backward)
@@ -134,7 +135,7 @@ class _Lowering:
             call = self.graph.calls[c]
             self._settle(call, action)
             actions.setdefault(call.run, {})[call.line, call.function, call.turn] = action
-        return Program(self.found, self.borders, actions, self.summed)
+        return Program(self.found, self.borders, actions, self.summed, self.gathered)
 
     # ------------------------------------------------------------ states
 
@@ -161,10 +162,14 @@ class _Lowering:
     def _parameter(self, v: int) -> None:
         source, target = self._states(v)
         change = self._change(v, source, target)
-        if any((step.source, step.target) != (SAME, SEVERAL) for step in change):
-            raise UserError(f"{self.graph.values[v].name} would have to move in each forward: mark it")
-        if change:
-            self.summed[self.graph.values[v].name] = tuple(step.axis for step in change)
+        name, summed = self.graph.values[v].name, [s for s in change if (s.source, s.target) == (SAME, SEVERAL)]
+        gathered = tuple(step for step in change if step not in summed)
+        if any(step.source.kind != "cut" or step.target not in (SAME, SEVERAL) for step in gathered):
+            raise UserError(f"{name} would have to move in each forward: mark it")
+        if gathered:
+            self.gathered[name] = gathered
+        if summed:
+            self.summed[name] = tuple(step.axis for step in summed)
         self._needs(v, target, ())
 
     def _given(self, v: int) -> None:

@@ -68,6 +68,9 @@ class Program:
     summed: Mapping[str, tuple[str, ...]]
     """Parameters that every rank of some axes has whole and uses for something of its own: gradients are summed."""
 
+    gathered: Mapping[str, Change] = field(default_factory=dict[str, Change])
+    """Parameters that lie in parts and are put together each time that their module runs; their gradients are cut."""
+
     @cached_property
     def cuts_queries(self) -> bool:
         """Whether attention works on a part of the queries, which has a mask of its own."""

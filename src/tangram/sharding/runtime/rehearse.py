@@ -69,9 +69,9 @@ def rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype
 
 
 def _cut(twin: nn.Module, found: Derived) -> None:
-    """Give every parameter the size of its part."""
+    """Give every parameter the size of its part, as it is used."""
     graph, folded = found.folded.graph, found.folded
-    states = {value.name: lying(found, folded.classes[v]) for v, value in graph.of_kind("parameter")}
+    states = {value.name: used(found, folded.classes[v]) for v, value in graph.of_kind("parameter")}
     seen: dict[Tensor, nn.Parameter] = {}
     for name, parameter in [*twin.named_parameters(remove_duplicate=False)]:
         if parameter not in seen and name in states:
