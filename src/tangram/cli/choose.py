@@ -109,19 +109,27 @@ def _of_marks(graph: "Graph", mesh: "Mesh", cluster: "Cluster", kind: str) -> "D
 
 def show(found: Answer, asked_json: bool, seconds: Mapping[str, float]) -> None:
     """Print it."""
-    from tangram.sharding.derive.show import amount, as_json, tables
+    from tangram.sharding.choose.choose import kept
+    from tangram.sharding.derive.show import amount, as_json, folded_name, short, tables
 
     if asked_json:
         print_json(
             {
                 **as_json(found.chosen.plan), "chosen": _figures(found.chosen.price), "bound": found.chosen.bound,
-                "gap": found.chosen.gap, "memory": found.limit, "seconds": {**seconds, "choose": found.took},
+                "gap": found.chosen.gap, "kept": {name: str(layout) for name, layout in kept(found.chosen.plan).items()},
+                "memory": found.limit, "seconds": {**seconds, "choose": found.took},
                 "marked": None if found.theirs is None else _figures(found.theirs),
             }
         )  # fmt: skip
         return
     for title, headers, rows in tables(found.chosen.plan):
         print_table(title, headers, rows)
+    own = kept(found.chosen.plan)
+    if own:
+        plan = found.chosen.plan
+        rows_kept = [(folded_name(plan, name), short(layout)) for name, layout in own.items()]
+        title = "Parameters that are kept in parts, and gathered for the forward and the backward"
+        print_table(title, ("", "kept as"), rows_kept)
     headers = ("plan", "seconds", "operators", "moving", "memory of a rank", "states", "saved")
     rows = [_row("chosen", found.chosen.price)]
     if found.theirs is not None:

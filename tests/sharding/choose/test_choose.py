@@ -20,7 +20,7 @@ from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.models.graph import Graph
 from tangram.models.named import named_config, on_meta, token_inputs
-from tangram.sharding.choose.choose import Chosen, choose, priced
+from tangram.sharding.choose.choose import Chosen, choose, kept, priced
 from tangram.sharding.choose.costs import Both, Training, costs
 from tangram.sharding.choose.options import options
 from tangram.sharding.choose.search import search
@@ -153,6 +153,7 @@ def test_what_is_chosen_is_right(mesh: str, tight: bool) -> None:
     found = choose(graph, Mesh.parse(mesh), H100, memory_limit=limit, gap=0.1)
     ran = check(found.plan, tensors)
     assert not ran.wrong
+    assert tight == bool(kept(found.plan))
     assert ran.gradients > 10
 
 

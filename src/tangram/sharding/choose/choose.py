@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
-from tangram.layout import Mesh
+from tangram.layout import Layout, Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.choose.costs import Both, Training, costs
 from tangram.sharding.choose.options import Options, of_derived, options
 from tangram.sharding.choose.search import Choice, search
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import fold
+from tangram.sharding.derive.layouts import layout_of, lying, used
 from tangram.sharding.derive.marks import Mark
 from tangram.sharding.derive.solve import Name
 from tangram.sharding.derive.states import SAME
@@ -128,6 +129,16 @@ def _price(both: Both, choice: Mapping[Name, int]) -> Price:
             own = len(names) == 1 and cast("tuple[str, int]", names[0])[0] == first
             parts[place if own else place + 1] += float(table[tuple(choice[name] for name in names)])
     return Price(*parts)
+
+
+def kept(plan: Derived) -> dict[str, Layout]:
+    """By name, how the parameters are kept that are gathered before they are used; of equal layers the first."""
+    found: dict[str, Layout] = {}
+    for v, value in plan.folded.graph.of_kind("parameter"):
+        own = lying(plan, v) if plan.folded.classes[v] == v else {}
+        if own and any(state.kind == "cut" != used(plan, v)[axis].kind for axis, state in own.items()):
+            found[value.name] = layout_of(value.shape, own)
+    return found
 
 
 def refuse_larger(mesh: Mesh, cluster: Cluster) -> None:
