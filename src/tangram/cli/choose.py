@@ -116,7 +116,7 @@ def show(found: Answer, asked_json: bool, seconds: Mapping[str, float]) -> None:
         print_json(
             {
                 **as_json(found.chosen.plan), "chosen": _figures(found.chosen.price), "bound": found.chosen.bound,
-                "gap": found.chosen.gap, "kept": {name: str(layout) for name, layout in kept(found.chosen.plan).items()},
+                "gap": found.chosen.gap, "kept": {name: str(own) for name, own in kept(found.chosen.plan).items()},
                 "memory": found.limit, "seconds": {**seconds, "choose": found.took},
                 "marked": None if found.theirs is None else _figures(found.theirs),
             }

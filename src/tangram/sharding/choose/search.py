@@ -138,6 +138,8 @@ class Search:
             self._point(self.both.seconds, self.both.nbytes, choice, all_of(self.both.seconds))
             if self.nearby is not None:
                 self._improve(choice)
+        if self.best is not None and self._late():
+            return Searched(self.best, min(self._floor(), self.best.seconds), self.smallest, 0)
         now = time.monotonic()
         kept = reduced(self.both, now + 0.4 * max(self.stop - now, 0.0))
         looked = self._look(kept, 0.0, rounds=8)
@@ -156,6 +158,10 @@ class Search:
         if self.best is not None:
             bound = min(bound, self.best.seconds)
         return Searched(self.best, bound, self.smallest, branches)
+
+    def _floor(self) -> float:
+        """What no choice costs less than: the least of each table."""
+        return float(sum(table.min() for table in self.both.seconds.tables.values()))
 
     def _late(self, times: float = 1.0) -> bool:
         """Whether there is no time for so many looks."""
@@ -359,6 +365,7 @@ def search(
     It ends where the least is at most `gap` below what was found, as a part of it. `starts`: choices that are known;
     what is found is never worse than one of them that fits.
 
-    One look, some seconds of the clock for the largest models, is taken however little time there is.
+    One look, some seconds of the clock for the largest models, is taken however little time there is, but where one of
+    the `starts` fits.
     """
     return Search(both, limit, time.monotonic() + seconds, nearby, gap, starts).run()
