@@ -61,7 +61,7 @@ def _forward_of(kind: type[nn.Module], first: bool, last: bool) -> Any:
         if last:
             return cast(Any, kind).forward(self, **given).logits
         hidden: Tensor = self.base_model(**given).last_hidden_state
-        return hidden.view(hidden.shape)  # a tensor of its own: a block's result may lie otherwise than a stage's
+        return hidden.clone()  # a tensor of its own: a block's result may lie otherwise than a stage's
 
     return forward
 

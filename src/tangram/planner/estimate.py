@@ -17,8 +17,10 @@ Seconds of a step, with M micro-batches, each operator at the rate of its size, 
                 over tensor ranks one all-reduce for each module that is cut), and one number at the end of a step
     optimiser   AdamW's passes through what the rank holds, and what each parameter costs to handle
 
-Of tensor parallelism, activations and products are counted on the model that one tensor rank has. Nothing overlaps, and
-ranks wait for nobody. Recomputation inside a block is not seen, only that of blocks.
+Of a pipeline each stage is counted (`planner.staged`): the memory of the one that needs most, the seconds of the
+slowest with the time in which it waits. Of tensor parallelism, activations and products are counted on the model that
+one tensor rank has. Nothing overlaps, and ranks wait for nobody else. Recomputation inside a block is not seen, only
+that of blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +33,7 @@ from tangram.layout import Layout, Mesh, region
 from tangram.models.costs import OUTSIDE, ModelCosts, Parameter, Work
 from tangram.planner.derived import Moves
 from tangram.planner.plan import Plan, matches
+from tangram.planner.staged import Share, shares
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -118,9 +121,10 @@ def estimate(
     is derived from marks moves over its tensor axes for one sample; None: it has rules of activations.
     """
     held = numbers_held(plan, whole.parameters)
+    stages = shares(plan, whole.parameters, local)
     return Estimate(
-        _memory(plan, whole.parameters, local, held),
-        _seconds(plan, whole.parameters, local, held, rates, moves),
+        max((_memory(plan, stage, held) for stage in stages), key=lambda memory: memory.total),
+        max((_seconds(plan, stage, held, rates, moves) for stage in stages), key=lambda seconds: seconds.total),
         plan.data.global_batch * plan.data.sequence,
     )
 
@@ -160,11 +164,12 @@ def _unit_numbers(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[s
     return units
 
 
-def _memory(plan: Plan, parameters: tuple[Parameter, ...], local: ModelCosts, held: Mapping[str, int]) -> Memory:
-    numbers = sum(held.values())
+def _memory(plan: Plan, stage: Share, held: Mapping[str, int]) -> Memory:
+    parameters, local = stage.parameters, stage.local
+    numbers = sum(held[one.name] for one in parameters)
     trained = sum(held[one.name] for one in parameters if one.trained)
     again = [part for part in local.blocks if _recomputed(plan, part.name)]
-    activations = sum(part.input_bytes if part in again else part.kept_bytes for part in local.parts)
+    activations = stage.kept * sum(part.input_bytes if part in again else part.kept_bytes for part in local.parts)
     activations += max((part.kept_bytes for part in again), default=0.0)
     units = _unit_numbers(plan, parameters, held)
     block = max((size for name, size in units.items() if name != OUTSIDE), default=0.0)
@@ -181,30 +186,39 @@ def _memory(plan: Plan, parameters: tuple[Parameter, ...], local: ModelCosts, he
 
 
 def _seconds(
-    plan: Plan,
-    parameters: tuple[Parameter, ...],
-    local: ModelCosts,
-    held: Mapping[str, int],
-    rates: Rates,
-    derived: Sequence[Moves] | None,
+    plan: Plan, stage: Share, held: Mapping[str, int], rates: Rates, derived: Sequence[Moves] | None
 ) -> Seconds:
+    parameters, local = stage.parameters, stage.local
     over_tensor = (
-        _tensor_seconds(plan, parameters, local, rates) if derived is None else _moves_seconds(plan, derived, rates)
+        _tensor_seconds(plan, parameters, local, rates)
+        if derived is None
+        else stage.work * _moves_seconds(plan, derived, rates)
     )
     products, moves = 0.0, 0.0
     again = sum(part.forward_flops for part in local.blocks if _recomputed(plan, part.name))
-    extra = again / local.forward.flops if local.forward.flops else 0.0
+    extra = again / (stage.work * local.forward.flops) if local.forward.flops and stage.work else 0.0
     for work, times in ((local.forward, 1 + extra), (local.backward, 1.0)):
         product, move = _work_seconds(work, plan, rates)
-        products += times * product
-        moves += times * move
+        products += stage.work * times * product
+        moves += stage.work * times * move
+    gather, reduce = _data_seconds(plan, parameters, held, rates)
+    over_data = plan.micro_steps * (gather + reduce) if plan.pipeline is None else plan.micro_steps * gather + reduce
     return Seconds(
-        products=plan.micro_steps * products,
-        moves=plan.micro_steps * moves,
-        communication=plan.micro_steps * (over_tensor + _data_seconds(plan, parameters, held, rates))
+        products=stage.slots * products,
+        moves=stage.slots * moves,
+        communication=stage.slots * (over_tensor + _stages_seconds(plan, local, rates))
+        + over_data
         + (rates.latency if plan.ranks > 1 else 0.0),
         optimiser=_optimiser_seconds(parameters, held, rates),
     )
+
+
+def _stages_seconds(plan: Plan, local: ModelCosts, rates: Rates) -> float:
+    """What a stage hands on of a micro-batch, and the gradient that comes back."""
+    if plan.pipeline is None:
+        return 0.0
+    hidden = max((part.input_bytes for part in local.blocks), default=0.0)
+    return 2 * (rates.latency + rates.links.seconds(hidden))
 
 
 def _work_seconds(work: Work, plan: Plan, rates: Rates) -> tuple[float, float]:
@@ -216,35 +230,37 @@ def _work_seconds(work: Work, plan: Plan, rates: Rates) -> tuple[float, float]:
     )
 
 
-def _data_seconds(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int], rates: Rates) -> float:
-    """Of FSDP and copies, for a micro-batch."""
+def _data_seconds(
+    plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int], rates: Rates
+) -> tuple[float, float]:
+    """Of FSDP and copies: to gather parameters for a micro-batch, and to reduce gradients."""
     shards = shard_size(plan)
     copies = plan.data_ranks // shards
     over_gloo = rates.device == "cpu"
-    seconds = 0.0
+    gather = reduce = 0.0
     for name, numbers in _unit_numbers(plan, parameters, held).items():
         if not numbers:
             continue
         weights = BYTES[plan.precision.compute] * numbers
         gradients = BYTES[plan.precision.reduce] * numbers
         gathers = 1 if name == OUTSIDE else 2  # what lies outside the blocks stays whole until the backward
-        seconds += overheads.FSDP_UNIT_CALLS * rates.call_seconds
-        seconds += rates.moves.seconds(2 * weights) * gathers + rates.moves.seconds(2 * gradients)
-        seconds += gathers * _exchange(weights, shards, rates)
-        seconds += _exchange(gradients * (2 if over_gloo else 1), shards, rates)  # gloo reduces all, then takes a part
-        seconds += _exchange(2 * gradients / shards, copies, rates)
-    return seconds
+        gather += overheads.FSDP_UNIT_CALLS * rates.call_seconds
+        gather += gathers * (rates.moves.seconds(2 * weights) + _exchange(weights, shards, rates))
+        reduce += rates.moves.seconds(2 * gradients)
+        reduce += _exchange(gradients * (2 if over_gloo else 1), shards, rates)  # gloo reduces all, then takes a part
+        reduce += _exchange(2 * gradients / shards, copies, rates)
+    return gather, reduce
 
 
 def _moves_seconds(plan: Plan, moves: Sequence[Moves], rates: Rates) -> float:
     """Of what moves over the tensor axis, as derived, for a micro-batch."""
-    ranks, samples = plan.ranks // plan.data_ranks, plan.data.micro_batch
+    ranks, samples = plan.tensor_ranks, plan.data.micro_batch
     each = rates.latency * (ranks - 1) + overheads.TENSOR_MODULE_CALLS * rates.call_seconds
     return sum(one.times * (each + rates.links.seconds(samples * one.nbytes)) for one in moves)
 
 
 def _tensor_seconds(plan: Plan, parameters: tuple[Parameter, ...], local: ModelCosts, rates: Rates) -> float:
-    ranks = plan.ranks // plan.data_ranks
+    ranks = plan.tensor_ranks
     if ranks == 1:
         return 0.0
     modules = {name for one in parameters if matches(tuple(plan.layouts.activations), name := _module_of(one.name))}

@@ -11,10 +11,14 @@ from torch import nn
 
 from tangram.errors import UserError
 from tangram.layout import Coverage, Layout, LayoutError, Mesh, Region, coverage, region
+from tangram.models.capture import capture
+from tangram.models.named import token_inputs
+from tangram.models.stages import refuse_unlike_chain, refuse_unlike_modules
 from tangram.models.twin import Shapes, module_shapes
 from tangram.planner.plan import Plan, first_match, flow
 
 MOST_RANKS = 256  # a region is made for each rank
+CHECKED = 8  # tokens of the sample on which stages are checked
 
 
 def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None) -> None:
@@ -22,6 +26,9 @@ def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None) -> None:
 
     `shapes`: what `module_shapes` found, where it is known already.
     """
+    if plan.pipeline is not None:
+        refuse_unlike_modules(model, plan.pipeline.stages)
+        refuse_unlike_chain(capture(model, token_inputs(1, CHECKED)), plan.pipeline.stages)
     mesh = Mesh.parse(plan.mesh)
     if mesh.size > MOST_RANKS:
         raise UserError(f"the mesh {plan.mesh} has {mesh.size} ranks; plans of up to {MOST_RANKS} are checked")

@@ -204,6 +204,11 @@ class Plan(Job):
         """How many ranks the pipeline axis has; 1 without one."""
         return Mesh.parse(self.mesh).axes[self.axes.pipeline[0]][0] if self.axes.pipeline else 1
 
+    @property
+    def tensor_ranks(self) -> int:
+        """How many ranks share one part of the batch within a stage."""
+        return self.ranks // (self.data_ranks * self.stage_ranks)
+
     def stage_of(self, name: str) -> int:
         """The stage that has a parameter or a buffer. Raises UserError where none has; 0 without a pipeline."""
         if self.pipeline is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import isqrt
 
@@ -28,10 +28,12 @@ from tangram.planner.derived import TensorLayouts, sample_graph, tensor_layouts
 from tangram.planner.estimate import Estimate, estimate, megabytes
 from tangram.planner.job import Job
 from tangram.planner.legal import legal
-from tangram.planner.plan import AxesPlan, LayoutsPlan, Plan, matches
+from tangram.planner.plan import AxesPlan, LayoutsPlan, PipelinePlan, Plan, matches
 from tangram.planner.read import mistakes
+from tangram.planner.staged import cut_into_stages
 
 MOST_PROCESSES = 64
+Stages = tuple[tuple[str, ...], ...]
 FILLED = 0.9  # of the memory there is: estimates are rough, and the machine does other things too
 
 
@@ -77,20 +79,25 @@ class _Strategy:
     data: tuple[str, ...]
     tensor: tuple[tuple[str, int], ...] = ()
     shard: str | None = None
+    stages: int = 1
 
 
 def rank(
-    job: Job, processes: int, rates: Rates, config: PreTrainedConfig, counted: Counted | None = None
+    job: Job, processes: int, rates: Rates, config: PreTrainedConfig, counted: Counted | None = None, stages: int = 1
 ) -> tuple[Ranked, ...]:
     """Every plan for the job on so many processes: those that fit, the most tokens a second first, then the others.
 
+    With `stages` each is of a pipeline of so many stages, whose ranks lie as the plan of so many fewer processes says.
     `rates` are those of one of so many processes. `counted` saves counting the same model twice. Raises UserError where
     the job cannot be planned at all.
     """
     if not 1 <= processes <= MOST_PROCESSES:
         raise UserError(f"{processes} processes cannot be planned for: give 1 to {MOST_PROCESSES}")
+    if stages < 1 or processes % stages:
+        raise UserError(f"{processes} processes cannot be dealt to {stages} stages: give a divisor")
     counted = counted or Counted(job, config)
-    found = [ranked for one in _strategies(processes) for ranked in _ranked(one, job, counted, rates)]
+    some = [_staged(one, stages) for one in _strategies(processes // stages)]
+    found = [ranked for one in some for ranked in _ranked(one, job, counted, rates)]
     return tuple(sorted(found, key=_order))
 
 
@@ -106,7 +113,7 @@ def predict(plan: Plan, rates: Rates, config: PreTrainedConfig) -> Estimate:
     """What a plan that somebody else made is predicted to need. Raises UserError where it is not legal."""
     counted = Counted(plan, config)
     legal(plan, counted.model)
-    tensor = plan.ranks // plan.data_ranks
+    tensor = plan.tensor_ranks
     found = counted.tensor((plan.axes.tensor[0], tensor), None) if plan.axes.tensor else None
     lies = None if isinstance(found, str) else found
     local = counted.costs(tensor if lies else 1, lies is not None and lies.vocabulary, plan.data.micro_batch)
@@ -139,6 +146,10 @@ class Counted:
             return " ".join(str(error).split())
         found = tensor_layouts(self.config, self.model, graph, axis, shard)
         return found or rules_for(self.config, self.model, axis, shard)
+
+    def stages(self, count: int) -> Stages:
+        """The modules of each of so many stages of a pipeline. Raises UserError where it cannot be cut so."""
+        return cut_into_stages(self._graph(), self.costs(1, False, 1), count)
 
     @property
     def shapes(self) -> Shapes:
@@ -182,6 +193,13 @@ def _strategies(processes: int) -> Iterator[_Strategy]:
     yield _Strategy("tensor", f"tp={processes}", (), (("tp", processes),))
 
 
+def _staged(one: _Strategy, stages: int) -> _Strategy:
+    if stages == 1:
+        return one
+    name = f"{stages} stages" if one.mesh == "dp=1" else f"{stages} stages x {one.name}"
+    return replace(one, name=name, mesh=f"pp={stages} {one.mesh}", stages=stages)
+
+
 def _ranked(one: _Strategy, job: Job, counted: Counted, rates: Rates) -> Iterator[Ranked]:
     lies: TensorLayouts | TensorRules | None = None
     if one.tensor:
@@ -194,10 +212,11 @@ def _ranked(one: _Strategy, job: Job, counted: Counted, rates: Rates) -> Iterato
     vocabulary = lies is not None and lies.vocabulary
     moves = lies.moves if isinstance(lies, TensorLayouts) else None
     try:
-        plan = _plan(one, job, lies, 1)
+        stages = counted.stages(one.stages) if one.stages > 1 else ()
+        plan = _plan(one, job, lies, 1, stages)
         legal(plan, counted.model, counted.shapes if isinstance(lies, TensorRules) else None)
         for micro_batch in _micro_batches(plan):
-            plan = _plan(one, job, lies, micro_batch)
+            plan = _plan(one, job, lies, micro_batch, stages)
             whole, local = counted.costs(1, False, micro_batch), counted.costs(size, vocabulary, micro_batch)
             needs = estimate(plan, whole, local, rates, moves)
             most = FILLED * rates.memory
@@ -213,7 +232,9 @@ def _ranked(one: _Strategy, job: Job, counted: Counted, rates: Rates) -> Iterato
         yield Ranked(one.name, one.mesh, 0, why_not=" ".join(str(error).split()))
 
 
-def _plan(one: _Strategy, job: Job, lies: TensorLayouts | TensorRules | None, micro_batch: int) -> Plan:
+def _plan(
+    one: _Strategy, job: Job, lies: TensorLayouts | TensorRules | None, micro_batch: int, stages: Stages = ()
+) -> Plan:
     """The job with a strategy. Raises ValueError (pydantic's) where the two do not go together."""
     rest = {"*": f"_/{one.shard} ..." if one.shard else "..."}
     tables = {name: getattr(job, name) for name in Job.model_fields if name != "data"}
@@ -221,7 +242,8 @@ def _plan(one: _Strategy, job: Job, lies: TensorLayouts | TensorRules | None, mi
         **tables,
         data=job.data.model_copy(update={"micro_batch": micro_batch}),
         mesh=one.mesh,
-        axes=AxesPlan(data=one.data, tensor=tuple(axis for axis, _ in one.tensor)),
+        axes=AxesPlan(data=one.data, tensor=tuple(axis for axis, _ in one.tensor), pipeline=("pp",) if stages else ()),
+        pipeline=PipelinePlan(stages=stages) if stages else None,
         layouts=LayoutsPlan(
             parameters={**(lies.parameters if lies else {}), **rest},
             activations=dict(lies.activations) if isinstance(lies, TensorRules) else {},
@@ -234,7 +256,7 @@ def _plan(one: _Strategy, job: Job, lies: TensorLayouts | TensorRules | None, mi
 def _micro_batches(plan: Plan) -> list[int]:
     share = -(-plan.data.global_batch // plan.data_ranks)
     low = [size for size in range(1, isqrt(share) + 1) if share % size == 0]
-    return sorted({*low, *(share // size for size in low)})
+    return sorted(size for size in {*low, *(share // size for size in low)} if share // size >= plan.stage_ranks)
 
 
 def _order(one: Ranked) -> tuple[bool, float, str, str, int]:

@@ -40,7 +40,9 @@ def _strategy(plan: Plan) -> list[Row]:
         axis for text in plan.layouts.parameters.values() for axis in text.replace(")", " ").replace("/", " ").split()
     }
     for axis, (size, _) in Mesh.parse(plan.mesh).axes.items():
-        if axis in plan.axes.tensor:
+        if axis in plan.axes.pipeline:
+            what = "pipeline: each has a stage of the model"
+        elif axis in plan.axes.tensor:
             what = "tensor: cuts what modules compute and their weights"
         elif axis in cut:
             what = "data: cuts the batch and the parameters (FSDP)"
@@ -48,6 +50,9 @@ def _strategy(plan: Plan) -> list[Row]:
             what = "data: cuts the batch, parameters are copies"
         found.append((f"axis {axis}", f"{size} ranks, {what}"))
     found += [(f"parameters {pattern}", text) for pattern, text in plan.layouts.parameters.items()]
+    if plan.pipeline is not None:
+        found.append(("schedule", f"{plan.pipeline.schedule}, {len(plan.pipeline.stages)} stages"))
+        found += [(f"stage {i}", ", ".join(names)) for i, names in enumerate(plan.pipeline.stages)]
     found += [(f"mark {pattern}", text) for pattern, text in plan.layouts.marks.items()]
     found += [(f"flow {pattern}", text) for pattern, text in plan.layouts.activations.items()]
     return found

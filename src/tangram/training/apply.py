@@ -1,6 +1,6 @@
 """Make any module parallel as a plan says: `apply(model, plan, world)`.
 
-    freeze -> keep this rank's stage -> cut over the tensor axis (DTensor) -> recompute, compile -> FSDP2 over the data
+    freeze -> keep this rank's stage -> cut over the tensor axis (DTensor) -> compile, recompute -> FSDP2 over the data
     axes
 
 The module is changed in place and its own code stays as it is. FSDP2 is always there, over one rank if need be, so that
@@ -11,7 +11,7 @@ FSDP2 left alone would divide by the number of ranks once more.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -52,10 +52,10 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
         (install if plan.layouts.marks else cut_modules)(model, plan, cuts, world)
         cuts = cuts_of(model, plan)  # the parameters that stand in the model now; as DTensors they have whole shapes
     blocks = blocks_of(model)
-    _recompute(model, plan)
     if plan.run.compile:
         for block in blocks:
-            block.compile()
+            block.forward = torch.compile(block.forward)
+    _recompute(model, plan, blocks)
     _fully_shard(model, blocks, plan, cuts, world)
     if plan.pipeline is not None:
         Pipeline(model, plan, world)
@@ -102,14 +102,25 @@ def _fully_shard(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, even by one
 
 
-def _recompute(model: nn.Module, plan: Plan) -> None:
-    """Keep no activations of the modules that the plan names: their forward runs again in the backward."""
+def _recompute(model: nn.Module, plan: Plan, blocks: Sequence[nn.Module]) -> None:
+    """Keep no activations of the modules that the plan names: their forward runs again in the backward.
+
+    What is inside of one that is named is computed again with it, whether or not a pattern names it, too.
+    """
     if not plan.run.recompute:
         return
-    chosen = [module for name, module in named_modules(model) if matches(plan.run.recompute, name)]
+    chosen: dict[str, nn.Module] = {}
+    for name, module in named_modules(model):
+        if matches(plan.run.recompute, name) and not any(name.startswith(f"{outer}.") for outer in chosen):
+            chosen[name] = module
     if not chosen:
         raise UserError(f"run.recompute = {list(plan.run.recompute)} fits no module of the model")
-    for module in chosen:
+    for name, module in chosen.items():
+        if plan.run.compile and plan.axes.tensor and any(module is not b and module in b.modules() for b in blocks):
+            raise UserError(
+                f"run.recompute names {name}, a part of a compiled block: over a tensor axis, compute whole blocks "
+                "again or compile nothing (run.compile = false)"
+            )
         module.forward = _checkpointed(module.forward)
 
 
@@ -136,9 +147,10 @@ def _refuse_unlike_values(model: nn.Module, world: World) -> None:
         firsts.setdefault(world.stage_of(rank), rank)
     unlike = [rank for rank, other in enumerate(found) if other != found[firsts[world.stage_of(rank)]]]
     if unlike:
+        first = firsts[world.stage_of(unlike[0])]
         raise UserError(
-            f"rank {unlike[0]} has other initial values than rank {firsts[world.stage_of(unlike[0])]}: use the same seed on every rank, or make the "
-            "model on meta and give it values with materialise"
+            f"rank {unlike[0]} has other initial values than rank {first}: use the same seed on every rank, or make "
+            "the model on meta and give it values with materialise"
         )
 
 

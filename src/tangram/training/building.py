@@ -11,7 +11,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta, initial_tensors
+from tangram.models.costs import block_names
 from tangram.models.source import Source, read_source
+from tangram.models.stages import Through
 from tangram.planner.job import Job
 from tangram.planner.plan import Plan
 from tangram.training.apply import apply, fill, freeze, give_storage, materialise
@@ -76,6 +78,21 @@ def build_whole(plan: Plan, source: Source, device: torch.device, *, values: boo
     model = build_on_meta(source.config)
     freeze(model, plan)
     _fill(model, plan, source, None, device, values=values)
+    return model
+
+
+def shallow(plan: Plan, source: Source) -> PreTrainedModel:
+    """A model of the plan's type with one block of each kind, with initial values, in this process on the CPU."""
+    model = build_on_meta(source.config)
+    kinds: set[object] = set()
+    for name in block_names(model):
+        block = model.get_submodule(name)
+        kind = (tuple(sorted(type(m).__name__ for m in block.modules())), getattr(block, "attention_type", None))
+        if kind in kinds:
+            model.set_submodule(name, Through(block))
+        kinds.add(kind)
+    own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    materialise(model, torch.device("cpu"), initial_tensors(source.config, plan.seed, only=own.__contains__))
     return model
 
 

@@ -30,7 +30,7 @@ from tangram.planner.plan import Plan
 from tangram.relayout.peers import Peers
 from tangram.training.events import Note, Saved, SaveFailed
 from tangram.training.restore import describe, load
-from tangram.training.state import JobState, Places, Progress, entries, frozen
+from tangram.training.state import JobState, Places, Progress, entries
 from tangram.training.world import World
 
 __all__ = ["Checkpointer", "JobState", "Progress", "describe", "load", "newest"]
@@ -124,7 +124,6 @@ class Checkpointer:
             "progress": asdict(state.progress),
             "metrics": dict(state.metrics),
             "about": dict(state.about),
-            "frozen": list(frozen(state)),
         }
         return Described(self._known, objects)
 

@@ -10,14 +10,17 @@ from tangram.training.data import load_tokens
 from tangram.training.launch import pick_device
 
 
-def plans_of(job: Job, processes: int, *, anew: bool = False) -> Ranking:
-    """Rank the plans; `anew` measures the machine even where it is known. Raises UserError for a job without a plan."""
+def plans_of(job: Job, processes: int, *, stages: int = 1, anew: bool = False) -> Ranking:
+    """Rank the plans, of pipelines with so many stages; `anew` measures the machine even where it is known.
+
+    Raises UserError for a job without a plan.
+    """
     if not 1 <= processes <= MOST_PROCESSES:
         raise UserError(f"--processes {processes}: plans are made for 1 to {MOST_PROCESSES}")
     config = source_of(job, load_tokens(job.data, job.model.path)).config
     device = pick_device(job.run.device, 0, 1).type
     found = rates(device, processes, anew=anew)
     counted = Counted(job, config)
-    ranked = rank(job, processes, found, config, counted)
+    ranked = rank(job, processes, found, config, counted, stages)
     alone = rank(job, 1, rates(device, 1, anew=anew), config, counted)[0] if processes > 1 else None
     return Ranking(processes, ranked, alone, found)

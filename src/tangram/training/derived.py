@@ -109,7 +109,7 @@ class DerivedModel:
         self._runtime = Runtime()
         as_dtensors(model, lies, mesh, self._coords, devices)
         _see_local_parts(model, self._gathered)
-        self._runtime.wrap_root(model)
+        self._runtime.wrap(model)
         model.forward = self._begun(model.forward)
         model.__dict__[_HELD] = self
 
@@ -163,7 +163,6 @@ class DerivedModel:
             ) from None
         refuse_cut_inputs(found)
         program = rehearsed(found, self._template, given, self._dtype)
-        self._runtime.wrap(self._model, program)
         operators = Operators(found, self._rank)
         return Now(program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring))
 

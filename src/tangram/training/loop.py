@@ -9,7 +9,7 @@ Nothing random is carried from step to step: the generator is seeded anew from (
 So the state of a job is model, optimiser and three counters, and a run that resumes goes on bit for bit.
 """
 
-# ruff: noqa: N806  a tensor carries its dims in its name
+# ruff: noqa: N803  a tensor carries its dims in its name
 
 import contextlib
 import hashlib
@@ -259,13 +259,16 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     """The cross-entropy in nats of the labels, summed over those that count."""
-    return F.cross_entropy(
-        logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """A Hugging Face model's logits; position ids that begin anew tell it where documents do, if rows hold several."""
+    """A Hugging Face model's logits; position ids that begin anew tell it where documents do, if rows hold several.
+
+    Of a stage of a pipeline without gradients, and on every stage.
+    """
+    if (pipeline := pipeline_of(model)) is not None:
+        return pipeline.logits(batch)
     told = {} if batch.positions_BS is None else {"position_ids": batch.positions_BS}
     logits: Tensor = model(input_ids=batch.inputs_BS, use_cache=False, **told).logits
     return logits

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
@@ -66,16 +67,21 @@ class Pipeline:
         with torch.no_grad():
             return self._run(micro, loss, (), train=False)
 
-    def logits(self, batch: Batch) -> Tensor | None:
-        """The logits (B, S, V) of a batch on the last stage, else None; without gradients."""
+    def logits(self, batch: Batch) -> Tensor:
+        """The logits (B, S, V) of a batch, which the last stage gives to all; without gradients."""
         kept: list[Tensor] = []
 
         def keep(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-            kept.append(logits_BSV)
+            kept.append(logits_BSV.detach())
             return logits_BSV.sum()
 
         self.losses([batch], keep)
-        return kept[0] if kept else None
+        group = self._world.devices.get_group("pipeline")
+        rows, length = batch.inputs_BS.shape
+        device = self._world.device
+        logits_BSV = kept[0] if kept else torch.empty(rows, length, self._vocabulary, dtype=self._dtype, device=device)
+        dist.broadcast(logits_BSV, group_src=self._world.stages - 1, group=group)
+        return logits_BSV
 
     def _run(
         self, micro: Sequence[Batch], loss: TokenLoss, before: Sequence[Callable[[], None]], *, train: bool
@@ -88,7 +94,7 @@ class Pipeline:
             told["position_ids"] = torch.cat([cast(Tensor, batch.positions_BS) for batch in micro])
         labels = torch.cat([batch.labels_BS for batch in micro]) if self.is_last else None
         losses: list[Tensor] = []
-        run = schedule.step if train else schedule.eval
+        run = cast("Callable[..., Any]", schedule.step if train else schedule.eval)
         try:
             run(*given, target=labels, losses=losses if self.is_last else None, **told)
         except RuntimeError as error:  # torch tells of shapes; what went wrong is its cause

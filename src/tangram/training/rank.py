@@ -2,6 +2,7 @@
 
 # ruff: noqa: N806  a tensor carries its dims in its name
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +18,12 @@ import tangram
 from tangram.errors import UserError
 from tangram.hardware.machine import peak_resident_mb, repeatable
 from tangram.models.build import build_on_meta
+from tangram.models.source import Source
 from tangram.models.twin import module_shapes
 from tangram.planner.plan import Plan
 from tangram.planner.read import dumps
 from tangram.training import figures, loop
-from tangram.training.building import build, source_of
+from tangram.training.building import build, shallow, source_of
 from tangram.training.checkpoints import Checkpointer, JobState, describe, load
 from tangram.training.data import Batch, Corpus, Stream, held_out_batches, load_tokens, open_corpus, padding
 from tangram.training.events import Note, SaveFailed
@@ -87,7 +89,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     if world.tensor_size > 1 and not plan.layouts.marks:  # what is derived was rehearsed
         with loop.resharded(model):
             refuse_wrong_flow(model, plan, world, module_shapes(build_on_meta(source.config), 1, PROBED))
-    settled = settled_packing(model, plan, world, job.resume)
+    settled = settled_packing(model, plan, world, job.resume, source)
     plan = with_packing(plan, settled.packing)
     state.about = about(plan, corpus)
     checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world)
@@ -152,15 +154,35 @@ def packing_of(checkpoint: Path) -> Literal["packed", "single"]:
     return describe(checkpoint).about.get("stream", {}).get("packing", "packed")
 
 
-def settled_packing(model: nn.Module, plan: Plan, world: World, resume: Path | None) -> Settled:
-    """What `data.packing` comes to, the same on all ranks; a run that goes on keeps what it had."""
+def settled_packing(model: nn.Module, plan: Plan, world: World, resume: Path | None, source: Source) -> Settled:
+    """What `data.packing` comes to, the same on all ranks; a run that goes on keeps what it had.
+
+    Where no rank has the whole model, a shallow one is asked, of one block of each kind: what tells documents apart is
+    the code and not the number of blocks.
+    """
 
     def on_all(mine: bool) -> bool:
         return loop.sum_over(world.group, torch.tensor([float(mine)], device=world.device)) == [float(world.size)]
 
     before = None if resume is None else packing_of(resume)
+    if plan.pipeline is not None:
+        return on_first(world, lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine))
     with loop.resharded(model):
         return settle(model, plan.data.packing, before, on_all, device=next(model.parameters()).device)
+
+
+def on_first(world: World, make: Callable[[], Settled]) -> Settled:
+    """What rank 0 makes, on all; a UserError on all where it raises one."""
+    found: list[Any] = [None]
+    if world.index == 0:
+        try:
+            found = [make()]
+        except UserError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0, group=world.group)
+    if isinstance(found[0], UserError):
+        raise found[0]
+    return found[0]
 
 
 def with_packing(plan: Plan, packing: Literal["packed", "single"]) -> Plan:

@@ -30,11 +30,12 @@ def load(path: Path, state: JobState, plan: Plan, world: World | None) -> Progre
     progress = _progress(path, manifest)
     targets = entries(state, Places(plan, world))
     specs = {entry.name: entry.spec for entry in targets}
-    stored = {name: tensor.spec for name, tensor in manifest.tensors.items()}
+    stored = {name: tensor.spec for name, tensor in manifest.tensors.items() if _is_here(name, plan, world)}
     if state.optimiser is None:
         stored = {name: spec for name, spec in stored.items() if name in specs}
     else:
-        _refuse_other_frozen(path, _frozen(manifest), frozen(state))
+        here = {name for name, _ in state.model.named_parameters()}
+        _refuse_other_frozen(path, tuple(name for name in _frozen(manifest) if name in here), frozen(state))
     _refuse_other_model(path, stored, specs)
     wants = [Want(entry.name, entry.region, entry.local) for entry in targets if entry.region]
     try:
@@ -45,6 +46,14 @@ def load(path: Path, state: JobState, plan: Plan, world: World | None) -> Progre
     return progress
 
 
+def _is_here(name: str, plan: Plan, world: World | None) -> bool:
+    """Whether a tensor of a state is of this rank's stage; what is of none is another model's, which is told."""
+    if world is None or plan.pipeline is None:
+        return True
+    kind, _, rest = name.partition(".")
+    return kind not in ("model", "optim") or plan.stage_of(rest) == world.stage
+
+
 @dataclass(frozen=True)
 class Description:
     """What a checkpoint says of itself, without its tensors."""
@@ -52,6 +61,7 @@ class Description:
     progress: Progress
     about: Mapping[str, Any]
     frozen: tuple[str, ...]
+    """The parameters without optimiser states, and the buffers."""
 
 
 def describe(path: Path) -> Description:
@@ -74,8 +84,12 @@ def _progress(path: Path, manifest: Manifest) -> Progress:
 
 
 def _frozen(manifest: Manifest) -> tuple[str, ...]:
-    found: Any = manifest.objects.get("frozen", [])
-    return tuple(map(str, cast("list[Any]", found))) if isinstance(found, list) else ()
+    """The parameters without optimiser states, and the buffers; nothing where no tensor has such states."""
+    trained = {name.removeprefix("optim.").rpartition(".")[0] for name in manifest.tensors if name.startswith("optim.")}
+    if not trained:
+        return ()
+    names = (name.removeprefix("model.") for name in manifest.tensors if name.startswith("model."))
+    return tuple(name for name in names if name not in trained)
 
 
 def _refuse_other_frozen(path: Path, before: tuple[str, ...], now: tuple[str, ...]) -> None:

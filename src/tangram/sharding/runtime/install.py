@@ -1,8 +1,9 @@
 """The runtime: a module's forward does what a program says at its borders, and around the functions that it calls.
 
-Each module that a program names has its `forward` wrapped; the code inside stays as it is and works on plain local
-tensors. Where a function inside has to be done otherwise, calls of torch are looked at while that module's own code
-runs, and not while its children's does: a model whose plan moves tensors at borders only pays nothing for the rest.
+Each module has its `forward` wrapped, which does nothing where a program does not name it; the code inside stays as it
+is and works on plain local tensors. Where a function inside has to be done otherwise, calls of torch are looked at while
+that module's own code runs, and not while its children's does: a model whose plan moves tensors at borders only pays one
+more call for each module.
 
 `Runtime` knows nothing of ranks: what brings a tensor from one state to another is given to it (`bring`).
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
@@ -90,20 +92,10 @@ class Runtime:
             for path, slot in self._slots.items():
                 _fill(slot, now, path)
 
-    def wrap_root(self, model: nn.Module) -> None:
-        """Wrap the model itself, whether or not a program names it."""
-        if "" not in self._slots:
-            model.forward = self._around("", model.forward)
-
-    def wrap(self, model: nn.Module, program: Program, *, every: bool = False) -> None:
-        """Wrap the modules that a program names, and the children of those whose calls it names; `every`: all."""
-        graph = program.found.folded.graph
-        named = {*range(len(graph.runs))} if every else {*program.borders, *program.actions}
-        named |= {i for i, run in enumerate(graph.runs) if run.parent in program.actions}
-        for path in dict.fromkeys(graph.runs[i].module for i in sorted(named)):
-            if path not in self._slots:
-                module = model.get_submodule(path)
-                module.forward = self._around(path, module.forward)
+    def wrap(self, model: nn.Module) -> None:
+        """Wrap the forward of every module, once and before others wrap it: what is computed again is done again so."""
+        for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+            module.forward = self._around(path, module.forward)
 
     def _around(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         slot = self._slots[path] = _Slot()
@@ -124,6 +116,7 @@ class Runtime:
         found = forward(*args, **kwargs)
         return changed(found, slot.gives, self._bring) if slot.gives else found
 
+    @torch.compiler.disable  # functions are told apart by lines of code, which a compiler does not run
     def _run(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         now = self.now
         assert now is not None  # it has filled the slot

@@ -54,7 +54,7 @@ def rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype
         given = {name: _input(found, name, x) for name, x in inputs.items()}
     rehearsal = _Rehearsal(program)
     runtime = Runtime()
-    runtime.wrap(twin, program, every=True)
+    runtime.wrap(twin)
     runtime.begin(Now(program, rehearsal.bring, rehearsal.instead, rehearsal.around))
     try:
         with quiet(), fake, rehearsal.record, torch.enable_grad():
