@@ -169,6 +169,10 @@ class Doubled(torch.autograd.Function):
         return gradients[0] * 2
 
 
+class Kind(Tensor):
+    """Some library's own."""
+
+
 def _backward_of_many(x: Tensor) -> None:
     relayout(torch.ones(4, requires_grad=True) * 1, "a").backward()
 
@@ -205,6 +209,7 @@ MISTAKES: dict[str, tuple[Callable[[Tensor], object], str]] = {
         r"an autograd.Function has made this of a part: write it as functions of torch",
     ),
     "a result given": (lambda x: torch.exp(mark(x, "a b/tp c"), out=torch.empty(4, 6, 8)), r"leave `out=` away"),
+    "another kind of tensor": (lambda x: mark(x, "a b/tp c") * x.as_subclass(Kind), r"a Kind comes from code that ran"),
     "backward of many": (_backward_of_many, r"backward begins at one number: take a mean or a sum of it"),
 }
 

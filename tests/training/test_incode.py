@@ -6,6 +6,7 @@ and gradients; planted mistakes are seen.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -60,7 +61,7 @@ def test_functions_give_what_they_give_on_one_process(ran: list[All]) -> None:
         found = own.wrong[""]
         assert [one for one in found if not one.startswith(lost)] == []
         assert len(found) == 2 * len(WEIGHTS)
-        assert all("writes into a tensor that shares memory with this one, but not on parts" in one for one in found)
+        assert all(re.search("writes into a tensor that (shares memory|has to lie)", one) for one in found)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

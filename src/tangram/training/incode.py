@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import Token
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -34,7 +34,7 @@ from tangram.sharding.derive.marks import states as states_of
 from tangram.sharding.derive.states import SAME, State
 from tangram.sharding.incode import api
 from tangram.sharding.incode.api import Written, marks_in
-from tangram.sharding.incode.session import Eager, Lying, Mode
+from tangram.sharding.incode.session import Eager, Lying
 from tangram.sharding.runtime.program import Change
 from tangram.training.cuts import named_modules
 from tangram.training.derived import as_dtensors
@@ -73,25 +73,20 @@ class EagerModel:
             module = model.get_submodule(path)
             module.forward = self._marked(module.forward, mark)
         model.forward = self._begun(model.forward)
-        self._entered: tuple[Token[api.Session | None], Mode] | None = None
+        self._entered = ExitStack()
 
     def __enter__(self) -> EagerModel:
         """From here on the code that runs means this mesh."""
         if api.current.get() is not None:
             raise UserError("another model runs as its operators are derived: one at a time")
-        self._entered = api.current.set(self.session), Mode(self.session)
-        self._entered[1].__enter__()
+        self._entered.enter_context(self.session.entered())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """No longer. What has a layout keeps it."""
-        if self._entered is not None:
-            token, mode = self._entered
-            self._entered = None
-            mode.__exit__(kind, error, trace)
-            api.current.reset(token)
+        self._entered.__exit__(kind, error, trace)
 
     def _brought(self, x: Tensor, change: Change, trained: bool) -> Tensor:
         for axis, source, target in change:

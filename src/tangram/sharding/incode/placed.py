@@ -188,6 +188,11 @@ class Placed(Tensor):
 
     # ------------------------------------------------------------ writes
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other tensor shares its memory on one process, which then would have to move with it."""
+        return all(one is None or one is self for one in (ref() for ref in self._family))
+
     def for_writing(self, wanted: States) -> Tensor:
         """This rank's part where it lies as `wanted`, which it does from now on; to be written in place."""
         part, wanted = self.as_(wanted), self._plain(wanted)

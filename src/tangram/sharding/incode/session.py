@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ from tangram.sharding.derive.states import SAME, State
 from tangram.sharding.incode import api
 from tangram.sharding.incode.api import Written
 from tangram.sharding.incode.greedy import decide
+from tangram.sharding.incode.names import MADE, OWN, REFUSED, VALUES, VIEWS
 from tangram.sharding.incode.placed import Placed, States
 from tangram.sharding.incode.record import Like, Operator, Recorder
 from tangram.sharding.local import run
@@ -47,21 +49,6 @@ from tangram.sharding.table import Table, builtin
 
 Bring = Callable[[Tensor, Change, bool], Tensor]
 """Moves a part; the last says whether gradients flow through it."""
-VALUES = frozenset(
-    {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"}
-    | {"is_nonzero", "__contains__", "equal", "allclose"}
-)
-"""Functions that read what a tensor holds."""
-REFUSED = frozenset(
-    {"__set__", "data_ptr", "storage", "untyped_storage", "share_memory_", "register_hook", "retain_grad", "grad"}
-    | {"register_post_accumulate_grad_hook", "__deepcopy__", "__reduce_ex__", "set_", "resize_", "as_subclass"}
-)
-"""Functions that need a tensor with memory and a history of its own."""
-_MADE = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
-"""Attributes that operators make; others are read as they are."""
-_OWN = frozenset({"requires_grad", "grad_fn", "is_leaf", "output_nr", "_version"})
-"""Attributes of a rank's part."""
-_VIEWS = frozenset({"view", "_unsafe_view"})
 
 
 @dataclass(frozen=True)
@@ -102,6 +89,16 @@ class Eager:
         self._recorder = Recorder(table or builtin())
         self._kept: dict[nn.Parameter, Placed] | None = None
         self._whole = dict.fromkeys(self.sizes, SAME)
+
+    @contextmanager
+    def entered(self) -> Generator[None]:
+        """The code that runs means this session."""
+        token = api.current.set(self)
+        try:
+            with Mode(self):
+                yield
+        finally:
+            api.current.reset(token)
 
     # ------------------------------------------------------------ what code says
 
@@ -230,9 +227,9 @@ class Eager:
             return self.mark(args[0], written) if func is api.mark else self.relayout(args[0], written)
         if name == "__get__":
             attribute = getattr(func.__self__, "__name__", None) or func.__self__.fget.__name__
-            if attribute in _OWN and isinstance(args[0], Placed):
+            if attribute in OWN and isinstance(args[0], Placed):
                 return getattr(args[0].part, attribute)
-            if attribute not in _MADE:
+            if attribute not in MADE:
                 with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
                     return func(*args)
         if name in REFUSED or name == "grad":
@@ -273,6 +270,11 @@ class Eager:
 
     def _like(self, x: Tensor) -> Like:
         if not isinstance(x, Placed):
+            if type(x) not in (Tensor, nn.Parameter) and not self.concerns([x]):
+                raise UserError(
+                    f"a {type(x).__name__} comes from code that ran outside of the session, as what is computed again "
+                    "in a backward does: give it plain tensors"
+                )
             own = tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad
             return Like(*own, x.requires_grad and x.is_leaf)
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
@@ -292,7 +294,7 @@ class Eager:
         given = [None if x is None else self._placed(x) for x in plain]
         trained = torch.is_grad_enabled() and any(x is not None and x.trained for x in given)
         nbytes = [_nbytes(made.get(v)) if v is not None else 0.0 for v in operator.results]
-        fixed = [i for i in operator.written if not isinstance(plain[i], Placed)]
+        fixed = [i for i in operator.written if not (isinstance(own := plain[i], Placed) and own.alone)]
         chosen = decide(operator, bound, given, self.sizes, nbytes, trained, fixed)
         if chosen is None:
             raise UserError(_blocked(operator, given))
@@ -307,7 +309,7 @@ class Eager:
         try:
             results = run(call, bound, part, local, in_place=True)
         except RuntimeError:
-            if call.name not in _VIEWS:
+            if call.name not in VIEWS:
                 raise
             local = [None if t is None else t.contiguous() for t in local]  # moved parts have strides of their own
             results = run(call, bound, part, local)
