@@ -21,6 +21,7 @@ from tangram.sharding.choose.steps import Steps
 from tangram.sharding.derive.folding import Step, far_from_borders
 from tangram.sharding.derive.rates import effort
 from tangram.sharding.derive.solve import Costs
+from tangram.sharding.derive.states import SAME, SEVERAL, State
 
 Array = NDArray[np.float64]
 _FAR = 1e-4
@@ -166,7 +167,7 @@ def _saved(options: Options, found: Both) -> None:
         for v, needed, place in _needed(step, options.moves[step.number]):
             if place in own.inputs and v not in apart:
                 once(v)
-                again = np.array([[_other(a, b) for b in needed] for a in options.used[v]])
+                again = _others(options.used[v], needed)
                 table = again * _shares(needed, ks)[None, :] * (folded.value(v).nbytes * step.times)
                 if table.any():
                     found.nbytes.pair(("used", v), ("move", step.number), table)
@@ -177,10 +178,11 @@ def _saved(options: Options, found: Both) -> None:
             once(folded.classes[w])
 
 
-def _other(a: States, b: States) -> float:
-    """Whether a tensor that is needed so is another one in memory."""
-    same = all(x == y or {x.kind, y.kind} <= {"same", "several"} for x, y in zip(a, b, strict=True))
-    return 0.0 if same else 1.0
+def _others(used: Sequence[States], needed: Sequence[States]) -> Array:
+    """1 where a tensor that is needed so is another one in memory than as it is used."""
+    known: dict[State, int] = {SEVERAL: 0, SAME: 0}
+    a, b = (np.array([[known.setdefault(s, len(known)) for s in states] for states in side]) for side in (used, needed))
+    return (a[:, None, :] != b[None, :, :]).any(axis=2).astype(np.float64)
 
 
 def _shares(own: Sequence[States], ks: Sequence[int]) -> Array:
