@@ -166,7 +166,7 @@ def test_a_models_own_plan_is_read_as_marks() -> None:
     config = AutoConfig.for_model("qwen2", **{**FIELDS, "vocab_size": 64})
     found = [one.plan for one in rank(job(), 2, rates(2), config) if one.name == "tensor" and one.plan]
     lies = found[0].layouts
-    assert lies.marks["model.layers.*.mlp.down_proj.weight"] == "out in/tp"
+    assert lies.marks["model.layers.*.mlp.down_proj.weight"] == "_ _/tp"
     assert lies.parameters["model.layers.*.self_attn.k_proj.bias"] == "_/tp"  # of which the published plan says nothing
 
 

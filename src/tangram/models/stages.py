@@ -124,11 +124,11 @@ def _runs(graph: Graph, stages: Stages) -> Mapping[str, Run]:
 def _refuse_other_ways(graph: Graph, stages: Stages, runs: Mapping[str, Run]) -> None:
     """Values that a stage's modules make and those of a later one take, but for what is handed on at the cut."""
     stage_of = {i: s for s, own in enumerate(stages) for name in own for i in range(runs[name].first, runs[name].stop)}
-    handed = {runs[own[0]].takes[0] for own in stages[1:]}
+    handed = [runs[own[0]].takes[0] for own in stages]
     for i, stage in stage_of.items():
         for v in graph.nodes[i].inputs:
             made = stage_of.get(graph.maker.get(v, -1), stage)
-            if made < stage and v not in handed:
+            if made < stage and v != handed[stage]:
                 raise UserError(
                     f"{graph.nodes[i].module} (stage {stage}) takes a tensor that is made in stage {made}, past the "
                     "modules between them: put both into one stage"

@@ -6,7 +6,7 @@ directory has another one, and tied parameters are read once. What does not fit 
 would train from noise unseen.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,7 @@ from tangram.checkpoint.formats import huggingface
 from tangram.errors import UserError
 from tangram.layout import Mapping as MappingText
 from tangram.layout import Statement
+from tangram.models.build import build_on_meta
 from tangram.models.conversions import Conversion, Part, read_conversion
 from tangram.planner.plan import Plan
 from tangram.relayout import Piece, TensorSpec, bind, execute
@@ -47,9 +48,13 @@ def plan_pretrained(
     targets = {
         entry.name.removeprefix("model."): entry for entry in entries(JobState(model, None), Places(plan, world))
     }
-    conversion = read_conversion(model, {name: spec.shape for name, spec in index.specs.items()})
-    parts = _tied(folder, conversion.parts, _first_names(model, targets))
-    _refuse_others(folder, model, conversion, parts, targets)
+    # The directory is of the whole model; of a stage only what it has is read.
+    whole = model if plan.pipeline is None else build_on_meta(cast(Any, model).config)
+    everything = targets if plan.pipeline is None else whole.state_dict()
+    conversion = read_conversion(whole, {name: spec.shape for name, spec in index.specs.items()})
+    parts = _tied(folder, conversion.parts, _first_names(whole, everything))
+    _refuse_others(folder, whole, conversion, parts, everything)
+    parts = [some for some in parts if not targets.keys().isdisjoint(name for part in some for name in part.shapes)]
     statements = [_statement(folder, some, index.specs, targets) for some in parts]
     used = {name for some in parts for part in some for name in part.sources}
     bound = bind(
@@ -62,7 +67,7 @@ def plan_pretrained(
     return copies, {(HERE, name): entry.local for name, entry in targets.items() if entry.region}
 
 
-def _first_names(model: nn.Module, targets: Mapping[str, Entry]) -> dict[str, str]:
+def _first_names(model: nn.Module, targets: Collection[str]) -> dict[str, str]:
     """The first name of each tensor, which has several where parameters are tied, by every name of it."""
     alike: dict[int, str] = {}
     names: dict[str, str] = {}
@@ -95,7 +100,7 @@ def _tied(folder: Path, parts: list[Part], first: Mapping[str, str]) -> list[lis
 
 
 def _refuse_others(
-    folder: Path, model: nn.Module, conversion: Conversion, parts: list[list[Part]], targets: Mapping[str, Entry]
+    folder: Path, model: nn.Module, conversion: Conversion, parts: list[list[Part]], targets: Collection[str]
 ) -> None:
     """Refuse a directory that lacks a tensor, or has one that the model has no place for."""
     name = type(model).__name__.removeprefix("FSDP")  # which fully_shard puts before it

@@ -1,0 +1,164 @@
+"""Stages of a model, one after the other, are the model; what is no chain of modules is refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tangram.errors import UserError
+from tangram.models.capture import capture
+from tangram.models.named import token_inputs
+from tangram.models.stages import Stages, Through, keep_stage, refuse_unlike_chain, refuse_unlike_modules
+
+FIELDS = {
+    "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+MORE: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "cohere": {"logit_scale": 0.5},
+}
+BLOCKS = "model.layers"
+THREE: Stages = (
+    ("model.embed_tokens", f"{BLOCKS}.0"),
+    (f"{BLOCKS}.1",),
+    (f"{BLOCKS}.2", "model.norm", "lm_head"),
+)
+
+
+def made(kind: str, **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**FIELDS, **MORE.get(kind, {}), **changes})
+    return cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32).train()
+
+
+def stage(model: nn.Module, stages: Stages, number: int) -> nn.Module:
+    found = copy.deepcopy(model)
+    keep_stage(found, stages, number)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", *MORE])
+def test_stages_one_after_the_other_are_the_model(kind: str) -> None:
+    model = made(kind)
+    refuse_unlike_chain(capture(model, token_inputs(1, 8)), THREE)
+    parts = [stage(model, THREE, number) for number in range(3)]
+    ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, 12)  # two documents in a row
+    x: Tensor = ids
+    for part in parts:
+        x = part(x, position_ids=positions)
+    whole = cast(Any, model)(input_ids=ids, position_ids=positions, use_cache=False).logits
+    assert torch.equal(x, whole)
+    names = [name for part in parts for name, _ in part.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_gradients_through_stages_are_the_models() -> None:
+    model = made("qwen3")
+    parts = [stage(model, THREE, number) for number in range(3)]
+    ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
+    x: Tensor = ids
+    for part in parts:
+        x = part(x)
+    x.square().mean().backward()
+    cast(Any, model)(input_ids=ids, use_cache=False).logits.square().mean().backward()
+    want = dict(model.named_parameters())
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            torch.testing.assert_close(parameter.grad, want[name].grad, rtol=1e-6, atol=1e-9)
+
+
+def test_settings_of_a_module_that_is_not_there_can_be_read() -> None:
+    layer = cast(Any, made("llama")).model.layers[0]
+    through = Through(layer)
+    assert cast(Any, through).hidden_size == layer.hidden_size
+    assert not list(through.parameters())
+
+
+def refused(model: nn.Module, stages: Stages) -> str:
+    try:
+        refuse_unlike_modules(model, stages)
+        refuse_unlike_chain(capture(model, token_inputs(1, 8)), stages)
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_module_that_is_not_there() -> None:
+    assert refused(made("llama"), (("model.embed",), ("lm_head",))) == (
+        'pipeline.stages names "model.embed", which is no module of a LlamaForCausalLM'
+    )
+
+
+def test_a_parameter_of_no_stage() -> None:
+    assert refused(made("llama"), (THREE[0], THREE[1], (f"{BLOCKS}.2", "lm_head"))) == (
+        "model.norm.weight is in no stage of the pipeline: name its module in pipeline.stages"
+    )
+
+
+def test_tied_weights_across_stages() -> None:
+    said = refused(made("llama", tie_word_embeddings=True), THREE)
+    assert "model.embed_tokens.weight and lm_head.weight are one tensor" in said
+    assert said.endswith("set model.change.tie_word_embeddings = false")
+
+
+def test_modules_out_of_turn() -> None:
+    assert '"model.layers.1" out of turn' in refused(
+        made("llama"), ((*THREE[0][:1], *THREE[1]), THREE[0][1:], THREE[2])
+    )
+
+
+@pytest.mark.parametrize("kind", ["granite", "gpt2"])
+def test_what_is_done_between_modules_is_refused(kind: str) -> None:
+    if kind == "gpt2":
+        model = made("gpt2", num_hidden_layers=2, n_head=4, n_embd=32)
+        h = "transformer.h"
+        stages: Stages = (("transformer.wte", "transformer.wpe", f"{h}.0"), (f"{h}.1", "transformer.ln_f", "lm_head"))
+    else:
+        model, stages = made("granite", embedding_multiplier=3.0), THREE
+    assert "nothing is done in between" in refused(model, stages)
+
+
+class Skips(nn.Module):
+    """What its first layer makes goes into the third, past the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Embedding(64, 8), nn.Linear(8, 8), nn.Bilinear(8, 8, 8))
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        a = self.a(input_ids)
+        return self.c(self.b(a), a)
+
+
+def test_what_passes_modules_by_is_refused() -> None:
+    assert "takes a tensor that is made in stage 0, past the modules between them" in refused(
+        Skips(), (("a",), ("b",), ("c",))
+    )
+
+
+class Twice(nn.Module):
+    """A layer that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Embedding(64, 8), nn.Linear(8, 8)
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        return self.b(self.b(self.a(input_ids)))
+
+
+def test_a_module_that_runs_twice_is_refused() -> None:
+    assert refused(Twice(), (("a",), ("b",))) == (
+        "b runs twice in a forward: this version cuts no such model into stages"
+    )
