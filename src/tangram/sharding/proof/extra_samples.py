@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tangram.models import noted
+
 aten = torch.ops.aten
 
 
@@ -191,6 +193,8 @@ EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
     (partial(aten.linalg_lstsq.default, driver="gels"), lambda: (_some(3, 4), _some(3, 5))),
     (partial(aten.linalg_lstsq.default, driver="gels"), lambda: (_some(5, 3), _some(5, 4))),
     (aten.norm.Scalar, lambda: (_some(5, 3), 3)),
+    (noted.mark, lambda: (_some(5, 3), "a b")),
+    (noted.relayout, lambda: (_some(5, 3), "a b")),
 )  # fmt: skip
 """Operators and what they are called with."""
 
