@@ -21,10 +21,10 @@ from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.derive.folding import Folded, Step, far_from_borders, fold
 from tangram.sharding.derive.marks import Mark, lying, matched
-from tangram.sharding.derive.moves import Label, Move, label_of, labels, legal, moves, place_of
+from tangram.sharding.derive.moves import Label, Move, groups, label_of, labels, legal, moves, place_of, row_moves
 from tangram.sharding.derive.rates import Rates, effort
 from tangram.sharding.derive.solve import Costs, Name, least
-from tangram.sharding.derive.states import SAME, SEVERAL, SUM, Kept, State, price
+from tangram.sharding.derive.states import SAME, SEVERAL, SUM, Kept, State, price, rows
 from tangram.sharding.derive.states import cut as cut_state
 from tangram.sharding.table import Table, builtin
 
@@ -178,7 +178,8 @@ class Problem:
             ]
             kept = {f for dim in step.bound.outputs[0] for f in dim}
             for v, dims in sides:
-                if kept.issuperset(f for dim in dims for f in dim):  # nothing is summed: an element goes into elements
+                looked = step.bound.rule.note("looked") is not None and v == step.inputs[0]
+                if looked or kept.issuperset(f for dim in dims for f in dim):  # an element goes into elements
                     found.update([v] if found & {*step.outputs} else [])
                     marked.update([v] if marked & {*step.outputs} else [])
                 summed = {f for dim in dims for f in dim if step.bound.after(f, 0) == "sum"}
@@ -196,6 +197,10 @@ class Problem:
             shape = self.folded.value(v).shape
             own = [cut_state(d) for d, n in enumerate(shape) if n > 1 and n % self.k == 0]
             found[v] = dict.fromkeys([*own, *([self.fixed[v]] if self.fixed.get(v, SAME).kind == "cut" else [])])
+        for step in self.folded.steps:
+            label = groups(step.call, step.bound)
+            if label is not None and legal(step.bound, label, self.k):
+                found[step.outputs[0]][rows(0)] = None
         todo = list(self.folded.steps)
         near: dict[int, list[Step]] = {}
         for step in todo:
@@ -218,7 +223,7 @@ class Problem:
         sides = [*zip(step.inputs, step.bound.inputs, strict=True)]
         sides += [*zip(step.outputs, step.bound.outputs, strict=False)]
         there = [(v, dims) for v, dims in sides if v is not None and dims is not None]
-        known = {label_of(step.bound, dims, state) for v, dims in there for state in found[v]}
+        known = {label_of(step.bound, dims, state) for v, dims in there for state in found[v] if state.kind == "cut"}
         grown: list[int] = []
         for label in known:
             if label is None or not legal(step.bound, label, self.k):
@@ -226,6 +231,12 @@ class Problem:
             for v, dims in there:
                 state = place_of(step.bound, dims, label)
                 if state is not None and state not in found[v]:
+                    found[v][state] = None
+                    grown.append(v)
+        own = [[s for s in found[v] if s.kind == "sum"] if v is not None else [] for v, _ in sides]
+        for move in row_moves(step.call, step.bound, own, self.k) if any(own) else ():
+            for (v, _), state in zip(sides, (*move.inputs, *move.outputs), strict=False):
+                if v is not None and state is not None and state.kind == "sum" and state not in (SUM, *found[v]):
                     found[v][state] = None
                     grown.append(v)
         return grown
@@ -238,7 +249,8 @@ class Problem:
         differentiable = [v in self.folded.differentiable for v in step.outputs]
         allowed = [label for label in labels(step.bound, some, self.k) if self._fits(step, label)]
         differentiable += [False] * (len(step.bound.outputs) - len(differentiable))
-        return moves(step.call, step.bound, allowed, self.k, differentiable)
+        found = moves(step.call, step.bound, allowed, self.k, differentiable)
+        return list(dict.fromkeys([*found, *row_moves(step.call, step.bound, some, self.k)]))
 
     def _fits(self, step: Step, label: Label) -> bool:
         """Whether a cut is even beside those of the axes before."""

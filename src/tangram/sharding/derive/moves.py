@@ -17,10 +17,16 @@ from typing import NamedTuple
 from tangram.sharding.bind import Bound, Dims
 from tangram.sharding.calls import Call
 from tangram.sharding.choices import waiting
-from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, cut
+from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, cut, rows
 
 UNREAD = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"})
 """Operators that take a tensor for its type and its place, and read nothing of it: it may lie as it likes."""
+
+
+_POINTWISE = ("silu", "gelu", "relu", "tanh", "neg", "mul.Tensor", "detach", "alias", "clone", "_to_copy")
+_VIEWS = ("view", "_unsafe_view", "transpose.int", "t", "split.Tensor", "split_with_sizes", "slice.Tensor")
+LEAVE_NOTHING = frozenset({*_POINTWISE, *_VIEWS})
+"""Operators that give nothing where they take nothing, each place of a batch by itself."""
 
 
 class Label(NamedTuple):
@@ -103,6 +109,40 @@ def moves(call: Call, bound: Bound, some: Sequence[Label], k: int, differentiabl
         inputs = tuple(SUM if i in places else SEVERAL if one else None for i, one in enumerate(there))
         found.append(Move(None, inputs, (SUM,) * count, 1.0))
     return list(dict.fromkeys(found))
+
+
+def groups(call: Call, bound: Bound) -> Label | None:
+    """Of a product of rows in groups, each with a matrix of its own, the factor of the groups; None of others."""
+    note = bound.rule.note("ragged")
+    if call.name != "_grouped_mm" or note is None or [t.ndim for t in call.tensors[:2] if t is not None] != [2, 3]:
+        return None
+    return next((Label(f) for f in (note[1], f"{note[1]}0") if f in bound.sizes), None)
+
+
+def row_moves(call: Call, bound: Bound, some: Sequence[Sequence[State]], k: int) -> list[Move]:
+    """What can be done with rows that come from one rank each (`states.rows`): groups cut, and what leaves nothing."""
+    count, found = len(bound.inputs), list[Move]()
+    label = groups(call, bound)
+    if label is not None and legal(bound, label, k):
+        own = [None if dims is None else place_of(bound, dims, label) or SEVERAL for dims in bound.inputs]
+        for first in (SEVERAL, rows(0)):
+            found += [Move(label, (first, *own[1:]), (given,), 1 / k) for given in (SUM, rows(0))]
+        return found
+    if call.name not in LEAVE_NOTHING:
+        return []
+    sides = zip((*bound.inputs, *bound.outputs), some, strict=True)
+    there = [(dims, state) for dims, own in sides if dims is not None for state in own if state.kind == "sum"]
+    for label in dict.fromkeys(label_of(bound, dims, state) for dims, state in there):
+        if label is None or label.factor not in bound.cuttable:
+            continue
+        places = [None if dims is None else place_of(bound, dims, label) for dims in (*bound.inputs, *bound.outputs)]
+        as_rows = [None if place is None else rows(place.dim, place.outer) for place in places]
+        if None not in as_rows[count:]:
+            ins = tuple(
+                None if dims is None else state or SEVERAL for dims, state in zip(bound.inputs, as_rows, strict=False)
+            )
+            found.append(Move(None, ins, tuple(state for state in as_rows[count:] if state is not None), 1.0))
+    return found
 
 
 def _after(bound: Bound, output: int, label: Label, differentiable: bool) -> State | None:

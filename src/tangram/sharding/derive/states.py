@@ -28,6 +28,19 @@ class Kept(State):
     __slots__ = ()
 
 
+def rows(dim: int, outer: int = 1) -> State:
+    """A sum of which each place along a dim comes from one rank, and is nothing on the others, as rows of experts.
+
+    What leaves nothing as nothing can be done before it is summed. It is brought to other states as any sum.
+    """
+    return State("sum", dim, outer)
+
+
+def plain(state: State) -> State:
+    """A state as what moves tensors knows it."""
+    return SUM if state.kind == "sum" else state
+
+
 def cut(dim: int, outer: int = 1) -> State:
     """The state of a cut."""
     return State("cut", dim, outer)
@@ -44,7 +57,9 @@ def way(source: State, target: State) -> Way | None:
     """The steps from one state to another. None: there is no sense in it."""
     if (source.kind, target.kind) == ("cut", "sum"):
         return None  # a move can do it, and nothing is won by it
-    return Way(*collectives.way(source, target))
+    if target.kind == "sum" and target not in (SUM, source):
+        return None  # operators alone know what comes from one rank
+    return Way(*collectives.way(plain(source), plain(target)))
 
 
 def received(what: str, nbytes: float, k: int) -> float:

@@ -23,7 +23,7 @@ from tangram.sharding.calls import schema_of
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step as Node_Step
 from tangram.sharding.derive.layouts import here, lying, made, needed, steps_of_nodes, used
-from tangram.sharding.derive.states import SAME, SEVERAL, State, way
+from tangram.sharding.derive.states import SAME, SEVERAL, State, plain, way
 from tangram.sharding.runtime.program import Action, Border, CallKey, Change, Place, Program, Step
 
 States = Mapping[str, State]
@@ -149,6 +149,8 @@ class _Lowering:
 
     def _change(self, v: int, source: States, target: States) -> Change:
         differentiable = self.found.folded.classes[v] in self.found.folded.differentiable
+        source = {axis: plain(state) for axis, state in source.items()}
+        target = {axis: plain(state) for axis, state in target.items()}
         wanted: dict[str, State] = {}
         for axis, a in source.items():
             b = target.get(axis, a)

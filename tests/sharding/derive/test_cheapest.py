@@ -1,0 +1,141 @@
+"""What is derived beside the cheapest of all choices in bytes, for the same parameters and no more work in products.
+
+The cheapest is found over every state of every tensor and every move of every operator, for one axis with the others as
+derived; `solve` finds it exactly, which `test_solve` compares with trying all. An activation's byte counts 1, that of a
+parameter's gradient as much as in a derivation, which sums it once a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tangram.layout import Mesh
+from tangram.models.capture import capture
+from tangram.models.costs import block_names
+from tangram.models.fold import folded
+from tangram.models.graph import Graph
+from tangram.models.named import named_config, on_meta, token_inputs
+from tangram.sharding.derive.derive import Derived, Over, Problem, Rates, derive, fixed_by
+from tangram.sharding.derive.folding import Step
+from tangram.sharding.derive.layouts import moved
+from tangram.sharding.derive.marks import Mark, marks_of
+from tangram.sharding.derive.moves import LEAVE_NOTHING, Move
+from tangram.sharding.derive.rates import effort
+from tangram.sharding.derive.solve import Name, least
+
+BOUND = 1.1
+SEQUENCE = "{model.embed_tokens,model.layers.*,model.norm}: b s/cp h"
+SAMPLES = "{model.embed_tokens,model.layers.*,model.norm}: b/dp s h"
+KEPT = "{*.q_proj.weight,*.k_proj.weight,*.v_proj.weight,*.o_proj.weight}: o/dp i -> o i"
+EXPERTS = "*.experts.{gate_up_proj,down_proj}: e/ep _ _"
+SPLIT = "{model.embed_tokens,model.layers.*,model.norm}: b/ep s h"
+LLAMA = {"hidden_size": "2048", "intermediate_size": "8192", "num_attention_heads": "32", "num_key_value_heads": "8"}
+SMALL = {"num_hidden_layers": "2", "vocab_size": "32000"}
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    mesh: str
+    marks: tuple[str, ...] = ()
+    own: bool = False
+    """Whether the marks that come with Tangram are among them."""
+
+
+CASES = {
+    "tp": Case("llama", "tp=8", own=True),
+    "cp": Case("llama", "cp=8", (SEQUENCE,)),
+    "dp": Case("llama", "dp=4", (SAMPLES,)),
+    "fsdp": Case("llama", "dp=4", (SAMPLES, KEPT)),
+    "dp x tp": Case("llama", "dp=2 tp=4", (SAMPLES,), own=True),
+    "cp x tp": Case("llama", "cp=2 tp=4", (SEQUENCE,), own=True),
+    "fsdp x cp": Case("llama", "dp=2 cp=4", (SAMPLES, SEQUENCE, KEPT)),
+    "ep": Case("qwen3_moe", "ep=8", (EXPERTS,)),
+    "ep, samples": Case("qwen3_moe", "ep=4", (EXPERTS, SPLIT)),
+    "moe tp": Case("qwen3_moe", "tp=4", own=True),
+    "dp x ep": Case("qwen3_moe", "dp=2 ep=4", (SAMPLES, EXPERTS)),
+    "cp x ep": Case("qwen3_moe", "cp=2 ep=4", (SEQUENCE, EXPERTS)),
+}
+
+
+class InBytes(Problem):
+    """The problem of an axis with the parameters of another solution, and without more work than it in products."""
+
+    def __init__(self, found: Derived, over: Over, others: list[Over], rates: Rates) -> None:
+        marked = {v: s for v, s in over.lying.items() if v in found.folded.standing}
+        fixed = {v: over.used[v] for v in over.used if v in found.folded.graph.outputs.values()}
+        self.over_now = over
+        known = fixed_by(found.folded, found.marks, found.mesh)
+        by_marks = {v: own[over.axis] for v, own in known.items() if over.axis in own}
+        super().__init__(found.folded, over.axis, over.k, others, {**by_marks, **marked, **fixed}, rates)
+
+    def _work(self, step: Step, move: Move) -> float:
+        own = effort(self.folded, step)
+        more = own.product and move.share > self.over_now.moves[step.number].share
+        return float("inf") if more else 0.0
+
+
+def ratio(found: Derived) -> dict[str, float]:
+    """By axis, what is derived as a part of the cheapest."""
+    out: dict[str, float] = {}
+    for over in found.axes:
+        problem = InBytes(found, over, [o for o in found.axes if o is not over], Rates(follow=0.0))
+        costs = problem.costs()
+        chosen: dict[Name, int] = {}
+        for v, states in problem.lying.items():
+            chosen["lies", v] = states.index(over.lying[v])
+        for v, states in problem.used.items():
+            chosen["used", v] = states.index(over.used[v])
+        for number, some in problem.moves.items():
+            chosen["move", number] = some.index(over.moves[number])
+        out[over.axis] = costs.of(chosen) / max(costs.of(least(costs)), 1.0)
+    return out
+
+
+def graph_for(kind: str) -> Graph:
+    changes = {**SMALL, **(LLAMA if kind == "llama" else {})}
+    model = on_meta(named_config(kind, changes))
+    return folded(capture(model, token_inputs(8, 2048)), block_names(model))
+
+
+def derived_for(case: Case, graph: Graph, rates: Rates | None = None) -> Derived:
+    marks = [*(marks_of(case.kind) or [] if case.own else []), *map(Mark.parse, case.marks)]
+    named = {mark.pattern for mark in marks}
+    marks += [Mark.parse(f"{name}: ...") for name in graph.outputs if name not in named]
+    return derive(graph, marks, Mesh.parse(case.mesh), rates=rates)
+
+
+DEARER = {"moe tp": 1.9, "dp x ep": 2.3, "cp x ep": 2.3}
+"""Where it is cheaper by the derivation's own prices to sum rows of experts before they are weighted and added up, in
+more bytes, than to do that with all of them on every rank: at most so much. By bytes alone it is not."""
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, Graph]:
+    return {kind: graph_for(kind) for kind in ("llama", "qwen3_moe")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_more_bytes_than_the_cheapest(graphs: dict[str, Graph], name: str) -> None:
+    graph = graphs[CASES[name].kind]
+    in_bytes = derived_for(CASES[name], graph, Rates(moved_per_byte=1e12))
+    assert max(ratio(in_bytes).values()) <= BOUND
+    assert 1 <= max(ratio(derived_for(CASES[name], graph)).values()) <= DEARER.get(name, BOUND)
+
+
+def test_rows_of_experts_are_summed_once(graphs: dict[str, Graph]) -> None:
+    """Nothing is sent between the two products of an expert: what is between them leaves nothing as nothing."""
+    found = derived_for(CASES["ep"], graphs["qwen3_moe"])
+    graph = found.folded.graph
+    inside = [v for i, n in enumerate(graph.nodes) if n.module.endswith("experts") for v in n.results]
+    between = {v for v in inside if v is not None and graph.values[v].shape[-1] in (768, 1536)}
+    assert between
+    assert not [one for one in moved(found) if one.value in between and (one.forward_bytes or one.backward_bytes)]
+
+
+@pytest.mark.parametrize("name", sorted(LEAVE_NOTHING & {"silu", "gelu", "relu", "tanh", "neg"}))
+def test_what_is_said_to_leave_nothing_does(name: str) -> None:
+    assert not getattr(torch.ops.aten, name)(torch.zeros(3)).any()
