@@ -8,6 +8,8 @@ from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
 from tangram.sharding.calls import Call
 from tangram.sharding.find import bound
+from tangram.sharding.local import run
+from tangram.sharding.parts import part_of
 from tangram.sharding.proof.execute import check, ways, whole
 from tangram.sharding.proof.mutate import mutations, planted
 from tangram.sharding.proof.prove import prove_operator
@@ -40,6 +42,20 @@ CALLS = {
     "rows filled": (aten.index_fill.int_Scalar, (some(7, 3), 0, AT[1], 2.5)),
 }
 DIMS = {"above a diagonal, in place": 2, "looked up by pairs": 3}
+
+
+def test_a_part_without_the_place_that_is_taken_has_a_gradient_of_nothing() -> None:
+    """Where it had none, a rank would not take part in what moves on the way back."""
+    call = Call.of(aten.select.int, (some(6, 5), 0, 1), {})
+    own = bound(builtin(), call)
+    (factor,) = (f for f in own.cuttable if own.sizes[f] == 6)
+    part = part_of(own, {factor: (Cut("x"),)}, Mesh.parse("x=2"), 1)
+    x = some(3, 5).requires_grad_()
+    (found,) = run(call, own, part, [x])
+    found.sum().backward()
+    assert not found.any()
+    assert x.grad is not None
+    assert not x.grad.any()
 
 
 @pytest.mark.parametrize("name", CALLS)

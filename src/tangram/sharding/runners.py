@@ -162,7 +162,7 @@ def _spill(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: 
 
 
 def _taken(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
-    """`select`: of a part that has it not, nothing."""
+    """`select`: of a part that has it not, nothing, with a gradient of nothing: other ranks wait for it."""
     (x,) = _tensors(call)
     dim, index = call.arguments["dim"] % x.ndim, call.arguments[args[0]]
     own, n = held.get(f"{args[1]}0"), x.shape[dim]
@@ -172,7 +172,7 @@ def _taken(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: 
     at = elements(own).index(index % n) if index % n in elements(own) else -1
     if at >= 0:
         return Call(call.operator, {**call.arguments, "index": at}).run(in_place=in_place)
-    return (x.new_zeros([*x.shape[:dim], *x.shape[dim + 1 :]]),)
+    return (x.narrow(dim, 0, 0).sum(dim, dtype=x.dtype),)
 
 
 def _causal(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
