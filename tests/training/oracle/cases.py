@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,8 +131,7 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
     for strategy in (*STRATEGIES, *(OTHER_STRATEGIES if slow else OTHER_QUICK)):
         add("", [strategy], usual, LONG if slow or strategy == "fsdp" else SHORT)
 
-    for strategy in STAGED if slow else STAGED_QUICK:
-        add("", [strategy], tables(text, data={"micro_batch": 2}), SHORT)
+    _add_staged(text, add, slow=slow)
     tied = tables(text, model={"change": {**SMALL_MODEL, "tie_word_embeddings": True}}, optimiser={"lr": 1e-3})
     add("tied", either("fsdp"), tied)
     add("tied", ["tensor inside fsdp"], tied, SHORT)
@@ -189,6 +188,16 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
     key = "own module, values: tensor inside fsdp"
     found[key] = Case(key, Plan.model_validate({**own, **mesh}), until=SHORT if slow else FEW, own="values")
     return found
+
+
+def _add_staged(text: Path, add: Callable[..., None], *, slow: bool) -> None:
+    for strategy in STAGED if slow else STAGED_QUICK:
+        add("", [strategy], tables(text, data={"micro_batch": 2}), SHORT)
+    clipped = tables(text, data={"micro_batch": 2}, optimiser={"clip_norm": 0.05})
+    add("clipped", ["stages of fsdp"], clipped)
+    if slow:
+        again = tables(text, data={"micro_batch": 2}, run={"evaluate_every": 2}, checkpoint={"every_steps": 2})
+        add("resumed", ["stages of fsdp", "stages of fsdp and derived"], again, FEW, resume_at=3)
 
 
 HANDS = {"fsdp": (0, 5, 1, 4), "copies": (3, 0, 7, 0), "hsdp": (0, 9, 1, 0), "tensor inside fsdp": (0, 10)}

@@ -21,6 +21,7 @@ from tangram.training import apply, loop, optimise
 from tangram.training.checkpoints import JobState
 from tangram.training.data import Batch, RankBatches
 from tests.training.oracle.cases import FEW
+from tests.training.oracle.mistakes_of_stages import STAGED_MISTAKES
 from tests.training.oracle.planting import counted_in, other_batches, other_values, with_plan, without_labels
 from tests.training.oracle.ranks import Mistake, Setting, swapped
 
@@ -399,6 +400,7 @@ _CASES: Mapping[str, tuple[Any, ...]] = {
     "frozen: fsdp": (frozen_is_trained,),
     "clipped: hsdp": (clipped_by_the_local_norm,),
     "resumed: fsdp": (learning_rate_late_by_one, samples_repeated, optimiser_states_lost),
+    **STAGED_MISTAKES,
 }
 MISTAKES: Mapping[str, Mistake] = {
     plant.__name__.replace("_", " "): Mistake(case, plant, FEW if case.startswith("resumed") else 1)

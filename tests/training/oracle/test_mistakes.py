@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.training.oracle.cases import Case
-from tests.training.oracle.compare import Bounds, apart_by_name, findings, worst
+from tests.training.oracle.compare import Bounds, apart_by_name, completed, findings, worst
 from tests.training.oracle.conftest import Oracle
 from tests.training.oracle.mistakes import MISTAKES
 from tests.training.oracle.trace import Trace
@@ -19,8 +19,9 @@ CLEAR = 50
 def test_it_is_found(name: str, measured: Measured, everything: dict[str, Case], oracle: Oracle) -> None:
     mistake = MISTAKES[name]
     right = oracle(replace(everything[mistake.case], until=mistake.until))
-    assert all(findings(rank.wrong[name], right) for rank in measured.done[4])
-    assert max(worst(rank.wrong[name], right) for rank in measured.done[4]) >= CLEAR * Bounds().gradients
+    traces = completed([rank.wrong[name] for rank in measured.done[4]])
+    assert all(findings(trace, right) for trace in traces)
+    assert max(worst(trace, right) for trace in traces) >= CLEAR * Bounds().gradients
 
 
 def wrong_and_right(name: str, measured: Measured, everything: dict[str, Case], oracle: Oracle) -> tuple[Trace, Trace]:

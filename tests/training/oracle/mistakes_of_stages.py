@@ -1,0 +1,85 @@
+"""Mistakes that one could make in pipelines, planted one by one."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from tangram.training import loop, pipeline
+from tangram.training.data import Batch
+from tests.training.oracle.ranks import Setting, swapped
+
+Planted = Iterator[None]
+
+
+@contextlib.contextmanager
+def gradients_averaged_over_micro_batches(setting: Setting) -> Planted:
+    """torch's own default: a step's gradients are divided by the number of micro-batches."""
+    real = pipeline.get_schedule_class
+
+    def averaged(name: str) -> Any:
+        return lambda *given, **told: real(name)(*given, **{**told, "scale_grads": True})
+
+    with swapped(pipeline, "get_schedule_class", averaged):
+        yield
+
+
+def _other_micro(change: Callable[[pipeline.Pipeline, Sequence[Batch]], Sequence[Batch]]) -> Any:
+    real = pipeline.Pipeline.backward
+
+    def backward(self: pipeline.Pipeline, micro: Sequence[Batch], *given: Any) -> list[Tensor]:
+        return real(self, change(self, micro), *given)
+
+    return swapped(pipeline.Pipeline, "backward", backward)
+
+
+@contextlib.contextmanager
+def positions_told_to_the_first_stage_only(setting: Setting) -> Planted:
+    """In the blocks of later stages documents see each other."""
+
+    def without(own: pipeline.Pipeline, micro: Sequence[Batch]) -> Sequence[Batch]:
+        return [replace(batch, positions_BS=None) for batch in micro] if own.is_last else micro
+
+    with _other_micro(without):
+        yield
+
+
+@contextlib.contextmanager
+def labels_of_another_micro_batch(setting: Setting) -> Planted:
+    """The last stage has the labels in another order than the first has the tokens."""
+
+    def turned(own: pipeline.Pipeline, micro: Sequence[Batch]) -> Sequence[Batch]:
+        labels = [batch.labels_BS for batch in micro]
+        pairs = zip(micro, [*labels[1:], labels[0]], strict=True)
+        return [replace(batch, labels_BS=own_BS) for batch, own_BS in pairs] if own.is_last else micro
+
+    with _other_micro(turned):
+        yield
+
+
+@contextlib.contextmanager
+def last_micro_batch_passed_over(setting: Setting) -> Planted:
+    """The schedule ends one micro-batch early."""
+    with _other_micro(lambda own, micro: micro[:-1]):
+        yield
+
+
+@contextlib.contextmanager
+def stages_counted_as_copies(setting: Setting) -> Planted:
+    """The norm divides a parameter's part by all ranks, as if each stage had it."""
+    real = loop.square_sum
+    with swapped(loop, "square_sum", lambda gradients, ranks: real(gradients, ranks * setting.world.stages)):
+        yield
+
+
+STAGED_MISTAKES = {
+    "stages of fsdp": (
+        gradients_averaged_over_micro_batches,
+        positions_told_to_the_first_stage_only,
+        labels_of_another_micro_batch,
+        last_micro_batch_passed_over,
+    ),
+    "clipped: stages of fsdp": (stages_counted_as_copies,),
+}
