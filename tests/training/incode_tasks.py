@@ -156,6 +156,8 @@ class All:
     marked: dict[str, dict[str, Ran]]
     """By mistake, the module with marks, in both ways."""
     models: dict[str, dict[str, Ran]]
+    refused: dict[str, str]
+    """What is said of each mistake."""
 
 
 Works = Mapping[str, tuple[str, str, tuple[str, ...]]]
@@ -168,7 +170,39 @@ def run_all(rank: Rank, works: Works) -> All:
         {mistake: run_functions(mistake) for mistake in mistakes},
         {mistake: run_marked(mistake) for mistake in mistakes},
         run_models(rank, works),
+        run_refused(),
     )
+
+
+def run_refused() -> dict[str, str]:
+    """What is said of mistakes in the marks of a model, and in how it is run."""
+    devices = devices_of("tp=2")
+    found: dict[str, str] = {}
+
+    def tried(name: str, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except UserError as error:
+            found[name] = str(error)
+
+    for text in (
+        "head.wait: v/tp h", "head.weight: v/cp h", "head.weight: (5 v/tp) h", "ids_BS: b/tp s", "head.weight: v h/tp",
+        "head.weight: v h sum:tp", "blocks.0.up.weight: f/tp h k",
+    ):  # fmt: skip
+        tried(text, lambda text=text: eager(marked(), [Mark.parse(text)], devices))
+    held = eager(model := marked(), [], devices)
+    tried("outside", lambda: model(ids()))
+
+    other = eager(marked(), [], devices)
+
+    def nested() -> None:
+        with held, other:
+            pass
+
+    tried("nested", nested)
+    with held:  # and goes on after what was refused
+        model(ids())
+    return found
 
 
 def run_marked(mistake: str) -> dict[str, Ran]:

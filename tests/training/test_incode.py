@@ -87,6 +87,26 @@ def test_a_model_that_knows_nothing_of_marks(ran: list[All]) -> None:
     _is_right([own.models["llama"] for own in ran])
 
 
+REFUSED = {
+    "head.wait: v/tp h": "names no tensor of the model; the nearest is head.weight",
+    "head.weight: v/cp h": "does not fit head.weight: .* names the axis cp, which is none of the mesh",
+    "head.weight: (5 v/tp) h": "does not fit head.weight",
+    "ids_BS: b/tp s": "a mark cuts ids_BS over tp, but every rank has all of what a model is given",
+    "head.weight: v h/tp": r"incode_tasks\.py:\d+\)` and `head.weight: v h/tp` contradict each other on head.weight",
+    "head.weight: v h sum:tp": "makes head.weight a pending sum, which no parameter is",
+    "blocks.0.up.weight: f/tp h k": "does not fit blocks.0.up.weight",
+    "outside": "this rank has parts of the model: run it in the context that `eager` has given",
+    "nested": "another model runs as its operators are derived: one at a time",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mistakes_are_said_in_one_sentence(ran: list[All], name: str) -> None:
+    for own in ran:
+        assert re.search(REFUSED[name], own.refused[name]), own.refused[name]
+        assert "\n" not in own.refused[name]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models(once: Callable[[str], Models], name: str) -> None:
