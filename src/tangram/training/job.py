@@ -203,7 +203,8 @@ def show(chosen: Chosen, ready: Prepared, resume: Path | None, on_event: OnEvent
         on_event(Table("Predicted for a rank", ("what", "predicted"), tuple(chosen.predicted.in_words())))
     if has_dropout(ready.source.config):
         same = "the same on any number of data ranks whose shares are whole micro-batches"
-        on_event(Note(f"the model has dropout: its masks are {same}, and others under tensor parallelism"))
+        others = "and others under tensor parallelism and in a pipeline"
+        on_event(Note(f"the model has dropout: its masks are {same}, {others}"))
 
 
 def _model_words(config: PreTrainedConfig, source: Source, parameters: int) -> str:

@@ -207,13 +207,15 @@ def train_step(
     return StepResult(loss, norm, tuple(wish > 0 for wish in asked))
 
 
-def draw_for(seed: int, sample: int) -> None:
+def draw_for(seed: int, sample: int, stage: int = 0) -> None:
     """Seed this process's generators for the micro-batch that begins with this sample of the job's order.
+
+    Each stage of a pipeline draws other numbers.
 
     So what is drawn depends on no rank: where shares are whole micro-batches, any number of data ranks draws the same,
     and a run that goes on at another number does, too.
     """
-    text = f"{seed}:{sample}".encode()
+    text = (f"{seed}:{sample}" + (f":{stage}" if stage else "")).encode()
     torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()))
 
 
@@ -244,7 +246,7 @@ def _backward_of_stage(pipeline: Pipeline, batches: RankBatches, loss_sum: LossS
     def loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
         return token_loss(logits_BSV, labels_BS) / max(1, batches.counted)
 
-    before = [partial(draw_for, seed, first) for first in batches.firsts]
+    before = [partial(draw_for, seed, first, pipeline.stage) for first in batches.firsts]
     return _summed(pipeline.backward(batches.micro, loss, before))
 
 

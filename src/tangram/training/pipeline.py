@@ -51,6 +51,11 @@ class Pipeline:
         model.__dict__[_HELD] = self
 
     @property
+    def stage(self) -> int:
+        """Its number."""
+        return self._world.stage
+
+    @property
     def is_last(self) -> bool:
         """Whether this rank has the logits, and the loss."""
         return self._world.stage == self._world.stages - 1
