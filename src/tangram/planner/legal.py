@@ -56,7 +56,10 @@ def bound_layout(plan: Plan, name: str, shape: tuple[int, ...]) -> Layout:
     """The layout of a parameter with every size known. Raises UserError where it does not fit the shape."""
     text = plan.layout_of(name)
     try:
-        return replace(Layout.parse(text).bind(shape, **plan.layouts.sizes), at=plan.held_at(name))
+        layout = Layout.parse(text).bind(shape, **plan.layouts.sizes)
+        if layout.at:  # of plans that did not go through their checks; who has it, the stages say
+            raise UserError(f'the layout "{layout}" of {name} leaves a sum or a rank out: give each rank its cut')
+        return replace(layout, at=plan.held_at(name))
     except LayoutError as error:
         raise UserError(f'the layout "{text}" does not fit {name} of shape {shape}: {error}') from None
 
