@@ -1,9 +1,9 @@
 """The runtime: a module's forward does what a program says at its borders, and around the functions that it calls.
 
 Each module has its `forward` wrapped, which does nothing where a program does not name it; the code inside stays as it
-is and works on plain local tensors. Where a function inside has to be done otherwise, calls of torch are looked at while
-that module's own code runs, and not while its children's does: a model whose plan moves tensors at borders only pays one
-more call for each module.
+is and works on plain local tensors. Where a function inside has to be done otherwise, calls of torch are looked at
+while that module's own code runs, and not while its children's does: a model whose plan moves tensors at borders only
+pays one more call for each module.
 
 `Runtime` knows nothing of ranks: what brings a tensor from one state to another is given to it (`bring`).
 """
@@ -83,6 +83,8 @@ class Runtime:
         self._modes: list[_Calls] = []
         self._bring: Bring = lambda x, change: x
         self.now: Now | None = None
+        # Functions are told apart by lines of code, which a compiler does not run.
+        self._looked_at = cast("Callable[..., Any]", torch.compiler.disable(self._run))
 
     def begin(self, now: Now) -> None:
         """A forward begins."""
@@ -102,7 +104,7 @@ class Runtime:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if slot.looked_at:
-                return self._run(path, forward, args, kwargs)
+                return self._looked_at(path, forward, args, kwargs)
             if self._modes:
                 with self._paused():
                     return self._at_border(slot, forward, args, kwargs)
@@ -116,7 +118,6 @@ class Runtime:
         found = forward(*args, **kwargs)
         return changed(found, slot.gives, self._bring) if slot.gives else found
 
-    @torch.compiler.disable  # functions are told apart by lines of code, which a compiler does not run
     def _run(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         now = self.now
         assert now is not None  # it has filled the slot
