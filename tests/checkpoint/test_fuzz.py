@@ -234,6 +234,15 @@ def test_values_of_the_marker(base: Path, data: st.DataObject) -> None:
     place.act_all()
 
 
+def test_a_marker_that_names_a_file_that_cannot_be_one(base: Path) -> None:
+    place = Place(base)
+    fields = json.loads((place.bad / MARKER).read_bytes())
+    fields.pop("crc32")
+    fields["sizes"]["\u00e9" * 200] = 5  # longer than a file system takes
+    (place.bad / MARKER).write_bytes(commits.marker_text(fields))
+    place.act_all()
+
+
 @FEWER
 @given(data=st.data())
 def test_values_of_a_header(base: Path, data: st.DataObject) -> None:

@@ -193,8 +193,9 @@ def train_all(rank: Rank, plans: Mapping[str, Plan]) -> dict[str, Ran | str]:
 
 
 def _trained(plan: Plan, world: Any) -> Ran:
-    model = building.build(plan, building.source_of(plan, BYTES), world, values=True)
-    plan = with_packing(plan, settled_packing(model, plan, world, None).packing)
+    source = building.source_of(plan, BYTES)
+    model = building.build(plan, source, world, values=True)
+    plan = with_packing(plan, settled_packing(model, plan, world, None, source).packing)
     optimiser = optimise.make_adamw(model, plan.optimiser)
     corpus = open_corpus(plan.data, BYTES)
     losses: list[float] = []

@@ -121,6 +121,7 @@ def test_a_model_with_weights_and_a_tokenizer_of_its_own(shared: Path, capsys: p
     assert summary["model"] == "llama"
 
 
+@pytest.mark.slow
 def test_a_model_that_mixes_documents_trains_on_one_at_a_time_and_goes_on_so(
     shared: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_model_that_mixes_documents_trains_on_one_at_a_time_and_goes_on_so(
     assert rest["unigram_entropy"] == whole["unigram_entropy"]
 
 
+@pytest.mark.slow
 def test_documents_share_samples_only_in_a_model_that_keeps_them_apart(
     shared: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,7 +189,7 @@ def test_nothing_held_out(shared: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "held-out" not in shown
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_a_signal_saves_and_says_how_to_go_on(name: str, shared: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "tangram", "train", shared / "plan.toml", "--out", out, "--steps", "100000"]

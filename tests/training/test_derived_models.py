@@ -14,6 +14,7 @@ from tangram.sharding.derive.of_model import derive_whole, graph_of
 from tangram.training.derived import refuse_cut_inputs
 from tangram.training.launch import run_ranks
 from tests.training.derived_models import MISTAKES, Ran, Work, inputs_of, model_of, named, run_all
+from tests.training.oracle.warm import once as run_once
 
 BOUND = 1e-5
 """Of a gradient, relative: sums in another order, through two layers."""
@@ -97,13 +98,13 @@ def _run(works: dict[str, Work], world: int) -> Results:
 
 
 @pytest.fixture(scope="module")
-def once() -> Callable[[str], Results]:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
     known: dict[str, Results] = {}
     sets = {"two": (TWO, 2), "others": (OTHERS, 2), "plans": (BY_PLANS, 2), "four": (FOUR, 4)}
 
     def find(name: str) -> Results:
         if name not in known:
-            known[name] = _run(*sets[name])
+            known[name] = run_once(tmp_path_factory, f"derived-{name}", lambda _: _run(*sets[name]))
         return known[name]
 
     return find

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tangram.training.launch import run_ranks
 from tests.training.incode_tasks import FEW, LAYOUTS, MISTAKES, WEIGHTS, All, Ran, Works, run_all, run_models
+from tests.training.oracle.warm import once as run_once
 
 BOUND = 1e-5
 """Of a gradient, relative: sums in another order, through two layers."""
@@ -27,8 +29,11 @@ FOUR: Works = {
 
 
 @pytest.fixture(scope="module")
-def ran() -> list[All]:
-    return run_ranks(run_all, QUICK, world=2, on_event=lambda _: None, device="cpu")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[All]:
+    def run(_: Path) -> list[All]:
+        return run_ranks(run_all, QUICK, world=2, on_event=lambda _: None, device="cpu")
+
+    return run_once(tmp_path_factory, "incode", run)
 
 
 Models = dict[str, list[dict[str, Ran]]]

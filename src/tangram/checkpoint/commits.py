@@ -66,7 +66,11 @@ def read_marker(path: Path) -> Marker:
         raise UserError(f'the {MARKER} of the checkpoint "{path}" cannot be read: {error}') from None
     marker = parse_marker(data, path)
     for name, size in marker.sizes.items():
-        found = _plain_size(path / name)
+        try:
+            found = _plain_size(path / name)
+        except OSError as error:  # as of a name that is too long
+            why = f'its file "{name}" cannot be looked at: {error.strerror}'
+            raise UserError(f'the checkpoint "{path}" is not whole: {why}') from None
         if found != size:
             what = "is not there" if found is None else f"has {found} of {size} bytes"
             raise UserError(f'the checkpoint "{path}" is not whole: its file "{name}" {what}')

@@ -4,8 +4,8 @@ transformers leaves a causal mask out where attention can make it by itself (`is
 Of a part of the queries attention would make another mask: then a run has to make them as the capture did.
 
 A shim: `is_tracing` of transformers.masking_utils decides it, for which a caller has no argument
-(https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py, `_ignore_causal_mask_sdpa`). When
-`tests/models/test_masks.py` finds a mask outside of it, it can go.
+(https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py, `_ignore_causal_mask_sdpa`).
+When `tests/models/test_masks.py` finds a mask outside of it, it can go.
 """
 
 from __future__ import annotations

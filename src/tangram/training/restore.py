@@ -61,7 +61,7 @@ class Description:
     progress: Progress
     about: Mapping[str, Any]
     frozen: tuple[str, ...]
-    """The parameters without optimiser states, and the buffers."""
+    """What has no optimiser states: parameters that are not trained, and buffers."""
 
 
 def describe(path: Path) -> Description:
