@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -137,6 +138,20 @@ def test_fewer_micro_batches_than_stages(four: tuple[Ranked, ...]) -> None:
     data = {**taken(four).data.model_dump(), "micro_batch": 4}
     with pytest.raises(ValidationError, match=r"1 micro-batches for 2 stages: lower data.micro_batch"):
         changed(taken(four), data=data)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("*.q_prog.weight", "`*.q_prog.weight: a/tp b` names no tensor of the model"),
+        ("logits", "layouts.marks names logits, a result of the model: in a pipeline mark the module that gives it"),
+    ],
+)
+def test_marks_that_no_stage_would_see(four: tuple[Ranked, ...], pattern: str, said: str) -> None:
+    plan = taken(four, "2 stages x tensor")
+    layouts = {**plan.layouts.model_dump(), "marks": {pattern: "a ..." if pattern == "logits" else "a/tp b"}}
+    with pytest.raises(UserError, match=re.escape(said)):
+        legal(changed(plan, layouts=layouts), build_on_meta(CONFIG))
 
 
 def test_more_stages_than_blocks(counted: Counted) -> None:

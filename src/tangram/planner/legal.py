@@ -12,10 +12,12 @@ from torch import nn
 from tangram.errors import UserError
 from tangram.layout import Coverage, Layout, LayoutError, Mesh, Region, coverage, region
 from tangram.models.capture import capture
+from tangram.models.graph import Graph
 from tangram.models.named import token_inputs
 from tangram.models.stages import refuse_unlike_chain, refuse_unlike_modules
 from tangram.models.twin import Shapes, module_shapes
 from tangram.planner.plan import Plan, first_match, flow
+from tangram.sharding.derive.marks import Mark, matched
 
 MOST_RANKS = 256  # a region is made for each rank
 CHECKED = 8  # tokens of the sample on which stages are checked
@@ -28,7 +30,9 @@ def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None) -> None:
     """
     if plan.pipeline is not None:
         refuse_unlike_modules(model, plan.pipeline.stages)
-        refuse_unlike_chain(capture(model, token_inputs(1, CHECKED)), plan.pipeline.stages)
+        graph = capture(model, token_inputs(1, CHECKED))
+        refuse_unlike_chain(graph, plan.pipeline.stages)
+        _refuse_marks(plan, graph)
     mesh = Mesh.parse(plan.mesh)
     if mesh.size > MOST_RANKS:
         raise UserError(f"the mesh {plan.mesh} has {mesh.size} ranks; plans of up to {MOST_RANKS} are checked")
@@ -50,6 +54,16 @@ def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None) -> None:
         raise UserError(f"parameters are cut over the data axes {', '.join(sorted(cutting))}: one of them may")
     if plan.axes.tensor and not plan.layouts.marks:
         _flows(plan, shapes or module_shapes(model, 2, 7), mesh)
+
+
+def _refuse_marks(plan: Plan, graph: Graph) -> None:
+    """A stage passes over marks of what it lacks, so of the whole model each has to name something that a stage has."""
+    for pattern, text in plan.layouts.marks.items():
+        named = matched(graph, Mark.parse(f"{pattern}: {text}"))
+        if result := next((name for name in named if name in graph.outputs), None):
+            raise UserError(
+                f"layouts.marks names {result}, a result of the model: in a pipeline mark the module that gives it"
+            )
 
 
 def bound_layout(plan: Plan, name: str, shape: tuple[int, ...]) -> Layout:

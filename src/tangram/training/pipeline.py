@@ -103,7 +103,9 @@ class Pipeline:
         try:
             run(*given, target=labels, losses=losses if self.is_last else None, **told)
         except RuntimeError as error:  # torch tells of shapes; what went wrong is its cause
-            raise error.__cause__ or error from error.__cause__
+            if (cause := error.__cause__) is None:
+                raise
+            raise cause from cause.__cause__
         self._before = []
         return [one.detach() for one in losses]
 
