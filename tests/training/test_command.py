@@ -171,6 +171,7 @@ def test_documents_share_samples_only_in_a_model_that_keeps_them_apart(
     assert "BertLMHeadModel cannot be trained on the next token" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_nothing_held_out(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     every = [
         "--set",

@@ -84,7 +84,7 @@ def gradients_of_norms(rank: Rank, plan: Plan) -> str:
     return ""
 
 
-@pytest.mark.parametrize("rule", ["heads", "heads/tp"])
+@pytest.mark.parametrize("rule", ["heads", pytest.param("heads/tp", marks=pytest.mark.slow)])
 def test_weights_under_a_rule_that_every_rank_holds_whole_have_one_gradient(tmp_path: Path, rule: str) -> None:
     plan = cut(tmp_path, {"*.[qk]_norm": f"b s {rule} head_dim -> b s {rule} head_dim"})
     one, other = run_ranks(gradients_of_norms, plan, world=2, on_event=print, device="cpu")
@@ -92,6 +92,7 @@ def test_weights_under_a_rule_that_every_rank_holds_whole_have_one_gradient(tmp_
     assert ("_norm.weight" in one) == (rule == "heads"), one
 
 
+@pytest.mark.slow
 def test_rules_that_say_of_what_flows_another_thing_than_is_so_are_refused(tmp_path: Path) -> None:
     heads = "b s heads head_dim -> b s heads head_dim"
     plans = {
