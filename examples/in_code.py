@@ -8,20 +8,20 @@ python examples/in_code.py      (starts two processes; `Block` itself runs on on
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tangram.sharding.incode import layout_of, mark, relayout
 from tangram.training.derived import parallel
 from tangram.training.incode import eager
 from tangram.training.launch import Rank, run_ranks
 
-TALK = False
-
 
 class Block(nn.Module):
     """What Megatron does with a feed-forward layer, said where it happens."""
 
-    def __init__(self) -> None:
+    def __init__(self, talks: bool) -> None:
         super().__init__()
+        self.talks = talks
         self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
         mark(self.up.weight, "inner/tp hidden")
         mark(self.up.bias, "inner/tp")
@@ -32,7 +32,7 @@ class Block(nn.Module):
         whole_BSH = relayout(self.norm(x_BSH), "batch seq hidden")
         h_BSI = self.up(whole_BSH).relu()
         y_BSH = self.down(h_BSI)
-        if TALK:
+        if self.talks:
             print("h lies as", layout_of(h_BSI), "and y as", layout_of(y_BSH))
         return x_BSH + relayout(y_BSH, "batch seq/tp hidden")
 
@@ -43,25 +43,22 @@ def loss_of(model: nn.Module) -> Tensor:
     return model(x_BSH).square().mean()
 
 
-def block() -> Block:
+def block(talks: bool = False) -> Block:
     """With the same weights everywhere."""
     torch.manual_seed(0)
-    return Block()
+    return Block(talks)
 
 
 def task(rank: Rank, alone: float) -> tuple[float, float]:
     """What each rank does: how far its losses are from that of one process."""
-    global TALK
     devices = init_device_mesh(rank.device.type, (2,), mesh_dim_names=("tp",))
 
-    TALK = rank.index == 0
-    model = block()
+    model = block(talks=rank.index == 0)
     with eager(model, [], devices):  # breakpoints and prints see tensors with layouts
         loss = loss_of(model)
     loss.backward()
-    TALK = False  # a whole graph has its layouts when it is derived, and not while its code runs
 
-    whole = block()
+    whole = block()  # a whole graph has its layouts when it is derived, and not while its code runs
     derived = parallel(whole, [], devices, {"x_BSH": torch.empty(4, 16, 32, device="meta")})
     found = loss_of(whole)
     found.backward()
@@ -78,7 +75,7 @@ def task(rank: Rank, alone: float) -> tuple[float, float]:
 
 def _local(x: Tensor | None) -> Tensor:
     assert x is not None
-    return x.to_local() if hasattr(x, "to_local") else x  # pyright: ignore
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def _saved(folded: Folded, step: Step) -> Saved:
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             result = step.call.with_tensors(given).run()
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError):  # nothing runs it without memory: count all that it takes
         return Saved(frozenset(i for i, v in enumerate(step.inputs) if v is not None), frozenset())
     made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
     into = {_memory(x): i for i, x in enumerate(given) if x is not None}
