@@ -106,6 +106,15 @@ def test_a_parameter_of_no_stage() -> None:
     )
 
 
+def test_a_stage_of_which_nothing_is_trained() -> None:
+    model = made("llama")
+    for name in THREE[0]:
+        model.get_submodule(name).requires_grad_(False)
+    assert refused(model, THREE) == (
+        "nothing of stage 0 of the pipeline is trained: give it modules that model.freeze leaves"
+    )
+
+
 def test_tied_weights_across_stages() -> None:
     said = refused(made("llama", tie_word_embeddings=True), THREE)
     assert "model.embed_tokens.weight and lm_head.weight are one tensor" in said

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tangram.checkpoint import commits
 from tangram.errors import UserError
-from tangram.training.checkpoints import Checkpointer, JobState, Progress, describe, load, newest
+from tangram.training.checkpoints import Checkpointer, JobState, Progress, load, newest
 from tangram.training.events import Saved, SaveFailed
 from tangram.training.launch import run_ranks
 from tests.training.saving import LAYOUTS, Seen, net, plan_of, same, step, trainable, two_ranks, values, whole_state
@@ -387,7 +387,6 @@ def test_another_type(saved: tuple[Path, JobState]) -> None:
 
 def test_other_frozen_parameters(saved: tuple[Path, JobState]) -> None:
     path, _ = saved
-    assert describe(path).frozen == ("norm.weight", "seen")  # the latter is a buffer
     model = net()
     with pytest.raises(UserError, match=r"was written with norm.weight frozen .* the same model.freeze"):
         load(path, JobState(model, torch.optim.AdamW(model.parameters())), ONE, None)

@@ -67,16 +67,18 @@ def _forward_of(kind: type[nn.Module], first: bool, last: bool) -> Any:
 
 
 def refuse_unlike_modules(model: nn.Module, stages: Stages) -> None:
-    """Raise UserError where the stages do not name modules that together have every parameter once."""
+    """Raise UserError where the stages do not name modules that have every parameter once, each stage a trained one."""
     modules = dict(cast("Any", model).named_modules())
     names = [name for stage in stages for name in stage]
     if unknown := next((name for name in names if name not in modules), None):
         raise UserError(f'pipeline.stages names "{unknown}", which is no module of a {type(model).__name__}')
     owners: dict[nn.Parameter, tuple[str, int]] = {}
+    trained: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         stage = next((i for i, own in enumerate(stages) if any(name.startswith(f"{x}.") for x in own)), None)
         if stage is None:
             raise UserError(f"{name} is in no stage of the pipeline: name its module in pipeline.stages")
+        trained.update([stage] if parameter.requires_grad else [])
         other, where = owners.setdefault(parameter, (name, stage))
         if where != stage:
             raise UserError(
@@ -84,6 +86,11 @@ def refuse_unlike_modules(model: nn.Module, stages: Stages) -> None:
                 f"{stage} the other: this version does not tie weights across stages; set "
                 "model.change.tie_word_embeddings = false"
             )
+    idle = [stage for stage in range(len(stages)) if stage not in trained]
+    if idle:
+        raise UserError(
+            f"nothing of stage {idle[0]} of the pipeline is trained: give it modules that model.freeze leaves"
+        )
 
 
 def refuse_unlike_chain(graph: Graph, stages: Stages) -> None:

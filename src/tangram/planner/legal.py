@@ -23,14 +23,14 @@ MOST_RANKS = 256  # a region is made for each rank
 CHECKED = 8  # tokens of the sample on which stages are checked
 
 
-def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None) -> None:
+def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None, graph: Graph | None = None) -> None:
     """Raise UserError with the reason where the plan cannot be run on the model (on meta or not).
 
-    `shapes`: what `module_shapes` found, where it is known already.
+    `shapes`, `graph`: what `module_shapes` and a capture of one sample found, where they are known already.
     """
     if plan.pipeline is not None:
         refuse_unlike_modules(model, plan.pipeline.stages)
-        graph = capture(model, token_inputs(1, CHECKED))
+        graph = graph or capture(model, token_inputs(1, CHECKED))
         refuse_unlike_chain(graph, plan.pipeline.stages)
         _refuse_marks(plan, graph)
     mesh = Mesh.parse(plan.mesh)

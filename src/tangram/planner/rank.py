@@ -22,6 +22,7 @@ from tangram.errors import UserError
 from tangram.hardware.rates import Rates
 from tangram.models.build import build_on_meta
 from tangram.models.costs import ModelCosts, at_micro_batch, costs
+from tangram.models.graph import Graph
 from tangram.models.tensor_rules import TensorRules, rules_for, undivided_heads
 from tangram.models.twin import Shapes, module_shapes
 from tangram.planner.derived import TensorLayouts, sample_graph, tensor_layouts
@@ -152,6 +153,11 @@ class Counted:
         return cut_into_stages(self._graph(), self.costs(1, False, 1), count)
 
     @property
+    def graph(self) -> Graph:
+        """What the model runs for one sample. Raises UserError where it cannot be captured."""
+        return self._graph()
+
+    @property
     def shapes(self) -> Shapes:
         """What flows through the modules."""
         return self._shapes()
@@ -214,7 +220,8 @@ def _ranked(one: _Strategy, job: Job, counted: Counted, rates: Rates) -> Iterato
     try:
         stages = counted.stages(one.stages) if one.stages > 1 else ()
         plan = _plan(one, job, lies, 1, stages)
-        legal(plan, counted.model, counted.shapes if isinstance(lies, TensorRules) else None)
+        shapes = counted.shapes if isinstance(lies, TensorRules) else None
+        legal(plan, counted.model, shapes, counted.graph if stages else None)
         for micro_batch in _micro_batches(plan):
             plan = _plan(one, job, lies, micro_batch, stages)
             whole, local = counted.costs(1, False, micro_batch), counted.costs(size, vocabulary, micro_batch)

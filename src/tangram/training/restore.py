@@ -60,8 +60,6 @@ class Description:
 
     progress: Progress
     about: Mapping[str, Any]
-    frozen: tuple[str, ...]
-    """What has no optimiser states: parameters that are not trained, and buffers."""
 
 
 def describe(path: Path) -> Description:
@@ -70,7 +68,7 @@ def describe(path: Path) -> Description:
     about = manifest.objects.get("about")
     if not isinstance(about, dict):
         raise UserError(f'the checkpoint "{path}" is of no `tangram train`: its {MANIFEST} does not say of what run')
-    return Description(_progress(path, manifest), cast("dict[str, Any]", about), _frozen(manifest))
+    return Description(_progress(path, manifest), cast("dict[str, Any]", about))
 
 
 def _progress(path: Path, manifest: Manifest) -> Progress:

@@ -198,6 +198,8 @@ def _add_staged(text: Path, add: Callable[..., None], *, slow: bool) -> None:
     if slow:
         again = tables(text, data={"micro_batch": 2}, run={"evaluate_every": 2}, checkpoint={"every_steps": 2})
         add("resumed", ["stages of fsdp", "stages of fsdp and derived"], again, FEW, resume_at=3)
+        low = tables(text, data={"micro_batch": 2}, precision={"compute": "bfloat16"}, optimiser={"eps": 1e-3})
+        add("bfloat16", ["stages of fsdp"], low)
 
 
 HANDS = {"fsdp": (0, 5, 1, 4), "copies": (3, 0, 7, 0), "hsdp": (0, 9, 1, 0), "tensor inside fsdp": (0, 10)}
