@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tangram.checkpoint import commits, parts
 from tangram.checkpoint.snapshot import Pool, Share, Snapshot, share
 from tangram.checkpoint.state import Held, describe
-from tangram.checkpoint.writer import Order, Writer, attempt_id, share_fields
+from tangram.checkpoint.writer import Order, Writer, _refuse_failed, attempt_id, share_fields
 from tangram.hardware.workers import Channel
 
 SAVE = "0123456789abcdef" * 2
@@ -192,6 +192,25 @@ def test_one_in_the_place_of_one_that_had_written_waits_on(desks: Desks, order: 
     third.begin(order)
     assert [desk.done()[0] for desk in (first, second, third, again)] == [order.path] * 4
     check(order.path, order, 0)
+
+
+def test_who_looks_while_the_folder_is_closing_sees_no_failure(order: Order, tmp_path: Path):
+    partial = commits.begin(Path(order.path), order.id)
+    closing, ended = commits.closing_path(partial), threading.Event()
+
+    def close_and_open() -> None:
+        while not ended.is_set():
+            partial.rename(closing)
+            closing.rename(partial)
+
+    thread = threading.Thread(target=close_and_open)
+    thread.start()
+    try:
+        for _ in range(3000):
+            _refuse_failed(partial)
+    finally:
+        ended.set()
+        thread.join()
 
 
 def wait_for(true: Any) -> None:
