@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tangram.errors import UserError
 from tangram.models.capture import capture
 from tangram.models.named import token_inputs
-from tangram.models.stages import Stages, Through, keep_stage, refuse_unlike_chain, refuse_unlike_modules
+from tangram.models.stages import Stages, Through, keep_stages, refuse_unlike_chain, refuse_unlike_modules
 
 FIELDS = {
     "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
@@ -42,9 +42,7 @@ def made(kind: str, **changes: Any) -> nn.Module:
 
 
 def stage(model: nn.Module, stages: Stages, number: int) -> nn.Module:
-    found = copy.deepcopy(model)
-    keep_stage(found, stages, number)
-    return found
+    return keep_stages(copy.deepcopy(model), stages, [number])[0]
 
 
 @pytest.mark.parametrize("kind", ["llama", *MORE])
@@ -61,6 +59,29 @@ def test_stages_one_after_the_other_are_the_model(kind: str) -> None:
     assert torch.equal(x, whole)
     names = [name for part in parts for name, _ in part.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_stages_of_one_rank_share_their_modules_with_its_model() -> None:
+    whole, model = made("qwen3"), made("qwen3")
+    first, last = keep_stages(model, THREE, (0, 2))
+    blocks = [cast(Any, one).model.layers for one in (model, first, last)]
+    assert blocks[0][0] is blocks[1][0]
+    assert blocks[0][2] is blocks[2][2]
+    assert all(isinstance(one, Through) for one in (blocks[0][1], blocks[1][1], blocks[1][2], blocks[2][0]))
+    own = {name for part in (first, last) for name, _ in part.named_parameters()}
+    assert own == {name for name, _ in model.named_parameters()} < {name for name, _ in whole.named_parameters()}
+    # What no stage names each has by itself, around one memory.
+    rotary = [cast(Any, one).model.rotary_emb for one in (model, first, last)]
+    assert len(set(rotary)) == 3
+    model.to(torch.float64)
+    assert {one.inv_freq.data_ptr() for one in rotary} == {rotary[0].inv_freq.data_ptr()}
+    assert last.get_parameter("lm_head.weight").dtype == torch.float64
+    # Hooks of the one are not the other's.
+    first.register_forward_hook(lambda *_: 0 / 0)
+    assert not model._forward_hooks
+    assert not last._forward_hooks
+    with pytest.raises(UserError, match="a rank of a pipeline has stages of a model only"):
+        model(torch.zeros(1, 4, dtype=torch.long))
 
 
 def test_gradients_through_stages_are_the_models() -> None:

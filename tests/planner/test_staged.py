@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta
+from tangram.models.stages import Stages
 from tangram.planner import staged
+from tangram.planner.actions import parse
 from tangram.planner.legal import bound_layout, legal
 from tangram.planner.plan import Plan
 from tangram.planner.rank import Counted, Ranked, predict, rank
-from tangram.planner.read import mistakes
+from tangram.planner.read import dumps, load, mistakes
+from tangram.planner.show import rows
 from tests.models.tiny import tiny
 from tests.planner.machine import rates
 from tests.planner.test_rank import job
@@ -70,7 +75,7 @@ def test_each_parameter_is_on_the_ranks_of_its_stage(four: tuple[Ranked, ...]) -
 
 
 def test_a_stage_needs_less_memory_and_waits(counted: Counted, four: tuple[Ranked, ...]) -> None:
-    """With two stages each keeps two micro-batches of half of the model, and a step has one slot more."""
+    """With two stages each keeps two micro-batches of half of the model, and the last waits for the first's forward."""
     whole = next(
         one for one in rank(job(), 2, rates(2), CONFIG, counted) if one.name == "FSDP" and one.micro_batch == 2
     )
@@ -78,10 +83,10 @@ def test_a_stage_needs_less_memory_and_waits(counted: Counted, four: tuple[Ranke
     assert whole.estimate is not None
     assert ours.estimate is not None
     assert ours.estimate.memory.optimiser < whole.estimate.memory.optimiser
-    share = max(one.work for one in shares_of(counted, taken(four)))
-    assert 0.5 <= share < 1
+    first, last = (one.work for one in shares_of(counted, taken(four)))
+    assert 0.5 <= last < 1
     steps = ours.taken.micro_steps
-    ratio = share * (steps + 1) / steps
+    ratio = last + first / steps  # all of its own, and once the forward and the backward of the other
     assert ours.estimate.seconds.products == pytest.approx(whole.estimate.seconds.products * ratio)
 
 
@@ -90,15 +95,40 @@ def shares_of(counted: Counted, plan: Plan) -> list[staged.Share]:
     return staged.shares(plan, costs.parameters, costs)
 
 
-def test_what_stages_keep(counted: Counted, four: tuple[Ranked, ...]) -> None:
-    plan = changed(taken(four), data={**job(micro_batch=1).data.model_dump()})
-    assert [one.kept for one in shares_of(counted, plan)] == [2, 1]
-    assert plan.pipeline is not None
-    gpipe = changed(plan, pipeline={"schedule": "GPipe", "stages": plan.pipeline.stages})
-    assert [one.kept for one in shares_of(counted, gpipe)] == [plan.micro_steps] * 2
-    assert sum(one.work for one in shares_of(counted, plan)) == pytest.approx(1)
-    names = [p.name for one in shares_of(counted, plan) for p in one.parameters]
-    assert sorted(names) == sorted(p.name for p in counted.costs(1, False, 1).parameters)
+FOUR = (("model.embed_tokens",), ("model.layers.0",), ("model.layers.1",), ("model.norm", "lm_head"))
+
+
+def with_schedule(four: tuple[Ranked, ...], name: str, stages: Stages = FOUR) -> Plan:
+    """A plan of two stage ranks and four micro-batches."""
+    data = job(micro_batch=1).data.model_dump()
+    return changed(taken(four), pipeline={"schedule": name, "stages": stages}, data=data)
+
+
+def test_what_stages_keep_is_what_the_formulas_say(counted: Counted, four: tuple[Ranked, ...]) -> None:
+    plan, gpipe = (with_schedule(four, name, counted.stages(2)) for name in ("1F1B", "GPipe"))
+    assert plan.micro_steps == 4
+    assert [one.kept for one in shares_of(counted, plan)] == [(2,), (1,)]
+    assert [one.kept for one in shares_of(counted, gpipe)] == [(4,), (4,)]
+    for one in (plan, gpipe):
+        found = shares_of(counted, one)
+        assert sum(share.work for share in found) == pytest.approx(1)
+        names = [p.name for share in found for p in share.parameters]
+        assert sorted(names) == sorted(p.name for p in counted.costs(1, False, 1).parameters)
+        for share in found:
+            assert share.activations == share.kept[0] * sum(part.kept_bytes for part in share.local.parts)
+
+
+def test_several_stages_of_a_rank_are_one_share(counted: Counted, four: tuple[Ranked, ...]) -> None:
+    looped, folded = (shares_of(counted, with_schedule(four, name)) for name in ("LoopedBFS", "ZBVZeroBubble"))
+    assert [one.stages for one in looped] == [(0, 2), (1, 3)]
+    assert [one.stages for one in folded] == [(0, 3), (1, 2)]
+    assert looped[0].kept == (4, 4)
+    for found in (looped, folded):
+        assert sum(one.work for one in found) == pytest.approx(1)
+        assert [any(p.name == "lm_head.weight" for p in one.parameters) for one in found] == [
+            3 in one.stages for one in found
+        ]
+    assert all(one.slots >= 4 for one in folded)
 
 
 @given(st.lists(st.integers(1, 20).map(float), min_size=1, max_size=7), st.integers(0, 20).map(float), st.data())
@@ -121,10 +151,24 @@ def test_no_other_cut_is_better(work: list[float], end: float, data: st.DataObje
         ({"pipeline": None}, "there is axes.pipeline, but no pipeline"),
         ({"axes": {"data": ["dp"], "tensor": ["pp"]}}, "there is [pipeline], but no axes.pipeline"),
         ({"pipeline": {"stages": [["model.embed_tokens"]]}}, "1 stages for the 2 ranks of the pipeline axis"),
+        (
+            {"pipeline": {"schedule": "LoopedBFS", "stages": [["a"], ["b"], ["c"]]}},
+            '3 stages for the 2 ranks of the pipeline axis: with the schedule "LoopedBFS" each rank has as many as the '
+            "others: give 4",
+        ),
+        (
+            {"pipeline": {"schedule": "DualPipeV", "stages": [["a"], ["b"]]}},
+            'with the schedule "DualPipeV" each has two: give 4',
+        ),
+        ({"pipeline": {"schedule": "table", "stages": [["a"], ["b"]]}}, "and table, the file of it, go together"),
+        ({"pipeline": {"table": "x.csv", "stages": [["a"], ["b"]]}}, "and table, the file of it, go together"),
         ({"pipeline": {"stages": [["a"], []]}}, "stage 1 has no modules"),
         ({"pipeline": {"stages": [["a", "b"], ["a"]]}}, '"a" is in two places of the stages'),
         ({"pipeline": {"stages": [["a"], ["a.b"]]}}, '"a.b" is in two places of the stages: also in a'),
-        ({"pipeline": {"schedule": "zigzag", "stages": [["a"], ["b"]]}}, "'GPipe' or '1F1B'"),
+        (
+            {"pipeline": {"schedule": "zigzag", "stages": [["a"], ["b"]]}},
+            '"zigzag" is no schedule: give one of GPipe, 1F1B, Interleaved1F1B',
+        ),
         ({"layouts": {"parameters": {"*": "_/dp ... @pp=1"}}}, "who has a parameter is said by [pipeline]"),
     ],
 )
@@ -134,10 +178,93 @@ def test_plans_that_say_it_wrongly(four: tuple[Ranked, ...], tables: dict[str, A
     assert said in mistakes(found.value)
 
 
-def test_fewer_micro_batches_than_stages(four: tuple[Ranked, ...]) -> None:
+def test_numbers_of_micro_batches_that_a_schedule_does_not_take(four: tuple[Ranked, ...]) -> None:
     data = {**taken(four).data.model_dump(), "micro_batch": 4}
-    with pytest.raises(ValidationError, match=r"1 micro-batches for 2 stages: lower data.micro_batch"):
+    said = r'a step has 1 micro-batches, and the schedule "1F1B" takes 2 or more over 2 ranks: set data.micro_batch = 2'
+    with pytest.raises(ValidationError, match=said):
         changed(taken(four), data=data)
+    stages = [["a"], ["b"], ["c"], ["d"]]
+    data = {**data, "micro_batch": 1, "global_batch": 10}
+    said = r'5 micro-batches, and the schedule "Interleaved1F1B" takes 2 rounds .* set data.micro_batch = 2'
+    with pytest.raises(ValidationError, match=said):
+        changed(taken(four), data=data, pipeline={"schedule": "Interleaved1F1B", "stages": stages})
+    said = r"takes 4 or more over 2 ranks: set another data.global_batch"
+    with pytest.raises(ValidationError, match=said):
+        changed(taken(four), data={**data, "global_batch": 6}, pipeline={"schedule": "DualPipeV", "stages": stages})
+
+
+THREE = (FOUR[0], FOUR[1], (*FOUR[2], *FOUR[3]))
+
+
+def with_table(four: tuple[Ranked, ...], folder: Path, table: str, stages: Stages = THREE) -> Path:
+    """The file of a plan of two micro-batches with a schedule beside it."""
+    (folder / "mine.csv").write_text(table)
+    plan = taken(four)
+    tables = plan.model_dump(exclude_defaults=True)
+    tables["data"]["micro_batch"] = 2
+    tables["pipeline"] = {"schedule": "table", "table": "mine.csv", "stages": [list(stage) for stage in stages]}
+    (folder / "plan.toml").write_text(tomli_w.dumps({"version": 2, **tables}))
+    return folder / "plan.toml"
+
+
+MINE = "0F0,0F1,2F1,2B1,2F0,2B0,0B1,0B0\n1F0,1F1,1B1,1B0\n"
+
+
+def test_a_table_is_read_from_beside_the_plan(four: tuple[Ranked, ...], tmp_path: Path) -> None:
+    plan = load(with_table(four, tmp_path, MINE))
+    assert isinstance(plan, Plan)
+    assert plan.rank_of_stage == (0, 1, 0)
+    assert plan.stages_at(0) == (0, 2)
+    assert (plan.stage_of("lm_head.weight"), plan.place_of("lm_head.weight")) == (2, 0)
+    assert str(bound_layout(plan, "lm_head.weight", (64, 32))).endswith("@pp=0")
+    assert plan.actions().rows[1] == parse(MINE, "x").rows[1]
+    legal(plan, build_on_meta(CONFIG))
+    again = tmp_path / "elsewhere.toml"
+    again.write_text(dumps(plan))
+    assert load(again) == plan
+
+
+def test_a_plan_says_who_has_which_stage_and_how_long_ranks_wait(four: tuple[Ranked, ...]) -> None:
+    said = dict(rows(with_schedule(four, "ZBVZeroBubble")))
+    assert said["schedule"] == "ZBVZeroBubble, 4 stages; ranks wait 4% of a step where stages are alike"
+    assert [said[f"stage {i}"].split("; ")[1] for i in range(4)] == [f"on rank {rank} of pp" for rank in (0, 1, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("table", "stages", "said"),
+    [
+        (MINE, FOUR, "mine.csv is for 3 stages, but the plan has 4: change one"),
+        ("0F0,0B0,1F0,1B0\n2F0,2B0\n", THREE, "mine.csv: 0B0, action 1 of rank 0, waits for 1B0, which comes later"),
+        ("0F0,1F0,2F0,2B0,1B0,0B0\n", THREE, "mine.csv is for 1 ranks, but the plan has 2: change one"),
+        ("0F0,2F0,2B0,0B0\n1F0,1B0\n", THREE, "mine.csv is for 1 micro-batches, but the plan has 2: change one"),
+        ("0F0,0F1,0G0\n", THREE, 'mine.csv: "0G0", slot 2 of rank 0, is no action'),
+    ],
+)
+def test_tables_that_do_not_fit(
+    four: tuple[Ranked, ...], tmp_path: Path, table: str, stages: Stages, said: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        load(with_table(four, tmp_path, table, stages))
+
+
+def test_a_table_that_splits_backwards_is_refused_with_recomputing(four: tuple[Ranked, ...], tmp_path: Path) -> None:
+    path = with_table(four, tmp_path, MINE.replace("2B1", "2I1,2W1"))
+    load(path)
+    with pytest.raises(UserError, match=r"run\.recompute: the schedule does backwards in two parts"):
+        load(path, {"run.recompute": '["model.layers.*"]'})
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [({"compile": True}, "those of compiled blocks are not"), ({"recompute": ["*"]}, "for each of its weights")],
+)
+def test_what_cannot_be_split(four: tuple[Ranked, ...], run: dict[str, Any], said: str) -> None:
+    plan = taken(four)
+    pipeline = {"schedule": "ZBVZeroBubble", "stages": [["a"], ["b"], ["c"], ["d"]]}
+    tables = {"run": {**plan.run.model_dump(), **run}, "data": job(micro_batch=1).data.model_dump()}
+    changed(plan, **tables)
+    with pytest.raises(ValidationError, match=f"backwards in two parts, .*{said}.*LoopedBFS"):
+        changed(plan, **tables, pipeline=pipeline)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +276,7 @@ def test_fewer_micro_batches_than_stages(four: tuple[Ranked, ...]) -> None:
 )
 def test_marks_that_no_stage_would_see(four: tuple[Ranked, ...], pattern: str, said: str) -> None:
     plan = taken(four, "2 stages x tensor")
-    layouts = {**plan.layouts.model_dump(), "marks": {pattern: "a ..." if pattern == "logits" else "a/tp b"}}
+    layouts = {**plan.layouts.model_dump(), "marks": {pattern: "a/tp ..." if pattern == "logits" else "a/tp b"}}
     with pytest.raises(UserError, match=re.escape(said)):
         legal(changed(plan, layouts=layouts), build_on_meta(CONFIG))
 
@@ -157,6 +284,30 @@ def test_marks_that_no_stage_would_see(four: tuple[Ranked, ...], pattern: str, s
 def test_more_stages_than_blocks(counted: Counted) -> None:
     (one, *_) = rank(job(), 8, rates(8), CONFIG, counted, stages=8)
     assert one.why_not == "the model has 2 blocks, too few for 8 stages"
+
+
+def test_plans_of_a_schedule_with_several_stages_for_a_rank(counted: Counted) -> None:
+    found = rank(job(global_batch=10), 2, rates(2), CONFIG, counted, stages=2, schedule="GPipe")
+    assert [one.name for one in found if one.plan] == ["2 stages by GPipe"] * 4
+    (one, *_) = rank(job(global_batch=10), 4, rates(4), CONFIG, counted, stages=4, schedule="Interleaved1F1B")
+    assert (one.mesh, one.why_not) == ("pp=2 dp=2", "the model has 2 blocks, too few for 4 stages")
+    deeper = tiny("qwen3", vocab_size=64, num_hidden_layers=4)
+    for schedule, sizes in (("Interleaved1F1B", {5}), ("ZBVZeroBubble", {1, 2, 5, 10})):
+        found = rank(job(global_batch=10), 2, rates(2), deeper, Counted(job(), deeper), stages=4, schedule=schedule)
+        assert {one.micro_batch for one in found if one.plan} >= sizes
+        for one in found:
+            assert one.taken.pipeline is not None
+            assert (one.mesh, one.taken.pipeline.schedule) == ("pp=2 dp=1", schedule)
+            assert [len(one.taken.stages_at(place)) for place in (0, 1)] == [2, 2]
+
+
+def test_schedules_that_plans_cannot_have(counted: Counted) -> None:
+    with pytest.raises(UserError, match=r'there is no schedule "2F2B": give one of GPipe, 1F1B,'):
+        rank(job(), 2, rates(2), CONFIG, counted, stages=2, schedule="2F2B")
+    with pytest.raises(UserError, match=r'3 stages by the schedule "DualPipeV", of which .*: give 4'):
+        rank(job(), 2, rates(2), CONFIG, counted, stages=3, schedule="DualPipeV")
+    with pytest.raises(UserError, match=r'1 stages by the schedule "GPipe"'):
+        rank(job(), 2, rates(2), CONFIG, counted, schedule="GPipe")
 
 
 def test_stages_that_processes_cannot_be_dealt_to(counted: Counted) -> None:

@@ -17,6 +17,7 @@ def plan(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A job; or a plan to --show.")],
     processes: Annotated[int, typer.Option("--processes", "-n", help="For how many ranks on this machine.")] = 1,
     stages: Annotated[int, typer.Option(help="Plans of pipelines with so many stages; 1: without.")] = 1,
+    schedule: Annotated[str, typer.Option(help="Of the pipelines: as pipeline.schedule of a plan.")] = "1F1B",
     show: Annotated[bool, typer.Option("--show", help="Explain the file and stop.")] = False,
     out: Annotated[Path | None, typer.Option(help="Where to write the plan that is taken.")] = None,
     pick: Annotated[int, typer.Option(help="Which row of the table to write; 1 is the best.")] = 1,
@@ -41,7 +42,7 @@ def plan(
     from tangram.training.choosing import plans_of  # loads torch and transformers: only for a sound job
 
     with progress("measuring the machine, counting the model, ranking plans"):
-        found = plans_of(job, processes, stages=stages, anew=measure)
+        found = plans_of(job, processes, stages=stages, schedule=schedule, anew=measure)
     fitting = found.fitting
     if out is not None:
         if pick > len(fitting):

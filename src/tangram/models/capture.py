@@ -81,9 +81,9 @@ def capture(
 
 
 @contextmanager
-def quiet() -> Generator[None]:
-    """Without the stack traces that torch logs of an operator that fails: the error says it in a sentence."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+def quiet(logger: str = "torch._subclasses.fake_tensor") -> Generator[None]:
+    """Without what torch logs, of an operator that fails or of `logger`: the error says it in a sentence."""
+    log = logging.getLogger(logger)
     before = log.level
     log.setLevel(logging.CRITICAL + 1)
     try:

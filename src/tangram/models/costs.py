@@ -10,9 +10,9 @@ product torch can only fake in bfloat16, are run in bfloat16 with every such ten
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -79,6 +79,14 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Made:
+    """What operators of one kind make in a forward, and what they compute for it."""
+
+    nbytes: float = 0.0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
 class Part:
     """One block, or what lies outside of all: its share of a micro-batch."""
 
@@ -89,6 +97,8 @@ class Part:
     """Of activations that the backward needs."""
     input_bytes: float
     """What has to be kept of a block that is computed again in the backward."""
+    made: Mapping[str, Made] = field(default_factory=dict[str, Made])
+    """Of the forward, by kind of operator: "products" and "attention"."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ class ModelCosts:
     """What one micro-batch of `micro_batch` samples of `sequence` tokens costs on one device that holds the model."""
 
     sequence: int
-    micro_batch: int
+    micro_batch: float
     parameters: tuple[Parameter, ...]
     parts: tuple[Part, ...]
     """The blocks in order, then what lies outside."""
@@ -181,7 +191,7 @@ def costs(model: nn.Module, sequence: int, micro_batch: int = 1, dtype: torch.dt
         raise UserError(f"what a {type(model).__name__} costs cannot be counted: {reason}") from error
 
 
-def at_micro_batch(one: ModelCosts, two: ModelCosts, micro_batch: int) -> ModelCosts:
+def at_micro_batch(one: ModelCosts, two: ModelCosts, micro_batch: float) -> ModelCosts:
     """The costs of any number of samples from those of one and of two: every call grows along a line."""
 
     def line(low: float, high: float) -> float:
@@ -206,6 +216,10 @@ def at_micro_batch(one: ModelCosts, two: ModelCosts, micro_batch: int) -> ModelC
                 line(low.backward_flops, high.backward_flops),
                 line(low.kept_bytes, high.kept_bytes),
                 line(low.input_bytes, high.input_bytes),
+                {
+                    kind: Made(line(a.nbytes, b.nbytes), line(a.flops, b.flops))
+                    for (kind, a), b in zip(low.made.items(), high.made.values(), strict=True)
+                },
             )
             for low, high in zip(one.parts, two.parts, strict=True)
         ),
@@ -229,7 +243,7 @@ def _counted(model: nn.Module, sequence: int, micro_batch: int, dtype: torch.dty
         with torch.autograd.graph.saved_tensors_hooks(meter.keep, _same):
             logits_BSV: Tensor = twin(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).logits  # noqa: N806
             loss = F.cross_entropy(logits_BSV.flatten(0, 1).float(), ids_BS.flatten(), reduction="sum")
-        forward, forward_flops = meter.take(), meter.flops_by_block()
+        forward, forward_flops, made = meter.take(), meter.flops_by_block(), meter.take_made()
         loss.backward()
         backward, all_flops = meter.take(), meter.flops_by_block()
     parts = tuple(
@@ -239,6 +253,7 @@ def _counted(model: nn.Module, sequence: int, micro_batch: int, dtype: torch.dty
             all_flops[name] - forward_flops[name],
             float(meter.kept[name]),
             float(meter.inputs[name]),
+            made[name],
         )
         for name in (*blocks, OUTSIDE)
     )
@@ -259,6 +274,7 @@ class _Meter(TorchDispatchMode):
         self.blocks = blocks
         self.kept: Counter[str] = Counter()
         self.inputs: Counter[str] = Counter()
+        self._made = {name: dict.fromkeys(("products", "attention"), Made()) for name in (*blocks, OUTSIDE)}
         self._products: list[float] = []
         self._moves: list[float] = []
         self._scale = scale
@@ -293,6 +309,10 @@ class _Meter(TorchDispatchMode):
         self._moves.clear()
         return work
 
+    def take_made(self) -> dict[str, dict[str, Made]]:
+        """What each block has made until now, by kind."""
+        return {name: {**kinds} for name, kinds in self._made.items()}
+
     def flops_by_block(self) -> dict[str, float]:
         """The FLOPs until now of each block and of what lies outside."""
         counts = self.flops.get_flop_counts()
@@ -304,6 +324,9 @@ class _Meter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if flops := self.flops.get_total_flops() - before:
             self._products.append(float(flops))
+            kind = "attention" if "attention" in str(func.overloadpacket) else "products"
+            before, made = self._made[self._block][kind], sum(map(self._size, tensors_in(result)))
+            self._made[self._block][kind] = Made(before.nbytes + made, before.flops + flops)
         elif size := self._moved(func, [args, kwargs or {}], result):
             self._moves.append(float(size))
         return result
@@ -320,6 +343,11 @@ class _Meter(TorchDispatchMode):
     def _size(self, x: Tensor) -> int:
         held = min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
         return held * (self._scale if x.dtype == torch.bfloat16 else 1)
+
+
+def tensors_in(result: Any) -> list[Tensor]:
+    """The tensors that an operator has given."""
+    return [x for x in tree_leaves(result) if isinstance(x, Tensor)]
 
 
 def _storage(x: Tensor) -> int:

@@ -70,7 +70,8 @@ def _signature(graph: Graph, nodes: range, takes: Sequence[int], gives: Sequence
         value = graph.values[v]
         standing = value.kind in ("parameter", "buffer")
         name = value.name.removeprefix(path) if standing else ""
-        return value.shape, value.stride, value.dtype, standing, name, value.trained
+        # What the model is given lies as it is given: a block that takes it is unlike one that takes another's result.
+        return value.shape, value.stride, value.dtype, standing, value.kind == "input", name, value.trained
 
     listed = [
         (

@@ -1,8 +1,11 @@
-"""One stage of a model: its own code, with some of its modules gone, of which the names and places stay.
+"""Stages of a model: its own code, with some of its modules gone, of which the names and places stay.
 
 A module of another stage becomes one that gives what it takes. So a stage runs the model's unchanged forward: the first
 takes token ids, the others what flows between blocks as if it were embeddings (`inputs_embeds`); the last gives logits,
 the others what the base model gives. Names of parameters are those of the whole model, whatever the stage.
+
+A rank may have several stages: its model is what holds their modules and does not run, and each stage a model of its
+own around the same modules. What no stage names has no parameters, and each stage has its own of it.
 
 Nothing of this is true of every model, so it is looked up in a captured graph (`refuse_unlike_chain`): what one module
 gives has to be what the next one takes, and nothing else may pass between them. A model that scales its embeddings,
@@ -37,20 +40,61 @@ class Through(nn.Module):
         return x
 
 
-def keep_stage(model: nn.Module, stages: Stages, number: int) -> None:
-    """Make stage `number` of a Hugging Face model in place. It then takes one tensor, by position, and gives one.
+def keep_stages(model: nn.Module, stages: Stages, numbers: Sequence[int]) -> list[nn.Module]:
+    """The stages of these numbers of a Hugging Face model, of which only their modules are left.
 
-    The first takes token ids, shape (batch, sequence), the others hidden states, shape (batch, sequence, hidden); the
-    last gives logits, the others hidden states. Raises UserError for a module that the model lacks.
+    Each takes one tensor, by position, and gives one. The first of all takes token ids, shape (batch, sequence), the
+    others hidden states, shape (batch, sequence, hidden); the last gives logits, the others hidden states. The model
+    has all of them and cannot be called. Raises UserError for a module that the model lacks.
     """
     refuse_unlike_modules(model, stages)
-    for stage, names in enumerate(stages):
-        for name in names if stage != number else ():
+    found = [_stage(model, stages, number) for number in numbers]
+    for number, names in enumerate(stages):
+        for name in names if number not in numbers else ():
             model.set_submodule(name, Through(model.get_submodule(name)))
-    # As FSDP2 does: a class of its own, so that it is still the model, and a copy of it still a stage.
+    _call_instead(model, "Stages", _is_not_called)
+    return found
+
+
+def _stage(model: nn.Module, stages: Stages, number: int) -> nn.Module:
+    found = _around(model, "", set(stages[number]), {name for stage in stages for name in stage}, {})
     ends = number == 0, number == len(stages) - 1
+    _call_instead(found, f"Stage{number}", _forward_of(type(model), *ends))
+    return found
+
+
+def _around(
+    module: nn.Module, name: str, own: set[str], named: set[str], made: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    """The same module where it is a stage's own; else another, with the parts that are the stage's own.
+
+    What a module has itself, parameters and buffers, both have: of one that is given memory so is the other.
+    """
+    if name in own:
+        return module
+    if name in named:
+        return Through(module)
+    if module not in made:
+        made[module] = found = type(module).__new__(type(module))
+        for key, value in vars(module).items():
+            shared = key in ("_parameters", "_buffers") or not isinstance(value, dict)
+            vars(found)[key] = value if shared else cast("dict[Any, Any]", value).copy()
+        prefix = f"{name}." if name else ""
+        parts: dict[str, nn.Module | None] = module._modules  # pyright: ignore[reportPrivateUsage]
+        vars(found)["_modules"] = {
+            key: part and _around(part, f"{prefix}{key}", own, named, made) for key, part in parts.items()
+        }
+    return made[module]
+
+
+def _call_instead(model: nn.Module, word: str, forward: Any) -> None:
+    """As FSDP2 does: a class of its own, so that it is still the model, and a copy of it still a stage."""
     kind = type(model)
-    model.__class__ = type(f"Stage{number}Of{kind.__name__}", (kind,), {"forward": _forward_of(kind, *ends)})
+    model.__class__ = type(f"{word}Of{kind.__name__}", (kind,), {"forward": forward})
+
+
+def _is_not_called(self: Any, *args: Any, **told: Any) -> Any:
+    raise UserError("a rank of a pipeline has stages of a model only: let all ranks call what runs them together")
 
 
 def _forward_of(kind: type[nn.Module], first: bool, last: bool) -> Any:

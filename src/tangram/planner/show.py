@@ -3,6 +3,7 @@
 from math import inf
 
 from tangram.layout import Mesh
+from tangram.planner.actions import simulate
 from tangram.planner.job import Job
 from tangram.planner.plan import Plan
 
@@ -41,9 +42,13 @@ def _strategy(plan: Plan) -> list[Row]:
     }
     for axis, (size, _) in Mesh.parse(plan.mesh).axes.items():
         if axis in plan.axes.pipeline:
-            what = "pipeline: each has a stage of the model"
+            what = "pipeline: each has stages of the model"
         elif axis in plan.axes.tensor:
             what = "tensor: cuts what modules compute and their weights"
+        elif axis in plan.axes.context:
+            what = "context: cuts the sequence"
+        elif axis in plan.axes.expert:
+            what = "expert: cuts a mixture's experts"
         elif axis in cut:
             what = "data: cuts the batch and the parameters (FSDP)"
         else:
@@ -51,8 +56,11 @@ def _strategy(plan: Plan) -> list[Row]:
         found.append((f"axis {axis}", f"{size} ranks, {what}"))
     found += [(f"parameters {pattern}", text) for pattern, text in plan.layouts.parameters.items()]
     if plan.pipeline is not None:
-        found.append(("schedule", f"{plan.pipeline.schedule}, {len(plan.pipeline.stages)} stages"))
-        found += [(f"stage {i}", ", ".join(names)) for i, names in enumerate(plan.pipeline.stages)]
+        table = plan.actions()
+        waits = f"ranks wait {simulate(table).bubble:.0%} of a step where stages are alike"
+        found.append(("schedule", f"{plan.pipeline.schedule}, {table.stages} stages; {waits}"))
+        for i, names in enumerate(plan.pipeline.stages):
+            found.append((f"stage {i}", f"{', '.join(names)}; on rank {table.rank_of[i]} of {plan.axes.pipeline[0]}"))
     found += [(f"mark {pattern}", text) for pattern, text in plan.layouts.marks.items()]
     found += [(f"flow {pattern}", text) for pattern, text in plan.layouts.activations.items()]
     return found
@@ -74,11 +82,14 @@ def _batch(plan: Job) -> list[Row]:
 
 
 def _numbers(plan: Job) -> list[Row]:
+    masters = plan.precision.masters
+    but = f", but for {' and '.join(plan.run.recompute_keep)}" if plan.run.recompute_keep else ""
+    added = f", {plan.accumulates} over micro-batches" if isinstance(plan, Plan) and plan.micro_steps > 1 else ""
     found = [
-        ("parameters in", "float32, and so are gradients and the optimiser's states"),
+        ("parameters in", f"{plan.precision.parameters}; updated, with the optimiser's states, in {masters}"),
         ("computed in", plan.precision.compute),
-        ("gradients summed in", plan.precision.reduce),
-        ("computed again", ", ".join(plan.run.recompute) or "nothing: every activation is kept"),
+        ("gradients summed in", f"{plan.precision.reduce} over ranks{added}"),
+        ("computed again", ", ".join(plan.run.recompute) + but or "nothing: every activation is kept"),
     ]
     return [*found, ("compiled", "each block")] if plan.run.compile else found
 

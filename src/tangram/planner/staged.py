@@ -1,11 +1,13 @@
-"""What each stage of a pipeline has of a model, and for how long it keeps it: the whole model is one stage.
+"""What each rank of a pipeline has of a model, and for how long it keeps it: the whole model is one stage of one rank.
 
-    kept     micro-batches whose activations a stage keeps at a time: all of a step with GPipe; with 1F1B as many as
-             there are stages from it to the end
-    slots    times of a micro-batch in a step, M + stages - 1: the last are those in which a stage waits (the bubble)
+The schedule's table is played through (`planner.actions`), with the FLOPs of the blocks as time, a backward of twice
+its forward's, and what is recomputed once more:
 
-Sources: GPipe (Huang et al. 2019), PipeDream-flush or 1F1B (Narayanan et al. 2021). Work is dealt to stages as the
-FLOPs of their blocks; what lies outside of the blocks counts as the last stage's, whose head is the most of it.
+    kept     micro-batches whose activations a stage keeps at a time
+    slots    times of a micro-batch on the rank with most work in a step: more than there are micro-batches by those in
+             which it waits (the bubble)
+
+What lies outside of the blocks counts as the last stage's, whose head is the most of it.
 """
 
 from __future__ import annotations
@@ -15,46 +17,91 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
-from tangram.models.costs import OUTSIDE, ModelCosts, Parameter
+from tangram.models.costs import OUTSIDE, ModelCosts, Parameter, Part
 from tangram.models.graph import Graph
-from tangram.planner.plan import Plan
+from tangram.planner.actions import Action, kept, simulate
+from tangram.planner.plan import Plan, matches
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one stage has."""
+    """What one rank of the pipeline axis has."""
 
+    stages: tuple[int, ...]
     parameters: tuple[Parameter, ...]
     local: ModelCosts
     """Its parts of what one tensor rank computes."""
     work: float
     """Its share of all work."""
-    kept: int
-    slots: int
+    kept: tuple[int, ...]
+    """For each of its stages."""
+    activations: float
+    """Bytes that its stages keep of micro-batches when it is most; of blocks that are recomputed less."""
+    slots: float
+
+
+def recomputed(plan: Plan, block: str) -> bool:
+    """Whether the forward of a block runs again in the backward."""
+    return block != OUTSIDE and matches(plan.run.recompute, block)
+
+
+def kept_bytes(plan: Plan, part: Part) -> float:
+    """What a part keeps of a micro-batch for its backward.
+
+    Of one that is computed again: what goes in, and what operators make that do not run again (`run.recompute_keep`).
+    """
+    if not recomputed(plan, part.name):
+        return part.kept_bytes
+    made = sum(part.made[kind].nbytes for kind in plan.run.recompute_keep)
+    return min(part.input_bytes + made, part.kept_bytes)
+
+
+def again_flops(plan: Plan, part: Part) -> float:
+    """What is computed once more in its backward."""
+    if not recomputed(plan, part.name):
+        return 0.0
+    return part.forward_flops - sum(part.made[kind].flops for kind in plan.run.recompute_keep)
 
 
 def shares(plan: Plan, parameters: Sequence[Parameter], local: ModelCosts) -> list[Share]:
-    """What each stage has of a model with these parameters, of which a tensor rank computes `local`."""
-    count = plan.micro_steps
+    """What each rank has of a model with these parameters, of which a tensor rank computes `local`."""
+    table = plan.actions(1 if plan.pipeline is None else None)  # of one stage micro-batches follow each other
+    last = table.stages - 1
+    parts: list[list[Part]] = [[] for _ in range(table.stages)]
+    for part in local.parts:
+        parts[last if part.name == OUTSIDE else plan.stage_of(f"{part.name}.")].append(part)
+    forward = [sum(part.forward_flops for part in own) for own in parts]
+    again = [sum(again_flops(plan, part) for part in own) for own in parts]
+
+    def flops(action: Action) -> float:
+        more = again[action.stage] if action.kind in ("I", "B") else 0.0
+        return (2 if action.kind == "B" else 1) * forward[action.stage] + more
+
+    found = simulate(table, flops)
+    sizes = [sum(kept_bytes(plan, part) for part in own) for own in parts]
+    most = kept(table, sizes)
+    rows = [table.stages_of(rank) for rank in range(table.ranks)]
+    busiest = max(sum(3 * forward[stage] + again[stage] for stage in own) for own in rows)
+    slots = found.seconds / busiest if busiest else float(table.micros)
     if plan.pipeline is None:
-        return [Share(tuple(parameters), local, 1.0, 1, count)]
-    stages = len(plan.pipeline.stages)
-    flops = sum(part.forward_flops for part in local.parts) or 1.0
-    found: list[Share] = []
-    for stage in range(stages):
-        last = stage == stages - 1
-        parts = tuple(p for p in local.parts if (last if p.name == OUTSIDE else plan.stage_of(f"{p.name}.") == stage))
-        kept = count if plan.pipeline.schedule == "GPipe" else min(count, stages - stage)
-        found.append(
-            Share(
-                tuple(one for one in parameters if plan.stage_of(one.name) == stage),
-                replace(local, parts=parts, logits_bytes=local.logits_bytes if last else 0.0),
-                sum(part.forward_flops for part in parts) / flops,
-                kept,
-                count + stages - 1,
-            )
+        slots = float(plan.micro_steps)
+    total = sum(forward) or 1.0
+    return [
+        Share(
+            own,
+            tuple(one for one in parameters if plan.stage_of(one.name) in own),
+            replace(
+                local,
+                parts=tuple(part for stage in own for part in parts[stage]),
+                logits_bytes=local.logits_bytes if last in own else 0.0,
+            ),
+            sum(forward[stage] for stage in own) / total,
+            tuple(found.alive[stage] for stage in own),
+            most[rank],
+            slots,
         )
-    return found
+        for rank, own in enumerate(rows)
+    ]
 
 
 def cut_into_stages(graph: Graph, costs: ModelCosts, count: int) -> tuple[tuple[str, ...], ...]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tangram.planner.plan import Plan
 from tangram.planner.read import dumps
-from tangram.training.events import Evaluated, Saved, StepDone
+from tangram.training.events import Evaluated, Saved, Skipped, StepDone
 from tangram.training.extras import need_report
 from tangram.training.pace import duration
 
@@ -40,6 +40,8 @@ class TensorBoard:
             case Evaluated():
                 self._evaluated = event
                 self._write(event.step, {"eval/loss": event.loss})
+            case Skipped():
+                self._write(event.step, {"train/skipped": event.skipped})
             case Saved():
                 self._write(event.step, {"checkpoint/blocked_s": event.blocked_seconds})
             case _:
@@ -58,6 +60,8 @@ class TensorBoard:
             scalars["train/tokens_per_s"] = event.tokens / took
         if event.rss_mb:
             scalars["memory/rss_mb"] = event.rss_mb
+        if event.scale != 1:
+            scalars["train/loss_scale"] = event.scale
         self._before, self._evaluated = event, None
         self._write(event.step, scalars, first=event.first)
 

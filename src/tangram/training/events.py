@@ -62,6 +62,22 @@ class StepDone:
     """What the devices of all ranks can do in a second. 0: unknown."""
     rss_mb: float = 0.0
     """Resident memory of rank 0 now."""
+    skipped: int = 0
+    """Steps of the whole run that were not applied."""
+    scale: float = 1.0
+    """What the loss is multiplied by in the next step."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A step that was not applied."""
+
+    step: int
+    reason: str
+    skipped: int
+    """Steps of the whole run that were not applied, this one included."""
+    samples: str = ""
+    """The file that says what it was trained on; of an overflow that lowers the loss scale there is none."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +116,7 @@ class Record:
     """Everything that happened in a run, in the order in which it came."""
 
     steps: list[StepDone] = field(default_factory=list[StepDone])
+    skips: list[Skipped] = field(default_factory=list[Skipped])
     evaluations: list[Evaluated] = field(default_factory=list[Evaluated])
     saves: list[Saved] = field(default_factory=list[Saved])
     failures: list[SaveFailed] = field(default_factory=list[SaveFailed])
@@ -108,6 +125,7 @@ class Record:
         """Keep an event; those that are only for the eye are passed over."""
         for kind, kept in (
             (StepDone, self.steps),
+            (Skipped, self.skips),
             (Evaluated, self.evaluations),
             (Saved, self.saves),
             (SaveFailed, self.failures),

@@ -33,8 +33,8 @@ from tangram.training.tables import printable
 
 # Relative; of a loss below one nat absolute, since rounding is of logits, which do not get smaller with the loss. The
 # sums are the same but for their order.
-SAME_LOSS = {"float32": 1e-6, "bfloat16": 2e-3}
-SAME_LOGITS = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest logit
+SAME_LOSS = {"float32": 1e-6, "bfloat16": 2e-3, "float16": 3e-4}
+SAME_LOGITS = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}  # of the largest logit
 
 
 class ProofError(Exception):
