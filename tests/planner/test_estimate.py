@@ -61,6 +61,47 @@ def test_what_fsdp_cuts(llama: ModelCosts) -> None:
     assert shard_size(plan(layout="...")) == 1
 
 
+def test_memory_of_types_by_hand(llama: ModelCosts) -> None:
+    numbers = llama.parameter_count
+    low = {"compute": "bfloat16", "parameters": "bfloat16"}
+    memory = found(llama, plan(layout="...", precision=low)).memory
+    assert (memory.parameters, memory.gradients, memory.optimiser) == (2 * numbers, 4 * numbers, 12 * numbers)
+    memory = found(llama, plan(layout="...", precision={**low, "accumulate": "bfloat16"})).memory
+    assert memory.gradients == 2 * numbers
+    memory = found(llama, plan(layout="...", precision={**low, "masters": "bfloat16"})).memory
+    assert memory.optimiser == 4 * numbers
+    assert (
+        found(llama, plan(precision={"compute": "float16"})).memory.gradients == found(llama, plan()).memory.gradients
+    )
+
+
+def test_what_is_kept_whole_by_hand(llama: ModelCosts) -> None:
+    numbers, block = llama.parameter_count, llama.block_parameters("model.layers.0")
+    for reshard in ("after backward", "after step"):
+        kept = found(llama, plan(layout="...", run={"reshard": reshard})).memory
+        assert kept.gathered == 4 * numbers + 4 * block
+    once = {"reshard": "after step", "reduce_every": "step"}
+    assert found(llama, plan(layout="...", run=once)).memory.gathered == 8 * numbers + 4 * block
+    low = {"compute": "bfloat16", "reduce": "bfloat16"}
+    assert found(llama, plan(layout="...", run=once, precision=low)).memory.gathered == 4 * numbers + 2 * block
+
+
+def test_what_is_gathered_and_reduced_less_often_takes_less_time(llama: ModelCosts) -> None:
+    runs = (
+        {},
+        {"reshard": "after backward"},
+        {"reshard": "after step"},
+        {"reshard": "after step", "reduce_every": "step"},
+    )
+    seconds = [found(llama, plan(run=run)).seconds.communication for run in runs]
+    assert seconds == sorted(seconds, reverse=True)
+    assert len({*seconds}) == 4
+    assert plan().micro_steps == 2
+    *_, step, once = seconds
+    every, forward, backward = seconds[0], seconds[0] - seconds[1], seconds[1] - seconds[2]
+    assert once == pytest.approx(step - (every - 2 * forward / 2 - 2 * backward - 1e-3) / 2)
+
+
 def test_seconds_by_hand(llama: ModelCosts) -> None:
     one = found(llama, plan(layout="..."))
     assert plan().micro_steps == 2

@@ -211,8 +211,18 @@ def test_other_things_that_are_not_legal(four: tuple[Ranked, ...]) -> None:
         broken = hybrid.model_copy(update={"layouts": LayoutsPlan(parameters={"*norm*": "...", "*": layout})})
         with pytest.raises(UserError, match=reason):
             legal(broken, model)
-    with pytest.raises(UserError, match="plans of up to 256 are checked"):
-        legal(hybrid.model_copy(update={"mesh": "dp=999 fsdp=2"}), model)
+    with pytest.raises(UserError, match="plans of up to 1,000,000 are checked"):
+        legal(hybrid.model_copy(update={"mesh": "dp=999999 fsdp=2"}), model)
+
+
+def test_meshes_of_thousands_of_ranks_are_checked(four: tuple[Ranked, ...]) -> None:
+    model = build_on_meta(CONFIG)
+    hybrid = next(one.plan for one in four if one.name == "HSDP" and one.plan)
+    large = hybrid.model_copy(update={"mesh": "dp=8192 fsdp=64"})
+    legal(large, model)
+    twice = LayoutsPlan(parameters={"*norm*": "...", "*": "(_/fsdp + 2) ..."})
+    with pytest.raises(UserError, match="does not give every element to exactly one place"):
+        legal(large.model_copy(update={"layouts": twice}), model)
 
 
 def test_tables_and_json(four: tuple[Ranked, ...], counted: Counted) -> None:

@@ -100,7 +100,7 @@ def test_a_wrong_job(change: tuple[str, str], message: str, tmp_path: Path) -> N
         (('tensor = ["tp"]', 'tensor = ["dp"]'), ': axes: the axis "dp" of the mesh has 2 roles: name it once'),
         (('tensor = ["tp"]', 'tensor = ["xp"]'), ': axes: "xp" is no axis of the mesh "dp=2 tp=2"'),
         (('tensor = ["tp"]', ""), ': axes: the axis "tp" of the mesh has 0 roles'),
-        (('tensor = ["tp"]', 'tensor = []\nexpert = ["tp"]'), ": axes.expert: this version does not run it"),
+        (('tensor = ["tp"]', 'tensor = []\nexpert = ["tp"]'), ': axes.expert: "tp" cuts what layouts.marks say'),
         (('"_/dp ..."', '"_/dp/ ..."'), ": layouts.parameters.*: "),
         (('"_/dp ..."', '"_/xp ..."'), ': layouts.parameters.*: "_/xp ..." names xp, no axis of the mesh'),
         (("head_dim = 32", "head_dim = 0"), ": layouts.sizes.head_dim = 0: input should be greater than 0"),
@@ -117,7 +117,7 @@ def test_a_wrong_plan(change: tuple[str, str], message: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("o/tp i", "o/dp i"), "names dp, but marks say how tensors lie over tensor axes"),
+        (("o/tp i", "o/dp i"), "names dp, but marks say how tensors lie over tensor, context and expert axes"),
         (("o/tp i", "o/ i"), ": layouts.marks.*.q_proj.weight: "),
     ],
 )

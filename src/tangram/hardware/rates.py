@@ -96,7 +96,11 @@ class Rates:
 
     def peak_flops(self, kind: str) -> float:
         """The highest rate of products in this type."""
-        return self.products[kind].peak
+        return self.products_in(kind).peak
+
+    def products_in(self, kind: str) -> Curve:
+        """The rate of products in this type; those of float16, which nobody has measured, go as those of bfloat16."""
+        return self.products["bfloat16" if kind == "float16" else kind]
 
 
 @cache

@@ -128,6 +128,43 @@ def _count(sets: Iterable[IntSet]) -> int:
     return n
 
 
+def partitions(layout: Layout, mesh: Mesh) -> bool:
+    """Whether what the ranks hold, each region that several hold counted once, is the tensor, every element once.
+
+    Of a bound layout without flat cuts or `@`: its regions are products of what each dim gives by itself, since no two
+    dims share an axis. So each dim is looked at alone, over the ranks of the axes that cut it. Raises LayoutError for
+    another layout, and where the axes of one dim are of views that share digits of the rank.
+    """
+    validate(layout, mesh)
+    if layout.flat or layout.at:
+        raise LayoutError(f"{layout}: cuts of the flattened block and ranks by name are not looked at dim by dim")
+    return 0 in layout.shape or all(_partitioned(dim, mesh) for dim in layout.dims)
+
+
+def local_shapes(layout: Layout, mesh: Mesh) -> set[tuple[int, ...]]:
+    """The shapes of what ranks hold, each once. Of a bound layout without flat cuts or `@`, as `partitions`."""
+    validate(layout, mesh)
+    if layout.flat or layout.at:
+        raise LayoutError(f"{layout}: cuts of the flattened block and ranks by name are not looked at dim by dim")
+    return set(itertools.product(*[{intervals.size(s) for s in _sets(dim, mesh)} for dim in layout.dims]))
+
+
+@lru_cache(1 << 12)
+def _partitioned(dim: Dim, mesh: Mesh) -> bool:
+    sets = _sets(dim, mesh)
+    together = intervals.normal(run for s in sets for run in s)
+    return together == intervals.span(0, dim.n) and sum(intervals.size(s) for s in sets) == dim.n
+
+
+@lru_cache(1 << 12)
+def _sets(dim: Dim, mesh: Mesh) -> frozenset[IntSet]:
+    """What ranks hold of one dim, each set once."""
+    axes = sorted(dim.axes)
+    mesh.require_independent(axes, str(dim))
+    places = itertools.product(*[range(mesh.axis(axis)[0]) for axis in axes])
+    return frozenset(held(dim, mesh, dict(zip(axes, place, strict=True))) for place in places)
+
+
 # ---------------------------------------------------------------- elements -> ranks
 
 

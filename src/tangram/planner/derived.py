@@ -1,29 +1,63 @@
-"""Tensor parallelism of a plan by derivation: layouts of all parameters, and what moves, from a few marks.
+"""The model axes of a plan by derivation: layouts of all parameters, and what moves, from a few marks.
 
-Marks come with Tangram for some types of model, else from the model's own `tp_plan` and `ep_plan` (transformers), of
-which only what they say of weights is taken; what they would do with activations follows. Names that are not in the
-model at hand, or that an axis would cut unevenly, are left out, so a vocabulary of odd size stays whole.
+Tensor axes: marks come with Tangram for some types of model, else from the model's own `tp_plan` and `ep_plan`
+(transformers), of which only what they say of weights is taken; what they would do with activations follows. Context
+and expert axes: the marks of a table, by the way in which they cut. Names that are not in the model at hand, or that an
+axis would cut unevenly, are left out, so a vocabulary of odd size stays whole.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from tangram.errors import UserError
-from tangram.layout import Mesh
+from tangram.layout import Layout, Mesh
 from tangram.models.graph import Graph
 from tangram.models.named import token_inputs
+from tangram.planner.legal import bound_layout
+from tangram.planner.plan import Plan
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.layouts import moved
-from tangram.sharding.derive.marks import Mark, marks_of
+from tangram.sharding.derive.layouts import layout_of, moved
+from tangram.sharding.derive.marks import Mark, marks_of, matched, states
 from tangram.sharding.derive.of_model import States, derive_whole, fitting, graph_of, parameter_states
 from tangram.sharding.derive.published import published
+from tangram.sharding.derive.states import SAME, State, cut
+
+SEQUENCE = "{model.embed_tokens,model.layers.*,model.norm}: b s/AXIS h"
+WAYS: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("context", "gathered"): (SEQUENCE,),
+    ("context", "heads"): (
+        SEQUENCE,
+        "{*.q_proj,*.k_proj,*.v_proj,*.q_b_proj}: b s out/AXIS",
+        "*.kv_b_proj: b one s out/AXIS",
+    ),
+    ("expert", "sequence"): (SEQUENCE,),
+    ("expert", "samples"): ("{model.embed_tokens,model.layers.*,model.norm}: b/AXIS s h",),
+    ("expert", "whole"): (),
+}
+"""By role and way, what else is cut over such an axis (its experts are, over an expert axis).
+
+context, gathered: the sequence, and all keys and values are gathered. heads: the sequence, and inside of attention the
+heads instead (all-to-all, as in DeepSpeed-Ulysses). expert, sequence or samples: what lies between the experts, so that
+its ranks compute it in parts; whole: all of them compute it.
+"""
+
+
+@dataclass(frozen=True)
+class ModelAxis:
+    """A model axis of a plan."""
+
+    name: str
+    role: Literal["tensor", "context", "expert"]
+    way: str = ""
+    """Of `WAYS`; of a tensor axis there is one."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +71,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class TensorLayouts:
-    """What a plan says of a tensor axis."""
+    """What a plan says of its model axes."""
 
     parameters: Mapping[str, str]
     """By name pattern; those that are whole are not named."""
@@ -50,33 +84,121 @@ class TensorLayouts:
 def tensor_layouts(
     config: PreTrainedConfig, model: nn.Module, graph: Graph, axis: tuple[str, int], shard: str | None
 ) -> TensorLayouts | str | None:
-    """The layouts over an axis (name and size) and, of all parameters, over the data axis `shard`.
+    """The layouts over a tensor axis (name and size) and, of all parameters, over the data axis `shard`.
 
     `graph`: of one sample. None: no marks are known for such a model. A sentence: they do not fit.
     """
-    marks = known_marks(config, model)
-    if not marks:
-        return None
-    mesh = Mesh.parse(f"{axis[0]}={axis[1]}")
-    marks = fitting(graph, [_over(mark, axis[0]) for mark in marks], mesh)
+    return axes_layouts(config, model, graph, Mesh(((axis,),)), [ModelAxis(axis[0], "tensor")], shard)
+
+
+def axes_layouts(
+    config: PreTrainedConfig, model: nn.Module, graph: Graph, mesh: Mesh, axes: Sequence[ModelAxis], shard: str | None
+) -> TensorLayouts | str | None:
+    """The layouts over model axes, which are those of `mesh`, and, of all parameters, over the data axis `shard`.
+
+    `graph`: of as many samples as an axis cuts, or one. None: no marks are known for such a model and axis. A sentence:
+    they do not fit.
+    """
+    marks: list[Mark] = []
+    for axis in axes:
+        found = _marks_over(config, model, axis)
+        own = fitting(graph, found, mesh)
+        if not found:
+            return None
+        between = WAYS.get((axis.role, axis.way), ())[:1]
+        if not own or not all(fitting(graph, [_of_text(text, axis)], mesh) for text in between):
+            return _nothing(config, mesh, axis.name)
+        marks += own
     try:
-        found = derive_whole(graph, marks, mesh)
+        lies = _lying(graph, marks, mesh, [axis.name for axis in axes if axis.role == "tensor"])
+        whole = derive_whole(graph, [*marks, *_settled(graph, lies)], mesh)
     except UserError as error:
         return " ".join(str(error).split())
-    lies = parameter_states(found)
-    if not any(state.kind == "cut" for states in lies.values() for state in states.values()):
-        return f"the marks of a {config.model_type} model cut nothing of this one into {axis[1]} even parts"
+    for axis in axes:
+        if axis.role != "context" and not any(own[axis.name].kind == "cut" for own in lies.values()):
+            return _nothing(config, mesh, axis.name)
     if split := next((name for name, own in lies.items() if any(s.outer > 1 for s in own.values())), None):
         return f"{split} would be cut in several blocks, which this version cannot train"
     shapes = {value.name: value.shape for _, value in graph.of_kind("parameter")}
     parameters = dict(_patterns({name: _text(len(shapes[name]), own, shard) for name, own in lies.items()}))
     ends = [name for name, own in lies.items() if "embed" in name and any(s.kind == "cut" for s in own.values())]
-    return TensorLayouts(parameters, {m.pattern: str(m.layout) for m in marks}, bool(ends), tuple(_moves(found)))
+    return TensorLayouts(parameters, _together(marks, mesh), bool(ends), tuple(_moves(whole)))
 
 
-def sample_graph(model: nn.Module, sequence: int, dtype: torch.dtype) -> Graph:
-    """A language model on one sample."""
-    return graph_of(model, token_inputs(1, sequence), dtype)
+def plan_moves(plan: Plan, graph: Graph) -> tuple[Moves, ...]:
+    """What moves over a plan's model axes, by its marks so far as they fit the graph. Raises UserError."""
+    sizes = dict(Mesh.parse(plan.mesh).views[0])
+    mesh = Mesh((tuple((axis, sizes[axis]) for axis in plan.model_axes),))
+    marks = [Mark.parse(f"{pattern}: {layout}") for pattern, layout in plan.layouts.marks.items()]
+    parameters = [(value.name, tuple(value.shape)) for _, value in graph.of_kind("parameter")]
+    lies = {name: _cut_as(bound_layout(plan, name, shape), mesh) for name, shape in parameters}
+    return tuple(_moves(derive_whole(graph, [*fitting(graph, marks, mesh), *_settled(graph, lies)], mesh)))
+
+
+def _cut_as(layout: Layout, mesh: Mesh) -> States:
+    where = {axis: d for d, dim in enumerate(layout.dims) for axis in dim.axes}
+    return {axis: cut(where[axis]) if axis in where else SAME for axis in mesh.axes}
+
+
+def _nothing(config: PreTrainedConfig, mesh: Mesh, axis: str) -> str:
+    size = mesh.axes[axis][0]
+    return f"the marks of a {config.model_type} model cut nothing of this one into {size} even parts"
+
+
+def _lying(graph: Graph, marks: Sequence[Mark], mesh: Mesh, tensor: Sequence[str]) -> Mapping[str, States]:
+    """How parameters lie: over tensor axes as follows from marks, over others as marks say and otherwise whole."""
+    lies: dict[str, dict[str, State]] = {v.name: dict.fromkeys(mesh.axes, SAME) for _, v in graph.of_kind("parameter")}
+    if tensor:
+        own = Mesh((tuple((axis, n) for axis, n in mesh.views[0] if axis in tensor),))
+        some = [mark for mark in marks if mark.layout.axes <= set(tensor)]
+        for name, found in parameter_states(derive_whole(graph, some, own)).items():
+            lies[name] |= found
+    for mark in marks:
+        for name, v in matched(graph, mark).items():
+            if graph.values[v].kind == "parameter":
+                lies[name] |= states(mark.layout, graph.values[v].shape, mesh)
+    return lies
+
+
+def _settled(graph: Graph, lies: Mapping[str, States]) -> list[Mark]:
+    """Where parameters lie, as marks of each."""
+    return [Mark(value.name, layout_of(value.shape, lies[value.name])) for _, value in graph.of_kind("parameter")]
+
+
+def sample_graph(model: nn.Module, sequence: int, dtype: torch.dtype, samples: int = 1) -> Graph:
+    """A language model on one sample, or on some."""
+    return graph_of(model, token_inputs(samples, sequence), dtype)
+
+
+def _marks_over(config: PreTrainedConfig, model: nn.Module, axis: ModelAxis) -> list[Mark]:
+    """The marks over one axis; none where no such are known."""
+    if axis.role == "tensor":
+        return [_over(mark, axis.name) for mark in known_marks(config, model)]
+    experts = published(model, "none", axis.name) if axis.role == "expert" else []
+    whole = [mark for mark in experts if axis.name in mark.layout.axes]
+    others = [_of_text(text, axis) for text in WAYS[axis.role, axis.way]]
+    return [] if axis.role == "expert" and not whole else [*whole, *others]
+
+
+def _of_text(text: str, axis: ModelAxis) -> Mark:
+    return Mark.parse(text.replace("AXIS", axis.name))
+
+
+def _together(marks: Sequence[Mark], mesh: Mesh) -> dict[str, str]:
+    """Marks as a plan has them: those of one pattern are one, of which each dim is cut in the order of the mesh."""
+    order = [*mesh.axes]
+    found: dict[str, Layout] = {}
+    for mark in marks:
+        before = found.get(mark.pattern)
+        if before is None:
+            found[mark.pattern] = mark.layout
+            continue
+        dims = tuple(
+            replace(a, cuts=tuple(sorted((*a.cuts, *b.cuts), key=lambda cut: order.index(cut.axis))))
+            for a, b in zip(before.dims, mark.layout.dims, strict=True)
+        )
+        found[mark.pattern] = replace(before, dims=dims)
+    return {pattern: str(layout) for pattern, layout in found.items()}
 
 
 def known_marks(config: PreTrainedConfig, model: nn.Module) -> list[Mark]:
@@ -91,11 +213,13 @@ def _over(mark: Mark, axis: str) -> Mark:
 
 
 def _text(ndim: int, states: States, shard: str | None) -> str | None:
-    """A layout as a plan has it; None for a parameter that no tensor axis cuts."""
-    cuts = {state.dim: axis for axis, state in states.items() if state.kind == "cut"}
-    if not cuts:
+    """A layout as a plan has it; None for a parameter that no model axis cuts."""
+    dims = ["_"] * ndim
+    for axis, state in states.items():
+        if state.kind == "cut":
+            dims[state.dim] += f"/{axis}"
+    if dims == ["_"] * ndim:
         return None
-    dims = [f"_/{cuts[d]}" if d in cuts else "_" for d in range(ndim)]
     dims[0] += f"/{shard}" if shard else ""
     return " ".join(dims)
 

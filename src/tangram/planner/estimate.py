@@ -2,11 +2,14 @@
 
 Memory of a rank, in bytes, with P its numbers of parameters (by the plan's own layouts, so uneven cuts count):
 
-    parameters  4 P        gradients  4 P (trained)        optimiser  8 P (trained)
+    parameters  4 P        gradients  4 P (trained)        optimiser  8 P (trained), all by the types of [precision]:
+                2 P where they are kept in 16 bits, and then 4 P more of the optimiser's for the masters
     activations what the backward of a micro-batch keeps; of blocks in run.recompute only their input, and of the one
                 that is computed again all
     logits      of a micro-batch and their gradient
-    gathered    what FSDP2 holds whole: what lies outside the blocks, two blocks, and one block's gradient
+    gathered    what FSDP2 holds whole: what lies outside the blocks, two blocks, and one block's gradient; all of them
+                where run.reshard keeps parameters whole, and all gradients where they are reduced once a step; of a
+                pipeline all of its stages and their gradients
     process     a constant (`hardware.overheads`)
 
 Seconds of a step, with M micro-batches, each operator at the rate of its size, but never quicker than a call can be:
@@ -14,13 +17,14 @@ Seconds of a step, with M micro-batches, each operator at the rate of its size, 
     products    M x matrix products, forward, backward, and forward again where recomputed
     moves       M x all other operators, by the bytes that they move
     communication  M x (gather each unit twice, reduce its gradient: over gloo as an all-reduce; all-reduce over copies;
-                over tensor ranks one all-reduce for each module that is cut), and one number at the end of a step
+                over tensor ranks one all-reduce for each module that is cut), and one number at the end of a step;
+                gathers and reductions are fewer where run.reshard and run.reduce_every say so
     optimiser   AdamW's passes through what the rank holds, and what each parameter costs to handle
 
-Of a pipeline each stage is counted (`planner.staged`): the memory of the one that needs most, the seconds of the
-slowest with the time in which it waits. Of tensor parallelism, activations and products are counted on the model that
-one tensor rank has. Nothing overlaps, and ranks wait for nobody else. Recomputation inside a block is not seen, only
-that of blocks.
+Of a pipeline each rank is counted (`planner.staged`): the memory of the one that needs most, the seconds of the slowest
+with the time in which it waits. Its stages are whole from their first micro-batch to their last. Of tensor parallelism,
+activations and products are counted on the model that one tensor rank has. Nothing overlaps, and ranks wait for nobody
+else. Recomputation inside a block is not seen, only that of blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,9 +37,9 @@ from tangram.layout import Layout, Mesh, region
 from tangram.models.costs import OUTSIDE, ModelCosts, Parameter, Work
 from tangram.planner.derived import Moves
 from tangram.planner.plan import Plan, matches
-from tangram.planner.staged import Share, shares
+from tangram.planner.staged import Share, recomputed, shares
 
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -150,10 +154,6 @@ def shard_size(plan: Plan) -> int:
     return prod(Mesh.parse(plan.mesh).axis(axis)[0] for axis in plan.axes.data if axis in cutting)
 
 
-def _recomputed(plan: Plan, block: str) -> bool:
-    return block != OUTSIDE and matches(plan.run.recompute, block)
-
-
 def _unit_numbers(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> dict[str, float]:
     """The numbers of each FSDP unit as it is gathered: whole but for what the tensor axis cuts."""
     shards = shard_size(plan)
@@ -168,21 +168,36 @@ def _memory(plan: Plan, stage: Share, held: Mapping[str, int]) -> Memory:
     parameters, local = stage.parameters, stage.local
     numbers = sum(held[one.name] for one in parameters)
     trained = sum(held[one.name] for one in parameters if one.trained)
-    again = [part for part in local.blocks if _recomputed(plan, part.name)]
-    activations = stage.kept * sum(part.input_bytes if part in again else part.kept_bytes for part in local.parts)
-    activations += max((part.kept_bytes for part in again), default=0.0)
-    units = _unit_numbers(plan, parameters, held)
-    block = max((size for name, size in units.items() if name != OUTSIDE), default=0.0)
-    compute = BYTES[plan.precision.compute]
+    again = [part for part in local.blocks if recomputed(plan, part.name)]
+    activations = stage.activations + max((part.kept_bytes for part in again), default=0.0)
     return Memory(
-        parameters=4.0 * numbers,
-        gradients=4.0 * trained,
-        optimiser=8.0 * trained,
+        parameters=BYTES[plan.precision.parameters] * numbers,
+        gradients=BYTES[plan.gradients] * trained,
+        optimiser=BYTES[plan.precision.masters] * trained * (2 if _own_masters(plan) else 3),
         activations=activations,
         logits=2.0 * local.logits_bytes,
-        gathered=compute * (units[OUTSIDE] + 2 * block) + BYTES[plan.precision.reduce] * block,
+        gathered=_gathered(plan, parameters, held),
         process=overheads.PROCESS_BYTES,
     )
+
+
+def _gathered(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> float:
+    """What FSDP2 holds whole beside a rank's parts, in bytes."""
+    units = _unit_numbers(plan, parameters, held)
+    block = max((size for name, size in units.items() if name != OUTSIDE), default=0.0)
+    whole = units[OUTSIDE] + 2 * block
+    if plan.pipeline is not None or plan.run.reshard != "after forward":
+        whole = sum(units.values())
+    found = BYTES[plan.precision.compute] * whole + BYTES[plan.precision.reduce] * block
+    if plan.adds_before_reducing:
+        trained = tuple(one for one in parameters if one.trained)
+        found += BYTES[plan.accumulates] * sum(_unit_numbers(plan, trained, held).values())
+    return found
+
+
+def _own_masters(plan: Plan) -> bool:
+    """Whether the parameters are what is updated."""
+    return plan.precision.parameters == plan.precision.masters
 
 
 def _seconds(
@@ -195,18 +210,23 @@ def _seconds(
         else stage.work * _moves_seconds(plan, derived, rates)
     )
     products, moves = 0.0, 0.0
-    again = sum(part.forward_flops for part in local.blocks if _recomputed(plan, part.name))
-    extra = again / (stage.work * local.forward.flops) if local.forward.flops and stage.work else 0.0
-    for work, times in ((local.forward, 1 + extra), (local.backward, 1.0)):
+    parts = [part for part in local.blocks if recomputed(plan, part.name)]
+    again = sum(part.forward_flops for part in parts)
+    kept = sum(part.made[kind].flops for part in parts for kind in plan.run.recompute_keep)
+    all_flops = stage.work * local.forward.flops
+    extra, extra_products = (again / all_flops, (again - kept) / all_flops) if all_flops else (0.0, 0.0)
+    for work, times, times_products in ((local.forward, 1 + extra, 1 + extra_products), (local.backward, 1.0, 1.0)):
         product, move = _work_seconds(work, plan, rates)
-        products += stage.work * times * product
+        products += stage.work * times_products * product
         moves += stage.work * times * move
     gather, reduce = _data_seconds(plan, parameters, held, rates)
-    over_data = plan.micro_steps * (gather + reduce) if plan.pipeline is None else plan.micro_steps * gather + reduce
+    gathers = 1 if plan.pipeline is not None or plan.run.reshard == "after step" else plan.micro_steps
+    reduces = 1 if plan.adds_before_reducing else plan.micro_steps
+    over_data = gathers * gather + reduces * reduce
     return Seconds(
         products=stage.slots * products,
         moves=stage.slots * moves,
-        communication=stage.slots * (over_tensor + _stages_seconds(plan, local, rates))
+        communication=stage.slots * (over_tensor + len(stage.stages) * _stages_seconds(plan, local, rates))
         + over_data
         + (rates.latency if plan.ranks > 1 else 0.0),
         optimiser=_optimiser_seconds(parameters, held, rates),
@@ -223,7 +243,7 @@ def _stages_seconds(plan: Plan, local: ModelCosts, rates: Rates) -> float:
 
 def _work_seconds(work: Work, plan: Plan, rates: Rates) -> tuple[float, float]:
     call = overheads.MODULE_CALLS * rates.call_seconds
-    curve = rates.products[plan.precision.compute]
+    curve = rates.products_in(plan.precision.compute)
     return (
         sum(max(call, curve.seconds(flops)) for flops in work.products),
         sum(max(call, rates.moves.seconds(size)) for size in work.moves),
@@ -243,7 +263,8 @@ def _data_seconds(
             continue
         weights = BYTES[plan.precision.compute] * numbers
         gradients = BYTES[plan.precision.reduce] * numbers
-        gathers = 1 if name == OUTSIDE else 2  # what lies outside the blocks stays whole until the backward
+        # What lies outside the blocks stays whole until the backward, and of a pipeline all of a stage.
+        gathers = 2 if name != OUTSIDE and plan.run.reshard == "after forward" and plan.pipeline is None else 1
         gather += overheads.FSDP_UNIT_CALLS * rates.call_seconds
         gather += gathers * (rates.moves.seconds(2 * weights) + _exchange(weights, shards, rates))
         reduce += rates.moves.seconds(2 * gradients)
@@ -254,13 +275,13 @@ def _data_seconds(
 
 def _moves_seconds(plan: Plan, moves: Sequence[Moves], rates: Rates) -> float:
     """Of what moves over the tensor axis, as derived, for a micro-batch."""
-    ranks, samples = plan.tensor_ranks, plan.data.micro_batch
+    ranks, samples = plan.model_ranks, plan.data.micro_batch
     each = rates.latency * (ranks - 1) + overheads.TENSOR_MODULE_CALLS * rates.call_seconds
     return sum(one.times * (each + rates.links.seconds(samples * one.nbytes)) for one in moves)
 
 
 def _tensor_seconds(plan: Plan, parameters: tuple[Parameter, ...], local: ModelCosts, rates: Rates) -> float:
-    ranks = plan.tensor_ranks
+    ranks = plan.model_ranks
     if ranks == 1:
         return 0.0
     modules = {name for one in parameters if matches(tuple(plan.layouts.activations), name := _module_of(one.name))}

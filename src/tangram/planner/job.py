@@ -120,11 +120,90 @@ class OptimiserPlan(Table):
     """How the optimiser's states lie: cut like their parameters."""
 
 
-class PrecisionPlan(Table):
-    """In which numbers: parameters and optimiser states are float32."""
+Type = Literal["float32", "bfloat16", "float16"]
+"""Of numbers."""
 
-    compute: Literal["float32", "bfloat16"] = "float32"
-    reduce: Literal["float32", "bfloat16"] = "float32"
+
+class ScalePlan(Table):
+    """What the loss of a float16 computation is multiplied by, so that small gradients stay above zero."""
+
+    initial: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 65536.0
+    every: Positive = 2000
+    """Steps without an overflow after which the scale grows."""
+    growth: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
+    backoff: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """What the scale is multiplied by after an overflow; it stays at 1 or more."""
+
+
+class PrecisionPlan(Table):
+    """In which numbers: what is computed, kept, updated and added up, each by its own name."""
+
+    compute: Type = "float32"
+    """Of the forward and the backward."""
+    parameters: Type = "float32"
+    """As the parameters are kept between steps: float32, or as they are computed with."""
+    masters: Literal["float32", "bfloat16"] = "float32"
+    """What the optimiser updates, and its states. Where the parameters are kept in another type, it has a copy."""
+    accumulate: Literal["float32", "bfloat16"] | None = None
+    """In which the gradients of a step's micro-batches are added up, and lie until the update. The default is float32;
+    where they are added before ranks reduce them, as in a pipeline, it is the type of `reduce`."""
+    reduce: Type = "float32"
+    """In which ranks add up their gradients."""
+    scale: ScalePlan = ScalePlan()
+    """Of a computation in float16; others have none."""
+
+    def mistake(self) -> Mistake | None:
+        """What makes no sense of the types together."""
+        if self.reduce != "float32" and self.compute == "float32":
+            return Mistake(
+                "precision.reduce",
+                "gradients of a float32 computation are summed in float32: leave precision.reduce out",
+            )
+        if self.reduce == "float16" and self.compute != "float16":
+            return Mistake(
+                "precision.reduce",
+                f"gradients of a computation in {self.compute} leave the range of float16: reduce them in float32 or "
+                "bfloat16",
+            )
+        if self.parameters not in ("float32", self.compute):
+            return Mistake(
+                "precision.parameters",
+                f"parameters that are kept in {self.parameters} are computed with as they are, but precision.compute "
+                f'is {self.compute}: make it "{self.parameters}", too, or keep the parameters in float32',
+            )
+        if self.masters != "float32" and self.parameters != self.masters:
+            return Mistake(
+                "precision.masters",
+                f"{self.parameters} parameters need float32 masters: what an update adds is lost in {self.masters}",
+            )
+        return None
+
+    def mistake_of_sums(self, run: "RunPlan", pipeline: bool) -> Mistake | None:
+        """What makes no sense of the way in which gradients are added up over micro-batches and ranks."""
+        if pipeline and (run.reshard, run.reduce_every) != ("after forward", "micro-batch"):
+            key = "reduce_every" if run.reshard == "after forward" else "reshard"
+            return Mistake(
+                f"run.{key}",
+                "a pipeline's schedule says when parameters are gathered and gradients reduced, each once a step: "
+                f"leave run.{key} out",
+            )
+        if pipeline or run.reduce_every == "step":
+            before = "micro-batches' gradients are added here before ranks reduce them, in the type of precision.reduce"
+            if self.reduce == "float16":
+                return Mistake(
+                    "precision.reduce", f'{before}, and sums leave the range of float16: make that "float32"'
+                )
+            if self.accumulate not in (None, self.reduce):
+                return Mistake(
+                    "precision.accumulate", f'{before}, which is "{self.reduce}": leave precision.accumulate out'
+                )
+        elif self.parameters == "float32" and self.accumulate == "bfloat16":
+            return Mistake(
+                "precision.accumulate",
+                "gradients of float32 parameters add up in float32: leave precision.accumulate out, or keep the "
+                'parameters in bfloat16 (precision.parameters = "bfloat16")',
+            )
+        return None
 
 
 class CheckpointPlan(Table):
@@ -148,6 +227,23 @@ class CheckpointPlan(Table):
         return self
 
 
+class DivergencePlan(Table):
+    """When a loss has diverged."""
+
+    above: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """A multiple of the median of the last losses; 0 never asks."""
+    steps: Positive = 3
+    """How many steps in a row are above it."""
+    window: Annotated[int, Field(ge=3)] = 50
+    """How many losses the median is taken of; until there are so many nothing is said."""
+
+    @model_validator(mode="after")
+    def _above_the_median(self) -> Self:
+        if 0 < self.above <= 1:
+            raise ValueError(f"losses above {self.above:g} times their median are usual: give a multiple above 1")
+        return self
+
+
 class RunPlan(Table):
     """When to stop, and on what to run."""
 
@@ -162,6 +258,19 @@ class RunPlan(Table):
     """torch.compile each block."""
     recompute: tuple[str, ...] = ()
     """Name patterns of modules whose activations are computed again in the backward instead of being kept."""
+    recompute_keep: tuple[Literal["products", "attention"], ...] = ()
+    """Kinds of operators whose results are kept within these modules, so that they do not run again."""
+    reshard: Literal["after forward", "after backward", "after step"] = "after forward"
+    """Until when a rank keeps the parameters that it has gathered from the ranks of FSDP: the longer, the fewer
+    gathers, and the more memory."""
+    reduce_every: Literal["micro-batch", "step"] = "micro-batch"
+    """When ranks add up their gradients; until then a rank keeps those of all parameters whole."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What happens to a step whose loss or gradient is not finite, or whose loss has diverged: the run ends, or the
+    step is not applied. Its samples are written to the folder of the run."""
+    skips_in_a_row: Positive = 10
+    """Of steps that have gone astray; one more stops the run. Overflows that lower the loss scale are none of them."""
+    diverged: DivergencePlan = DivergencePlan()
 
 
 class Job(Table):
@@ -196,11 +305,18 @@ class Job(Table):
                 f"warming up and decaying take {optimiser.warmup_steps} + {optimiser.decay_steps} steps, more than the "
                 f"{steps} in run.steps",
             )
-        if self.precision.reduce != "float32" and self.precision.compute == "float32":
+        if self.run.recompute_keep and not self.run.recompute:
             raise Mistake(
-                "precision.reduce",
-                "gradients of a float32 computation are summed in float32: leave precision.reduce out",
+                "run.recompute_keep", "no module is computed again: name some in run.recompute, or leave this out"
             )
+        if self.run.recompute_keep and self.run.compile:
+            raise Mistake(
+                "run.recompute_keep",
+                "what runs inside of a compiled block cannot be kept by kind: take run.compile = false, or compute "
+                "whole modules again",
+            )
+        if mistake := self.precision.mistake():
+            raise mistake
         if self.run.evaluate_every and not self.data.held_out:
             raise Mistake("run.evaluate_every", "data.held_out = 0 leaves nothing to measure the held-out loss on")
         return self

@@ -1,25 +1,32 @@
 """Whether a plan can be what it says, judged on the model itself: an independent check of every plan that is made.
 
-It knows nothing of how a plan was found. Each parameter's regions are laid out for every rank and have to cover it;
-each rule of activations has to name a module and to fit what flows through it.
+It knows nothing of how a plan was found. What the ranks have of each parameter has to be all of it, once; each rule of
+activations has to name a module and to fit what flows through it. Time is that of the different layouts and of the
+ranks along the axes that each names, not of the mesh: thousands of ranks are checked in a second.
 """
 
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any, cast
 
 from torch import nn
 
 from tangram.errors import UserError
-from tangram.layout import Coverage, Layout, LayoutError, Mesh, Region, coverage, region
+from tangram.layout import Layout, LayoutError, Mesh, validate
+from tangram.layout.locate import local_shapes, partitions
 from tangram.models.capture import capture
+from tangram.models.costs import block_names
 from tangram.models.graph import Graph
 from tangram.models.named import token_inputs
 from tangram.models.stages import refuse_unlike_chain, refuse_unlike_modules
 from tangram.models.twin import Shapes, module_shapes
 from tangram.planner.plan import Plan, first_match, flow
-from tangram.sharding.derive.marks import Mark, matched
+from tangram.sharding.derive.marks import Mark, alternatives, matched, matching
 
-MOST_RANKS = 256  # a region is made for each rank
+MOST_RANKS = 1_000_000
 CHECKED = 8  # tokens of the sample on which stages are checked
 
 
@@ -35,7 +42,7 @@ def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None, graph: Gra
         _refuse_marks(plan, graph)
     mesh = Mesh.parse(plan.mesh)
     if mesh.size > MOST_RANKS:
-        raise UserError(f"the mesh {plan.mesh} has {mesh.size} ranks; plans of up to {MOST_RANKS} are checked")
+        raise UserError(f"the mesh {plan.mesh} has {mesh.size:,} ranks; plans of up to {MOST_RANKS:,} are checked")
     data = set(plan.axes.data)
     cutting: set[str] = set()
     for name, parameter in model.named_parameters():
@@ -52,8 +59,90 @@ def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None, graph: Gra
             raise UserError(f"{name} is cut over a tensor axis, but no rule in [layouts.activations] fits its module")
     if len(cutting) > 1:
         raise UserError(f"parameters are cut over the data axes {', '.join(sorted(cutting))}: one of them may")
-    if plan.axes.tensor and not plan.layouts.marks:
+    if plan.layouts.marks:
+        _refuse_uneven(plan, model, mesh)
+    elif plan.axes.tensor:
         _flows(plan, shapes or module_shapes(model, 2, 7), mesh)
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A number of which each rank of some axes gets an equal part."""
+
+    what: str
+    """In words, with the key that changes it."""
+    count: int
+    axes: tuple[str, ...]
+
+
+def _heads(plan: Plan, model: nn.Module) -> Iterator[Divided]:
+    """Of attention: over the axes that cut what queries are made with, or what that gives."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return
+    weights = {name for name, _ in model.named_parameters() if name.endswith((".q_proj.weight", ".q_b_proj.weight"))}
+    axes = {axis for name in weights for axis in Layout.parse(plan.layout_of(name)).axes}
+    for names, layout in _marked(plan, model):
+        axes |= layout.axes if any(f"{name}.weight" in weights for name in names) else frozenset()
+    yield Divided("attention heads (num_attention_heads)", heads, _of(plan, axes))
+    kv_heads = getattr(text, "num_key_value_heads", None)
+    if isinstance(kv_heads, int):
+        yield Divided("key-value heads (num_key_value_heads)", kv_heads, _of(plan, axes))
+
+
+def _marked(plan: Plan, model: nn.Module) -> Iterator[tuple[set[str], Layout]]:
+    """The modules that each mark names, if any, and its layout."""
+    modules = [name for name, _ in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())]
+    for pattern, text in plan.layouts.marks.items():
+        yield {n for own in alternatives(pattern) for n in matching(own, modules)}, Layout.parse(text)
+
+
+def _flowing(plan: Plan, model: nn.Module) -> Iterator[Divided]:
+    """Samples and tokens, where marks cut what blocks give, of shape (batch, sequence, hidden)."""
+    axes: dict[int, set[str]] = {0: set(), 1: set()}
+    blocks = set(block_names(model))
+    for names, layout in _marked(plan, model):
+        if len(layout.dims) == 3 and names & blocks:
+            for dim, own in axes.items():
+                own |= layout.dims[dim].axes
+    yield Divided("samples of a micro-batch (data.micro_batch)", plan.data.micro_batch, _of(plan, axes[0]))
+    yield Divided("tokens of a sample (data.sequence)", plan.data.sequence, _of(plan, axes[1]))
+
+
+def _parts(plan: Plan, model: nn.Module) -> Iterator[Divided]:
+    """Dims of parameters: experts by their own name, since that is what the user knows."""
+    known: set[tuple[str, tuple[int, ...]]] = set()
+    for name, parameter in model.named_parameters():
+        shape, text = tuple(parameter.shape), plan.layout_of(name)
+        if (text, shape) in known:
+            continue
+        known.add((text, shape))
+        for i, dim in enumerate(bound_layout(plan, name, shape).dims):
+            stacked = i == 0 and len(shape) > 1 and ".experts." in name and dim.axes & set(plan.axes.expert)
+            yield Divided("experts" if stacked else f"places of dim {i} of {name}", shape[i], _of(plan, dim.axes))
+
+
+EVEN: tuple[Callable[[Plan, nn.Module], Iterator[Divided]], ...] = (_heads, _flowing, _parts)
+"""What model axes have to divide, where marks cut it."""
+
+
+def _of(plan: Plan, axes: Iterable[str]) -> tuple[str, ...]:
+    some = set(axes)
+    return tuple(axis for axis in plan.model_axes if axis in some)
+
+
+def _refuse_uneven(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
+    for one in (divided for find in EVEN for divided in find(plan, model)):
+        size = math.prod(mesh.axes[axis][0] for axis in one.axes)
+        if one.count % size:
+            near = min((n for n in range(1, one.count + 1) if one.count % n == 0), key=lambda n: (abs(n - size), -n))
+            named, more = " x ".join(one.axes), -(-one.count // size) * size
+            raise UserError(
+                f"the {one.count} {one.what} do not divide by {named}={size}: the nearest sizes are {named}={near}, "
+                f"or {more} in their place"
+            )
 
 
 def _refuse_marks(plan: Plan, graph: Graph) -> None:
@@ -70,7 +159,7 @@ def bound_layout(plan: Plan, name: str, shape: tuple[int, ...]) -> Layout:
     """The layout of a parameter with every size known. Raises UserError where it does not fit the shape."""
     text = plan.layout_of(name)
     try:
-        layout = Layout.parse(text).bind(shape, **plan.layouts.sizes)
+        layout = _bound(text, shape, tuple(sorted(plan.layouts.sizes.items())))
         if layout.at:  # of plans that did not go through their checks; who has it, the stages say
             raise UserError(f'the layout "{layout}" of {name} leaves a sum or a rank out: give each rank its cut')
         return replace(layout, at=plan.held_at(name))
@@ -78,10 +167,14 @@ def bound_layout(plan: Plan, name: str, shape: tuple[int, ...]) -> Layout:
         raise UserError(f'the layout "{text}" does not fit {name} of shape {shape}: {error}') from None
 
 
+@lru_cache(maxsize=4096)
+def _bound(text: str, shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> Layout:
+    return Layout.parse(text).bind(shape, **dict(sizes))
+
+
 def _covers(layout: Layout, name: str, mesh: Mesh) -> None:
-    parts: dict[Region, None] = dict.fromkeys(region(layout, mesh, rank) for rank in range(mesh.size))
-    found: Coverage = coverage(Region.full(layout.shape), [part for part in parts if part])
-    if not found.exact:
+    validate(layout, mesh)
+    if not partitions(replace(layout, at=()), mesh):  # where stages are disjoint, one has all
         raise UserError(f'the layout "{layout}" of {name} does not give every element to exactly one place of {mesh}')
 
 
@@ -98,8 +191,7 @@ def _flows(plan: Plan, shapes: Shapes, mesh: Mesh) -> None:
         used.add(text)
         for side, shape in zip(flow(text), sides, strict=True):
             try:
-                layout = side.bind(shape, **_named(plan, side))
-                parts = {region(layout, mesh, rank).local_shape for rank in range(mesh.size)}
+                parts = local_shapes(validate(side.bind(shape, **_named(plan, side)), mesh), mesh)
             except LayoutError as error:
                 raise UserError(
                     f'"{side}" of "{name}" does not fit what flows there, of shape {shape}: {error}'

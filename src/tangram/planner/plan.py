@@ -9,13 +9,15 @@ neither torch nor transformers, so that a mistake shows at once.
 """
 
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Self, cast
 
 from pydantic import AfterValidator, Field, model_validator
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
-from tangram.planner.job import Job, Mistake, Positive, Table
+from tangram.planner.actions import Schedule
+from tangram.planner.job import Job, Mistake, PathText, Positive, Table, Type
+from tangram.planner.schedules import MAKERS, micros_unlike, nearest_micro_batch, read_table, schedule, stages_unlike
 
 
 def _check_mesh(text: str) -> str:
@@ -33,6 +35,12 @@ def _check_flow(text: str) -> str:
     return text
 
 
+def _check_schedule(text: str) -> str:
+    if text not in (*MAKERS, "table"):
+        raise ValueError(f'"{text}" is no schedule: give one of {", ".join(MAKERS)}, or "table" for your own')
+    return text
+
+
 def flow(text: str) -> tuple[Layout, Layout]:
     """The two layouts of an activation rule "input -> output". Raises ValueError without exactly one arrow."""
     sides = text.split("->")
@@ -44,6 +52,7 @@ def flow(text: str) -> tuple[Layout, Layout]:
 MeshText = Annotated[str, AfterValidator(_check_mesh)]
 LayoutText = Annotated[str, AfterValidator(_check_layout)]
 FlowText = Annotated[str, AfterValidator(_check_flow)]
+ScheduleText = Annotated[str, AfterValidator(_check_schedule)]
 
 
 class AxesPlan(Table):
@@ -52,9 +61,17 @@ class AxesPlan(Table):
     data: tuple[str, ...] = ()
     """The batch is cut over these. Those that also cut parameters are FSDP's, the others hold copies."""
     tensor: tuple[str, ...] = ()
-    """These cut what a module computes, as `layouts.activations` say."""
-    pipeline: tuple[str, ...] = ()
+    """These cut what a module computes, as `layouts.marks` or `layouts.activations` say."""
+    context: tuple[str, ...] = ()
+    """These cut the sequence, as `layouts.marks` say."""
     expert: tuple[str, ...] = ()
+    """These cut a mixture's experts, as `layouts.marks` say."""
+    pipeline: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> tuple[str, ...]:
+        """Tensor, context and expert axes: their ranks share one part of the batch and compute it together."""
+        return (*self.tensor, *self.context, *self.expert)
 
 
 class LayoutsPlan(Table):
@@ -74,11 +91,13 @@ class LayoutsPlan(Table):
 class PipelinePlan(Table):
     """Which modules are computed on which rank of the pipeline axis, and in what order micro-batches pass them."""
 
-    schedule: Literal["GPipe", "1F1B"] = "1F1B"
-    """As torch.distributed.pipelining names them."""
+    schedule: ScheduleText = "1F1B"
+    """As torch.distributed.pipelining names them (`planner.schedules`); "table": one's own."""
+    table: PathText | None = None
+    """The file of one's own (`planner.actions`): CSV, what each rank does in each slot."""
     stages: tuple[tuple[str, ...], ...]
     """For each stage the modules whose parameters it has, by name, in the order in which they are computed. What has no
-    parameters, as rotary embeddings, every stage computes."""
+    parameters, as rotary embeddings, every stage computes. Which rank has it, the schedule says."""
 
     @model_validator(mode="before")
     @classmethod
@@ -102,6 +121,8 @@ class PipelinePlan(Table):
                 raise ValueError(f'"{name}" is in two places of the stages{f": also in {other}" if other else ""}')
         if empty := [i for i, stage in enumerate(self.stages) if not stage]:
             raise ValueError(f"stage {empty[0]} has no modules: give each stage one at least")
+        if (self.schedule == "table") != (self.table is not None):
+            raise ValueError('schedule = "table" and table, the file of it, go together: give both or neither')
         return self
 
 
@@ -116,7 +137,7 @@ class Plan(Job):
 
     @model_validator(mode="after")
     def _axes_are_the_meshs(self) -> Self:
-        roles = [*self.axes.data, *self.axes.tensor, *self.axes.pipeline, *self.axes.expert]
+        roles = [*self.axes.data, *self.axes.model, *self.axes.pipeline]
         mesh = Mesh.parse(self.mesh)
         if len(mesh.views) > 1:
             raise Mistake("mesh", f'this version trains over a mesh of one view; the mesh is "{self.mesh}"')
@@ -126,10 +147,8 @@ class Plan(Job):
             raise Mistake(
                 "axes",
                 f'the axis "{bare[0]}" of the mesh has {roles.count(bare[0])} roles: name it once, under data, tensor, '
-                "pipeline or expert",
+                "context, expert or pipeline",
             )
-        if self.axes.expert:
-            raise Mistake("axes.expert", "this version does not run it: take data, tensor and pipeline axes")
         if self.run.compile and self.axes.tensor and not self.layouts.marks:
             raise Mistake(
                 "run.compile",
@@ -137,6 +156,30 @@ class Plan(Job):
                 "can: give marks, or run.compile = false",
             )
         return self
+
+    def _marks_are_there(self) -> None:
+        roles = {axis: role for role in ("tensor", "context", "expert") for axis in getattr(self.axes, role)}
+        if self.layouts.marks:
+            named = {axis for text in self.layouts.marks.values() for axis in Layout.parse(text).axes}
+            sizes = dict(Mesh.parse(self.mesh).views[0])
+            if idle := [axis for axis in self.model_axes if axis not in named and sizes[axis] > 1]:
+                raise Mistake(
+                    f"axes.{roles[idle[0]]}",
+                    f'no mark of layouts.marks names "{idle[0]}", so its ranks would all compute the same: add a mark '
+                    "that cuts over it, or make it a data axis",
+                )
+            return
+        if other := [axis for axis in self.model_axes if roles[axis] != "tensor"]:
+            raise Mistake(
+                f"axes.{roles[other[0]]}",
+                f'"{other[0]}" cuts what layouts.marks say, and there are none: give marks that name it',
+            )
+        if len(self.axes.tensor) > 1:
+            raise Mistake(
+                "axes.tensor",
+                f"the axes are {', '.join(self.axes.tensor)}: layouts.activations are over one, layouts.marks over any "
+                "number",
+            )
 
     @model_validator(mode="after")
     def _layouts_name_axes(self) -> Self:
@@ -151,11 +194,13 @@ class Plan(Job):
                 "layouts.activations", "give layouts.marks, of which all else follows, or activations, not both"
             )
         for pattern, text in self.layouts.marks.items():
-            if foreign := Layout.parse(text).axes - set(self.axes.tensor):
+            if foreign := Layout.parse(text).axes - set(self.axes.model):
                 raise Mistake(
                     f"layouts.marks.{pattern}",
-                    f'"{text}" names {min(foreign)}, but marks say how tensors lie over tensor axes (axes.tensor)',
+                    f'"{text}" names {min(foreign)}, but marks say how tensors lie over tensor, context and expert '
+                    "axes",
                 )
+        self._marks_are_there()
         for pattern, text in self.layouts.activations.items():
             into, out = flow(text)
             if foreign := (into.axes | out.axes) - set(self.axes.tensor):
@@ -184,20 +229,55 @@ class Plan(Job):
                 )
         if self.pipeline is None:
             return self
-        stages, ranks = len(self.pipeline.stages), self.stage_ranks
-        if stages != ranks:
-            raise Mistake(
-                "pipeline.stages",
-                f"{stages} stages for the {ranks} ranks of the pipeline axis: with the schedule "
-                f'"{self.pipeline.schedule}" each has one',
-            )
-        if self.pipeline.schedule == "1F1B" and self.micro_steps < stages:
+        if self.pipeline.schedule == "table":  # its file is read when the plan's is
+            return self
+        name, stages, ranks = self.pipeline.schedule, len(self.pipeline.stages), self.stage_ranks
+        if why := stages_unlike(name, ranks, stages):
+            raise Mistake("pipeline.stages", f"{stages} stages for the {ranks} ranks of the pipeline axis: {why}")
+        if why := micros_unlike(name, ranks, self.micro_steps):
+            share = -(-self.data.global_batch // self.data_ranks)
+            other = nearest_micro_batch(name, ranks, self.data.micro_batch, share)
             raise Mistake(
                 "data.micro_batch",
-                f"a step has {self.micro_steps} micro-batches for {stages} stages: lower data.micro_batch, so that "
-                "there is one for each stage at least",
+                f"a step has {self.micro_steps} micro-batches, and {why}: "
+                + (f"set data.micro_batch = {other}" if other else "set another data.global_batch"),
             )
+        if MAKERS[name].splits and (whole := self._whole_backwards()):
+            raise Mistake(*whole)
         return self
+
+    def _whole_backwards(self) -> tuple[str, str] | None:
+        """The key by which backwards cannot be done in two parts, and why; None where they can."""
+        other = 'or take pipeline.schedule = "Interleaved1F1B" or "LoopedBFS"'
+        if self.run.compile:
+            why = "the schedule does backwards in two parts, which those of compiled blocks are not"
+            return "run.compile", f"{why}: set it to false, {other}"
+        if self.run.recompute:
+            why = "the schedule does backwards in two parts, and would compute a block again for each of its weights"
+            return "run.recompute", f"{why}: leave it out, {other}"
+        return None
+
+    @model_validator(mode="after")
+    def _gradients_add_up(self) -> Self:
+        """In the type that is said, whichever way they are added."""
+        if mistake := self.precision.mistake_of_sums(self.run, self.pipeline is not None):
+            raise mistake
+        return self
+
+    @property
+    def adds_before_reducing(self) -> bool:
+        """Whether a rank adds up the gradients of its micro-batches before ranks reduce them, once a step."""
+        return self.pipeline is not None or self.run.reduce_every == "step"
+
+    @property
+    def accumulates(self) -> Type:
+        """The type in which gradients of micro-batches are added up."""
+        return self.precision.accumulate or (self.precision.reduce if self.adds_before_reducing else "float32")
+
+    @property
+    def gradients(self) -> Type:
+        """The type in which a rank's part of the gradient lies when it is whole."""
+        return "float32" if self.precision.parameters == "float32" else self.accumulates
 
     @property
     def stage_ranks(self) -> int:
@@ -205,7 +285,12 @@ class Plan(Job):
         return Mesh.parse(self.mesh).axes[self.axes.pipeline[0]][0] if self.axes.pipeline else 1
 
     @property
-    def tensor_ranks(self) -> int:
+    def model_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks share one part of the batch (`axes.model`), in the order of the mesh."""
+        return tuple(axis for axis, _ in Mesh.parse(self.mesh).views[0] if axis in self.axes.model)
+
+    @property
+    def model_ranks(self) -> int:
         """How many ranks share one part of the batch within a stage."""
         return self.ranks // (self.data_ranks * self.stage_ranks)
 
@@ -218,9 +303,49 @@ class Plan(Job):
                 return number
         raise UserError(f"{name} is in no stage of the pipeline: name its module in pipeline.stages")
 
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The place on the pipeline axis of each stage. Raises UserError for a table that cannot be read."""
+        if self.pipeline is None:
+            return (0,)
+        if self.pipeline.table is not None:
+            return self.actions().rank_of
+        return MAKERS[self.pipeline.schedule].rank_of(self.stage_ranks, len(self.pipeline.stages))
+
+    def stages_at(self, place: int) -> tuple[int, ...]:
+        """The stages of the rank at this place on the pipeline axis."""
+        return tuple(stage for stage, rank in enumerate(self.rank_of_stage) if rank == place)
+
+    def actions(self, micros: int | None = None) -> Schedule:
+        """What each rank of the pipeline axis does in a step of so many micro-batches, None: of `micro_steps`.
+
+        Raises UserError where the schedule takes no such number, or its file cannot be read or does not fit.
+        """
+        micros = self.micro_steps if micros is None else micros
+        if self.pipeline is None:
+            return schedule("1F1B", 1, 1, micros)
+        stages, ranks = len(self.pipeline.stages), self.stage_ranks
+        if self.pipeline.table is None:
+            return schedule(self.pipeline.schedule, ranks, stages, micros)
+        found = read_table(self.pipeline.table)
+        for what, wanted, has in (
+            ("ranks", ranks, found.ranks),
+            ("stages", stages, found.stages),
+            ("micro-batches", micros, found.micros),
+        ):
+            if wanted != has:
+                raise UserError(f"{self.pipeline.table} is for {has} {what}, but the plan has {wanted}: change one")
+        if found.splits and (whole := self._whole_backwards()):
+            raise UserError(f"{whole[0]}: {whole[1]}")
+        return found
+
+    def place_of(self, name: str) -> int:
+        """The place on the pipeline axis of the rank that has a parameter or a buffer. Raises UserError for none."""
+        return self.rank_of_stage[self.stage_of(name)]
+
     def held_at(self, name: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Where on the pipeline axis a parameter or a buffer is, as the `at` of a layout; empty: everywhere."""
-        return ((self.axes.pipeline[0], (self.stage_of(name),)),) if self.pipeline is not None else ()
+        return ((self.axes.pipeline[0], (self.place_of(name),)),) if self.pipeline is not None else ()
 
     @property
     def ranks(self) -> int:

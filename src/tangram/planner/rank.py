@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
-from math import isqrt
+from math import isqrt, prod
 
 import torch
 from pydantic import ValidationError
@@ -20,17 +20,19 @@ from transformers import PreTrainedConfig
 
 from tangram.errors import UserError
 from tangram.hardware.rates import Rates
+from tangram.layout import Mesh
 from tangram.models.build import build_on_meta
 from tangram.models.costs import ModelCosts, at_micro_batch, costs
 from tangram.models.graph import Graph
 from tangram.models.tensor_rules import TensorRules, rules_for, undivided_heads
 from tangram.models.twin import Shapes, module_shapes
-from tangram.planner.derived import TensorLayouts, sample_graph, tensor_layouts
+from tangram.planner.derived import Moves, TensorLayouts, plan_moves, sample_graph, tensor_layouts
 from tangram.planner.estimate import Estimate, estimate, megabytes
 from tangram.planner.job import Job
 from tangram.planner.legal import legal
 from tangram.planner.plan import AxesPlan, LayoutsPlan, PipelinePlan, Plan, matches
 from tangram.planner.read import mistakes
+from tangram.planner.schedules import MAKERS, micros_unlike, nearest_micro_batch
 from tangram.planner.staged import cut_into_stages
 
 MOST_PROCESSES = 64
@@ -73,6 +75,10 @@ class Ranked:
         }
 
 
+PIPELINE = "1F1B"
+"""The schedule where none is asked for."""
+
+
 @dataclass(frozen=True)
 class _Strategy:
     name: str
@@ -81,23 +87,32 @@ class _Strategy:
     tensor: tuple[tuple[str, int], ...] = ()
     shard: str | None = None
     stages: int = 1
+    schedule: str = PIPELINE
 
 
 def rank(
-    job: Job, processes: int, rates: Rates, config: PreTrainedConfig, counted: Counted | None = None, stages: int = 1
+    job: Job,
+    processes: int,
+    rates: Rates,
+    config: PreTrainedConfig,
+    counted: Counted | None = None,
+    stages: int = 1,
+    schedule: str = PIPELINE,
 ) -> tuple[Ranked, ...]:
     """Every plan for the job on so many processes: those that fit, the most tokens a second first, then the others.
 
-    With `stages` each is of a pipeline of so many stages, whose ranks lie as the plan of so many fewer processes says.
+    With `stages` each is of a pipeline of so many stages by this schedule, whose ranks lie as the plan of so many fewer
+    processes says; where the schedule leaves it open, a rank of the pipeline has two of them.
     `rates` are those of one of so many processes. `counted` saves counting the same model twice. Raises UserError where
     the job cannot be planned at all.
     """
     if not 1 <= processes <= MOST_PROCESSES:
         raise UserError(f"{processes} processes cannot be planned for: give 1 to {MOST_PROCESSES}")
-    if stages < 1 or processes % stages:
+    ranks = _stage_ranks(stages, schedule)
+    if processes % ranks:
         raise UserError(f"{processes} processes cannot be dealt to {stages} stages: give a divisor")
     counted = counted or Counted(job, config)
-    some = [_staged(one, stages) for one in _strategies(processes // stages)]
+    some = [_staged(one, stages, ranks, schedule) for one in _strategies(processes // ranks)]
     found = [ranked for one in some for ranked in _ranked(one, job, counted, rates)]
     return tuple(sorted(found, key=_order))
 
@@ -114,11 +129,13 @@ def predict(plan: Plan, rates: Rates, config: PreTrainedConfig) -> Estimate:
     """What a plan that somebody else made is predicted to need. Raises UserError where it is not legal."""
     counted = Counted(plan, config)
     legal(plan, counted.model)
-    tensor = plan.tensor_ranks
+    axes = Mesh.parse(plan.mesh).axes
+    tensor = prod(axes[axis][0] for axis in plan.axes.tensor)
     found = counted.tensor((plan.axes.tensor[0], tensor), None) if plan.axes.tensor else None
     lies = None if isinstance(found, str) else found
-    local = counted.costs(tensor if lies else 1, lies is not None and lies.vocabulary, plan.data.micro_batch)
-    moves = lies.moves if isinstance(lies, TensorLayouts) and plan.layouts.marks else None
+    samples = plan.data.micro_batch / (plan.model_ranks // tensor)  # ranks of other axes have a part of each
+    local = counted.costs(tensor if lies else 1, lies is not None and lies.vocabulary, samples)
+    moves = counted.moves(plan) if plan.layouts.marks else None
     return estimate(plan, counted.costs(1, False, plan.data.micro_batch), local, rates, moves)
 
 
@@ -130,10 +147,17 @@ class Counted:
         self.model = frozen(build_on_meta(config), job)
         self._pair = cache(self._count)
         self._shapes = cache(lambda: module_shapes(self.model, 2, 7))
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[job.precision.compute]
+        dtype = getattr(torch, job.precision.compute)
         self._graph = cache(lambda: sample_graph(self.model, job.data.sequence, dtype))
 
-    def costs(self, tensor: int, vocabulary: bool, micro_batch: int) -> ModelCosts:
+    def moves(self, plan: Plan) -> tuple[Moves, ...] | None:
+        """What moves over a plan's model axes for one sample; None where that is not known."""
+        try:
+            return plan_moves(plan, self._graph())
+        except UserError:  # which is told when it is run
+            return None
+
+    def costs(self, tensor: int, vocabulary: bool, micro_batch: float) -> ModelCosts:
         """Of one of so many tensor ranks, for one micro-batch."""
         return at_micro_batch(*self._pair(tensor, vocabulary), micro_batch)
 
@@ -164,7 +188,7 @@ class Counted:
 
     def _count(self, tensor: int, vocabulary: bool) -> tuple[ModelCosts, ModelCosts]:
         model = self.model if tensor == 1 else build_on_meta(_one_of(self.config, tensor, vocabulary))
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.job.precision.compute]
+        dtype = getattr(torch, self.job.precision.compute)
         one, two = (costs(model, self.job.data.sequence, batch, dtype) for batch in (1, 2))
         return one, two
 
@@ -199,11 +223,25 @@ def _strategies(processes: int) -> Iterator[_Strategy]:
     yield _Strategy("tensor", f"tp={processes}", (), (("tp", processes),))
 
 
-def _staged(one: _Strategy, stages: int) -> _Strategy:
+def _stage_ranks(stages: int, schedule: str) -> int:
+    """How many ranks the pipeline axis has for so many stages; one stage is no pipeline."""
+    if schedule not in MAKERS:
+        raise UserError(f'there is no schedule "{schedule}": give one of {", ".join(MAKERS)}')
+    own = MAKERS[schedule].own or 2
+    if stages == 1 and schedule == PIPELINE:
+        return 1
+    if stages < max(2, own) or stages % own:
+        each = "one stage" if own == 1 else "two stages"
+        raise UserError(f'{stages} stages by the schedule "{schedule}", of which each rank has {each}: give {2 * own}')
+    return stages // own
+
+
+def _staged(one: _Strategy, stages: int, ranks: int, schedule: str) -> _Strategy:
     if stages == 1:
         return one
-    name = f"{stages} stages" if one.mesh == "dp=1" else f"{stages} stages x {one.name}"
-    return replace(one, name=name, mesh=f"pp={stages} {one.mesh}", stages=stages)
+    name = f"{stages} stages" if schedule == PIPELINE else f"{stages} stages by {schedule}"
+    name = name if one.mesh == "dp=1" else f"{name} x {one.name}"
+    return replace(one, name=name, mesh=f"pp={ranks} {one.mesh}", stages=stages, schedule=schedule)
 
 
 def _ranked(one: _Strategy, job: Job, counted: Counted, rates: Rates) -> Iterator[Ranked]:
@@ -219,7 +257,7 @@ def _ranked(one: _Strategy, job: Job, counted: Counted, rates: Rates) -> Iterato
     moves = lies.moves if isinstance(lies, TensorLayouts) else None
     try:
         stages = counted.stages(one.stages) if one.stages > 1 else ()
-        plan = _plan(one, job, lies, 1, stages)
+        plan = _plan(one, job, lies, _first(one, job), stages)
         shapes = counted.shapes if isinstance(lies, TensorRules) else None
         legal(plan, counted.model, shapes, counted.graph if stages else None)
         for micro_batch in _micro_batches(plan):
@@ -250,7 +288,7 @@ def _plan(
         data=job.data.model_copy(update={"micro_batch": micro_batch}),
         mesh=one.mesh,
         axes=AxesPlan(data=one.data, tensor=tuple(axis for axis, _ in one.tensor), pipeline=("pp",) if stages else ()),
-        pipeline=PipelinePlan(stages=stages) if stages else None,
+        pipeline=PipelinePlan(schedule=one.schedule, stages=stages) if stages else None,
         layouts=LayoutsPlan(
             parameters={**(lies.parameters if lies else {}), **rest},
             activations=dict(lies.activations) if isinstance(lies, TensorRules) else {},
@@ -260,10 +298,20 @@ def _plan(
     )
 
 
+def _first(one: _Strategy, job: Job) -> int:
+    """A size of micro-batches that the schedule takes, 1 where there is one at all."""
+    sizes = Mesh.parse(one.mesh).axes
+    share = -(-job.data.global_batch // prod(sizes[axis][0] for axis in one.data))
+    return nearest_micro_batch(one.schedule, sizes["pp"][0], 1, share) or 1 if one.stages > 1 else 1
+
+
 def _micro_batches(plan: Plan) -> list[int]:
     share = -(-plan.data.global_batch // plan.data_ranks)
     low = [size for size in range(1, isqrt(share) + 1) if share % size == 0]
-    return sorted(size for size in {*low, *(share // size for size in low)} if share // size >= plan.stage_ranks)
+    found = sorted({*low, *(share // size for size in low)})
+    if plan.pipeline is None:
+        return found
+    return [size for size in found if not micros_unlike(plan.pipeline.schedule, plan.stage_ranks, share // size)]
 
 
 def _order(one: Ranked) -> tuple[bool, float, str, str, int]:

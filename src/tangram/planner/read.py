@@ -57,9 +57,12 @@ def load(path: Path | str, changes: Mapping[str, str] = _NO_CHANGES) -> Job | Pl
         _set(tables, key, value)
     kind = Plan if any(key in tables for key in STRATEGY) else Job
     try:
-        return absolute(kind.model_validate(tables), path.parent)
+        found = absolute(kind.model_validate(tables), path.parent)
     except ValidationError as error:
         raise UserError(_sentence(kind, path, text, changes, error.errors(include_url=False))) from None
+    if isinstance(found, Plan):
+        found.actions()  # of a table, the file, which is known only now
+    return found
 
 
 def mistakes(error: ValidationError) -> str:
@@ -104,7 +107,10 @@ def absolute(plan: _Any, folder: Path) -> _Any:
         }
     )
     model = plan.model.model_copy(update={"path": plan.model.path and full(plan.model.path)})
-    return plan.model_copy(update={"data": data, "model": model})
+    pipeline = {}
+    if isinstance(plan, Plan) and plan.pipeline is not None and plan.pipeline.table is not None:
+        pipeline = {"pipeline": plan.pipeline.model_copy(update={"table": full(plan.pipeline.table)})}
+    return plan.model_copy(update={"data": data, "model": model, **pipeline})
 
 
 def _read(path: Path) -> str:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.nn import functional
 
 from tangram.layout.intervals import IntSet, elements
@@ -34,16 +35,32 @@ def run(call: Call, rows: IntSet | None, groups: IntSet | None) -> tuple[Any, ..
         return (_product(call, a, b, ends),)
     begins = torch.cat([ends.new_zeros(1), ends[:-1]])
     own = torch.tensor(elements(groups), dtype=torch.int64, device=ends.device)
-    lengths = (ends - begins)[own]
-    every = torch.arange(n, device=ends.device)
-    limits = cast("list[list[int]]", torch.stack([begins[own], ends[own]], 1).tolist())
-    index = torch.cat([every[:0], *(every[begin:end] for begin, end in limits)])
-    ends = lengths.cumsum(0).int()
+    index = _rows_of(begins, ends, own, n)
+    ends = (ends - begins)[own].cumsum(0).int()
     if along[1]:
         found = _product(call, a.index_select(0, index), b, ends)
         return (found.new_zeros(n, found.shape[1]).index_copy(0, index, found),)
     found = _product(call, a, b.index_select(1, index), ends)
     return (found.new_zeros(found.shape[0], n).index_copy(1, index, found),)
+
+
+@torch.library.custom_op("tangram::rows_of", mutates_args=())
+def _rows_of(begins: Tensor, ends: Tensor, own: Tensor, n: int) -> Tensor:
+    """The numbers of the rows, of `n`, that lie in groups `own`."""
+    every = torch.arange(n, device=ends.device)
+    limits = cast("list[list[int]]", torch.stack([begins[own], ends[own]], 1).tolist())
+    return torch.cat([every[:0], *(every[begin:end] for begin, end in limits)])
+
+
+@_rows_of.register_fake
+def _(begins: Tensor, ends: Tensor, own: Tensor, n: int) -> Tensor:
+    """How many they are, no shape tells: a number that is unknown, or where none may be (a run without memory, of one
+    size), as many as if all groups had as many."""
+    try:
+        count = cast(int, torch.library.get_ctx().new_dynamic_size())
+    except DynamicOutputShapeException:
+        count = -(-n * own.shape[0] // max(1, ends.shape[0]))
+    return torch.empty(count, dtype=torch.int64, device=ends.device)
 
 
 def _product(call: Call, a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:

@@ -1,34 +1,33 @@
 """Make any module parallel as a plan says: `apply(model, plan, world)`.
 
-    freeze -> keep this rank's stage -> cut over the tensor axis (DTensor) -> compile, recompute -> FSDP2 over the data
+    freeze -> keep this rank's stages -> cut over the tensor axis (DTensor) -> compile, recompute -> FSDP2 over the data
     axes
 
 The module is changed in place and its own code stays as it is. FSDP2 is always there, over one rank if need be, so that
 every parameter ends as a DTensor, every strategy is one code path, and copies are all-reduced as its HSDP does.
-
-Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of the whole global batch, and
-FSDP2 left alone would divide by the number of ranks once more.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+import itertools
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]  typed in part
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tangram.errors import UserError
 from tangram.models.costs import block_names
-from tangram.models.stages import keep_stage
+from tangram.models.stages import Through, keep_stages
 from tangram.planner.job import Job
 from tangram.planner.plan import Plan, matches
-from tangram.training.cuts import Cuts, cuts_of, is_meta, named_modules
+from tangram.training.cuts import cuts_of, is_meta
 from tangram.training.derived import install
-from tangram.training.pipeline import Pipeline
+from tangram.training.pipeline import Pipeline, own_results
+from tangram.training.precision import keep_parameters
+from tangram.training.recompute import recompute
+from tangram.training.shards import shard
 from tangram.training.tensor import cut_modules
 from tangram.training.world import World
 
@@ -43,22 +42,28 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
     for layouts that do not fit the model, and where ranks have different values.
     """
     freeze(model, plan)
-    if plan.pipeline is not None:
-        keep_stage(model, plan.pipeline.stages, world.stage)
+    keep_parameters(model, plan)
+    numbers = plan.stages_at(world.stage)
+    parts = [model] if plan.pipeline is None else keep_stages(model, plan.pipeline.stages, numbers)
     cuts = cuts_of(model, plan)
     if not is_meta(model):
         _refuse_unlike_values(model, world)
-    if world.tensor_size > 1:
-        (install if plan.layouts.marks else cut_modules)(model, plan, cuts, world)
+    if world.model_size > 1:
+        for part in parts:
+            (install if plan.layouts.marks else cut_modules)(part, plan, cuts, world)
         cuts = cuts_of(model, plan)  # the parameters that stand in the model now; as DTensors they have whole shapes
-    blocks = blocks_of(model)
+    for number, part in zip(numbers, parts, strict=True):
+        if number < len(plan.rank_of_stage) - 1:  # of the last the loss is made at once
+            own_results(part)
+    blocks = {part: [block for block in blocks_of(part) if not isinstance(block, Through)] for part in parts}
     if plan.run.compile:
-        for block in blocks:
+        for block in itertools.chain(*blocks.values()):
             block.forward = torch.compile(block.forward)
-    _recompute(model, plan, blocks)
-    _fully_shard(model, blocks, plan, cuts, world)
+    recompute(blocks, plan)
+    for part in parts:
+        shard(part, blocks[part], plan, cuts, world)
     if plan.pipeline is not None:
-        Pipeline(model, plan, world)
+        Pipeline(model, dict(zip(numbers, parts, strict=True)), plan, world)
     return model
 
 
@@ -78,57 +83,6 @@ def freeze(model: nn.Module, plan: Job) -> None:
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks. FSDP gathers one of them at a time."""
     return [model.get_submodule(name) for name in block_names(model)]
-
-
-def _fully_shard(
-    model: nn.Module, blocks: Iterable[nn.Module], plan: Plan, cuts: dict[nn.Parameter, Cuts], world: World
-) -> None:
-    dims = ("replicate", "shard") if world.devices["replicate"].size() > 1 else ("shard",)
-    types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    low = plan.precision.compute != "float32"
-    precision = MixedPrecisionPolicy(
-        param_dtype=types[plan.precision.compute] if low else None,
-        reduce_dtype=types[plan.precision.reduce] if low else None,
-    )
-
-    def place(parameter: nn.Parameter) -> Shard:
-        return Shard(cuts[parameter].shard or 0)
-
-    for module in (*blocks, model):
-        fully_shard(module, mesh=world.devices[dims], shard_placement_fn=place, mp_policy=precision)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, even by one
-
-
-def _recompute(model: nn.Module, plan: Plan, blocks: Sequence[nn.Module]) -> None:
-    """Keep no activations of the modules that the plan names: their forward runs again in the backward.
-
-    What is inside of one that is named is computed again with it, whether or not a pattern names it, too.
-    """
-    if not plan.run.recompute:
-        return
-    chosen: dict[str, nn.Module] = {}
-    for name, module in named_modules(model):
-        if matches(plan.run.recompute, name) and not any(name.startswith(f"{outer}.") for outer in chosen):
-            chosen[name] = module
-    if not chosen:
-        raise UserError(f"run.recompute = {list(plan.run.recompute)} fits no module of the model")
-    for name, module in chosen.items():
-        if plan.run.compile and plan.axes.tensor and any(module is not b and module in b.modules() for b in blocks):
-            raise UserError(
-                f"run.recompute names {name}, a part of a compiled block: over a tensor axis, compute whole blocks "
-                "again or compile nothing (run.compile = false)"
-            )
-        module.forward = _checkpointed(module.forward)
-
-
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return cast(Any, checkpoint(forward, *args, use_reentrant=False, **kwargs))
-
-    return run
 
 
 def _refuse_unlike_values(model: nn.Module, world: World) -> None:

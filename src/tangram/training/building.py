@@ -18,6 +18,7 @@ from tangram.planner.job import Job
 from tangram.planner.plan import Plan
 from tangram.training.apply import apply, fill, freeze, give_storage, materialise
 from tangram.training.data import Tokens
+from tangram.training.precision import keep_parameters
 from tangram.training.weights import load_pretrained
 from tangram.training.world import World
 
@@ -74,9 +75,10 @@ def build(plan: Plan, source: Source, world: World, *, values: bool) -> PreTrain
 
 
 def build_whole(plan: Plan, source: Source, device: torch.device, *, values: bool = False) -> PreTrainedModel:
-    """The whole model in this process, in the plan's precision of computing."""
+    """The whole model in this process, its parameters in the type that the plan keeps them in."""
     model = build_on_meta(source.config)
     freeze(model, plan)
+    keep_parameters(model, plan)
     _fill(model, plan, source, None, device, values=values)
     return model
 

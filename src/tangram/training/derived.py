@@ -15,6 +15,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,17 +23,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
+from tangram.models.graph import Graph
 from tangram.models.masks import as_captured
 from tangram.planner.plan import Plan
 from tangram.relayout.collectives import move
 from tangram.relayout.dtensor import placements_of
 from tangram.sharding.derive.derive import ConflictError, Derived
 from tangram.sharding.derive.layouts import here, layout_of, lying
-from tangram.sharding.derive.marks import Mark, names_any
-from tangram.sharding.derive.of_model import States, derive_whole, graph_of, parameter_states
+from tangram.sharding.derive.marks import Mark, matched, names_any
+from tangram.sharding.derive.of_model import States, derive_whole, graph_of, parameter_states, uneven
 from tangram.sharding.derive.states import SAME, State, cut
 from tangram.sharding.incode.api import marks_in
 from tangram.sharding.runtime.install import Now, Runtime
@@ -40,10 +43,9 @@ from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Change, Program
 from tangram.sharding.runtime.rehearse import rehearsed
 from tangram.training.cuts import Cuts, named_modules
-from tangram.training.world import World
+from tangram.training.world import World, dim_of
 
 _HELD = "_tangram_derived"
-_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Signature = tuple[tuple[str, Any], ...]
 
 
@@ -53,12 +55,14 @@ def marks_of_plan(plan: Plan) -> list[Mark]:
 
 
 def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], world: World) -> None:
-    """Cut the parameters over the tensor axis as the plan's layouts say, and have the model run as its marks say."""
-    axis = world.axes.tensor[0]
-    dims = {name: cuts[p].tensor for name, p in model.named_parameters(remove_duplicate=False)}
-    lies = {name: {axis: SAME if dim is None else cut(dim)} for name, dim in dims.items()}
-    mesh = Mesh.parse(f"{axis}={world.tensor_size}")
-    DerivedModel(model, marks_of_plan(plan), mesh, world.devices["tensor"], lies, _TYPES[plan.precision.compute])
+    """Cut the parameters over the model axes as the plan's layouts say, and have the model run as its marks say."""
+    axes = world.axes.model
+    mesh = Mesh((tuple((axis, world.mesh.axes[axis][0]) for axis in axes),))
+    where = {name: dict(cuts[p].model) for name, p in model.named_parameters(remove_duplicate=False)}
+    lies = {name: {axis: cut(own[axis]) if axis in own else SAME for axis in axes} for name, own in where.items()}
+    devices = Devices(world.over, {axis: world.devices.get_group(dim_of(axis)) for axis in axes})
+    held = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, getattr(torch, plan.precision.compute))
+    held.gradients_seen = plan.pipeline is None
 
 
 def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, inputs: Mapping[str, Any]) -> DerivedModel:
@@ -74,7 +78,22 @@ def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, input
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     marks = [*marks_in(model), *marks]
     found = derive_whole(graph_of(without_memory(model), inputs, dtype), marks, mesh)
-    return DerivedModel(model, marks, mesh, devices, parameter_states(found), dtype)
+    return DerivedModel(model, marks, mesh, devices_of(devices), parameter_states(found), dtype)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The ranks that compute one thing together, by the axes of a mesh."""
+
+    over: Callable[[Sequence[str]], DeviceMesh]
+    """The device mesh over some of the axes, in the order of the mesh."""
+    groups: Mapping[str, dist.ProcessGroup]
+
+
+def devices_of(devices: DeviceMesh) -> Devices:
+    """Those of a device mesh whose dims are named as the axes."""
+    names = devices.mesh_dim_names or ()
+    return Devices(lambda axes: devices[tuple(axes)], {name: devices.get_group(name) for name in names})
 
 
 def derived_of(model: nn.Module) -> DerivedModel | None:
@@ -90,7 +109,7 @@ class DerivedModel:
         model: nn.Module,
         marks: Sequence[Mark],
         mesh: Mesh,
-        devices: DeviceMesh,
+        devices: Devices,
         lies: Mapping[str, States],
         dtype: torch.dtype,
     ) -> None:
@@ -98,14 +117,15 @@ class DerivedModel:
         shapes = {name: p.shape for name, p in model.named_parameters()}
         # Where parameters lie is settled, for inputs of every size.
         self._marks = [*marks, *(Mark(name, layout_of(shapes[name], lies[name])) for name in shapes)]
-        names = [name for name, _ in mesh.views[0]]
-        self._groups = {name: devices.get_group(i) for i, name in enumerate(names)}
+        self._groups = devices.groups
         self._coords = {name: dist.get_rank(group) for name, group in self._groups.items()}
         self._rank = sum(at * mesh.axes[name][1] for name, at in self._coords.items())
         self._template = without_memory(model)
         self._parameters = [*inspect.signature(model.forward).parameters]
         self._programs: dict[Signature, Now] = {}
         self._summed: Mapping[str, tuple[str, ...]] | None = None
+        self.gradients_seen = True
+        """Whether a parameter has its gradient as soon as a backward has ended. Stages get theirs at the step's end."""
         self._runtime = Runtime()
         as_dtensors(model, lies, mesh, self._coords, devices)
         _see_local_parts(model, self._gathered)
@@ -146,17 +166,22 @@ class DerivedModel:
         return self._programs[signature]
 
     def _sum_alike(self, program: Program) -> None:
-        """Gradients of one step are sums, or not, whatever inputs they are from."""
-        if self._summed is None:
+        """Gradients of one step are sums, or not, whatever inputs they are from. Those of a probe are thrown away."""
+        if self._summed is None or (self.gradients_seen and all(p.grad is None for p in self._model.parameters())):
             self._summed = program.summed
         elif self._summed != program.summed:
             raise UserError("inputs of another size would sum the gradients of other parameters: mark more tensors")
 
     def _planned(self, given: Mapping[str, Any]) -> Now:
-        given = {name: _asked(x) for name, x in given.items()}
+        with _disable_current_modes():  # of a run without memory (`training.dry`): the template has its own
+            return self._planned_from({name: _asked(x) for name, x in given.items()})
+
+    def _planned_from(self, given: Mapping[str, Any]) -> Now:
         graph = graph_of(self._template, given, self._dtype)
+        marks = [mark for mark in self._marks if names_any(graph, mark)]
+        marks = [mark for mark in marks if not _too_small(graph, mark, self._mesh)]
         try:
-            found = derive_whole(graph, [mark for mark in self._marks if names_any(graph, mark)], self._mesh)
+            found = derive_whole(graph, marks, self._mesh)
         except ConflictError as error:
             raise UserError(
                 f"{error}; where parameters lie has to be what follows from the marks, as `tangram plan` writes both"
@@ -201,21 +226,26 @@ def _add_up(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def as_dtensors(
-    model: nn.Module, lies: Mapping[str, States], mesh: Mesh, coords: Mapping[str, int], devices: DeviceMesh
+    model: nn.Module, lies: Mapping[str, States], mesh: Mesh, coords: Mapping[str, int], devices: Devices
 ) -> None:
-    """Make DTensors of the parameters that are cut. Every rank has all of each, so nothing is sent."""
+    """Make DTensors of the parameters that are cut, over the axes that cut each.
+
+    Every rank has all of each, so nothing is sent.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     states_of = {parameter: lies[name] for name, parameter in model.named_parameters()}
     for _, module in named_modules(model):
         for key, whole in [*module.named_parameters(recurse=False)]:
             states = states_of[whole]
-            if not any(state.kind == "cut" for state in states.values()):
+            axes = [(axis, n) for axis, n in mesh.views[0] if states[axis].kind == "cut"]
+            if not axes:
                 continue
             if whole not in made:
+                cutting = {axis: states[axis] for axis, _ in axes}
                 part = DTensor.from_local(
-                    own_part(whole.data, states, mesh, coords),
-                    devices,
-                    placements_of(layout_of(whole.shape, states), mesh),
+                    own_part(whole.data, cutting, mesh, coords),
+                    devices.over([*cutting]),
+                    placements_of(layout_of(whole.shape, cutting), Mesh((tuple(axes),))),
                     run_check=False,
                     shape=whole.shape,
                     stride=whole.stride(),
@@ -238,6 +268,15 @@ def own_part(whole: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int
     return part.clone() if part is not whole else whole
 
 
+def _too_small(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
+    """Whether what flows in a graph cannot be cut as a mark says, as one sample over two ranks: all compute it then.
+
+    Probes of a model are as small as that; the sizes of training are looked at before a run starts.
+    """
+    flows = all(graph.values[v].kind != "parameter" for v in matched(graph, mark).values())
+    return flows and uneven(graph, mark, mesh)
+
+
 def refuse_cut_inputs(found: Derived) -> None:
     """Raise UserError where a mark cuts what every rank is given."""
     graph = found.folded.graph
@@ -251,9 +290,9 @@ def refuse_cut_inputs(found: Derived) -> None:
 
 
 def _asked(x: Any) -> Any:
-    """What is derived is asked of an argument: hidden states of the stage before this one want a gradient."""
-    if isinstance(x, Tensor) and x.is_floating_point():
-        return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=True)
+    """What is derived is asked of an argument's sizes: hidden states of the stage before want a gradient."""
+    if isinstance(x, Tensor):
+        return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.is_floating_point())
     return x
 
 

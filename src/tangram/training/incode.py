@@ -37,7 +37,7 @@ from tangram.sharding.incode.api import Written, marks_in
 from tangram.sharding.incode.session import Eager, Lying
 from tangram.sharding.runtime.program import Change
 from tangram.training.cuts import named_modules
-from tangram.training.derived import as_dtensors
+from tangram.training.derived import as_dtensors, devices_of
 
 
 def eager(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh) -> EagerModel:
@@ -64,7 +64,7 @@ class EagerModel:
         whole: dict[str, State] = dict.fromkeys(mesh.axes, SAME)
         lies = {name: {**whole, **found.get(name, {})} for name, _ in model.named_parameters()}
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        as_dtensors(model, lies, mesh, coords, devices)
+        as_dtensors(model, lies, mesh, coords, devices_of(devices))
         self.session = Eager(mesh, rank, self._brought, _part_of)
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):

@@ -31,7 +31,7 @@ from tangram.models.twin import Shapes
 from tangram.planner.plan import Plan, flow
 from tangram.relayout.dtensor import placements_of
 from tangram.training.cuts import Cuts, named_modules
-from tangram.training.world import World
+from tangram.training.world import World, dim_of
 
 PROBED = 16  # tokens of the sample by which the flow is compared
 UNLIKE = 1e-3  # relative: replicated arithmetic gives the same gradient but for the order of sums
@@ -48,15 +48,15 @@ def cut_modules(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts],
         own = list(module.named_parameters(recurse=False))
         if rule is None:
             for key, parameter in own:
-                if parameter in cuts and cuts[parameter].tensor is not None:
+                if parameter in cuts and cuts[parameter].model:
                     raise UserError(
-                        f"{name}.{key} is cut over {world.axes.tensor[0]}, but no rule of [layouts.activations] fits "
+                        f"{name}.{key} is cut over {world.axes.model[0]}, but no rule of [layouts.activations] fits "
                         f'its module: add one, as in "{name}" = "b s h -> b s h"'
                     )
             continue
         for key, parameter in own:
             if parameter not in made:
-                made[parameter] = _cut(parameter, cuts[parameter].tensor, world)
+                made[parameter] = _cut(parameter, cuts[parameter], world)
             module.register_parameter(key, made[parameter])
         _hook(module, name, rule, plan, world)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -76,15 +76,15 @@ def _rule(plan: Plan, name: str) -> tuple[Layout, Layout] | None:
     return None if pattern is None else flow(plan.layouts.activations[pattern])
 
 
-def _cut(parameter: nn.Parameter, dim: int | None, world: World) -> nn.Parameter:
+def _cut(parameter: nn.Parameter, cuts: Cuts, world: World) -> nn.Parameter:
     """Every rank has the same whole tensor (or none, on meta), so nothing needs to be sent."""
-    where: Placement = Replicate() if dim is None else Shard(dim)
-    part = distribute_tensor(parameter.data, world.devices["tensor"], [where], src_data_rank=None)
+    where: Placement = Shard(cuts.model[0][1]) if cuts.model else Replicate()
+    part = distribute_tensor(parameter.data, world.over(world.axes.model), [where], src_data_rank=None)
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
 def _hook(module: nn.Module, name: str, rule: tuple[Layout, Layout], plan: Plan, world: World) -> None:
-    mesh = world.devices["tensor"]
+    mesh = world.over(world.axes.model)
     into, out = (_placer(layout, name, plan, world) for layout in rule)
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -136,8 +136,8 @@ def _needed(module: nn.Module, given: Placement, ndim: int) -> Placement:
 
 def _placer(layout: Layout, name: str, plan: Plan, world: World) -> Callable[[Tensor, bool], Placement]:
     """A function from a tensor (this rank's part, or a DTensor) to the placement that a rule's side means for it."""
-    axis = world.axes.tensor[0]
-    mesh = Mesh.parse(f"{axis}={world.tensor_size}")
+    axis = world.axes.model[0]
+    mesh = Mesh.parse(f"{axis}={world.model_size}")
     if foreign := layout.axes - {axis}:
         raise UserError(f'the rule of "{name}" names {min(foreign)}: rules of activations name tensor axes only')
     known: dict[tuple[int, ...], Placement] = {}
@@ -164,15 +164,20 @@ def _placement(layout: Layout, shape: tuple[int, ...], local: bool, name: str, p
 
 
 def refuse_unlike_gradients(model: nn.Module, world: World) -> None:
-    """Raise UserError where ranks of the tensor axis have other gradients of a weight that they all hold whole.
+    """Raise UserError where ranks of a model axis have other gradients of a weight that they all hold whole.
 
     Collective over all ranks; call it after a backward.
     """
-    group = world.devices.get_group("tensor")
+    for axis in world.axes.model:
+        _refuse_unlike(model, axis, world)
+
+
+def _refuse_unlike(model: nn.Module, axis: str, world: World) -> None:
+    group = world.devices.get_group(dim_of(axis))
     names: list[str] = []
     marks: list[Tensor] = []
     for name, parameter in model.named_parameters():
-        if parameter.grad is None or _cut_by_tensor(parameter):
+        if parameter.grad is None or _cut_over(parameter, axis):
             continue
         grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         names.append(name)
@@ -188,18 +193,18 @@ def refuse_unlike_gradients(model: nn.Module, world: World) -> None:
     worst = int((apart / size).argmax())
     if float(apart[worst] / size[worst]) > UNLIKE:
         raise UserError(
-            f'the ranks of the axis {world.axes.tensor[0]} have different gradients of "{names[worst]}", which each '
+            f'the ranks of the axis {axis} have different gradients of "{names[worst]}", which each '
             "holds whole: its module works on a part of the activations, so give it the rule in [layouts.activations] "
             "that says so"
         )
 
 
-def _cut_by_tensor(parameter: Tensor) -> bool:
-    """Whether ranks of the tensor axis hold different parts."""
+def _cut_over(parameter: Tensor, axis: str) -> bool:
+    """Whether ranks of a model axis hold different parts."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
-    return "tensor" in names and not parameter.placements[names.index("tensor")].is_replicate()
+    return dim_of(axis) in names and not parameter.placements[names.index(dim_of(axis))].is_replicate()
 
 
 @torch.no_grad()
@@ -249,10 +254,11 @@ def refuse_wrong_flow(model: nn.Module, plan: Plan, world: World, whole: Shapes)
     if wrong:
         raise UserError(wrong[0])
     highest, lowest = logits_BSV.float().contiguous(), logits_BSV.float().clone()
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=world.devices.get_group("tensor"))
-    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=world.devices.get_group("tensor"))
+    axis = world.axes.model[0]
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=world.devices.get_group(dim_of(axis)))
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=world.devices.get_group(dim_of(axis)))
     if float((highest - lowest).abs().max()) > UNLIKE * float(highest.abs().max()):
         raise UserError(
-            f"the ranks of the axis {world.axes.tensor[0]} have different logits: let the output of the last module "
+            f"the ranks of the axis {axis} have different logits: let the output of the last module "
             'with a rule in [layouts.activations] be whole, as in "lm_head" = "b s h -> b s v"'
         )

@@ -1,12 +1,14 @@
 """The mesh as one rank sees it: its place, its process group, and the device mesh that torch's own modules want.
 
-A plan's mesh has axes of the user's naming in the user's order. torch's FSDP2, DTensor and pipelines want four in a
+A plan's mesh has axes of the user's naming in the user's order. torch's FSDP2, DTensor and pipelines want them in a
 fixed order: `pipeline` (stages of the model), `replicate` (the batch is cut, parameters are copies), `shard` (the batch
-and the parameters are cut: FSDP) and `tensor`. A `DeviceMesh` of these four, each of at least one rank, is made over
-the same ranks.
+and the parameters are cut: FSDP), then the model axes one by one (tensor, context, expert), in the order of the mesh:
+their ranks share one part of the batch and compute it together. A `DeviceMesh` of these dims, each of at least one
+rank, is made over the same ranks. A parameter is a DTensor over the model axes that cut it, of which FSDP2 takes two.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,7 +23,8 @@ from tangram.planner.plan import Plan
 from tangram.relayout.peers import Peers
 
 LONGEST_WAIT = timedelta(hours=1)  # of ranks for one that still writes or reads; one that dies is seen at once
-DEVICE_AXES = ("pipeline", "replicate", "shard", "tensor")
+DEVICE_AXES = ("pipeline", "replicate", "shard")
+"""The first dims of the device mesh; those of model axes have names of their own."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,18 @@ class Axes:
     pipeline: tuple[str, ...]
     replicate: tuple[str, ...]
     shard: tuple[str, ...]
-    tensor: tuple[str, ...]
+    model: tuple[str, ...]
+    """In the order of the mesh."""
 
     @property
     def in_order(self) -> tuple[tuple[str, ...], ...]:
-        """As in `DEVICE_AXES`."""
-        return (self.pipeline, self.replicate, self.shard, self.tensor)
+        """As the dims of the device mesh."""
+        return (self.pipeline, self.replicate, self.shard, *((axis,) for axis in self.model))
+
+
+def dim_of(axis: str) -> str:
+    """The name of a model axis as a dim of the device mesh."""
+    return f"model {axis}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ class World:
     group: dist.ProcessGroup
     """All ranks."""
     devices: DeviceMesh
-    """Dims as in `DEVICE_AXES`."""
+    """Dims as in `DEVICE_AXES`, then those of the model axes."""
     peers: Peers
     """All ranks, for a few words on the side: of checkpoints, say."""
     data_index: int
@@ -71,9 +80,14 @@ class World:
         return self.mesh.coords(rank)[self.axes.pipeline[0]] if self.axes.pipeline else 0
 
     @property
-    def tensor_size(self) -> int:
-        """How many ranks share one part of the batch."""
+    def model_size(self) -> int:
+        """How many ranks share one part of the batch within a stage."""
         return self.mesh.size // (self.data_size * self.stages)
+
+    def over(self, axes: Iterable[str]) -> DeviceMesh:
+        """The device mesh over some of the model axes, in the order of the mesh."""
+        some = set(axes)
+        return self.devices[tuple(dim_of(axis) for axis in self.axes.model if axis in some)]
 
 
 def axes_of(plan: Plan) -> Axes:
@@ -84,22 +98,25 @@ def axes_of(plan: Plan) -> Axes:
     shard = tuple(axis for axis in plan.axes.data if axis in cutting)
     if len(shard) > 1:
         raise UserError(f"parameters are cut over the data axes {', '.join(shard)}: this version cuts them over one")
-    if len(plan.axes.tensor) > 1:
-        raise UserError(f"the tensor axes are {', '.join(plan.axes.tensor)}: this version takes one")
     copies = tuple(axis for axis in plan.axes.data if axis not in cutting)
-    return Axes(plan.axes.pipeline, copies, shard, plan.axes.tensor)
+    return Axes(plan.axes.pipeline, copies, shard, plan.model_axes)
 
 
-def make_world(plan: Plan, index: int, device: torch.device, group: dist.ProcessGroup) -> World:
-    """This rank's view of the plan's mesh. Collective: makes the groups of the axes; all ranks call it."""
+def make_world(
+    plan: Plan, index: int, device: torch.device, group: dist.ProcessGroup, peers: Peers | None = None
+) -> World:
+    """This rank's view of the plan's mesh. Collective: makes the groups of the axes; all ranks call it.
+
+    `peers`: where the ranks have another way to pass words than a group made for it.
+    """
     mesh, axes = Mesh.parse(plan.mesh), axes_of(plan)
     names = [axis for axis, _ in mesh.views[0]]
     sizes = dict(mesh.views[0])
     order = [names.index(axis) for kind in axes.in_order for axis in kind]
     shape = [math.prod(sizes[axis] for axis in kind) for kind in axes.in_order]
     ranks = torch.arange(mesh.size).reshape(list(sizes.values())).permute(order).reshape(shape)
-    devices = DeviceMesh(device.type, ranks, mesh_dim_names=DEVICE_AXES)
-    stage, replicate, shard, _ = (int(n) for n in (ranks == index).nonzero()[0])
+    devices = DeviceMesh(device.type, ranks, mesh_dim_names=(*DEVICE_AXES, *map(dim_of, axes.model)))
+    stage, replicate, shard, *_ = (int(n) for n in (ranks == index).nonzero()[0])
     return World(
         mesh=mesh,
         axes=axes,
@@ -107,7 +124,7 @@ def make_world(plan: Plan, index: int, device: torch.device, group: dist.Process
         device=device,
         group=group,
         devices=devices,
-        peers=_peers(group),
+        peers=peers or _peers(group),
         data_index=replicate * shape[2] + shard,
         data_size=shape[1] * shape[2],
         stage=stage,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -66,11 +66,8 @@ def matched(graph: Graph, mark: Mark) -> dict[str, int]:
     if (exact := next((i for i, value in graph.of_kind("parameter") if value.name == mark.pattern), None)) is not None:
         return {mark.pattern: exact}
     patterns, known = [*alternatives(mark.pattern)], _known(graph)
-    found = {name: v for name, v in known.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns)}
-    if any("*" in p for p in patterns):  # `layers.*` are the layers, and not what is inside them
-        depth = {p.count(".") for p in patterns if p.endswith("*")}
-        if depth:
-            found = {name: v for name, v in found.items() if name.count(".") in depth} or found
+    named = {name for pattern in patterns for name in matching(pattern, known)}
+    found = {name: v for name, v in known.items() if name in named}
     if not found:
         close = _closest(mark.pattern, known)
         raise UserError(f"the mark `{mark}` names no tensor of the model{close}")
@@ -80,6 +77,13 @@ def matched(graph: Graph, mark: Mark) -> dict[str, int]:
         shown = " and ".join(f"{name} of {n} dims" for n, name in sorted(some.items()))
         raise UserError(f"the mark `{mark}` names unlike tensors, {shown}: give each a mark of its own")
     return found
+
+
+def matching(pattern: str, names: Iterable[str]) -> set[str]:
+    """The names that a pattern without `{}` fits: `layers.*` are the layers, and not what is inside them."""
+    found = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+    outer = {name for name in found if name.count(".") == pattern.count(".")}
+    return outer or found if pattern.endswith("*") else found
 
 
 def names_any(graph: Graph, mark: Mark) -> bool:

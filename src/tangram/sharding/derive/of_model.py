@@ -55,13 +55,17 @@ def fitting(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> list[Mark]:
     return found
 
 
+def uneven(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
+    """Whether a mark of a layout that the mesh has would cut a tensor of a graph unevenly. Raises UserError."""
+    return any(
+        state.kind == "cut" and graph.values[v].shape[state.dim] // state.outer % mesh.axes[axis][0]
+        for v in matched(graph, mark).values()
+        for axis, state in states(mark.layout, graph.values[v].shape, mesh).items()
+    )
+
+
 def _fits(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
     try:
-        for v in matched(graph, mark).values():
-            shape = graph.values[v].shape
-            for axis, state in states(mark.layout, shape, mesh).items():
-                if state.kind == "cut" and shape[state.dim] // state.outer % mesh.axes[axis][0]:
-                    return False
+        return not uneven(graph, mark, mesh)
     except UserError:
         return False
-    return True

@@ -177,7 +177,8 @@ class _Lowering:
     def _given(self, v: int) -> None:
         source, target = self._states(v)
         change = self._change(v, source, target)
-        run = self._common(v, [i for i, _ in self.takers.get(v, ())])
+        # Where it is worked with: code further out may ask how large what the model was given is.
+        run = self._common(v, [i for i, _ in self.takers.get(v, ())], innermost=True)
         if change and run is not None:
             self._border_takes(run, v, change)
             change = ()
@@ -230,11 +231,13 @@ class _Lowering:
             takes = self.borders.setdefault(run, Border()).takes
             takes[leaf] = takes.get(leaf, ()) + change
 
-    def _common(self, v: int, nodes: Sequence[int], fits: Fits = lambda nodes: True) -> int | None:
+    def _common(
+        self, v: int, nodes: Sequence[int], fits: Fits = lambda nodes: True, *, innermost: bool = False
+    ) -> int | None:
         """The outermost run that takes a value, has these nodes inside, and not the one that makes the value."""
         if not nodes:
             return None
-        for at in self._outward(nodes[0])[::-1]:
+        for at in self._outward(nodes[0])[:: 1 if innermost else -1]:
             run = self.graph.runs[at]
             inside = range(run.first, run.stop)
             if (
