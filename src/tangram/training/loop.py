@@ -17,25 +17,27 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 
 from tangram.errors import UserError
 from tangram.hardware.machine import resident_mb
 from tangram.planner.plan import Plan
-from tangram.training.checkpoints import Checkpointer, JobState
+from tangram.training.astray import told_of, write_samples
+from tangram.training.checkpoints import Checkpointer, JobState, Progress
 from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, held_out_batches, step_batches
 from tangram.training.derived import derived_of
-from tangram.training.events import Evaluated, StepDone
+from tangram.training.events import Evaluated, Skipped, StepDone
+from tangram.training.guard import AstrayError, Guard, guard_for
 from tangram.training.optimise import clip, local_gradients, lr_at, set_lr, square_sum
-from tangram.training.pipeline import Pipeline, pipeline_of
+from tangram.training.pipeline import Pipeline, parts_of, pipeline_of
+from tangram.training.shards import reshard, step_shards_of
 from tangram.training.tensor import refuse_unlike_gradients
 from tangram.training.world import World
 
@@ -58,6 +60,8 @@ class Hooks:
     emit: Callable[[object], None]
     stop_asked: Callable[[], bool]
     after_step: Callable[[], None] = lambda: None
+    folder: Path | None = None
+    """Of the run: where it is written what a step was trained on that has gone astray."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ def train_steps(
     losses: list[float] = []
     stopped: str | None = None
     tokens = 0
+    guard = Guard(plan, state.progress.scale, state.progress.good, state.progress.skipped)
     while state.progress.step < plan.run.steps and stopped is None:
         step = state.progress.step
         batches = step_batches(
@@ -104,9 +109,13 @@ def train_steps(
         )
         late = world.index == 0 and time.monotonic() - started >= plan.run.max_seconds
         lr = lr_at(step, plan.run.steps, plan.optimiser)
-        done = train_step(
-            model, optimiser, batches, plan, world, lr=lr, asks=(late, hooks.stop_asked()), check=step == first
-        )
+        asks = (late, hooks.stop_asked())
+        try:
+            done = train_step(
+                model, optimiser, batches, plan, world, lr=lr, asks=asks, check=step == first, guard=guard
+            )
+        except AstrayError as error:
+            raise told_of(error, hooks.folder, corpus, plan, world, state.progress) from error
         losses.append(done.loss)
         tokens += batches.counted
         seconds = time.monotonic() - started
@@ -116,12 +125,19 @@ def train_steps(
             samples=state.progress.samples + plan.data.global_batch,
             tokens=state.progress.tokens + batches.counted,
             seconds=before + seconds,
+            scale=guard.scale.value if guard.scaled else 0.0,
+            good=guard.scale.good,
+            skipped=guard.skipped,
         )
         if world.index == 0:
-            hooks.emit(_told(plan, costs, done, step + 1, first + 1, lr, batches.counted, seconds))
+            if done.skipped is not None:
+                hooks.emit(skipped_event(done, hooks.folder, corpus, plan, state.progress, guard))
+            else:
+                hooks.emit(_told(plan, costs, done, step + 1, first + 1, lr, batches.counted, seconds, guard))
         stopped = "signal" if done.asked[1] else "time" if done.asked[0] else None
         last = stopped is not None or step + 1 == plan.run.steps
-        state.metrics["loss"] = done.loss
+        if done.skipped is None:
+            state.metrics["loss"] = done.loss
         if not last and plan.data.held_out and _due(step + 1, plan.run.evaluate_every):
             loss = state.metrics["held_out_loss"] = held_out_loss(model, corpus, plan, world)
             if world.index == 0:
@@ -136,7 +152,15 @@ def train_steps(
 
 
 def _told(
-    plan: Plan, costs: Costs, done: "StepResult", step: int, first: int, lr: float, tokens: int, seconds: float
+    plan: Plan,
+    costs: Costs,
+    done: "StepResult",
+    step: int,
+    first: int,
+    lr: float,
+    tokens: int,
+    seconds: float,
+    guard: Guard,
 ) -> StepDone:
     """A step as the progress line and the logs are told of it."""
     return StepDone(
@@ -152,7 +176,26 @@ def _told(
         flops=costs.flops_per_sample * plan.data.global_batch,
         peak_flops=costs.peak_flops,
         rss_mb=resident_mb(),
+        skipped=guard.skipped,
+        scale=guard.scale.value,
     )
+
+
+def skipped_event(
+    done: "StepResult", folder: Path | None, corpus: Corpus, plan: Plan, progress: Progress, guard: Guard
+) -> Skipped:
+    """A step that was not applied, and where its samples are written; those of an overflow are not.
+
+    `progress`: as it is after the step. Samples that cannot be written stop nothing: the event says why.
+    """
+    reason, path = f"{done.skipped}", ""
+    if done.astray and folder is not None:
+        first = progress.samples - plan.data.global_batch
+        try:
+            path = str(write_samples(folder, corpus, plan, progress.step - 1, first, reason))
+        except (OSError, UserError) as failure:
+            reason = f"{reason}; its samples could not be written: {failure}"
+    return Skipped(progress.step, reason, guard.skipped, path)
 
 
 def _due(step: int, every: int) -> bool:
@@ -166,6 +209,10 @@ class StepResult:
     loss: float
     norm: float
     asked: tuple[bool, ...]
+    skipped: str | None = None
+    """Why the step was not applied; None: it was."""
+    astray: bool = False
+    """Whether it was skipped for another reason than an overflow that lowers the loss scale."""
 
 
 def train_step(
@@ -179,32 +226,39 @@ def train_step(
     loss_sum: LossSum | None = None,
     asks: tuple[bool, ...] = (),
     check: bool = False,
+    guard: Guard | None = None,
 ) -> StepResult:
     """One step on a global batch; `loss_sum` is next-token prediction unless said otherwise.
 
     `asks` are wishes of single ranks, of which all ranks learn. `check` compares the gradients that tensor-parallel
-    ranks should have in common. Raises FloatingPointError when the loss or the norm is not finite, before anything is
-    updated.
+    ranks should have in common. `guard` judges whether the step is applied; in float16, where it scales the loss, one
+    has to be given to all steps. Raises AstrayError, a FloatingPointError, where the plan stops at a loss or a norm
+    that is not finite or has diverged, before anything is updated.
     """
+    guard = guard_for(plan, guard)
+    scale = guard.scale.value
     optimiser.zero_grad()
-    part = backward(model, batches, loss_sum or next_token_loss, plan.seed)
-    if (derived := derived_of(model)) is not None:
-        derived.sum_gradients()
-    if check and world.tensor_size > 1:
+    part = backward(model, batches, loss_sum or next_token_loss, plan.seed, scale)
+    for some in parts_of(model):
+        if (derived := derived_of(some)) is not None:
+            derived.sum_gradients()
+    if check and world.model_size > 1:
         refuse_unlike_gradients(model, world)
     gradients = local_gradients(model)
     sums = torch.zeros(2 + len(asks), dtype=torch.float64, device=world.device)
-    sums[0] = part / world.tensor_size  # the ranks of a tensor axis have all computed the same part
+    sums[0] = part / world.model_size  # the ranks of model axes have all computed the same part
     sums[1] = square_sum(gradients, world.size // world.stages)
     sums[2:] = torch.tensor(asks, dtype=torch.float64, device=world.device)
     loss, square, *asked = sum_over(world.group, sums)
-    norm = math.sqrt(square) if square >= 0 else math.nan
-    must_be_finite("the loss", loss)
-    must_be_finite("the gradient norm", norm)
-    clip(gradients, norm, plan.optimiser.clip_norm)
+    norm = math.sqrt(square) / scale if square >= 0 else math.nan
+    asked = tuple(wish > 0 for wish in asked)
+    before = guard.astray
+    if (reason := guard.judge(loss, norm)) is not None:
+        return StepResult(loss, norm, asked, reason, guard.astray > before)
+    clip(gradients, norm, plan.optimiser.clip_norm, scale)
     set_lr(optimiser, lr)
     optimiser.step()
-    return StepResult(loss, norm, tuple(wish > 0 for wish in asked))
+    return StepResult(loss, norm, asked)
 
 
 def draw_for(seed: int, sample: int, stage: int = 0) -> None:
@@ -225,33 +279,41 @@ def must_be_finite(what: str, number: float) -> None:
         raise FloatingPointError(f"{what} is {number}: a smaller optimiser.lr may help")
 
 
-def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: int) -> float:
-    """Add the gradients of this rank's micro-batches; its part of the global batch's loss."""
+def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: int, scale: float = 1.0) -> Tensor:
+    """Add the gradients of this rank's micro-batches; its part of the global batch's loss, a float64 scalar.
+
+    The gradients are `scale` times as large; a power of two rounds nothing.
+    """
     if (pipeline := pipeline_of(model)) is not None:
-        return _backward_of_stage(pipeline, batches, loss_sum, seed)
+        return _backward_of_stage(pipeline, batches, loss_sum, seed, scale)
     parts: list[Tensor] = []
-    for batch, first in zip(batches.micro, batches.firsts, strict=True):
+    shards = step_shards_of(model)
+    for place, (batch, first) in enumerate(zip(batches.micro, batches.firsts, strict=True), 1):
         draw_for(seed, first)
+        if shards is not None:
+            shards.before(last=place == len(batches.micro))
         loss = loss_sum(model, batch) / max(1, batches.counted)
-        loss.backward()
+        (loss * scale if scale != 1 else loss).backward()
         parts.append(loss.detach())
-    return _summed(parts)
+    return _summed(parts, batches.micro[0].inputs_BS.device)
 
 
-def _backward_of_stage(pipeline: Pipeline, batches: RankBatches, loss_sum: LossSum, seed: int) -> float:
+def _backward_of_stage(pipeline: Pipeline, batches: RankBatches, loss_sum: LossSum, seed: int, scale: float) -> Tensor:
     """The same for a stage; its part of the loss is nothing but on the last."""
     if loss_sum is not next_token_loss:
         raise UserError("stages of a pipeline are trained on the next token: this version takes no loss of one's own")
 
     def loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-        return token_loss(logits_BSV, labels_BS) / max(1, batches.counted)
+        return token_loss(logits_BSV, labels_BS) * (scale / max(1, batches.counted))
 
-    before = [partial(draw_for, seed, first, pipeline.stage) for first in batches.firsts]
-    return _summed(pipeline.backward(batches.micro, loss, before))
+    def before(micro: int, stage: int) -> None:
+        draw_for(seed, batches.firsts[micro], stage)
+
+    return _summed(pipeline.backward(batches.micro, loss, before), batches.micro[0].inputs_BS.device) / scale
 
 
-def _summed(parts: Sequence[Tensor]) -> float:
-    return float(torch.stack([*parts]).double().sum().item()) if parts else 0.0
+def _summed(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.stack([*parts]).double().sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -313,12 +375,11 @@ def held_out_loss(model: nn.Module, corpus: Corpus, plan: Plan, world: World) ->
 
 @contextlib.contextmanager
 def resharded(model: nn.Module) -> Generator[None]:
-    """Cut the parameters again at the end: without a backward, FSDP leaves the root's whole."""
+    """Cut the parameters again at the end: without a backward, FSDP leaves some whole."""
     try:
         yield
     finally:
-        if isinstance(model, FSDPModule):
-            model.reshard()
+        reshard(model)
 
 
 def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> list[float]:

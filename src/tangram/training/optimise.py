@@ -15,24 +15,29 @@ from torch.optim import AdamW
 from tangram.errors import UserError
 from tangram.planner.job import OptimiserPlan
 from tangram.planner.plan import matches
+from tangram.training.masters import MasterAdamW
+from tangram.training.precision import dtype_of
 
 
-def make_adamw(model: nn.Module, plan: OptimiserPlan) -> AdamW:
+def make_adamw(model: nn.Module, plan: OptimiserPlan, masters: str = "float32") -> AdamW:
     """AdamW over the parameters that are trained, without weight decay where the plan has none.
 
-    Parameters that lie over different meshes stand in groups of their own: one fused update takes one mesh.
+    Parameters that lie over different meshes stand in groups of their own: one fused update takes one mesh. Where some
+    are of a lower type than float32, the optimiser keeps moments and masters in the type `masters`.
     """
-    groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, tuple[str, ...]], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = parameter.ndim >= 2 and not matches(plan.no_decay, name)
-            mesh = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+            mesh = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
             groups.setdefault((decays, mesh), []).append(parameter)
     tables = [
         {"params": parameters, "weight_decay": plan.weight_decay if decays else 0.0}
         for (decays, _), parameters in groups.items()
     ]
-    return AdamW(tables, lr=plan.lr, betas=plan.betas, eps=plan.eps)
+    if all(parameter.dtype == torch.float32 for parameters in groups.values() for parameter in parameters):
+        return AdamW(tables, lr=plan.lr, betas=plan.betas, eps=plan.eps)
+    return MasterAdamW(tables, dtype_of(masters), lr=plan.lr, betas=plan.betas, eps=plan.eps)
 
 
 def lr_at(step: int, steps: int, plan: OptimiserPlan) -> float:
@@ -90,13 +95,17 @@ def square_sum(gradients: list[tuple[Tensor, int]], ranks: int) -> Tensor:
     device = gradients[0][0].device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for parts, tensors in by_parts.items():
-        norms = torch.stack(torch._foreach_norm(tensors))  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+        norms = torch.stack(torch._foreach_norm(tensors, 2, torch.float32))  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
         total += norms.double().square().sum() * parts / ranks
     return total
 
 
 @torch.no_grad()
-def clip(gradients: list[tuple[Tensor, int]], norm: float, limit: float) -> None:
-    """Scale every gradient so that the norm of the whole, which is `norm`, is at most `limit`."""
-    if norm > limit:
-        torch._foreach_mul_([grad for grad, _ in gradients], limit / (norm + 1e-6))  # pyright: ignore[reportPrivateUsage]
+def clip(gradients: list[tuple[Tensor, int]], norm: float, limit: float, scale: float = 1.0) -> None:
+    """Scale every gradient so that the norm of the whole is at most `limit`.
+
+    The gradients are `scale` times what they should be, and `norm` is that of what they should be.
+    """
+    factor = (limit / (norm + 1e-6) if norm > limit else 1.0) / scale
+    if factor != 1:
+        torch._foreach_mul_([grad for grad, _ in gradients], factor)  # pyright: ignore[reportPrivateUsage]

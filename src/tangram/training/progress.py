@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tangram.training import figures
-from tangram.training.events import Doing, Evaluated, Note, Saved, SaveFailed, StepDone, Table, Working
+from tangram.training.events import Doing, Evaluated, Note, Saved, SaveFailed, Skipped, StepDone, Table, Working
 from tangram.training.tables import drawn, plain
 
 PLAIN_SECONDS = 5.0  # between two plain lines, so that a log file stays readable
@@ -58,6 +58,9 @@ class ProgressLine:
                 self._step(event)
             case Evaluated():
                 self._print(f"step {event.step}: held-out loss {event.loss:.4f}")
+            case Skipped():
+                where = f"; its samples are in {event.samples}" if event.samples else ""
+                self._print(f"step {event.step}: NOT applied: {event.reason}{where}")
             case Saved():
                 still = f"; training stood still for {event.blocked_seconds:.3f} s of it" if event.asynchronous else ""
                 self._print(f"step {event.step}: checkpoint committed in {event.seconds:.2f} s{still}")
@@ -93,6 +96,8 @@ class ProgressLine:
             f"step {event.step:>{len(str(event.steps))}}/{event.steps}  loss {event.loss:.4f}  {time_left(event)}  "
             f"{self._rates()}  gradient norm {event.gradient_norm:.2f}"
         )
+        if event.skipped:
+            line += f"  {event.skipped} skipped"
         self._line(line, event.step in (event.first, event.steps))
 
     def _rates(self) -> str:

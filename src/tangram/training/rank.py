@@ -20,6 +20,7 @@ from tangram.hardware.machine import peak_resident_mb, repeatable
 from tangram.models.build import build_on_meta
 from tangram.models.source import Source
 from tangram.models.twin import module_shapes
+from tangram.planner.estimate import Memory
 from tangram.planner.plan import Plan
 from tangram.planner.read import dumps
 from tangram.training import figures, loop
@@ -27,6 +28,7 @@ from tangram.training.building import build, shallow, source_of
 from tangram.training.checkpoints import Checkpointer, JobState, describe, load
 from tangram.training.data import Batch, Corpus, Stream, held_out_batches, load_tokens, open_corpus, padding
 from tangram.training.events import Note, SaveFailed
+from tangram.training.exhausted import explained
 from tangram.training.launch import Rank
 from tangram.training.optimise import make_adamw
 from tangram.training.packing import Settled, settle
@@ -49,6 +51,8 @@ class RankJob:
     costs: loop.Costs
     resume: Path | None = None
     profile: bool = False
+    memory: Memory | None = None
+    """What the planner predicts of a rank."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,12 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     if corpus.digest != job.digest:
         raise UserError("this rank reads another text than the others: let the files rest, or train on a copy")
     source = source_of(plan, tokens)
-    model = build(plan, source, world, values=job.resume is None)
-    state = JobState(model, make_adamw(model, plan.optimiser))
+    with explained(None, None, job.memory):
+        model = build(plan, source, world, values=job.resume is None)
+    state = JobState(model, make_adamw(model, plan.optimiser, plan.precision.masters))
     if job.resume is not None:
         state.progress = load(job.resume, state, plan, world)
-    if world.tensor_size > 1 and not plan.layouts.marks:  # what is derived was rehearsed
+    if world.model_size > 1 and not plan.layouts.marks:  # what is derived was rehearsed
         with loop.resharded(model):
             refuse_wrong_flow(model, plan, world, module_shapes(build_on_meta(source.config), 1, PROBED))
     settled = settled_packing(model, plan, world, job.resume, source)
@@ -100,8 +105,9 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
 
     first = state.progress.step
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
-        hooks = loop.Hooks(rank.emit, rank.stop.asked, after_step)
-        trained = loop.train_steps(state, corpus, plan, world, checkpointer, hooks, job.costs)
+        hooks = loop.Hooks(rank.emit, rank.stop.asked, after_step, job.folder)
+        with explained(model, state.optimiser, job.memory):
+            trained = loop.train_steps(state, corpus, plan, world, checkpointer, hooks, job.costs)
     checkpointer.save(state, wait=True)
     for event in checkpointer.close():
         rank.emit(event)

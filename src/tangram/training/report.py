@@ -295,8 +295,8 @@ def _plan(plan: Plan) -> str:
 
 def plan_in_words(plan: Plan) -> dict[str, str]:
     """The plan as a short table."""
-    data, optimiser, axes = plan.data, plan.optimiser, plan.axes
-    roles = {"data": axes.data, "tensor": axes.tensor, "pipeline": axes.pipeline, "expert": axes.expert}
+    data, optimiser, axes, kind = plan.data, plan.optimiser, plan.axes, plan.precision
+    roles = {role: getattr(axes, role) for role in ("data", "tensor", "context", "expert", "pipeline")}
     schedule = f"{optimiser.schedule}, warm-up {optimiser.warmup_steps:,}"
     every = f"every {plan.checkpoint.every_steps:,} steps and " if plan.checkpoint.every_steps else ""
     kept = (f"the newest {plan.checkpoint.keep:,}", *plan.checkpoint.also)
@@ -307,7 +307,7 @@ def plan_in_words(plan: Plan) -> dict[str, str]:
         "text": ", ".join(" ".join(filter(None, (source.path, source.pattern))) for source in data.sources),
         "samples": f"{data.sequence:,} tokens, {data.global_batch:,} in a step, {data.micro_batch:,} at once on a rank",
         "optimiser": f"AdamW, learning rate {optimiser.lr:g}, {schedule}, weight decay {optimiser.weight_decay:g}",
-        "precision": f"{plan.precision.compute}, gradients summed in {plan.precision.reduce}",
+        "precision": f"{kind.compute}, gradients summed in {kind.reduce}, parameters in {kind.parameters}",
         "checkpoints": f"{every}at the end; kept: {', '.join(kept)}",
         "mesh": plan.mesh,
         "axes": ", ".join(f"{' '.join(names)} for {role}" for role, names in roles.items() if names),

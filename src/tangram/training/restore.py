@@ -47,11 +47,11 @@ def load(path: Path, state: JobState, plan: Plan, world: World | None) -> Progre
 
 
 def _is_here(name: str, plan: Plan, world: World | None) -> bool:
-    """Whether a tensor of a state is of this rank's stage; what is of none is another model's, which is told."""
+    """Whether a tensor of a state is of this rank's stages; what is of none is another model's, which is told."""
     if world is None or plan.pipeline is None:
         return True
     kind, _, rest = name.partition(".")
-    return kind not in ("model", "optim") or plan.stage_of(rest) == world.stage
+    return kind not in ("model", "optim") or plan.place_of(rest) == world.stage
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,10 @@ def describe(path: Path) -> Description:
 def _progress(path: Path, manifest: Manifest) -> Progress:
     found: Any = manifest.objects.get("progress")
     try:
-        return Progress(int(found["step"]), int(found["samples"]), int(found["tokens"]), float(found["seconds"]))
-    except (KeyError, TypeError, ValueError) as error:
+        counted = int(found["step"]), int(found["samples"]), int(found["tokens"])
+        guarded = float(found.get("scale", 0)), int(found.get("good", 0)), int(found.get("skipped", 0))
+        return Progress(*counted, float(found["seconds"]), *guarded)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f'the checkpoint "{path}" is of no `tangram train`: its {MANIFEST} does not say how far it was ({error!r})'
         ) from None

@@ -82,7 +82,8 @@ def train_as_asked(asked: Asked, on_event: OnEvent, meeting: Meeting | None) -> 
             resume = checkpoint_to_resume(folder, chosen.plan, ready.corpus, tell) if asked.resume else None
             if resume is not None:
                 replace_plan(folder, dumps(chosen.plan))
-            return RankJob(chosen.plan, folder, ready.corpus.digest, ready.costs, resume, asked.profile)
+            memory = None if chosen.predicted is None else chosen.predicted.memory
+            return RankJob(chosen.plan, folder, ready.corpus.digest, ready.costs, resume, asked.profile, memory)
 
         job = on_one(meeting, begin)
         if meeting is None:

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
@@ -23,10 +22,13 @@ from tangram.layout import Region, region
 from tangram.planner.legal import bound_layout
 from tangram.planner.plan import Plan
 from tangram.relayout import TensorSpec
-from tangram.relayout.states import ADAMW, States
+from tangram.relayout.states import ADAMW, SAME, States
+from tangram.training.masters import MASTER, MasterAdamW
+from tangram.training.shards import reshard
 from tangram.training.world import World
 
 ADAMW_STATES: States = {name: ADAMW[name] for name in ("exp_avg", "exp_avg_sq", "step")}  # without amsgrad
+MASTER_STATES: States = {**ADAMW_STATES, MASTER: SAME}
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,12 @@ class Progress:
     """Of the stream's order: where the data goes on."""
     tokens: int = 0
     seconds: float = 0.0
+    scale: float = 0.0
+    """Of the loss, where it is scaled."""
+    good: int = 0
+    """Steps that were applied since the scale changed."""
+    skipped: int = 0
+    """Steps that were not applied; `step` counts them."""
 
 
 @dataclass
@@ -97,9 +105,7 @@ class Places:
 
 def entries(state: JobState, places: Places) -> list[Entry]:
     """Every tensor of the state, as it lies on this rank."""
-    for module in state.model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after an evaluation the root's parameters stand there whole
+    reshard(state.model)  # after an evaluation some parameters stand there whole
     parameters = dict(state.model.named_parameters())
     kept = state.model.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in state.model.named_buffers() if name in kept}
@@ -109,9 +115,10 @@ def entries(state: JobState, places: Places) -> list[Entry]:
         make_missing_states(state.optimiser)
         for name in trained(state):
             values = cast("dict[str, Tensor]", state.optimiser.state[parameters[name]])
-            if values.keys() != ADAMW_STATES.keys():
-                raise RuntimeError(f"the optimiser keeps {sorted(values)} for {name}, not {sorted(ADAMW_STATES)}")
-            for key, spec in ADAMW_STATES.items():
+            states = states_of(state.optimiser, parameters[name])
+            if values.keys() != states.keys():
+                raise RuntimeError(f"the optimiser keeps {sorted(values)} for {name}, not {sorted(states)}")
+            for key, spec in states.items():
                 found.append(_entry(f"optim.{name}.{key}", values[key], name, places, alike=spec.kind == "same"))
     return found
 
@@ -144,11 +151,20 @@ def frozen(state: JobState) -> tuple[str, ...]:
     return tuple(name for name, _ in state.model.named_parameters() if name not in some)
 
 
+def states_of(optimiser: AdamW, parameter: Tensor) -> States:
+    """The states that the optimiser keeps of a parameter."""
+    has_master = isinstance(optimiser, MasterAdamW) and parameter.dtype != optimiser.masters
+    return MASTER_STATES if has_master else ADAMW_STATES
+
+
 def make_missing_states(optimiser: AdamW) -> None:
     """Give every parameter the states that AdamW gives it at its first gradient; with step 0 they mean the same."""
     for group in optimiser.param_groups:
         for parameter in group["params"]:
             if not parameter.requires_grad or optimiser.state.get(parameter):
+                continue
+            if isinstance(optimiser, MasterAdamW):
+                optimiser.make_state(parameter)
                 continue
             there = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
             for key, spec in ADAMW_STATES.items():

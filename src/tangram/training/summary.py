@@ -40,6 +40,8 @@ class Summary:
     padding: float | None = None
     """The share of the places of samples that held none."""
 
+    skipped_steps: int = 0
+    """Steps of this run that were not applied: `steps` counts them."""
     step_seconds: float | None = None
     tokens_per_s: float | None = None
     tflops: float | None = None
@@ -85,6 +87,7 @@ def summarise(*, plan: Plan, record: Record, stopped: str | None = None, **known
         "ranks": plan.ranks,
         "mesh": plan.mesh,
         "steps": record.steps[-1].step if record.steps else known.get("resumed_from") or 0,
+        "skipped_steps": len(record.skips),
         "tokens": sum(step.tokens for step in record.steps),
         "step_seconds": pace.step_seconds(record),
         "tokens_per_s": pace.tokens_per_s(record),

@@ -7,6 +7,7 @@ corpus   what a job trains on      stream   what each rank gets of it
 
 from tangram.training.data.corpus import Corpus, open_corpus, prepare
 from tangram.training.data.samples import IGNORE, Batch, Split
+from tangram.training.data.sources import list_files
 from tangram.training.data.stream import (
     RankBatches,
     Stream,
@@ -32,6 +33,7 @@ __all__ = [
     "Tokens",
     "held_out_batches",
     "held_out_samples",
+    "list_files",
     "load_tokens",
     "open_corpus",
     "padding",
