@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from tangram.cli.dry import dry
 from tangram.cli.output import print_json
 from tangram.errors import UserError
 from tangram.planner.read import changes_of, load
@@ -29,6 +30,9 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Short for --set seed=N.")] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Refuse what is not repeatable.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Profile a few steps into the run's folder.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what a rank of the plan would need; run nothing.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document on stdout.")] = False,
 ) -> int:
     """Train, save, reload in one process, export, report; exit code 1 when a rank or a proof fails."""
@@ -44,6 +48,10 @@ def train(
                 raise UserError("give a plan or a job, for instance examples/quickstart/job.toml")
             plan = folder / PLAN_FILE
         asked = load(plan, changes)
+        if dry_run:
+            if meeting is not None or resume or out is not None:
+                raise UserError("--dry-run runs nothing: leave --out, --resume and torchrun out")
+            return dry(asked, json=json)
 
         from tangram.training.start import FAILURES, Asked, train_as_asked  # loads torch: only for a sound plan
 
