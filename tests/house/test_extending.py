@@ -15,6 +15,8 @@ from tangram.hardware.rates import catalogue
 from tangram.models import build, tensor_rules
 from tangram.models.build import build_on_meta, make_config
 from tangram.planner import rank as ranking
+from tangram.planner import schedules
+from tangram.planner.actions import Action, check, simulate
 from tangram.planner.job import Job
 from tangram.training.data.rows import Row, no_field, text_of
 from tests.planner.machine import rates
@@ -51,6 +53,17 @@ def test_rules_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     found = tensor_rules.rules_for(config, model, ("tp", 2), "dp")
     assert isinstance(found, tensor_rules.TensorRules)
     assert found.parameters["*.c_fc.weight"] == "f/tp/dp h"
+
+
+def test_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = dict(schedules.MAKERS)
+    names = {"Action": Action, "Maker": schedules.Maker, "MAKERS": known}
+    exec(block("python", '"LastFirst"'), names)  # noqa: S102  the page's own words
+    monkeypatch.setattr(schedules, "MAKERS", known)
+    for ranks, micros in ((1, 1), (2, 3), (4, 8)):
+        table = schedules.schedule("LastFirst", ranks, ranks, micros)
+        assert check(table) == []
+        assert max(simulate(table).alive) == micros
 
 
 def test_a_device() -> None:

@@ -1,6 +1,6 @@
 """The strategies that this version trains, as plans: which mesh, what its axes are for, how everything lies."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,25 @@ MARKS = {"{*.q_proj.weight,*.up_proj.weight}": "out/tp in", "model.layers.*": "b
 """Tensor and sequence parallelism; the vocabulary is odd and stays whole."""
 
 
+GATHERED = {"{model.embed_tokens,model.layers.*,model.norm}": "b s/cp h"}
+"""Context parallelism: keys and values are gathered."""
+HEADS = {
+    **GATHERED,
+    "{*.q_proj,*.k_proj,*.v_proj}": "b s out/cp",
+}
+"""The sequence outside of attention, heads inside."""
+EXPERTS = {
+    "*.experts.{gate_up_proj,down_proj}": "experts/ep _ _",
+    "{model.embed_tokens,model.layers.*,model.norm}": "b s/ep h",
+}
+"""Whole experts on a rank; what lies between them is computed in parts."""
+
+
+def with_experts(data: str) -> dict[str, str]:
+    """The layouts that follow from the marks of experts."""
+    return {"*.experts.*": f"e/ep/{data} ...", "*": f"_/{data} ..."}
+
+
 def derived(data: str) -> dict[str, str]:
     """The layouts of a decoder's parameters that follow from the marks."""
     kept = {name: text for name, text in cut_by_tensor(data).items() if "embed" not in name and "head." not in name}
@@ -60,6 +79,8 @@ class Strategy:
     stages: tuple[tuple[str, ...], ...] = ()
     """Of the axis pp."""
     schedule: str = "1F1B"
+    axes: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    """Of the other roles: context and expert."""
 
     @property
     def tables(self) -> dict[str, Any]:
@@ -70,6 +91,7 @@ class Strategy:
                 "data": list(self.data),
                 "tensor": list(self.tensor),
                 "pipeline": ["pp"] if self.stages else [],
+                **{role: list(axes) for role, axes in self.axes.items()},
             },
             **({"pipeline": {"schedule": self.schedule, "stages": self.stages}} if self.stages else {}),
             "layouts": {
@@ -82,6 +104,9 @@ class Strategy:
 
 
 TWO_STAGES = (("model.embed_tokens", "model.layers.0"), ("model.layers.1", "model.norm", "lm_head"))
+FOUR_STAGES = (("model.embed_tokens",), ("model.layers.0",), ("model.layers.1",), ("model.norm", "lm_head"))
+THREE_STAGES = (TWO_STAGES[0], *FOUR_STAGES[2:])
+FIVE_STAGES = (*FOUR_STAGES[:3], ("model.norm",), ("lm_head",))
 FSDP, COPIES = {"*": "_/dp ..."}, {"*": "..."}
 STRATEGIES: Mapping[str, Strategy] = {
     "fsdp": Strategy("dp=4", ("dp",), (), FSDP),

@@ -250,6 +250,7 @@ def test_a_run_that_diverges_ends_with_one_sentence(shared: Path, capsys: pytest
     assert main(["train", str(shared / "plan.toml"), "--out", str(out), "--set", "optimiser.lr=1e30"]) == 1
     _, err = capsys.readouterr()
     assert err.count("\n") == 1
-    assert "of 2 ended the job: FloatingPointError: the gradient norm is nan" in err
+    assert "of 2 ended the job: AstrayError: step 2: the gradient norm is nan" in err
+    assert "its samples are listed in" in err
     assert "Traceback" in (out / "failure.txt").read_text()
     assert not (out / "summary.json").exists()

@@ -16,7 +16,18 @@ def test_every_preset_builds_without_memory_and_has_its_size() -> None:
         model = build_on_meta(make_config(name, {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}))
         assert all(parameter.is_meta for parameter in model.parameters())
         sizes[name] = sum(parameter.numel() for parameter in model.parameters())
-    assert sizes == {"qwen3-1m": 1_247_488, "qwen3-2m": 1_820_992}
+    tables = {  # with a vocabulary of 257, and not of their own
+        "llama-3-8b": 2 * (128_256 - 257) * 4096,
+        "llama-3-70b": 2 * (128_256 - 257) * 8192,
+        "deepseek-v3": 2 * (129_280 - 257) * 7168,
+    }
+    assert {name: size + tables.get(name, 0) for name, size in sizes.items()} == {
+        "qwen3-1m": 1_247_488,
+        "qwen3-2m": 1_820_992,
+        "llama-3-8b": 8_030_261_248,
+        "llama-3-70b": 70_553_706_496,
+        "deepseek-v3": 671_026_404_352,
+    }
 
 
 def test_initial_tensors_depend_on_the_seed_and_nothing_else() -> None:
@@ -94,7 +105,7 @@ def test_a_tensor_that_a_class_makes_off_meta_is_put_there() -> None:
     ("preset", "change", "message"),
     [
         ("qwen3-1n", {}, 'no model preset "qwen3-1n"; did you mean "qwen3-1m"'),
-        ("zzz", {}, "known are qwen3-1m, qwen3-2m"),
+        ("zzz", {}, "known are deepseek-v3, llama-3-70b, llama-3-8b, qwen3-1m, qwen3-2m"),
         ("qwen3-1m", {"hiden_size": 3}, 'no field "hiden_size" to change; did you mean "hidden_size"'),
         ("qwen3-1m", {"hidden_size": "wide"}, "hidden_size"),
         ("qwen3-1m", {"to_dict": 3}, 'no field "to_dict" to change'),

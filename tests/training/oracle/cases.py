@@ -5,11 +5,24 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tangram.planner.plan import Plan
+from tests.training.oracle.axes import CONTEXT, CONTEXT_QUICK, MIXTURES, OVER_AXES, WITH_EXPERTS, WITH_EXPERTS_QUICK
 from tests.training.small import SMALL_MODEL, small_tables
-from tests.training.strategies import COPIES, FSDP, MARKS, STRATEGIES, TWO_STAGES, Strategy, derived
+from tests.training.strategies import (
+    COPIES,
+    FIVE_STAGES,
+    FOUR_STAGES,
+    FSDP,
+    MARKS,
+    STRATEGIES,
+    THREE_STAGES,
+    TWO_STAGES,
+    Strategy,
+    derived,
+)
 
 STEPS = 130
 """Of every schedule; runs are compared over a part of it."""
@@ -69,6 +82,8 @@ OTHER_STRATEGIES: Mapping[str, tuple[int, Strategy]] = {
     "derived inside fsdp": (4, Strategy("dp=2 tp=2", ("dp",), ("tp",), derived("dp"), MARKS)),
 }
 """On other numbers of ranks; three divides nothing."""
+LOOPING = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+ALL_IN_THE_SECOND = FOUR_STAGES[0], (*FOUR_STAGES[1], *FOUR_STAGES[2], *FOUR_STAGES[3])
 STAGED: Mapping[str, tuple[int, Strategy]] = {
     "stages": (2, Strategy("pp=2 one=1", ("one",), (), {"*": "_/one ..."}, stages=TWO_STAGES)),
     "stages of fsdp": (4, Strategy("pp=2 dp=2", ("dp",), (), FSDP, stages=TWO_STAGES)),
@@ -77,10 +92,53 @@ STAGED: Mapping[str, tuple[int, Strategy]] = {
         8,
         Strategy("pp=2 dp=2 tp=2", ("dp",), ("tp",), derived("dp"), MARKS, stages=TWO_STAGES),
     ),
+    "a later stage of equal layers, derived": (
+        4,
+        Strategy("pp=2 one=1 tp=2", ("one",), ("tp",), derived(""), MARKS, stages=ALL_IN_THE_SECOND),
+    ),
 }
 """Pipelines, of micro-batches of two rows; the last of them is half empty on some ranks."""
+SCHEDULES = {"GPipe": TWO_STAGES, **dict.fromkeys(LOOPING, FOUR_STAGES)}
+SCHEDULED: Mapping[str, tuple[int, Strategy]] = {
+    **{
+        name: (2, Strategy("pp=2 one=1", ("one",), (), {"*": "_/one ..."}, stages=stages, schedule=name))
+        for name, stages in SCHEDULES.items()
+    },
+    "Interleaved1F1B of fsdp": (
+        4,
+        Strategy("pp=2 dp=2", ("dp",), (), FSDP, stages=FOUR_STAGES, schedule="Interleaved1F1B"),
+    ),
+    "ZBVZeroBubble of fsdp": (
+        4,
+        Strategy("pp=2 dp=2", ("dp",), (), FSDP, stages=FOUR_STAGES, schedule="ZBVZeroBubble"),
+    ),
+    "DualPipeV inside copies": (
+        4,
+        Strategy("dp=2 pp=2", ("dp",), (), COPIES, stages=FOUR_STAGES, schedule="DualPipeV"),
+    ),
+    "InterleavedZeroBubble on one rank of fsdp": (
+        2,
+        Strategy("pp=1 dp=2", ("dp",), (), FSDP, stages=FIVE_STAGES, schedule="InterleavedZeroBubble"),
+    ),
+    "InterleavedZeroBubble of derived": (
+        4,
+        Strategy(
+            "pp=2 tp=2 one=1",
+            ("one",),
+            ("tp",),
+            derived(""),
+            MARKS,
+            stages=FOUR_STAGES,
+            schedule="InterleavedZeroBubble",
+        ),
+    ),
+}
+"""Every schedule, of five micro-batches or ten; of three where they pass in rounds."""
+SCHEDULED_QUICK = ("ZBVZeroBubble of fsdp",)
 STAGED_QUICK = ("stages of fsdp",)
 OTHER_QUICK = ("one rank", "fsdp over three", "tensor over two", "derived inside fsdp")
+
+_KNOWN = {**OTHER_STRATEGIES, **STAGED, **SCHEDULED, **OVER_AXES}
 
 OWN_LAYOUTS = {
     "parameters": {
@@ -96,19 +154,41 @@ SMALL_HEADS = {**SMALL_MODEL, "head_dim": 2, "hidden_size": 8}
 """Norms of two elements: of four ranks two hold nothing of them."""
 
 
+WHOLE = {
+    "whole in a step": {"reshard": "after step", "reduce_every": "step"},
+    "whole until reduced": {"reshard": "after step"},
+    "whole in a micro-batch": {"reshard": "after backward"},
+    "reduced once": {"reduce_every": "step"},
+}
+"""Other ways of FSDP to gather and to reduce."""
+WHOLE_QUICK = {
+    "whole in a step": ("fsdp",),
+    "whole until reduced": (),
+    "whole in a micro-batch": (),
+    "reduced once": ("hsdp",),
+}
+
 LLAMA = "llama.json"
 
 
+TABLE = "mine.csv"
+ROWS = "0F0,0F1,2F1,2B1,2F0,2I0,0B1,2W0,0B0\n1F0,1F1,1B1,1B0\n"
+"""Three stages on two ranks; the last takes the second micro-batch first, and splits one of its two backwards."""
+
+
 def write_models(folder: Path) -> None:
-    """The configuration of a model with a bias in every linear layer."""
+    """The configurations of a model with a bias in every linear layer and of mixtures of experts, and a schedule."""
+    (folder / TABLE).write_text(ROWS)
     fields = {**SMALL_MODEL, "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "max_position_embeddings": 64}
     everywhere = {"attention_bias": True, "mlp_bias": True}
     (folder / LLAMA).write_text(json.dumps({"model_type": "llama", **everywhere, **fields}))
+    for kind, own in MIXTURES.items():
+        (folder / f"{kind}.json").write_text(json.dumps({"model_type": kind, **fields, **own}))
 
 
-def planned(base: Mapping[str, Any], strategy: Strategy) -> Plan:
+def planned(base: Mapping[str, Any], strategy: Strategy, **instead: Any) -> Plan:
     """The plan of a strategy on the tables of a job."""
-    return Plan.model_validate({**base, **strategy.tables})
+    return Plan.model_validate({**base, **strategy.tables, **instead})
 
 
 def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
@@ -118,11 +198,19 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
     """
     found: dict[str, Case] = {}
 
-    def add(name: str, strategies: Iterable[str], base: Mapping[str, Any], until: int = FEW, **more: Any) -> None:
+    def add(
+        name: str,
+        strategies: Iterable[str],
+        base: Mapping[str, Any],
+        until: int = FEW,
+        instead: Mapping[str, Any] = MappingProxyType({}),
+        **more: Any,
+    ) -> None:
         for strategy in strategies:
             key = f"{name}: {strategy}" if name else strategy
-            ranks, lies = {**OTHER_STRATEGIES, **STAGED}.get(strategy) or (4, STRATEGIES[strategy])
-            found[key] = Case(key, planned(base, lies), until=max(until, SHORT) if slow else until, ranks=ranks, **more)
+            ranks, lies = _KNOWN.get(strategy) or (4, STRATEGIES[strategy])
+            plan = planned(base, lies, **instead)
+            found[key] = Case(key, plan, until=max(until, SHORT) if slow else until, ranks=ranks, **more)
 
     def either(*quick: str) -> Iterable[str]:
         return STRATEGIES if slow else quick
@@ -158,14 +246,17 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
     )
     add("resumed", either("fsdp", "tensor inside fsdp"), between, FEW, resume_at=3)
     add("resumed", ["derived inside fsdp"], between, FEW, resume_at=3)
-    # Rounding is 2**16 times coarser here, and AdamW must not blow up that of gradients of nearly zero.
-    low = tables(text, precision={"compute": "bfloat16"}, optimiser={"eps": 1e-3})
-    add("bfloat16", either("fsdp", "tensor inside fsdp"), low)
+    # Micro-batches of one row; what is gathered or reduced once a step is so in the last of three.
+    for name, run in WHOLE.items():
+        base = tables(text, data={"micro_batch": 1}, run={**run, "evaluate_every": 2})
+        add(name, either(*WHOLE_QUICK[name]), base)
+    low = _add_low(text, add, slow=slow)
     if slow:
         compiled = tables(text, run={"compile": True, "recompute": ["model.layers.0"]})
         add("compiled", ["derived inside fsdp"], compiled)
         add("recomputed in part", ["derived inside fsdp"], part)
-        add("bfloat16", ["derived inside fsdp"], low)
+        for name, base in low.items():
+            add(name, ["derived inside fsdp"], base)
         add("biases", ["derived inside fsdp"], biases)
         add("tied", ["derived inside fsdp"], tied)
     # One rank has no row at all, and therefore no counted token; another has half of the batch or more.
@@ -190,16 +281,64 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
     return found
 
 
+def _add_kept(text: Path, add: Callable[..., None]) -> None:
+    """Blocks that are computed again but for some of their operators."""
+    keeping = tables(text, run={"recompute": ["model.layers.*"], "recompute_keep": ["products", "attention"]})
+    add("recomputed but products", (*STRATEGIES, "derived inside fsdp"), keeping, 2)
+
+
+def _add_low(text: Path, add: Callable[..., None], *, slow: bool) -> Mapping[str, Any]:
+    """Types of 16 bits; the tables of each."""
+    # Rounding is 2**16 times coarser here, and AdamW must not blow up that of gradients of nearly zero.
+    calm = {"eps": 1e-3}
+    half = {"compute": "float16", "scale": {"initial": 8192.0}}
+    low = {
+        "bfloat16": tables(text, precision={"compute": "bfloat16"}, optimiser=calm),
+        "bfloat16 kept": tables(text, precision={"compute": "bfloat16", "parameters": "bfloat16"}, optimiser=calm),
+        "float16": tables(text, precision=half, optimiser=calm),
+    }
+    add("bfloat16", STRATEGIES if slow else ("fsdp", "tensor inside fsdp"), low["bfloat16"])
+    if slow:
+        _add_kept(text, add)
+        add("bfloat16 kept", STRATEGIES, low["bfloat16 kept"], resume_at=3)
+        add("float16", STRATEGIES, low["float16"])
+    return low
+
+
 def _add_staged(text: Path, add: Callable[..., None], *, slow: bool) -> None:
+    _add_axes(text, add, slow=slow)
     for strategy in STAGED if slow else STAGED_QUICK:
         add("", [strategy], tables(text, data={"micro_batch": 2}), SHORT)
+    for strategy in SCHEDULED if slow else SCHEDULED_QUICK:
+        size = 2 if strategy == "Interleaved1F1B of fsdp" else 1  # it takes rounds of as many each
+        add("", [strategy], tables(text, data={"micro_batch": size}))
+    pipeline = {"schedule": "table", "table": str(text.parent / TABLE), "stages": THREE_STAGES}
+    add("tabled", ["stages"], tables(text), instead={"pipeline": pipeline})
     clipped = tables(text, data={"micro_batch": 2}, optimiser={"clip_norm": 0.05})
     add("clipped", ["stages of fsdp"], clipped)
     if slow:
         again = tables(text, data={"micro_batch": 2}, run={"evaluate_every": 2}, checkpoint={"every_steps": 2})
         add("resumed", ["stages of fsdp", "stages of fsdp and derived"], again, FEW, resume_at=3)
-        low = tables(text, data={"micro_batch": 2}, precision={"compute": "bfloat16"}, optimiser={"eps": 1e-3})
-        add("bfloat16", ["stages of fsdp"], low)
+        add("resumed", ["ZBVZeroBubble of fsdp"], again, FEW, resume_at=3)
+        for name in ("bfloat16", "float16"):
+            low = tables(text, data={"micro_batch": 2}, precision={"compute": name}, optimiser={"eps": 1e-3})
+            add(name, ["stages of fsdp", "ZBVZeroBubble of fsdp"], low)
+
+
+def _add_axes(text: Path, add: Callable[..., None], *, slow: bool) -> None:
+    """Context and expert axes; every sample of the text holds several documents."""
+    for strategy in CONTEXT if slow else CONTEXT_QUICK:
+        changes = {"data": {"micro_batch": 2}} if "stages" in strategy else {}
+        if "heads" in strategy:
+            changes["model"] = {"change": {**SMALL_MODEL, "num_key_value_heads": 4, "head_dim": 4}}
+        add("", [strategy], tables(text, **changes), FEW)
+    for kind in MIXTURES:
+        model = {"preset": None, "path": str(text.parent / f"{kind}.json"), "change": {}}
+        for strategy in WITH_EXPERTS if slow else WITH_EXPERTS_QUICK if kind == "qwen3_moe" else ():
+            add(kind, [strategy], tables(text, model=model, optimiser={"eps": 1e-3}), FEW)
+    if slow:
+        again = tables(text, run={"evaluate_every": 2}, checkpoint={"every_steps": 2})
+        add("resumed", ["context and fsdp"], again, FEW, resume_at=3)
 
 
 HANDS = {"fsdp": (0, 5, 1, 4), "copies": (3, 0, 7, 0), "hsdp": (0, 9, 1, 0), "tensor inside fsdp": (0, 10)}

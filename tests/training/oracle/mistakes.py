@@ -17,10 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from tangram.training import apply, loop, optimise
+from tangram.training import loop, optimise, shards
 from tangram.training.checkpoints import JobState
 from tangram.training.data import Batch, RankBatches
 from tests.training.oracle.cases import FEW
+from tests.training.oracle.mistakes_of_axes import AXES_MISTAKES
+from tests.training.oracle.mistakes_of_shards import SHARDED_MISTAKES
 from tests.training.oracle.mistakes_of_stages import STAGED_MISTAKES
 from tests.training.oracle.planting import counted_in, other_batches, other_values, with_plan, without_labels
 from tests.training.oracle.ranks import Mistake, Setting, swapped
@@ -51,7 +53,7 @@ def norms_of_heads_not_summed_but_compared(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def bias_added_by_every_rank(setting: Setting) -> Planted:
     """After the sum over ranks the bias of o_proj is there once for each of them."""
-    ranks = setting.world.tensor_size
+    ranks = setting.world.model_size
 
     def add(module: nn.Module, _: object, out_BSH: Tensor) -> Tensor:
         bias = cast(Tensor, module.bias)
@@ -97,14 +99,14 @@ def kv_heads_of_the_wrong_queries(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def vocabulary_offset_wrong(setting: Setting) -> Planted:
     """The second tensor rank looks tokens up one row too low in its part of the vocabulary."""
-    first = -(-257 // setting.world.tensor_size)
+    first = -(-257 // setting.world.model_size)
 
     def shift(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         ids_BS = args[0]
         return (torch.where(ids_BS > first, ids_BS - 1, ids_BS), *args[1:])
 
     def build(model: nn.Module) -> None:
-        if setting.world.devices.get_local_rank("tensor") == 1:
+        if setting.world.devices.get_local_rank("model tp") == 1:
             embedding = cast(Any, model).get_input_embeddings()
             embedding.register_forward_pre_hook(shift, prepend=True)
 
@@ -173,12 +175,12 @@ def one_block_averaged(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def copies_not_summed(setting: Setting) -> Planted:
     """HSDP sums gradients over the ranks that share the parameters, and not over the copies."""
-    real = apply.fully_shard
+    real = shards.fully_shard
 
     def one_copy(module: nn.Module, **told: Any) -> Any:
         return real(module, **{**told, "mesh": setting.world.devices["shard"]})
 
-    with swapped(apply, "fully_shard", one_copy):
+    with swapped(shards, "fully_shard", one_copy):
         yield
 
 
@@ -203,11 +205,11 @@ def micro_batches_overwritten(setting: Setting) -> Planted:
     """The gradient of a micro-batch takes the place of those before it."""
     real = loop.backward
 
-    def each(model: nn.Module, batches: RankBatches, loss_sum: loop.LossSum, seed: int) -> float:
-        total = 0.0
+    def each(model: nn.Module, batches: RankBatches, loss_sum: loop.LossSum, seed: int, scale: float) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
         for batch, first in zip(batches.micro, batches.firsts, strict=True):
             model.zero_grad()
-            total += real(model, replace(batches, micro=(batch,), firsts=(first,)), loss_sum, seed)
+            total += real(model, replace(batches, micro=(batch,), firsts=(first,)), loss_sum, seed, scale)
         return total
 
     with swapped(loop, "backward", each):
@@ -300,8 +302,8 @@ def norms_decay(setting: Setting) -> Planted:
     """Weight decay on every parameter."""
     real = optimise.make_adamw
 
-    def decaying(model: nn.Module, plan: Any) -> AdamW:
-        made = real(model, plan)
+    def decaying(model: nn.Module, plan: Any, masters: str) -> AdamW:
+        made = real(model, plan, masters)
         for group in made.param_groups:
             group["weight_decay"] = plan.weight_decay
         return made
@@ -321,7 +323,7 @@ def frozen_is_trained(setting: Setting) -> Planted:
 def clipped_by_the_local_norm(setting: Setting) -> Planted:
     """Each rank clips by the norm of what it holds."""
 
-    def local(gradients: list[tuple[Tensor, int]], norm: float, limit: float) -> None:
+    def local(gradients: list[tuple[Tensor, int]], norm: float, limit: float, scale: float) -> None:
         own = float(torch.stack([grad.double().square().sum() for grad, _ in gradients]).sum().sqrt())
         optimise.clip(gradients, own, limit)
 
@@ -401,9 +403,11 @@ _CASES: Mapping[str, tuple[Any, ...]] = {
     "clipped: hsdp": (clipped_by_the_local_norm,),
     "resumed: fsdp": (learning_rate_late_by_one, samples_repeated, optimiser_states_lost),
     **STAGED_MISTAKES,
+    **SHARDED_MISTAKES,
+    **AXES_MISTAKES,
 }
 MISTAKES: Mapping[str, Mistake] = {
-    plant.__name__.replace("_", " "): Mistake(case, plant, FEW if case.startswith("resumed") else 1)
+    plant.__name__.replace("_", " "): Mistake(case, plant, FEW if case.startswith(("resumed", "whole")) else 1)
     for case, plants in _CASES.items()
     for plant in plants
 }

@@ -1,13 +1,13 @@
 """Mistakes that one could make in pipelines, planted one by one."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from tangram.training import loop, pipeline
+from tangram.training import loop, pipeline, schedules
 from tangram.training.data import Batch
 from tests.training.oracle.ranks import Setting, swapped
 
@@ -17,12 +17,13 @@ Planted = Iterator[None]
 @contextlib.contextmanager
 def gradients_averaged_over_micro_batches(setting: Setting) -> Planted:
     """torch's own default: a step's gradients are divided by the number of micro-batches."""
-    real = pipeline.get_schedule_class
+    real = pipeline.Table.__init__
 
-    def averaged(name: str) -> Any:
-        return lambda *given, **told: real(name)(*given, **{**told, "scale_grads": True})
+    def averaged(self: pipeline.Table, *given: Any) -> None:
+        real(self, *given)
+        self.scale_grads = True
 
-    with swapped(pipeline, "get_schedule_class", averaged):
+    with swapped(pipeline.Table, "__init__", averaged):
         yield
 
 
@@ -74,7 +75,35 @@ def stages_counted_as_copies(setting: Setting) -> Planted:
         yield
 
 
+@contextlib.contextmanager
+def weights_of_a_micro_batch_passed_over(setting: Setting) -> Planted:
+    """Of the first micro-batch nobody does the second part of the backward."""
+    real = schedules.Stage.backward_weight_one_chunk
+
+    def but_the_first(self: schedules.Stage, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if bwd_chunk_id:
+            real(self, bwd_chunk_id, last_backward=last_backward)
+
+    with swapped(schedules.Stage, "backward_weight_one_chunk", but_the_first):
+        yield
+
+
+@contextlib.contextmanager
+def stages_of_a_rank_exchanged(setting: Setting) -> Planted:
+    """A rank runs the blocks of its two stages in the place of each other."""
+    real = pipeline.Pipeline.__init__
+
+    def exchanged(self: pipeline.Pipeline, model: nn.Module, parts: Mapping[int, nn.Module], *given: Any) -> None:
+        if 0 not in parts:  # the first stage and the last do not take alike
+            parts = dict(zip(parts, reversed(parts.values()), strict=True))
+        real(self, model, parts, *given)
+
+    with swapped(pipeline.Pipeline, "__init__", exchanged):
+        yield
+
+
 STAGED_MISTAKES = {
+    "ZBVZeroBubble of fsdp": (weights_of_a_micro_batch_passed_over, stages_of_a_rank_exchanged),
     "stages of fsdp": (
         gradients_averaged_over_micro_batches,
         positions_told_to_the_first_stage_only,

@@ -36,6 +36,9 @@ def plain_run(case: Case) -> Trace:
     """Train."""
     plan = case.plan
     model = plain_model(case).train()
+    kept, low = getattr(torch, plan.precision.parameters), getattr(torch, plan.precision.compute)
+    for parameter in model.parameters():  # of those that are kept in a low type these are the masters
+        parameter.data = parameter.data.to(kept).float()
     trained = [(name, p) for name, p in model.named_parameters() if not _fits(plan.model.freeze, name)]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not _fits(plan.model.freeze, name))
@@ -53,8 +56,8 @@ def plain_run(case: Case) -> Trace:
         optimiser.zero_grad()
         if _dropout(model):
             loss = _by_micro_batch(model, case, step)
-        elif plan.precision.compute == "bfloat16":
-            loss = _rounded(model, case, step)
+        elif plan.precision.compute != "float32":
+            loss = _rounded(model, case, step, low)
         else:
             batch = whole_batch(plan, step)
             loss = F.cross_entropy(_logits(model, batch).flatten(0, 1), batch.labels_BS.flatten())
@@ -67,7 +70,7 @@ def plain_run(case: Case) -> Trace:
         norms.append(float(norm))
         if step + 1 in CAPTURED:
             gradients[step + 1] = {name: _kept(p.grad) for name, p in trained}
-            values[step + 1] = {name: _kept(p) for name, p in model.named_parameters()}
+            values[step + 1] = {name: _kept(p.to(kept).float()) for name, p in model.named_parameters()}
     return Trace(tuple(losses), tuple(norms), gradients, values)
 
 
@@ -149,16 +152,17 @@ def _by_micro_batch(model: nn.Module, case: Case, step: int) -> Tensor:
     return total
 
 
-def _rounded(model: nn.Module, case: Case, step: int) -> Tensor:
-    """The model computes with parameters rounded to bfloat16; gradients are taken to the float32 ones."""
+def _rounded(model: nn.Module, case: Case, step: int, dtype: torch.dtype) -> Tensor:
+    """The model computes with parameters rounded to a low type; gradients are taken to the float32 ones."""
     batch = whole_batch(case.plan, step)
     low = copy.deepcopy(model)
     for parameter in low.parameters():
-        parameter.data = parameter.data.bfloat16()
+        parameter.data = parameter.data.to(dtype)
     loss = F.cross_entropy(_logits(low, batch).flatten(0, 1).float(), batch.labels_BS.flatten())
-    loss.backward()
+    scale = 1024 if dtype == torch.float16 else 1  # small gradients are nothing in float16
+    (scale * loss).backward()
     for own, rounded in zip(model.parameters(), low.parameters(), strict=True):
-        own.grad = None if rounded.grad is None else rounded.grad.float()
+        own.grad = None if rounded.grad is None else rounded.grad.float() / scale
     return loss
 
 

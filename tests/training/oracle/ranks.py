@@ -18,6 +18,7 @@ from tangram.training.data import BYTES, Batch, RankBatches, Stream
 from tangram.training.data.samples import collate
 from tangram.training.events import SaveFailed, StepDone
 from tangram.training.launch import Rank
+from tangram.training.pipeline import parts_of
 from tangram.training.world import World, axes_of, make_world
 from tests.training.oracle.cases import Case
 from tests.training.oracle.own import Own, own_loss_sum, own_model
@@ -68,7 +69,8 @@ class Keeper:
         self.model = model
         locals_of = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
         self.empty = tuple(name for name, local in locals_of.items() if not local.numel())
-        model.register_forward_pre_hook(self._look, with_kwargs=True)
+        for part in parts_of(model):
+            part.register_forward_pre_hook(self._look, with_kwargs=True)
 
     def _look(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs_BS: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]  # noqa: N806
@@ -103,7 +105,7 @@ def whole(tensor: Tensor | None) -> Any:
     """A tensor as this rank and those it is cut over hold it."""
     assert tensor is not None
     full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone().numpy()
+    return full.detach().float().clone().numpy()  # numpy knows no bfloat16
 
 
 _worlds: dict[tuple[str, Any], World] = {}
@@ -171,7 +173,7 @@ def built(case: Case, setting: Setting, seed: int) -> JobState:
         model = own_built(case.own, plan, setting.world)
     else:
         model = building.build(plan, building.source_of(plan, BYTES), setting.world, values=True)
-    state = JobState(model, optimise.make_adamw(model, setting.plan.optimiser))
+    state = JobState(model, optimise.make_adamw(model, setting.plan.optimiser, setting.plan.precision.masters))
     for tell in setting.built:
         tell(model)
     return state

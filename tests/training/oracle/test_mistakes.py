@@ -64,6 +64,11 @@ def test_tangram_refuses_gradients_that_tensor_ranks_do_not_share(measured: Meas
         assert "_norm.weight" in rank.refusals["gradients compared"]
 
 
+def test_parameters_that_stay_whole_over_the_update_have_no_gradient(measured: Measured) -> None:
+    for rank in measured.done[4]:
+        assert "got no gradient" in rank.refusals["whole over the update"]
+
+
 def test_ranks_with_other_values_of_a_module_of_ones_own_are_refused(measured: Measured) -> None:
     for rank in measured.done[4]:
         assert rank.refusals["other values"].startswith("rank 3 has other initial values than rank 0")

@@ -23,7 +23,7 @@ LOW_LONG = Bounds(gradients=0.2, values=1e-2, losses=1e-3, later=1e-3)  # measur
 
 
 def bounds_of(name: str) -> Bounds:
-    return LOW if name.startswith("bfloat16") else Bounds()
+    return LOW if name.startswith(("bfloat16", "float16")) else Bounds()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,6 +121,6 @@ def test_frozen_parameters_stay_and_have_no_gradient(measured: Measured) -> None
 @pytest.mark.parametrize("name", ALL_NAMES)
 def test_every_case_under_every_strategy(name: str, tmp_path: Path, oracle: Oracle) -> None:
     case, traces = measure_one(tmp_path, name)
-    bounds = LOW_LONG if name.startswith("bfloat16") else Bounds()
+    bounds = LOW_LONG if name.startswith(("bfloat16", "float16")) else Bounds()
     for trace in completed(traces):
         assert findings(trace, oracle(case), bounds) == []

@@ -19,6 +19,7 @@ from tangram.training.data import BYTES, prepare
 from tangram.training.launch import Rank, run_ranks
 from tests.training.oracle.cases import LONG, STEPS, Case, cases, write_models
 from tests.training.oracle.mistakes import COMPARED, MISTAKES
+from tests.training.oracle.mistakes_of_shards import REFUSED
 from tests.training.oracle.own import own_model
 from tests.training.oracle.ranks import Leg, Mistake, run_case, run_leg, world_of
 from tests.training.oracle.trace import Trace
@@ -92,6 +93,7 @@ def refusals(rank: Rank, everything: Mapping[str, Case], folder: Path) -> dict[s
     return {
         "other values": said(lambda: apply(own_model(rank.index // 3), case.plan, world)),
         "half on meta": said(half_on_meta),
+        "whole over the update": said(lambda: run_case(rank, everything[REFUSED.case], folder / "whole", REFUSED)),
         "gradients compared": said(lambda: run_case(rank, everything[COMPARED.case], folder / "compared", COMPARED)),
     }
 

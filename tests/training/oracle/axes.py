@@ -1,0 +1,65 @@
+"""Strategies over context and expert axes, and the mixtures of experts that are trained so."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.training.strategies import (
+    COPIES,
+    EXPERTS,
+    FSDP,
+    GATHERED,
+    HEADS,
+    MARKS,
+    TWO_STAGES,
+    Strategy,
+    derived,
+    with_experts,
+)
+
+CP, EP = {"context": ("cp",)}, {"expert": ("ep",)}
+CONTEXT: Mapping[str, tuple[int, Strategy]] = {
+    "context over two": (2, Strategy("one=1 cp=2", ("one",), (), {"*": "_/one ..."}, GATHERED, axes=CP)),
+    "context by heads": (4, Strategy("one=1 cp=4", ("one",), (), {"*": "_/one ..."}, HEADS, axes=CP)),
+    "context and fsdp": (4, Strategy("dp=2 cp=2", ("dp",), (), FSDP, GATHERED, axes=CP)),
+    "context by heads inside copies": (4, Strategy("cp=2 dp=2", ("dp",), (), COPIES, HEADS, axes=CP)),
+    "context and derived": (
+        4,
+        Strategy("cp=2 tp=2", (), ("tp",), derived(""), {**MARKS, **GATHERED}, axes=CP),
+    ),
+    "context and derived inside fsdp": (
+        8,
+        Strategy("dp=2 cp=2 tp=2", ("dp",), ("tp",), derived("dp"), {**MARKS, **GATHERED}, axes=CP),
+    ),
+    "stages of context": (
+        4,
+        Strategy("pp=2 one=1 cp=2", ("one",), (), {"*": "_/one ..."}, GATHERED, stages=TWO_STAGES, axes=CP),
+    ),
+}
+CONTEXT_QUICK = ("context and fsdp",)
+WITH_EXPERTS: Mapping[str, tuple[int, Strategy]] = {
+    "experts over two": (2, Strategy("one=1 ep=2", ("one",), (), with_experts("one"), EXPERTS, axes=EP)),
+    "experts and fsdp": (4, Strategy("dp=2 ep=2", ("dp",), (), with_experts("dp"), EXPERTS, axes=EP)),
+    "experts over four": (4, Strategy("one=1 ep=4", ("one",), (), with_experts("one"), EXPERTS, axes=EP)),
+}
+WITH_EXPERTS_QUICK = ("experts and fsdp",)
+OVER_AXES = {**CONTEXT, **WITH_EXPERTS}
+
+MIXTURES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
+}
+"""Mixtures of experts by their type, in few numbers."""

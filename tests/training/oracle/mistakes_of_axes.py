@@ -1,0 +1,109 @@
+"""Mistakes that one could make over context and expert axes, planted one by one."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tangram.training import derived, loop
+from tests.training.oracle.planting import other_values
+from tests.training.oracle.ranks import Setting, swapped
+
+Planted = Iterator[None]
+Wrong = Callable[[Tensor, Any, int], Tensor | None]
+"""Of a tensor, a step from one state to another and the number of ranks: what comes of it; None: what should."""
+
+
+def _brought(wrong: Wrong) -> Any:
+    real: Any = derived.DerivedModel._bring  # pyright: ignore[reportPrivateUsage]
+
+    def bring(self: Any, x: Tensor, change: Any) -> Tensor:
+        for step in change:
+            made = wrong(x, step, dist.get_world_size(self._groups[step[0]]))
+            x = real(self, x, (step,)) if made is None else made
+        return x
+
+    return swapped(derived.DerivedModel, "_bring", bring)
+
+
+@contextlib.contextmanager
+def positions_of_the_first_part(setting: Setting) -> Planted:
+    """Every rank takes its tokens for the first ones: positions and rows of masks are not offset."""
+
+    def wrong(x: Tensor, step: Any, ranks: int) -> Tensor | None:
+        _, source, target = step
+        if x.requires_grad or target.kind != "cut" or source.kind not in ("same", "several"):
+            return None
+        return x.narrow(target.dim, 0, x.shape[target.dim] // ranks)
+
+    with _brought(wrong):
+        yield
+
+
+@contextlib.contextmanager
+def keys_of_one_rank_only(setting: Setting) -> Planted:
+    """In the place of other ranks' keys and values stand a rank's own."""
+
+    def wrong(x: Tensor, step: Any, ranks: int) -> Tensor | None:
+        _, source, target = step
+        gathers = source.kind == "cut" and target.kind in ("same", "several")
+        return torch.cat([x] * ranks, source.dim) if gathers and x.ndim == 4 else None
+
+    with _brought(wrong):
+        yield
+
+
+@contextlib.contextmanager
+def _not_summed(part: str) -> Planted:
+    """Gradients of the parameters whose names have this part stay those of a rank's tokens; nobody compares."""
+    real = derived.DerivedModel.sum_gradients
+
+    def some(self: Any) -> None:
+        everything = self._summed
+        self._summed = {name: axes for name, axes in everything.items() if part not in name}
+        real(self)
+        self._summed = everything
+
+    with (
+        swapped(derived.DerivedModel, "sum_gradients", some),
+        swapped(loop, "refuse_unlike_gradients", lambda *_: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def norms_not_summed_over_context(setting: Setting) -> Planted:
+    """Each rank has the gradient of a norm's weight of its own tokens."""
+    with _not_summed("input_layernorm"):
+        yield
+
+
+@contextlib.contextmanager
+def routers_not_summed_over_experts(setting: Setting) -> Planted:
+    """Each rank has the gradient of the router of its own part."""
+    with _not_summed("mlp.gate"):
+        yield
+
+
+@contextlib.contextmanager
+def experts_of_the_wrong_rank(setting: Setting) -> Planted:
+    """Each rank of the expert axis has the experts of the other one."""
+
+    def swap(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name, whole in tensors.items():
+            if ".experts." in name:
+                whole.copy_(whole.roll(whole.shape[0] // 2, 0))
+        return tensors
+
+    with other_values(swap):
+        yield
+
+
+AXES_MISTAKES = {
+    "context and fsdp": (positions_of_the_first_part, keys_of_one_rank_only, norms_not_summed_over_context),
+    "qwen3_moe: experts and fsdp": (routers_not_summed_over_experts, experts_of_the_wrong_rank),
+}
+"""By the case in which they show."""

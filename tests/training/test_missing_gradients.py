@@ -1,0 +1,52 @@
+"""A trained parameter without a gradient is an error that names it; experts without tokens have zeros."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tangram.errors import UserError
+from tangram.training.optimise import local_gradients
+
+
+class Half(nn.Module):
+    """Its second layer is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def test_it_is_named_and_what_to_do_is_said() -> None:
+    model = Half()
+    model.first(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(
+        UserError, match=r'"second.weight" got no gradient: name it in model.freeze if the loss does not'
+    ):
+        local_gradients(model)
+
+
+def test_what_is_frozen_needs_none() -> None:
+    model = Half()
+    model.second.requires_grad_(False)
+    model.first(torch.ones(1, 2)).sum().backward()
+    assert len(local_gradients(model)) == 2
+
+
+def test_experts_without_tokens_have_zeros() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 16}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=4, num_experts_per_tok=1))
+    experts = model.model.layers[0].mlp.experts
+
+    def first_expert(_: nn.Module, __: object, routed: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, weights, chosen = routed
+        return logits, weights, torch.zeros_like(chosen)
+
+    model.model.layers[0].mlp.gate.register_forward_hook(first_expert)
+    model(torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
+    assert len(local_gradients(model)) == len([*model.parameters()])
+    grad = experts.down_proj.grad
+    assert grad[0].any()
+    assert not grad[1:].any()

@@ -1,0 +1,141 @@
+"""What is kept of modules that are computed again, and what runs again: counted operator by operator."""
+
+import gc
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tangram.models.build import build_on_meta, initial_tensors
+from tangram.models.costs import ModelCosts, costs
+from tangram.models.source import read_source
+from tangram.planner.estimate import estimate
+from tangram.planner.plan import Plan
+from tangram.training.apply import blocks_of, materialise
+from tangram.training.recompute import recompute
+from tests.planner.machine import rates
+from tests.training.small import SMALL_MODEL, small_plan
+
+LAYERS = ["model.layers.*"]
+ROWS, LENGTH = 2, 16
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators, and holds on to what they make only as far as somebody else does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.made: dict[int, tuple[Any, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls[str(func.overloadpacket)] += 1
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+                storage = x.untyped_storage()
+                self.made[storage._cdata] = (weakref.ref(storage), storage.nbytes())
+        return result
+
+    def products(self) -> int:
+        return sum(n for name, n in self.calls.items() if name in ("aten.mm", "aten.bmm", "aten.addmm"))
+
+    def attentions(self) -> int:
+        return sum(n for name, n in self.calls.items() if "dot_product" in name and "backward" not in name)
+
+
+def model_of(plan: Plan) -> nn.Module:
+    config = read_source("qwen3-1m", None, {**SMALL_MODEL, "vocab_size": 64}).config
+    model = build_on_meta(config)
+    materialise(model, torch.device("cpu"), initial_tensors(config, 3))
+    recompute({model: blocks_of(model)}, plan)
+    return model.train()
+
+
+def ran(**run: Any) -> tuple[dict[str, Tensor], int, Counting]:
+    """The gradients, the bytes that are held after a forward, and what ran in the backward."""
+    model = model_of(small_plan(Path("text"), run=run))
+    ids_BS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 64  # noqa: N806
+    model(input_ids=ids_BS, use_cache=False)  # so that what is made once is there
+    forward, backward = Counting(), Counting()
+    with forward:
+        loss = model(input_ids=ids_BS, use_cache=False).logits.float().logsumexp(-1).sum()
+    gc.collect()
+    held = sum(nbytes for storage, nbytes in forward.made.values() if storage() is not None)
+    with backward:
+        loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, held, backward
+
+
+def test_products_and_attention_do_not_run_again_where_they_are_kept() -> None:
+    right, everything, plain = ran()
+    keeps = ((), ("attention",), ("products",), ("products", "attention"))
+    found = [ran(recompute=LAYERS, recompute_keep=list(keep)) for keep in keeps]
+    for gradients, _, _ in found:
+        assert gradients.keys() == right.keys()
+        assert all(torch.equal(gradients[name], right[name]) for name in right)
+    # Seven products a block, of which the last is needed by nothing in the block's backward.
+    assert [again.products() - plain.products() for _, _, again in found] == [12, 12, 0, 0]
+    assert [again.attentions() for _, _, again in found] == [2, 0, 2, 0]
+    held = [held for _, held, _ in found]
+    assert held == sorted(held)
+    assert len({*held, everything}) == 5
+    assert held[-1] < everything
+
+
+def test_what_is_held_is_what_is_predicted() -> None:
+    """The difference that products and attention make is the bytes that they make."""
+    plan = small_plan(Path("text"), run={"recompute": LAYERS, "recompute_keep": ["products", "attention"]})
+    counted = costs(model_of(small_plan(Path("text"))), LENGTH, ROWS)
+    low, high = (ran(recompute=LAYERS, recompute_keep=keep)[1] for keep in ([], ["products", "attention"]))
+    made = sum(kind.nbytes for part in counted.blocks for kind in part.made.values())
+    assert high - low == pytest.approx(made, rel=0.02)
+    for part in counted.blocks:
+        assert {name: kind.flops > 0 for name, kind in part.made.items()} == {"products": True, "attention": True}
+        assert sum(kind.flops for kind in part.made.values()) == pytest.approx(part.forward_flops)
+    one = found_memory(counted, plan)
+    whole, none = (found_memory(counted, small_plan(Path("text"), run=run)) for run in ({}, {"recompute": LAYERS}))
+    assert none < one <= whole
+
+
+def found_memory(counted: ModelCosts, plan: Plan) -> float:
+    return estimate(plan, counted, counted, rates(plan.ranks)).memory.activations
+
+
+def test_what_is_kept_takes_less_time_and_more_memory() -> None:
+    counted = costs(model_of(small_plan(Path("text"))), LENGTH, ROWS)
+    seconds = [
+        estimate(plan, counted, counted, rates(plan.ranks)).seconds.products
+        for plan in (
+            small_plan(Path("text"), run=run)
+            for run in (
+                {},
+                {"recompute": LAYERS, "recompute_keep": ["products", "attention"]},
+                {"recompute": LAYERS, "recompute_keep": ["products"]},
+                {"recompute": LAYERS},
+            )
+        )
+    ]
+    assert seconds[0] == pytest.approx(seconds[1])
+    assert seconds[1] < seconds[2] < seconds[3]
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"recompute_keep": ["products"]}, "no module is computed again: name some in run.recompute"),
+        ({"recompute": LAYERS, "recompute_keep": ["products"], "compile": True}, "inside of a compiled block cannot"),
+        ({"recompute": LAYERS, "recompute_keep": ["norms"]}, "recompute_keep"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(run: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        small_plan(Path("text"), run=run)
