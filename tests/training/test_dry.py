@@ -99,6 +99,13 @@ def test_every_strategy_is_counted_as_real_ranks_do(every: Measured, name: str, 
     compare_with_real_ranks(every, name, rank)
 
 
+def test_an_axis_over_all_ranks_is_called_by_its_name(tmp_path: Path) -> None:
+    tables = small_tables(write_text(tmp_path / "text"), model={"change": {**SMALL_MODEL, "num_hidden_layers": 1}})
+    plan = Plan.model_validate({**tables, **STRATEGIES["fsdp"].tables})
+    for counted in counted_alone(plan, building.source_of(plan, BYTES), 0):
+        assert {axis for axis, _ in counted.times} == {axis for axis, _ in counted.nbytes} == {"dp"}
+
+
 @given(
     folding=st.sampled_from([looped, folded]),
     ranks=st.integers(1, 4),

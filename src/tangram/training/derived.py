@@ -167,9 +167,11 @@ class DerivedModel:
 
     def _sum_alike(self, program: Program) -> None:
         """Gradients of one step are sums, or not, whatever inputs they are from. Those of a probe are thrown away."""
+        if self._summed == program.summed:
+            return
         if self._summed is None or (self.gradients_seen and all(p.grad is None for p in self._model.parameters())):
             self._summed = program.summed
-        elif self._summed != program.summed:
+        else:
             raise UserError("inputs of another size would sum the gradients of other parameters: mark more tensors")
 
     def _planned(self, given: Mapping[str, Any]) -> Now:

@@ -263,7 +263,7 @@ def _axes_of_groups(world: World) -> dict[str, str]:
     dims = zip(world.devices.mesh_dim_names or (), world.axes.in_order, strict=True)
     names = {dim: " x ".join(own) for dim, own in dims}
     found = {world.devices.get_group(dim).group_name: name for dim, name in names.items()}
-    return {**found, world.group.group_name: "all ranks"}
+    return {world.group.group_name: "all ranks", **found}  # an axis over all of them has the world's own group
 
 
 def in_turn(rank_of: tuple[int, ...], kept: int, micros: int) -> Schedule:
