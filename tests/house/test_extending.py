@@ -15,7 +15,7 @@ from tangram.hardware.rates import catalogue
 from tangram.models import build, tensor_rules
 from tangram.models.build import build_on_meta, make_config
 from tangram.planner import rank as ranking
-from tangram.planner import schedules
+from tangram.planner import schedules, strategies
 from tangram.planner.actions import Action, check, simulate
 from tangram.planner.job import Job
 from tangram.training.data.rows import Row, no_field, text_of
@@ -99,14 +99,14 @@ def test_an_op_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = block("python", "_Strategy(")
-    names: dict[str, Any] = {"_Strategy": cast(Any, ranking)._Strategy}
+    code = block("python", "Strategy(")
+    names: dict[str, Any] = {"Strategy": strategies.Strategy, "TENSOR": strategies.TENSOR}
     exec(f"def added():\n    {code}", names)  # noqa: S102
 
-    def strategies(processes: int) -> Iterator[Any]:
+    def some(processes: int) -> Iterator[Any]:
         yield from names["added"]()
 
-    monkeypatch.setattr(ranking, "_strategies", strategies)
+    monkeypatch.setattr(ranking, "_strategies", some)
     change = {**SMALL, "head_dim": 8, "num_key_value_heads": 2}
     job = Job.model_validate(
         {

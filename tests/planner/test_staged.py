@@ -18,9 +18,10 @@ from tangram.models.build import build_on_meta
 from tangram.models.stages import Stages
 from tangram.planner import staged
 from tangram.planner.actions import parse
+from tangram.planner.counted import Counted
 from tangram.planner.legal import bound_layout, legal
 from tangram.planner.plan import Plan
-from tangram.planner.rank import Counted, Ranked, predict, rank
+from tangram.planner.rank import Ranked, predict, rank
 from tangram.planner.read import dumps, load, mistakes
 from tangram.planner.show import rows
 from tests.models.tiny import tiny

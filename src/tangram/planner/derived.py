@@ -41,12 +41,14 @@ WAYS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("expert", "sequence"): (SEQUENCE,),
     ("expert", "samples"): ("{model.embed_tokens,model.layers.*,model.norm}: b/AXIS s h",),
     ("expert", "whole"): (),
+    ("tensor", "weights"): (),
 }
 """By role and way, what else is cut over such an axis (its experts are, over an expert axis).
 
 context, gathered: the sequence, and all keys and values are gathered. heads: the sequence, and inside of attention the
 heads instead (all-to-all, as in DeepSpeed-Ulysses). expert, sequence or samples: what lies between the experts, so that
-its ranks compute it in parts; whole: all of them compute it.
+its ranks compute it in parts; whole: all of them compute it. tensor, weights: the marks that are on weights, without
+those that cut the sequence between blocks (Megatron-LM's tensor parallelism without its sequence parallelism).
 """
 
 
@@ -57,7 +59,7 @@ class ModelAxis:
     name: str
     role: Literal["tensor", "context", "expert"]
     way: str = ""
-    """Of `WAYS`; of a tensor axis there is one."""
+    """Of `WAYS`; "" of a tensor axis: all marks that are known."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ def axes_layouts(
     for axis in axes:
         found = _marks_over(config, model, axis)
         own = fitting(graph, found, mesh)
+        if axis.way == "weights":
+            own = [mark for mark in own if _on_parameters(graph, mark)]
         if not found:
             return None
         between = WAYS.get((axis.role, axis.way), ())[:1]
@@ -178,6 +182,10 @@ def _marks_over(config: PreTrainedConfig, model: nn.Module, axis: ModelAxis) -> 
     whole = [mark for mark in experts if axis.name in mark.layout.axes]
     others = [_of_text(text, axis) for text in WAYS[axis.role, axis.way]]
     return [] if axis.role == "expert" and not whole else [*whole, *others]
+
+
+def _on_parameters(graph: Graph, mark: Mark) -> bool:
+    return all(graph.values[v].kind == "parameter" for v in matched(graph, mark).values())
 
 
 def _of_text(text: str, axis: ModelAxis) -> Mark:

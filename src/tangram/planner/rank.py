@@ -8,35 +8,34 @@ on nothing but the job, the model and the rates.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
 from math import isqrt, prod
 
-import torch
 from pydantic import ValidationError
-from torch import nn
 from transformers import PreTrainedConfig
 
 from tangram.errors import UserError
 from tangram.hardware.rates import Rates
 from tangram.layout import Mesh
-from tangram.models.build import build_on_meta
-from tangram.models.costs import ModelCosts, at_micro_batch, costs
-from tangram.models.graph import Graph
-from tangram.models.tensor_rules import TensorRules, rules_for, undivided_heads
-from tangram.models.twin import Shapes, module_shapes
-from tangram.planner.derived import Moves, TensorLayouts, plan_moves, sample_graph, tensor_layouts
+from tangram.planner.counted import Counted
+from tangram.planner.derived import TensorLayouts
 from tangram.planner.estimate import Estimate, estimate, megabytes
 from tangram.planner.job import Job
 from tangram.planner.legal import legal
-from tangram.planner.plan import AxesPlan, LayoutsPlan, PipelinePlan, Plan, matches
+from tangram.planner.plan import Plan
 from tangram.planner.read import mistakes
-from tangram.planner.schedules import MAKERS, micros_unlike, nearest_micro_batch
-from tangram.planner.staged import cut_into_stages
+from tangram.planner.schedules import MAKERS, micros_unlike
+from tangram.planner.strategies import (
+    PIPELINE,
+    TENSOR,
+    Strategy,
+    fitting_micro_batch,
+    judge,
+    lies_over,
+    make_plan,
+)
 
 MOST_PROCESSES = 64
-Stages = tuple[tuple[str, ...], ...]
 FILLED = 0.9  # of the memory there is: estimates are rough, and the machine does other things too
 
 
@@ -75,21 +74,6 @@ class Ranked:
         }
 
 
-PIPELINE = "1F1B"
-"""The schedule where none is asked for."""
-
-
-@dataclass(frozen=True)
-class _Strategy:
-    name: str
-    mesh: str
-    data: tuple[str, ...]
-    tensor: tuple[tuple[str, int], ...] = ()
-    shard: str | None = None
-    stages: int = 1
-    schedule: str = PIPELINE
-
-
 def rank(
     job: Job,
     processes: int,
@@ -117,14 +101,6 @@ def rank(
     return tuple(sorted(found, key=_order))
 
 
-def frozen(model: nn.Module, job: Job) -> nn.Module:
-    """The model with the parameters frozen that the job freezes."""
-    for name, parameter in model.named_parameters():
-        if matches(job.model.freeze, name):
-            parameter.requires_grad_(False)
-    return model
-
-
 def predict(plan: Plan, rates: Rates, config: PreTrainedConfig) -> Estimate:
     """What a plan that somebody else made is predicted to need. Raises UserError where it is not legal."""
     counted = Counted(plan, config)
@@ -139,88 +115,19 @@ def predict(plan: Plan, rates: Rates, config: PreTrainedConfig) -> Estimate:
     return estimate(plan, counted.costs(1, False, plan.data.micro_batch), local, rates, moves)
 
 
-class Counted:
-    """A job's model on meta and what it costs, counted once for each number of tensor ranks."""
-
-    def __init__(self, job: Job, config: PreTrainedConfig) -> None:
-        self.job, self.config = job, config
-        self.model = frozen(build_on_meta(config), job)
-        self._pair = cache(self._count)
-        self._shapes = cache(lambda: module_shapes(self.model, 2, 7))
-        dtype = getattr(torch, job.precision.compute)
-        self._graph = cache(lambda: sample_graph(self.model, job.data.sequence, dtype))
-
-    def moves(self, plan: Plan) -> tuple[Moves, ...] | None:
-        """What moves over a plan's model axes for one sample; None where that is not known."""
-        try:
-            return plan_moves(plan, self._graph())
-        except UserError:  # which is told when it is run
-            return None
-
-    def costs(self, tensor: int, vocabulary: bool, micro_batch: float) -> ModelCosts:
-        """Of one of so many tensor ranks, for one micro-batch."""
-        return at_micro_batch(*self._pair(tensor, vocabulary), micro_batch)
-
-    def tensor(self, axis: tuple[str, int], shard: str | None) -> TensorLayouts | TensorRules | str:
-        """How everything lies over a tensor axis: derived where marks are known, else by rules of names."""
-        if reason := undivided_heads(self.config, axis):
-            return reason
-        try:
-            graph = self._graph()
-        except UserError as error:
-            return " ".join(str(error).split())
-        found = tensor_layouts(self.config, self.model, graph, axis, shard)
-        return found or rules_for(self.config, self.model, axis, shard)
-
-    def stages(self, count: int) -> Stages:
-        """The modules of each of so many stages of a pipeline. Raises UserError where it cannot be cut so."""
-        return cut_into_stages(self._graph(), self.costs(1, False, 1), count)
-
-    @property
-    def graph(self) -> Graph:
-        """What the model runs for one sample. Raises UserError where it cannot be captured."""
-        return self._graph()
-
-    @property
-    def shapes(self) -> Shapes:
-        """What flows through the modules."""
-        return self._shapes()
-
-    def _count(self, tensor: int, vocabulary: bool) -> tuple[ModelCosts, ModelCosts]:
-        model = self.model if tensor == 1 else build_on_meta(_one_of(self.config, tensor, vocabulary))
-        dtype = getattr(torch, self.job.precision.compute)
-        one, two = (costs(model, self.job.data.sequence, batch, dtype) for batch in (1, 2))
-        return one, two
-
-
-def _one_of(config: PreTrainedConfig, tensor: int, vocabulary: bool) -> PreTrainedConfig:
-    """The model that one of so many tensor ranks computes: fewer heads, a narrower inside."""
-    config = deepcopy(config)
-    text = config.get_text_config()
-    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    text.num_key_value_heads = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // tensor
-    text.num_attention_heads //= tensor
-    text.intermediate_size //= tensor
-    if vocabulary:
-        text.vocab_size //= tensor
-        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(text, token, None)
-    return config
-
-
-def _strategies(processes: int) -> Iterator[_Strategy]:
+def _strategies(processes: int) -> Iterator[Strategy]:
     if processes == 1:
-        yield _Strategy("one process", "dp=1", ("dp",), shard="dp")
+        yield Strategy("one process", "dp=1", ("dp",), shard="dp")
         return
-    yield _Strategy("FSDP", f"dp={processes}", ("dp",), shard="dp")
-    yield _Strategy("copies", f"dp={processes}", ("dp",))
+    yield Strategy("FSDP", f"dp={processes}", ("dp",), shard="dp")
+    yield Strategy("copies", f"dp={processes}", ("dp",))
     for size in range(2, processes):
         if processes % size == 0:
-            yield _Strategy("HSDP", f"dp={processes // size} fsdp={size}", ("dp", "fsdp"), shard="fsdp")
+            yield Strategy("HSDP", f"dp={processes // size} fsdp={size}", ("dp", "fsdp"), shard="fsdp")
     for size in range(2, processes):
         if processes % size == 0:
-            yield _Strategy("FSDP x tensor", f"dp={processes // size} tp={size}", ("dp",), (("tp", size),), "dp")
-    yield _Strategy("tensor", f"tp={processes}", (), (("tp", processes),))
+            yield Strategy("FSDP x tensor", f"dp={processes // size} tp={size}", ("dp",), (TENSOR,), "dp")
+    yield Strategy("tensor", f"tp={processes}", (), (TENSOR,))
 
 
 def _stage_ranks(stages: int, schedule: str) -> int:
@@ -236,7 +143,7 @@ def _stage_ranks(stages: int, schedule: str) -> int:
     return stages // own
 
 
-def _staged(one: _Strategy, stages: int, ranks: int, schedule: str) -> _Strategy:
+def _staged(one: Strategy, stages: int, ranks: int, schedule: str) -> Strategy:
     if stages == 1:
         return one
     name = f"{stages} stages" if schedule == PIPELINE else f"{stages} stages by {schedule}"
@@ -244,24 +151,17 @@ def _staged(one: _Strategy, stages: int, ranks: int, schedule: str) -> _Strategy
     return replace(one, name=name, mesh=f"pp={ranks} {one.mesh}", stages=stages, schedule=schedule)
 
 
-def _ranked(one: _Strategy, job: Job, counted: Counted, rates: Rates) -> Iterator[Ranked]:
-    lies: TensorLayouts | TensorRules | None = None
-    if one.tensor:
-        found = counted.tensor(one.tensor[0], one.shard)
-        if isinstance(found, str):
-            yield Ranked(one.name, one.mesh, 0, why_not=found)
-            return
-        lies = found
-    size = one.tensor[0][1] if one.tensor else 1
-    vocabulary = lies is not None and lies.vocabulary
-    moves = lies.moves if isinstance(lies, TensorLayouts) else None
+def _ranked(one: Strategy, job: Job, counted: Counted, rates: Rates) -> Iterator[Ranked]:
     try:
+        lies = lies_over(one, counted)
+        size = Mesh.parse(one.mesh).axes[TENSOR.name][0] if one.model else 1
+        vocabulary = lies is not None and lies.vocabulary
+        moves = lies.moves if isinstance(lies, TensorLayouts) else None
         stages = counted.stages(one.stages) if one.stages > 1 else ()
-        plan = _plan(one, job, lies, _first(one, job), stages)
-        shapes = counted.shapes if isinstance(lies, TensorRules) else None
-        legal(plan, counted.model, shapes, counted.graph if stages else None)
+        plan = make_plan(one, job, lies, fitting_micro_batch(one, job, 1), stages)
+        judge(plan, counted, lies)
         for micro_batch in _micro_batches(plan):
-            plan = _plan(one, job, lies, micro_batch, stages)
+            plan = make_plan(one, job, lies, micro_batch, stages)
             whole, local = counted.costs(1, False, micro_batch), counted.costs(size, vocabulary, micro_batch)
             needs = estimate(plan, whole, local, rates, moves)
             most = FILLED * rates.memory
@@ -275,34 +175,6 @@ def _ranked(one: _Strategy, job: Job, counted: Counted, rates: Rates) -> Iterato
         yield Ranked(one.name, one.mesh, 0, why_not=mistakes(error))
     except (UserError, ValueError) as error:
         yield Ranked(one.name, one.mesh, 0, why_not=" ".join(str(error).split()))
-
-
-def _plan(
-    one: _Strategy, job: Job, lies: TensorLayouts | TensorRules | None, micro_batch: int, stages: Stages = ()
-) -> Plan:
-    """The job with a strategy. Raises ValueError (pydantic's) where the two do not go together."""
-    rest = {"*": f"_/{one.shard} ..." if one.shard else "..."}
-    tables = {name: getattr(job, name) for name in Job.model_fields if name != "data"}
-    return Plan(
-        **tables,
-        data=job.data.model_copy(update={"micro_batch": micro_batch}),
-        mesh=one.mesh,
-        axes=AxesPlan(data=one.data, tensor=tuple(axis for axis, _ in one.tensor), pipeline=("pp",) if stages else ()),
-        pipeline=PipelinePlan(schedule=one.schedule, stages=stages) if stages else None,
-        layouts=LayoutsPlan(
-            parameters={**(lies.parameters if lies else {}), **rest},
-            activations=dict(lies.activations) if isinstance(lies, TensorRules) else {},
-            marks=dict(lies.marks) if isinstance(lies, TensorLayouts) else {},
-            sizes=dict(lies.sizes) if isinstance(lies, TensorRules) else {},
-        ),
-    )
-
-
-def _first(one: _Strategy, job: Job) -> int:
-    """A size of micro-batches that the schedule takes, 1 where there is one at all."""
-    sizes = Mesh.parse(one.mesh).axes
-    share = -(-job.data.global_batch // prod(sizes[axis][0] for axis in one.data))
-    return nearest_micro_batch(one.schedule, sizes["pp"][0], 1, share) or 1 if one.stages > 1 else 1
 
 
 def _micro_batches(plan: Plan) -> list[int]:

@@ -22,6 +22,9 @@ from tangram.models.graph import Graph
 from tangram.planner.actions import Action, kept, simulate
 from tangram.planner.plan import Plan, matches
 
+Stages = tuple[tuple[str, ...], ...]
+"""For each stage the modules whose parameters it has."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -104,7 +107,7 @@ def shares(plan: Plan, parameters: Sequence[Parameter], local: ModelCosts) -> li
     ]
 
 
-def cut_into_stages(graph: Graph, costs: ModelCosts, count: int) -> tuple[tuple[str, ...], ...]:
+def cut_into_stages(graph: Graph, costs: ModelCosts, count: int) -> Stages:
     """The modules of each of `count` stages, cut between blocks so that the stage with most work has least.
 
     `graph`: of the whole model, which says in what order modules run; `costs`: of its blocks. What runs before the

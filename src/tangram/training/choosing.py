@@ -2,8 +2,10 @@
 
 from tangram.errors import UserError
 from tangram.hardware.rates import rates
+from tangram.planner.counted import Counted
 from tangram.planner.job import Job
-from tangram.planner.rank import MOST_PROCESSES, PIPELINE, Counted, rank
+from tangram.planner.rank import MOST_PROCESSES, rank
+from tangram.planner.strategies import PIPELINE
 from tangram.planner.table import Ranking
 from tangram.training.building import source_of
 from tangram.training.data import load_tokens
