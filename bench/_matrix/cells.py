@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,11 +60,37 @@ def rotated(names: Iterable[Name], count: int, turn: str) -> list[Name]:
     rows: dict[str, list[Name]] = {}
     for name in sorted(names, key=lambda name: hashlib.sha256(f"{turn}:{name}".encode()).digest()):
         rows.setdefault(name[0], []).append(name)
-    dealt = [row[place] for place in range(max(map(len, rows.values()), default=0)) for row in rows.values() if place < len(row)]
+    dealt = [
+        row[place]
+        for place in range(max(map(len, rows.values()), default=0))
+        for row in rows.values()
+        if place < len(row)
+    ]
     return dealt[:count]
 
 
-def planned(folder: Path, text: Path, names: Iterable[Name], steps: int) -> dict[Name, Cell]:
+@dataclass(frozen=True)
+class Planned:
+    """Cells with their plans, and the models that they are of."""
+
+    folder: Path
+    """Of configurations and tokens."""
+    cells: Mapping[Name, Cell]
+    models: Mapping[tuple[str, int], Counted]
+    """By name and layers."""
+
+    def counted(self, cell: Cell) -> Counted:
+        """The model of a cell."""
+        return self.models[cell.model, cell.layers]
+
+    def trained(self, cell: Cell) -> list[str]:
+        """The parameters that have a gradient."""
+        return [name for name, p in self.counted(cell).model.named_parameters() if p.requires_grad]
+
+
+def planned(
+    folder: Path, text: Path, names: Iterable[Name], steps: int, tell: Callable[[str], None] = lambda text: None
+) -> Planned:
     """The cells with their plans, on a text; each model is counted once."""
     known: dict[tuple[str, int], Counted] = {}
     found: dict[Name, Cell] = {}
@@ -72,6 +98,7 @@ def planned(folder: Path, text: Path, names: Iterable[Name], steps: int) -> dict
         strategy = STRATEGIES[line]
         key = model, layers_of(strategy)
         if key not in known:
+            tell(f"{model} of {key[1]} layers")
             job = job_of(folder, text, model, key[1], steps)
             known[key] = Counted(job, source_of(job, BYTES).config)
         counted = known[key]
@@ -80,7 +107,7 @@ def planned(folder: Path, text: Path, names: Iterable[Name], steps: int) -> dict
             found[model, line] = Cell(model, strategy, plan)
         except UserError as error:
             found[model, line] = Cell(model, strategy, None, " ".join(str(error).split()))
-    return found
+    return Planned(folder, found, known)
 
 
 def micro_batch_of(strategy: Strategy, batch: int) -> int:

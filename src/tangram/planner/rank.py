@@ -101,9 +101,12 @@ def rank(
     return tuple(sorted(found, key=_order))
 
 
-def predict(plan: Plan, rates: Rates, config: PreTrainedConfig) -> Estimate:
-    """What a plan that somebody else made is predicted to need. Raises UserError where it is not legal."""
-    counted = Counted(plan, config)
+def predict(plan: Plan, rates: Rates, config: PreTrainedConfig, counted: Counted | None = None) -> Estimate:
+    """What a plan that somebody else made is predicted to need. Raises UserError where it is not legal.
+
+    `counted` saves counting the same model twice.
+    """
+    counted = counted or Counted(plan, config)
     legal(plan, counted.model)
     axes = Mesh.parse(plan.mesh).axes
     tensor = prod(axes[axis][0] for axis in plan.axes.tensor)

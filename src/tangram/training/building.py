@@ -83,7 +83,7 @@ def build_whole(plan: Plan, source: Source, device: torch.device, *, values: boo
     return model
 
 
-def shallow(plan: Plan, source: Source) -> PreTrainedModel:
+def shallow(plan: Job, source: Source) -> PreTrainedModel:
     """A model of the plan's type with one block of each kind, with initial values, in this process on the CPU."""
     model = build_on_meta(source.config)
     kinds: set[object] = set()

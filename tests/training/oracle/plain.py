@@ -110,7 +110,8 @@ def _rows(plan: Plan, step: int) -> list[Any]:
 
 
 def _collated(plan: Plan, rows: list[Any]) -> Batch:
-    return collate(rows, plan.data.sequence, corpus_of(plan.data).fill, CPU)
+    single = plan.data.packing == "single"
+    return collate(rows, plan.data.sequence, corpus_of(plan.data).fill, CPU, single=single)
 
 
 @lru_cache(maxsize=8)
@@ -126,16 +127,29 @@ def corpus_of(data: DataPlan) -> Corpus:
 def _logits(model: nn.Module, batch: Batch) -> Tensor:
     if not hasattr(model, "config"):
         return model(batch.inputs_BS)
-    # Documents are told apart here by a mask that is written out, not by what transformers makes of position ids.
-    document_BS = (batch.positions_BS == 0).cumsum(1)
-    same_BSS = document_BS[:, :, None] == document_BS[:, None, :]
-    seen_BSS = same_BSS & torch.ones_like(same_BSS).tril()
     return model(
         input_ids=batch.inputs_BS,
         position_ids=batch.positions_BS,
-        attention_mask=seen_BSS[:, None],
+        attention_mask=_masks(model, batch),
         use_cache=False,
     ).logits
+
+
+def _masks(model: nn.Module, batch: Batch) -> Any:
+    """What each token sees, written out: the documents are told apart here, not by what transformers makes of position
+    ids. Where layers see a window of the tokens before, there is a mask for each kind of layer."""
+    config: Any = model.config
+    inputs_BS = batch.inputs_BS
+    document_BS = torch.zeros_like(inputs_BS) if batch.positions_BS is None else (batch.positions_BS == 0).cumsum(1)
+    same_BSS = document_BS[:, :, None] == document_BS[:, None, :]
+    seen_BSS = same_BSS & torch.ones_like(same_BSS).tril()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" not in kinds:
+        return seen_BSS[:, None]
+    windowed_BSS = seen_BSS & torch.ones_like(same_BSS).triu(1 - config.sliding_window)
+    masks = {"full_attention": seen_BSS, "sliding_attention": windowed_BSS}
+    # Added to the scores, as attention that is written out in operators takes it.
+    return {kind: torch.where(mask, 0.0, torch.finfo(torch.float32).min)[:, None] for kind, mask in masks.items()}
 
 
 def _by_micro_batch(model: nn.Module, case: Case, step: int) -> Tensor:
