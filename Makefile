@@ -4,13 +4,14 @@ PYTHON ?= python3
 JOB ?= examples/quickstart/job.toml
 PROCESSES ?= 2
 SAMPLE ?= 8
+CELLS ?= 72
 EXTRAS := hf,data,report,dev
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test slow interop lint bench rules mutants clean
+.PHONY: help install train test slow matrix interop lint bench rules mutants clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -36,6 +37,10 @@ test: $(STAMP) ## run the tests (those that run ranks start processes of their o
 
 slow: $(STAMP) ## run some of the slow tests, others with every commit (SAMPLE=1000 for all)
 	@$(BIN)/python -m pytest -n 2 -m slow --sample $(SAMPLE)
+
+# One process starts the ranks of all cells, and these take all cores.
+matrix: $(STAMP) ## run some cells of the capability matrix, others with every commit (CELLS=1000 for all)
+	@$(BIN)/python -m pytest -p no:xdist -m matrix --sample $(CELLS) tests/matrix
 
 # In an environment of their own: transformers loads torchao wherever it is installed, with warnings, and Paddle is large.
 interop: ## compare with Paddle, bitsandbytes and torchao (installs them, about 400 MB, into .venv-interop)

@@ -55,7 +55,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
         "query_pre_attn_scalar": 4,
     },
-    "GPT-OSS": {"model_type": "gpt_oss", **GROUPED, "sliding_window": 8, "num_local_experts": 4, **MIXTURE},
+    "GPT-OSS": {
+        "model_type": "gpt_oss",
+        **GROUPED,
+        "sliding_window": 8,
+        "num_local_experts": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        **MIXTURE,
+    },
 }
 """Grouped queries, latent attention with shared experts, windows and tied embeddings, sinks and biases."""
 WINDOWED = ("Gemma 3", "GPT-OSS")

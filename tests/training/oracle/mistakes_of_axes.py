@@ -57,7 +57,7 @@ def keys_of_one_rank_only(setting: Setting) -> Planted:
 
 
 @contextlib.contextmanager
-def _not_summed(part: str) -> Planted:
+def not_summed(part: str) -> Planted:
     """Gradients of the parameters whose names have this part stay those of a rank's tokens; nobody compares."""
     real = derived.DerivedModel.sum_gradients
 
@@ -77,14 +77,14 @@ def _not_summed(part: str) -> Planted:
 @contextlib.contextmanager
 def norms_not_summed_over_context(setting: Setting) -> Planted:
     """Each rank has the gradient of a norm's weight of its own tokens."""
-    with _not_summed("input_layernorm"):
+    with not_summed("input_layernorm"):
         yield
 
 
 @contextlib.contextmanager
 def routers_not_summed_over_experts(setting: Setting) -> Planted:
     """Each rank has the gradient of the router of its own part."""
-    with _not_summed("mlp.gate"):
+    with not_summed("mlp.gate"):
         yield
 
 

@@ -1,0 +1,85 @@
+"""Cells of the matrix on ranks: each is the run of one process, and mistakes that are planted in them are found.
+
+`make matrix` takes a sample, other cells with every commit. What the page in docs/ has as refused is not asked here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bench._matrix.cells import Name, Planned, every_name, planned
+from bench._matrix.measure import oracle_of, train
+from bench._matrix.ranks import Found, Plant, Run
+from bench._matrix.results import read, wrong_of
+from tests.matrix.mistakes import MISTAKES
+from tests.training.oracle.compare import Bounds
+from tests.training.small import write_text
+
+pytestmark = pytest.mark.matrix
+STEPS = 3
+CLEAR = 50
+"""Times the bound, by which a mistake is found."""
+PAGE = read(Path(__file__).parents[2] / "docs" / "matrix.json")
+REFUSED = {name for name, one in PAGE.results.items() if one.state == "refused"} if PAGE else set[Name]()
+NAMES = [name for name in every_name() if name not in REFUSED]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the ranks found."""
+
+    planned: Planned
+    cells: Mapping[Name, Sequence[Found]]
+    wrong: Mapping[str, Sequence[Found]]
+    """By planted mistake."""
+
+
+@pytest.fixture(scope="session")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """All that was chosen of this file, on one start of eight ranks."""
+    names: list[Name] = []
+    planted: dict[str, tuple[Name, Plant]] = {}
+    for item in request.session.items:
+        told = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if item.path == Path(__file__) and "cell" in told:
+            names.append(told["cell"])
+        if item.path == Path(__file__) and "mistake" in told:
+            planted[told["mistake"]] = MISTAKES[told["mistake"]]
+    folder = tmp_path_factory.mktemp("matrix")
+    every = dict.fromkeys([*names, *(name for name, _ in planted.values())])
+    found = planned(folder, write_text(folder / "text"), every, STEPS)
+
+    def run(name: Name, until: int, plant: Plant | None = None) -> Run:
+        cell = found.cells[name]
+        assert cell.plan is not None, f"{name} is refused: {cell.why_not}"
+        return Run(name, cell.plan, oracle_of(cell), until, plant)
+
+    runs = [run(name, STEPS) for name in names if found.cells[name].plan is not None]
+    wrong = [run(name, 1, plant) for name, plant in planted.values()]
+    done = train(found, [*runs, *wrong], print)
+    return Trained(
+        found,
+        {one.name: ranks for one, ranks in zip(runs, done, strict=False)},
+        dict(zip(planted, done[len(runs) :], strict=True)),
+    )
+
+
+@pytest.mark.parametrize("cell", NAMES, ids=": ".join)
+def test_it_is_the_run_of_one_process(cell: Name, trained: Trained) -> None:
+    one = trained.planned.cells[cell]
+    assert one.plan is not None, one.why_not
+    ranks = trained.cells[cell]
+    assert len(ranks) == one.strategy.ranks
+    assert wrong_of(ranks, trained.planned.trained(one)) == []
+    assert {len(rank.losses) for rank in ranks} == {STEPS}
+    assert len({rank.losses for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_found(mistake: str, trained: Trained) -> None:
+    ranks = trained.wrong[mistake]
+    assert not any(rank.failed for rank in ranks)
+    assert any(rank.wrong for rank in ranks)
+    assert max(rank.apart for rank in ranks) >= CLEAR * Bounds().gradients
