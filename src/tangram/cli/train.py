@@ -15,6 +15,7 @@ from tangram.planner.read import changes_of, load
 from tangram.training.environment import speaks, together
 from tangram.training.folder import PLAN_FILE, folder_to_resume, run_name
 from tangram.training.progress import ProgressLine
+from tangram.training.startup import Startup
 
 __all__ = ["train"]
 
@@ -30,6 +31,9 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Short for --set seed=N.")] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Refuse what is not repeatable.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Profile a few steps into the run's folder.")] = False,
+    profile_startup: Annotated[
+        bool, typer.Option("--profile-startup", help="Say where the time goes until the first step is done.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what a rank of the plan would need; run nothing.")
     ] = False,
@@ -58,7 +62,7 @@ def train(
         try:
             with ProgressLine(Console(stderr=json, quiet=not speaks())) as line:
                 told = Asked(asked, run_name(plan), processes, out, folder, profile)
-                summary = train_as_asked(told, line, meeting)
+                summary = train_as_asked(told, Startup(line) if profile_startup else line, meeting)
         except FAILURES as failure:
             print(f"error: {failure}", file=sys.stderr)
             return 1

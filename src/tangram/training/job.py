@@ -100,7 +100,7 @@ def train_job(job: RankJob, chosen: Chosen, ready: Prepared, on_event: OnEvent, 
         board(event)
 
     try:
-        on_event(Doing("starting the ranks, building the model"))
+        on_event(Doing("starting the ranks"))
         report = run(job, everybody)
     except RankError as failure:  # its stack trace goes to a file
         (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
@@ -112,12 +112,14 @@ def train_job(job: RankJob, chosen: Chosen, ready: Prepared, on_event: OnEvent, 
 
 def prepare_text(plan: Plan, on_event: OnEvent) -> None:
     """Make the tokens that the ranks of this machine will read, unless they are there."""
+    on_event(Doing("reading the text"))
     prepare(plan.data, load_tokens(plan.data, plan.model.path), on_event)
 
 
 def prepare_job(chosen: Chosen, on_event: OnEvent) -> Prepared:
     """Read model and text, and refuse here what would else be refused on every rank."""
     begun, plan = time.monotonic(), chosen.plan
+    on_event(Doing("building the model without values"))
     tokens = load_tokens(plan.data, plan.model.path)
     source = source_of(plan, tokens)
     model = build_on_meta(source.config)

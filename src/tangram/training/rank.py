@@ -27,7 +27,7 @@ from tangram.training import figures, loop
 from tangram.training.building import build, shallow, source_of
 from tangram.training.checkpoints import Checkpointer, JobState, describe, load
 from tangram.training.data import Batch, Corpus, Stream, held_out_batches, load_tokens, open_corpus, padding
-from tangram.training.events import Note, SaveFailed
+from tangram.training.events import Doing, Note, SaveFailed
 from tangram.training.exhausted import explained
 from tangram.training.launch import Rank
 from tangram.training.optimise import make_adamw
@@ -80,29 +80,36 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     assert group is not None  # the launcher has made it
     if plan.run.deterministic:
         repeatable()
+    tell = rank.emit if rank.index == 0 else _nowhere
+    tell(Doing("making the groups of the mesh, opening the text"))
     world = make_world(plan, rank.index, rank.device, group)
     tokens = load_tokens(plan.data, plan.model.path)
     corpus = open_corpus(plan.data, tokens)
     if corpus.digest != job.digest:
         raise UserError("this rank reads another text than the others: let the files rest, or train on a copy")
     source = source_of(plan, tokens)
+    tell(Doing("building the model, cutting it, giving it values"))
     with explained(None, None, job.memory):
         model = build(plan, source, world, values=job.resume is None)
+    tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))
     state = JobState(model, make_adamw(model, plan.optimiser, plan.precision.masters))
     if job.resume is not None:
         state.progress = load(job.resume, state, plan, world)
     if world.model_size > 1 and not plan.layouts.marks:  # what is derived was rehearsed
         with loop.resharded(model):
             refuse_wrong_flow(model, plan, world, module_shapes(build_on_meta(source.config), 1, PROBED))
+    tell(Doing("asking whether the model tells documents apart"))
     settled = settled_packing(model, plan, world, job.resume, source)
     plan = with_packing(plan, settled.packing)
     state.about = about(plan, corpus)
     checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world)
+    tell(Doing("making ready to save"))
     if plan.checkpoint.every_steps:  # else there is only the last one, which is waited for
         checkpointer.prepare(state)
     if rank.index == 0:
         rank.emit(Note(_packing_words(settled, corpus, plan)))
 
+    tell(Doing("the first step"))
     first = state.progress.step
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
         hooks = loop.Hooks(rank.emit, rank.stop.asked, after_step, job.folder)
@@ -124,6 +131,10 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
         blocked_seconds=checkpointer.blocked_seconds,
         packing=settled.packing,
     )
+
+
+def _nowhere(event: object) -> None:
+    """Only rank 0 tells what it is doing."""
 
 
 def highest(mine: float, world: World) -> float:
