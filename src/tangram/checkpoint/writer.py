@@ -345,9 +345,9 @@ def _reason(error: Exception) -> str:
 def _refuse_failed(partial: Path) -> None:
     """Raise _FailedError with what a writer has left as the reason why it cannot."""
     with contextlib.suppress(FileNotFoundError):  # it goes with its folder, which may be closing at this moment
-        for name in sorted(os.listdir(partial)):
-            if name.startswith("failed-"):
-                raise _FailedError(json.loads((partial / name).read_text())["reason"])
+        for file in sorted(partial.iterdir()):
+            if file.name.startswith("failed-"):
+                raise _FailedError(json.loads(file.read_text())["reason"])
 
 
 def _verdict(order: Order, partial: Path) -> Path | None:

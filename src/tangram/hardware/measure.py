@@ -15,13 +15,14 @@ A bench is a script `bench/NAME.py` that exports `rows(quick: bool) -> Iterable[
 
 import gc
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Row", "interleaved", "once"]
+__all__ = ["Pairs", "Row", "interleaved", "once", "paired"]
 
 Better = Literal["lower", "higher"]
 
@@ -120,6 +121,35 @@ def interleaved(
         for name in names[first:] + names[:first]:
             samples[name].append(once(calls[name], counts[name]) / counts[name])
     return {name: statistics.median(taken) for name, taken in samples.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """What came of two things that took turns: medians in seconds, the median ratio of pairs and how sure it is."""
+
+    ours: float
+    peer: float
+    ratio: float
+    low: float
+    high: float
+    """95 of 100 medians of as many pairs, drawn anew from those measured, lie from `low` to `high`."""
+
+    def row(self, what: str, target: float) -> Row:
+        """The ratio as a row."""
+        return Row(f"{what}: ratio of pairs, 95 of 100 within {self.low:.3f} and {self.high:.3f}", "ratio", self.ratio,
+                   target=target)  # fmt: skip
+
+
+def paired(times: Sequence[tuple[float, float]], draws: int = 1000) -> Pairs:
+    """Of pairs of seconds, ours and the peer's. The interval is the percentile bootstrap's (Efron 1979)."""
+    if not times:
+        raise ValueError("there is no pair")
+    ratios = [ours / peer for ours, peer in times]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(draws))
+    mine, theirs = (statistics.median(column) for column in zip(*times, strict=True))
+    low, high = medians[round(0.025 * draws)], medians[min(draws - 1, round(0.975 * draws))]
+    return Pairs(mine, theirs, statistics.median(ratios), low, high)
 
 
 def once(call: Callable[[], object], times: int = 1) -> float:
