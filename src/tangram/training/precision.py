@@ -35,6 +35,11 @@ def keep_parameters(model: nn.Module, plan: Job) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+def of_one_type(plan: Plan) -> bool:
+    """Whether parameters are computed with as they are kept, and have gradients of that type."""
+    return plan.precision.parameters == plan.precision.compute == plan.gradients
+
+
 def policy_of(plan: Plan) -> MixedPrecisionPolicy:
     """What FSDP2 has to know: in which type it computes, and in which it reduces."""
     precision = plan.precision

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 
 from tangram.planner.plan import Plan
 from tangram.training.cuts import Cuts
-from tangram.training.precision import keep_gradients, policy_of
+from tangram.training.precision import keep_gradients, of_one_type, policy_of
 from tangram.training.world import World
 
 _HELD = "_tangram_step_shards"
@@ -34,6 +34,8 @@ def shard(
     model: nn.Module, blocks: Iterable[nn.Module], plan: Plan, cuts: Mapping[nn.Parameter, Cuts], world: World
 ) -> None:
     """Cut the parameters over the data axes, each block by itself."""
+    if not _needed(plan, world):
+        return
     dims = ("replicate", "shard") if world.devices["replicate"].size() > 1 else ("shard",)
 
     def place(parameter: nn.Parameter) -> Shard:
@@ -55,6 +57,14 @@ def shard(
     keep_gradients(model, plan)
     if plan.pipeline is None and (plan.run.reshard == "after step" or plan.run.reduce_every == "step"):
         model.__dict__[_HELD] = StepShards(model, plan)
+
+
+def _needed(plan: Plan, world: World) -> bool:
+    """Whether FSDP2 has anything to gather, reduce or round: for one rank and one type it would only copy.
+
+    With layouts of activations it also ends what is left open of DTensors' gradients (`training.tensor`).
+    """
+    return world.data_size > 1 or not of_one_type(plan) or bool(plan.layouts.activations)
 
 
 def sharded(model: nn.Module) -> list[FSDPModule]:
