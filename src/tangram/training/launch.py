@@ -1,6 +1,6 @@
 """Start the ranks of a job on this machine, and end all of them when one dies.
 
-Each rank is a spawned process with its own one-way pipe to the parent. Over that pipe come its events, its result or
+Each rank is a process of its own with its own one-way pipe to the parent. Over that pipe come its events, its result or
 its first error; the end of the pipe is the end of the process. So the parent waits on pipes only: no polling, no fixed
 port (the ranks meet in a file), no second channel for errors. A rank that finds its parent gone ends itself, so that
 killing the parent leaves no orphan and no file.
@@ -8,11 +8,16 @@ killing the parent leaves no orphan and no file.
 The first Ctrl-C or SIGTERM, to the parent, a rank or all of them, asks the ranks to stop after their step (see
 `tangram.training.stop`); they then return as at any other end. The second ends the job at once.
 
+Importing torch and transformers takes a core some seconds. One process does it for all ranks, which are forked from it
+(`multiprocessing`'s fork server): it computes nothing and holds no device, so there is nothing that a fork could break.
+`make_ready` starts it while there is still something else to do. Where that is not to be had, ranks are spawned.
+
 Trade-off: this launcher serves one machine. More machines are started by torchrun or Slurm (`training/torchrun.py`).
 """
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import shutil
@@ -22,11 +27,13 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import resource_tracker
+from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext as _ForkServer
+from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, cast
@@ -44,6 +51,8 @@ Result = TypeVar("Result")
 
 LAST_WORDS_SECONDS = 0.5  # after one rank failed: how long to listen for an earlier error of another rank
 MOST_RANKS = 256
+IMPORTED = ["tangram.training.rank"]
+"""What ranks need. By name: it stands on this module."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
@@ -221,7 +230,7 @@ def run_ranks(
     raised as it is, anything else as `RankError`.
     """
     pick_device(device, 0, world)  # a mesh that does not fit is refused before anything starts
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     threads = threads_of_a_rank(world)
     wishes, wish = context.Pipe(duplex=False)
     job = _Job[Result](wishes)
@@ -233,7 +242,8 @@ def run_ranks(
             for index in range(world):
                 receiver, sender = context.Pipe(duplex=False)
                 orders, order = context.Pipe(duplex=False)
-                arguments = (task, payload, index, world, device, threads, Path(meeting, "store"), sender, orders)
+                place = (index, world, device, threads, Path(meeting, "store"))
+                arguments = (_Around(), task, payload, *place, sender, orders)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
                 with _signals_held_back():
                     process.start()
@@ -248,6 +258,51 @@ def run_ranks(
         finally:
             job.end()
     return [job.results[index] for index in range(world)]
+
+
+def make_ready() -> None:
+    """Begin to import what ranks will need, in the process that they are forked from; returns at once."""
+    if isinstance(_context(), _ForkServer):
+        with _signals_held_back():
+            multiprocessing.forkserver.ensure_running()
+
+
+def _context() -> _ForkServer | SpawnContext:
+    """How processes are started. The libraries of other systems than Linux do not take to forks."""
+    if not sys.platform.startswith("linux"):
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
+class _Around:
+    """What a rank takes over from its parent as it is now, and not as it was when the fork server started."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None, streams: Mapping[int, Any] | None = None) -> None:
+        self._environment, self._streams = environment or {}, streams or {}
+
+    def __reduce__(self) -> Any:
+        """Pickled for a process that is being started, which alone may be given open files."""
+        streams = {number: cast(Any, reduction).DupFd(number) for number in (1, 2) if _is_open(number)}
+        return _Around, (dict(os.environ), streams)
+
+    def take(self) -> None:
+        """In the rank: the parent's environment, and its standard output and error."""
+        os.environ.clear()
+        os.environ.update(self._environment)
+        for number, stream in self._streams.items():
+            descriptor = stream.detach()
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _interrupt(name: str) -> NoReturn:
@@ -282,6 +337,7 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
 
 
 def _rank_main(
+    around: _Around,
     task: Callable[[Rank, Payload], object],
     payload: Payload,
     index: int,
@@ -294,6 +350,7 @@ def _rank_main(
 ) -> None:
     """The life of one rank."""
     _end_with_parent(store.parent)
+    around.take()
     stop = Stop(orders, heard=lambda name: line.send(_Asked(name)))
     try:
         # Of a second signal, too, it is for the parent to make something.

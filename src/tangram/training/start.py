@@ -40,7 +40,7 @@ from tangram.training.job import (
     run_here,
     train_job,
 )
-from tangram.training.launch import pick_device
+from tangram.training.launch import make_ready, pick_device
 from tangram.training.rank import RankJob, RankReport, train_rank
 from tangram.training.tables import count
 from tangram.training.torchrun import Meeting, on_one, run_as_rank
@@ -67,6 +67,8 @@ class Asked:
 def train_as_asked(asked: Asked, on_event: OnEvent, meeting: Meeting | None) -> Mapping[str, Any] | None:
     """Run it; the summary, where rank 0 is and if it came to one. `meeting`: of the ranks that torchrun started."""
     with contextlib.ExitStack() as opened:
+        if meeting is None:
+            make_ready()  # while this process reads and plans
         leads = meeting is None or meeting.place.index == 0
         tell = on_event if leads else _nowhere
         if asked.out is not None and asked.resume is None:
