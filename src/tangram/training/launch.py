@@ -236,7 +236,7 @@ def run_ranks(
     job = _Job[Result](wishes)
     with (
         on_signals((signal.SIGINT, signal.SIGTERM), wish.send, _interrupt),
-        tempfile.TemporaryDirectory(prefix="tangram-") as meeting,
+        tempfile.TemporaryDirectory(prefix="tangram-", dir=multiprocessing.util.get_temp_dir()) as meeting,
     ):
         try:
             for index in range(world):
@@ -349,7 +349,7 @@ def _rank_main(
     orders: Connection,
 ) -> None:
     """The life of one rank."""
-    _end_with_parent(store.parent)
+    _end_with_parent(store.parents[1])
     around.take()
     stop = Stop(orders, heard=lambda name: line.send(_Asked(name)))
     try:
@@ -397,15 +397,18 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _end_with_parent(meeting: Path) -> None:
-    """End this process as soon as its parent is gone, however it went, and with it the folder that it has left."""
+def _end_with_parent(folder: Path) -> None:
+    """End this process as soon as its parent is gone, however it went, and with it the folder that it has left.
+
+    In that folder the ranks meet, and the fork server has its address.
+    """
     parent = multiprocessing.parent_process()
     if parent is None:
         return
 
     def watch() -> None:
         wait([parent.sentinel])
-        shutil.rmtree(meeting, ignore_errors=True)  # the other ranks do so, too
+        shutil.rmtree(folder, ignore_errors=True)  # the other ranks do so, too
         os._exit(1)
 
     threading.Thread(target=watch, name="tangram-parent-watch", daemon=True).start()
