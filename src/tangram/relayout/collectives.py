@@ -234,6 +234,13 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out.to(x.dtype)
 
 
+def largest(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The largest of what all ranks have, element by element."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, dist.ReduceOp.MAX, group=group)
+    return out
+
+
 def summed_parts(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of what all ranks have for this one, given what this one has for all, stacked in their order."""
     added = parts.to(_ADDED.get(parts.dtype, parts.dtype)).contiguous()

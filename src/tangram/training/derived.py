@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from tangram.planner.plan import Plan
 from tangram.relayout.collectives import move
 from tangram.relayout.dtensor import placements_of
 from tangram.sharding.derive.derive import ConflictError, Derived
-from tangram.sharding.derive.layouts import here, layout_of, lying
+from tangram.sharding.derive.layouts import here, layout_of, lying, used
 from tangram.sharding.derive.marks import Mark, matched, names_any
 from tangram.sharding.derive.of_model import States, derive_whole, graph_of, parameter_states, uneven
 from tangram.sharding.derive.states import SAME, State, cut
@@ -82,6 +82,27 @@ def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, input
 
 
 @dataclass(frozen=True)
+class Lies:
+    """How a result of a model lies over the ranks that have computed it: for who takes it in parts."""
+
+    states: States
+    """By axis; `same` over those that are not named."""
+    mesh: Mesh
+    coords: Mapping[str, int]
+    """Of this rank, by axis."""
+    groups: Mapping[str, dist.ProcessGroup]
+
+    def axes_of(self, dims: Sequence[int]) -> tuple[str, ...]:
+        """The axes that cut one of these dims."""
+        return tuple(axis for axis, state in self.states.items() if state.kind == "cut" and state.dim in dims)
+
+    def part(self, whole: Tensor, dims: Sequence[int]) -> Tensor:
+        """This rank's part of a tensor of which it has all, whose dims are these of the result and cut as they are."""
+        states = {axis: cut(dims.index(self.states[axis].dim), self.states[axis].outer) for axis in self.axes_of(dims)}
+        return own_part(whole, states, self.mesh, self.coords)
+
+
+@dataclass(frozen=True)
 class Devices:
     """The ranks that compute one thing together, by the axes of a mesh."""
 
@@ -124,6 +145,7 @@ class DerivedModel:
         self._parameters = [*inspect.signature(model.forward).parameters]
         self._programs: dict[Signature, Now] = {}
         self._summed: Mapping[str, tuple[str, ...]] | None = None
+        self._leaves = False
         self.gradients_seen = True
         """Whether a parameter has its gradient as soon as a backward has ended. Stages get theirs at the step's end."""
         self._runtime = Runtime()
@@ -137,6 +159,22 @@ class DerivedModel:
     def programs(self) -> Sequence[Program]:
         """Those that were needed so far."""
         return [now.program for now in self._programs.values()]
+
+    @contextmanager
+    def leaving(self) -> Generator[None]:
+        """Within, results that no mark names stay as they come to be, in whatever parts; `lies` tells."""
+        before, self._leaves = self._leaves, True
+        try:
+            yield
+        finally:
+            self._leaves = before
+
+    def lies(self, result: str) -> Lies:
+        """How a result of the last forward lies, by its name (of a tensor by itself: "output0")."""
+        assert self._runtime.now is not None  # a forward has been
+        found = self._runtime.now.program.found
+        states = used(found, found.folded.classes[found.folded.graph.outputs[result]])
+        return Lies(states, self._mesh, self._coords, self._groups)
 
     def prepare(self, inputs: Mapping[str, Any]) -> Program:
         """The program for inputs of these sizes (keyword arguments of the model), made where there is none.
@@ -160,7 +198,7 @@ class DerivedModel:
         return run
 
     def _now(self, given: Mapping[str, Any]) -> Now:
-        signature = tuple((name, _size(x)) for name, x in given.items())
+        signature = ("", self._leaves), *((name, _size(x)) for name, x in given.items())
         if signature not in self._programs:
             self._programs[signature] = self._planned(given)
         return self._programs[signature]
@@ -183,7 +221,7 @@ class DerivedModel:
         marks = [mark for mark in self._marks if names_any(graph, mark)]
         marks = [mark for mark in marks if not _too_small(graph, mark, self._mesh)]
         try:
-            found = derive_whole(graph, marks, self._mesh)
+            found = derive_whole(graph, marks, self._mesh, left=self._leaves)
         except ConflictError as error:
             raise UserError(
                 f"{error}; where parameters lie has to be what follows from the marks, as `tangram plan` writes both"

@@ -35,7 +35,7 @@ PHASES: tuple[tuple[str, str, str], ...] = (
     ("training/masters.py", "step", "the update"),
     ("torch/optim/adamw.py", "", "the update"),
     ("torch/optim/optimizer.py", "", "the update"),
-    ("training/loop.py", "token_loss", "the loss"),
+    ("training/loss.py", "", "the loss"),
     ("torch/autograd/graph.py", "_engine_run_backward", "the backward"),
     ("training/loop.py", "backward", "the forward"),
     ("training/building.py", "", "building the model"),

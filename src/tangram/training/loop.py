@@ -22,7 +22,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -32,9 +31,10 @@ from tangram.planner.plan import Plan
 from tangram.training.astray import told_of, write_samples
 from tangram.training.checkpoints import Checkpointer, JobState, Progress
 from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, held_out_batches, step_batches
-from tangram.training.derived import derived_of
+from tangram.training.derived import Lies, derived_of
 from tangram.training.events import Evaluated, Skipped, StepDone
 from tangram.training.guard import AstrayError, Guard, guard_for
+from tangram.training.loss import leaving, lies_of, token_loss
 from tangram.training.optimise import clip, local_gradients, lr_at, set_lr, square_sum
 from tangram.training.pipeline import Pipeline, parts_of, pipeline_of
 from tangram.training.shards import reshard, step_shards_of
@@ -303,8 +303,8 @@ def _backward_of_stage(pipeline: Pipeline, batches: RankBatches, loss_sum: LossS
     if loss_sum is not next_token_loss:
         raise UserError("stages of a pipeline are trained on the next token: this version takes no loss of one's own")
 
-    def loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-        return token_loss(logits_BSV, labels_BS) * (scale / max(1, batches.counted))
+    def loss(logits_BSV: Tensor, labels_BS: Tensor, lies: Lies | None) -> Tensor:
+        return token_loss(logits_BSV, labels_BS, lies) * (scale / max(1, batches.counted))
 
     def before(micro: int, stage: int) -> None:
         draw_for(seed, batches.firsts[micro], stage)
@@ -317,17 +317,19 @@ def _summed(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The cross-entropy in nats of the next token, summed over the tokens that count."""
-    return token_loss(logits_of(model, batch), batch.labels_BS)
+    """The cross-entropy in nats of the next token, summed over the tokens that count.
 
-
-def token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """The cross-entropy in nats of the labels, summed over those that count."""
-    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORE, reduction="sum")
+    Of a derived model the logits stay in parts (`training.loss`).
+    """
+    with leaving(model):
+        logits_BSV = logits_of(model, batch)
+    return token_loss(logits_BSV, batch.labels_BS, lies_of(model))
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """A Hugging Face model's logits; position ids that begin anew tell it where documents do, if rows hold several.
+    """A Hugging Face model's logits, whole.
+
+    Position ids that begin anew tell it where documents do, if rows hold several.
 
     Of a stage of a pipeline without gradients, and on every stage.
     """

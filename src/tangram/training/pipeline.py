@@ -24,12 +24,14 @@ from tangram.planner.actions import Schedule
 from tangram.planner.plan import Plan
 from tangram.planner.schedules import forward_only
 from tangram.training.data import Batch
+from tangram.training.derived import Lies
+from tangram.training.loss import leaving, lies_of
 from tangram.training.schedules import Before, Stage, Table
 from tangram.training.world import World
 
 _HELD = "_tangram_pipeline"
-TokenLoss = Callable[[Tensor, Tensor], Tensor]
-"""The loss of logits (B, S, V) and labels (B, S), summed over the labels that count."""
+TokenLoss = Callable[[Tensor, Tensor, Lies | None], Tensor]
+"""The loss of logits (B, S, V), which lie so, and labels (B, S), summed over the labels that count."""
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
@@ -71,26 +73,31 @@ class Pipeline:
         self.actions: Callable[[int], Schedule] = plan.actions
         """The table for so many micro-batches."""
         self._made: dict[tuple[Any, ...], Table] = {}
-        self._loss: Callable[[Tensor, Tensor], Tensor] = lambda logits, labels: logits.sum()
+        self._loss: Callable[[Tensor, Tensor], Tensor] = _no_loss
         self._before: Before = _nothing
         model.__dict__[_HELD] = self
 
     @property
     def is_last(self) -> bool:
         """Whether this rank has the logits, and the loss."""
-        return len(self._rank_of) - 1 in self.parts
+        return self._last is not None
+
+    @property
+    def _last(self) -> nn.Module | None:
+        """The stage that has them."""
+        return self.parts.get(len(self._rank_of) - 1)
 
     def backward(self, micro: Sequence[Batch], loss: TokenLoss, before: Before) -> list[Tensor]:
         """Add the gradients of micro-batches of one size; their losses on the last stage, else none.
 
         `before` is called with a micro-batch and a stage before the forward of the one through the other.
         """
-        return self._run(micro, loss, before, train=True)
+        return self._run_in_parts(micro, loss, before, train=True)
 
     def losses(self, micro: Sequence[Batch], loss: TokenLoss) -> list[Tensor]:
         """The losses of micro-batches of one size on the last stage, else none; without gradients."""
         with torch.no_grad():
-            return self._run(micro, loss, _nothing, train=False)
+            return self._run_in_parts(micro, loss, _nothing, train=False)
 
     def logits(self, batch: Batch) -> Tensor:
         """The logits (B, S, V) of a batch, which the last stage gives to all; without gradients."""
@@ -100,7 +107,8 @@ class Pipeline:
             kept.append(logits_BSV.detach())
             return logits_BSV.sum()
 
-        self.losses([batch], keep)
+        with torch.no_grad():
+            self._run([batch], keep, _nothing, train=False)
         group = self._world.devices.get_group("pipeline")
         rows, length = batch.inputs_BS.shape
         device = self._world.device
@@ -108,7 +116,19 @@ class Pipeline:
         dist.broadcast(logits_BSV, group_src=self._rank_of[-1], group=group)
         return logits_BSV
 
-    def _run(self, micro: Sequence[Batch], loss: TokenLoss, before: Before, *, train: bool) -> list[Tensor]:
+    def _run_in_parts(self, micro: Sequence[Batch], loss: TokenLoss, before: Before, *, train: bool) -> list[Tensor]:
+        """As `_run`; the last stage leaves its logits as they lie, and the loss is told how."""
+        last = self._last
+        if last is None:
+            return self._run(micro, _no_loss, before, train=train)
+        with leaving(last):
+            return self._run(
+                micro, lambda logits, labels: loss(logits, labels, lies_of(last, "output0")), before, train=train
+            )
+
+    def _run(
+        self, micro: Sequence[Batch], loss: Callable[[Tensor, Tensor], Tensor], before: Before, *, train: bool
+    ) -> list[Tensor]:
         table = self._table(micro[0], len(micro), train)
         self._loss, self._before = loss, before
         for part in self.parts.values():
@@ -161,6 +181,11 @@ class Pipeline:
 
     def _begin(self, micro: int, stage: int) -> None:
         self._before(micro, stage)
+
+
+def _no_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    """Of a rank that has no logits."""
+    raise AssertionError("a stage that is not the last has no loss")
 
 
 def _nothing(micro: int, stage: int) -> None:

@@ -29,9 +29,14 @@ def graph_of(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) ->
     return folded(capture(model, inputs, dtype=dtype), block_names(model))
 
 
-def derive_whole(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> Derived:
-    """What follows from marks and those in the model's code; results that no mark names are whole. Raises UserError."""
+def derive_whole(graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, left: bool = False) -> Derived:
+    """What follows from marks and those in the model's code; results that no mark names are whole. Raises UserError.
+
+    `left`: such results lie as is cheapest, as for a loss that takes them in parts.
+    """
     marks = [*marks, *noted(graph)]
+    if left:
+        return derive(graph, marks, mesh)
     named = {mark.pattern for mark in marks}
     in_code = {v for mark in marks for v in (mark.on(graph) or {}).values()}
     free = [name for name, v in graph.outputs.items() if name not in named and v not in in_code]
