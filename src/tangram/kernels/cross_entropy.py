@@ -35,8 +35,8 @@ OverParts = Callable[[Tensor], Tensor]
 class Classes:
     """Which classes the columns are, where others hold the other ones."""
 
-    numbers_W: Tensor
-    """Of each column its class, ascending."""
+    numbers: Tensor
+    """Of each column its class, ascending (W)."""
     count: int
     """Of all classes."""
     largest: OverParts
@@ -78,7 +78,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits_NV, top_N, total_N, at_N, own_N, kept_N = ctx.saved_tensors
         gradient_N = torch.where(kept_N, gradients[0], 0.0)
         scale_N, less_N = gradient_N / total_N, torch.where(own_N, gradient_N, 0.0)
@@ -95,8 +95,8 @@ def _columns(labels_N: Tensor, width: int, classes: Classes | None) -> tuple[Ten
     """The column of each label, and whether it is there; some column where it is not."""
     if classes is None:
         return labels_N.clamp(0, width - 1), (labels_N >= 0) & (labels_N < width)
-    at_N = torch.searchsorted(classes.numbers_W, labels_N).clamp_(max=width - 1)
-    return at_N, classes.numbers_W[at_N] == labels_N
+    at_N = torch.searchsorted(classes.numbers, labels_N).clamp_(max=width - 1)
+    return at_N, classes.numbers[at_N] == labels_N
 
 
 def _computed(x: Tensor) -> torch.dtype:

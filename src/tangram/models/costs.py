@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
+from tangram.kernels.cross_entropy import cross_entropy
 from tangram.models.twin import fake_twin, stacked_experts
 
 OUTSIDE = ""
@@ -113,7 +113,7 @@ class ModelCosts:
     forward: Work
     backward: Work
     logits_bytes: float
-    """Of the logits in float32, as the loss takes them; their gradient is as large again."""
+    """Of the gradient of the logits, in their own type; the logits themselves are among what the backward needs."""
 
     @property
     def parameter_count(self) -> int:
@@ -242,7 +242,7 @@ def _counted(model: nn.Module, sequence: int, micro_batch: int, dtype: torch.dty
         stack.enter_context(meter)
         with torch.autograd.graph.saved_tensors_hooks(meter.keep, _same):
             logits_BSV: Tensor = twin(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).logits  # noqa: N806
-            loss = F.cross_entropy(logits_BSV.flatten(0, 1).float(), ids_BS.flatten(), reduction="sum")
+            loss = cross_entropy(logits_BSV.flatten(0, 1), ids_BS.flatten(), ignored=-1).sum()
         forward, forward_flops, made = meter.take(), meter.flops_by_block(), meter.take_made()
         loss.backward()
         backward, all_flops = meter.take(), meter.flops_by_block()
@@ -257,7 +257,8 @@ def _counted(model: nn.Module, sequence: int, micro_batch: int, dtype: torch.dty
         )
         for name in (*blocks, OUTSIDE)
     )
-    return ModelCosts(sequence, micro_batch, parameters_of(model), parts, forward, backward, 4.0 * logits_BSV.numel())
+    logits = float(meter.size(logits_BSV))
+    return ModelCosts(sequence, micro_batch, parameters_of(model), parts, forward, backward, logits)
 
 
 def _same(x: Tensor) -> Tensor:
@@ -289,7 +290,7 @@ class _Meter(TorchDispatchMode):
     def _enter(self, name: str, _: nn.Module, *given: Any) -> None:
         self._block = name
         first = next((x for x in tree_leaves(given) if isinstance(x, Tensor)), None)
-        self.inputs[name] = self._size(first) if first is not None else 0
+        self.inputs[name] = self.size(first) if first is not None else 0
 
     def _leave(self, *_: Any) -> None:
         self._block = OUTSIDE
@@ -325,7 +326,7 @@ class _Meter(TorchDispatchMode):
         if flops := self.flops.get_total_flops() - before:
             self._products.append(float(flops))
             kind = "attention" if "attention" in str(func.overloadpacket) else "products"
-            before, made = self._made[self._block][kind], sum(map(self._size, tensors_in(result)))
+            before, made = self._made[self._block][kind], sum(map(self.size, tensors_in(result)))
             self._made[self._block][kind] = Made(before.nbytes + made, before.flops + flops)
         elif size := self._moved(func, [args, kwargs or {}], result):
             self._moves.append(float(size))
@@ -337,10 +338,11 @@ class _Meter(TorchDispatchMode):
         storages = {_storage(x) for x in inputs}
         if not outputs or (not func._schema.is_mutable and all(_storage(x) in storages for x in outputs)):
             return 0  # a view
-        written = sum(map(self._size, outputs))
-        return 2 * written if func.overloadpacket in _GATHERS else written + sum(map(self._size, inputs))
+        written = sum(map(self.size, outputs))
+        return 2 * written if func.overloadpacket in _GATHERS else written + sum(map(self.size, inputs))
 
-    def _size(self, x: Tensor) -> int:
+    def size(self, x: Tensor) -> int:
+        """Bytes."""
         held = min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
         return held * (self._scale if x.dtype == torch.bfloat16 else 1)
 

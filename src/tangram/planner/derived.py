@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 import torch
@@ -23,12 +24,13 @@ from tangram.models.graph import Graph
 from tangram.models.named import token_inputs
 from tangram.planner.legal import bound_layout
 from tangram.planner.plan import Plan
+from tangram.relayout.collectives import ALL_REDUCE
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.layouts import layout_of, moved
+from tangram.sharding.derive.layouts import layout_of, local_shape, moved, used
 from tangram.sharding.derive.marks import Mark, marks_of, matched, states
 from tangram.sharding.derive.of_model import States, derive_whole, fitting, graph_of, parameter_states
 from tangram.sharding.derive.published import published
-from tangram.sharding.derive.states import SAME, State, cut
+from tangram.sharding.derive.states import SAME, State, cut, received
 
 SEQUENCE = "{model.embed_tokens,model.layers.*,model.norm}: b s/AXIS h"
 WAYS: Mapping[tuple[str, str], tuple[str, ...]] = {
@@ -115,7 +117,7 @@ def axes_layouts(
         marks += own
     try:
         lies = _lying(graph, marks, mesh, [axis.name for axis in axes if axis.role == "tensor"])
-        whole = derive_whole(graph, [*marks, *_settled(graph, lies)], mesh)
+        whole = derive_whole(graph, [*marks, *_settled(graph, lies)], mesh, left=True)
     except UserError as error:
         return " ".join(str(error).split())
     for axis in axes:
@@ -136,7 +138,8 @@ def plan_moves(plan: Plan, graph: Graph) -> tuple[Moves, ...]:
     marks = [Mark.parse(f"{pattern}: {layout}") for pattern, layout in plan.layouts.marks.items()]
     parameters = [(value.name, tuple(value.shape)) for _, value in graph.of_kind("parameter")]
     lies = {name: _cut_as(bound_layout(plan, name, shape), mesh) for name, shape in parameters}
-    return tuple(_moves(derive_whole(graph, [*fitting(graph, marks, mesh), *_settled(graph, lies)], mesh)))
+    marks = [*fitting(graph, marks, mesh), *_settled(graph, lies)]
+    return tuple(_moves(derive_whole(graph, marks, mesh, left=True)))
 
 
 def _cut_as(layout: Layout, mesh: Mesh) -> States:
@@ -155,7 +158,7 @@ def _lying(graph: Graph, marks: Sequence[Mark], mesh: Mesh, tensor: Sequence[str
     if tensor:
         own = Mesh((tuple((axis, n) for axis, n in mesh.views[0] if axis in tensor),))
         some = [mark for mark in marks if mark.layout.axes <= set(tensor)]
-        for name, found in parameter_states(derive_whole(graph, some, own)).items():
+        for name, found in parameter_states(derive_whole(graph, some, own, left=True)).items():
             lies[name] |= found
     for mark in marks:
         for name, v in matched(graph, mark).items():
@@ -254,3 +257,16 @@ def _moves(found: Derived) -> Iterator[Moves]:
         for nbytes in (one.forward_bytes, one.backward_bytes):
             if nbytes:
                 yield Moves(nbytes, one.times)
+    yield from _moves_of_loss(found)
+
+
+def _moves_of_loss(found: Derived) -> Iterator[Moves]:
+    """Of logits that are cut over the vocabulary: a number a token, and then two (`kernels.cross_entropy`)."""
+    graph = found.folded.graph
+    if (v := graph.outputs.get("logits")) is None:
+        return
+    states = used(found, found.folded.classes[v])
+    rows = prod(local_shape(found, graph.values[v].shape, states)[:-1])
+    for over in found.axes:
+        if states[over.axis] == cut(len(graph.values[v].shape) - 1):
+            yield from (Moves(received(ALL_REDUCE, 4.0 * n * rows, over.k), 1) for n in (1, 2))

@@ -6,7 +6,7 @@ Memory of a rank, in bytes, with P its numbers of parameters (by the plan's own 
                 2 P where they are kept in 16 bits, and then 4 P more of the optimiser's for the masters
     activations what the backward of a micro-batch keeps; of blocks in run.recompute only their input, and of the one
                 that is computed again all
-    logits      of a micro-batch and their gradient
+    logits      the gradient of a micro-batch's, in their own type, and what of them is in float32 at a time
     gathered    what FSDP2 holds whole: what lies outside the blocks, two blocks, and one block's gradient; all of them
                 where run.reshard keeps parameters whole, and all gradients where they are reduced once a step; of a
                 pipeline all of its stages and their gradients
@@ -33,6 +33,7 @@ from math import prod
 
 from tangram.hardware import overheads
 from tangram.hardware.rates import Rates
+from tangram.kernels.cross_entropy import chunk_bytes
 from tangram.layout import Layout, Mesh, region
 from tangram.models.costs import OUTSIDE, ModelCosts, Parameter, Work
 from tangram.planner.derived import Moves
@@ -127,7 +128,7 @@ def estimate(
     held = numbers_held(plan, whole.parameters)
     stages = shares(plan, whole.parameters, local)
     return Estimate(
-        max((_memory(plan, stage, held) for stage in stages), key=lambda memory: memory.total),
+        max((_memory(plan, stage, held, rates.device) for stage in stages), key=lambda memory: memory.total),
         max((_seconds(plan, stage, held, rates, moves) for stage in stages), key=lambda seconds: seconds.total),
         plan.data.global_batch * plan.data.sequence,
     )
@@ -164,7 +165,7 @@ def _unit_numbers(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[s
     return units
 
 
-def _memory(plan: Plan, stage: Share, held: Mapping[str, int]) -> Memory:
+def _memory(plan: Plan, stage: Share, held: Mapping[str, int], kind: str) -> Memory:
     parameters, local = stage.parameters, stage.local
     numbers = sum(held[one.name] for one in parameters)
     trained = sum(held[one.name] for one in parameters if one.trained)
@@ -175,10 +176,16 @@ def _memory(plan: Plan, stage: Share, held: Mapping[str, int]) -> Memory:
         gradients=BYTES[plan.gradients] * trained,
         optimiser=BYTES[plan.precision.masters] * trained * (2 if _own_masters(plan) else 3),
         activations=activations,
-        logits=2.0 * local.logits_bytes,
+        logits=_logits(plan, local, kind),
         gathered=_gathered(plan, parameters, held),
         process=overheads.PROCESS_BYTES,
     )
+
+
+def _logits(plan: Plan, local: ModelCosts, kind: str) -> float:
+    """The gradient, and the rows that the loss takes at a time on this kind of device."""
+    as_float32 = local.logits_bytes * 4 / BYTES[plan.precision.compute]
+    return local.logits_bytes + min(as_float32, chunk_bytes(kind))
 
 
 def _gathered(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> float:

@@ -322,8 +322,8 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
     Of a derived model the logits stay in parts (`training.loss`).
     """
     with leaving(model):
-        logits_BSV = logits_of(model, batch)
-    return token_loss(logits_BSV, batch.labels_BS, lies_of(model))
+        logits = logits_of(model, batch)
+    return token_loss(logits, batch.labels_BS, lies_of(model))
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tangram.planner.plan import Plan
 from tests.training.oracle.axes import CONTEXT, CONTEXT_QUICK, MIXTURES, OVER_AXES, WITH_EXPERTS, WITH_EXPERTS_QUICK
+from tests.training.oracle.vocabulary import GEMMA, OVER_VOCABULARY, VOCABULARY
 from tests.training.small import SMALL_MODEL, small_tables
 from tests.training.strategies import (
     COPIES,
@@ -138,7 +139,7 @@ SCHEDULED_QUICK = ("ZBVZeroBubble of fsdp",)
 STAGED_QUICK = ("stages of fsdp",)
 OTHER_QUICK = ("one rank", "fsdp over three", "tensor over two", "derived inside fsdp")
 
-_KNOWN = {**OTHER_STRATEGIES, **STAGED, **SCHEDULED, **OVER_AXES}
+_KNOWN = {**OTHER_STRATEGIES, **STAGED, **SCHEDULED, **OVER_AXES, **OVER_VOCABULARY}
 
 OWN_LAYOUTS = {
     "parameters": {
@@ -182,7 +183,7 @@ def write_models(folder: Path) -> None:
     fields = {**SMALL_MODEL, "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "max_position_embeddings": 64}
     everywhere = {"attention_bias": True, "mlp_bias": True}
     (folder / LLAMA).write_text(json.dumps({"model_type": "llama", **everywhere, **fields}))
-    for kind, own in MIXTURES.items():
+    for kind, own in {**MIXTURES, "gemma3_text": GEMMA}.items():
         (folder / f"{kind}.json").write_text(json.dumps({"model_type": kind, **fields, **own}))
 
 
@@ -307,6 +308,7 @@ def _add_low(text: Path, add: Callable[..., None], *, slow: bool) -> Mapping[str
 
 def _add_staged(text: Path, add: Callable[..., None], *, slow: bool) -> None:
     _add_axes(text, add, slow=slow)
+    _add_vocabulary(text, add, slow=slow)
     for strategy in STAGED if slow else STAGED_QUICK:
         add("", [strategy], tables(text, data={"micro_batch": 2}), SHORT)
     for strategy in SCHEDULED if slow else SCHEDULED_QUICK:
@@ -339,6 +341,22 @@ def _add_axes(text: Path, add: Callable[..., None], *, slow: bool) -> None:
     if slow:
         again = tables(text, run={"evaluate_every": 2}, checkpoint={"every_steps": 2})
         add("resumed", ["context and fsdp"], again, FEW, resume_at=3)
+
+
+def _add_vocabulary(text: Path, add: Callable[..., None], *, slow: bool) -> None:
+    """The loss from logits in parts. The rate as of other tied models: rounding takes the same way."""
+    even = {"change": {**SMALL_MODEL, "vocab_size": VOCABULARY}}
+    for strategy in OVER_VOCABULARY if slow else ():
+        if not strategy.startswith("tied"):
+            changes: dict[str, Any] = {"data": {"micro_batch": 2}} if "stages" in strategy else {}
+            add("", [strategy], tables(text, model=even, optimiser={"lr": 1e-3}, **changes), FEW)
+    gemma = {"preset": None, "path": str(text.parent / "gemma3_text.json"), "change": {}}
+    add("gemma3", ["tied vocabulary inside fsdp"], tables(text, model=gemma, optimiser={"lr": 1e-3}), FEW)
+    if slow:
+        low = tables(text, model=even, precision={"compute": "bfloat16"}, optimiser={"eps": 1e-3})
+        add("bfloat16", ["vocabulary inside fsdp"], low)
+        again = tables(text, model=even, run={"evaluate_every": 2}, checkpoint={"every_steps": 2})
+        add("resumed", ["vocabulary inside fsdp"], again, FEW, resume_at=3)
 
 
 HANDS = {"fsdp": (0, 5, 1, 4), "copies": (3, 0, 7, 0), "hsdp": (0, 9, 1, 0), "tensor inside fsdp": (0, 10)}

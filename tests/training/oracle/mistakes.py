@@ -22,6 +22,7 @@ from tangram.training.checkpoints import JobState
 from tangram.training.data import Batch, RankBatches
 from tests.training.oracle.cases import FEW
 from tests.training.oracle.mistakes_of_axes import AXES_MISTAKES
+from tests.training.oracle.mistakes_of_losses import CONTEXT_MISTAKES, LOSS_MISTAKES, VOCABULARY_MISTAKES
 from tests.training.oracle.mistakes_of_shards import SHARDED_MISTAKES
 from tests.training.oracle.mistakes_of_stages import STAGED_MISTAKES
 from tests.training.oracle.planting import counted_in, other_batches, other_values, with_plan, without_labels
@@ -395,6 +396,7 @@ _CASES: Mapping[str, tuple[Any, ...]] = {
         not_cut_again_after_an_evaluation,
         norms_decay,
         computed_in_bfloat16,
+        *LOSS_MISTAKES,
     ),
     "hsdp": (copies_not_summed,),
     "one by one: fsdp": (last_micro_batch_lost, micro_batches_overwritten),
@@ -405,6 +407,8 @@ _CASES: Mapping[str, tuple[Any, ...]] = {
     **STAGED_MISTAKES,
     **SHARDED_MISTAKES,
     **AXES_MISTAKES,
+    "gemma3: tied vocabulary inside fsdp": VOCABULARY_MISTAKES,
+    "context and fsdp": (*AXES_MISTAKES["context and fsdp"], *CONTEXT_MISTAKES),
 }
 MISTAKES: Mapping[str, Mistake] = {
     plant.__name__.replace("_", " "): Mistake(case, plant, FEW if case.startswith(("resumed", "whole")) else 1)

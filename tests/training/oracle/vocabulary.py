@@ -1,4 +1,4 @@
-"""A vocabulary that is cut: the loss is computed from logits in parts. Strategies, and the models that are trained so."""
+"""A vocabulary that is cut: the loss is computed from logits in parts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 
 def _lies(data: str, cut: str = "/tp", ends: tuple[str, ...] = ENDS) -> dict[str, str]:
     dp = f"/{data}" if data else ""
-    return {**{name: f"v{cut}{dp} h" for name in ends}, **derived(data)}
+    return {**dict.fromkeys(ends, f"v{cut}{dp} h"), **derived(data)}
 
 
 OVER_VOCABULARY: Mapping[str, tuple[int, Strategy]] = {
@@ -36,8 +36,20 @@ OVER_VOCABULARY: Mapping[str, tuple[int, Strategy]] = {
             {**MARKS, "lm_head.weight": "v/tq/tp h"},
         ),
     ),
+    "tied vocabulary inside fsdp": (
+        4,
+        Strategy("dp=2 tp=2", ("dp",), ("tp",), _lies("dp", ends=ENDS[:1]), {**MARKS, ENDS[0]: "v/tp h"}),
+    ),
     "stages of a vocabulary": (
         4,
         Strategy("pp=2 one=1 tp=2", ("one",), ("tp",), _lies(""), IN_PARTS, stages=TWO_STAGES),
     ),
 }
+GEMMA: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "final_logit_softcapping": 5.0,
+    "tie_word_embeddings": True,
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 8,
+}
+"""A head that is the embedding, and logits that are bent."""
