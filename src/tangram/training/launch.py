@@ -8,16 +8,11 @@ killing the parent leaves no orphan and no file.
 The first Ctrl-C or SIGTERM, to the parent, a rank or all of them, asks the ranks to stop after their step (see
 `tangram.training.stop`); they then return as at any other end. The second ends the job at once.
 
-Importing torch and transformers takes a core some seconds. One process does it for all ranks, which are forked from it
-(`multiprocessing`'s fork server): it computes nothing and holds no device, so there is nothing that a fork could break.
-`make_ready` starts it while there is still something else to do. Where that is not to be had, ranks are spawned.
-
 Trade-off: this launcher serves one machine. More machines are started by torchrun or Slurm (`training/torchrun.py`).
 """
 
 import contextlib
 import multiprocessing
-import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import shutil
@@ -27,13 +22,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext as _ForkServer
-from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, cast
@@ -44,6 +36,7 @@ import torch.distributed as dist
 from tangram.errors import UserError
 from tangram.hardware.machine import usable_cores
 from tangram.training.events import Note
+from tangram.training.forks import Around, context_of_ranks, signals_held_back
 from tangram.training.stop import Stop, on_signals
 
 Payload = TypeVar("Payload")
@@ -51,8 +44,6 @@ Result = TypeVar("Result")
 
 LAST_WORDS_SECONDS = 0.5  # after one rank failed: how long to listen for an earlier error of another rank
 MOST_RANKS = 256
-IMPORTED = ["tangram.training.rank"]
-"""What ranks need. By name: it stands on this module."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
@@ -230,7 +221,7 @@ def run_ranks(
     raised as it is, anything else as `RankError`.
     """
     pick_device(device, 0, world)  # a mesh that does not fit is refused before anything starts
-    context = _context()
+    context = context_of_ranks()
     threads = threads_of_a_rank(world)
     wishes, wish = context.Pipe(duplex=False)
     job = _Job[Result](wishes)
@@ -243,9 +234,9 @@ def run_ranks(
                 receiver, sender = context.Pipe(duplex=False)
                 orders, order = context.Pipe(duplex=False)
                 place = (index, world, device, threads, Path(meeting, "store"))
-                arguments = (_Around(), task, payload, *place, sender, orders)
+                arguments = (Around(), task, payload, *place, sender, orders)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
-                with _signals_held_back():
+                with signals_held_back():
                     process.start()
                     job.processes.append(process)
                 sender.close()  # the rank holds the only other end, so its death ends the pipe
@@ -260,67 +251,8 @@ def run_ranks(
     return [job.results[index] for index in range(world)]
 
 
-def make_ready() -> None:
-    """Begin to import what ranks will need, in the process that they are forked from; returns at once."""
-    if isinstance(_context(), _ForkServer):
-        with _signals_held_back():
-            multiprocessing.forkserver.ensure_running()
-
-
-def _context() -> _ForkServer | SpawnContext:
-    """How processes are started. The libraries of other systems than Linux do not take to forks."""
-    if not sys.platform.startswith("linux"):
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
-    return context
-
-
-class _Around:
-    """What a rank takes over from its parent as it is now, and not as it was when the fork server started."""
-
-    def __init__(self, environment: Mapping[str, str] | None = None, streams: Mapping[int, Any] | None = None) -> None:
-        self._environment, self._streams = environment or {}, streams or {}
-
-    def __reduce__(self) -> Any:
-        """Pickled for a process that is being started, which alone may be given open files."""
-        streams = {number: cast(Any, reduction).DupFd(number) for number in (1, 2) if _is_open(number)}
-        return _Around, (dict(os.environ), streams)
-
-    def take(self) -> None:
-        """In the rank: the parent's environment, and its standard output and error."""
-        os.environ.clear()
-        os.environ.update(self._environment)
-        for number, stream in self._streams.items():
-            descriptor = stream.detach()
-            os.dup2(descriptor, number)
-            os.close(descriptor)
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
 def _interrupt(name: str) -> NoReturn:
     raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def _signals_held_back() -> Generator[None]:
-    """A process started here sees no SIGINT, for good, and no SIGTERM until it is ready for it.
-
-    So Ctrl-C, which a terminal sends to all, is the parent's alone, and neither ends a rank that is still starting.
-    """
-    resource_tracker.ensure_running()  # started any later, it would undo the mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: int) -> None:
@@ -337,7 +269,7 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
 
 
 def _rank_main(
-    around: _Around,
+    around: Around,
     task: Callable[[Rank, Payload], object],
     payload: Payload,
     index: int,

@@ -29,6 +29,7 @@ from tangram.training.choosing import plans_of
 from tangram.training.data import load_tokens
 from tangram.training.events import Doing, Note, Table
 from tangram.training.folder import alone, refuse_in_use, replace_plan, run_folder
+from tangram.training.forks import make_ready
 from tangram.training.job import (
     JOB_FAILURES,
     Chosen,
@@ -40,7 +41,7 @@ from tangram.training.job import (
     run_here,
     train_job,
 )
-from tangram.training.launch import make_ready, pick_device
+from tangram.training.launch import pick_device
 from tangram.training.rank import RankJob, RankReport, train_rank
 from tangram.training.tables import count
 from tangram.training.torchrun import Meeting, on_one, run_as_rank
