@@ -14,7 +14,7 @@ from bench._training.job import fsdp
 from tangram.hardware.measure import Pairs, Row, paired
 from tangram.planner.plan import Plan
 from tangram.training import data, loop
-from tangram.training.boards import BOARD_FOLDER, TensorBoard
+from tangram.training.boards import TensorBoard
 from tangram.training.building import build, source_of
 from tangram.training.checkpoints import Checkpointer, JobState
 from tangram.training.events import Record
@@ -40,7 +40,7 @@ def rows(quick: bool, folder: Path) -> Iterable[Row]:
     """The figures: the parent takes the events in as `tangram train` does."""
     plan = fsdp(folder, 1, model={"preset": "qwen3-2m", "change": SMALL})
     data.prepare(plan.data, data.BYTES, lambda event: None)
-    record, board = Record(), TensorBoard(folder / BOARD_FOLDER, plan)
+    record, board = Record(), TensorBoard(folder / "tensorboard", plan)
 
     def everybody(event: object) -> None:
         record(event)
@@ -62,8 +62,8 @@ def measure(rank: Rank, task: Task) -> Pairs:
     world = make_world(plan, rank.index, rank.device, group)
     corpus = data.open_corpus(plan.data, data.BYTES)
     model = build(plan, source_of(plan, data.BYTES), world, values=True)
-    state = JobState(model, make_adamw(model, plan.optimiser))
-    assert state.optimiser is not None
+    optimiser = make_adamw(model, plan.optimiser)
+    state = JobState(model, optimiser)
     checkpointer = Checkpointer(task.folder / "checkpoint", plan, world)
     hooks = loop.Hooks(rank.emit, rank.stop.asked)
     stream = data.Stream(corpus, plan.data, device=world.device)
@@ -78,7 +78,7 @@ def measure(rank: Rank, task: Task) -> Pairs:
     def alone() -> float:
         begun = time.perf_counter()
         for _ in range(TURN):
-            loop.train_step(model, state.optimiser, next(ready), plan, world, lr=1e-3, asks=(False, False))
+            loop.train_step(model, optimiser, next(ready), plan, world, lr=1e-3, asks=(False, False))
         return (time.perf_counter() - begun) / TURN
 
     model.train()

@@ -87,7 +87,7 @@ def rows(quick: bool, folder: Path) -> Iterable[Row]:
 def tensor_plan(folder: Path) -> Plan:
     """The planner's for tensor parallelism over two."""
     found = [one.plan for one in plans_of(job(folder), 2).ranked if one.plan is not None and one.plan.axes.tensor]
-    return next(plan for plan in found if plan is not None and plan.ranks == 2 and not plan.pipeline)
+    return next(plan for plan in found if plan.axes.tensor and plan.ranks == 2 and not plan.pipeline)
 
 
 def measure(rank: Rank, task: Task) -> Found:
@@ -258,7 +258,7 @@ def beside_trainer(task: Task, world: World) -> Found:
 def _samples(batches: list[data.Batch]) -> list[dict[str, Tensor]]:
     """The rows, as many for each rank as it has steps in a turn; the trainer deals them out."""
     names = ("input_ids", "shift_labels", "labels", "position_ids")
-    rows = [
+    rows: list[dict[str, Tensor]] = [
         dict(zip(names, (x[i] for x in (b.inputs_BS, b.labels_BS, b.labels_BS, b.positions_BS)), strict=True))
         for b in batches
         if b.positions_BS is not None
