@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import pickle
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -115,6 +116,8 @@ class _Team:
 
 def work(rank: Rank, todo: Todo) -> dict[int, Found]:
     """The task of the ranks: what this one found, by the number of the run."""
+    # That gathering one parameter over two axes takes two collectives is no news: only what is compared is gathered so.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for place, (name, plan) in enumerate(todo.oracles.items()):
         if place % rank.world == rank.index:
             trace = plain_run(Case(name, plan, until=plan.run.steps))
