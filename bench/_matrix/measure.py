@@ -21,7 +21,7 @@ from tangram.training.data import BYTES, prepare
 from tangram.training.launch import run_ranks
 from tests.training.small import write_text
 
-STEPS = 8
+STEPS = 5
 Tell = Callable[[str], None]
 
 

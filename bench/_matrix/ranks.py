@@ -189,7 +189,7 @@ def _compared(team: _Team, run: Run, folder: Path) -> Found:
 
 
 def _median(clock: Sequence[float]) -> float:
-    """Seconds of a step: of those before which nothing was captured, which is after the first and the fifth."""
+    """Seconds of a step: of those before which nothing was captured, as it is after steps 1 and 5."""
     steps = [b - a for step, (a, b) in enumerate(itertools.pairwise(clock), 2) if step not in (2, 6)]
     return statistics.median(steps) if steps else 0.0
 
