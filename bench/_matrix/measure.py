@@ -18,7 +18,7 @@ from tangram.hardware.rates import rates
 from tangram.planner.plan import Plan
 from tangram.planner.rank import predict
 from tangram.training.data import BYTES, prepare
-from tangram.training.launch import run_ranks
+from tangram.training.launch import RankError, run_ranks
 from tests.training.small import write_text
 
 STEPS = 5
@@ -43,7 +43,10 @@ def train(found: Planned, runs: Sequence[Run], tell: Tell) -> list[list[Found]]:
         count += 1
         tell(f"{count} of {len(runs)}: {event}")
 
-    done = run_ranks(work, Todo(runs, plans, found.folder), world=WORLD, on_event=heard, device="cpu")
+    try:
+        done = run_ranks(work, Todo(runs, plans, found.folder), world=WORLD, on_event=heard, device="cpu")
+    except RankError as error:
+        raise RuntimeError(error.details or str(error)) from error
     return [[rank[number] for rank in done if number in rank] for number in range(len(runs))]
 
 

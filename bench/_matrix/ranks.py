@@ -39,8 +39,10 @@ from tests.training.oracle.trace import Trace
 
 WORLD = 8
 SIZES = (8, 4, 2)
-PATIENCE = timedelta(seconds=150)
+PATIENCE = timedelta(seconds=90)
 """Of ranks for one that does not come, before the cell has failed."""
+LONGER = 4 * PATIENCE
+"""Of a rank that has failed, until the others have found that out and come to a new team."""
 Plant = Callable[[Setting], contextlib.AbstractContextManager[None]]
 
 
@@ -101,6 +103,8 @@ class _Team:
         _clear_sharding_prop_cache()  # which holds meshes, and takes one of the same ranks for the same groups
         self.worlds.clear()
         store = dist.FileStore(f"{self.store}-{self.made}", self.rank.world)
+        store.set(f"here {self.rank.index}", "")
+        store.wait([f"here {index}" for index in range(self.rank.world)], LONGER)
         dist.init_process_group("gloo", store=store, rank=self.rank.index, world_size=self.rank.world, timeout=PATIENCE)
         self.made += 1
 
@@ -134,7 +138,8 @@ def work(rank: Rank, todo: Todo) -> dict[int, Found]:
         for place in own[number :: WORLD // size]:
             found[place] = _safely(team, todo.runs[place], todo.folder)
             if mine == 0:
-                rank.emit((todo.runs[place].name, found[place].failed))
+                model, line = todo.runs[place].name
+                rank.emit(f"{model}, {line}: {'; '.join(found[place].wrong) or 'the same'}")
     return found
 
 
