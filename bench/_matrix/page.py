@@ -16,6 +16,7 @@ from bench._matrix.results import SLOWER, Kept, Result
 from bench._matrix.strategies import STRATEGIES, combined
 
 WORDS = {"same": "same", "slower": "slower", "broken": "BROKEN", "refused": "refused", "": "not run"}
+_ROOM = 24
 GROUPS = {1: "One strategy", 2: "Two together", 3: "Three together", 4: "Four together"}
 HOW = (
     f"Each cell trains a tiny model (2 to 4 layers, {BATCH} samples of {SEQUENCE} tokens a step) by a strategy, on as "
@@ -104,7 +105,9 @@ def markdown(kept: Kept) -> str:
 def _cell(one: Result | None) -> str:
     if one is None or one.state == "refused":
         return WORDS[one.state if one else ""]
-    return "<br>".join((f"**{WORDS[one.state]}**" if one.state != "same" else f"{one.apart:.0e}", *figures(one)))
+    if one.state == "broken":
+        return f"**{WORDS[one.state]}**"
+    return "<br>".join(("**slower**" if one.state == "slower" else f"{one.apart:.0e}", *figures(one)))
 
 
 def _of(some: Sequence[Result]) -> str:
@@ -158,10 +161,16 @@ def _box(one: Result | None) -> str:
     told = f' title="{escape(one.why, quote=True)}"' if one.why else ""
     if one.state == "refused":
         return f'<td class="refused"{told}>refused</td>'
-    head = f"{one.apart:.0e} apart" if one.state in ("same", "slower") else escape(one.why)
+    if one.state == "broken":
+        return f'<td class="broken"{told}><b>broken</b><small>{escape(_short(one.why))}</small></td>'
     before = f"<small>before {one.before_tokens_per_s:,.0f} tok/s</small>" if one.before_tokens_per_s else ""
     small = "".join(f"<small>{escape(text)}</small>" for text in figures(one))
-    return f'<td class="{one.state}"{told}><b>{head}</b>{small}{before}</td>'
+    return f'<td class="{one.state}"><b>{one.apart:.0e} apart</b>{small}{before}</td>'
+
+
+def _short(why: str) -> str:
+    """As much as a cell has room for; the whole stands below."""
+    return why if len(why) <= _ROOM else f"{why[: _ROOM - 1]}…"
 
 
 def _listed(title: str, some: Sequence[tuple[str, list[Result]]]) -> Iterator[str]:

@@ -6,13 +6,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench._matrix.cells import Name, Planned, every_name, planned
 from bench._matrix.measure import oracle_of, train
 from bench._matrix.ranks import Found, Plant, Run
-from bench._matrix.results import read, wrong_of
+from bench._matrix.results import State, read, wrong_of
 from tests.matrix.mistakes import MISTAKES
 from tests.training.oracle.compare import Bounds
 from tests.training.small import write_text
@@ -22,8 +23,14 @@ STEPS = 3
 CLEAR = 50
 """Times the bound, by which a mistake is found."""
 PAGE = read(Path(__file__).parents[2] / "docs" / "matrix.json")
-REFUSED = {name for name, one in PAGE.results.items() if one.state == "refused"} if PAGE else set[Name]()
-NAMES = [name for name in every_name() if name not in REFUSED]
+STATES = {name: one.state for name, one in PAGE.results.items()} if PAGE else dict[Name, State]()
+NAMES = [name for name in every_name() if STATES.get(name) != "refused"]
+
+
+def as_on_the_page(name: Name) -> Any:
+    """A cell to run; one that the page has in red is expected to fail, until it is mended and measured anew."""
+    broken = [pytest.mark.xfail(reason="red on the page")] if STATES.get(name) == "broken" else []
+    return pytest.param(name, id=": ".join(name), marks=broken)
 
 
 @dataclass(frozen=True)
@@ -66,10 +73,12 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     )
 
 
-@pytest.mark.parametrize("cell", NAMES, ids=": ".join)
+@pytest.mark.parametrize("cell", map(as_on_the_page, NAMES))
 def test_it_is_the_run_of_one_process(cell: Name, trained: Trained) -> None:
     one = trained.planned.cells[cell]
-    assert one.plan is not None, one.why_not
+    if one.plan is None:
+        assert cell not in STATES, f"the page has it as {STATES[cell]}, but it is refused: {one.why_not}"
+        pytest.skip(one.why_not)
     ranks = trained.cells[cell]
     assert len(ranks) == one.strategy.ranks
     assert wrong_of(ranks, trained.planned.trained(one)) == []
