@@ -73,7 +73,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     )
 
 
-@pytest.mark.parametrize("cell", map(as_on_the_page, NAMES))
+@pytest.mark.parametrize("cell", [as_on_the_page(name) for name in NAMES])
 def test_it_is_the_run_of_one_process(cell: Name, trained: Trained) -> None:
     one = trained.planned.cells[cell]
     if one.plan is None:
