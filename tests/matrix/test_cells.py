@@ -19,7 +19,7 @@ from tests.training.oracle.compare import Bounds
 from tests.training.small import write_text
 
 pytestmark = pytest.mark.matrix
-STEPS = 3
+STEPS = 4
 CLEAR = 50
 """Times the bound, by which a mistake is found."""
 PAGE = read(Path(__file__).parents[2] / "docs" / "matrix.json")
