@@ -36,12 +36,13 @@ from tangram.sharding.derive.derive import ConflictError, Derived
 from tangram.sharding.derive.layouts import here, layout_of, lying, used
 from tangram.sharding.derive.marks import Mark, matched, names_any
 from tangram.sharding.derive.of_model import States, derive_whole, graph_of, parameter_states, uneven
-from tangram.sharding.derive.states import SAME, State, cut
+from tangram.sharding.derive.states import SAME, Routed, State, cut
 from tangram.sharding.incode.api import marks_in
 from tangram.sharding.runtime.install import Now, Runtime
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Change, Program
 from tangram.sharding.runtime.rehearse import rehearsed
+from tangram.sharding.runtime.routes import Routes
 from tangram.training.cuts import Cuts, named_modules
 from tangram.training.world import World, dim_of
 
@@ -149,6 +150,7 @@ class DerivedModel:
         self.gradients_seen = True
         """Whether a parameter has its gradient as soon as a backward has ended. Stages get theirs at the step's end."""
         self._runtime = Runtime()
+        self._routes = Routes(self._groups)
         as_dtensors(model, lies, mesh, self._coords, devices)
         _see_local_parts(model, self._gathered)
         self._runtime.wrap(model)
@@ -238,7 +240,10 @@ class DerivedModel:
 
     def _bring(self, x: Tensor, change: Change) -> Tensor:
         for axis, source, target in change:
-            x = move(x, source, target, self._groups[axis])
+            if isinstance(source, Routed) and isinstance(target, Routed):
+                x = self._routes.brought(x, axis, source, target)
+            else:
+                x = move(x, source, target, self._groups[axis])
         return x
 
     def sum_gradients(self) -> None:

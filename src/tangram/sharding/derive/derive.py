@@ -23,8 +23,9 @@ from tangram.sharding.derive.folding import Folded, Step, far_from_borders, fold
 from tangram.sharding.derive.marks import Mark, lying, matched
 from tangram.sharding.derive.moves import Label, Move, groups, label_of, labels, legal, moves, place_of, row_moves
 from tangram.sharding.derive.rates import Rates, effort
+from tangram.sharding.derive.regions import Regions, even, kinds_of, regions_of, together
 from tangram.sharding.derive.solve import Costs, Name, least
-from tangram.sharding.derive.states import SAME, SEVERAL, SUM, Kept, State, price, rows
+from tangram.sharding.derive.states import SAME, SEVERAL, SUM, Kept, State, part_dim, price, rows
 from tangram.sharding.derive.states import cut as cut_state
 from tangram.sharding.table import Table, builtin
 
@@ -129,7 +130,11 @@ def _refuse_uneven(shape: Sequence[int], state: State, k: int, name: str, mark: 
 
 
 class Problem:
-    """The problem of one axis. `opened`: a class that may lie otherwise than its mark says, at the same prices."""
+    """The problem of one axis.
+
+    `opened`: a class that may lie otherwise than its mark says, at the same prices. `routed`: whether ranks may sort
+    rows of their own, and send them (`derive.regions`).
+    """
 
     def __init__(
         self,
@@ -140,6 +145,8 @@ class Problem:
         fixed: Mapping[int, State],
         rates: Rates,
         opened: int | None = None,
+        *,
+        routed: bool = True,
     ) -> None:
         self.folded, self.axis, self.k, self.done, self.fixed, self.rates = folded, axis, k, done, fixed, rates
         self.opened = opened
@@ -147,6 +154,8 @@ class Problem:
         self.free = self._free()
         self.led = self._led()
         self.far = far_from_borders(folded)
+        self.regions = regions_of(folded) if routed else Regions(folded)
+        self.outers: dict[int, list[int]] = {}
         self.states = self._all_states()
         self.moves = {step.number: self._moves(step) for step in folded.steps}
         self.used = {v: self._used_states(v) for v in self._values()}
@@ -216,7 +225,17 @@ class Problem:
                     if other.number not in waiting:
                         waiting.add(other.number)
                         todo.append(other)
+        self._route(found)
         return {v: tuple(own) for v, own in found.items()}
+
+    def _route(self, found: Mapping[int, dict[State, None]]) -> None:
+        """Give the tensors of regions the states that only they have, for each way in which their tokens can be cut."""
+        for number, region in self.regions.regions.items():
+            ks = [self.k, *(over.k for over in self.done if kinds_of(over.moves[number]))]
+            outers = [state.outer for state in found[region.taken] if state.kind == "cut" and state.dim == 0]
+            self.outers[number] = [outer for outer in outers if even(region, outer, ks)]
+        for v in self.regions.roles:
+            found[v].update(dict.fromkeys(self.regions.states(v, self.outers)))
 
     def _spread(self, step: Step, found: Mapping[int, dict[State, None]]) -> list[int]:
         """Give the tensors of a step the states that its factors give them; those that have got one."""
@@ -250,7 +269,9 @@ class Problem:
         allowed = [label for label in labels(step.bound, some, self.k) if self._fits(step, label)]
         differentiable += [False] * (len(step.bound.outputs) - len(differentiable))
         found = moves(step.call, step.bound, allowed, self.k, differentiable)
-        return list(dict.fromkeys([*found, *row_moves(step.call, step.bound, some, self.k)]))
+        found += [*row_moves(step.call, step.bound, some, self.k), *self.regions.moves(step, self.outers, self.k)]
+        before = [over.moves[step.number] for over in self.done]
+        return [move for move in dict.fromkeys(found) if together(self.regions, step, move, before)]
 
     def _fits(self, step: Step, label: Label) -> bool:
         """Whether a cut is even beside those of the axes before."""
@@ -344,7 +365,7 @@ class Problem:
         """Of a tensor, what a rank has by the axes before."""
         nbytes = float(self.folded.value(v).nbytes)
         for over in self.done:
-            if over.used[v].kind == "cut":
+            if part_dim(over.used[v]) is not None:
                 nbytes /= over.k
         return nbytes
 

@@ -9,6 +9,7 @@ from typing import Any
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import Moved, moved, value_layout
 from tangram.sharding.derive.show import Row, amount, folded_name, place, short, signed, total, ways
+from tangram.sharding.derive.states import part_dim
 
 Key = tuple[str, str]
 
@@ -89,7 +90,7 @@ def _parts(found: Derived, v: int) -> int:
     """In how many parts ranks hold a tensor."""
     parts, own = 1, found.folded.classes[v]
     for over in found.axes:
-        if own in over.used and over.used[own].kind == "cut":
+        if own in over.used and part_dim(over.used[own]) is not None:
             parts *= over.k
     return parts
 

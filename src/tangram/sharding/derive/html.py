@@ -21,6 +21,7 @@ from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.html_boxes import Drawing
 from tangram.sharding.derive.html_tree import tree
 from tangram.sharding.derive.show import amount, place
+from tangram.sharding.derive.states import part_dim
 
 _MOST = 6
 """Of what moves most."""
@@ -75,7 +76,7 @@ def _head(found: Derived, model: str, drawing: Drawing) -> str:
 def _held(found: Derived, v: int) -> float:
     nbytes, own = float(found.folded.graph.values[v].nbytes), found.folded.classes[v]
     for over in found.axes:
-        if own in over.used and over.used[own].kind == "cut":
+        if own in over.used and part_dim(over.used[own]) is not None:
             nbytes /= over.k
     return nbytes
 

@@ -15,7 +15,7 @@ from tangram.sharding.derive.html_tree import Box, Pill
 from tangram.sharding.derive.layouts import layout_of, lying, used, value_layout
 from tangram.sharding.derive.operators import VIEWS, line_of, module_of, states_in, title, written
 from tangram.sharding.derive.show import amount, folded_name
-from tangram.sharding.derive.states import State
+from tangram.sharding.derive.states import State, part_dim
 from tangram.sharding.derive.why import named
 
 COLOURS = 6
@@ -78,7 +78,7 @@ def of_tensor(found: Derived, colours: Colours, v: int, name: str) -> str:
     states = lying(found, v) or used(found, v)
     nbytes = float(value.nbytes)
     for over in found.axes:
-        nbytes /= over.k if v in over.used and over.used[v].kind == "cut" else 1
+        nbytes /= over.k if v in over.used and part_dim(over.used[v]) is not None else 1
     told = _fact("lies", colours.layout(layout_of(value.shape, states)))
     told += _fact("is", f"{escape(str(value.dtype).removeprefix('torch.'))}, {amount(value.nbytes)}")
     told += _fact("on a rank", amount(nbytes))

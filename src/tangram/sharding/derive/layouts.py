@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tangram.layout import Layout
 from tangram.layout.locate import held
 from tangram.layout.syntax import VOID, Cut, Dim
+from tangram.sharding.calls import Call
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step
-from tangram.sharding.derive.states import State, cut, received, way
+from tangram.sharding.derive.states import Routed, State, cut, part_dim, received, way
 from tangram.sharding.local import Part
 
 
@@ -29,8 +31,8 @@ def layout_of(shape: Sequence[int], states: Mapping[str, State]) -> Layout:
     """The layout of a tensor from its state over each axis, major axis first."""
     cuts: list[list[tuple[str, int]]] = [[] for _ in shape]
     for axis, state in states.items():
-        if state.kind == "cut":
-            cuts[state.dim].append((axis, state.outer))
+        if (dim := part_dim(state)) is not None:  # of rows in an order of their own, as many
+            cuts[dim].append((axis, state.outer if state.kind == "cut" else 1))
     dims = tuple(divided(n, own) if own else Dim(VOID, n) for n, own in zip(shape, cuts, strict=True))
     return Layout(dims, (), tuple(("sum", axis) for axis, state in states.items() if state.kind == "sum"))
 
@@ -77,9 +79,17 @@ def local_shape(found: Derived, shape: Sequence[int], states: Mapping[str, State
     """The shape of a rank's part of a tensor."""
     sizes = [*shape]
     for over in found.axes:
-        if over.axis in states and states[over.axis].kind == "cut":
-            sizes[states[over.axis].dim] //= over.k
+        if over.axis in states and (dim := part_dim(states[over.axis])) is not None:
+            sizes[dim] //= over.k
     return tuple(sizes)
+
+
+def called(found: Derived, step: Step) -> Call:
+    """The call of a step as one rank makes it where nothing but the code says how many: numbers of its own rows."""
+    own = [over.k for over in found.axes if any(isinstance(s, Routed) for s in over.moves[step.number].outputs)]
+    if not own or not step.call.name.startswith("arange"):
+        return step.call
+    return replace(step.call, arguments={**step.call.arguments, "end": step.call.arguments["end"] // math.prod(own)})
 
 
 def here(state: State, axis: str, others: Mapping[str, State], sizes: Mapping[str, int]) -> State:
@@ -159,5 +169,5 @@ def _between(
             yield Moved(
                 v, over.axis, a, b, step.forward, step.backward if differentiable else "", there, back, times, taker
             )
-        if cut[over.axis].kind == "cut":
+        if part_dim(cut[over.axis]) is not None:
             nbytes /= over.k

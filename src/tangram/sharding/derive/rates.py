@@ -6,6 +6,7 @@ ranks that follow each other in a node a byte costs less work than over a networ
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -67,6 +68,7 @@ def effort(folded: Folded, step: Step) -> Effort:
         whole = cost.results(step.call)
         flops = cost.flops(step.call, step.bound, {}, Mesh.parse("x=1"), whole) if step.bound.cuttable else 1
         touched = sum(folded.value(v).nbytes for v in (*step.inputs, *step.outputs) if v is not None)
-        largest = max((t.numel() for t in step.call.tensors if t is not None), default=0)
+        sizes = [t.numel() for t in step.call.tensors if t is not None]
+        largest = max([*sizes, *(math.prod(folded.value(v).shape) for v in step.outputs)], default=0)  # or a look-up
         known["_effort"] = Effort(flops, touched, flops > 2 * largest)
     return known["_effort"]

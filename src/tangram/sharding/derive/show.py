@@ -10,6 +10,7 @@ from tangram.layout import Layout
 from tangram.layout.syntax import Dim
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import Moved, moved, value_layout
+from tangram.sharding.derive.states import part_dim
 
 Row = tuple[str, ...]
 
@@ -50,7 +51,7 @@ def parameters(found: Derived) -> Iterator[Row]:
         if found.folded.classes[v] == v:
             parts = 1
             for over in found.axes:
-                if v in over.used and over.used[v].kind == "cut":
+                if v in over.used and part_dim(over.used[v]) is not None:
                     parts *= over.k
             shape = " x ".join(map(str, value.shape))
             yield folded_name(found, value.name), shape, short(value_layout(found, v)), amount(value.nbytes / parts)

@@ -4,6 +4,7 @@
     several   every rank has all of it, and each computes something of its own: gradients are to be summed
     sum       each rank has a summand; the gradient of a sum is `several`
     cut       each rank has a part of a dim, and that part's gradient
+    own, sent rows in an order of their own (`Routed`): of a rank's own tokens, or of the experts that it has
 
 A state is a place of `relayout.collectives`, which brings tensors from one to another; its table says how, and how the
 gradient comes back. So no backward rule is needed, and the cost of a step is that of both. Source of the algebra: the
@@ -19,6 +20,8 @@ from tangram.relayout import collectives
 from tangram.relayout.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from tangram.relayout.collectives import Place as State
 
+NOTED = "noted"
+"""What is done with the groups of sorted rows, so that they can be sent: nothing is sent yet."""
 SAME, SEVERAL, SUM = State("same"), State("several"), State("sum")
 
 
@@ -46,6 +49,40 @@ def cut(dim: int, outer: int = 1) -> State:
     return State("cut", dim, outer)
 
 
+OWN, SENT = "own", "sent"
+OWN_IDS, SENT_IDS, OWN_ENDS, SENT_ENDS, SORTED = "own ids", "sent ids", "own ends", "sent ends", "sorted"
+_DISPATCHED = {OWN: SENT, OWN_IDS: SENT_IDS, OWN_ENDS: SENT_ENDS}
+
+
+class Routed(State):
+    """How what is made of rows lies that were sorted by a group, as those of tokens by their experts.
+
+        own          each rank has rows of its own part, sorted among themselves; numbers of rows count its own
+        sent         each rank has the rows of its own groups, from all ranks, sorted; how many, their values say
+        own ids      the groups of own rows; `sorted`: the same as the sort gives them, before they are known as a route
+        sent ids     the groups of rows that were sent, counted among those of the rank
+        own ends     of each group, what is counted of the rank's rows
+        sent ends    where each of the rank's groups ends among the rows that were sent
+
+    `outer`: of the cut that the rows had before they were sorted. Over an axis nothing else can be made of them but by
+    the operators of one region (`derive.regions`), whose number is kept beside.
+    """
+
+    region: int
+    groups: int
+
+    def __new__(cls, kind: str, outer: int, region: int, groups: int) -> Routed:
+        """Of the region that begins with node `region`, of rows of so many groups."""
+        self = super().__new__(cls, kind, -1 if kind == OWN_ENDS else 0, outer)
+        self.region, self.groups = region, groups
+        return self
+
+
+def part_dim(state: State) -> int | None:
+    """The dim of which a rank has a part; None where it has all of it."""
+    return state.dim if state.kind == "cut" or (isinstance(state, Routed) and state.dim >= 0) else None
+
+
 class Way(NamedTuple):
     """What is done between two states; "" where nothing is."""
 
@@ -55,11 +92,26 @@ class Way(NamedTuple):
 
 def way(source: State, target: State) -> Way | None:
     """The steps from one state to another. None: there is no sense in it."""
+    if isinstance(source, Routed) or isinstance(target, Routed):
+        return _way_of_rows(source, target)
     if (source.kind, target.kind) == ("cut", "sum"):
         return None  # a move can do it, and nothing is won by it
     if target.kind == "sum" and target not in (SUM, source):
         return None  # operators alone know what comes from one rank
     return Way(*collectives.way(plain(source), plain(target)))
+
+
+def _way_of_rows(source: State, target: State) -> Way | None:
+    pair = source.kind, target.kind
+    if source == target:
+        return Way("", "")
+    if source.outer != target.outer or not (isinstance(source, Routed) and isinstance(target, Routed)):
+        return None
+    if pair == (SORTED, OWN_IDS):
+        return Way(NOTED, "")
+    there = pair[0] in _DISPATCHED and _DISPATCHED[pair[0]] == pair[1]
+    back = pair == (SENT, OWN)
+    return Way(ALL_TO_ALL, ALL_TO_ALL if OWN in pair else "") if there or back else None
 
 
 def received(what: str, nbytes: float, k: int) -> float:

@@ -8,7 +8,7 @@ gradients of all that the model was given, by torch's own backward through all r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from tangram.models.replay import defined, replay
 from tangram.sharding.calls import Call
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step, meta
-from tangram.sharding.derive.layouts import layout_of, lying, made, needed, part, steps_of_nodes, used
+from tangram.sharding.derive.layouts import called, layout_of, lying, made, needed, part, steps_of_nodes, used
+from tangram.sharding.derive.states import State
 from tangram.sharding.local import run
 from tangram.sharding.proof.execute import differs
+from tangram.sharding.proof.routed import Routes, is_routed
 from tangram.sharding.proof.simulate import Simulated, World, cut, of_parts, together
 from tangram.sharding.table import builtin
 
@@ -88,12 +90,14 @@ class _Ranks:
     def __init__(self, found: Derived, leaves: Mapping[str, Tensor]) -> None:
         self.found, self.graph = found, found.folded.graph
         self.world = World(found.mesh, builtin())
+        self.routes = Routes(found.mesh)
         self.values: dict[int, Simulated] = {}
         self.operators = 0
         self.rough = any(t.dtype == torch.bfloat16 for t in leaves.values())
         for i, value in self.graph.of_kind("parameter", "buffer", "input"):
-            start = self._layout(i, lying(self.found, self.found.folded.classes[i]))
-            self.values[i] = self._brought(cut(leaves[value.name], start, self.world), self._used(i))
+            start = lying(self.found, self.found.folded.classes[i])
+            own = cut(leaves[value.name], self._layout(i, start), self.world)
+            self.values[i] = self._brought(i, own, start, self._used(i))
 
     def compared(self, whole: Mapping[int, Tensor]) -> str:
         """Run every operator; where one is wrong, which and how."""
@@ -104,18 +108,20 @@ class _Ranks:
             step = steps[i]
             parts = self._run(i, step)
             for k, v in enumerate(w for w in node.results if w is not None):
-                layout = self._layout(v, made(self.found, step, k))
+                states = made(self.found, step, k)
+                layout = self._layout(v, states)
                 value = of_parts(self.graph.values[v].shape, [own[k] for own in parts], layout, self.world)
-                wrong = _differs(together(value).detach(), whole[v].detach(), self.rough)
+                wrong = "" if is_routed(states) else _differs(together(value).detach(), whole[v].detach(), self.rough)
                 if wrong:
                     return f"{node.operator.name()} of {node.module} ({node.source}): result {k} {wrong}"
-                self.values[v] = self._brought(value, self._used(v))
+                self.values[v] = self._brought(v, value, states, self._used(v))
             self.operators += 1
         return ""
 
     def _run(self, i: int, step: Step) -> list[list[Any]]:
         node = self.graph.nodes[i]
         call = Call(node.operator, filled(node.arguments, lambda v: meta(self.graph.values[v])))
+        own = call if call.tensors else replace(call, arguments=called(self.found, step).arguments)
         by_place = filled(node.arguments, lambda v: v)
         ready: list[Simulated | None] = []
         for place, ((name, at), tensor) in enumerate(zip(call.places, call.tensors, strict=True)):
@@ -123,21 +129,26 @@ class _Ranks:
                 ready.append(None)
                 continue
             v = by_place[name] if at is None else by_place[name][at]
-            ready.append(self._brought(self.values[v], self._layout(v, needed(self.found, step, place))))
+            ready.append(self._brought(v, self.values[v], self._used(v), needed(self.found, step, place)))
         found: list[list[Any]] = []
         for rank in range(self.found.mesh.size):
             local = [None if t is None else t.parts[rank] for t in ready]
             if call.name == "view":  # what is brought here may have other strides than what a model's own code has
                 local = [None if t is None else t.contiguous() for t in local]
-            results = defined(node, [*run(call, step.bound, part(self.found, step, rank), local)])
+            results = defined(node, [*run(own, step.bound, part(self.found, step, rank), local)])
             found.append([r for r, v in zip(results, node.results, strict=True) if v is not None])
         return found
 
-    def _brought(self, value: Simulated, layout: Layout) -> Simulated:
+    def _brought(self, v: int, value: Simulated, source: Mapping[str, State], target: Mapping[str, State]) -> Simulated:
+        """A tensor that lies otherwise, compared by its layout but for rows in an order of their own."""
+        layout = self._layout(v, {axis: target.get(axis, state) for axis, state in source.items()})
+        if is_routed(source) or is_routed(target):
+            parts = self.routes.brought(value.parts, source, target)
+            return of_parts(self.graph.values[v].shape, parts, layout, self.world)
         return value if value.lies == layout else cut(together(value), layout, self.world)
 
-    def _used(self, v: int) -> Layout:
-        return self._layout(v, used(self.found, self.found.folded.classes[v]))
+    def _used(self, v: int) -> Mapping[str, State]:
+        return used(self.found, self.found.folded.classes[v])
 
-    def _layout(self, v: int, states: Mapping[str, Any]) -> Layout:
+    def _layout(self, v: int, states: Mapping[str, State]) -> Layout:
         return layout_of(self.graph.values[v].shape, states)

@@ -16,7 +16,7 @@ from tangram.errors import UserError
 from tangram.models.graph import Called, Node
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step
-from tangram.sharding.derive.layouts import part, steps_of_nodes
+from tangram.sharding.derive.layouts import called, part, steps_of_nodes
 from tangram.sharding.local import run
 from tangram.sharding.parts import Part
 from tangram.sharding.runtime.install import Bring
@@ -74,7 +74,8 @@ class Operators:
         if step.call.name == "view":  # what is brought here may have other strides than what a model's own code has
             local = [None if t is None else t.contiguous() for t in local]
         written = written_by(node)
-        found = run(step.call, step.bound, self.part(step), local, in_place=any(v in given for v in written))
+        call, there = called(self._found, step), any(v in given for v in written)
+        found = run(call, step.bound, self.part(step), local, in_place=there)
         for v, x in zip(places_of(node, step), local, strict=True):
             if v in written and v in given and x is not None and found[0] is not x:
                 x.copy_(found[0])

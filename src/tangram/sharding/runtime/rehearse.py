@@ -25,7 +25,8 @@ from tangram.models.graph import Called, Ref
 from tangram.models.twin import fake_twin
 from tangram.sharding.calls import Call
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.layouts import local_shape, lying, made, used
+from tangram.sharding.derive.layouts import called, local_shape, lying, made, used
+from tangram.sharding.derive.states import part_dim
 from tangram.sharding.local import arguments_of, as_it_is
 from tangram.sharding.runtime.install import Now, Runtime, done
 from tangram.sharding.runtime.lower import lower, refuse_lost_writes
@@ -121,10 +122,10 @@ class _Rehearsal:
         """What would come, of the size that it has then."""
         sizes = [*x.shape]
         for axis, source, target in change:
-            if source.kind == "cut":
-                sizes[source.dim] *= self.sizes[axis]
-            if target.kind == "cut":
-                sizes[target.dim] //= self.sizes[axis]
+            if (dim := part_dim(source)) is not None:
+                sizes[dim] *= self.sizes[axis]
+            if (dim := part_dim(target)) is not None:
+                sizes[dim] //= self.sizes[axis]
         before = [*self.record.ran]
         part = x.new_empty(sizes)
         self.record.ran[:] = before  # nothing that the model's code has run
@@ -216,10 +217,11 @@ class _Rehearsal:
             if shape != want:
                 return f"{step.call.name} gives {shape} on a part, not {want}"
         own = arguments_of(step.call, step.bound, self.operators.part(step))
+        told = called(self.found, step).arguments
         for name, value in node.arguments.items():
             if name in SIZES or _has_tensors(value):
                 continue
-            want = own.get(name, value)
+            want = own.get(name, told[name])
             if _plain(ran.arguments[name]) != _plain(want):
                 return f"{step.call.name} is told {name}={ran.arguments[name]} on a part, not {want}"
         return ""
