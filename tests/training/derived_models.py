@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tangram.layout import Mesh
-from tangram.sharding.derive.layouts import part as part_of
 from tangram.sharding.derive.marks import Mark, marks_of, read_marks
 from tangram.sharding.derive.of_model import fitting, graph_of
 from tangram.sharding.derive.published import published
@@ -188,15 +186,39 @@ def _other_rows(held: DerivedModel) -> None:
         own._rank = 0
 
 
-def _of_the_last(operators: Any, part: Callable[[Any], Any], step: Any) -> Any:
-    last = dist.get_world_size() - 1
-    return part_of(operators._found, step, last) if "experts" in step.node.module else part(step)
+def _routed(held: DerivedModel, wrong: Callable[[Tensor, tuple[str, str], Tensor], Tensor]) -> None:
+    """Of a tensor, the kinds of rows' states and what should come of it: what comes instead."""
+    routes = held._routes  # pyright: ignore[reportPrivateUsage]
+    real = routes.brought
+
+    def brought(x: Tensor, axis: str, source: Any, target: Any) -> Tensor:
+        return wrong(x, (source.kind, target.kind), real(x, axis, source, target))
+
+    cast(Any, routes).brought = brought
 
 
-def _other_experts(held: DerivedModel) -> None:
-    """The rows of other experts go through the weights of a rank's own."""
-    for own in _operators(held):
-        own.part = partial(_of_the_last, own, own.part)
+def _counts_of_other_groups(held: DerivedModel) -> None:
+    """Each of a rank's experts has as many rows as another one should have."""
+
+    def swapped(x: Tensor, kinds: tuple[str, str], right: Tensor) -> Tensor:
+        counts = torch.diff(right, prepend=right.new_zeros(1))
+        return counts.flip(0).cumsum(0).to(right.dtype) if kinds[1] == "sent ends" else right
+
+    _routed(held, swapped)
+
+
+def _rows_of_other_tokens(held: DerivedModel) -> None:
+    """What experts have made of rows is not put back in the order of these."""
+    _routed(held, lambda x, kinds, right: right.roll(1, 0) if kinds == ("sent", "own") else right)
+
+
+def _biases_of_other_ranks(held: DerivedModel) -> None:
+    """The biases of a rank's experts are those of the other rank's."""
+    model, whole = held._model, dict(model_of("gpt_oss").named_parameters())  # pyright: ignore[reportPrivateUsage]
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj_bias"):
+            part = cast(DTensor, parameter.data).to_local()
+            part.copy_(whole[name].data.chunk(2)[1 - dist.get_rank()])
 
 
 def _one_block(held: DerivedModel) -> None:
@@ -243,10 +265,12 @@ MISTAKES: Mapping[str, Callable[[DerivedModel], None]] = {
     "every rank adds the bias": _bias_on_every_rank,
     "every rank looks up the first rows": _other_rows,
     "heads are cut in one block": _one_block,
-    "every rank takes its experts for the last ones": _other_experts,
     "masks are those of a sequence as long as the part": _masks_of_the_part,
     "every rank takes the first positions": _first_places,
     "gradients of gathered parameters are not summed": _gathered_as_the_same,
+    "every rank counts the rows of other experts": _counts_of_other_groups,
+    "rows are put back in another order": _rows_of_other_tokens,
+    "biases are those of another rank's experts": _biases_of_other_ranks,
 }
 
 

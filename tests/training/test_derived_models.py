@@ -19,7 +19,7 @@ from tests.training.oracle.warm import once as run_once
 BOUND = 1e-5
 """Of a gradient, relative: sums in another order, through two layers."""
 
-NORMS, GATHERS, LOGITS, BIAS, ROWS, HEADS, THEIRS, MASKS, PLACES, UNCUT = MISTAKES
+NORMS, GATHERS, LOGITS, BIAS, ROWS, HEADS, MASKS, PLACES, UNCUT, COUNTS, ORDER, BIASES = MISTAKES
 SEQUENCE = ("{model.embed_tokens,model.layers.*,model.norm}: b s/cp h",)
 """Context parallelism: keys and values are gathered."""
 PLANTED = {
@@ -56,8 +56,7 @@ TWO = named(
         *(Work("llama", "cp=2", SEQUENCE, mistake, "none") for mistake in (NORMS, GATHERS, MASKS, PLACES)),
         Work("llama", "dp=2", (KEPT, CUT_SAMPLES), plans="none"),
         *(Work("llama", "dp=2", (KEPT, CUT_SAMPLES), mistake, "none") for mistake in (NORMS, UNCUT)),
-        Work("gpt_oss", "ep=2", mistake=THEIRS, plans="ep"),
-        Work("gpt_oss", "ep=2", mistake=NORMS, plans="ep"),
+        *(Work("gpt_oss", "ep=2", mistake=mistake, plans="ep") for mistake in (NORMS, COUNTS, ORDER, BIASES)),
         *(Work(kind, "tp=2", mistake=mistake) for kind, mistakes in PLANTED.items() for mistake in mistakes),
     ]
 )
@@ -85,6 +84,7 @@ FOUR = named(
         Work("llama", "dp=2 cp=2", (*SEQUENCE, SEQUENCE[0].replace("b s/cp", "b/dp s")), plans="none"),
         Work("qwen3_moe", "cp=2 ep=2", SEQUENCE, plans="ep"),
         *(Work(kind, "dp=2 ep=2", SAMPLES, plans="ep") for kind in EXPERTS),
+        *(Work(kind, "dp=2 ep=2", (CUT_SAMPLES.replace("b/dp s", "b/dp s/ep"),), plans="ep") for kind in EXPERTS),
         Work("qwen3_moe", "tp=2 ep=2", ("model.layers.*: b/ep s/tp h",), plans="tp ep"),
         Work("llama", "dp=2 tp=2", ("{model.embed_tokens,model.norm}: b/dp s h",)),
     ]

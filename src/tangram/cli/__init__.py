@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "plan": "Rank the strategies for a job on this machine, or explain a plan.",
         "shard": "Derive the layouts of a model from a few marks; prove op rules by numbers.",
         "checkpoint": "Look into checkpoints, verify, compare, export and prune them.",
+        "experts": "Say how evenly tokens went to experts, and place these anew.",
         "doctor": "Say what this machine has and what will work on it.",
         "bench": "Measure Tangram beside its peers, from a checkout.",
     }

@@ -252,6 +252,8 @@ class RunPlan(Table):
     """Training stops after the step in which this time has passed, if that is before `steps`."""
     evaluate_every: Count = 0
     """Steps between two measurements of the held-out loss; 0 measures at the end only."""
+    count_experts: Count = 0
+    """Steps between two counts of how many tokens went to each expert (`experts.jsonl`); 0 counts none."""
     device: Literal["auto", "cpu"] = "auto"
     deterministic: bool = False
     compile: bool = False

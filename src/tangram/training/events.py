@@ -1,7 +1,9 @@
 """What happens in a job, as values: ranks emit them, the progress line, the logs and the report take them in."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,22 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class ExpertLoads:
+    """How many times each expert of each layer was chosen since the last such event, over all ranks."""
+
+    step: int
+    tokens: int
+    """That were routed, padding included."""
+    layers: Mapping[str, tuple[int, ...]]
+    """By the path of the module of experts, for each expert."""
+
+    @property
+    def evenness(self) -> dict[str, float]:
+        """By layer, the mean over the experts as a part of the most: 1 where all are chosen as often."""
+        return {name: fmean(own) / max(own) for name, own in self.layers.items() if any(own)}
+
+
+@dataclass(frozen=True)
 class Saved:
     """A checkpoint that is committed: complete on disk under its final name."""
 
@@ -118,6 +136,7 @@ class Record:
     steps: list[StepDone] = field(default_factory=list[StepDone])
     skips: list[Skipped] = field(default_factory=list[Skipped])
     evaluations: list[Evaluated] = field(default_factory=list[Evaluated])
+    loads: list[ExpertLoads] = field(default_factory=list[ExpertLoads])
     saves: list[Saved] = field(default_factory=list[Saved])
     failures: list[SaveFailed] = field(default_factory=list[SaveFailed])
 
@@ -127,6 +146,7 @@ class Record:
             (StepDone, self.steps),
             (Skipped, self.skips),
             (Evaluated, self.evaluations),
+            (ExpertLoads, self.loads),
             (Saved, self.saves),
             (SaveFailed, self.failures),
         ):

@@ -23,14 +23,14 @@ from tangram.models.costs import costs as model_costs
 from tangram.models.source import Source
 from tangram.planner.estimate import Estimate
 from tangram.planner.plan import Plan
-from tangram.training import figures, loop
+from tangram.training import figures, loads, loop
 from tangram.training.boards import TensorBoard
 from tangram.training.building import has_dropout, source_of
 from tangram.training.checkpoints import describe as describe_checkpoint
 from tangram.training.checkpoints import newest
 from tangram.training.cuts import cuts_of
 from tangram.training.data import Corpus, Tokens, load_tokens, open_corpus, padding, prepare, unigram_entropy
-from tangram.training.events import Doing, Note, Record, Table
+from tangram.training.events import Doing, ExpertLoads, Note, Record, Table
 from tangram.training.folder import near
 from tangram.training.launch import RankError, computing_as_a_rank, pick_device, refuse_too_many, run_ranks
 from tangram.training.proofs import ProofError, prove
@@ -98,6 +98,8 @@ def train_job(job: RankJob, chosen: Chosen, ready: Prepared, on_event: OnEvent, 
         on_event(event)
         record(event)
         board(event)
+        if isinstance(event, ExpertLoads):
+            loads.append(job.folder, event)
 
     try:
         on_event(Doing("starting the ranks"))

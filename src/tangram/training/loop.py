@@ -34,6 +34,7 @@ from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, held_out_b
 from tangram.training.derived import Lies, derived_of
 from tangram.training.events import Evaluated, Skipped, StepDone
 from tangram.training.guard import AstrayError, Guard, guard_for
+from tangram.training.loads import Loads
 from tangram.training.loss import leaving, lies_of, token_loss
 from tangram.training.optimise import clip, local_gradients, lr_at, set_lr, square_sum
 from tangram.training.pipeline import Pipeline, parts_of, pipeline_of
@@ -94,6 +95,7 @@ def train_steps(
     losses: list[float] = []
     stopped: str | None = None
     tokens = 0
+    loads = Loads(parts_of(model), world.device, plan.run.count_experts)
     guard = Guard(plan, state.progress.scale, state.progress.good, state.progress.skipped)
     while state.progress.step < plan.run.steps and stopped is None:
         step = state.progress.step
@@ -134,6 +136,7 @@ def train_steps(
                 hooks.emit(skipped_event(done, hooks.folder, corpus, plan, state.progress, guard))
             else:
                 hooks.emit(_told(plan, costs, done, step + 1, first + 1, lr, batches.counted, seconds, guard))
+        loads.after(step + 1, batches.micro, world, hooks.emit)
         stopped = "signal" if done.asked[1] else "time" if done.asked[0] else None
         last = stopped is not None or step + 1 == plan.run.steps
         if done.skipped is None:
@@ -148,6 +151,7 @@ def train_steps(
         for event in checkpointer.poll():
             hooks.emit(event)
         hooks.after_step()
+    loads.close()
     return Trained(tuple(losses), tokens, time.monotonic() - started, stopped)
 
 

@@ -13,7 +13,18 @@ from rich.live import Live
 from rich.text import Text
 
 from tangram.training import figures
-from tangram.training.events import Doing, Evaluated, Note, Saved, SaveFailed, Skipped, StepDone, Table, Working
+from tangram.training.events import (
+    Doing,
+    Evaluated,
+    ExpertLoads,
+    Note,
+    Saved,
+    SaveFailed,
+    Skipped,
+    StepDone,
+    Table,
+    Working,
+)
 from tangram.training.tables import drawn, plain
 
 PLAIN_SECONDS = 5.0  # between two plain lines, so that a log file stays readable
@@ -58,6 +69,9 @@ class ProgressLine:
                 self._step(event)
             case Evaluated():
                 self._print(f"step {event.step}: held-out loss {event.loss:.4f}")
+            case ExpertLoads() if event.evenness:
+                name, least = min(event.evenness.items(), key=lambda one: one[1])
+                self._print(f"step {event.step}: experts are chosen {least:.2f} evenly (mean over most) in {name}")
             case Skipped():
                 where = f"; its samples are in {event.samples}" if event.samples else ""
                 self._print(f"step {event.step}: NOT applied: {event.reason}{where}")
