@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -23,6 +25,7 @@ from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Change, Program
 from tangram.training.derived import DerivedModel, parallel, without_memory
 from tangram.training.launch import Rank
+from tangram.training.loads import Loads
 from tests.sharding.derive.test_marks_files import tiny
 from tests.training.own_models import Diffusion, Two, Written
 
@@ -52,6 +55,8 @@ class Ran:
     borders: int
     inside: int
     """Functions that are not called as they are."""
+    miscounted: tuple[str, ...] = ()
+    """Modules of experts of which the ranks count other tokens by expert than one process."""
 
 
 OWN: Mapping[str, Callable[[], nn.Module]] = {"own": Two, "written": Written, "dit": Diffusion}
@@ -112,7 +117,10 @@ def run_all(rank: Rank, works: Sequence[Work]) -> list[Ran]:
 
 def run(work: Work) -> Ran:
     whole, model = model_of(work.kind), model_of(work.kind)
+    chosen, watched = _chosen(whole)
     want = loss_of(whole, work.kind)
+    for handle in watched:
+        handle.remove()
     want.backward()
     axes = {name: n for name, (n, _) in Mesh.parse(work.mesh).axes.items()}
     devices = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -121,14 +129,43 @@ def run(work: Work) -> Ran:
     held.prepare(inputs_of(work.kind))
     if work.mistake:
         MISTAKES[work.mistake](held)
+    loads = Loads([model], torch.device("cpu"), 1)
     loss = loss_of(model, work.kind)
     loss.backward()
     held.sum_gradients()
+    counted = _counted(loads, work.kind) if chosen else {}
+    loads.close()
     program = held.programs[0]
     assert len(held.programs) == 1
     off = float((loss - want).detach().abs() / want.detach().abs())
     worst, where = _furthest(model, dict(whole.named_parameters()))
-    return Ran(off, worst, where, len(program.borders), program.inside)
+    wrong = tuple(name for name in {**chosen, **counted} if chosen.get(name) != counted.get(name))
+    return Ran(off, worst, where, len(program.borders), program.inside, wrong)
+
+
+def _chosen(whole: nn.Module) -> tuple[dict[str, tuple[int, ...]], list[Any]]:
+    """By module of experts, how often each is chosen: filled in while the model runs."""
+    found: dict[str, tuple[int, ...]] = {}
+    handles: list[Any] = []
+
+    def note(name: str, module: Any, args: tuple[Any, ...]) -> None:
+        found[name] = tuple(torch.bincount(args[1].flatten(), minlength=module.num_experts).tolist())
+
+    for name, module in cast("Iterable[tuple[str, Any]]", whole.named_modules()):
+        if hasattr(module, "num_experts") and name.endswith("experts"):
+            handles.append(module.register_forward_pre_hook(partial(note, name)))
+            found[name] = ()
+    return found, handles
+
+
+def _counted(loads: Loads, kind: str) -> Mapping[str, tuple[int, ...]]:
+    """The same as ranks count, which all have the same tokens."""
+    said: list[Any] = []
+    batch = SimpleNamespace(inputs_BS=inputs_of(kind)["input_ids"])
+    group = dist.group.WORLD
+    world = SimpleNamespace(size=dist.get_world_size(), data_size=1, group=group, index=0)
+    loads.after(1, [cast(Any, batch)], cast(Any, world), said.append)
+    return said[0].layers
 
 
 def _furthest(model: nn.Module, whole: Mapping[str, nn.Parameter]) -> tuple[float, str]:
@@ -201,8 +238,9 @@ def _counts_of_other_groups(held: DerivedModel) -> None:
     """Each of a rank's experts has as many rows as another one should have."""
 
     def swapped(x: Tensor, kinds: tuple[str, str], right: Tensor) -> Tensor:
-        counts = torch.diff(right, prepend=right.new_zeros(1))
-        return counts.flip(0).cumsum(0).to(right.dtype) if kinds[1] == "sent ends" else right
+        if kinds[1] != "sent ends":
+            return right
+        return torch.diff(right, prepend=right.new_zeros(1)).flip(0).cumsum(0).to(right.dtype)
 
     _routed(held, swapped)
 
@@ -212,13 +250,9 @@ def _rows_of_other_tokens(held: DerivedModel) -> None:
     _routed(held, lambda x, kinds, right: right.roll(1, 0) if kinds == ("sent", "own") else right)
 
 
-def _biases_of_other_ranks(held: DerivedModel) -> None:
-    """The biases of a rank's experts are those of the other rank's."""
-    model, whole = held._model, dict(model_of("gpt_oss").named_parameters())  # pyright: ignore[reportPrivateUsage]
-    for name, parameter in model.named_parameters():
-        if name.endswith("proj_bias"):
-            part = cast(DTensor, parameter.data).to_local()
-            part.copy_(whole[name].data.chunk(2)[1 - dist.get_rank()])
+def _biases_of_other_experts(held: DerivedModel) -> None:
+    """A row takes the bias of another one of its rank's experts."""
+    _routed(held, lambda x, kinds, right: right.max() - right if kinds[1] == "sent ids" else right)
 
 
 def _one_block(held: DerivedModel) -> None:
@@ -270,7 +304,7 @@ MISTAKES: Mapping[str, Callable[[DerivedModel], None]] = {
     "gradients of gathered parameters are not summed": _gathered_as_the_same,
     "every rank counts the rows of other experts": _counts_of_other_groups,
     "rows are put back in another order": _rows_of_other_tokens,
-    "biases are those of another rank's experts": _biases_of_other_ranks,
+    "rows take the biases of other experts": _biases_of_other_experts,
 }
 
 

@@ -112,6 +112,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
 
 def _is_right(ran: list[Ran]) -> None:
     assert [(r.where, r.worst) for r in ran if r.worst > BOUND or r.loss > BOUND] == []
+    assert [r.miscounted for r in ran if r.miscounted] == []
 
 
 @pytest.mark.parametrize("name", [name for name, work in TWO.items() if not work.mistake])

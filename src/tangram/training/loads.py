@@ -1,8 +1,8 @@
 """How many tokens went to each expert of each layer, counted on the devices while a run trains.
 
-A module of experts is one that is told each token's experts, `forward(..., top_k_index, ...)`, and has `num_experts`,
-as those of transformers. Counts stay on the device and are added up; now and then (`run.count_experts`) the ranks put
-them together, which is the only time the host waits. A layer that several ranks compute alike, or that is computed
+A module of experts is one that is told each token's experts (`_INDEX`) and has `num_experts`, as those of transformers.
+Counts stay on the device and are added up; now and then (`run.count_experts`) the ranks put them together, which is the
+only time the host waits. A layer that several ranks compute alike, or that is computed
 again in the backward, is counted as often by all of them: it is divided out, for how many there are is known.
 """
 
@@ -26,7 +26,8 @@ from tangram.training.world import World
 
 FILE = "experts.jsonl"
 """In the folder of a run: a line for each count."""
-_INDEX = "top_k_index"
+_INDEX = ("top_k_index", "router_indices")
+"""What the argument is called that has each token's experts."""
 
 
 @dataclass
@@ -36,7 +37,7 @@ class _Counted:
 
 
 class Loads:
-    """Counts what the experts of a model's parts are given, until `close`, and says so every some steps, or never (0)."""
+    """Counts what the experts of a model's parts are given, until `close`, says so every some steps (0: never)."""
 
     def __init__(self, parts: Iterable[nn.Module], device: torch.device, every: int) -> None:
         self._every = every
@@ -49,7 +50,7 @@ class Loads:
                 if place is not None:
                     own = _Counted(torch.zeros(int(cast(Any, module).num_experts), dtype=torch.int64, device=device))
                     self._counted[name] = own
-                    self._handles.append(module.register_forward_pre_hook(_hook(own, place), with_kwargs=True))
+                    self._handles.append(module.register_forward_pre_hook(_hook(own, *place), with_kwargs=True))
 
     def after(self, step: int, micro: Sequence[Batch], world: World, emit: Callable[[object], None]) -> None:
         """A step on these batches is done. Collective where it is time to say what was counted; rank 0 does."""
@@ -92,14 +93,16 @@ def _once(counts: list[int], rows: int) -> tuple[int, ...]:
     return tuple(n // times for n in counts)
 
 
-def _place(module: nn.Module) -> int | None:
-    names = [*inspect.signature(module.forward).parameters] if hasattr(module, "num_experts") else []
-    return names.index(_INDEX) if _INDEX in names else None
+def _place(module: nn.Module) -> tuple[str, int] | None:
+    """The argument of each token's experts, by name and by position."""
+    # The class says it: what stands around a module's own forward takes anything.
+    names = [*inspect.signature(type(module).forward).parameters][1:] if hasattr(module, "num_experts") else []
+    return next(((name, names.index(name)) for name in _INDEX if name in names), None)
 
 
-def _hook(own: _Counted, place: int) -> Any:
+def _hook(own: _Counted, name: str, place: int) -> Any:
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        index = kwargs[_INDEX] if _INDEX in kwargs else args[place]
+        index = kwargs[name] if name in kwargs else args[place]
         if module.training and torch.is_grad_enabled():
             flat = index.detach().flatten()
             own.counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
