@@ -66,7 +66,7 @@ class Found:
 
 def rows(quick: bool, folder: Path) -> Iterable[Row]:
     """The figures."""
-    turns = 3 if quick else 30
+    turns = 3 if quick else 20
     data.prepare(job(folder).data, data.BYTES, lambda event: None)
     two, tensor = fsdp(folder, 2), tensor_plan(folder)
     copies = two.model_copy(update={"layouts": two.layouts.model_copy(update={"parameters": {"*": "..."}})})
