@@ -16,6 +16,7 @@ from tangram.training import data
 from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, Stream
 from tangram.training.data.corpus import is_single
 from tangram.training.data.samples import collate
+from tangram.training.data.stream import ORDERED
 from tests.training.data.texts import corpus_of, data_plan, texts_of, write_files
 
 CPU = torch.device("cpu")
@@ -114,6 +115,13 @@ def test_any_part_of_the_stream_is_found_alone(
 ) -> None:
     whole = data.sample_ids(corpus, plan, 3, first, skip + count)
     assert whole[skip:] == data.sample_ids(corpus, plan, 3, first + skip, count)
+
+
+def test_samples_on_both_sides_of_what_is_found_at_once(plan: DataPlan, corpus: Corpus) -> None:
+    first = 3 * ORDERED - 2
+    one_by_one = [sample for i in range(5) for sample in data.sample_ids(corpus, plan, 3, first + i, 1)]
+    assert data.sample_ids(corpus, plan, 3, first, 5) == one_by_one
+    assert data.sample_ids(corpus, plan, 3, first, 0) == data.sample_ids(corpus, plan, 3, ORDERED, 0) == []
 
 
 def test_every_epoch_and_seed_has_its_own_order(plan: DataPlan, corpus: Corpus) -> None:

@@ -59,6 +59,13 @@ class Split:
         start_M = window_M * sequence
         return start_M, np.minimum(start_M + sequence, self.size - 1)
 
+    def span(self, window: int, sequence: int, *, single: bool = False) -> tuple[int, int]:
+        """The same of one window."""
+        if not single:
+            return window * sequence, min((window + 1) * sequence, self.size - 1)
+        start, stop = self._single_spans(np.array([window]), sequence)
+        return int(start[0]), int(stop[0])
+
     def labels(self, windows: npt.ArrayLike, sequence: int, *, single: bool = False) -> Ints:
         """How many labels each of these windows counts; no token has to be read for that."""
         start, stop = self.spans(windows, sequence, single=single)
@@ -124,7 +131,7 @@ def collate(
 def _lay(
     split: Split, window: int, sequence: int, single: bool, inputs_S: Ints, labels_S: Ints, positions_S: Ints
 ) -> None:
-    start, stop = (int(place[0]) for place in split.spans([window], sequence, single=single))
+    start, stop = split.span(window, sequence, single=single)
     tokens_T = split.read(start, stop + 1)
     count = stop - start
     inputs_S[:count] = tokens_T[:-1]
@@ -132,7 +139,9 @@ def _lay(
     if single:
         return
     kind = split.end_D.dtype.type
-    first, last = np.searchsorted(split.end_D, [kind(start), kind(stop)], "right")
+    first, last = split.end_D.searchsorted(np.array([start, stop], kind), "right").tolist()
+    if first == last and count == len(positions_S):
+        return  # all of one document
     ends_E = split.end_D[first:last].astype(np.int64) - start
     labels_S[ends_E - 1] = IGNORE
     begin_S = np.zeros_like(positions_S)

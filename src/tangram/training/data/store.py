@@ -187,7 +187,8 @@ class _Reader:
         self._begins: Ints = np.array([*begins, at], np.int64)
         self._sums = np.array(sums, np.uint32)
         self._checked = bytearray(len(sums))
-        self._bytes = np.memmap(self._path, np.uint8, "r") if at else np.zeros(0, np.uint8)
+        # A plain view of the map: slices of a memmap are told of its file, which takes longer than a row's tokens.
+        self._bytes = np.asarray(np.memmap(self._path, np.uint8, "r")) if at else np.zeros(0, np.uint8)
         self._dtype = dtype
 
     def __call__(self, start: int, stop: int) -> Ints:
@@ -247,7 +248,7 @@ def _ends(folder: Path, split: int, parts: Sequence[Part]) -> npt.NDArray[np.uin
         raise damaged(path)
     if not documents:
         return np.zeros(0, np.uint64)
-    mapped = np.memmap(path, np.dtype("<u8"), "r")
+    mapped = np.asarray(np.memmap(path, np.dtype("<u8"), "r"))
     for part in parts:
         if zlib.crc32(mapped[at : part.documents[split]].data) != part.ends[split]:
             raise damaged(path)

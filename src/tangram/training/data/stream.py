@@ -10,6 +10,7 @@ whatever the number of ranks; and every rank knows, without a collective, how ma
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ from tangram.training.data.shuffle import permuted
 
 Ints = npt.NDArray[np.int64]
 
+ORDERED = 1024
+"""Samples whose place in the text is found at once."""
 _HELD_OUT_SEED = 0  # the held-out samples are the same for every seed of a job
 
 
@@ -39,8 +42,22 @@ class RankBatches:
 
 def sample_ids(corpus: Corpus, data: DataPlan, seed: int, first: int, count: int) -> list[tuple[int, int]]:
     """Samples `first` to `first + count` of the job, each as (source, window of the source's training text)."""
-    source_B, window_B = _choose(corpus.training, data, seed, *_mix(data).places(np.arange(first, first + count)))
-    return list(zip(source_B.tolist(), window_B.tolist(), strict=True))
+    windows, weights = _windows(corpus.training, data), tuple(source.weight for source in data.sources)
+    some = range(first // ORDERED, -(-(first + max(count, 1)) // ORDERED))
+    found = np.concatenate([_ordered(windows, weights, seed, block) for block in some], axis=1)
+    at = first - some.start * ORDERED
+    source_B, window_B = found[:, at : at + count].tolist()
+    return list(zip(source_B, window_B, strict=True))
+
+
+@lru_cache(maxsize=16)
+def _ordered(windows: tuple[int, ...], weights: tuple[float, ...], seed: int, block: int) -> Ints:
+    """Source and window (2, `ORDERED`) of some samples that follow one another.
+
+    To find one of them takes almost as long as to find all, so they are kept while they are dealt out.
+    """
+    places = make_mix(weights).places(np.arange(block * ORDERED, (block + 1) * ORDERED))
+    return np.stack(_choose(windows, seed, *places))
 
 
 def step_batches(
@@ -80,7 +97,8 @@ def held_out_samples(corpus: Corpus, data: DataPlan) -> list[tuple[int, int]]:
 
     The sources have their weights' shares, until one has no more. Raises UserError when nothing is held out.
     """
-    windows_N = np.array([split.windows(data.sequence, single=is_single(data)) for split in corpus.held_out])
+    windows = _windows(corpus.held_out, data)
+    windows_N = np.array(windows)
     wanted = min(data.held_out_samples, int(windows_N.sum()))
     if not wanted:
         raise UserError("no text is held out to measure the loss on: set data.held_out above 0 and train anew")
@@ -89,7 +107,7 @@ def held_out_samples(corpus: Corpus, data: DataPlan) -> list[tuple[int, int]]:
         count = max(wanted, len(mix.source_W))
         source_B, number_B = mix.places(np.arange(first, first + count))
         there_B = number_B < windows_N[source_B]
-        source_B, window_B = _choose(corpus.held_out, data, _HELD_OUT_SEED, source_B[there_B], number_B[there_B])
+        source_B, window_B = _choose(windows, _HELD_OUT_SEED, source_B[there_B], number_B[there_B])
         chosen += zip(source_B.tolist(), window_B.tolist(), strict=True)
         first += count
     return chosen[:wanted]
@@ -185,12 +203,17 @@ def _share(rows: int, index: int, size: int) -> tuple[int, int]:
     return index * rows // size, (index + 1) * rows // size
 
 
-def _choose(splits: Sequence[Split], data: DataPlan, seed: int, source_B: Ints, number_B: Ints) -> tuple[Ints, Ints]:
+def _windows(splits: Sequence[Split], data: DataPlan) -> tuple[int, ...]:
+    """How many windows each source has."""
+    return tuple(split.windows(data.sequence, single=is_single(data)) for split in splits)
+
+
+def _choose(windows_N: Sequence[int], seed: int, source_B: Ints, number_B: Ints) -> tuple[Ints, Ints]:
     """Sample number n of a source is in epoch n // windows; each epoch of each source is an own shuffle."""
     window_B = np.zeros_like(number_B)
     for source in _distinct(source_B):
         at_M = np.flatnonzero(source_B == source)
-        windows = splits[source].windows(data.sequence, single=is_single(data))
+        windows = windows_N[source]
         number_M = number_B[at_M]
         epoch_M, place_M = number_M // windows, number_M % windows
         for epoch in _distinct(epoch_M):
