@@ -23,6 +23,8 @@ from tests.sharding.derive.test_marks_files import tiny
 
 MARKS = ("*.experts.{gate_up_proj,down_proj}: e/ep _ _", "{model.embed_tokens,model.layers.*,model.norm}: b s/ep h")
 
+QUERIES = "{*.q_proj.weight,model.embed_tokens.weight,lm_head.weight}: out/tp in"
+
 
 @cache
 def derived(kind: str) -> tuple[Derived, dict[str, Tensor]]:
@@ -45,6 +47,17 @@ def test_rows_that_are_sent_give_what_the_model_gives(kind: str) -> None:
     ran = checked(kind)
     assert ran.wrong == ""
     assert ran.gradients > 10
+
+
+def test_experts_cut_over_two_axes_are_not_sent_for() -> None:
+    model = tiny("qwen3_moe")
+    given = {"input_ids": torch.randint(64, (3, 16), generator=torch.Generator().manual_seed(1))}
+    graph = folded(capture(model, {**given, "use_cache": False}), block_names(model))
+    marks = (*MARKS, "*.experts.{gate_up_proj,down_proj}: e/tp _ _", "model.layers.*: b s/tp h", QUERIES)
+    found = derive(graph, [Mark.parse(mark) for mark in marks], Mesh.parse("ep=2 tp=2"))
+    assert not any(isinstance(s, Routed) for over in found.axes for move in over.moves.values() for s in move.outputs)
+    ran = check(found, {**dict(model.named_parameters()), **dict(model.named_buffers()), **given})
+    assert ran.wrong == ""
 
 
 def _swapped(parts: Sequence[Tensor], target: Any) -> list[Tensor]:

@@ -84,12 +84,22 @@ def derive(
     wanted = fixed_by(folded, marks, mesh)
     named = {axis for own in wanted.values() for axis, state in own.items() if state != SAME}
     mesh.require_independent(sorted(named), "the marks")
-    done: list[Over] = []
-    for axis, (k, _) in mesh.axes.items():
-        if k > 1 and axis in named:
-            fixed = {v: own[axis] for v, own in wanted.items() if axis in own}
-            done.append(Problem(folded, axis, k, done, fixed, (rates or Rates()).along(mesh, axis)).solved())
-    return Derived(folded, mesh, tuple(marks), tuple(done))
+
+    def over(*, routed: bool) -> Derived:
+        done: list[Over] = []
+        for axis, (k, _) in mesh.axes.items():
+            if k > 1 and axis in named:
+                fixed = {v: own[axis] for v, own in wanted.items() if axis in own}
+                along = (rates or Rates()).along(mesh, axis)
+                done.append(Problem(folded, axis, k, done, fixed, along, routed=routed).solved())
+        return Derived(folded, mesh, tuple(marks), tuple(done))
+
+    try:
+        return over(routed=True)
+    except ConflictError:
+        if not regions_of(folded).regions:
+            raise
+        return over(routed=False)  # rows sent over one axis may leave another no way to have their experts cut
 
 
 def fixed_by(
