@@ -19,16 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench._styles import megatron
 from tangram.hardware.cluster import builtin
 from tangram.hardware.measure import Pairs, Row, paired
 from tangram.layout import Mesh
@@ -123,7 +117,7 @@ def measure(rank: Rank, pairs: int) -> Steps:
     ids = torch.randint(4096, (BATCH, SEQUENCE))
     inputs = {"input_ids": ids, "position_ids": torch.arange(SEQUENCE)[None].expand(BATCH, -1), "use_cache": False}
     held = parallel(ours, marks_of("llama") or [], devices, inputs)
-    by_hand(peer, devices)
+    megatron(peer, devices)
     times: list[tuple[float, float]] = []
     for turn in range(pairs + 3):  # the first three warm up
         order = ((ours, held.sum_gradients), (peer, lambda: None))
@@ -140,37 +134,6 @@ def _step(model: nn.Module, inputs: dict[str, Any], after: Any) -> float:
     F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     after()
     return time.perf_counter() - start
-
-
-def by_hand(model: nn.Module, devices: Any) -> None:
-    """Megatron's plan in torch's styles."""
-    part, whole = Shard(1), Replicate()
-    parallelize_module(
-        model,
-        devices,
-        {
-            "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=part),
-            "model.norm": SequenceParallel(),
-            "lm_head": ColwiseParallel(input_layouts=part, output_layouts=whole),
-        },
-    )
-    for layer in cast("Iterable[nn.Module]", model.get_submodule("model.layers")):
-        into = {"input_kwarg_layouts": {"hidden_states": part}, "desired_input_kwarg_layouts": {"hidden_states": whole}}
-        parallelize_module(
-            layer,
-            devices,
-            {
-                "input_layernorm": SequenceParallel(),
-                "self_attn": PrepareModuleInput(**cast(Any, into)),
-                **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-                "self_attn.o_proj": RowwiseParallel(output_layouts=part),
-                "post_attention_layernorm": SequenceParallel(),
-                "mlp": PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,)),
-                "mlp.gate_proj": ColwiseParallel(),
-                "mlp.up_proj": ColwiseParallel(),
-                "mlp.down_proj": RowwiseParallel(output_layouts=part),
-            },
-        )
 
 
 def _apart(ours: nn.Module, peer: nn.Module) -> float:

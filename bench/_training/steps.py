@@ -17,15 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 
+from bench._styles import megatron
 from bench._training.job import fsdp, job
 from tangram.hardware.measure import Pairs, Row, paired
 from tangram.models.build import build_on_meta, initial_tensors
@@ -163,37 +157,8 @@ def fully(model: nn.Module, world: World) -> None:
 
 
 def in_parallel(model: nn.Module, world: World) -> None:
-    """Megatron's plan of a Qwen3 decoder in torch's styles, norms on a part of the sequence."""
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    part, whole = Shard(1), Replicate()
-    into = {"input_kwarg_layouts": {"hidden_states": part}, "desired_input_kwarg_layouts": {"hidden_states": whole}}
-    heads = SequenceParallel(sequence_dim=2, use_local_output=True)
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=part),
-            "model.norm": SequenceParallel(),
-            "lm_head": ColwiseParallel(input_layouts=part, output_layouts=whole),
-        },
-    )
-    for layer in cast("Iterable[nn.Module]", model.get_submodule("model.layers")):
-        parallelize_module(
-            layer,
-            mesh,
-            {
-                "input_layernorm": SequenceParallel(),
-                "self_attn": PrepareModuleInput(**cast(Any, into)),
-                **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-                **{f"self_attn.{name}_norm": heads for name in "qk"},
-                "self_attn.o_proj": RowwiseParallel(output_layouts=part),
-                "post_attention_layernorm": SequenceParallel(),
-                "mlp": PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,)),
-                "mlp.gate_proj": ColwiseParallel(),
-                "mlp.up_proj": ColwiseParallel(),
-                "mlp.down_proj": RowwiseParallel(output_layouts=part),
-            },
-        )
+    """Torch's parallel styles over all ranks."""
+    megatron(model, init_device_mesh(world.device.type, (world.size,)))
 
 
 def _step(model: nn.Module, optimiser: torch.optim.AdamW, batches: list[data.Batch], world: World) -> float:
