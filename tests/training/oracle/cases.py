@@ -223,11 +223,11 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
     _add_staged(text, add, slow=slow)
     tied = tables(text, model={"change": {**SMALL_MODEL, "tie_word_embeddings": True}}, optimiser={"lr": 1e-3})
     add("tied", either("fsdp"), tied)
-    add("tied", ["tensor inside fsdp"], tied, FEW)
+    add("tied", ["tensor inside fsdp"], tied, SHORT)
     # The bias of the keys has a gradient of nearly zero, for attention hardly notices what is added to all keys alike.
     llama = {"preset": None, "path": str(text.parent / LLAMA), "change": {}}
     biases = tables(text, model=llama, optimiser={"eps": 1e-3})
-    add("biases", either("tensor inside fsdp"), biases, FEW)
+    add("biases", either("tensor inside fsdp"), biases, SHORT)
     freeze = ["*.embed_tokens.weight", "*.layers.0.*", "*.layers.1.self_attn.q_norm.*"]
     add("frozen", either("fsdp", "fsdp inside tensor"), tables(text, model={"freeze": freeze}))
     add("clipped", either("hsdp", "tensor inside fsdp"), tables(text, optimiser={"clip_norm": 0.05}))
