@@ -193,6 +193,8 @@ def spoilt(fields: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> str:
     """One to three values replaced, removed, renamed or doubled."""
     for _ in range(draw(st.integers(1, 3))):
         some = [path for path in places(fields) if path]
+        if not some:  # all of it has been removed
+            break
         path = draw(st.sampled_from(some))
         inner: Any = fields
         for key in path[:-1]:
@@ -211,6 +213,11 @@ def spoilt(fields: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> str:
                 there = there[key]
             inner[path[-1]] = json.loads(json.dumps(there))
     return json.dumps(fields)
+
+
+def test_nothing_is_left_to_spoil() -> None:
+    answers = iter([3, ("one",), "remove"])
+    assert spoilt({"one": 1}, lambda _: next(answers)) == "{}"
 
 
 @FEWER
