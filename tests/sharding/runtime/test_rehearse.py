@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.sharding.derive.marks import Mark
 from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.derive.states import cut, part_dim
 from tangram.sharding.runtime.program import Program
 from tangram.sharding.runtime.rehearse import rehearsed
 
@@ -93,3 +95,43 @@ def test_sizes_that_do_not_are_seen(code: Callable[[Tensor], Tensor], function: 
 
 def test_what_is_written_in_place_stays_where_it_lies() -> None:
     assert replaced(program_of(_in_place, *COLUMNS)) == []
+
+
+def _more_on_a_part(x: Tensor) -> Tensor:
+    return torch.tanh(x) if x.shape[-1] < 16 else x
+
+
+def _less_on_a_part(x: Tensor) -> Tensor:
+    return torch.tanh(x) if x.shape[-1] == 16 else x
+
+
+def _fails_on_a_part(x: Tensor) -> Tensor:
+    return torch.tanh(x if x.shape[-1] == 16 else x.expand(2, 4, 16))
+
+
+def _refuses_a_part(x: Tensor) -> Tensor:
+    if x.shape[-1] != 16:
+        raise ValueError("16 are needed")
+    return torch.tanh(x)
+
+
+@pytest.mark.parametrize("code", [_more_on_a_part, _less_on_a_part, _fails_on_a_part, _refuses_a_part])
+def test_code_that_takes_another_way_on_a_part_sees_the_whole(code: Callable[[Tensor], Tensor]) -> None:
+    program = program_of(code, *COLUMNS)
+    modules = {program.found.folded.graph.runs[run].module: border for run, border in program.borders.items()}
+    ((step,),) = modules["up"].gives.values()
+    assert (step.source, part_dim(step.target)) == (cut(2), None)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (_more_on_a_part, "tanh is called on a part only"),
+        (_less_on_a_part, "tanh is not called on a part"),
+        (_fails_on_a_part, "The expanded size of the tensor"),
+        (_refuses_a_part, "16 are needed"),
+    ],
+)
+def test_where_a_mark_cuts_what_it_sees_it_is_refused(code: Callable[[Tensor], Tensor], why: str) -> None:
+    with pytest.raises(UserError, match=rf"^Code cannot be run on parts: .*test_rehearse.py:\d+: {why}"):
+        program_of(code, *COLUMNS, "up: b s f/tp")

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
+from tangram.sharding.derive.fixed import ConflictError, fixed_by
 from tangram.sharding.derive.folding import Folded, Step, far_from_borders, fold
-from tangram.sharding.derive.marks import Mark, lying, matched
+from tangram.sharding.derive.marks import Mark
 from tangram.sharding.derive.moves import Label, Move, groups, label_of, labels, legal, moves, place_of, row_moves
 from tangram.sharding.derive.rates import Rates, effort
 from tangram.sharding.derive.regions import Regions, even, kinds_of, regions_of, together
@@ -34,16 +34,6 @@ __all__ = ["ConflictError", "Derived", "Over", "Problem", "Rates", "derive", "fi
 _NEVER = float("inf")
 _SPARED = 1e-3
 """What a byte of a parameter costs that every rank keeps, in bytes that are received: only so that ties are cut."""
-
-
-class ConflictError(UserError):
-    """Marks that no layouts fit, over `axis`; `derive.conflicts` looks for what would work."""
-
-    def __init__(self, said: str, axis: str) -> None:
-        super().__init__(said)
-        self.axis = axis
-
-
 _FAR = 1e-4
 """What it costs, in bytes for each that moves, where no border of a module is at hand: only so that ties move there."""
 
@@ -71,19 +61,29 @@ class Derived:
     marks: tuple[Mark, ...]
     axes: tuple[Over, ...] = field(default=())
     """In the order in which they were derived."""
+    whole: frozenset[int] = frozenset()
+    """Classes that are whole wherever the model's code sees them, unless a mark cuts them."""
 
 
 def derive(
-    graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, table: Table | None = None, rates: Rates | None = None
+    graph: Graph,
+    marks: Sequence[Mark],
+    mesh: Mesh,
+    *,
+    table: Table | None = None,
+    rates: Rates | None = None,
+    whole: frozenset[int] = frozenset(),
 ) -> Derived:
     """Derive every layout of a captured graph (`tangram.models.capture`), folded (`tangram.models.fold`) or not.
 
-    Raises UserError for a mark that names nothing, marks that contradict each other, and operators without a rule.
+    `whole`: classes that no axis cuts but by a mark. Raises UserError for a mark that names nothing, marks that
+    contradict each other, and operators without a rule.
     """
     folded = fold(graph, table or builtin())
     wanted = fixed_by(folded, marks, mesh)
     named = {axis for own in wanted.values() for axis, state in own.items() if state != SAME}
     mesh.require_independent(sorted(named), "the marks")
+    wanted |= {v: {**dict.fromkeys(named, SAME), **wanted.get(v, {})} for v in whole}
 
     def over(*, routed: bool) -> Derived:
         done: list[Over] = []
@@ -92,7 +92,7 @@ def derive(
                 fixed = {v: own[axis] for v, own in wanted.items() if axis in own}
                 along = (rates or Rates()).along(mesh, axis)
                 done.append(Problem(folded, axis, k, done, fixed, along, routed=routed).solved())
-        return Derived(folded, mesh, tuple(marks), tuple(done))
+        return Derived(folded, mesh, tuple(marks), tuple(done), whole)
 
     try:
         return over(routed=True)
@@ -100,43 +100,6 @@ def derive(
         if not regions_of(folded).regions:
             raise
         return over(routed=False)  # rows sent over one axis may leave another no way to have their experts cut
-
-
-def fixed_by(
-    folded: Folded, marks: Sequence[Mark], mesh: Mesh, *, all_axes: bool = True
-) -> dict[int, dict[str, State]]:
-    """By class and axis, the states that marks fix. `all_axes`: a parameter is whole over those that no mark names."""
-    graph = folded.graph
-    found: dict[int, dict[str, State]] = {}
-    by: dict[tuple[int, str], str] = {}
-    for mark in marks:
-        for name, v in matched(graph, mark).items():
-            own = found.setdefault(folded.classes[v], {})
-            lies = _lies(mark, name, graph, v, mesh)
-            for axis, state in lies.items():
-                _refuse_uneven(graph.values[v].shape, state, mesh.axes[axis][0], name, mark)
-                if own.setdefault(axis, state) != state:
-                    other = by[folded.classes[v], axis]
-                    said = f"the marks `{other}` and `{mark}` contradict each other on {name} over {axis}"
-                    raise ConflictError(said, axis)
-                by[folded.classes[v], axis] = str(mark)
-    for v, own in found.items():
-        if all_axes and graph.values[v].kind == "parameter":
-            own.update({axis: SAME for axis in mesh.axes if axis not in own})
-    return found
-
-
-def _lies(mark: Mark, name: str, graph: Graph, value: int, mesh: Mesh) -> dict[str, State]:
-    try:
-        return lying(mark, graph, value, mesh)
-    except UserError as error:
-        raise UserError(f"the mark `{mark}` does not fit {name}: {error}") from None
-
-
-def _refuse_uneven(shape: Sequence[int], state: State, k: int, name: str, mark: Mark) -> None:
-    if state.kind == "cut" and (shape[state.dim] // state.outer) % k:
-        n = shape[state.dim] // state.outer
-        raise UserError(f"the mark `{mark}` cuts {n} of {name} into {k} parts that are not even")
 
 
 class Problem:

@@ -23,7 +23,7 @@ from tangram.sharding.calls import schema_of
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step as Node_Step
 from tangram.sharding.derive.layouts import here, lying, made, needed, steps_of_nodes, used
-from tangram.sharding.derive.states import SAME, SEVERAL, State, plain, way
+from tangram.sharding.derive.states import SAME, SEVERAL, State, part_dim, plain, way
 from tangram.sharding.runtime.program import Action, Border, CallKey, Change, Place, Program, Step
 
 States = Mapping[str, State]
@@ -189,7 +189,7 @@ class _Lowering:
         change = self._change(v, source, target)
         if change:
             takers = [i for i, _ in self.takers.get(v, ())]
-            run = None if v in self.graph.outputs.values() else self._common(v, takers)
+            run = None if v in self.graph.outputs.values() or self._shown(v, target) else self._common(v, takers)
             if run is not None:
                 self._border_takes(run, v, change)
             elif (giver := self._giver(v, takers)) is not None:
@@ -201,6 +201,11 @@ class _Lowering:
             else:
                 self._action(self.maker[v]).after[v] = change
         self._needs(v, target, ())
+
+    def _shown(self, v: int, target: States) -> bool:
+        """Whether the model's code has to see a tensor whole, so that it is put together as soon as it is made."""
+        whole = self.found.folded.classes[v] in self.found.whole
+        return whole and all(part_dim(state) is None for state in target.values())
 
     def _written(self, v: int) -> bool:
         """Whether a value is what a function has written into one of its tensors."""

@@ -5,6 +5,9 @@ d)`), sometimes it is not (`torch.arange(x.shape[1])`, a size that stands in the
 torch does on parts is compared with what the derivation says, operator by operator: sizes of results and literal
 arguments. Where they are unlike, the program gets an action that runs the operators in the function's stead, and the
 rehearsal goes on with what they give. So whatever a run meets later has been met here.
+
+Code may also take another way on a part: it asks whether two sizes are equal, and calls a function or does not. What
+that code sees is then derived once more so that it is whole there, and rehearsed again.
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ from tangram.models.capture import place_and_reason, quiet
 from tangram.models.graph import Called, Ref
 from tangram.models.twin import fake_twin
 from tangram.sharding.calls import Call
-from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.layouts import called, local_shape, lying, made, used
-from tangram.sharding.derive.states import part_dim
+from tangram.sharding.derive.derive import ConflictError, Derived, derive
+from tangram.sharding.derive.layouts import called, local_shape, lying, made, steps_of_nodes, used
+from tangram.sharding.derive.states import State, part_dim
 from tangram.sharding.local import arguments_of, as_it_is
 from tangram.sharding.runtime.install import Now, Runtime, done
-from tangram.sharding.runtime.lower import lower, refuse_lost_writes
+from tangram.sharding.runtime.lower import lower, makers, refuse_lost_writes
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Action, CallKey, Change, Program
 
@@ -47,6 +50,45 @@ def rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype
 
     Raises UserError for what cannot be run, with the line of the model.
     """
+    while True:
+        try:
+            return _rehearsed(found, model, inputs, dtype)
+        except _OtherWayError as error:
+            whole = found.whole | _cut_ones(found, error.run)
+            if whole == found.whole:
+                raise UserError(f"{type(model).__name__} cannot be run on parts: {error}") from error
+            try:
+                found = derive(found.folded.graph, found.marks, found.mesh, whole=whole)
+            except ConflictError:
+                raise UserError(f"{type(model).__name__} cannot be run on parts: {error}") from error
+
+
+class _OtherWayError(Exception):
+    """The code of a run does something else on parts than on the whole."""
+
+    def __init__(self, said: str, run: int) -> None:
+        super().__init__(said)
+        self.run = run
+
+
+def _cut_ones(found: Derived, run: int) -> frozenset[int]:
+    """The classes of the tensors that the code of a run sees in parts."""
+    graph, classes = found.folded.graph, found.folded.classes
+    seen = [v for call in graph.calls if call.run == run for v in call.gives]
+    seen += [v for one in graph.runs if one.parent == run for v in one.gives]
+    seen += graph.runs[run].takes
+    maker, steps = makers(graph), steps_of_nodes(found)
+
+    def states(v: int) -> list[State]:
+        own = [*used(found, classes[v]).values()]
+        return [*own, *made(found, steps[maker[v][0]], maker[v][1]).values()] if v in maker else own
+
+    there = {v for v in seen if v is not None and graph.values[v].kind != "parameter"}
+    return frozenset(classes[v] for v in there if any(part_dim(state) is not None for state in states(v)))
+
+
+def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Program:
+    """The same for one derivation. Raises _OtherWayError, too."""
     program = lower(found)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(model, dtype, fake)
@@ -60,10 +102,11 @@ def rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype
     try:
         with quiet(), fake, rehearsal.record, torch.enable_grad():
             twin(**given)
-    except UserError:
+    except (UserError, _OtherWayError):
         raise
     except Exception as error:
-        raise UserError(f"{type(model).__name__} cannot be run on parts: {place_and_reason(error)}") from error
+        raise _OtherWayError(place_and_reason(error), rehearsal.last) from error
+    rehearsal.refuse_left_out()
     for action in (action for own in program.actions.values() for action in own.values()):
         refuse_lost_writes(found.folded.graph, found.folded.graph.calls[action.call], action)
     return program
@@ -117,6 +160,10 @@ class _Rehearsal:
         self.record = _Record()
         self.sizes = {over.axis: over.k for over in self.found.axes}
         self.calls = {(c.run, (c.line, c.function, c.turn)): i for i, c in enumerate(self.graph.calls)}
+        self.met: set[int] = set()
+        """The calls that the code has made."""
+        self.last = 0
+        """The run whose code has called last."""
 
     def bring(self, x: Tensor, change: Change) -> Tensor:
         """What would come, of the size that it has then."""
@@ -161,9 +208,11 @@ class _Rehearsal:
         self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], action: Action | None
     ) -> Any:
         """Call a function, compare, and run its operators in its stead where it does otherwise."""
+        self.last = run
         number = self.calls.get((run, key))
         if number is None:  # no operators ran in it
-            return func(*args, **kwargs)
+            return self._unknown(run, key, func, args, kwargs)
+        self.met.add(number)
         call = self.graph.calls[number]
         action = action or Action(number)
         if not action.why:
@@ -181,6 +230,21 @@ class _Rehearsal:
                 return found
         self.program.actions.setdefault(run, {})[key] = action
         return self.instead(action, ())
+
+    def _unknown(self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function that runs no operators, if so."""
+        count = len(self.record.ran)
+        found = func(*args, **kwargs)
+        if any(call.name not in PASSING for call, _ in self.record.ran[count:]):
+            raise _OtherWayError(f"{key[0]}: {key[1]} is called on a part only", run)
+        return found
+
+    def refuse_left_out(self) -> None:
+        """Raise _OtherWayError for a call that the code makes on the whole only."""
+        for number, call in enumerate(self.graph.calls):
+            ran = (i for i in range(call.first, call.stop) if self.operators.steps[i].call.name not in PASSING)
+            if number not in self.met and any(self._counts(i, call) for i in ran):
+                raise _OtherWayError(f"{call.line}: {call.function} is not called on a part", call.run)
 
     def _another(self, call: Called) -> str:
         """Whether some operator is another one on a part."""
