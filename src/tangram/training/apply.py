@@ -1,10 +1,9 @@
 """Make any module parallel as a plan says: `apply(model, plan, world)`.
 
     freeze -> keep this rank's stages -> cut over the tensor axis (DTensor) -> compile, recompute -> FSDP2 over the data
-    axes
+    axes, or sums of the gradients of whole copies (`training.shards`)
 
-The module is changed in place and its own code stays as it is. FSDP2 is always there, over one rank if need be, so that
-every parameter ends as a DTensor, every strategy is one code path, and copies are all-reduced as its HSDP does.
+The module is changed in place and its own code stays as it is. A parameter that is cut ends as a DTensor.
 """
 
 import hashlib

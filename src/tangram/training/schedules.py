@@ -39,6 +39,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from tangram.planner.actions import Row, Schedule
+from tangram.training.copies import copies_of
 
 Before = Callable[[int, int], None]
 """Called with a micro-batch and a stage before the stage's forward of it."""
@@ -79,6 +80,12 @@ class Stage(PipelineStage):
                     for parameter in group.fsdp_params:
                         parameter.accumulate_unsharded_grad_if_needed()
                         parameter.to_accumulated_grad_if_needed()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """After all micro-batches: FSDP2's, or of whole copies."""
+        super().perform_reduce_grad(grad_scale_factor)
+        if (copies := copies_of(self.submod)) is not None:
+            copies.reduce()
 
     def _get_recv_ops(self, recv_infos: Any) -> Any:
         for info in recv_infos:

@@ -7,7 +7,8 @@
                                 ZeRO-1 with reduce_every = "step")
 
 The optimiser's states are cut in all of them. What is gathered less often is whole for longer; `planner.estimate`
-counts both. Copies of parameters over a data axis are FSDP2's, too: with `reduce_every = "step"` that is what DDP does.
+counts both. Where ranks have whole copies and nothing is cut, gathered or rounded, there is no FSDP2: `training.copies`
+sums the gradients, which is what DDP does.
 
 Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of the whole global batch, and
 FSDP2 left alone would divide by the number of ranks once more.
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from tangram.planner.plan import Plan
+from tangram.training.copies import Copies, copies_of
 from tangram.training.cuts import Cuts
 from tangram.training.precision import keep_gradients, of_one_type, policy_of
 from tangram.training.world import World
@@ -33,8 +35,12 @@ _HELD = "_tangram_step_shards"
 def shard(
     model: nn.Module, blocks: Iterable[nn.Module], plan: Plan, cuts: Mapping[nn.Parameter, Cuts], world: World
 ) -> None:
-    """Cut the parameters over the data axes, each block by itself."""
+    """Cut the parameters over the data axes, each block by itself, or have their copies' gradients summed."""
     if not _needed(plan, world):
+        return
+    if _whole(plan, world):
+        once, in_parts = plan.run.reduce_every == "step", plan.pipeline is not None
+        Copies(model, world.devices.get_group("replicate"), once=once, in_parts=in_parts)
         return
     dims = ("replicate", "shard") if world.devices["replicate"].size() > 1 else ("shard",)
 
@@ -67,14 +73,21 @@ def _needed(plan: Plan, world: World) -> bool:
     return world.data_size > 1 or not of_one_type(plan) or bool(plan.layouts.activations)
 
 
+def _whole(plan: Plan, world: World) -> bool:
+    """Whether copies are all that data ranks have of parameters, in one type: then FSDP2 would only copy and round."""
+    cut = world.devices["shard"].size() > 1
+    rounded = not of_one_type(plan) or plan.precision.reduce != plan.precision.compute
+    return not (cut or rounded or plan.layouts.activations)
+
+
 def sharded(model: nn.Module) -> list[FSDPModule]:
     """The modules whose parameters FSDP2 gathers, each by itself."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def step_shards_of(model: nn.Module) -> StepShards | None:
-    """What is to be said to a model before each micro-batch; None where all are alike."""
-    return cast("StepShards | None", model.__dict__.get(_HELD))
+def step_shards_of(model: nn.Module) -> StepShards | Copies | None:
+    """What is to be told of each micro-batch before it; None where all are alike."""
+    return cast("StepShards | None", model.__dict__.get(_HELD)) or copies_of(model)
 
 
 class StepShards:

@@ -81,6 +81,7 @@ OTHER_STRATEGIES: Mapping[str, tuple[int, Strategy]] = {
     "tensor over two": (2, Strategy("one=1 tp=2", ("one",), ("tp",), STRATEGIES["tensor"].parameters)),
     "derived over two": (2, Strategy("one=1 tp=2", ("one",), ("tp",), derived(""), MARKS)),
     "derived inside fsdp": (4, Strategy("dp=2 tp=2", ("dp",), ("tp",), derived("dp"), MARKS)),
+    "derived inside copies": (4, Strategy("dp=2 tp=2", ("dp",), ("tp",), derived(""), MARKS)),
 }
 """On other numbers of ranks; three divides nothing."""
 LOOPING = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -136,7 +137,7 @@ SCHEDULED: Mapping[str, tuple[int, Strategy]] = {
 }
 """Every schedule, of five micro-batches or ten; of three where they pass in rounds."""
 SCHEDULED_QUICK = ("ZBVZeroBubble of fsdp",)
-STAGED_QUICK = ("stages of fsdp",)
+STAGED_QUICK = ("stages of fsdp", "stages inside copies")
 OTHER_QUICK = ("one rank", "fsdp over three", "tensor over two", "derived inside fsdp")
 
 _KNOWN = {**OTHER_STRATEGIES, **STAGED, **SCHEDULED, **OVER_AXES, **OVER_VOCABULARY}
@@ -166,7 +167,7 @@ WHOLE_QUICK = {
     "whole in a step": ("fsdp",),
     "whole until reduced": (),
     "whole in a micro-batch": (),
-    "reduced once": ("hsdp",),
+    "reduced once": ("hsdp", "copies"),
 }
 
 LLAMA = "llama.json"
@@ -236,7 +237,7 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
     add("recomputed in part", either("tensor inside fsdp"), part)
     # Over four ranks: one row, two, two and two, one at a time; so one rank has an empty micro-batch.
     one_by_one = tables(text, data={"micro_batch": 1, "global_batch": 7})
-    add("one by one", either("fsdp"), one_by_one)
+    add("one by one", (*either("fsdp"), "derived inside copies"), one_by_one)
     add("one by one", ["tensor inside fsdp"], one_by_one, 2)
     # Held-out loss and checkpoints in between change nothing.
     between = tables(

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from tangram.training import loop
+from tangram.training import copies, loop
 from tangram.training.shards import StepShards, sharded
 from tests.training.oracle.ranks import Mistake, Setting, swapped
 
@@ -58,8 +58,79 @@ def reduced_once_too_often(setting: Setting) -> Planted:
         yield
 
 
+# ------------------------------------------------------------ of whole copies
+
+
+@contextlib.contextmanager
+def copies_averaged(setting: Setting) -> Planted:
+    """The sum over ranks is divided by their number, as DistributedDataParallel does it."""
+    real = copies.Bucket.start
+
+    def averaged(self: copies.Bucket, group: Any) -> None:
+        if self.flat is not None:
+            self.flat /= setting.world.data_size
+        real(self, group)
+
+    with swapped(copies.Bucket, "start", averaged):
+        yield
+
+
+@contextlib.contextmanager
+def one_bucket_not_reduced(setting: Setting) -> Planted:
+    """Of several buckets the last stays as it is on each rank."""
+    real = copies.Copies._start_next
+
+    def forgotten(self: copies.Copies) -> None:
+        own = cast(Any, self)
+        if own._started == len(own._buckets) - 1 > 0:
+            own._buckets[-1].work = torch.futures.Future()
+            own._buckets[-1].work.set_result(None)
+            own._started += 1
+        else:
+            real(self)
+
+    with (
+        swapped(copies, "FIRST", 2**12),
+        swapped(copies, "BUCKET", 2**13),
+        swapped(copies.Copies, "_start_next", forgotten),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def sums_summed_again(setting: Setting) -> Planted:
+    """What ranks have summed of a micro-batch goes into the sum of the next."""
+    with swapped(copies.Copies, "_keep", lambda self, parameter, _=None: None):
+        yield
+
+
+@contextlib.contextmanager
+def earlier_micro_batches_forgotten(setting: Setting) -> Planted:
+    """Of every micro-batch but the last nothing is left where ranks sum once a step."""
+    real = copies.Copies.before
+
+    def forgotten(self: copies.Copies, last: bool) -> None:
+        real(self, last)
+        if last:
+            cast(Any, self)._module.zero_grad()
+
+    with swapped(copies.Copies, "before", forgotten):
+        yield
+
+
+@contextlib.contextmanager
+def stages_of_copies_not_reduced(setting: Setting) -> Planted:
+    """A pipeline's table ends without the sum over copies."""
+    with swapped(copies.Copies, "reduce", lambda self: None):
+        yield
+
+
 REFUSED = Mistake("whole in a step: fsdp", whole_over_the_update)
 SHARDED_MISTAKES = {
     "whole in a step: fsdp": (only_the_last_is_reduced,),
     "reduced once: hsdp": (reduced_once_too_often,),
+    "copies": (copies_averaged, one_bucket_not_reduced),
+    "one by one: derived inside copies": (sums_summed_again,),
+    "reduced once: copies": (earlier_micro_batches_forgotten,),
+    "stages inside copies": (stages_of_copies_not_reduced,),
 }
