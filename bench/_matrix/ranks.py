@@ -8,10 +8,12 @@ trained first, one process each, so that every rank compares its own trace and n
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import pickle
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright: ignore[reportPrivateUsage]
 
@@ -86,6 +89,8 @@ class Found:
     peak: int = 0
     """Bytes in use at the highest moment of a step, if they were counted."""
     failed: bool = False
+    ended: float = 0.0
+    """When it failed, in seconds since the epoch: others fail because the first has."""
 
 
 @dataclass
@@ -98,10 +103,14 @@ class _Team:
     worlds: dict[object, World] = field(default_factory=dict[object, World])
 
     def regroup(self) -> None:
-        """Leave the default process group, and make one of this team."""
+        """Leave the default process group, and make one of this team.
+
+        Nobody may hold the groups of before: only then are connections closed, and who waits for this rank is told.
+        """
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # which holds meshes, and takes one of the same ranks for the same groups
         self.worlds.clear()
+        gc.collect()
         store = dist.FileStore(f"{self.store}-{self.made}", self.rank.world)
         store.set(f"here {self.rank.index}", "")
         store.wait([f"here {index}" for index in range(self.rank.world)], LONGER)
@@ -114,7 +123,9 @@ class _Team:
         if key not in self.worlds:
             group = dist.group.WORLD
             assert group is not None
-            self.worlds[key] = make_world(plan, self.rank.index, self.rank.device, group)
+            world = self.worlds[key] = make_world(plan, self.rank.index, self.rank.device, group)
+            for axis in world.devices.mesh_dim_names or ():
+                _set_pg_timeout(PATIENCE, world.devices.get_group(axis))  # a group's own is half an hour
         return self.worlds[key]
 
 
@@ -149,7 +160,8 @@ def _safely(team: _Team, run: Run, folder: Path) -> Found:
         found = _compared(team, run, folder)
         dist.barrier()
     except Exception as error:  # noqa: BLE001  whatever ends a cell is what the matrix has to say of it
-        found = Found(wrong=(first_line(error),), failed=True)
+        found = Found(wrong=(first_line(error),), failed=True, ended=time.time())
+    if found.failed:  # not above, where the error still holds all that the run has made
         team.regroup()
     return found
 

@@ -50,8 +50,9 @@ class Result:
 
 
 def wrong_of(found: Sequence[Found], trained: Iterable[str]) -> list[str]:
-    """What the ranks of a cell found wrong, and the parameters whose gradient none of them has compared."""
-    wrong = list(dict.fromkeys(sentence for one in found for sentence in one.wrong))
+    """What the ranks of a cell found wrong, first what failed first, and the parameters that none of them has compared."""
+    in_time = sorted(found, key=lambda one: one.ended)
+    wrong = list(dict.fromkeys(sentence for one in in_time for sentence in one.wrong))
     seen = frozenset[str]().union(*(one.gradients for one in found))
     if not wrong and (lacking := sorted(set(trained) - seen)):
         wrong.append(f"no rank has a gradient of {lacking[0]}")

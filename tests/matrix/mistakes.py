@@ -3,8 +3,11 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 
+from torch import nn
+
 from bench._matrix.cells import Name
 from bench._matrix.ranks import Plant
+from tangram.training.pipeline import parts_of
 from tests.training.oracle.mistakes import (
     clipped_by_the_local_norm,
     copies_not_summed,
@@ -27,12 +30,30 @@ from tests.training.oracle.mistakes_of_stages import (
 )
 from tests.training.oracle.ranks import Setting
 
+FAILS = "this rank was to fail"
+
 
 @contextlib.contextmanager
 def norms_of_heads_not_summed(setting: Setting) -> Iterator[None]:
     """Each tensor rank has the gradient of its own heads of the weights that norm queries."""
     with not_summed("q_norm"):
         yield
+
+
+@contextlib.contextmanager
+def the_first_rank_fails(setting: Setting) -> Iterator[None]:
+    """In its first forward, while others wait for what comes of it."""
+
+    def fail(*given: object) -> None:
+        raise RuntimeError(FAILS)
+
+    def watch(model: nn.Module) -> None:
+        for part in parts_of(model):
+            part.register_forward_pre_hook(fail)
+
+    if setting.world.index == 0:
+        setting.built.append(watch)
+    yield
 
 
 _PLANTED: Mapping[Name, tuple[Plant, ...]] = {
@@ -50,3 +71,8 @@ _PLANTED: Mapping[Name, tuple[Plant, ...]] = {
 MISTAKES: Mapping[str, tuple[Name, Plant]] = {
     f"{plant.__name__.replace('_', ' ')}": (name, plant) for name, plants in _PLANTED.items() for plant in plants
 }
+FAILURES: Mapping[str, tuple[Name, Plant]] = {
+    "a stage": (("Qwen3", "pp=2:1F1B"), the_first_rank_fails),
+    "a part of the parameters": (("Qwen3", "fsdp=2"), the_first_rank_fails),
+}
+"""Cells of which a rank fails, while another one waits for it."""

@@ -13,9 +13,9 @@ import pytest
 
 from bench._matrix.cells import Name, Planned, every_name, planned
 from bench._matrix.measure import oracle_of, train
-from bench._matrix.ranks import Found, Plant, Run
+from bench._matrix.ranks import PATIENCE, Found, Plant, Run
 from bench._matrix.results import State, read, wrong_of
-from tests.matrix.mistakes import MISTAKES
+from tests.matrix.mistakes import FAILS, FAILURES, MISTAKES
 from tests.training.oracle.compare import Bounds
 from tests.training.small import write_text
 
@@ -42,6 +42,8 @@ class Trained:
     cells: Mapping[Name, Sequence[Found]]
     wrong: Mapping[str, Sequence[Found]]
     """By planted mistake."""
+    failed: Mapping[str, Sequence[Found]]
+    """By planted failure."""
 
 
 @pytest.fixture(scope="session")
@@ -49,14 +51,17 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """All that was chosen of this file, on one start of eight ranks."""
     names: list[Name] = []
     planted: dict[str, tuple[Name, Plant]] = {}
+    failing: dict[str, tuple[Name, Plant]] = {}
     for item in request.session.items:
         told = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         if item.path == Path(__file__) and "cell" in told:
             names.append(told["cell"])
         if item.path == Path(__file__) and "mistake" in told:
             planted[told["mistake"]] = MISTAKES[told["mistake"]]
+        if item.path == Path(__file__) and "failure" in told:
+            failing[told["failure"]] = FAILURES[told["failure"]]
     folder = tmp_path_factory.mktemp("matrix")
-    every = dict.fromkeys([*names, *(name for name, _ in planted.values())])
+    every = dict.fromkeys([*names, *(name for name, _ in (*planted.values(), *failing.values()))])
     found = planned(folder, write_text(folder / "text"), every, STEPS)
 
     def run(name: Name, until: int, plant: Plant | None = None) -> Run:
@@ -64,14 +69,12 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         assert cell.plan is not None, f"{name} is refused: {cell.why_not}"
         return Run(name, cell.plan, oracle_of(cell), until, plant)
 
+    failed = [run(name, 1, plant) for name, plant in failing.values()]  # first: the others go on with the same ranks
     runs = [run(name, STEPS) for name in names if found.cells[name].plan is not None]
     wrong = [run(name, 1, plant) for name, plant in planted.values()]
-    done = train(found, [*runs, *wrong], print)
-    return Trained(
-        found,
-        {one.name: ranks for one, ranks in zip(runs, done, strict=False)},
-        dict(zip(planted, done[len(runs) :], strict=True)),
-    )
+    done = iter(train(found, [*failed, *runs, *wrong], print))
+    ended = {failure: next(done) for failure in failing}
+    return Trained(found, {one.name: next(done) for one in runs}, {mistake: next(done) for mistake in planted}, ended)
 
 
 @pytest.mark.parametrize("cell", [as_on_the_page(name) for name in NAMES])
@@ -93,3 +96,11 @@ def test_a_planted_mistake_is_found(mistake: str, trained: Trained) -> None:
     assert not any(rank.failed for rank in ranks)
     assert any(rank.wrong for rank in ranks)
     assert max(rank.apart for rank in ranks) >= CLEAR * Bounds().gradients
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_rank_that_fails_ends_its_cell(failure: str, trained: Trained) -> None:
+    ranks = trained.failed[failure]
+    assert all(rank.failed for rank in ranks)
+    assert FAILS in wrong_of(ranks, [])[0]
+    assert max(rank.ended for rank in ranks) - min(rank.ended for rank in ranks) < PATIENCE.total_seconds() / 3

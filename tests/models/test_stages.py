@@ -192,3 +192,16 @@ def test_a_module_that_runs_twice_is_refused() -> None:
     assert refused(Twice(), (("a",), ("b",))) == (
         "b runs twice in a forward: this version cuts no such model into stages"
     )
+
+
+def test_what_a_stage_calls_itself_is_at_a_line_of_its_own_whoever_calls_it() -> None:
+    part = stage(made("qwen3"), THREE, 0)
+    inputs = {"x": torch.zeros(2, 8, dtype=torch.long)}
+    one = capture(part, inputs)
+    other = capture(part, inputs)  # called from another line
+    assert [(call.run, call.line, call.function) for call in one.calls] == [
+        (call.run, call.line, call.function) for call in other.calls
+    ]
+    assert [call.line.partition(":")[0] for call in one.calls if call.function == "clone"] == [
+        "tangram/models/stages.py"
+    ]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -25,15 +25,24 @@ from tangram.models.graph import Called, Leaves, Run
 
 _TORCH = str(Path(torch.__file__).parent)
 _TANGRAM = str(Path(__file__).parents[1])
+_STAGES = str(Path(__file__).with_name("stages.py"))
+"""Whose forwards stand in a model's place."""
 GETTERS = frozenset({"__get__", "__set__", "__delete__"})
 """Of attributes, as `x.shape`: they run no operators that are worth an entry."""
 
 
 def caller(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that is neither torch's nor Tangram's, which both wrap a model's forwards."""
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _TANGRAM)):
+    """The innermost frame that is neither torch's nor Tangram's, which both wrap a model's forwards.
+
+    A forward of Tangram's own, as a stage's, is code as any other: whoever calls the model may do so from many lines.
+    """
+    while frame is not None and _wraps(frame.f_code):
         frame = frame.f_back
     return frame
+
+
+def _wraps(code: CodeType) -> bool:
+    return code.co_filename.startswith((_TORCH, _TANGRAM)) and (code.co_filename, code.co_name) != (_STAGES, "forward")
 
 
 def line_of(frame: FrameType | None) -> str:
@@ -44,7 +53,7 @@ def line_of(frame: FrameType | None) -> str:
 @cache
 def short(file: str) -> str:
     """A path from its package on."""
-    return re.sub(r"^.*/(site|dist)-packages/", "", file)
+    return re.sub(r"^.*/(site|dist)-packages/", "", file.replace(f"{_TANGRAM}/", "tangram/"))
 
 
 class Log(TorchFunctionMode):

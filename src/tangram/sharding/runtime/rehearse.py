@@ -241,9 +241,10 @@ class _Rehearsal:
 
     def refuse_left_out(self) -> None:
         """Raise _OtherWayError for a call that the code makes on the whole only."""
+        does = {action.call for own in self.program.actions.values() for action in own.values()}
         for number, call in enumerate(self.graph.calls):
             ran = (i for i in range(call.first, call.stop) if self.operators.steps[i].call.name not in PASSING)
-            if number not in self.met and any(self._counts(i, call) for i in ran):
+            if number not in self.met and (number in does or any(self._counts(i, call) for i in ran)):
                 raise _OtherWayError(f"{call.line}: {call.function} is not called on a part", call.run)
 
     def _another(self, call: Called) -> str:
