@@ -44,7 +44,8 @@ def train(found: Planned, runs: Sequence[Run], tell: Tell) -> list[list[Found]]:
         tell(f"{count} of {len(runs)}: {event}")
 
     try:
-        done = run_ranks(work, Todo(runs, plans, found.folder), world=WORLD, on_event=heard, device="cpu")
+        with tempfile.TemporaryDirectory(dir=found.folder) as folder:  # where ranks meet, which nobody has met before
+            done = run_ranks(work, Todo(runs, plans, Path(folder)), world=WORLD, on_event=heard, device="cpu")
     except RankError as error:
         raise RuntimeError(error.details or str(error)) from error
     return [[rank[number] for rank in done if number in rank] for number in range(len(runs))]

@@ -50,7 +50,7 @@ class Result:
 
 
 def wrong_of(found: Sequence[Found], trained: Iterable[str]) -> list[str]:
-    """What the ranks of a cell found wrong, first what failed first, and the parameters that none of them has compared."""
+    """What the ranks of a cell found wrong, in time where they failed; gradients that none of them has compared."""
     in_time = sorted(found, key=lambda one: one.ended)
     wrong = list(dict.fromkeys(sentence for one in in_time for sentence in one.wrong))
     seen = frozenset[str]().union(*(one.gradients for one in found))

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from bench import matrix
+from bench._matrix import measure
 from bench._matrix.cells import Planned, every_name, layers_of, micro_batch_of, planned, rotated
 from bench._matrix.models import MODELS
-from bench._matrix.ranks import Found
+from bench._matrix.ranks import Found, Run, Todo
 from bench._matrix.results import Kept, Result, beside, read, slower, wrong_of
 from bench._matrix.strategies import STRATEGIES, combined, strategy
 from tangram.errors import UserError
@@ -154,3 +155,21 @@ def test_a_broken_cell_misses_its_target_in_the_bench() -> None:
         for state in ("same", "slower", "broken")
     }
     assert rows == {"same": True, "slower": False, "broken": False}
+
+
+def test_ranks_that_are_started_again_meet_in_a_place_of_their_own(
+    some: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[Path] = []
+
+    def started(task: object, todo: Todo, **told: object) -> list[dict[int, Found]]:
+        places.append(todo.folder)
+        assert [*todo.folder.iterdir()] == []
+        return [{0: RIGHT}]
+
+    monkeypatch.setattr(measure, "run_ranks", started)
+    cell = some.cells["Qwen3", "tp=2"]
+    assert cell.plan is not None
+    runs = [Run(cell.name, cell.plan, measure.oracle_of(cell), 3)]
+    assert [measure.train(some, runs, print) for _ in range(2)] == [[[RIGHT]], [[RIGHT]]]
+    assert len({*places}) == 2
