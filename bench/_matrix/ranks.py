@@ -115,6 +115,7 @@ class _Team:
         store.set(f"here {self.rank.index}", "")
         store.wait([f"here {index}" for index in range(self.rank.world)], LONGER)
         dist.init_process_group("gloo", store=store, rank=self.rank.index, world_size=self.rank.world, timeout=PATIENCE)
+        dist.barrier()  # who has nothing more to do ends, and others may still be at it
         self.made += 1
 
     def world(self, plan: Plan) -> World:

@@ -93,6 +93,20 @@ def test_sizes_that_do_not_are_seen(code: Callable[[Tensor], Tensor], function: 
     assert [(name, said.startswith(why)) for name, said in replaced(program_of(code, *COLUMNS))] == [(function, True)]
 
 
+def _attention(x: Tensor, scale: float | None) -> Tensor:
+    heads = x.view(2, 4, -1, 4).transpose(1, 2)
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    found = nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask, scale=scale)
+    return found.transpose(1, 2).flatten(-2)
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_attention_that_is_done_by_its_operators_needs_its_mask(sized: bool) -> None:
+    program = program_of(lambda x: _attention(x, 1.0 / x.shape[-1] if sized else None), *COLUMNS)
+    assert ("scaled_dot_product_attention" in dict(replaced(program))) == sized
+    assert program.cuts_queries == sized
+
+
 def test_what_is_written_in_place_stays_where_it_lies() -> None:
     assert replaced(program_of(_in_place, *COLUMNS)) == []
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from tangram.sharding.derive.derive import Derived
+from tangram.sharding.derive.layouts import steps_of_nodes
 from tangram.sharding.derive.states import State
 
 Place = tuple[int, int]
@@ -73,7 +74,11 @@ class Program:
 
     @cached_property
     def cuts_queries(self) -> bool:
-        """Whether attention works on a part of the queries, which has a mask of its own."""
+        """Whether attention is to have the mask of the capture: queries are cut, or its operators run one by one."""
+        calls, steps = self.found.folded.graph.calls, steps_of_nodes(self.found)
+        replaced = [calls[action.call] for own in self.actions.values() for action in own.values() if action.why]
+        if any("scaled_dot_product" in steps[i].call.name for call in replaced for i in range(call.first, call.stop)):
+            return True
         for step in self.found.folded.steps:
             query = step.bound.inputs[0] if "scaled_dot_product" in step.call.name else None
             labels = [over.moves[step.number].label for over in self.found.axes]
