@@ -1,7 +1,8 @@
 """Attention by tokens' numbers against plain attention with the same mask, and its gradients."""
 
-# ruff: noqa: N803, N806  a tensor carries its dims in its name
+# ruff: noqa: N806  a tensor carries its dims in its name
 
+import itertools
 import math
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     cut = [sorted({0, S, *draw(st.lists(st.integers(0, S), max_size=3))}) for _ in range(B)]
     order = torch.randperm(S, generator=generator) if draw(st.booleans()) else None
-    own = numbers([[b - a for a, b in zip(one, one[1:], strict=False)] for one in cut], order)
+    own = numbers([[b - a for a, b in itertools.pairwise(one)] for one in cut], order)
     keep = torch.randperm(S, generator=generator)[: draw(st.integers(1, S))].sort()[0]
     return {
         "q": torch.randn(B, groups * rows, S, E, generator=generator, dtype=torch.float64),

@@ -9,10 +9,11 @@ from transformers import AutoConfig, PreTrainedConfig
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta
 from tangram.models.tensor_rules import TensorRules, rules_for
+from tangram.planner.axes import LayoutsPlan
 from tangram.planner.counted import Counted
 from tangram.planner.job import Job
 from tangram.planner.legal import legal
-from tangram.planner.plan import LayoutsPlan, Plan
+from tangram.planner.plan import Plan
 from tangram.planner.rank import FILLED, Ranked, predict, rank
 from tangram.planner.table import Ranking
 from tests.models.tiny import FIELDS, tiny

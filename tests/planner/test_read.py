@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
+from tangram.planner.axes import AxesPlan, LayoutsPlan
 from tangram.planner.job import CheckpointPlan, DataPlan, Job, ModelPlan, OptimiserPlan, RunPlan, SourcePlan
 from tangram.planner.lines import line_of
-from tangram.planner.plan import AxesPlan, LayoutsPlan, Plan
+from tangram.planner.plan import Plan
 from tangram.planner.read import absolute, changes_of, dumps, load
 from tests.planner.small import JOB, PLAN
 

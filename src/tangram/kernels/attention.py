@@ -42,15 +42,17 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """Who sees what: numbers of queries (B, S, 2) and of keys (B, T, 2), int64; `window` of 0: no limit."""
+    """Who sees what: the N = 2 numbers of queries and of keys, int64; `window` of 0: no limit."""
 
-    own_BS2: Tensor
-    keys_BT2: Tensor
+    own: Tensor
+    """(B, S, N)."""
+    keys: Tensor
+    """(B, T, N)."""
     window: int = 0
 
     def mask(self, rows: slice, columns: slice) -> Tensor:
         """Which keys (T) queries (S) see: bool (B, 1, S, T)."""
-        own, keys = self.own_BS2[:, rows, None], self.keys_BT2[:, None, columns]
+        own, keys = self.own[:, rows, None], self.keys[:, None, columns]
         found = (own[..., 0] == keys[..., 0]) & (own[..., 1] >= keys[..., 1])
         if self.window:
             found &= own[..., 1] - keys[..., 1] < self.window
@@ -58,7 +60,7 @@ class Seen:
 
     def runs(self) -> Iterator[tuple[slice, slice, bool]]:
         """Blocks of queries, each with runs of keys of which it sees any, and whether it sees them all."""
-        (low, high), (first, last) = _ends(self.own_BS2), _ends(self.keys_BT2)
+        (low, high), (first, last) = _ends(self.own), _ends(self.keys)
         documents, places = (low[..., 0], high[..., 0]), (low[..., 1], high[..., 1])
         some = (documents[1][:, :, None] >= first[:, None, :, 0]) & (documents[0][:, :, None] <= last[:, None, :, 0])
         some &= places[1][:, :, None] >= first[:, None, :, 1]
@@ -68,7 +70,7 @@ class Seen:
         if self.window:
             some &= places[0][:, :, None] - last[:, None, :, 1] < self.window
             whole &= places[1][:, :, None] - first[:, None, :, 1] < self.window
-        S, T = self.own_BS2.shape[1], self.keys_BT2.shape[1]
+        S, T = self.own.shape[1], self.keys.shape[1]
         table = zip(some.any(0).tolist(), whole.all(0).tolist(), strict=True)
         for i, (any_of, all_of) in enumerate(table):
             rows = slice(i * BLOCK, min((i + 1) * BLOCK, S))
@@ -79,13 +81,13 @@ class Seen:
                     yield rows, columns, all(all_of[j] for j in blocks)
 
 
-def _ends(numbers_BS2: Tensor) -> tuple[Tensor, Tensor]:
+def _ends(numbers_BSN: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest numbers of each block."""
-    S = numbers_BS2.shape[1]
+    S = numbers_BSN.shape[1]
     short = -S % BLOCK
     if short:  # the last token again
-        numbers_BS2 = torch.cat([numbers_BS2, numbers_BS2[:, -1:].expand(-1, short, -1)], 1)
-    blocks = numbers_BS2.unflatten(1, (-1, BLOCK))
+        numbers_BSN = torch.cat([numbers_BSN, numbers_BSN[:, -1:].expand(-1, short, -1)], 1)
+    blocks = numbers_BSN.reshape(numbers_BSN.shape[0], -1, BLOCK, 2)
     return blocks.amin(2), blocks.amax(2)
 
 
@@ -150,7 +152,11 @@ def gradients(grad_out: Tensor, heads: Heads, seen: Seen, whole: Partial, scale:
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if mask is None else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+    return (
+        None
+        if mask is None
+        else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+    )
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
@@ -188,9 +194,14 @@ def _fused_backward(
     return back(grad, q, k, v, out, sums, 0.0, False, attn_mask=bias, scale=scale)
 
 
+def _split(x_BHS: Tensor, groups: int) -> Tensor:
+    """Heads by the head of the keys that serves them: (B, G, R, S, ...)."""
+    return x_BHS.view(x_BHS.shape[0], groups, -1, *x_BHS.shape[2:])
+
+
 def _grouped(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Queries (B, G, R, S, E), R heads to a head of the keys, and their logits (B, G, R, S, T)."""
-    q_BGRSE = q.unflatten(1, (k.shape[1], -1)).float()
+    q_BGRSE = _split(q, k.shape[1]).float()
     logits = torch.einsum("bgrse,bgte->bgrst", q_BGRSE, k.float()) * scale
     return q_BGRSE, logits if bias is None else logits + bias[:, :, None]
 
@@ -206,10 +217,10 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -
 def _plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups = (k.shape[1], -1)
+    groups = k.shape[1]
     q_BGRSE, logits = _grouped(q, k, bias, scale)
-    grad_BGRSF, out_BGRSF = grad.unflatten(1, groups).float(), out.unflatten(1, groups).float()
-    shares = torch.exp(logits - sums.unflatten(1, groups)[..., None])
+    grad_BGRSF, out_BGRSF = _split(grad, groups).float(), _split(out, groups).float()
+    shares = torch.exp(logits - _split(sums, groups)[..., None])
     owed = torch.einsum("bgrsf,bgtf->bgrst", grad_BGRSF, v.float()) - (grad_BGRSF * out_BGRSF).sum(-1, keepdim=True)
     logits_owed = shares * owed * scale
     return (

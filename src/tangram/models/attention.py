@@ -12,7 +12,7 @@ The seam is transformers' own registry of attention functions; a model that does
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,18 +46,18 @@ def numbers_of(positions_BS: Tensor) -> Tensor:
     return torch.stack([begins_BS.cumsum(1), places_BS], -1)
 
 
-def mask_of(numbers_BS2: Tensor) -> Tensor:
+def mask_of(numbers_BSN: Tensor) -> Tensor:
     """What a model is given as its attention mask (B, 1, S, 2)."""
-    return numbers_BS2[:, None]
+    return numbers_BSN[:, None]
 
 
-def refuse_unable(model: PreTrainedModel) -> None:
+def refuse_unable(model: nn.Module) -> None:
     """Raise UserError where a model (on meta, of `by_tokens`) does not attend so, or hides more than it is told.
 
     It is run without memory: what its code asks of attention is known only then.
     """
-    config = model.config.get_text_config()
-    kinds = [*(getattr(config, "layer_types", None) or [])]
+    config = cast(PreTrainedModel, model).config.get_text_config()
+    kinds: list[str] = [*(getattr(config, "layer_types", None) or [])]
     if other := next((kind for kind in kinds if kind not in KINDS), None):
         raise UserError(f'{_cannot(model)}: it has "{other}" layers, which hide keys in a way of their own')
     given = {
@@ -115,7 +115,7 @@ def _attention(
 
 
 def _numbers(mask: Tensor | None, positions: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Of queries and keys: as told, else by position ids, else all of one document. Queries are the last of the keys."""
+    """Of queries and keys: as told, else by position ids, else of one document. Queries are the last of the keys."""
     S, T = query.shape[2], key.shape[2]
     if mask is not None:
         if mask.dtype != torch.int64 or mask.shape[1] != 1 or mask.shape[3] != 2:

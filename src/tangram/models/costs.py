@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
+from tangram.kernels import attention as _  # pyright: ignore[reportUnusedImport]  makes tangram.attend
 from tangram.kernels.cross_entropy import cross_entropy
 from tangram.models.twin import fake_twin, stacked_experts
 
@@ -364,6 +365,17 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **
     return flop_counter.sdpa_backward_flop_count(grad, query, key, value)
 
 
+def _attend(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """As if nothing were hidden, as torch counts its own."""
+    rows, heads, queries, width = query
+    return 2 * rows * heads * queries * key[2] * (width + value[3])
+
+
+def _attend_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    rows, heads, queries, width = query
+    return 2 * rows * heads * queries * key[2] * (3 * width + 2 * value[3])
+
+
 def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> int:
     """One product a row group: what each row of `left` meets is a single matrix of `right`."""
     flops = 2 * right[-1]
@@ -376,5 +388,7 @@ def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> int:
 _PRODUCTS: dict[Any, Any] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.tangram.attend: _attend,
+    torch.ops.tangram.attend_backward: _attend_backward,
     _aten._grouped_mm: _grouped,
 }

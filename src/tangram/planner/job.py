@@ -256,6 +256,9 @@ class RunPlan(Table):
     """Steps between two counts of how many tokens went to each expert (`experts.jsonl`); 0 counts none."""
     device: Literal["auto", "cpu"] = "auto"
     deterministic: bool = False
+    attention: Literal["model", "tokens"] = "model"
+    """"model": as the model's class has it. "tokens": by documents and places of tokens, in blocks of which those that
+    are hidden are not computed; no mask of sequence x sequence is made (`kernels.attention`)."""
     compile: bool = False
     """torch.compile each block."""
     recompute: tuple[str, ...] = ()

@@ -17,13 +17,15 @@ from torch import nn
 from tangram.errors import UserError
 from tangram.layout import Layout, LayoutError, Mesh, validate
 from tangram.layout.locate import local_shapes, partitions
+from tangram.models.attention import refuse_unable
 from tangram.models.capture import capture
 from tangram.models.costs import block_names
 from tangram.models.graph import Graph
 from tangram.models.named import token_inputs
 from tangram.models.stages import refuse_unlike_chain, refuse_unlike_modules
 from tangram.models.twin import Shapes, module_shapes
-from tangram.planner.plan import Plan, first_match, flow
+from tangram.planner.axes import flow
+from tangram.planner.plan import Plan, first_match
 from tangram.sharding.derive.marks import Mark, alternatives, matched, matching
 
 MOST_RANKS = 1_000_000
@@ -35,6 +37,8 @@ def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None, graph: Gra
 
     `shapes`, `graph`: what `module_shapes` and a capture of one sample found, where they are known already.
     """
+    if plan.run.attention == "tokens":
+        refuse_unable(model)
     if plan.pipeline is not None:
         refuse_unlike_modules(model, plan.pipeline.stages)
         graph = graph or capture(model, token_inputs(1, CHECKED))

@@ -1,129 +1,25 @@
 """The plan: everything that a run needs to know, as one versioned artefact.
 
 A `Plan` is a job (`planner.job`) with its strategy: the mesh, what each of its axes is for, how parameters and
-activations lie over it, and the stages of a pipeline. `tangram plan` makes plans of a job; `tangram train` runs them.
-`tangram.planner.read` reads and writes the files.
+activations lie over it, and the stages of a pipeline (`planner.axes`). `tangram plan` makes plans of a job;
+`tangram train` runs them. `tangram.planner.read` reads and writes the files.
 
 Layout rules are `name pattern -> layout`, in the one notation; the first pattern that matches a name decides. Loads
 neither torch nor transformers, so that a mistake shows at once.
 """
 
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Self, cast
+from math import prod
+from typing import Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import model_validator
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.planner.actions import Schedule
-from tangram.planner.job import Job, Mistake, PathText, Positive, Table, Type
+from tangram.planner.axes import AxesPlan, ContextPlan, LayoutsPlan, MeshText, PipelinePlan, flow
+from tangram.planner.job import Job, Mistake, Type
 from tangram.planner.schedules import MAKERS, micros_unlike, nearest_micro_batch, read_table, schedule, stages_unlike
-
-
-def _check_mesh(text: str) -> str:
-    Mesh.parse(text)
-    return text
-
-
-def _check_layout(text: str) -> str:
-    Layout.parse(text)
-    return text
-
-
-def _check_flow(text: str) -> str:
-    flow(text)
-    return text
-
-
-def _check_schedule(text: str) -> str:
-    if text not in (*MAKERS, "table"):
-        raise ValueError(f'"{text}" is no schedule: give one of {", ".join(MAKERS)}, or "table" for your own')
-    return text
-
-
-def flow(text: str) -> tuple[Layout, Layout]:
-    """The two layouts of an activation rule "input -> output". Raises ValueError without exactly one arrow."""
-    sides = text.split("->")
-    if len(sides) != 2:
-        raise ValueError(f'"{text}" is no activation rule: write input and output, as in "b s h -> b s (n/tp d)"')
-    return Layout.parse(sides[0]), Layout.parse(sides[1])
-
-
-MeshText = Annotated[str, AfterValidator(_check_mesh)]
-LayoutText = Annotated[str, AfterValidator(_check_layout)]
-FlowText = Annotated[str, AfterValidator(_check_flow)]
-ScheduleText = Annotated[str, AfterValidator(_check_schedule)]
-
-
-class AxesPlan(Table):
-    """What each axis of the mesh is for; every axis has one role."""
-
-    data: tuple[str, ...] = ()
-    """The batch is cut over these. Those that also cut parameters are FSDP's, the others hold copies."""
-    tensor: tuple[str, ...] = ()
-    """These cut what a module computes, as `layouts.marks` or `layouts.activations` say."""
-    context: tuple[str, ...] = ()
-    """These cut the sequence, as `layouts.marks` say."""
-    expert: tuple[str, ...] = ()
-    """These cut a mixture's experts, as `layouts.marks` say."""
-    pipeline: tuple[str, ...] = ()
-
-    @property
-    def model(self) -> tuple[str, ...]:
-        """Tensor, context and expert axes: their ranks share one part of the batch and compute it together."""
-        return (*self.tensor, *self.context, *self.expert)
-
-
-class LayoutsPlan(Table):
-    """How tensors lie over the mesh, by name pattern."""
-
-    parameters: Annotated[dict[str, LayoutText], Field(min_length=1)]
-    activations: dict[str, FlowText] = Field(default_factory=dict[str, FlowText])
-    """Module name pattern -> "input -> output": how what goes into the module and what comes out lie over the tensor
-    axes. Data axes are not written here: they cut the batch."""
-    marks: dict[str, LayoutText] = Field(default_factory=dict[str, LayoutText])
-    """Name pattern of a parameter, a module (what it gives) or a result of the model -> how it lies over tensor axes.
-    How all else lies, and what moves, is derived from these; `activations` are then left out."""
-    sizes: dict[str, Positive] = Field(default_factory=dict[str, Positive])
-    """Sizes of factors that the shapes do not tell, as head_dim in "(heads/tp head_dim) h"."""
-
-
-class PipelinePlan(Table):
-    """Which modules are computed on which rank of the pipeline axis, and in what order micro-batches pass them."""
-
-    schedule: ScheduleText = "1F1B"
-    """As torch.distributed.pipelining names them (`planner.schedules`); "table": one's own."""
-    table: PathText | None = None
-    """The file of one's own (`planner.actions`): CSV, what each rank does in each slot."""
-    stages: tuple[tuple[str, ...], ...]
-    """For each stage the modules whose parameters it has, by name, in the order in which they are computed. What has no
-    parameters, as rotary embeddings, every stage computes. Which rank has it, the schedule says."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names(cls, tables: Any) -> Any:
-        """Arrays in the array of stages are tuples, too."""
-        if not isinstance(tables, dict):
-            return tables
-        given = cast("dict[str, Any]", tables)
-        stages = given.get("stages")
-        if not isinstance(stages, list | tuple):
-            return given
-        found = [tuple(cast("list[Any]", x)) if isinstance(x, list) else x for x in cast("list[Any]", stages)]
-        return {**given, "stages": tuple(found)}
-
-    @model_validator(mode="after")
-    def _each_once(self) -> Self:
-        names = [name for stage in self.stages for name in stage]
-        for name in names:
-            other = next((o for o in names if o != name and f"{name}.".startswith(f"{o}.")), None)
-            if names.count(name) > 1 or other is not None:
-                raise ValueError(f'"{name}" is in two places of the stages{f": also in {other}" if other else ""}')
-        if empty := [i for i, stage in enumerate(self.stages) if not stage]:
-            raise ValueError(f"stage {empty[0]} has no modules: give each stage one at least")
-        if (self.schedule == "table") != (self.table is not None):
-            raise ValueError('schedule = "table" and table, the file of it, go together: give both or neither')
-        return self
 
 
 class Plan(Job):
@@ -134,6 +30,7 @@ class Plan(Job):
     layouts: LayoutsPlan
     pipeline: PipelinePlan | None = None
     """Where a pipeline axis cuts the model into stages."""
+    context: ContextPlan = ContextPlan()
 
     @model_validator(mode="after")
     def _axes_are_the_meshs(self) -> Self:
@@ -212,6 +109,25 @@ class Plan(Job):
             raise Mistake(
                 "data.global_batch",
                 f"{self.data.global_batch} samples cannot be cut over the {self.data_ranks} ranks of the data axes",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _context_fits(self) -> Self:
+        for key, value in (("keys", self.context.keys), ("order", self.context.order)):
+            if value == ContextPlan.model_fields[key].default:
+                continue
+            if not self.axes.context:
+                raise Mistake(f"context.{key}", f'"{value}" is of ranks of a context axis, and axes.context names none')
+            if self.run.attention != "tokens":
+                raise Mistake(f"context.{key}", f'"{value}" needs attention by tokens: set run.attention = "tokens"')
+        pieces = 2 * self.context_ranks
+        if self.context.order == "balanced" and self.data.sequence % pieces:
+            near = -(-self.data.sequence // pieces) * pieces
+            raise Mistake(
+                "data.sequence",
+                f"{self.data.sequence} tokens are no {pieces} equal pieces, of which each of the {self.context_ranks} "
+                f"ranks of the context axes gets two: take {near}",
             )
         return self
 
@@ -360,6 +276,11 @@ class Plan(Job):
         for axis in self.axes.data:
             count *= sizes[axis]
         return count
+
+    @property
+    def context_ranks(self) -> int:
+        """Over how many ranks context axes cut a sequence."""
+        return prod(Mesh.parse(self.mesh).axes[axis][0] for axis in self.axes.context)
 
     @property
     def micro_steps(self) -> int:

@@ -15,11 +15,12 @@ from pydantic import ValidationError
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.tensor_rules import TensorRules, undivided_heads
+from tangram.planner.axes import AxesPlan, LayoutsPlan, PipelinePlan
 from tangram.planner.counted import Counted
 from tangram.planner.derived import ModelAxis, TensorLayouts, axes_layouts
 from tangram.planner.job import Job
 from tangram.planner.legal import legal
-from tangram.planner.plan import AxesPlan, LayoutsPlan, PipelinePlan, Plan
+from tangram.planner.plan import Plan
 from tangram.planner.read import mistakes
 from tangram.planner.schedules import nearest_micro_batch
 from tangram.planner.staged import Stages

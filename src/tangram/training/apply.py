@@ -28,6 +28,7 @@ from tangram.training.precision import keep_parameters
 from tangram.training.recompute import recompute
 from tangram.training.shards import shard
 from tangram.training.tensor import cut_modules
+from tangram.training.told import tell
 from tangram.training.world import World
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -40,6 +41,7 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
     must have the same on every rank, on the rank's device. Collective: all ranks of `world` call it. Raises UserError
     for layouts that do not fit the model, and where ranks have different values.
     """
+    tell(model, plan)
     freeze(model, plan)
     keep_parameters(model, plan)
     numbers = plan.stages_at(world.stage)

@@ -4,12 +4,14 @@ Values come from the weights of a Hugging Face directory, from the model class's
 `tangram.models.build`), or later from a checkpoint; then only what no checkpoint holds is filled here.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tangram.errors import UserError
+from tangram.models.attention import by_tokens
 from tangram.models.build import build_on_meta, initial_tensors
 from tangram.models.costs import block_names
 from tangram.models.source import Source, read_source
@@ -19,6 +21,7 @@ from tangram.planner.plan import Plan
 from tangram.training.apply import apply, fill, freeze, give_storage, materialise
 from tangram.training.data import Tokens
 from tangram.training.precision import keep_parameters
+from tangram.training.told import tell
 from tangram.training.weights import load_pretrained
 from tangram.training.world import World
 
@@ -36,6 +39,8 @@ def source_of(plan: Job, tokens: Tokens) -> Source:
         if isinstance(asked, int) and asked < tokens.vocabulary:  # before transformers warns of what follows from it
             _refuse_vocabulary(asked, tokens)
     source = read_source(plan.model.preset, plan.model.path, changes)
+    if plan.run.attention == "tokens":
+        source = replace(source, config=by_tokens(source.config))
     text = source.config.get_text_config()
     if text.vocab_size < tokens.vocabulary:
         _refuse_vocabulary(text.vocab_size, tokens)
@@ -77,6 +82,7 @@ def build(plan: Plan, source: Source, world: World, *, values: bool) -> PreTrain
 def build_whole(plan: Plan, source: Source, device: torch.device, *, values: bool = False) -> PreTrainedModel:
     """The whole model in this process, its parameters in the type that the plan keeps them in."""
     model = build_on_meta(source.config)
+    tell(model, plan)
     freeze(model, plan)
     keep_parameters(model, plan)
     _fill(model, plan, source, None, device, values=values)

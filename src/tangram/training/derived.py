@@ -42,6 +42,8 @@ from tangram.sharding.runtime.install import Now, Runtime
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Change, Program
 from tangram.sharding.runtime.rehearse import rehearsed
+from tangram.sharding.runtime.rings import NAME as RING
+from tangram.sharding.runtime.rings import Rings
 from tangram.sharding.runtime.routes import Routes
 from tangram.training.cuts import Cuts, named_modules
 from tangram.training.world import World, dim_of
@@ -64,6 +66,7 @@ def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], wor
     devices = Devices(world.over, {axis: world.devices.get_group(dim_of(axis)) for axis in axes})
     held = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, getattr(torch, plan.precision.compute))
     held.gradients_seen = plan.pipeline is None
+    held.passes_keys = plan.context.keys == "ring"
 
 
 def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, inputs: Mapping[str, Any]) -> DerivedModel:
@@ -149,6 +152,8 @@ class DerivedModel:
         self._leaves = False
         self.gradients_seen = True
         """Whether a parameter has its gradient as soon as a backward has ended. Stages get theirs at the step's end."""
+        self.passes_keys = False
+        """Whether keys of attention by tokens go round the ranks that have them, and none has all."""
         self._runtime = Runtime()
         self._routes = Routes(self._groups)
         as_dtensors(model, lies, mesh, self._coords, devices)
@@ -231,7 +236,10 @@ class DerivedModel:
         refuse_cut_inputs(found)
         program = rehearsed(found, self._template, given, self._dtype)
         operators = Operators(found, self._rank)
-        return Now(program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring))
+        rings = {RING: Rings(self._groups, self._bring).attend} if self.passes_keys else {}
+        return Now(
+            program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring), together=rings
+        )
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
         """What a module uses of a parameter, of which a rank holds a part."""

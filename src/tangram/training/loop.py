@@ -40,6 +40,7 @@ from tangram.training.optimise import clip, local_gradients, lr_at, set_lr, squa
 from tangram.training.pipeline import Pipeline, parts_of, pipeline_of
 from tangram.training.shards import reshard, step_shards_of
 from tangram.training.tensor import refuse_unlike_gradients
+from tangram.training.told import given
 from tangram.training.world import World
 
 LossSum = Callable[[nn.Module, Batch], Tensor]
@@ -325,23 +326,21 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
 
     Of a derived model the logits stay in parts (`training.loss`).
     """
+    seen = given(model, batch)
     with leaving(model):
-        logits = logits_of(model, batch)
-    return token_loss(logits, batch.labels_BS, lies_of(model))
+        logits: Tensor = model(input_ids=seen.batch.inputs_BS, use_cache=False, **seen.told).logits
+    return token_loss(logits, seen.batch.labels_BS, lies_of(model))
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """A Hugging Face model's logits, whole.
-
-    Position ids that begin anew tell it where documents do, if rows hold several.
+    """A Hugging Face model's logits, whole and in the order of the batch.
 
     Of a stage of a pipeline without gradients, and on every stage.
     """
     if (pipeline := pipeline_of(model)) is not None:
         return pipeline.logits(batch)
-    told = {} if batch.positions_BS is None else {"position_ids": batch.positions_BS}
-    logits: Tensor = model(input_ids=batch.inputs_BS, use_cache=False, **told).logits
-    return logits
+    seen = given(model, batch)
+    return seen.in_order(model(input_ids=seen.batch.inputs_BS, use_cache=False, **seen.told).logits)
 
 
 @torch.no_grad()

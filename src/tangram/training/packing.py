@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tangram.errors import UserError
+from tangram.training.data import Batch
+from tangram.training.told import given
 
 PROBED = 8  # tokens of each of the two documents
 SAME_SWAPPED = 8.0  # units in the last place of the largest logit; nothing but the order of sums may differ
@@ -185,12 +187,10 @@ def _owed(
 
 def _run(model: nn.Module, inputs_BS: Tensor, positions: Tensor | bool) -> Tensor:
     """The logits, as in training: with position ids (True: from 0 on), or (False) without any."""
-    told: dict[str, Tensor] = {}
-    if positions is not False:
-        whole_BS = torch.arange(inputs_BS.shape[1], device=inputs_BS.device).expand_as(inputs_BS)
-        told["position_ids"] = whole_BS if positions is True else positions
-    logits_BSV: Tensor = model(input_ids=inputs_BS, use_cache=False, **told).logits
-    return logits_BSV
+    whole_BS = torch.arange(inputs_BS.shape[1], device=inputs_BS.device).expand_as(inputs_BS)
+    positions_BS = None if positions is False else whole_BS if positions is True else positions
+    seen = given(model, Batch(inputs_BS, inputs_BS, positions_BS))
+    return seen.in_order(model(input_ids=seen.batch.inputs_BS, use_cache=False, **seen.told).logits)
 
 
 def _packed(*documents: Tensor) -> tuple[Tensor, Tensor]:

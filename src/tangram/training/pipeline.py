@@ -27,6 +27,7 @@ from tangram.training.data import Batch
 from tangram.training.derived import Lies
 from tangram.training.loss import leaving, lies_of
 from tangram.training.schedules import Before, Stage, Table
+from tangram.training.told import given
 from tangram.training.world import World
 
 _HELD = "_tangram_pipeline"
@@ -114,7 +115,7 @@ class Pipeline:
         device = self._world.device
         logits_BSV = kept[0] if kept else torch.empty(rows, length, self._vocabulary, dtype=self._dtype, device=device)
         dist.broadcast(logits_BSV, group_src=self._rank_of[-1], group=group)
-        return logits_BSV
+        return given(self._model, batch).in_order(logits_BSV)
 
     def _run_in_parts(self, micro: Sequence[Batch], loss: TokenLoss, before: Before, *, train: bool) -> list[Tensor]:
         """As `_run`; the last stage leaves its logits as they lie, and the loss is told how."""
@@ -134,16 +135,15 @@ class Pipeline:
         for part in self.parts.values():
             if part.training != self._model.training:
                 part.train(self._model.training)
-        given = [torch.cat([batch.inputs_BS for batch in micro])] if 0 in self.parts else []
-        told: dict[str, Tensor] = {}
-        if micro[0].positions_BS is not None:
-            told["position_ids"] = torch.cat([cast(Tensor, batch.positions_BS) for batch in micro])
-        labels = torch.cat([batch.labels_BS for batch in micro]) if self.is_last else None
+        seen = [given(self._model, batch) for batch in micro]
+        inputs = [torch.cat([one.batch.inputs_BS for one in seen])] if 0 in self.parts else []
+        told = {name: torch.cat([one.told[name] for one in seen]) for name in seen[0].told}
+        labels = torch.cat([one.batch.labels_BS for one in seen]) if self.is_last else None
         losses: list[Tensor] = []
         run = cast("Callable[..., Any]", table.step if train else table.eval)
         try:
             with quiet("torch.distributed.pipelining.schedules"):  # it logs the whole table
-                run(*given, target=labels, losses=losses if self.is_last else None, return_outputs=False, **told)
+                run(*inputs, target=labels, losses=losses if self.is_last else None, return_outputs=False, **told)
         except RuntimeError as error:  # torch tells of shapes; what went wrong is its cause
             if (cause := error.__cause__) is None:
                 raise

@@ -28,7 +28,8 @@ from torch.utils.hooks import RemovableHandle
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.models.twin import Shapes
-from tangram.planner.plan import Plan, flow
+from tangram.planner.axes import flow
+from tangram.planner.plan import Plan
 from tangram.relayout.dtensor import placements_of
 from tangram.training.cuts import Cuts, named_modules
 from tangram.training.world import World, dim_of

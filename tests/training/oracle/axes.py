@@ -36,6 +36,14 @@ CONTEXT: Mapping[str, tuple[int, Strategy]] = {
     ),
 }
 CONTEXT_QUICK = ("context and fsdp",)
+BY_TOKENS: Mapping[str, Mapping[str, str]] = {
+    "by tokens": {},
+    "balanced": {"order": "balanced"},
+    "in a ring": {"keys": "ring"},
+    "in a ring, balanced": {"keys": "ring", "order": "balanced"},
+}
+"""Attention by documents and places: what is done over context axes."""
+BY_TOKENS_QUICK = ("in a ring, balanced",)
 WITH_EXPERTS: Mapping[str, tuple[int, Strategy]] = {
     "experts over two": (2, Strategy("one=1 ep=2", ("one",), (), with_experts("one"), EXPERTS, axes=EP)),
     "experts and fsdp": (4, Strategy("dp=2 ep=2", ("dp",), (), with_experts("dp"), EXPERTS, axes=EP)),

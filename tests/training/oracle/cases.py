@@ -9,7 +9,16 @@ from types import MappingProxyType
 from typing import Any
 
 from tangram.planner.plan import Plan
-from tests.training.oracle.axes import CONTEXT, CONTEXT_QUICK, MIXTURES, OVER_AXES, WITH_EXPERTS, WITH_EXPERTS_QUICK
+from tests.training.oracle.axes import (
+    BY_TOKENS,
+    BY_TOKENS_QUICK,
+    CONTEXT,
+    CONTEXT_QUICK,
+    MIXTURES,
+    OVER_AXES,
+    WITH_EXPERTS,
+    WITH_EXPERTS_QUICK,
+)
 from tests.training.oracle.vocabulary import GEMMA, OVER_VOCABULARY, VOCABULARY
 from tests.training.small import SMALL_MODEL, small_tables
 from tests.training.strategies import (
@@ -335,6 +344,9 @@ def _add_axes(text: Path, add: Callable[..., None], *, slow: bool) -> None:
         if "heads" in strategy:
             changes["model"] = {"change": {**SMALL_MODEL, "num_key_value_heads": 4, "head_dim": 4}}
         add("", [strategy], tables(text, **changes), FEW)
+        changes["run"] = {"attention": "tokens"}
+        for name in BY_TOKENS if slow else BY_TOKENS_QUICK:
+            add(name, [strategy], tables(text, **changes), FEW, instead={"context": BY_TOKENS[name]})
     for kind in MIXTURES:
         model = {"preset": None, "path": str(text.parent / f"{kind}.json"), "change": {}}
         for strategy in WITH_EXPERTS if slow else WITH_EXPERTS_QUICK if kind == "qwen3_moe" else ():

@@ -86,7 +86,8 @@ def plain_model(case: Case) -> nn.Module:
     """The model in this process, as its class makes it, with the initial values of the run."""
     if case.own:
         return own_model(case.plan.seed)
-    config = source_of(case.plan, BYTES).config
+    own = case.plan.run.model_copy(update={"attention": "model"})  # whatever the ranks attend by
+    config = source_of(case.plan.model_copy(update={"run": own}), BYTES).config
     model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():

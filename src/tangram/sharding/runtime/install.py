@@ -34,6 +34,12 @@ class Instead(Protocol):
     def __call__(self, action: Action, leaves: Sequence[Any]) -> Any: ...
 
 
+class Together(Protocol):
+    """Does a function and what moves before it at once; NotImplemented where it cannot."""
+
+    def __call__(self, takes: Mapping[int, Change], args: Sequence[Any]) -> Any: ...
+
+
 class Around(Protocol):
     """What stands around every call of a rehearsal."""
 
@@ -50,6 +56,8 @@ class Now:
     bring: Bring
     instead: Instead
     around: Around | None = None
+    together: Mapping[str, Together] = field(default_factory=dict[str, Together])
+    """By a function's name. What such a function takes is given by place."""
     runs: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     """The runs of each module."""
 
@@ -195,9 +203,12 @@ def done(now: Now, action: Action, func: Any, args: Sequence[Any], kwargs: Mappi
     """What an action says, around a function or in its stead."""
     if action.why:
         return now.instead(action, tree_flatten((args, kwargs))[0])
-    if action.takes:
-        args, kwargs = changed((args, kwargs), action.takes, now.bring)
-    found = func(*args, **kwargs)
+    own = now.together.get(getattr(func, "__name__", ""))
+    found = own(action.takes, args) if own is not None else NotImplemented
+    if found is NotImplemented:
+        if action.takes:
+            args, kwargs = changed((args, kwargs), action.takes, now.bring)
+        found = func(*args, **kwargs)
     return changed(found, action.gives, now.bring) if action.gives else found
 
 
