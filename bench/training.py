@@ -5,6 +5,7 @@
               made, the loss read every step. The trainer: `transformers.Trainer` as it comes, over the same processes.
     added     what our loop takes beyond a step on ready batches: data, events, logs; of a model so small that it shows
     input     text to batches on one core, beside `datasets`: map (tokenise), map (pack), a loader that collates
+    context   ways to attend over two ranks that have half of a sequence each, beside the model's own with all keys
     startup   the quickstart as a command, until its first step is done
 
 `--only` takes one of these groups.
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from bench._training import added, inputs, startup, steps
+from bench._training import added, context, inputs, startup, steps
 from tangram.errors import UserError
 from tangram.hardware.measure import Row
 
@@ -24,6 +25,7 @@ GROUPS: Mapping[str, Callable[[bool, Path], Iterable[Row]]] = {
     "steps": steps.rows,
     "added": added.rows,
     "input": inputs.rows,
+    "context": context.rows,
     "startup": startup.rows,
 }
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", settings.get_profile("dev"), max_examples=150, derandomize=True, print_blob=True)
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=75, derandomize=True, print_blob=True)
 settings.register_profile("thorough", settings.get_profile("dev"), max_examples=3000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 

@@ -11,10 +11,10 @@ import pytest
 import torch.multiprocessing as mp
 
 from tangram.relayout.collectives import DUALS, WAYS, Place, dual, way
-from tests.relayout import collecting, routing, stepping
+from tests.relayout import collecting, ringing, routing, stepping
 from tests.relayout.collecting import PLACES, RANKS, play
 
-SCENES = (*collecting.SCENES, *routing.SCENES, stepping.every_two_layouts, stepping.refused_steps)
+SCENES = (*collecting.SCENES, *routing.SCENES, *ringing.SCENES, stepping.every_two_layouts, stepping.refused_steps)
 REFUSED = (collecting.refused, stepping.refused_steps)
 Played = Callable[[Callable[..., Any]], list[Any]]
 

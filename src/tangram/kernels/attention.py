@@ -71,8 +71,8 @@ class Seen:
             some &= places[0][:, :, None] - last[:, None, :, 1] < self.window
             whole &= places[1][:, :, None] - first[:, None, :, 1] < self.window
         S, T = self.own.shape[1], self.keys.shape[1]
-        table = zip(some.any(0).tolist(), whole.all(0).tolist(), strict=True)
-        for i, (any_of, all_of) in enumerate(table):
+        any_seen, all_seen = (cast("list[list[bool]]", x.tolist()) for x in (some.any(0), whole.all(0)))
+        for i, (any_of, all_of) in enumerate(zip(any_seen, all_seen, strict=True)):
             rows = slice(i * BLOCK, min((i + 1) * BLOCK, S))
             for seen, run in groupby(range(len(any_of)), key=any_of.__getitem__):
                 if seen:
@@ -297,3 +297,5 @@ def _owed(ctx: Any, grad: Tensor, _: Tensor) -> Any:
 
 
 attend.register_autograd(_owed, setup_context=_saved)
+ATTEND, ATTEND_BACKWARD = torch.ops.tangram.attend, torch.ops.tangram.attend_backward
+"""As the dispatcher names them."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from tangram.errors import UserError
-from tangram.kernels.attention import attend
+from tangram.kernels.attention import ATTEND, attend
 from tangram.models.capture import CaptureError, capture
 
 NAME = "tangram_tokens"
@@ -71,7 +71,7 @@ def refuse_unable(model: nn.Module) -> None:
         if isinstance(error.__cause__, UserError):
             raise UserError(f"{_cannot(model)}: {error.__cause__}") from error
         raise UserError(f"{_cannot(model)}: {error}") from error
-    windows = [node.arguments["window"] for node in graph.nodes if node.operator is torch.ops.tangram.attend.default]
+    windows = [node.arguments["window"] for node in graph.nodes if node.operator is ATTEND.default]
     if not windows:
         raise UserError(f"{_cannot(model)}: its attention is none that can be replaced")
     sliding = kinds.count("sliding_attention") if kinds else int(bool(getattr(config, "sliding_window", None)))

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.kernels import attention as _  # pyright: ignore[reportUnusedImport]  makes tangram.attend
+from tangram.kernels.attention import ATTEND, ATTEND_BACKWARD
 from tangram.kernels.cross_entropy import cross_entropy
 from tangram.models.twin import fake_twin, stacked_experts
 
@@ -388,7 +388,7 @@ def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> int:
 _PRODUCTS: dict[Any, Any] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    torch.ops.tangram.attend: _attend,
-    torch.ops.tangram.attend_backward: _attend_backward,
+    ATTEND: _attend,
+    ATTEND_BACKWARD: _attend_backward,
     _aten._grouped_mm: _grouped,
 }

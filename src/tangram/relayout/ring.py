@@ -32,14 +32,19 @@ class Passing:
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, first: int = 0) -> None:
         """`first`: a number that tells them from others that are under way."""
         k, me = dist.get_world_size(group), dist.get_rank(group)
+        self._first = first
         self._sent = [x.contiguous() for x in tensors]
+        self._work: list[Any] = []
+        if k == 1:
+            self._found = self._sent
+            return
         self._found = [torch.empty_like(x) for x in self._sent]
         to, of = (dist.get_global_rank(group, (me + step) % k) for step in (1, -1))
         wanted = [
             *(dist.P2POp(dist.isend, x, to, group, tag) for tag, x in enumerate(self._sent, first)),
             *(dist.P2POp(dist.irecv, x, of, group, tag) for tag, x in enumerate(self._found, first)),
         ]
-        self._work: list[Any] = cast(Any, dist).batch_isend_irecv(wanted)
+        self._work = cast(Any, dist).batch_isend_irecv(wanted)
 
     def arrived(self) -> list[Tensor]:
         """What came, when it is there and all was sent."""

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from tangram.errors import UserError
-from tangram.kernels import attention as _  # pyright: ignore[reportUnusedImport]  makes tangram.attend
+from tangram.kernels.attention import ATTEND
 from tangram.planner.plan import Plan, matches
 from tangram.training.cuts import named_modules
 
@@ -36,7 +36,7 @@ KEPT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
             _aten._scaled_dot_product_efficient_attention,
             _aten._scaled_dot_product_cudnn_attention,
             _aten._scaled_dot_product_fused_attention_overrideable,
-            torch.ops.tangram.attend,
+            ATTEND,
         ),
     }
 )

@@ -21,6 +21,17 @@ CONTEXT: Mapping[str, tuple[int, Strategy]] = {
     "context over two": (2, Strategy("one=1 cp=2", ("one",), (), {"*": "_/one ..."}, GATHERED, axes=CP)),
     "context by heads": (4, Strategy("one=1 cp=4", ("one",), (), {"*": "_/one ..."}, HEADS, axes=CP)),
     "context and fsdp": (4, Strategy("dp=2 cp=2", ("dp",), (), FSDP, GATHERED, axes=CP)),
+    "context over two axes": (
+        4,
+        Strategy(
+            "cp=2 one=1 cq=2",
+            ("one",),
+            (),
+            {"*": "_/one ..."},
+            dict.fromkeys(GATHERED, "b s/cp/cq h"),
+            axes={"context": ("cp", "cq")},
+        ),
+    ),
     "context by heads inside copies": (4, Strategy("cp=2 dp=2", ("dp",), (), COPIES, HEADS, axes=CP)),
     "context and derived": (
         4,

@@ -2,13 +2,17 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tangram.training import derived, loop
+from tangram.kernels import attention
+from tangram.models import attention as attend
+from tangram.relayout import ring
+from tangram.training import derived, loop, told
 from tests.training.oracle.planting import other_values
 from tests.training.oracle.ranks import Setting, swapped
 
@@ -102,7 +106,78 @@ def experts_of_the_wrong_rank(setting: Setting) -> Planted:
         yield
 
 
+@contextlib.contextmanager
+def keys_that_stay(setting: Setting) -> Planted:
+    """Each rank attends to its own keys, time after time, and takes them for those of others."""
+
+    def own(self: Any) -> list[Tensor]:
+        for one in self._work:
+            one.wait()
+        return self._sent
+
+    with swapped(ring.Passing, "arrived", own):
+        yield
+
+
+@contextlib.contextmanager
+def gradients_of_keys_not_brought_home(setting: Setting) -> Planted:
+    """What is owed to keys stays with the rank that saw them last."""
+    real = ring.Passing.arrived
+
+    def arrived(self: Any) -> list[Tensor]:
+        found = real(self)
+        return self._sent if self._first else found
+
+    with swapped(ring.Passing, "arrived", arrived):
+        yield
+
+
+@contextlib.contextmanager
+def parts_of_keys_averaged(setting: Setting) -> Planted:
+    """What parts of the keys come to counts by their number, not by their sums."""
+    real = attention.Partial.plus
+
+    def plus(self: Any, other: Any) -> Any:
+        first = bool((self.sums == -torch.inf).all())
+        return real(self, other) if first else attention.Partial((self.out + other.out) / 2, real(self, other).sums)
+
+    with swapped(attention.Partial, "plus", plus):
+        yield
+
+
+@contextlib.contextmanager
+def labels_left_in_order(setting: Setting) -> Planted:
+    """Tokens are balanced, and their labels are not."""
+    real = told.given
+
+    def given(model: Any, batch: Any) -> Any:
+        found = real(model, batch)
+        return found._replace(batch=replace(found.batch, labels_BS=batch.labels_BS))
+
+    with swapped(loop, "given", given):
+        yield
+
+
+@contextlib.contextmanager
+def places_left_in_order(setting: Setting) -> Planted:
+    """Tokens are balanced, and attention is told of them as if they were not."""
+
+    def numbers(positions: Tensor) -> Tensor:
+        found = attend.numbers_of(positions)
+        return found[:, told.balanced(positions.shape[1], 2).argsort()]
+
+    with swapped(told, "numbers_of", numbers):
+        yield
+
+
 AXES_MISTAKES = {
+    "in a ring, balanced: context and fsdp": (
+        keys_that_stay,
+        gradients_of_keys_not_brought_home,
+        parts_of_keys_averaged,
+        labels_left_in_order,
+        places_left_in_order,
+    ),
     "context and fsdp": (positions_of_the_first_part, keys_of_one_rank_only, norms_not_summed_over_context),
     "qwen3_moe: experts and fsdp": (routers_not_summed_over_experts, experts_of_the_wrong_rank),
 }

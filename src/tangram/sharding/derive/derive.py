@@ -19,7 +19,7 @@ import numpy as np
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.derive.fixed import ConflictError, fixed_by
-from tangram.sharding.derive.folding import Folded, Step, far_from_borders, fold
+from tangram.sharding.derive.folding import Folded, Step, far_at_taker, far_from_borders, fold
 from tangram.sharding.derive.marks import Mark
 from tangram.sharding.derive.moves import Label, Move, groups, label_of, labels, legal, moves, place_of, row_moves
 from tangram.sharding.derive.rates import Rates, effort
@@ -303,7 +303,7 @@ class Problem:
                 needed = [move.inputs[i] for move in some]
                 if v is not None and None not in needed:
                     some_needed = [state for state in needed if state is not None]
-                    table = self._table(v, self.used[v], some_needed, 1 + self.far.get(v, 1))
+                    table = self._table(v, self.used[v], some_needed, far_at_taker(step, i, self.far.get(v, 1)))
                     costs.pair(("used", v), name, table * step.times)
         return costs
 

@@ -10,6 +10,7 @@ for the first or the last of them would be cheaper.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -83,6 +84,15 @@ def far_from_borders(folded: Folded) -> dict[int, int]:
             implied = any(graph.nodes[i].implied for i in nodes)
             found[folded.classes[v]] = 4096 if implied else 16 if inside else 1 if v in bordering else 4
     return found
+
+
+TOGETHER: Mapping[str, tuple[int, ...]] = {"tangram.attend": (1, 2)}
+"""Operators, and the places of tensors that a runtime may move and take at once: keys and values that go round."""
+
+
+def far_at_taker(step: Step, place: int, far: int) -> int:
+    """How far it is from there to move a tensor only for one operator that takes it; `far`: for all."""
+    return 0 if place in TOGETHER.get(step.call.name, ()) else 1 + far
 
 
 def fold(graph: Graph, table: Table) -> Folded:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.kernels import attention as _  # pyright: ignore[reportUnusedImport]  makes tangram.attend
+from tangram.kernels.attention import ATTEND
 from tangram.models import noted
 
 aten = torch.ops.aten
@@ -53,7 +53,6 @@ def _tokens(rows: int, *documents: int) -> Tensor:
     return torch.stack([own, torch.arange(len(own))], -1).repeat(rows, 1, 1)
 
 
-attend = torch.ops.tangram.attend.default
 attention = aten._scaled_dot_product_flash_attention_for_cpu.default
 EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
     (
@@ -149,14 +148,14 @@ EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
     (attention, lambda: (_some(3, 6, 5, 4), _some(3, 1, 5, 4), _some(3, 1, 5, 4), 0.0, True)),
     (partial(attention, attn_mask=_lower(5, 7)), lambda: (_some(3, 4, 5, 4), _some(3, 4, 7, 4), _some(3, 4, 7, 4))),
     (
-        attend,
+        ATTEND.default,
         lambda: (
             *(_some(3, 6, 5, 4), _some(3, 2, 7, 4), _some(3, 2, 7, 8)),
             *(_tokens(3, 2, 5)[:, 2:], _tokens(3, 2, 5), _some(6), 0.5, 0),
         ),
     ),
     (
-        attend,
+        ATTEND.default,
         lambda: (*(_some(3, 4, 7, 4), _some(3, 4, 7, 4), _some(3, 4, 7, 4)), *(_tokens(3, 4, 3),) * 2, None, 0.5, 2),
     ),
     (aten.linalg__powsum.default, lambda: (_some(5, 3), 3, [0])),

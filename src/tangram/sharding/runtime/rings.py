@@ -8,7 +8,7 @@ of a part do not lie one after the other, keys are put together as the program s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -36,6 +36,8 @@ class Rings:
         if not keys or keys != values or keys[-1].source != TOKENS or keys[-1].target.kind == "cut":
             return NotImplemented
         before = {**takes, KEYS: keys[:-1], VALUES: keys[:-1]}
-        given = [self._bring(x, before[i]) if i in before and isinstance(x, Tensor) else x for i, x in enumerate(args)]
+        given: list[Any] = [
+            self._bring(x, before[i]) if i in before and isinstance(x, Tensor) else x for i, x in enumerate(args)
+        ]
         heads, (own, seen, sinks, scale, window) = Heads(*given[:OWN]), given[OWN:]
-        return ring_attend(heads, own, seen, cast("Tensor | None", sinks), scale, window, self._groups[keys[-1].axis])
+        return ring_attend(heads, own, seen, sinks, scale, window, self._groups[keys[-1].axis])
