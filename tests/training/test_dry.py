@@ -39,7 +39,7 @@ FOUR = (
 )
 TWO = FOUR[0] + FOUR[1], FOUR[2] + FOUR[3]
 STRATEGIES_COUNTED = {
-    **{name: STRATEGIES[name] for name in ("fsdp", "hsdp", "tensor inside fsdp")},
+    **{name: STRATEGIES[name] for name in ("fsdp", "copies", "hsdp", "tensor inside fsdp")},
     "derived inside fsdp": Strategy("dp=2 tp=2", ("dp",), ("tp",), derived("dp"), MARKS),
     "context in a ring": Strategy("dp=2 cp=2", ("dp",), (), FSDP, GATHERED, axes={"context": ("cp",)}),
     "stages of derived": Strategy("pp=2 one=1 tp=2", ("one",), ("tp",), derived(""), MARKS, stages=TWO),

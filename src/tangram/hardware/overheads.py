@@ -1,7 +1,7 @@
 """What torch's own layers cost before anything is computed, as multiples of one bare operator's overhead.
 
 The overhead of an operator (`Rates.call_seconds`) is measured on every machine; what the interpreter does around it is
-so many times that, on any machine. The first, second and fourth are what `bench/overheads.py` finds with models so
+so many times that, on any machine. Those of modules, FSDP2's units and the optimiser are what `bench/overheads.py` finds with models so
 small that nothing else takes time, on torch 2.13 and one core of an AMD EPYC 9004.
 """
 
@@ -10,6 +10,9 @@ MODULE_CALLS = 1.6
 
 FSDP_UNIT_CALLS = 220.0
 """One module that FSDP2 gathers: its hooks and copies, forward and backward of a micro-batch."""
+
+COPY_BUCKET_BYTES = 25 * 2**20
+"""Gradients of whole copies that are summed over ranks together, as many as in torch's DistributedDataParallel."""
 
 TENSOR_MODULE_CALLS = 350.0
 """One module that computes on DTensors at its borders, forward and backward of a micro-batch.

@@ -9,7 +9,8 @@ Memory of a rank, in bytes, with P its numbers of parameters (by the plan's own 
     logits      the gradient of a micro-batch's, in their own type, and what of them is in float32 at a time
     gathered    what FSDP2 holds whole: what lies outside the blocks, two blocks, and one block's gradient; all of them
                 where run.reshard keeps parameters whole, and all gradients where they are reduced once a step; of a
-                pipeline all of its stages and their gradients
+                pipeline all of its stages and their gradients. Of whole copies there is no FSDP2, but gradients are there
+                twice where they are summed after each of several micro-batches
     process     a constant (`hardware.overheads`)
 
 Seconds of a step, with M micro-batches, each operator at the rate of its size, but never quicker than a call can be:
@@ -155,6 +156,17 @@ def shard_size(plan: Plan) -> int:
     return prod(Mesh.parse(plan.mesh).axis(axis)[0] for axis in plan.axes.data if axis in cutting)
 
 
+def whole_copies(plan: Plan) -> bool:
+    """Whether data ranks have all parameters whole, and nothing is rounded: then there is no FSDP2 around them.
+
+    Of several ranks the gradients are summed as they are. With rules of activations FSDP2 stays, for it ends what
+    they leave open of DTensors' gradients.
+    """
+    precision = plan.precision
+    types = {precision.parameters, precision.compute, precision.reduce, plan.gradients}
+    return shard_size(plan) == 1 and len(types) == 1 and not plan.layouts.activations
+
+
 def _unit_numbers(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> dict[str, float]:
     """The numbers of each FSDP unit as it is gathered: whole but for what the tensor axis cuts."""
     shards = shard_size(plan)
@@ -189,7 +201,9 @@ def _logits(plan: Plan, local: ModelCosts, kind: str) -> float:
 
 
 def _gathered(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> float:
-    """What FSDP2 holds whole beside a rank's parts, in bytes."""
+    """What FSDP2 holds whole beside a rank's parts, in bytes; of whole copies, what their sums take."""
+    if whole_copies(plan):
+        return _of_sums(plan, parameters, held)
     units = _unit_numbers(plan, parameters, held)
     block = max((size for name, size in units.items() if name != OUTSIDE), default=0.0)
     whole = units[OUTSIDE] + 2 * block
@@ -200,6 +214,16 @@ def _gathered(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, 
         trained = tuple(one for one in parameters if one.trained)
         found += BYTES[plan.accumulates] * sum(_unit_numbers(plan, trained, held).values())
     return found
+
+
+def _of_sums(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> float:
+    """Bytes beside the gradients while copies' are summed."""
+    if plan.data_ranks == 1:
+        return 0.0
+    gradients = float(BYTES[plan.gradients] * sum(held[one.name] for one in parameters if one.trained))
+    if plan.pipeline is not None:  # sums begin when all gradients are there; else they lie in the buckets from the start
+        return min(gradients, overheads.COPY_BUCKET_BYTES)
+    return 0.0 if plan.adds_before_reducing or plan.micro_steps == 1 else gradients
 
 
 def _own_masters(plan: Plan) -> bool:
@@ -261,6 +285,9 @@ def _data_seconds(
     plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int], rates: Rates
 ) -> tuple[float, float]:
     """Of FSDP and copies: to gather parameters for a micro-batch, and to reduce gradients."""
+    if whole_copies(plan):
+        trained = BYTES[plan.gradients] * sum(held[one.name] for one in parameters if one.trained)
+        return 0.0, _sums_seconds(trained, plan.data_ranks, rates)
     shards = shard_size(plan)
     copies = plan.data_ranks // shards
     over_gloo = rates.device == "cpu"
@@ -278,6 +305,15 @@ def _data_seconds(
         reduce += _exchange(gradients * (2 if over_gloo else 1), shards, rates)  # gloo reduces all, then takes a part
         reduce += _exchange(2 * gradients / shards, copies, rates)
     return gather, reduce
+
+
+def _sums_seconds(gradients: float, copies: int, rates: Rates) -> float:
+    """Of whole copies: into buckets, and each over the ranks."""
+    if copies == 1:
+        return 0.0
+    buckets = 1 + gradients // overheads.COPY_BUCKET_BYTES
+    more = (buckets - 1) * rates.latency * (copies - 1)
+    return rates.moves.seconds(2 * gradients) + _exchange(2 * gradients, copies, rates) + more
 
 
 def _moves_seconds(plan: Plan, moves: Sequence[Moves], rates: Rates) -> float:

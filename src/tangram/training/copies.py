@@ -27,8 +27,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-BUCKET = 25 * 2**20
-"""Bytes of a bucket, as DistributedDataParallel has them."""
+from tangram.hardware.overheads import COPY_BUCKET_BYTES
+
+BUCKET = COPY_BUCKET_BYTES
+"""Bytes of a bucket."""
 FIRST = 2**20
 """Of the first one, which goes on its way early."""
 _HELD = "_tangram_copies"

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
+from tangram.planner.estimate import whole_copies
 from tangram.planner.plan import Plan
 from tangram.training.copies import Copies, copies_of
 from tangram.training.cuts import Cuts
@@ -38,7 +39,7 @@ def shard(
     """Cut the parameters over the data axes, each block by itself, or have their copies' gradients summed."""
     if not _needed(plan, world):
         return
-    if _whole(plan, world):
+    if whole_copies(plan):
         once, in_parts = plan.run.reduce_every == "step", plan.pipeline is not None
         Copies(model, world.devices.get_group("replicate"), once=once, in_parts=in_parts)
         return
@@ -71,13 +72,6 @@ def _needed(plan: Plan, world: World) -> bool:
     With layouts of activations it also ends what is left open of DTensors' gradients (`training.tensor`).
     """
     return world.data_size > 1 or not of_one_type(plan) or bool(plan.layouts.activations)
-
-
-def _whole(plan: Plan, world: World) -> bool:
-    """Whether copies are all that data ranks have of parameters, in one type: then FSDP2 would only copy and round."""
-    cut = world.devices["shard"].size() > 1
-    rounded = not of_one_type(plan) or plan.precision.reduce != plan.precision.compute
-    return not (cut or rounded or plan.layouts.activations)
 
 
 def sharded(model: nn.Module) -> list[FSDPModule]:
