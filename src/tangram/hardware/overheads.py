@@ -1,8 +1,8 @@
 """What torch's own layers cost before anything is computed, as multiples of one bare operator's overhead.
 
 The overhead of an operator (`Rates.call_seconds`) is measured on every machine; what the interpreter does around it is
-so many times that, on any machine. Those of modules, FSDP2's units and the optimiser are what `bench/overheads.py` finds with models so
-small that nothing else takes time, on torch 2.13 and one core of an AMD EPYC 9004.
+so many times that, on any machine. Those of modules, FSDP2's units and the optimiser are what `bench/overheads.py`
+finds with models so small that nothing else takes time, on torch 2.13 and one core of an AMD EPYC 9004.
 """
 
 MODULE_CALLS = 1.6

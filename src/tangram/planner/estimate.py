@@ -9,8 +9,8 @@ Memory of a rank, in bytes, with P its numbers of parameters (by the plan's own 
     logits      the gradient of a micro-batch's, in their own type, and what of them is in float32 at a time
     gathered    what FSDP2 holds whole: what lies outside the blocks, two blocks, and one block's gradient; all of them
                 where run.reshard keeps parameters whole, and all gradients where they are reduced once a step; of a
-                pipeline all of its stages and their gradients. Of whole copies there is no FSDP2, but gradients are there
-                twice where they are summed after each of several micro-batches
+                pipeline all of its stages and their gradients. Of whole copies there is no FSDP2, but gradients are
+                there twice where they are summed after each of several micro-batches
     process     a constant (`hardware.overheads`)
 
 Seconds of a step, with M micro-batches, each operator at the rate of its size, but never quicker than a call can be:
@@ -221,7 +221,9 @@ def _of_sums(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, i
     if plan.data_ranks == 1:
         return 0.0
     gradients = float(BYTES[plan.gradients] * sum(held[one.name] for one in parameters if one.trained))
-    if plan.pipeline is not None:  # sums begin when all gradients are there; else they lie in the buckets from the start
+    if (
+        plan.pipeline is not None
+    ):  # sums begin when all gradients are there; else they lie in the buckets from the start
         return min(gradients, overheads.COPY_BUCKET_BYTES)
     return 0.0 if plan.adds_before_reducing or plan.micro_steps == 1 else gradients
 

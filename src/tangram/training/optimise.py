@@ -23,7 +23,8 @@ def make_adamw(model: nn.Module, plan: OptimiserPlan, masters: str = "float32") 
     """AdamW over the parameters that are trained, without weight decay where the plan has none.
 
     Parameters that lie over different meshes stand in groups of their own: one fused update takes one mesh. Where some
-    are of a lower type than float32, the optimiser keeps moments and masters in the type `masters`.
+    are of a lower type than float32, the optimiser keeps moments and masters in the type `masters`. Else torch's fused
+    update takes all parameters of a group at once.
     """
     groups: dict[tuple[bool, tuple[str, ...]], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -36,7 +37,7 @@ def make_adamw(model: nn.Module, plan: OptimiserPlan, masters: str = "float32") 
         for (decays, _), parameters in groups.items()
     ]
     if all(parameter.dtype == torch.float32 for parameters in groups.values() for parameter in parameters):
-        return AdamW(tables, lr=plan.lr, betas=plan.betas, eps=plan.eps)
+        return AdamW(tables, lr=plan.lr, betas=plan.betas, eps=plan.eps, fused=True)
     return MasterAdamW(tables, dtype_of(masters), lr=plan.lr, betas=plan.betas, eps=plan.eps)
 
 
