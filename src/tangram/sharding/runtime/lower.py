@@ -189,7 +189,9 @@ class _Lowering:
         change = self._change(v, source, target)
         if change:
             takers = [i for i, _ in self.takers.get(v, ())]
-            run = None if v in self.graph.outputs.values() or self._shown(v, target) else self._common(v, takers)
+            run = (
+                None if v in self.graph.outputs.values() or self._shown(v, source, target) else self._common(v, takers)
+            )
             if run is not None:
                 self._border_takes(run, v, change)
             elif (giver := self._giver(v, takers)) is not None:
@@ -202,10 +204,10 @@ class _Lowering:
                 self._action(self.maker[v]).after[v] = change
         self._needs(v, target, ())
 
-    def _shown(self, v: int, target: States) -> bool:
+    def _shown(self, v: int, source: States, target: States) -> bool:
         """Whether the model's code has to see a tensor whole, so that it is put together as soon as it is made."""
         whole = self.found.folded.classes[v] in self.found.whole
-        return whole and all(part_dim(state) is None for state in target.values())
+        return whole and all(part_dim(state) is None or state == source.get(axis) for axis, state in target.items())
 
     def _written(self, v: int) -> bool:
         """Whether a value is what a function has written into one of its tensors."""
