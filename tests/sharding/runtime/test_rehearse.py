@@ -32,10 +32,10 @@ class Code(nn.Module):
         return self.down(self.code(self.up(x_BSH)))
 
 
-def program_of(code: Callable[[Tensor], Tensor], *marks: str) -> Program:
+def program_of(code: Callable[[Tensor], Tensor], *marks: str, mesh: str = "tp=2") -> Program:
     model, inputs = Code(code), {"x_BSH": torch.zeros(2, 4, 8)}
     graph = graph_of(model, inputs, torch.float32)
-    found = derive_whole(graph, [Mark.parse(mark) for mark in marks], Mesh.parse("tp=2"))
+    found = derive_whole(graph, [Mark.parse(mark) for mark in marks], Mesh.parse(mesh))
     return rehearsed(found, model, inputs, torch.float32)
 
 
@@ -135,6 +135,13 @@ def test_code_that_takes_another_way_on_a_part_sees_the_whole(code: Callable[[Te
     modules = {program.found.folded.graph.runs[run].module: border for run, border in program.borders.items()}
     ((step,),) = modules["up"].gives.values()
     assert (step.source, part_dim(step.target)) == (cut(2), None)
+
+
+def test_what_it_sees_whole_over_one_axis_may_be_cut_over_another() -> None:
+    program = program_of(_more_on_a_part, *COLUMNS, "up: b s/cp f", mesh="cp=2 tp=2")
+    modules = {program.found.folded.graph.runs[run].module: border for run, border in program.borders.items()}
+    ((step,),) = modules["up"].gives.values()
+    assert (step.axis, step.source, part_dim(step.target)) == ("tp", cut(2), None)
 
 
 @pytest.mark.parametrize(
