@@ -5,6 +5,7 @@ A line names the axes of a mesh with their sizes, what stands outermost first:
     pp      stages of a pipeline, by the schedule behind the colon
     dp      copies of the parameters                    fsdp    parts of the parameters; dp and fsdp together are HSDP
     cp      the sequence, keys and values gathered      heads   the sequence, inside of attention the heads (all-to-all)
+    ring    the sequence in a balanced order, keys and values go round
     ep      a mixture's experts, and the sequence between them
     tp      weights of attention and MLPs               sp      the same, and the sequence between them
 """
@@ -20,6 +21,7 @@ from tangram.planner.strategies import PIPELINE, Strategy
 
 MODEL_AXES: Mapping[str, ModelAxis] = {
     "cp": ModelAxis("cp", "context", "gathered"),
+    "ring": ModelAxis("cp", "context", "ring"),
     "heads": ModelAxis("heads", "context", "heads"),
     "ep": ModelAxis("ep", "expert", "sequence"),
     "tp": ModelAxis("tp", "tensor", "weights"),
@@ -42,6 +44,8 @@ cp=2
 cp=4
 heads=2
 heads=4
+ring=2
+ring=4
 ep=2
 ep=4
 pp=2:1F1B
@@ -58,11 +62,17 @@ dp=2 sp=2
 dp=2 cp=2
 dp=2 heads=2
 dp=2 ep=2
+dp=2 ring=2
 fsdp=2 tp=2
 fsdp=2 sp=2
 fsdp=2 cp=2
 fsdp=2 heads=2
 fsdp=2 ep=2
+fsdp=2 ring=2
+ring=2 tp=2
+ring=2 sp=2
+ring=2 ep=2
+pp=2:1F1B ring=2
 fsdp=4 ep=2
 fsdp=2 sp=4
 cp=2 tp=2
@@ -103,6 +113,8 @@ pp=2:1F1B fsdp=2 cp=2
 pp=2:1F1B fsdp=2 ep=2
 pp=2:ZBVZeroBubble fsdp=2 sp=2
 pp=2:1F1B cp=2 sp=2
+fsdp=2 ring=2 sp=2
+pp=2:1F1B fsdp=2 ring=2
 pp=2:1F1B ep=2 sp=2
 """
 

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from tangram.errors import UserError
 from tangram.kernels.attention import ATTEND, attend
+from tangram.models.build import build_on_meta
 from tangram.models.capture import CaptureError, capture
 
 NAME = "tangram_tokens"
@@ -52,11 +53,14 @@ def mask_of(numbers_BSN: Tensor) -> Tensor:
 
 
 def refuse_unable(model: nn.Module) -> None:
-    """Raise UserError where a model (on meta, of `by_tokens`) does not attend so, or hides more than it is told.
+    """Raise UserError where a model (on meta) does not attend so, or would hide more than it is told.
 
     It is run without memory: what its code asks of attention is known only then.
     """
-    config = cast(PreTrainedModel, model).config.get_text_config()
+    own = cast(PreTrainedModel, model).config
+    if not is_by_tokens(own):
+        model = build_on_meta(by_tokens(own))
+    config = own.get_text_config()
     kinds: list[str] = [*(getattr(config, "layer_types", None) or [])]
     if other := next((kind for kind in kinds if kind not in KINDS), None):
         raise UserError(f'{_cannot(model)}: it has "{other}" layers, which hide keys in a way of their own')

@@ -35,6 +35,7 @@ from tangram.sharding.derive.states import SAME, State, cut, received
 SEQUENCE = "{model.embed_tokens,model.layers.*,model.norm}: b s/AXIS h"
 WAYS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("context", "gathered"): (SEQUENCE,),
+    ("context", "ring"): (SEQUENCE,),
     ("context", "heads"): (
         SEQUENCE,
         "{*.q_proj,*.k_proj,*.v_proj,*.q_b_proj}: b s out/AXIS",
@@ -47,7 +48,8 @@ WAYS: Mapping[tuple[str, str], tuple[str, ...]] = {
 }
 """By role and way, what else is cut over such an axis (its experts are, over an expert axis).
 
-context, gathered: the sequence, and all keys and values are gathered. heads: the sequence, and inside of attention the
+context, gathered: the sequence, and all keys and values are gathered. ring: the sequence in a balanced order, and keys
+and values go round (attention by tokens). heads: the sequence, and inside of attention the
 heads instead (all-to-all, as in DeepSpeed-Ulysses). expert, sequence or samples: what lies between the experts, so that
 its ranks compute it in parts; whole: all of them compute it. tensor, weights: the marks that are on weights, without
 those that cut the sequence between blocks (Megatron-LM's tensor parallelism without its sequence parallelism).

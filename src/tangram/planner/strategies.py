@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.tensor_rules import TensorRules, undivided_heads
-from tangram.planner.axes import AxesPlan, LayoutsPlan, PipelinePlan
+from tangram.planner.axes import AxesPlan, ContextPlan, LayoutsPlan, PipelinePlan
 from tangram.planner.counted import Counted
 from tangram.planner.derived import ModelAxis, TensorLayouts, axes_layouts
 from tangram.planner.job import Job
@@ -102,6 +102,10 @@ def make_plan(one: Strategy, job: Job, lies: Lies | None, micro_batch: int, stag
     """The job with a strategy. Raises ValueError (pydantic's) where the two do not go together."""
     rest = {"*": f"_/{one.shard} ..." if one.shard else "..."}
     tables = {name: getattr(job, name) for name in Job.model_fields if name != "data"}
+    context = ContextPlan()
+    if any((axis.role, axis.way) == ("context", "ring") for axis in one.model):
+        context = ContextPlan(keys="ring", order="balanced")
+        tables["run"] = job.run.model_copy(update={"attention": "tokens"})
     roles = {role: tuple(axis.name for axis in one.model if axis.role == role) for role in ROLES}
     return Plan(
         **tables,
@@ -113,6 +117,7 @@ def make_plan(one: Strategy, job: Job, lies: Lies | None, micro_batch: int, stag
             pipeline=("pp",) if stages else (),
         ),
         pipeline=PipelinePlan(schedule=one.schedule, stages=stages) if stages else None,
+        context=context,
         layouts=LayoutsPlan(
             parameters={**(lies.parameters if lies else {}), **rest},
             activations=dict(lies.activations) if isinstance(lies, TensorRules) else {},
