@@ -18,6 +18,8 @@ from tests.training.oracle.mistakes import (
 from tests.training.oracle.mistakes_of_axes import (
     experts_of_the_wrong_rank,
     keys_of_one_rank_only,
+    keys_that_stay,
+    labels_left_in_order,
     norms_not_summed_over_context,
     not_summed,
     positions_of_the_first_part,
@@ -63,6 +65,7 @@ _PLANTED: Mapping[Name, tuple[Plant, ...]] = {
     ("Qwen3", "tp=2"): (kv_heads_of_the_wrong_queries, norms_of_heads_not_summed),
     ("Qwen3", "sp=2"): (norms_not_summed_over_context,),
     ("Qwen3", "cp=2"): (keys_of_one_rank_only,),
+    ("Qwen3", "ring=2"): (keys_that_stay, labels_left_in_order),
     ("Qwen3", "heads=2"): (positions_of_the_first_part,),
     ("Qwen3-MoE", "ep=2"): (routers_not_summed_over_experts, experts_of_the_wrong_rank),
     ("Qwen3", "pp=2:1F1B"): (labels_of_another_micro_batch,),

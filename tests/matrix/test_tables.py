@@ -20,7 +20,7 @@ from tests.training.small import write_text
 
 def test_every_strategy_is_there_alone_and_at_least_thirty_together() -> None:
     alone = {line.partition("=")[0] for line in STRATEGIES if combined(line) == 1 and " " not in line}
-    assert alone == {"dp", "fsdp", "tp", "cp", "heads", "ep", "pp"}
+    assert alone == {"dp", "fsdp", "tp", "cp", "heads", "ring", "ep", "pp"}
     assert {line.partition(":")[2] for line in STRATEGIES if line.startswith("pp=2:") and " " not in line} == {*MAKERS}
     assert "dp=2 fsdp=2" in STRATEGIES
     assert "sp=2" in STRATEGIES
