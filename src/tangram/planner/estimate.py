@@ -221,9 +221,7 @@ def _of_sums(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, i
     if plan.data_ranks == 1:
         return 0.0
     gradients = float(BYTES[plan.gradients] * sum(held[one.name] for one in parameters if one.trained))
-    if (
-        plan.pipeline is not None
-    ):  # sums begin when all gradients are there; else they lie in the buckets from the start
+    if plan.pipeline is not None:  # sums begin when all are there; else gradients lie in buckets from the start
         return min(gradients, overheads.COPY_BUCKET_BYTES)
     return 0.0 if plan.adds_before_reducing or plan.micro_steps == 1 else gradients
 

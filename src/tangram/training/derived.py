@@ -43,7 +43,7 @@ from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Change, Program
 from tangram.sharding.runtime.rehearse import rehearsed
 from tangram.sharding.runtime.rings import NAME as RING
-from tangram.sharding.runtime.rings import Rings
+from tangram.sharding.runtime.rings import Passed, Rings
 from tangram.sharding.runtime.routes import Routes
 from tangram.training.cuts import Cuts, named_modules
 from tangram.training.world import World, dim_of
@@ -66,7 +66,7 @@ def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], wor
     devices = Devices(world.over, {axis: world.devices.get_group(dim_of(axis)) for axis in axes})
     held = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, getattr(torch, plan.precision.compute))
     held.gradients_seen = plan.pipeline is None
-    held.passes_keys = plan.context.keys == "ring"
+    held.rings = plan.axes.context if plan.context.keys == "ring" else ()
 
 
 def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, inputs: Mapping[str, Any]) -> DerivedModel:
@@ -152,8 +152,8 @@ class DerivedModel:
         self._leaves = False
         self.gradients_seen = True
         """Whether a parameter has its gradient as soon as a backward has ended. Stages get theirs at the step's end."""
-        self.passes_keys = False
-        """Whether keys of attention by tokens go round the ranks that have them, and none has all."""
+        self.rings: Sequence[str] = ()
+        """Axes over which keys of attention by tokens go round, and no rank has all."""
         self._runtime = Runtime()
         self._routes = Routes(self._groups)
         as_dtensors(model, lies, mesh, self._coords, devices)
@@ -226,6 +226,7 @@ class DerivedModel:
     def _planned_from(self, given: Mapping[str, Any]) -> Now:
         graph = graph_of(self._template, given, self._dtype)
         marks = [mark for mark in self._marks if names_any(graph, mark)]
+        marks += [Passed.over([axis for axis in self._mesh.axes if axis in self.rings])] if self.rings else []
         marks = [mark for mark in marks if not _too_small(graph, mark, self._mesh)]
         try:
             found = derive_whole(graph, marks, self._mesh, left=self._leaves)
@@ -236,7 +237,7 @@ class DerivedModel:
         refuse_cut_inputs(found)
         program = rehearsed(found, self._template, given, self._dtype)
         operators = Operators(found, self._rank)
-        rings = {RING: Rings(self._groups, self._bring).attend} if self.passes_keys else {}
+        rings = {RING: Rings(self._groups, self._bring).attend} if self.rings else {}
         return Now(
             program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring), together=rings
         )

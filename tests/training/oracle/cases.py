@@ -346,6 +346,8 @@ def _add_axes(text: Path, add: Callable[..., None], *, slow: bool) -> None:
         add("", [strategy], tables(text, **changes), FEW)
         changes["run"] = {"attention": "tokens"}
         for name in BY_TOKENS if slow else BY_TOKENS_QUICK:
+            if "heads" in strategy and "ring" in name:
+                continue  # no rank's keys are to go anywhere
             add(name, [strategy], tables(text, **changes), FEW, instead={"context": BY_TOKENS[name]})
     for kind in MIXTURES:
         model = {"preset": None, "path": str(text.parent / f"{kind}.json"), "change": {}}
