@@ -137,6 +137,22 @@ def test_code_that_takes_another_way_on_a_part_sees_the_whole(code: Callable[[Te
     assert (step.source, part_dim(step.target)) == (cut(2), None)
 
 
+def _repeated(x: Tensor) -> Tensor:
+    ones = torch.ones(1, 4, 16)
+    return ones if x.shape[0] == 1 else ones.expand(x.shape[0], -1, -1)
+
+
+def test_rows_that_are_repeated_for_nobodys_part_need_not_be() -> None:
+    program = program_of(lambda x: x * _repeated(x).amax(0), "up: b/tp s f")
+    assert not program.found.whole
+    assert replaced(program) == []
+
+
+def test_rows_that_are_repeated_to_be_cut_have_to_be() -> None:
+    with pytest.raises(UserError, match="expand is not called on a part"):
+        program_of(lambda x: x * _repeated(x), "up: b/tp s f")
+
+
 def test_what_it_sees_whole_over_one_axis_may_be_cut_over_another() -> None:
     program = program_of(_more_on_a_part, *COLUMNS, "up: b s/cp f", mesh="cp=2 tp=2")
     modules = {program.found.folded.graph.runs[run].module: border for run, border in program.borders.items()}

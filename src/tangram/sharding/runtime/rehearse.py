@@ -24,15 +24,16 @@ from torch.utils._pytree import tree_leaves, tree_unflatten  # pyright: ignore[r
 
 from tangram.errors import UserError
 from tangram.models.capture import place_and_reason, quiet
-from tangram.models.graph import Called, Ref
+from tangram.models.graph import Called, Node, Ref
 from tangram.models.twin import fake_twin
 from tangram.sharding.calls import Call
 from tangram.sharding.derive.derive import ConflictError, Derived, derive
-from tangram.sharding.derive.layouts import called, local_shape, lying, made, steps_of_nodes, used
+from tangram.sharding.derive.folding import Step
+from tangram.sharding.derive.layouts import called, local_shape, lying, made, needed, steps_of_nodes, used
 from tangram.sharding.derive.states import State, part_dim
 from tangram.sharding.local import arguments_of, as_it_is
 from tangram.sharding.runtime.install import Now, Runtime, done
-from tangram.sharding.runtime.lower import lower, makers, refuse_lost_writes
+from tangram.sharding.runtime.lower import lower, makers, places_of, refuse_lost_writes
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Action, CallKey, Change, Program
 
@@ -152,6 +153,11 @@ class _Record(TorchDispatchMode):
         return found
 
 
+def _at(node: Node, step: Step, v: int) -> list[int]:
+    """The places where a node takes a value."""
+    return [place for place, own in enumerate(places_of(node, step)) if own == v]
+
+
 class _Rehearsal:
     def __init__(self, program: Program) -> None:
         self.program, self.found = program, program.found
@@ -243,9 +249,32 @@ class _Rehearsal:
         """Raise _OtherWayError for a call that the code makes on the whole only."""
         does = {action.call for own in self.program.actions.values() for action in own.values()}
         for number, call in enumerate(self.graph.calls):
-            ran = (i for i in range(call.first, call.stop) if self.operators.steps[i].call.name not in PASSING)
+            ran = (i for i in range(call.first, call.stop) if not self._passes(i))
             if number not in self.met and (number in does or any(self._counts(i, call) for i in ran)):
                 raise _OtherWayError(f"{call.line}: {call.function} is not called on a part", call.run)
+
+    def _passes(self, i: int) -> bool:
+        """Whether what follows a node is the same without it: it gives what it takes, or repeats it for nobody's part.
+
+        Code may repeat rows only where there are several of them, and on a part there is one.
+        """
+        name, v = self.operators.steps[i].call.name, self.graph.nodes[i].results[0]
+        if name != "expand" or v is None:
+            return name in PASSING
+        there = used(self.found, self.found.folded.classes[v])
+        takers = (
+            (j, place)
+            for j in self.graph.takers.get(v, ())
+            if j in self.operators.steps
+            for place in _at(self.graph.nodes[j], self.operators.steps[j], v)
+        )
+        ways = [made(self.found, self.operators.steps[i], 0)]
+        ways += [
+            needed(self.found, self.operators.steps[j], place)
+            for j, place in takers
+            if not self.graph.nodes[j].backward
+        ]
+        return all(own.get(axis, state) == state for own in ways for axis, state in there.items())
 
     def _another(self, call: Called) -> str:
         """Whether some operator is another one on a part."""
