@@ -356,6 +356,10 @@ def _add_axes(text: Path, add: Callable[..., None], *, slow: bool) -> None:
     if slow:
         again = tables(text, run={"evaluate_every": 2}, checkpoint={"every_steps": 2})
         add("resumed", ["context and fsdp"], again, FEW, resume_at=3)
+        ring = {"context": BY_TOKENS["in a ring, balanced"]}
+        for name, run in (("recomputed", {"recompute": ["model.layers.*"]}), ("compiled", {"compile": True})):
+            base = tables(text, run={"attention": "tokens", **run})
+            add(f"in a ring, {name}", ["context and fsdp"], base, FEW, instead=ring)
 
 
 def _add_vocabulary(text: Path, add: Callable[..., None], *, slow: bool) -> None:
