@@ -44,7 +44,7 @@ def rows(quick: bool, folder: Path) -> Iterable[Row]:
     theirs = memory(peer)
     for name, context in WAYS.items():
         plan = planned(folder, "tokens", context)
-        found = run_ranks(measure, Task(plan, peer, 2 if quick else 10), world=2, on_event=lambda event: None)[0]
+        found = run_ranks(measure, Task(plan, peer, 2 if quick else 4), world=2, on_event=lambda event: None)[0]
         what = f"a step of {SEQUENCE} tokens, cp=2, {name}"
         yield Row(what, "ms", found.ours * 1e3, {"the model's attention": found.peer * 1e3})
         yield found.row(what, 1.0)
