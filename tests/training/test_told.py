@@ -13,6 +13,7 @@ from tangram.errors import UserError
 from tangram.kernels.attention import Seen
 from tangram.models.attention import numbers_of
 from tangram.planner.plan import Plan
+from tangram.planner.show import rows
 from tangram.training.data import Batch
 from tangram.training.told import balanced, given, tell
 from tests.training.small import small_tables, write_text
@@ -62,6 +63,13 @@ def test_labels_positions_and_numbers_go_with_their_tokens(tmp_path: Path) -> No
     odd = given(model, Batch(torch.arange(6)[None], torch.arange(6)[None], None))  # no four equal pieces
     assert odd.order is None
     assert odd.told["attention_mask"].shape == (1, 1, 6, 2)
+
+
+def test_what_is_shown_of_it(tmp_path: Path) -> None:
+    run = {**small_tables(write_text(tmp_path / "text"))["run"], "attention": "tokens"}
+    said = dict(rows(planned(tmp_path, run=run, context={"keys": "ring", "order": "balanced"})))
+    ways = "keys go round over cp; tokens in a balanced order"
+    assert said["attention"] == f"by documents and places of tokens; {ways}"
 
 
 @pytest.mark.parametrize(("attends", "said"), [("sdpa", "does not attend by tokens"), ("tangram_tokens", "attends")])

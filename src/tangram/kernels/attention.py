@@ -152,11 +152,10 @@ def gradients(grad_out: Tensor, heads: Heads, seen: Seen, whole: Partial, scale:
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return (
-        None
-        if mask is None
-        else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
-    )
+    if mask is None:
+        return None
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return zeros.masked_fill(~mask, -torch.inf)
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
