@@ -1,7 +1,7 @@
 """What holds for every test: how hard hypothesis searches, one thread for torch, and a sample of the slow tests.
 
 HYPOTHESIS_PROFILE chooses the search: `dev` is quick and draws new examples each time, `ci` (the default where CI is
-set) runs more, the same for the same test, so that what fails there is the change's, and `thorough` is for a night and
+set) runs the same for the same test, so that what fails there is the change's, and `thorough` is for a night and
 draws new ones. None has a deadline: a busy machine is no bug. A failure prints how to repeat it.
 """
 
@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", settings.get_profile("dev"), max_examples=75, derandomize=True, print_blob=True)
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=50, derandomize=True, print_blob=True)
 settings.register_profile("thorough", settings.get_profile("dev"), max_examples=3000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 

@@ -27,7 +27,7 @@ from tangram.training.derived import DerivedModel, parallel, without_memory
 from tangram.training.launch import Rank
 from tangram.training.loads import Loads
 from tests.sharding.derive.test_marks_files import tiny
-from tests.training.own_models import Diffusion, Two, Written
+from tests.training.own_models import Another, Diffusion, Two, Written
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Ran:
     """Modules of experts of which the ranks count other tokens by expert than one process."""
 
 
-OWN: Mapping[str, Callable[[], nn.Module]] = {"own": Two, "written": Written, "dit": Diffusion}
+OWN: Mapping[str, Callable[[], nn.Module]] = {"own": Two, "written": Written, "another": Another, "dit": Diffusion}
 MARKS = Path(__file__).parent / "marks"
 """Of modules that no library knows, by their kind."""
 
@@ -101,7 +101,7 @@ def inputs_of(kind: str) -> dict[str, Any]:
 def loss_of(model: nn.Module, kind: str) -> Tensor:
     inputs = inputs_of(kind)
     given = next(iter(inputs.values()))
-    found: Any = model(given) if kind in ("own", "written") else model(**inputs)
+    found: Any = model(given) if "ids_BS" in inputs else model(**inputs)
     if kind == "dit":
         return F.mse_loss(found, given.flip(0))
     if kind == "vit":

@@ -46,6 +46,30 @@ class Written(nn.Module):
         return self.head(x_BSH.softmax(-1))
 
 
+class Fixed(nn.Module):
+    """The number of samples is written in its code."""
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        return torch.tanh(x_BSF.view(4, 16, 4, 16)).flatten(-2)
+
+
+class Another(nn.Module):
+    """Code that takes another way where it sees a part of the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 64, bias=False)
+        self.fixed = Fixed()
+        self.down = nn.Linear(64, 32, bias=False)
+        self.head = nn.Linear(32, 64, bias=False)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        x_BSF = self.up(F.one_hot(ids_BS, 32).float())
+        if x_BSF.shape[-1] < 64:
+            x_BSF = torch.tanh(x_BSF)
+        return self.head(self.down(self.fixed(x_BSF)))
+
+
 class Times(nn.Module):
     """Time steps as sines and cosines, through two layers."""
 

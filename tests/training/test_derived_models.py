@@ -81,6 +81,7 @@ FOUR = named(
         *(Work(kind, "tp=4") for kind in ("deepseek_v3", "mamba2", "vit", "dit")),
         Work("dit", "dp=2 tp=2", ("blocks.*: b/dp s h",)),
         Work("llama", "cp=2 tp=2", SEQUENCE),
+        Work("another", "dp=2 tp=2", ("up.weight: f/tp h", "down.weight: h f/tp", "{up,fixed}: b/dp s f")),
         Work("llama", "dp=2 cp=2", (*SEQUENCE, SEQUENCE[0].replace("b s/cp", "b/dp s")), plans="none"),
         Work("qwen3_moe", "cp=2 ep=2", SEQUENCE, plans="ep"),
         *(Work(kind, "dp=2 ep=2", SAMPLES, plans="ep") for kind in EXPERTS),

@@ -234,9 +234,9 @@ class DerivedModel:
             raise UserError(
                 f"{error}; where parameters lie has to be what follows from the marks, as `tangram plan` writes both"
             ) from None
-        refuse_cut_inputs(found)
         program = rehearsed(found, self._template, given, self._dtype)
-        operators = Operators(found, self._rank)
+        refuse_cut_inputs(program.found)  # what was rehearsed, which may have more tensors whole than `found`
+        operators = Operators(program.found, self._rank)
         rings = {RING: Rings(self._groups, self._bring).attend} if self.rings else {}
         return Now(
             program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring), together=rings
