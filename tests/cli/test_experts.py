@@ -63,3 +63,6 @@ def test_a_run_that_has_not_counted(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / FILE).write_text("{}\n{}\n")
     assert main(["experts", str(tmp_path), "--ranks", "2"]) == 2
     assert "line 1 is no count" in capsys.readouterr().err
+    (tmp_path / FILE).write_bytes(b"\xff")
+    assert main(["experts", str(tmp_path), "--ranks", "2"]) == 2
+    assert "is not UTF-8 text" in capsys.readouterr().err

@@ -50,6 +50,8 @@ def test_fields_are_changed(tmp_path: Path) -> None:
         ('{"model_type": "t5"}', "no causal language model"),
         ('{"hidden_size": 3}', "names no model_type"),
         ("{", "is no configuration of a model"),
+        ("[]", "is no configuration of a model: it is JSON, but no table of fields"),
+        ("5", "is no configuration of a model: it is JSON, but no table of fields"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "cannot configure a llama model"),
     ],
 )

@@ -26,6 +26,19 @@ def outer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def calls():
     yield torch.randn(4, 3), torch.randn(5)
     yield (torch.randn(3, 6),), {"y": torch.randn(7)}
+
+def summed():
+    yield (torch.randn(3, 6),)
+"""
+FOOLISH = """
+def raises():
+    raise ValueError("no more\\nof that")
+
+def numbers():
+    return [3]
+
+def too_few():
+    yield ()
 """
 
 
@@ -66,14 +79,41 @@ def test_discovered_proved_and_refuted(own: Path, capsys: pytest.CaptureFixture[
         (["sum", "--samples", "absent.py:calls"], "--samples absent.py:calls: give FILE.py:function"),
         (["sum", "--samples", "own.py:others"], "own.py has no function others"),
         (["no_such"], "torch has no operator aten.no_such"),
+        (["sum", "--import", "broken"], "--import broken: SyntaxError: '(' was never closed"),
+        (["sum", "--samples", "broken.py:calls"], "broken.py does not run: SyntaxError: '(' was never closed"),
+        (["sum", "--samples", "own.py:raises"], "the samples of aten::sum cannot be made: ValueError: no more"),
+        (["sum", "--samples", "own.py:numbers"], "a sample of aten::sum is int: give tuples of arguments"),
+        (["sum", "--samples", "own.py:too_few"], "does not run"),
     ],
 )
 def test_mistakes_are_one_sentence(
     own: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(own.parent)
+    own.with_name("broken.py").write_text("def calls(")
+    own.write_text(SAMPLES + FOOLISH)
     assert main(["shard", "discover", *arguments]) == 2
-    assert words in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        (b"tangram_own.outer : a b, c -> a [", r"own.rules, line 1: '[' is not understood here"),
+        (b"\xff\xfe", "own.rules cannot be read: they are not UTF-8 text"),
+    ],
+)
+def test_rules_that_cannot_be_read_are_one_sentence(
+    own: Path, rules: bytes, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = own.with_name("own.rules")
+    file.write_bytes(rules)
+    assert main(["shard", "check", "sum", "--samples", f"{own}:summed", "--rules", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
 
 
 def test_a_script_shows_what_is_wrong_and_nothing_where_all_is_right(tmp_path: Path) -> None:

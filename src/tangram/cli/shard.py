@@ -312,12 +312,18 @@ def _function(samples: str | None, imports: Sequence[str] | None) -> "Callable[[
             importlib.import_module(name)
         except ImportError as error:
             raise UserError(f"--import {name}: {error}") from None
+        except Exception as error:  # noqa: BLE001  the author's module may raise anything
+            raise UserError(f"--import {name}: {type(error).__name__}: {error}".splitlines()[0]) from None
     if samples is None:
         return None
     path, _, name = samples.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
         raise UserError(f"--samples {samples}: give FILE.py:function, of a file that is there")
-    found = runpy.run_path(path).get(name)
+    try:
+        found = runpy.run_path(path).get(name)
+    except Exception as error:  # noqa: BLE001  the author's file may raise anything
+        why = f"{path} does not run: {type(error).__name__}: {error}"
+        raise UserError(f"--samples {samples}: {why}".splitlines()[0]) from None
     if not callable(found):
         raise UserError(f"--samples {samples}: {path} has no function {name}")
     return cast("Callable[[], Iterable[Any]]", found)

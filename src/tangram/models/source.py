@@ -46,9 +46,14 @@ def read_source(preset: str | None, path: str | None, changes: Mapping[str, Any]
 
 def _read_config(file: Path) -> PreTrainedConfig:
     try:
-        fields = PreTrainedConfig.get_config_dict(file)[0]
+        found: Any = PreTrainedConfig.get_config_dict(file)[0]
     except (OSError, ValueError) as error:
         raise UserError(f'"{file}" is no configuration of a model: {str(error).splitlines()[0]}') from None
+    except TypeError:  # transformers looks for fields in whatever JSON there is
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f'"{file}" is no configuration of a model: it is JSON, but no table of fields')
+    fields = cast("dict[str, Any]", found)
     kind = fields.get("model_type")
     if not isinstance(kind, str):
         raise UserError(f'"{file}" names no model_type, so what it configures is unknown')

@@ -128,6 +128,8 @@ def read(path: Path) -> list[ExpertLoads]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f'"{file}": {error.strerror}; run.count_experts says how often a run counts') from None
+    except UnicodeDecodeError:
+        raise UserError(f'"{file}" is not UTF-8 text: give the folder of a run that counted experts') from None
     found: list[ExpertLoads] = []
     for number, line in enumerate(lines, 1):
         try:

@@ -55,7 +55,16 @@ def load(operator: OpOverload) -> None:
 def calls_from(operator: OpOverload, samples: Callable[[], Iterable[Any]]) -> list[Call]:
     """The calls that a function gives, each `(args, kwargs)` or only `args`. Raises UserError where it gives others."""
     found: list[Call] = []
-    for one in samples():
+    try:
+        given = list(samples())
+    except Exception as error:  # noqa: BLE001  the author's function may raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"the samples of {operator.name()} cannot be made: {why}".splitlines()[0]) from None
+    for one in given:
+        if not isinstance(one, tuple | list):
+            raise UserError(
+                f"a sample of {operator.name()} is {type(one).__name__}: give tuples of arguments, or (args, kwargs)"
+            )
         pair = cast("tuple[Any, ...]", one)
         with_names = len(pair) == 2 and isinstance(pair[1], dict)
         call = Call.of(operator, tuple(pair[0] if with_names else pair), cast(Any, pair[1]) if with_names else {})

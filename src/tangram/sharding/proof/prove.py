@@ -276,9 +276,11 @@ def table_with(rules: Path | None) -> Table:
     if rules is None:
         return builtin()
     try:
-        return builtin().with_lines(parse_lines(rules.read_text(), str(rules)))
+        return builtin().with_lines(parse_lines(rules.read_text(encoding="utf-8"), str(rules)))
     except OSError as error:
         raise UserError(f"the rules {rules} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"the rules {rules} cannot be read: they are not UTF-8 text") from None
 
 
 def job(names: list[str], rules: str, part: int, parts: int) -> Any:
