@@ -125,7 +125,12 @@ def heads_that_do_not_divide(folder: Path, tables: Tables) -> list[str]:
     return ["--set", "model.change.num_key_value_heads=3"]
 
 
+def routers_of_a_model_that_has_none(folder: Path, tables: Tables) -> list[str]:
+    return ["--set", "run.router_loss=0.01"]
+
+
 MISTAKES: dict[Mistake, str] = {
+    routers_of_a_model_that_has_none: r"run\.router_loss is of routers, and Qwen3ForCausalLM has none",
     unknown_model_type: 'model_type "qwen33".*did you mean "qwen3"',
     no_model_there: "nowhere.*does not exist",
     missing_tokenizer: r"tokenizer.*data\.tokenizer",

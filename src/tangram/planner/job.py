@@ -254,6 +254,8 @@ class RunPlan(Table):
     """Steps between two measurements of the held-out loss; 0 measures at the end only."""
     count_experts: Count = 0
     """Steps between two counts of how many tokens went to each expert (`experts.jsonl`); 0 counts none."""
+    router_loss: Share = 0.0
+    """What the load-balancing loss of a mixture's routers is multiplied by, before it is added (`training.routers`)."""
     device: Literal["auto", "cpu"] = "auto"
     deterministic: bool = False
     attention: Literal["model", "tokens"] = "model"

@@ -145,6 +145,11 @@ class Plan(Job):
                 )
         if self.pipeline is None:
             return self
+        if self.run.router_loss:
+            raise Mistake(
+                "run.router_loss",
+                "it is of all layers together, and a stage of a pipeline sees its own: leave it out, or [pipeline]",
+            )
         if self.pipeline.schedule == "table":  # its file is read when the plan's is
             return self
         name, stages, ranks = self.pipeline.schedule, len(self.pipeline.stages), self.stage_ranks

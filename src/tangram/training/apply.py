@@ -26,6 +26,7 @@ from tangram.training.derived import install
 from tangram.training.pipeline import Pipeline, own_results
 from tangram.training.precision import keep_parameters
 from tangram.training.recompute import recompute
+from tangram.training.routers import watch
 from tangram.training.shards import shard
 from tangram.training.tensor import cut_modules
 from tangram.training.told import tell
@@ -65,6 +66,7 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
         shard(part, blocks[part], plan, cuts, world)
     if plan.pipeline is not None:
         Pipeline(model, dict(zip(numbers, parts, strict=True)), plan, world)
+    watch(model, plan, world)
     return model
 
 

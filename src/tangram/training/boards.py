@@ -62,6 +62,8 @@ class TensorBoard:
             scalars["memory/rss_mb"] = event.rss_mb
         if event.scale != 1:
             scalars["train/loss_scale"] = event.scale
+        if event.router_loss:
+            scalars["train/router_loss"] = event.router_loss
         self._before, self._evaluated = event, None
         self._write(event.step, scalars, first=event.first)
 

@@ -176,12 +176,16 @@ class DerivedModel:
         finally:
             self._leaves = before
 
-    def lies(self, result: str) -> Lies:
-        """How a result of the last forward lies, by its name (of a tensor by itself: "output0")."""
+    def lies(self, result: str | tuple[str, int]) -> Lies:
+        """How what the last forward gave lies: by its name ("output0" of a tensor alone), or by module and leaf."""
         assert self._runtime.now is not None  # a forward has been
         found = self._runtime.now.program.found
-        states = used(found, found.folded.classes[found.folded.graph.outputs[result]])
-        return Lies(states, self._mesh, self._coords, self._groups)
+        graph = found.folded.graph
+        if isinstance(result, str):
+            value = graph.outputs[result]
+        else:
+            value = cast(int, next(run.gives for run in graph.runs if run.module == result[0])[result[1]])
+        return Lies(used(found, found.folded.classes[value]), self._mesh, self._coords, self._groups)
 
     def prepare(self, inputs: Mapping[str, Any]) -> Program:
         """The program for inputs of these sizes (keyword arguments of the model), made where there is none.

@@ -68,6 +68,8 @@ class StepDone:
     """Steps of the whole run that were not applied."""
     scale: float = 1.0
     """What the loss is multiplied by in the next step."""
+    router_loss: float = 0.0
+    """What the loss of routers adds to what is trained on; `loss` is without it."""
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ So the state of a job is model, optimiser and three counters, and a run that res
 
 # ruff: noqa: N803  a tensor carries its dims in its name
 
-import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -38,7 +37,8 @@ from tangram.training.loads import Loads
 from tangram.training.loss import leaving, lies_of, token_loss
 from tangram.training.optimise import clip, local_gradients, lr_at, set_lr, square_sum
 from tangram.training.pipeline import Pipeline, parts_of, pipeline_of
-from tangram.training.shards import reshard, step_shards_of
+from tangram.training.routers import routers_of
+from tangram.training.shards import resharded, step_shards_of
 from tangram.training.tensor import refuse_unlike_gradients
 from tangram.training.told import given
 from tangram.training.world import World
@@ -173,6 +173,7 @@ def _told(
         steps=plan.run.steps,
         loss=done.loss,
         gradient_norm=done.norm,
+        router_loss=done.router_loss,
         lr=lr,
         tokens=tokens,
         seconds=seconds,
@@ -218,6 +219,8 @@ class StepResult:
     """Why the step was not applied; None: it was."""
     astray: bool = False
     """Whether it was skipped for another reason than an overflow that lowers the loss scale."""
+    router_loss: float = 0.0
+    """What the loss of routers adds to what is trained on, `run.router_loss` times it; `loss` is without it."""
 
 
 def train_step(
@@ -250,20 +253,22 @@ def train_step(
     if check and world.model_size > 1:
         refuse_unlike_gradients(model, world)
     gradients = local_gradients(model)
-    sums = torch.zeros(2 + len(asks), dtype=torch.float64, device=world.device)
+    sums = torch.zeros(3 + len(asks), dtype=torch.float64, device=world.device)
     sums[0] = part / world.model_size  # the ranks of model axes have all computed the same part
     sums[1] = square_sum(gradients, world.size // world.stages)
-    sums[2:] = torch.tensor(asks, dtype=torch.float64, device=world.device)
-    loss, square, *asked = sum_over(world.group, sums)
+    if (routers := routers_of(model)) is not None:
+        sums[2] = routers.taken()
+    sums[3:] = torch.tensor(asks, dtype=torch.float64, device=world.device)
+    loss, square, of_routers, *asked = sum_over(world.group, sums)
     norm = math.sqrt(square) / scale if square >= 0 else math.nan
     asked = tuple(wish > 0 for wish in asked)
     before = guard.astray
     if (reason := guard.judge(loss, norm)) is not None:
-        return StepResult(loss, norm, asked, reason, guard.astray > before)
+        return StepResult(loss, norm, asked, reason, guard.astray > before, of_routers)
     clip(gradients, norm, plan.optimiser.clip_norm, scale)
     set_lr(optimiser, lr)
     optimiser.step()
-    return StepResult(loss, norm, asked)
+    return StepResult(loss, norm, asked, router_loss=of_routers)
 
 
 def draw_for(seed: int, sample: int, stage: int = 0) -> None:
@@ -292,13 +297,17 @@ def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: in
     if (pipeline := pipeline_of(model)) is not None:
         return _backward_of_stage(pipeline, batches, loss_sum, seed, scale)
     parts: list[Tensor] = []
-    shards = step_shards_of(model)
+    shards, routers = step_shards_of(model), routers_of(model)
     for place, (batch, first) in enumerate(zip(batches.micro, batches.firsts, strict=True), 1):
         draw_for(seed, first)
         if shards is not None:
             shards.before(last=place == len(batches.micro))
-        loss = loss_sum(model, batch) / max(1, batches.counted)
-        (loss * scale if scale != 1 else loss).backward()
+        loss = whole = loss_sum(model, batch) / max(1, batches.counted)
+        if routers is not None:
+            whole = loss + routers.loss(given(model, batch).batch.labels_BS, batches.counted)
+        (whole * scale if scale != 1 else whole).backward()
+        if routers is not None:
+            routers.forget()
         parts.append(loss.detach())
     return _summed(parts, batches.micro[0].inputs_BS.device)
 
@@ -376,15 +385,6 @@ def held_out_loss(model: nn.Module, corpus: Corpus, plan: Plan, world: World) ->
         loss = evaluate(model, batches, world)
     must_be_finite("the held-out loss", loss)
     return loss
-
-
-@contextlib.contextmanager
-def resharded(model: nn.Module) -> Generator[None]:
-    """Cut the parameters again at the end: without a backward, FSDP leaves some whole."""
-    try:
-        yield
-    finally:
-        reshard(model)
 
 
 def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> list[float]:

@@ -33,6 +33,7 @@ from tangram.training.launch import Rank
 from tangram.training.optimise import make_adamw
 from tangram.training.packing import Settled, settle
 from tangram.training.profiling import profiled
+from tangram.training.shards import resharded
 from tangram.training.tensor import PROBED, refuse_wrong_flow
 from tangram.training.world import World, make_world
 
@@ -96,7 +97,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     if job.resume is not None:
         state.progress = load(job.resume, state, plan, world)
     if world.model_size > 1 and not plan.layouts.marks:  # what is derived was rehearsed
-        with loop.resharded(model):
+        with resharded(model):
             refuse_wrong_flow(model, plan, world, module_shapes(build_on_meta(source.config), 1, PROBED))
     tell(Doing("asking whether the model tells documents apart"))
     settled = settled_packing(model, plan, world, job.resume, source)
@@ -184,7 +185,7 @@ def settled_packing(model: nn.Module, plan: Plan, world: World, resume: Path | N
     before = None if resume is None else packing_of(resume)
     if plan.pipeline is not None:
         return on_first(world, lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine))
-    with loop.resharded(model):
+    with resharded(model):
         return settle(model, plan.data.packing, before, on_all, device=next(model.parameters()).device)
 
 
@@ -233,5 +234,5 @@ def probe_batch(corpus: Corpus, plan: Plan, device: torch.device) -> Batch:
 def probe_logits(model: nn.Module, corpus: Corpus, plan: Plan, device: torch.device) -> npt.NDArray[np.float32]:
     """The logits of the fixed batch, computed by all ranks of the model together."""
     model.eval()
-    with loop.resharded(model):
+    with resharded(model):
         return loop.logits_of(model, probe_batch(corpus, plan, device)).float().cpu().numpy()

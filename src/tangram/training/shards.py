@@ -16,7 +16,8 @@ FSDP2 left alone would divide by the number of ranks once more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Generator, Iterable, Mapping
 from typing import cast
 
 from torch import nn
@@ -109,3 +110,12 @@ def reshard(model: nn.Module) -> None:
     """Cut all parameters again: without a backward, FSDP2 leaves some whole."""
     for module in sharded(model):
         module.reshard()
+
+
+@contextlib.contextmanager
+def resharded(model: nn.Module) -> Generator[None]:
+    """Cut the parameters again at the end."""
+    try:
+        yield
+    finally:
+        reshard(model)

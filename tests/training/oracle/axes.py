@@ -63,6 +63,18 @@ WITH_EXPERTS: Mapping[str, tuple[int, Strategy]] = {
 WITH_EXPERTS_QUICK = ("experts and fsdp",)
 OVER_AXES = {**CONTEXT, **WITH_EXPERTS}
 
+OF_ROUTERS = ("fsdp", "copies", "derived over two", "derived inside fsdp", "context over two", "context and fsdp")
+"""Others under which the loss of routers is that of all ranks' tokens."""
+_ROUTERS = {"router_loss": 0.5}
+ROUTERS: Mapping[str, Mapping[str, Any]] = {
+    "routers": {"run": _ROUTERS, "data": {"micro_batch": 2}},
+    "routers, recomputed": {"run": {**_ROUTERS, "recompute": ["model.layers.*"]}},
+    "routers, compiled": {"run": {**_ROUTERS, "compile": True, "recompute": ["model.layers.0"]}},
+    "routers, in a ring, balanced": {"run": {**_ROUTERS, "attention": "tokens"}},
+}
+"""Of micro-batches of two rows over data ranks that have five or ten, the last is half empty."""
+ROUTERS_QUICK = {"routers": ("experts and fsdp",)}
+
 MIXTURES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "deepseek_v3": {

@@ -15,7 +15,10 @@ from tests.training.oracle.axes import (
     CONTEXT,
     CONTEXT_QUICK,
     MIXTURES,
+    OF_ROUTERS,
     OVER_AXES,
+    ROUTERS,
+    ROUTERS_QUICK,
     WITH_EXPERTS,
     WITH_EXPERTS_QUICK,
 )
@@ -353,6 +356,12 @@ def _add_axes(text: Path, add: Callable[..., None], *, slow: bool) -> None:
         model = {"preset": None, "path": str(text.parent / f"{kind}.json"), "change": {}}
         for strategy in WITH_EXPERTS if slow else WITH_EXPERTS_QUICK if kind == "qwen3_moe" else ():
             add(kind, [strategy], tables(text, model=model, optimiser={"eps": 1e-3}), FEW)
+    for name, changes in ROUTERS.items():
+        model = {"preset": None, "path": str(text.parent / "qwen3_moe.json"), "change": {}}
+        base = tables(text, model=model, optimiser={"eps": 1e-3}, **changes)
+        strategies = ("context and fsdp",) if "ring" in name else (*WITH_EXPERTS, *OF_ROUTERS)
+        context = {"context": BY_TOKENS["in a ring, balanced"]} if "ring" in name else {}
+        add(name, strategies if slow else ROUTERS_QUICK.get(name, ()), base, FEW, instead=context)
     if slow:
         again = tables(text, run={"evaluate_every": 2}, checkpoint={"every_steps": 2})
         add("resumed", ["context and fsdp"], again, FEW, resume_at=3)

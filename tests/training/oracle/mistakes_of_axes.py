@@ -12,7 +12,7 @@ from torch import Tensor
 from tangram.kernels import attention
 from tangram.models import attention as attend
 from tangram.relayout import ring
-from tangram.training import derived, loop, told
+from tangram.training import derived, loop, routers, told
 from tests.training.oracle.planting import other_values
 from tests.training.oracle.ranks import Setting, swapped
 
@@ -170,6 +170,32 @@ def places_left_in_order(setting: Setting) -> Planted:
         yield
 
 
+@contextlib.contextmanager
+def routers_balanced_by_rank(setting: Setting) -> Planted:
+    """Each rank asks its routers for a balance of its own tokens."""
+    with swapped(routers, "summed", lambda x, group: x):
+        yield
+
+
+@contextlib.contextmanager
+def routers_of_empty_rows(setting: Setting) -> Planted:
+    """Routers are asked for a balance of tokens that do not count, too."""
+    with swapped(routers, "IGNORE", -1):
+        yield
+
+
+@contextlib.contextmanager
+def routers_seen_by_every_rank(setting: Setting) -> Planted:
+    """Ranks that have a part of the tokens each are taken for ranks that have the same."""
+    real = routers.Routers._part  # pyright: ignore[reportPrivateUsage]
+
+    def alike(self: Any, *given: Any) -> Any:
+        return replace(real(self, *given), shared=setting.world.model_size)
+
+    with swapped(routers.Routers, "_part", alike):
+        yield
+
+
 AXES_MISTAKES = {
     "in a ring, balanced: context and fsdp": (
         keys_that_stay,
@@ -179,6 +205,7 @@ AXES_MISTAKES = {
         places_left_in_order,
     ),
     "context and fsdp": (positions_of_the_first_part, keys_of_one_rank_only, norms_not_summed_over_context),
+    "routers: experts and fsdp": (routers_balanced_by_rank, routers_of_empty_rows, routers_seen_by_every_rank),
     "qwen3_moe: experts and fsdp": (routers_not_summed_over_experts, experts_of_the_wrong_rank),
 }
 """By the case in which they show."""

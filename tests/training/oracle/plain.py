@@ -10,8 +10,10 @@ import copy
 import hashlib
 import math
 import re
+import sys
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,12 +52,16 @@ def plain_run(case: Case) -> Trace:
     )
     losses: list[float] = []
     norms: list[float] = []
+    routers: list[float] = []
     gradients: dict[int, Tensors] = {}
     values: dict[int, Tensors] = {}
     for step in range(case.until):
         optimiser.zero_grad()
         if _dropout(model):
             loss = _by_micro_batch(model, case, step)
+        elif plan.run.router_loss:
+            loss, of_routers = _with_routers(model, case, step)
+            routers.append(of_routers)
         elif plan.precision.compute != "float32":
             loss = _rounded(model, case, step, low)
         else:
@@ -71,7 +77,7 @@ def plain_run(case: Case) -> Trace:
         if step + 1 in CAPTURED:
             gradients[step + 1] = {name: _kept(p.grad) for name, p in trained}
             values[step + 1] = {name: _kept(p.to(kept).float()) for name, p in model.named_parameters()}
-    return Trace(tuple(losses), tuple(norms), gradients, values)
+    return Trace(tuple(losses), tuple(norms), gradients, values, routers=tuple(routers))
 
 
 def rate(plan: Plan, step: int) -> float:
@@ -165,6 +171,31 @@ def _by_micro_batch(model: nn.Module, case: Case, step: int) -> Tensor:
         total = total + _sum(_logits(model, batch), batch) / counted
     total.backward()
     return total
+
+
+def _with_routers(model: Any, case: Case, step: int) -> tuple[Tensor, float]:
+    """The loss of routers as transformers has it, of each global micro-batch: what all data ranks take at once.
+
+    Gives the loss without it, and what it adds.
+    """
+    plan, rows = case.plan, _rows(case.plan, step)
+    ranks, size = plan.data_ranks, plan.data.micro_batch
+    ends = [len(rows) * rank // ranks for rank in range(ranks + 1)]
+    shares = [rows[start:stop] for start, stop in pairwise(ends)]
+    counted = int((whole_batch(plan, step).labels_BS >= 0).sum())
+    balance = sys.modules[type(model).__module__].load_balancing_loss_func
+    total, added = torch.zeros(()), 0.0
+    for at in range(0, max(map(len, shares)), size):
+        batch = _collated(plan, [row for share in shares for row in share[at : at + size]])
+        told = {"position_ids": batch.positions_BS, "attention_mask": _masks(model, batch), "use_cache": False}
+        found = model.model(input_ids=batch.inputs_BS, output_router_logits=True, **told)
+        mask_BS = (batch.labels_BS >= 0).long()
+        routers = balance(found.router_logits, model.num_experts, model.num_experts_per_tok, mask_BS)
+        routers = plan.run.router_loss * mask_BS.sum() / counted * routers
+        loss = _sum(model.lm_head(found.last_hidden_state), batch) / counted
+        (loss + routers).backward()
+        total, added = total + loss.detach(), added + routers.item()
+    return total, added
 
 
 def _rounded(model: nn.Module, case: Case, step: int, dtype: torch.dtype) -> Tensor:

@@ -58,6 +58,7 @@ class Keeper:
     step: int = 0
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
+    routers: list[float] = field(default_factory=list[float])
     gradients: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
     values: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
     seen: list[list[tuple[int, ...]]] = field(default_factory=list[list[tuple[int, ...]]])
@@ -80,6 +81,7 @@ class Keeper:
     def emit(self, event: object) -> None:
         if isinstance(event, StepDone):
             self.norms.append(event.gradient_norm)
+            self.routers.append(event.router_loss)
 
     def after_step(self) -> None:
         self.step += 1
@@ -98,6 +100,7 @@ class Keeper:
             values=self.values,
             seen=tuple(map(tuple, self.seen)),
             empty=self.empty,
+            routers=tuple(self.routers),
         )
 
 

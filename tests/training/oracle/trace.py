@@ -27,3 +27,5 @@ class Trace:
     """By step: the rows of input tokens that went through the model here."""
     empty: tuple[str, ...] = ()
     """Parameters of which this rank holds nothing."""
+    routers: tuple[float, ...] = ()
+    """The loss of routers step by step, where there is one; of ranks, rank 0 alone has it."""

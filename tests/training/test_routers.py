@@ -1,0 +1,212 @@
+"""The loss of routers: that of transformers on one process, and what is refused. On ranks: the cases of the oracle."""
+
+# ruff: noqa: N806  a tensor carries its dims in its name
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tangram.errors import UserError
+from tangram.layout import Mesh
+from tangram.models.build import build_on_meta
+from tangram.planner.plan import Plan
+from tangram.relayout.peers import Peers
+from tangram.sharding.derive.states import SAME, SEVERAL, State
+from tangram.training import loop, routers
+from tangram.training.apply import apply
+from tangram.training.data import IGNORE, Batch, RankBatches
+from tangram.training.derived import Lies
+from tangram.training.dry import _fake_ranks  # pyright: ignore[reportPrivateUsage]
+from tangram.training.optimise import make_adamw
+from tangram.training.world import World, make_world
+from tests.training.oracle.axes import MIXTURES
+from tests.training.oracle.cases import Case
+from tests.training.oracle.conftest import Oracle
+from tests.training.oracle.warm import Measured
+from tests.training.small import SMALL_MODEL, small_plan
+from tests.training.strategies import FSDP, TWO_STAGES, Strategy
+
+FIELDS = {**SMALL_MODEL, "vocab_size": 64}
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe": MIXTURES["qwen3_moe"],
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+WEIGHT = 0.5
+ROWS, LENGTH = 3, 16
+CPU = torch.device("cpu")
+
+
+def plan_of(**changes: Any) -> Plan:
+    run = {"router_loss": WEIGHT, **changes.pop("run", {})}
+    return small_plan(Path("text"), mesh="dp=1", model={"preset": None, "change": {}}, run=run, **changes)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with _fake_ranks(1, 0) as group:
+        yield make_world(plan_of(), 0, CPU, group, Peers())
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **FIELDS, **KINDS[kind])
+    model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate.weight" in name or "router.weight" in name:
+                parameter.normal_()  # so that it prefers some experts
+    return model
+
+
+def batches_of(*ignored: int) -> RankBatches:
+    """Micro-batches; of each so many tokens do not count."""
+    micro: list[Batch] = []
+    for number, count in enumerate(ignored):
+        ids = torch.randint(64, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(number))
+        labels_BS = ids[:, 1:].clone()
+        labels_BS.view(-1)[:count] = IGNORE
+        micro.append(Batch(ids[:, :-1].contiguous(), labels_BS, None))
+    counted = sum(int((batch.labels_BS != IGNORE).sum()) for batch in micro)
+    return RankBatches(tuple(micro), counted, tuple(range(len(micro))))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_alike(ours: nn.Module, right: nn.Module) -> None:
+    one, other = gradients(ours), gradients(right)
+    assert one.keys() == other.keys()
+    for name, gradient in one.items():
+        assert float((gradient - other[name]).norm()) <= 1e-5 * float(other[name].norm()), name
+
+
+# ------------------------------------------------------------ one process
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_that_of_transformers(kind: str, recomputed: bool, world: World) -> None:
+    model, batches = model_of(kind), batches_of(0)
+    right = copy.deepcopy(model)
+    (batch,) = batches.micro
+    found = right(input_ids=batch.inputs_BS, output_router_logits=True, use_cache=False)
+    loss = nn.functional.cross_entropy(found.logits.flatten(0, 1), batch.labels_BS.flatten())
+    (loss + WEIGHT * found.aux_loss).backward()
+
+    plan = plan_of(run={"recompute": ["model.layers.*"] if recomputed else []})
+    ours = apply(model, plan, world)
+    done = loop.train_step(ours, make_adamw(ours, plan.optimiser), batches, plan, world, lr=0.0)
+    assert done.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert done.router_loss == pytest.approx(WEIGHT * found.aux_loss.item(), rel=1e-5)
+    assert done.router_loss > 1.02 * WEIGHT * 2  # two experts a token in balance
+    norm = float(torch.cat([g.flatten() for g in gradients(right).values()]).norm())
+    for gradient in gradients(ours).values():
+        gradient *= max(1.0, norm / plan.optimiser.clip_norm)
+    assert_alike(ours, right)
+
+
+def test_micro_batches_count_by_their_tokens_and_only_those_with_labels(world: World) -> None:
+    model, batches = model_of("qwen3_moe"), batches_of(5, 30, ROWS * LENGTH)
+    right = cast(Any, copy.deepcopy(model))
+    balance = sys.modules[type(right).__module__].load_balancing_loss_func
+    expected = 0.0
+    for batch in batches.micro[:2]:
+        found = right(input_ids=batch.inputs_BS, output_router_logits=True, use_cache=False)
+        mask_BS = (batch.labels_BS != IGNORE).long()
+        own = balance(found.router_logits, 4, 2, mask_BS) * mask_BS.sum() / batches.counted
+        loss = nn.functional.cross_entropy(found.logits.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
+        (loss / batches.counted + WEIGHT * own).backward()
+        expected += WEIGHT * own.item()
+
+    ours = apply(model, plan_of(), world)
+    loop.backward(ours, batches, loop.next_token_loss, 0)
+    watched = routers.routers_of(ours)
+    assert watched is not None
+    assert float(watched.taken()) == pytest.approx(expected, rel=1e-5)
+    assert float(watched.taken()) == 0
+    assert_alike(ours, right)
+
+
+def test_nothing_is_kept_of_an_evaluation_or_of_what_is_computed_again(world: World) -> None:
+    plan = plan_of(run={"recompute": ["model.layers.*"]})
+    ours, batches = apply(model_of("qwen3_moe"), plan, world), batches_of(0)
+    watched = cast(Any, routers.routers_of(ours))
+    loop.backward(ours, batches, loop.next_token_loss, 0)
+    assert watched._seen == {}
+    loop.evaluate(ours, batches.micro, None)
+    assert watched._seen == {}
+
+
+def test_without_it_no_router_is_watched(world: World) -> None:
+    model = model_of("qwen3_moe")
+    ours = apply(model, plan_of(run={"router_loss": 0.0}), world)
+    assert routers.routers_of(ours) is None
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+# ------------------------------------------------------------ ranks
+
+
+def test_what_ranks_tell_of_it_is_what_one_process_does(
+    measured: Measured, everything: dict[str, Case], oracle: Oracle
+) -> None:
+    name = "routers: experts and fsdp"
+    told = measured.traces(name)[0].routers
+    assert len(told) == everything[name].until
+    assert told == pytest.approx(oracle(everything[name]).routers, rel=1e-5)
+    assert min(told) > 0
+
+
+@pytest.mark.parametrize(("state", "part"), [(SAME, 1.0), (SEVERAL, 0.5)], ids=["same", "several"])
+def test_ranks_that_see_the_same_count_once(
+    state: State, part: float, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks with all tokens: where their gradients are added up, each has half of one."""
+    ours, (batch,) = apply(model_of("qwen3_moe"), plan_of(), world), batches_of(7).micro
+    logits_TE = torch.randn(ROWS * LENGTH, 4, requires_grad=True)
+    watched = cast(Any, routers.routers_of(ours))
+
+    def seen() -> tuple[Tensor, float]:
+        watched._seen.update({f"model.layers.{n}.mlp.gate": logits_TE for n in range(2)})
+        (gradient,) = torch.autograd.grad(watched.loss(batch.labels_BS, 41), logits_TE)
+        return gradient, float(watched.taken())
+
+    alone, told = seen()
+    watched._world = replace(world, mesh=Mesh.parse("dp=1 tp=2"))
+    monkeypatch.setattr(routers, "_lies", lambda *_: Lies({"tp": state}, Mesh.parse("tp=2"), {"tp": 0}, {}))
+    monkeypatch.setattr(routers, "summed", lambda x, group: 2 * x)
+    gradient, half = seen()
+    torch.testing.assert_close(gradient, part * alone)
+    assert half == pytest.approx(told / 2)
+
+
+# ------------------------------------------------------------ refusals
+
+
+def test_models_without_routers_or_without_such_a_loss_are_refused() -> None:
+    dense = build_on_meta(AutoConfig.for_model("qwen3", **FIELDS))
+    with pytest.raises(
+        UserError, match=r"^run\.router_loss is of routers, and Qwen3ForCausalLM has none: leave it out$"
+    ):
+        routers.refuse(dense, plan_of())
+    routers.refuse(dense, plan_of(run={"router_loss": 0.0}))
+    biased = build_on_meta(AutoConfig.for_model("deepseek_v3", **{**FIELDS, **MIXTURES["deepseek_v3"]}))
+    with pytest.raises(UserError, match="for DeepseekV3ForCausalLM it has none of this form"):
+        routers.refuse(biased, plan_of())
+
+
+def test_a_pipeline_is_refused() -> None:
+    strategy = Strategy("pp=2 dp=2", ("dp",), (), FSDP, stages=TWO_STAGES)
+    with pytest.raises(ValidationError, match="of all layers together, and a stage of a pipeline sees its own"):
+        small_plan(Path("text"), **strategy.tables, run={"router_loss": WEIGHT})
