@@ -31,7 +31,7 @@ def test_constant() -> None:
 
 
 def drawn(seed: int, sample: int) -> float:
-    draw_for(seed, sample)
+    draw_for(torch.device("cpu"), seed, sample)
     return float(torch.rand(()))
 
 
@@ -40,6 +40,16 @@ def test_every_sample_draws_numbers_of_its_own() -> None:
     with torch.random.fork_rng(devices=[]):
         assert len({drawn(*place) for place in places}) == len(places)
         assert drawn(1, 2) == drawn(1, 2)
+
+
+def test_seeds_leave_devices_alone_that_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", asked.append)
+    with torch.random.fork_rng(devices=[]):
+        drawn(1, 2)
+        assert asked == []
+        torch.manual_seed(0)
+    assert asked == [0], "this is what costs"
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

@@ -241,7 +241,7 @@ def same_samples_on_every_rank(setting: Setting) -> Planted:
 def same_masks_on_every_rank(setting: Setting) -> Planted:
     """All ranks draw the same random numbers."""
     real = loop.draw_for
-    with swapped(loop, "draw_for", lambda seed, sample: real(seed, 0)):
+    with swapped(loop, "draw_for", lambda device, seed, sample: real(device, seed, 0)):
         yield
 
 
