@@ -4,8 +4,8 @@
     1B, 8B      steps of a Llama of that size in bfloat16, blocks compiled and recomputed, on text of the standard
                 library. 1B keeps float32 masters and moments; 8B keeps them in bfloat16, so that it fits into 80 GB.
 
-Beside each figure stands what the planner had predicted. Every figure runs in a process of its own, and the one that
-would begin after `LIMIT` seconds is left out, so that all of it ends within eight minutes. Where torch sees no
+Beside each figure stands what the planner had predicted. Every figure runs in a process of its own, and a size that
+would begin after `LIMIT` seconds is left out: all of it is meant to end within eight minutes. Where torch sees no
 accelerator there is nothing to measure; `--quick` runs the same with tiny models, on the CPU too, to see that it works.
 """
 
