@@ -1,8 +1,11 @@
 """Models run as derived on some ranks, beside the same models whole: loss and every gradient."""
 
+# ruff: noqa: N806  a tensor carries its dims in its name
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +23,15 @@ from tangram.layout import Mesh
 from tangram.sharding.derive.marks import Mark, marks_of, read_marks
 from tangram.sharding.derive.of_model import fitting, graph_of
 from tangram.sharding.derive.published import published
+from tangram.sharding.derive.show import total
 from tangram.sharding.derive.states import SAME, SEVERAL
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Change, Program
+from tangram.training.data import IGNORE
 from tangram.training.derived import DerivedModel, parallel, without_memory
 from tangram.training.launch import Rank
 from tangram.training.loads import Loads
+from tangram.training.loss import LOGITS, token_loss
 from tests.sharding.derive.test_marks_files import tiny
 from tests.training.own_models import Another, Diffusion, Two, Written
 
@@ -41,6 +47,8 @@ class Work:
     plans: str = ""
     """"tp": transformers' `tp_plan` as marks, experts by it, too; "ep": its `ep_plan`; "tp ep": both, over two axes or
     one; "none": no marks but the work's own; "": the marks that come with it."""
+    leaves: bool = False
+    """Logits stay in parts, as `tangram train` leaves them."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,8 @@ class Ran:
     """Functions that are not called as they are."""
     miscounted: tuple[str, ...] = ()
     """Modules of experts of which the ranks count other tokens by expert than one process."""
+    received: float = 0.0
+    """Bytes that a rank received, as derived."""
 
 
 OWN: Mapping[str, Callable[[], nn.Module]] = {"own": Two, "written": Written, "another": Another, "dit": Diffusion}
@@ -110,6 +120,14 @@ def loss_of(model: nn.Module, kind: str) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), given[:, 1:].flatten())
 
 
+def loss_of_parts(model: nn.Module, held: DerivedModel, kind: str) -> Tensor:
+    """The same of a language model whose logits lie in parts."""
+    inputs = inputs_of(kind)
+    labels_BS = F.pad(inputs["input_ids"][:, 1:], (0, 1), value=IGNORE)
+    logits_BSV: Tensor = model(**inputs).logits
+    return token_loss(logits_BSV, labels_BS, held.lies(LOGITS)) / (labels_BS != IGNORE).sum()
+
+
 def run_all(rank: Rank, works: Sequence[Work]) -> list[Ran]:
     """The task of the ranks."""
     return [run(work) for work in works]
@@ -126,11 +144,12 @@ def run(work: Work) -> Ran:
     devices = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     marks = [*marks_by(work, whole), *map(Mark.parse, work.marks)]
     held = parallel(model, marks, devices, inputs_of(work.kind))
-    held.prepare(inputs_of(work.kind))
-    if work.mistake:
-        MISTAKES[work.mistake](held)
-    loads = Loads([model], torch.device("cpu"), 1)
-    loss = loss_of(model, work.kind)
+    with held.leaving() if work.leaves else nullcontext():
+        held.prepare(inputs_of(work.kind))
+        if work.mistake:
+            MISTAKES[work.mistake](held)
+        loads = Loads([model], torch.device("cpu"), 1)
+        loss = loss_of_parts(model, held, work.kind) if work.leaves else loss_of(model, work.kind)
     loss.backward()
     held.sum_gradients()
     counted = _counted(loads, work.kind) if chosen else {}
@@ -140,7 +159,7 @@ def run(work: Work) -> Ran:
     off = float((loss - want).detach().abs() / want.detach().abs())
     worst, where = _furthest(model, dict(whole.named_parameters()))
     wrong = tuple(name for name in {**chosen, **counted} if chosen.get(name) != counted.get(name))
-    return Ran(off, worst, where, len(program.borders), program.inside, wrong)
+    return Ran(off, worst, where, len(program.borders), program.inside, wrong, total(program.found))
 
 
 def _chosen(whole: nn.Module) -> tuple[dict[str, tuple[int, ...]], list[Any]]:

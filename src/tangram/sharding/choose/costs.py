@@ -21,7 +21,7 @@ from tangram.sharding.choose.steps import Steps
 from tangram.sharding.derive.folding import Step, far_from_borders
 from tangram.sharding.derive.rates import effort
 from tangram.sharding.derive.solve import Costs
-from tangram.sharding.derive.states import SAME, SEVERAL, State
+from tangram.sharding.derive.states import SAME, SEVERAL, State, part_dim
 
 Array = NDArray[np.float64]
 _FAR = 1e-4
@@ -187,4 +187,6 @@ def _others(used: Sequence[States], needed: Sequence[States]) -> Array:
 
 def _shares(own: Sequence[States], ks: Sequence[int]) -> Array:
     """Of the whole, what a rank has."""
-    return np.array([math.prod(1 / k for s, k in zip(states, ks, strict=True) if s.kind == "cut") for states in own])
+    return np.array(
+        [math.prod(1 / k for s, k in zip(states, ks, strict=True) if part_dim(s) is not None) for states in own]
+    )

@@ -26,7 +26,7 @@ from tangram.hardware.cluster import Cluster, collective_seconds
 from tangram.layout import Mesh
 from tangram.relayout.collectives import ALL_GATHER, ALL_TO_ALL
 from tangram.sharding.choose.options import States
-from tangram.sharding.derive.states import State, way
+from tangram.sharding.derive.states import State, part_dim, way
 
 Kind = Literal["plain", "standing", "kept"]
 Array = NDArray[np.float64]
@@ -139,5 +139,5 @@ class _Side:
         self.own = list(dict.fromkeys(states))
         at = {state: i for i, state in enumerate(self.own)}
         self.index = np.array([at[state] for state in states], dtype=np.intp)
-        self.part = np.array([1 / k if state.kind == "cut" else 1.0 for state in states])
+        self.part = np.array([1 / k if part_dim(state) is not None else 1.0 for state in states])
         self.place = np.array([state.dim * (1 << 40) + state.outer if state.kind == "cut" else -1 for state in states])

@@ -11,6 +11,7 @@ in their product. The trade-off: an axis does not know what the next one will do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -291,7 +292,7 @@ class Problem:
         for v, own in self.used.items():
             costs.variable(("used", v), [0.0] * len(own))
         for step in self.folded.steps:
-            costs.variable(("move", step.number), [self._work(step, move) for move in self.moves[step.number]])
+            costs.variable(("move", step.number), self._work(step, self.moves[step.number]))
         for v, own in self.lying.items():
             costs.pair(("lies", v), ("used", v), self._table(v, own, self.used[v], lies=True))
         for step in self.folded.steps:
@@ -325,14 +326,13 @@ class Problem:
         standing = self.folded.value(v).kind == "parameter"
         return _SPARED * self._nbytes(v) * share * self.folded.times[v] if standing else 0.0
 
-    def _work(self, step: Step, move: Move) -> float:
-        """What an operator does on a rank, forward and backward, in bytes that are received."""
+    def _work(self, step: Step, some: Sequence[Move]) -> list[float]:
+        """What an operator does on a rank by each move, forward and backward, in bytes that are received."""
         if not any(v in self.folded.differentiable for v in step.outputs):
-            return 0.0  # masks and positions: not worth a collective
-        share = move.share
-        for over in self.done:
-            share *= over.moves[step.number].share
-        return 3 * effort(self.folded, step).worth(self.rates) * share * step.times
+            return [0.0] * len(some)  # masks and positions: not worth a collective
+        before = math.prod(over.moves[step.number].share for over in self.done)
+        worth = 3 * effort(self.folded, step).worth(self.rates)
+        return [worth * (move.share * before) * step.times for move in some]
 
     def _nbytes(self, v: int) -> float:
         """Of a tensor, what a rank has by the axes before."""

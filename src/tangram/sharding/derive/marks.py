@@ -5,10 +5,12 @@
     *.up_proj.weight                          out/tp/dp in -> out/tp in
 
 A name is that of a parameter, of a buffer or an input, of a module, for the first tensor that it gives, or of a result
-of the model, as `logits`; `*` stands for any characters, `{a,b}` for either. A mark binds the axes that it names, on
-every tensor that it matches; one that names no axis says that they are whole, over every axis. Over axes that none of
-its marks names a parameter is whole, and another tensor is free. Of a parameter a second layout, behind an arrow, says
-how it is used: it lies cut over further axes and is gathered each time, as FSDP does.
+of the model, as `logits`; with a colon that of an operator in a module, as `model.norm:rsqrt`, or `model.norm:mul#2`
+for the second of that name, for the first tensor that this gives. `*` stands for any characters, `{a,b}` for either,
+`{0..31}` for any of these numbers. A mark binds the axes that it names, on every tensor that it matches; one that names
+no axis says that they are whole, over every axis. Over axes that none of its marks names a parameter is whole, and
+another tensor is free. Of a parameter a second layout, behind an arrow, says how it is used: it lies cut over further
+axes and is gathered each time, as FSDP does.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, NotationError
 from tangram.layout.syntax import Dim
 from tangram.models.graph import Graph
+from tangram.sharding.derive.nodes import operators
 from tangram.sharding.derive.states import SAME, SUM, Kept, State, cut
 
 
@@ -40,7 +43,8 @@ class Mark:
     @staticmethod
     def parse(text: str) -> Mark:
         """`name: layout` or `name: layout -> layout`. Raises UserError."""
-        name, colon, layouts = text.partition(":")
+        at = re.search(r":\s", text) or re.search(":", text)  # a colon within a name has no space behind it
+        name, colon, layouts = (text[: at.start()], ":", text[at.start() + 1 :]) if at else (text, "", "")
         layout, arrow, used = layouts.partition("->")
         if not colon or not name.strip():
             raise UserError(f"a mark is written as `name: layout`, as in `*.q_proj.weight: out/tp in`, not {text!r}")
@@ -65,7 +69,7 @@ def matched(graph: Graph, mark: Mark) -> dict[str, int]:
         return own
     if (exact := next((i for i, value in graph.of_kind("parameter") if value.name == mark.pattern), None)) is not None:
         return {mark.pattern: exact}
-    patterns, known = [*alternatives(mark.pattern)], _known(graph)
+    patterns, known = [*alternatives(mark.pattern)], _known(graph, mark.pattern)
     named = {name for pattern in patterns for name in matching(pattern, known)}
     found = {name: v for name, v in known.items() if name in named}
     if not found:
@@ -88,20 +92,30 @@ def matching(pattern: str, names: Iterable[str]) -> set[str]:
 
 def names_any(graph: Graph, mark: Mark) -> bool:
     """Whether a mark names a tensor of the graph at all."""
-    return any(fnmatch.fnmatchcase(name, p) for p in alternatives(mark.pattern) for name in _known(graph))
+    return any(fnmatch.fnmatchcase(name, p) for p in alternatives(mark.pattern) for name in _known(graph, mark.pattern))
 
 
-def _known(graph: Graph) -> dict[str, int]:
-    """The tensors that can be named."""
+def _known(graph: Graph, pattern: str) -> dict[str, int]:
+    """The tensors that can be named; with a colon, what operators give."""
+    if ":" in pattern:
+        return operators(graph)
     named = {value.name: i for i, value in graph.of_kind("parameter", "buffer", "input")}
     return {**graph.outputs, **{name: v for name, v in graph.results.items() if name}, **named}
 
 
 def alternatives(pattern: str) -> Iterator[str]:
-    """`a.{b,c}` as `a.b` and `a.c`."""
+    """`a.{b,c}` as `a.b` and `a.c`, `a.{0..2}` as `a.0`, `a.1` and `a.2`."""
     parts = re.split(r"\{([^}]*)\}", pattern)
-    choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
+    choices = [
+        [one for some in part.split(",") for one in _range(some)] if i % 2 else [part] for i, part in enumerate(parts)
+    ]
     return ("".join(chosen) for chosen in itertools.product(*choices))
+
+
+def _range(text: str) -> list[str]:
+    """The numbers of `0..31`; of another text the text."""
+    ends = re.fullmatch(r"(\d+)\.\.(\d+)", text)
+    return [str(number) for number in range(int(ends[1]), int(ends[2]) + 1)] if ends else [text]
 
 
 def _closest(pattern: str, known: Mapping[str, int]) -> str:

@@ -76,6 +76,19 @@ def _number(line: str) -> int:
     return int(line.rpartition(":")[2] or 0)
 
 
+def operators(graph: Graph) -> dict[str, int]:
+    """What each operator gives first, as `MODULE:OPERATOR` or, of several in one module, `MODULE:OPERATOR#2`."""
+    there: dict[str, list[int]] = {}
+    for node in graph.nodes:
+        made = [v for v in node.results if v is not None]
+        if made and not node.backward:
+            name = node.operator.name().partition("::")[2].partition(".")[0]
+            there.setdefault(f"{node.module or 'the model'}:{name}", []).append(made[0])
+    return {
+        name if len(own) == 1 else f"{name}#{i}": v for name, own in there.items() for i, v in enumerate(own, start=1)
+    }
+
+
 def _of_operator(graph: Graph, module: str, what: str) -> int:
     """What an operator of a module gives."""
     name, _, place = what.partition("#")
