@@ -2,8 +2,9 @@
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tangram.cli.output import print_json, print_table, progress
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
     from tangram.hardware.cluster import Cluster
     from tangram.layout import Mesh
     from tangram.models.graph import Graph
+    from tangram.planner.job import Job
+    from tangram.sharding.choose.as_marks import Marked
     from tangram.sharding.choose.choose import Chosen, Price
+    from tangram.sharding.choose.costs import Training
     from tangram.sharding.derive.derive import Derived
     from tangram.sharding.derive.marks import Mark
 
@@ -31,6 +35,16 @@ class Choosing:
     optimiser: float = 12.0
     """Bytes of the optimiser's states for each parameter."""
     micro_batches: int = 1
+    write: Path | None = None
+    """Where to write it: as marks, or as a plan of a job."""
+    job: Path | None = None
+
+    @property
+    def training(self) -> "Training":
+        """How the model is trained, as far as it counts."""
+        from tangram.sharding.choose.costs import Training
+
+        return Training(optimiser=self.optimiser, micro_batches=self.micro_batches)
 
 
 def cluster_of(name: str | None, mesh: "Mesh") -> "Cluster":
@@ -74,10 +88,9 @@ def answer(
 ) -> Answer:
     """Choose, and price the plan of the marks that come with a type of model. Raises UserError."""
     from tangram.sharding.choose.choose import choose, priced
-    from tangram.sharding.choose.costs import Training
 
     limit = cluster.device.memory_bytes if asked.memory is None else bytes_of(asked.memory)
-    training = Training(optimiser=asked.optimiser, micro_batches=asked.micro_batches)
+    training = asked.training
     with progress("choosing"):
         start = time.perf_counter()
         try:
@@ -107,7 +120,90 @@ def _of_marks(graph: "Graph", mesh: "Mesh", cluster: "Cluster", kind: str) -> "D
     return derive(graph, marks, mesh, rates=Rates(cluster=cluster))
 
 
-def show(found: Answer, asked_json: bool, seconds: Mapping[str, float]) -> None:
+def job_of(asked: Choosing, sequence: int) -> "Job | None":
+    """The job that a plan is to be written for. Raises UserError for one that the choice cannot be for."""
+    from tangram.planner.plan import Plan
+    from tangram.planner.read import load
+
+    if asked.write is not None and (not asked.write.resolve().parent.is_dir() or asked.write.is_dir()):
+        raise UserError(f"nothing can be written to {asked.write}: give a file in a folder that is there")
+    if asked.job is None:
+        return None
+    job = load(asked.job)
+    if isinstance(job, Plan):
+        raise UserError(f"{asked.job} is a plan already: give a job, without mesh, axes and layouts")
+    if job.data.sequence != sequence:
+        raise UserError(
+            f"{asked.job} trains on {job.data.sequence} tokens a sample, and the choice is for {sequence}: give "
+            f"--sequence {job.data.sequence}"
+        )
+    return job
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """What was written, for people and for programs."""
+
+    said: str
+    marks: tuple[str, ...]
+
+
+def write(
+    asked: Choosing,
+    found: Answer,
+    cluster: "Cluster",
+    samples: int,
+    job: "Job | None",
+    captured: "Callable[[int], Graph]",
+) -> Wrote:
+    """Write the chosen plan as marks or, for a job, as a plan. Raises UserError where that cannot be."""
+    path = asked.write
+    assert path is not None  # it was asked for
+    with progress("writing it as marks"):
+        if job is not None:
+            text, marks = _plan_text(found, cluster, samples, job, captured, asked.training)
+            said = f"wrote {path}: tangram train {path}"
+        else:
+            marked = _as_marks(found, cluster, asked.training)
+            marks = tuple(map(str, marked.marks))
+            if not marks:
+                raise UserError("the chosen plan cuts nothing, so there is no mark to write: choose over a mesh of one")
+            text = _marks_text(found, marks)
+            said = f"wrote {path}: {len(marks)} marks, which take {marked.price.seconds:.3g} s by the same model"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    return Wrote(said, marks)
+
+
+def _as_marks(found: Answer, cluster: "Cluster", training: "Training") -> "Marked":
+    from tangram.sharding.choose.as_marks import as_marks
+
+    return as_marks(found.chosen.plan, cluster, memory_limit=found.limit, training=training)
+
+
+def _marks_text(found: Answer, marks: Sequence[str]) -> str:
+    return "\n".join([f"# Chosen over {found.chosen.plan.mesh}.", *marks, ""])
+
+
+def _plan_text(
+    found: Answer,
+    cluster: "Cluster",
+    samples: int,
+    job: "Job",
+    captured: "Callable[[int], Graph]",
+    training: "Training",
+) -> tuple[str, tuple[str, ...]]:
+    from tangram.planner.chosen import plan_of_choice
+    from tangram.planner.read import dumps
+
+    limit = found.limit
+    plan = plan_of_choice(job, found.chosen.plan, samples, captured, cluster, memory_limit=limit, training=training)
+    return dumps(plan), tuple(f"{pattern}: {layout}" for pattern, layout in plan.layouts.marks.items())
+
+
+def show(found: Answer, asked_json: bool, seconds: Mapping[str, float], wrote: Wrote | None = None) -> None:
     """Print it."""
     from tangram.sharding.choose.choose import kept
     from tangram.sharding.derive.show import amount, as_json, folded_name, short, tables
@@ -118,6 +214,7 @@ def show(found: Answer, asked_json: bool, seconds: Mapping[str, float]) -> None:
                 **as_json(found.chosen.plan), "chosen": _figures(found.chosen.price), "bound": found.chosen.bound,
                 "gap": found.chosen.gap, "kept": {name: str(own) for name, own in kept(found.chosen.plan).items()},
                 "memory": found.limit, "seconds": {**seconds, "choose": found.took},
+                "written": None if wrote is None else wrote.marks,
                 "marked": None if found.theirs is None else _figures(found.theirs),
             }
         )  # fmt: skip
@@ -140,6 +237,8 @@ def show(found: Answer, asked_json: bool, seconds: Mapping[str, float]) -> None:
     gap = found.chosen.gap
     said = "the best there is" if gap < 1e-4 else f"at most {gap:.2%} longer than the best there is"
     print(f"{said} within {amount(found.limit)}, by this model; chosen in {found.took:.1f} s")
+    if wrote is not None:
+        print(wrote.said)
 
 
 def _row(name: str, price: "Price") -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,7 @@ def derive_model(asked: Asked) -> None:
 
 
 def _choose(asked: Asked, choosing: "Choosing") -> None:
-    from tangram.cli.choose import answer, bytes_of, cluster_of, show
+    from tangram.cli.choose import answer, bytes_of, cluster_of, job_of, show, write
     from tangram.models.named import named_config
 
     if asked.why is not None or asked.diff is not None:
@@ -85,15 +85,21 @@ def _choose(asked: Asked, choosing: "Choosing") -> None:
     cluster = cluster_of(asked.cluster, mesh)
     if choosing.memory is not None:
         bytes_of(choosing.memory)  # mistakes are told before the model is captured
+    job = job_of(choosing, asked.sequence)
     (given,) = _sides(asked)
     with progress("capturing"):
         config = named_config(asked.name, changes_of(asked.changes))
         graph = _captured(asked, config)
     found = answer(graph, mesh, cluster, str(config.model_type), given or [], choosing)
+    wrote = None
+    if choosing.write is not None:
+        wrote = write(
+            choosing, found, cluster, asked.batch, job, lambda samples: _captured(replace(asked, batch=samples), config)
+        )
     if asked.html is not None:
         _write_page(asked, found.chosen.plan, asked.html)
     else:
-        show(found, asked.json, asked.seconds)
+        show(found, asked.json, {**asked.seconds}, wrote)
 
 
 def _mesh(text: str) -> Mesh:

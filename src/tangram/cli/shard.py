@@ -81,6 +81,12 @@ def model(
     micro_batches: Annotated[
         int, typer.Option(min=1, help="With --choose: how many there are before gradients are summed.")
     ] = 1,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --choose: write it as marks, for --marks; see --job.")
+    ] = None,
+    job: Annotated[
+        Path | None, typer.Option(metavar="JOB", help="With --write: write a plan of this job, for `tangram train`.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Derive the layout of every tensor of a model from marks on a few. (`model` may be left out.)"""
@@ -89,7 +95,11 @@ def model(
 
     if memory is not None and not choose:
         raise UserError("--memory limits what is chosen: give --choose, too")
-    choosing = Choosing(memory, seconds, optimiser, micro_batches) if choose else None
+    if write is not None and not choose:
+        raise UserError("--write writes what is chosen: give --choose, too")
+    if job is not None and write is None:
+        raise UserError("--job is what a plan is written for: give --write with its file, too")
+    choosing = Choosing(memory, seconds, optimiser, micro_batches, write, job) if choose else None
     given = mark or (), marks, batch, sequence, change or ()
     derive_model(Asked(name, mesh, *given, why, diff, html, json, cluster, choosing))
 

@@ -22,6 +22,15 @@ def _check_layout(text: str) -> str:
     return text
 
 
+def _check_mark(text: str) -> str:
+    sides = text.split("->")
+    if len(sides) > 2:
+        raise ValueError(f'"{text}" is no mark: write one layout, or two as in "out/tp in -> out in"')
+    for side in sides:
+        Layout.parse(side.strip())
+    return text
+
+
 def _check_flow(text: str) -> str:
     flow(text)
     return text
@@ -41,8 +50,14 @@ def flow(text: str) -> tuple[Layout, Layout]:
     return Layout.parse(sides[0]), Layout.parse(sides[1])
 
 
+def marked(text: str) -> Layout:
+    """How a tensor lies by a mark of a plan; how it is used, where a parameter is gathered, stands behind an arrow."""
+    return Layout.parse(text.partition("->")[0].strip())
+
+
 MeshText = Annotated[str, AfterValidator(_check_mesh)]
 LayoutText = Annotated[str, AfterValidator(_check_layout)]
+MarkText = Annotated[str, AfterValidator(_check_mark)]
 FlowText = Annotated[str, AfterValidator(_check_flow)]
 ScheduleText = Annotated[str, AfterValidator(_check_schedule)]
 
@@ -73,9 +88,10 @@ class LayoutsPlan(Table):
     activations: dict[str, FlowText] = Field(default_factory=dict[str, FlowText])
     """Module name pattern -> "input -> output": how what goes into the module and what comes out lie over the tensor
     axes. Data axes are not written here: they cut the batch."""
-    marks: dict[str, LayoutText] = Field(default_factory=dict[str, LayoutText])
+    marks: dict[str, MarkText] = Field(default_factory=dict[str, MarkText])
     """Name pattern of a parameter, a module (what it gives) or a result of the model -> how it lies over tensor axes.
-    How all else lies, and what moves, is derived from these; `activations` are then left out."""
+    "out/tp in -> out in" of a parameter: it lies in parts, and is gathered each time that it is used. How all else
+    lies, and what moves, is derived from these; `activations` are then left out."""
     sizes: dict[str, Positive] = Field(default_factory=dict[str, Positive])
     """Sizes of factors that the shapes do not tell, as head_dim in "(heads/tp head_dim) h"."""
 

@@ -128,7 +128,7 @@ def axes_layouts(
     if split := next((name for name, own in lies.items() if any(s.outer > 1 for s in own.values())), None):
         return f"{split} would be cut in several blocks, which this version cannot train"
     shapes = {value.name: value.shape for _, value in graph.of_kind("parameter")}
-    parameters = dict(_patterns({name: _text(len(shapes[name]), own, shard) for name, own in lies.items()}))
+    parameters = dict(by_pattern({name: _text(len(shapes[name]), own, shard) for name, own in lies.items()}))
     ends = [name for name, own in lies.items() if "embed" in name and any(s.kind == "cut" for s in own.values())]
     return TensorLayouts(parameters, _together(marks, mesh), bool(ends), tuple(_moves(whole)))
 
@@ -237,7 +237,7 @@ def _text(ndim: int, states: States, shard: str | None) -> str | None:
     return " ".join(dims)
 
 
-def _patterns(texts: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
+def by_pattern(texts: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
     """Layouts by pattern: one for all layers where they lie alike."""
     groups: dict[str, dict[str, str | None]] = {}
     for name, text in texts.items():

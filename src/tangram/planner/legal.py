@@ -24,7 +24,7 @@ from tangram.models.graph import Graph
 from tangram.models.named import token_inputs
 from tangram.models.stages import refuse_unlike_chain, refuse_unlike_modules
 from tangram.models.twin import Shapes, module_shapes
-from tangram.planner.axes import flow
+from tangram.planner.axes import flow, marked
 from tangram.planner.plan import Plan, first_match
 from tangram.sharding.derive.marks import Mark, alternatives, matched, matching
 
@@ -100,7 +100,7 @@ def _marked(plan: Plan, model: nn.Module) -> Iterator[tuple[set[str], Layout]]:
     """The modules that each mark names, if any, and its layout."""
     modules = [name for name, _ in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())]
     for pattern, text in plan.layouts.marks.items():
-        yield {n for own in alternatives(pattern) for n in matching(own, modules)}, Layout.parse(text)
+        yield {n for own in alternatives(pattern) for n in matching(own, modules)}, marked(text)
 
 
 def _flowing(plan: Plan, model: nn.Module) -> Iterator[Divided]:

@@ -17,7 +17,7 @@ from pydantic import model_validator
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.planner.actions import Schedule
-from tangram.planner.axes import AxesPlan, ContextPlan, LayoutsPlan, MeshText, PipelinePlan, flow
+from tangram.planner.axes import AxesPlan, ContextPlan, LayoutsPlan, MeshText, PipelinePlan, flow, marked
 from tangram.planner.job import Job, Mistake, Type
 from tangram.planner.schedules import MAKERS, micros_unlike, nearest_micro_batch, read_table, schedule, stages_unlike
 
@@ -57,7 +57,7 @@ class Plan(Job):
     def _marks_are_there(self) -> None:
         roles = {axis: role for role in ("tensor", "context", "expert") for axis in getattr(self.axes, role)}
         if self.layouts.marks:
-            named = {axis for text in self.layouts.marks.values() for axis in Layout.parse(text).axes}
+            named = {axis for text in self.layouts.marks.values() for axis in marked(text).axes}
             sizes = dict(Mesh.parse(self.mesh).views[0])
             if idle := [axis for axis in self.model_axes if axis not in named and sizes[axis] > 1]:
                 raise Mistake(
@@ -91,7 +91,7 @@ class Plan(Job):
                 "layouts.activations", "give layouts.marks, of which all else follows, or activations, not both"
             )
         for pattern, text in self.layouts.marks.items():
-            if foreign := Layout.parse(text).axes - set(self.axes.model):
+            if foreign := marked(text).axes - set(self.axes.model):
                 raise Mistake(
                     f"layouts.marks.{pattern}",
                     f'"{text}" names {min(foreign)}, but marks say how tensors lie over tensor, context and expert '

@@ -63,11 +63,14 @@ def as_marks(
     tried = _Tried(chosen, wanted, room, lambda plan: priced(plan, cluster, training))
     parameters, flows = _of_parameters(chosen), _of_modules(chosen)
     every = {**parameters, **flows}
+    why = tried.why_not(every)
     for _ in range(ROUNDS):
-        if (why := tried.why_not(every)) is None or not (more := tried.otherwise(every)):
+        more = {} if why is None else tried.otherwise(every)
+        if not more:
             break
         flows |= more
         every |= more
+        why = tried.why_not(every)
     if why is not None:
         raise UserError(f"the chosen plan cannot be written as marks: {why}; choose over other axes, or give marks")
     kept = _fewest(tried, every, [*flows])
