@@ -23,17 +23,23 @@ from tangram.relayout.peers import Peers
 from tangram.sharding.derive.states import SAME, SEVERAL, State
 from tangram.training import loop, routers
 from tangram.training.apply import apply
-from tangram.training.data import IGNORE, Batch, RankBatches
+from tangram.training.building import source_of
+from tangram.training.data import BYTES, IGNORE, Batch, RankBatches
 from tangram.training.derived import Lies
-from tangram.training.dry import _fake_ranks  # pyright: ignore[reportPrivateUsage]
+from tangram.training.dry import (
+    Counted,
+    _fake_ranks,  # pyright: ignore[reportPrivateUsage]
+    counted_alone,
+)
 from tangram.training.optimise import make_adamw
 from tangram.training.world import World, make_world
-from tests.training.oracle.axes import MIXTURES
-from tests.training.oracle.cases import Case
+from tests.training.oracle.axes import MIXTURES, WITH_EXPERTS
+from tests.training.oracle.cases import Case, write_models
 from tests.training.oracle.conftest import Oracle
 from tests.training.oracle.warm import Measured
 from tests.training.small import SMALL_MODEL, small_plan
 from tests.training.strategies import FSDP, TWO_STAGES, Strategy
+from tests.training.zoo import tiny
 
 FIELDS = {**SMALL_MODEL, "vocab_size": 64}
 KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -41,6 +47,28 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+OTHERS = [
+    "ernie4_5_moe",
+    "flex_olmo",
+    "flint",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "jamba",
+    "jetmoe",
+    "laguna",
+    "mellum",
+    "minimax",
+    "minimax_m2",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "qwen4_exp",
+    "qwen4_exp_text",
+]
 WEIGHT = 0.5
 ROWS, LENGTH = 3, 16
 CPU = torch.device("cpu")
@@ -155,6 +183,50 @@ def test_without_it_no_router_is_watched(world: World) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_every_type_of_transformers_that_has_it(kind: str, world: World) -> None:
+    model, batches = cast(nn.Module, tiny(kind, 0).float().train()), batches_of(0)
+    right = copy.deepcopy(model)
+    (batch,) = batches.micro
+    found = right(input_ids=batch.inputs_BS, output_router_logits=True, use_cache=False)
+    loss = nn.functional.cross_entropy(found.logits.flatten(0, 1), batch.labels_BS.flatten())
+    (loss + WEIGHT * found.aux_loss).backward()
+    ours = apply(model, plan_of(), world)
+    loop.backward(ours, batches, loop.next_token_loss, 0)
+    watched = routers.routers_of(ours)
+    assert watched is not None
+    assert float(watched.taken()) == pytest.approx(WEIGHT * found.aux_loss.item(), rel=1e-5)
+    assert_alike(ours, right)
+
+
+def test_the_loss_is_scaled_with_the_other(world: World) -> None:
+    one, other = (apply(model_of("qwen3_moe"), plan_of(), world) for _ in range(2))
+    for model, scale in ((one, 1.0), (other, 64.0)):
+        loop.backward(model, batches_of(0), loop.next_token_loss, 0, scale)
+    right = gradients(one)
+    for name, gradient in gradients(other).items():
+        torch.testing.assert_close(gradient / 64, right[name], msg=name)
+
+
+@pytest.mark.slow
+def test_a_dry_run_counts_what_it_moves(tmp_path: Path) -> None:
+    """Of each micro-batch a number for each of four experts and one of tokens; of four ranks each gets half more."""
+    write_models(tmp_path)
+    tables = {**WITH_EXPERTS["experts and fsdp"][1].tables, "precision": {"compute": "bfloat16"}}
+    tables["model"] = {"preset": None, "path": str(tmp_path / "qwen3_moe.json"), "change": {}}
+    found: list[list[Counted]] = []
+    for weight in (0.0, WEIGHT):
+        plan = small_plan(Path("text"), run={"router_loss": weight}, **tables)
+        found.append(counted_alone(plan, source_of(plan, BYTES), 0))
+    for without, with_it in zip(*found, strict=True):
+        micros = with_it.run.micros
+        place = ("all ranks", "all-reduce")
+        assert with_it.times[place] == without.times[place] + micros
+        assert with_it.nbytes[place] == without.nbytes[place] + micros * 1.5 * 8 * (4 + 1)
+        assert {key for key in with_it.times if with_it.times[key] != without.times[key]} == {place}
+
+
 # ------------------------------------------------------------ ranks
 
 
@@ -178,7 +250,7 @@ def test_ranks_that_see_the_same_count_once(
     watched = cast(Any, routers.routers_of(ours))
 
     def seen() -> tuple[Tensor, float]:
-        watched._seen.update({f"model.layers.{n}.mlp.gate": logits_TE for n in range(2)})
+        watched._seen.update({f"model.layers.{n}.mlp.gate": (logits_TE, 0) for n in range(2)})
         (gradient,) = torch.autograd.grad(watched.loss(batch.labels_BS, 41), logits_TE)
         return gradient, float(watched.taken())
 

@@ -36,6 +36,8 @@ from tangram.training.derived import Lies, derived_of
 from tangram.training.world import World
 
 _HELD = "_tangram_routers"
+_Seen = tuple[Tensor, int]
+"""What a router gave of logits, and its place among the leaves of all that the module gave."""
 _RECORDED = "router_logits"
 """What transformers calls the logits of routers, where a class says which of its modules give them."""
 _DEFINED = "load_balancing_loss_func"
@@ -109,7 +111,7 @@ class Routers:
     def __init__(self, model: nn.Module, weight: float, world: World) -> None:
         """`weight`: what the loss is multiplied by."""
         self._model, self._weight, self._world, self._kind = model, weight, world, kind_of(model)
-        self._seen: dict[str, Tensor] = {}
+        self._seen: dict[str, _Seen] = {}
         self._told: Tensor | None = None
         for name, place in self._kind.routers.items():
             model.get_submodule(name).register_forward_hook(_hook(self._seen, name, place))
@@ -121,7 +123,7 @@ class Routers:
         tokens without one do not count. `counted`: the tokens of the step that do, over all ranks. A micro-batch weighs
         as many of them as are its own, so that those of a step add up to a mean. Collective over all ranks.
         """
-        parts = [self._part(name, logits, labels_BS) for name, logits in self._logits().items()]
+        parts = [self._part(name, seen, labels_BS) for name, seen in self._taken().items()]
         E = self._kind.experts
         mine = torch.zeros(E + 1, dtype=torch.int64, device=labels_BS.device)
         for part in parts:
@@ -151,17 +153,18 @@ class Routers:
         """Let go of what was seen, as what a backward has computed again."""
         self._seen.clear()
 
-    def _logits(self) -> Mapping[str, Tensor]:
+    def _taken(self) -> Mapping[str, _Seen]:
         if missing := [name for name in self._kind.routers if name not in self._seen]:
             raise UserError(f"the router {missing[0]} was not run, so run.router_loss cannot be computed: leave it out")
         found = {name: self._seen[name] for name in self._kind.routers}
         self.forget()
         return found
 
-    def _part(self, name: str, logits: Tensor, labels_BS: Tensor) -> _Part:
+    def _part(self, name: str, seen: _Seen, labels_BS: Tensor) -> _Part:
+        logits, leaf = seen
         logits_TE = logits.reshape(-1, logits.shape[-1])
         counts_BS = labels_BS != IGNORE
-        lies = _lies(self._model, name, self._kind.routers[name])
+        lies = _lies(self._model, name, leaf)
         counts_T, alike, shared = counts_BS.flatten(), self._world.model_size, 1
         if lies is not None:
             states = lies.states
@@ -180,16 +183,16 @@ class Routers:
         return _Part(logits_TE, counts_T, alike, shared)
 
 
-def _lies(model: nn.Module, name: str, place: int) -> Lies | None:
+def _lies(model: nn.Module, name: str, leaf: int) -> Lies | None:
     derived = derived_of(model)
-    return None if derived is None else derived.lies((name, place))
+    return None if derived is None else derived.lies((name, leaf))
 
 
-def _hook(seen: dict[str, Tensor], name: str, place: int) -> Any:
+def _hook(seen: dict[str, _Seen], name: str, place: int) -> Any:
     def see(module: nn.Module, args: Any, result: Any) -> None:
         # What is computed again in the backward does the same, and nobody looks: a compiler finds one code.
         if module.training and torch.is_grad_enabled():
-            seen[name] = cast("list[Tensor]", tree_leaves(result))[place]
+            seen[name] = result[place], len(cast("list[Any]", tree_leaves(result[:place])))
 
     return see
 
