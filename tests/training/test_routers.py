@@ -34,9 +34,7 @@ from tangram.training.dry import (
 from tangram.training.optimise import make_adamw
 from tangram.training.world import World, make_world
 from tests.training.oracle.axes import MIXTURES, WITH_EXPERTS
-from tests.training.oracle.cases import Case, write_models
-from tests.training.oracle.conftest import Oracle
-from tests.training.oracle.warm import Measured
+from tests.training.oracle.cases import write_models
 from tests.training.small import SMALL_MODEL, small_plan
 from tests.training.strategies import FSDP, TWO_STAGES, Strategy
 from tests.training.zoo import tiny
@@ -228,16 +226,6 @@ def test_a_dry_run_counts_what_it_moves(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------ ranks
-
-
-def test_what_ranks_tell_of_it_is_what_one_process_does(
-    measured: Measured, everything: dict[str, Case], oracle: Oracle
-) -> None:
-    name = "routers: experts and fsdp"
-    told = measured.traces(name)[0].routers
-    assert len(told) == everything[name].until
-    assert told == pytest.approx(oracle(everything[name]).routers, rel=1e-5)
-    assert min(told) > 0
 
 
 @pytest.mark.parametrize(("state", "part"), [(SAME, 1.0), (SEVERAL, 0.5)], ids=["same", "several"])
