@@ -192,7 +192,7 @@ def _hook(seen: dict[str, _Seen], name: str, place: int) -> Any:
     def see(module: nn.Module, args: Any, result: Any) -> None:
         # What is computed again in the backward does the same, and nobody looks: a compiler finds one code.
         if module.training and torch.is_grad_enabled():
-            seen[name] = result[place], len(cast("list[Any]", tree_leaves(result[:place])))
+            seen[name] = result[place], len(tree_leaves(result[:place]))
 
     return see
 
