@@ -110,8 +110,9 @@ def test_a_model_with_weights_and_a_tokenizer_of_its_own(shared: Path, capsys: p
     original.save_pretrained(model)
     byte_tokenizer().save_pretrained(model)
     frozen = ["--set", 'model.freeze=["*.embed_tokens.weight"]']
-    summary, shown = train(capsys, shared / "plan.toml", "--model", model, "--out", out, *frozen)
+    summary, shown = train(capsys, shared / "plan.toml", "--model", model, "--out", out, "--deterministic", *frozen)
     assert f"weights of {model}" in shown
+    assert load(out / "plan.toml").run.deterministic
     tuned = AutoModelForCausalLM.from_pretrained(out / "export")
     before, after = original.state_dict(), tuned.state_dict()
     same = {name for name in before if torch.equal(before[name], after[name])}

@@ -5,11 +5,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.training.data import BYTES, prepare
-from tangram.training.launch import run_ranks
+from tangram.training.launch import Rank, run_ranks
 from tangram.training.loop import Costs
 from tangram.training.rank import RankJob, train_rank
 from tests.training.small import WORLD, small_plan, write_text
@@ -17,12 +18,29 @@ from tests.training.small import WORLD, small_plan, write_text
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "job.toml"
 
 
-def test_a_text_that_changes_while_the_ranks_start_is_refused(tmp_path: Path) -> None:
-    plan = small_plan(write_text(tmp_path / "text"))
-    prepare(plan.data, BYTES, lambda event: None)
-    told = RankJob(plan, tmp_path, "of another text", Costs())
-    with pytest.raises(UserError, match="reads another text than the others"):
-        run_ranks(train_rank, told, world=WORLD, on_event=print, device="cpu")
+def begun(rank: Rank, jobs: tuple[RankJob, ...]) -> list[tuple[str, bool]]:
+    """What becomes of each job, and whether torch now refuses an operation that is not repeatable."""
+    found: list[tuple[str, bool]] = []
+    for job in jobs:
+        with pytest.raises(UserError) as told:
+            train_rank(rank, job)
+        x, refused = torch.zeros(3), False
+        try:
+            x.put_(torch.tensor([0, 0]), torch.ones(2))  # of two that go to one place either may be the last
+        except RuntimeError as error:
+            refused = "does not have a deterministic implementation" in str(error)
+        found.append((str(told.value), refused))
+    return found
+
+
+def test_a_text_that_changes_is_refused_and_what_is_not_repeatable_where_the_plan_says_so(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text")
+    plans = small_plan(text), small_plan(text, run={"steps": 3, "device": "cpu", "deterministic": True})
+    prepare(plans[0].data, BYTES, lambda event: None)
+    jobs = tuple(RankJob(plan, tmp_path, "of another text", Costs()) for plan in plans)
+    for rank in run_ranks(begun, jobs, world=WORLD, on_event=print, device="cpu"):
+        assert all("reads another text than the others" in said for said, _ in rank)
+        assert [refused for _, refused in rank] == [False, True]
 
 
 @pytest.mark.slow

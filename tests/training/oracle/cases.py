@@ -260,10 +260,7 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
     )
     add("resumed", either("fsdp", "tensor inside fsdp"), between, FEW, resume_at=3)
     add("resumed", ["derived inside fsdp"], between, FEW, resume_at=3)
-    # Micro-batches of one row; what is gathered or reduced once a step is so in the last of three.
-    for name, run in WHOLE.items():
-        base = tables(text, data={"micro_batch": 1}, run={**run, "evaluate_every": 2})
-        add(name, either(*WHOLE_QUICK[name]), base)
+    _add_whole(text, add, slow=slow)
     low = _add_low(text, add, slow=slow)
     if slow:
         compiled = tables(text, run={"compile": True, "recompute": ["model.layers.0"]})
@@ -295,6 +292,16 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
     return found
 
 
+def _add_whole(text: Path, add: Callable[..., None], *, slow: bool) -> None:
+    """Micro-batches of one row; what is gathered or reduced once a step is so in the last of three."""
+    for name, run in WHOLE.items():
+        base = tables(text, data={"micro_batch": 1}, run={**run, "evaluate_every": 2})
+        add(name, STRATEGIES if slow else WHOLE_QUICK[name], base)
+        if slow:
+            again = {**base, "checkpoint": {"every_steps": 2, "keep": 1000}}
+            add(f"resumed, {name}", ["fsdp", "hsdp"], again, FEW, resume_at=3)
+
+
 def _add_kept(text: Path, add: Callable[..., None]) -> None:
     """Blocks that are computed again but for some of their operators."""
     keeping = tables(text, run={"recompute": ["model.layers.*"], "recompute_keep": ["products", "attention"]})
@@ -323,10 +330,10 @@ def _add_staged(text: Path, add: Callable[..., None], *, slow: bool) -> None:
     _add_axes(text, add, slow=slow)
     _add_vocabulary(text, add, slow=slow)
     for strategy in STAGED if slow else STAGED_QUICK:
-        add("", [strategy], tables(text, data={"micro_batch": 2}), SHORT)
+        add("", [strategy], tables(text, data={"micro_batch": 2}), LONG if slow else SHORT)
     for strategy in SCHEDULED if slow else SCHEDULED_QUICK:
         size = 2 if strategy == "Interleaved1F1B of fsdp" else 1  # it takes rounds of as many each
-        add("", [strategy], tables(text, data={"micro_batch": size}))
+        add("", [strategy], tables(text, data={"micro_batch": size}), LONG if slow else FEW)
     pipeline = {"schedule": "table", "table": str(text.parent / TABLE), "stages": THREE_STAGES}
     add("tabled", ["stages"], tables(text), instead={"pipeline": pipeline})
     clipped = tables(text, data={"micro_batch": 2}, optimiser={"clip_norm": 0.05})
@@ -334,7 +341,7 @@ def _add_staged(text: Path, add: Callable[..., None], *, slow: bool) -> None:
     if slow:
         again = tables(text, data={"micro_batch": 2}, run={"evaluate_every": 2}, checkpoint={"every_steps": 2})
         add("resumed", ["stages of fsdp", "stages of fsdp and derived"], again, FEW, resume_at=3)
-        add("resumed", ["ZBVZeroBubble of fsdp"], again, FEW, resume_at=3)
+        add("resumed", ["ZBVZeroBubble of fsdp", "stages inside copies"], again, FEW, resume_at=3)
         for name in ("bfloat16", "float16"):
             low = tables(text, data={"micro_batch": 2}, precision={"compute": name}, optimiser={"eps": 1e-3})
             add(name, ["stages of fsdp", "ZBVZeroBubble of fsdp"], low)
@@ -346,7 +353,7 @@ def _add_axes(text: Path, add: Callable[..., None], *, slow: bool) -> None:
         changes = {"data": {"micro_batch": 2}} if "stages" in strategy else {}
         if "heads" in strategy:
             changes["model"] = {"change": {**SMALL_MODEL, "num_key_value_heads": 4, "head_dim": 4}}
-        add("", [strategy], tables(text, **changes), FEW)
+        add("", [strategy], tables(text, **changes), LONG if slow else FEW)
         changes["run"] = {"attention": "tokens"}
         for name in BY_TOKENS if slow else BY_TOKENS_QUICK:
             if "heads" in strategy and "ring" in name:
@@ -355,7 +362,7 @@ def _add_axes(text: Path, add: Callable[..., None], *, slow: bool) -> None:
     for kind in MIXTURES:
         model = {"preset": None, "path": str(text.parent / f"{kind}.json"), "change": {}}
         for strategy in WITH_EXPERTS if slow else WITH_EXPERTS_QUICK if kind == "qwen3_moe" else ():
-            add(kind, [strategy], tables(text, model=model, optimiser={"eps": 1e-3}), FEW)
+            add(kind, [strategy], tables(text, model=model, optimiser={"eps": 1e-3}), LONG if slow else FEW)
     for name, changes in ROUTERS.items():
         model = {"preset": None, "path": str(text.parent / "qwen3_moe.json"), "change": {}}
         base = tables(text, model=model, optimiser={"eps": 1e-3}, **changes)
@@ -363,9 +370,16 @@ def _add_axes(text: Path, add: Callable[..., None], *, slow: bool) -> None:
         context = {"context": BY_TOKENS["in a ring, balanced"]} if "ring" in name else {}
         add(name, strategies if slow else ROUTERS_QUICK.get(name, ()), base, FEW, instead=context)
     if slow:
-        again = tables(text, run={"evaluate_every": 2}, checkpoint={"every_steps": 2})
+        between: dict[str, Any] = {"run": {"evaluate_every": 2}, "checkpoint": {"every_steps": 2}}
+        again = tables(text, **between)
         add("resumed", ["context and fsdp"], again, FEW, resume_at=3)
         ring = {"context": BY_TOKENS["in a ring, balanced"]}
+        turning = tables(text, **{**between, "run": {"evaluate_every": 2, "attention": "tokens"}})
+        add("resumed in a ring, balanced", ["context and fsdp"], turning, FEW, instead=ring, resume_at=3)
+        for kind in MIXTURES:
+            model = {"preset": None, "path": str(text.parent / f"{kind}.json"), "change": {}}
+            mixed = tables(text, model=model, optimiser={"eps": 1e-3}, **between)
+            add(f"resumed {kind}", ["experts and fsdp"], mixed, FEW, resume_at=3)
         for name, run in (("recomputed", {"recompute": ["model.layers.*"]}), ("compiled", {"compile": True})):
             base = tables(text, run={"attention": "tokens", **run})
             add(f"in a ring, {name}", ["context and fsdp"], base, FEW, instead=ring)
@@ -377,7 +391,7 @@ def _add_vocabulary(text: Path, add: Callable[..., None], *, slow: bool) -> None
     for strategy in OVER_VOCABULARY if slow else ():
         if not strategy.startswith("tied"):
             changes: dict[str, Any] = {"data": {"micro_batch": 2}} if "stages" in strategy else {}
-            add("", [strategy], tables(text, model=even, optimiser={"lr": 1e-3}, **changes), FEW)
+            add("", [strategy], tables(text, model=even, optimiser={"lr": 1e-3}, **changes), LONG)
     gemma = {"preset": None, "path": str(text.parent / "gemma3_text.json"), "change": {}}
     add("gemma3", ["tied vocabulary inside fsdp"], tables(text, model=gemma, optimiser={"lr": 1e-3}), FEW)
     if slow:

@@ -1,11 +1,18 @@
 """A run that is saved and goes on, at the same layout or another, is the run that was not interrupted."""
 
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from tests.training.oracle.cases import LONG, Case
-from tests.training.oracle.test_strategies import real_rows
+from tangram.training.launch import run_ranks
+from tests.training.oracle.cases import LONG, SHORT, Case, cases
+from tests.training.oracle.test_strategies import ALL, real_rows
 from tests.training.oracle.trace import Trace
-from tests.training.oracle.warm import LEGS, PACE, Measured, measure, once
+from tests.training.oracle.warm import LEGS, PACE, Measured, Work, measure, once, prepared, work
+
+RESUMED = tuple(name for name, case in ALL.items() if case.resume_at)
 
 
 def legs(measured: Measured) -> dict[int, list[Trace]]:
@@ -24,6 +31,22 @@ def test_the_same_layout_goes_on_bit_for_bit(measured: Measured) -> None:
 def test_the_resumed_cases_have_loaded_a_checkpoint(case: str, measured: Measured, everything: dict[str, Case]) -> None:
     assert everything[case].resume_at
     assert len(list((measured.folder / "cases").glob("resumed*/step-*"))) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESUMED)
+def test_every_strategy_goes_on_bit_for_bit_at_its_own_layout(name: str, tmp_path: Path) -> None:
+    prepared(tmp_path)
+    case = cases(tmp_path / "text", slow=True)[name]
+    both = {name: case, "uninterrupted": replace(case, name="uninterrupted", resume_at=0)}
+    for rank in run_ranks(work, Work(both, {}, None, tmp_path), world=case.ranks, on_event=print, device="cpu"):
+        went_on, whole = rank.traces[name], rank.traces["uninterrupted"]
+        assert len(whole.losses) >= SHORT > case.resume_at > 0
+        assert went_on.losses == whole.losses
+        assert went_on.values.keys() == whole.values.keys() > {5, 20}
+        for step, values in whole.values.items():
+            assert values.keys() == went_on.values[step].keys()
+            assert [key for key, value in values.items() if not np.array_equal(value, went_on.values[step][key])] == []
 
 
 def test_other_layouts_go_on_as_if_nothing_had_happened(measured: Measured) -> None:

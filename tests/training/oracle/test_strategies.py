@@ -13,7 +13,8 @@ from tests.training.small import SMALL_MODEL
 from tests.training.strategies import STRATEGIES
 
 NAMES = tuple(cases(Path("text")))
-ALL_NAMES = tuple(cases(Path("text"), slow=True))
+ALL = cases(Path("text"), slow=True)
+ALL_NAMES = tuple(ALL)
 
 # Both sides round to bfloat16 in every layer, but sum in another order: a number near the middle between two bfloat16
 # falls to either side, 2**-8 apart. Gradients of single parameters differ by 0.7 % at the first step (measured), by
