@@ -97,12 +97,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], tuple[Told
 
 
 def is_right(case: Case, ran: Callable[[Case], tuple[Told, list[Ran]]]) -> None:
-    """Gradients of one process, by the very plan that was chosen: with parameters in parts only for want of room."""
+    """Gradients of one process, by the very plan that was chosen: with parameters in parts where room is short."""
     found, ranks = ran(case)
     assert [(r.where, r.worst, r.loss) for r in ranks if max(r.worst, r.loss) > 1e-5] == []
     assert [r.received for r in ranks] == pytest.approx([found.received] * len(ranks))
     assert found.received > 0
-    assert found.gathered == (case.room is not None)
+    assert found.gathered or case.room is None
 
 
 @pytest.mark.parametrize("case", [case for case in TWO if not case.mistake], ids=str)
