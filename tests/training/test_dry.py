@@ -26,6 +26,7 @@ from tangram.training.dry import Counted, counted_alone, in_turn, said_of_values
 from tangram.training.launch import run_ranks
 from tangram.training.tally import Tally
 from tests.training.dry_tasks import count_steps
+from tests.training.oracle.cases import cases, write_models
 from tests.training.oracle.warm import once
 from tests.training.small import SMALL_MODEL, plan_file, small_tables, write_text
 from tests.training.strategies import ACTIVATIONS, FSDP, GATHERED, MARKS, STRATEGIES, Strategy, cut_by_tensor, derived
@@ -102,6 +103,15 @@ def test_what_is_counted_without_memory_is_what_real_ranks_count(quick: Measured
 @pytest.mark.parametrize("rank", [0, 3])
 def test_every_strategy_is_counted_as_real_ranks_do(every: Measured, name: str, rank: int) -> None:
     compare_with_real_ranks(every, name, rank)
+
+
+def test_a_mixture_of_experts_is_counted_in_float32_too(tmp_path: Path) -> None:
+    write_models(tmp_path)
+    write_text(tmp_path / "text")
+    plan = cases(tmp_path / "text", slow=True)["qwen3_moe: experts over two"].plan
+    whole, *_ = counted_alone(plan, building.source_of(plan, BYTES), 0)
+    assert plan.precision.compute == "float32"
+    assert whole.times["ep", "all-to-all"] > 0
 
 
 def test_an_axis_over_all_ranks_is_called_by_its_name(tmp_path: Path) -> None:

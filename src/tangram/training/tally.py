@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tangram.models.capture import GROUPED, grouped
+
 FRAMES = 12  # between DTensor's question and an operator, at most
 Received = Callable[[int, int], float]
 """From the bytes of a collective's larger side and the ranks of its group: the bytes that a rank receives."""
@@ -130,7 +132,8 @@ class Tally(TorchDispatchMode):
         """Run an operator and count it."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it becomes operators on local parts
-        found = func(*args, **(kwargs or {}))
+        faked = func is GROUPED and active_fake_mode() is not None
+        found = grouped(func, args, kwargs or {}) if faked else func(*args, **(kwargs or {}))
         if active_fake_mode() is not self._fake or _only_asks():
             return found
         if func.namespace in ("c10d", "_c10d_functional"):
