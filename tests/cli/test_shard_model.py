@@ -69,6 +69,10 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         ((*TWO, "--choose"), "--choose needs a cluster: give --cluster, a file or one of cpu-2, h100-8x8"),
         ((*TWO, "--memory", "80GB"), "--memory limits what is chosen: give --choose, too"),
+        ((*TWO, "--write", "my.marks"), "--write writes what is chosen: give --choose, too"),
+        ((*CHOOSE, "--job", "job.toml"), "--job is what a plan is written for: give --write with its file, too"),
+        ((*CHOOSE, "--write", "/nowhere/my.marks"), "nothing can be written to /nowhere/my.marks: give a file in a fo"),
+        ((*CHOOSE, "--write", "my.toml", "--job", "no.toml"), "there is no plan file no.toml"),
         ((*CHOOSE, "--memory", "80 parsecs"), '"80 parsecs" is no memory: write a number above 0 with one of MB, GB'),
         ((*CHOOSE, "--memory", "0GB"), '"0GB" is no memory'),
         ((*CHOOSE, "--memory", "1MB"), "the model does not fit over `dp=2 tp=2` into 0.001 GB a rank: the least it"),
@@ -109,6 +113,17 @@ def test_a_plan_is_chosen_beside_that_of_the_marks(capsys: pytest.CaptureFixture
     assert 0 < found["bound"] <= found["chosen"]["seconds"] <= found["marked"]["seconds"]
     assert found["chosen"]["bytes"] <= found["memory"] == 80e9
     assert found["marks"] == []
+
+
+def test_a_choice_is_written_as_marks_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    marks = tmp_path / "chosen.marks"
+    words = ("qwen3", "--mesh", "dp=2", *SMALL, "--batch", "1024")  # as much work as is worth a collective
+    chosen = json.loads(said(capsys, *words, "--choose", "--cluster", "h100-8x8", "--write", str(marks), "--json"))
+    assert 0 < len(chosen["written"]) < 8
+    assert [line for line in marks.read_text().splitlines() if not line.startswith("#")] == chosen["written"]
+    derived = json.loads(said(capsys, *words, "--marks", str(marks), "--json"))
+    assert derived["parameters"] == chosen["parameters"]
+    assert derived["bytes"] == pytest.approx(chosen["bytes"])
 
 
 def test_a_model_without_marks_is_chosen_alone(capsys: pytest.CaptureFixture[str]) -> None:
