@@ -25,9 +25,13 @@ QUICK = replace(H100, links=tuple(replace(link, latency=0.0, hop=0.0) for link i
 
 
 @cache
+def best() -> Chosen:
+    return choose(tiny("llama")[0], Mesh.parse("tp=2"), QUICK, gap=0.1)
+
+
+@cache
 def chosen() -> tuple[Chosen, Marked]:
-    found = choose(tiny("llama")[0], Mesh.parse("tp=2"), QUICK, gap=0.1)
-    return found, as_marks(found.plan, QUICK)
+    return best(), as_marks(best().plan, QUICK)
 
 
 def lies(plan: Derived) -> dict[str, object]:
@@ -40,6 +44,7 @@ def as_chosen(plan: Derived) -> bool:
     return lies(plan) == lies(found.plan) and priced(plan, QUICK).seconds <= found.price.seconds * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_the_marks_alone_give_the_plan_again() -> None:
     found, marked = chosen()
     assert 0 < len(marked.marks) < 8
@@ -48,6 +53,7 @@ def test_the_marks_alone_give_the_plan_again() -> None:
     assert 0 < total(again) <= total(found.plan) * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_no_mark_could_be_left_out() -> None:
     found, marked = chosen()
     for mark in marked.marks:
@@ -59,7 +65,7 @@ def test_no_mark_could_be_left_out() -> None:
 
 
 def test_what_no_marks_say_is_refused() -> None:
-    graph, plan = tiny("llama")[0], chosen()[0].plan
+    graph, plan = tiny("llama")[0], best().plan
     (over,) = plan.axes
     v = next(v for v, value in graph.of_kind("parameter") if value.name.endswith("lm_head.weight"))
     other = replace(over, lying={**over.lying, v: cut(0)}, used={**over.used, v: cut(1)})
