@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.checkpoint import commits, source
+from tangram.checkpoint import commits, exchange, source
 from tangram.checkpoint.exchange import PeerError, deal
 from tangram.checkpoint.read import Want, read_wants
 from tangram.checkpoint.windows import Shape, Window
@@ -81,6 +81,26 @@ def test_a_process_that_is_gone_does_not_run():
     process.join()
     assert not shared.runs(pid)
     assert shared.runs(os.getpid())
+
+
+class _Late:
+    """The window of a rank that says whom it misses and ends, just before somebody looks whether it lives."""
+
+    def __init__(self) -> None:
+        self.failure: tuple[str | None, bool] = (None, False)
+        self.done, self.moves = False, 0
+
+    @property
+    def alive(self) -> bool:
+        self.failure = ("rank 1 ended while all of them read the checkpoint", True)
+        return False
+
+
+def test_a_rank_that_ends_because_of_another_is_not_the_one_that_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "LOOK", 0.0)
+    waiting = exchange._Exchange(cast(Any, None), exchange.Deal([], [[]]), 0, [cast(Any, _Late())], [0])
+    with pytest.raises(PeerError, match=r"^rank 1 ended"):
+        waiting._until(lambda: False)
 
 
 def _rank(rank: int, folder: str, layout: str) -> None:

@@ -293,12 +293,7 @@ class _Exchange:
         pause, looked = 2e-4, time.monotonic()
         moved, since = -1, looked
         while not true():
-            for window in self._windows:
-                failure, gone = window.failure
-                if gone:
-                    raise PeerError(failure)
-                if failure is not None:
-                    raise _ToldError
+            self._hear()
             time.sleep(pause)
             pause = min(2 * pause, 2e-3)
             now = time.monotonic()
@@ -313,10 +308,21 @@ class _Exchange:
         ready, count = self._windows[i].ready, len(self._made.stretches[i])
         return all(ready[number % len(ready)] == number + 1 for number in range(max(0, count - len(ready)), count))
 
+    def _hear(self) -> None:
+        """Stop where another rank has said that it failed, or that it misses one."""
+        for window in self._windows:
+            failure, gone = window.failure
+            if gone:
+                raise PeerError(failure)
+            if failure is not None:
+                raise _ToldError
+
     def _look(self, still: float) -> None:
         """Refuse to wait for a rank that has ended, or for storage that has."""
-        for i, window in enumerate(self._windows):
-            if not window.alive and not (window.done and self._delivered(i)):
-                raise PeerError(f"rank {self._ranks[i]} ended while all of them read the checkpoint")
+        ended = [i for i, window in enumerate(self._windows) if not window.alive]
+        left = [i for i in ended if not (self._windows[i].done and self._delivered(i))]
+        if left:
+            self._hear()  # after: the last word of one that ended because of another is there by now
+            raise PeerError(f"rank {self._ranks[left[0]]} ended while all of them read the checkpoint")
         if still > LIMIT:
             raise PeerError(f"no rank of this node has read or copied anything for {still:.0f} seconds")

@@ -7,6 +7,7 @@ parameter's gradient as much as in a derivation, which sums it once a step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -73,10 +74,10 @@ class InBytes(Problem):
         by_marks = {v: own[over.axis] for v, own in known.items() if over.axis in own}
         super().__init__(found.folded, over.axis, over.k, others, {**by_marks, **marked, **fixed}, rates)
 
-    def _work(self, step: Step, move: Move) -> float:
+    def _work(self, step: Step, some: Sequence[Move]) -> list[float]:
         own = effort(self.folded, step)
-        more = own.product and move.share > self.over_now.moves[step.number].share
-        return float("inf") if more else 0.0
+        most = self.over_now.moves[step.number].share
+        return [float("inf") if own.product and move.share > most else 0.0 for move in some]
 
 
 def ratio(found: Derived) -> dict[str, float]:
