@@ -45,6 +45,8 @@ PRODUCTS = (
         CUT_SAMPLES.replace(" s ", " s/cp "),
     ), plans="none"),
 )  # fmt: skip
+HIDDEN = ("*.experts.gate_up_proj: e/ep (2 f/tp) h", "*.experts.down_proj: e/ep h f/tp")
+"""Experts over one axis, and their hidden dims over another."""
 TWO = named(
     [
         Work("llama", "tp=2"),
@@ -87,6 +89,7 @@ FOUR = named(
         *(Work(kind, "dp=2 ep=2", SAMPLES, plans="ep") for kind in EXPERTS),
         *(Work(kind, "dp=2 ep=2", (CUT_SAMPLES.replace("b/dp s", "b/dp s/ep"),), plans="ep") for kind in EXPERTS),
         Work("qwen3_moe", "tp=2 ep=2", ("model.layers.*: b/ep s/tp h",), plans="tp ep"),
+        *(Work(kind, "ep=2 tp=2", HIDDEN, plans="none") for kind in ("mixtral", "qwen3_moe", "deepseek_v3")),
         Work("llama", "dp=2 tp=2", ("{model.embed_tokens,model.norm}: b/dp s h",)),
     ]
 )
