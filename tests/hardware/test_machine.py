@@ -72,6 +72,16 @@ def test_the_description_is_json_and_words() -> None:
     assert all(described.in_words().values())
 
 
+def test_memory_in_use_grows_with_what_is_held(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = machine.resident_mb()
+    held = bytearray(os.urandom(1 << 20) * 64)
+    assert 60 < machine.resident_mb() - before < 200
+    assert machine.resident_mb() <= machine.peak_resident_mb() * 1.01
+    del held
+    monkeypatch.setattr(machine, "_STATM", tmp_path / "none")
+    assert machine.resident_mb() == machine.peak_resident_mb(), "where the system does not tell"
+
+
 def test_a_library_that_is_not_installed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "LIBRARIES", ("torch", "no-such-library"))
     assert machine.versions()["no-such-library"] is None

@@ -34,6 +34,9 @@ __all__ = [
 # The libraries whose versions give a figure or a bug report its meaning: ours, and the peers that benches compare with.
 LIBRARIES = ("torch", "numpy", "lark", "safetensors", "pydantic", "typer", "rich", "transformers", "einops")
 
+_STATM = Path("/proc/self/statm")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
@@ -164,10 +167,12 @@ def repeatable() -> None:
 
 def resident_mb() -> float:
     """The memory of this process that is in RAM now, in MB; its highest so far where the system does not tell."""
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
+    try:  # asked every step: no more calls than it takes
+        with _STATM.open("rb") as statm:
+            pages = int(statm.read().split()[1])
+    except FileNotFoundError:
         return peak_resident_mb()
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return pages * _PAGE_BYTES / 1e6
 
 
 def peak_resident_mb() -> float:
