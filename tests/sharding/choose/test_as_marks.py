@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
+from tangram.sharding.choose import as_marks as module
 from tangram.sharding.choose.as_marks import Marked, as_marks
-from tangram.sharding.choose.choose import Chosen, choose, priced
+from tangram.sharding.choose.choose import Chosen, Price, choose, priced
 from tangram.sharding.choose.patterns import together
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.folding import fold
@@ -100,3 +102,21 @@ def test_ranges_and_operators_can_be_named() -> None:
     assert second == graph.results["model.norm"]
     with pytest.raises(UserError, match="names no tensor"):
         matched(graph, Mark.parse("model.norm:mull: b s h"))
+
+
+@pytest.mark.parametrize(("longer", "taken"), [(1.005, True), (1.02, False)])
+def test_what_follows_may_take_a_hundredth_longer(monkeypatch: pytest.MonkeyPatch, longer: float, taken: bool) -> None:
+    plan = best().plan
+
+    def slower(other: Derived, *given: Any) -> Price:
+        price = priced(other, *given)
+        return price if other is plan else replace(price, work=price.work * longer, moving=price.moving * longer)
+
+    monkeypatch.setattr(module, "priced", slower)
+    monkeypatch.setattr(module, "_fewest", lambda tried, marks, among: marks)
+    if taken:
+        marked = as_marks(plan, QUICK)
+        assert marked.price.seconds == pytest.approx(priced(plan, QUICK).seconds * longer)
+    else:
+        with pytest.raises(UserError, match="cannot be written as marks: what follows takes"):
+            as_marks(plan, QUICK)

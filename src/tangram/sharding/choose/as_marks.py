@@ -14,7 +14,7 @@ nor memory are more; else it is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
@@ -32,6 +32,8 @@ from tangram.sharding.derive.states import State
 SLACK = 1e-6
 """Of seconds and bytes, as a part: what adding up in another order may make."""
 
+NEARLY = 0.01
+"""The same of a plan that is taken where none as good follows."""
 ROUNDS = 4
 """How often what operators give is marked where it follows otherwise, before it is given up."""
 Written = Mapping[int, Mark]
@@ -56,7 +58,8 @@ def as_marks(
 
     `memory_limit`: what follows may take so many bytes of a rank; None: no more than the chosen plan does.
 
-    Raises UserError where what follows from the marks of all parameters and modules is another plan that takes more.
+    What follows takes no more time and bytes than was chosen; where no such marks are found, at most `NEARLY` more,
+    which `price` tells. Raises UserError where what follows from the marks of all parameters and modules takes more.
     """
     wanted = priced(chosen, cluster, training)
     room = max(memory_limit or 0.0, wanted.nbytes)
@@ -72,6 +75,9 @@ def as_marks(
         every |= more
         why = tried.why_not(every)
     if why is not None:
+        tried = replace(tried, slack=NEARLY)
+        why = tried.why_not(every)
+    if why is not None:
         raise UserError(f"the chosen plan cannot be written as marks: {why}; choose over other axes, or give marks")
     kept = _fewest(tried, every, [*flows])
     kept = _fewest(tried, kept, [v for v, mark in parameters.items() if mark.used is None])  # none gathers by itself
@@ -82,47 +88,50 @@ def as_marks(
     return Marked(tuple(marks), plan, priced(plan, cluster, training))
 
 
+@dataclass(frozen=True)
 class _Tried:
-    """What follows from marks, beside what was chosen; each set of them is derived once."""
+    """What follows from marks, beside what was chosen."""
 
-    def __init__(self, chosen: Derived, wanted: Price, room: float, price: Callable[[Derived], Price]) -> None:
-        self._chosen, self._wanted, self._room, self._price = chosen, wanted, room, price
-        self._received = total(chosen)
+    chosen: Derived
+    wanted: Price
+    room: float
+    price: Callable[[Derived], Price]
+    slack: float = SLACK
 
     def why_not(self, marks: Written) -> str | None:
         """What is worse about the plan that follows; None where nothing is."""
         try:
-            return self.unlike(derive(self._chosen.folded.graph, [*marks.values()], self._chosen.mesh))
+            return self.unlike(derive(self.chosen.folded.graph, [*marks.values()], self.chosen.mesh))
         except UserError as error:
             return str(error)
 
     def otherwise(self, marks: Written) -> dict[int, Mark]:
         """Marks of what operators give, where it follows to lie otherwise than chosen; empty where none can be said."""
         try:
-            plan = derive(self._chosen.folded.graph, [*marks.values()], self._chosen.mesh)
+            plan = derive(self.chosen.folded.graph, [*marks.values()], self.chosen.mesh)
         except UserError:
             return {}
         found: dict[int, Mark] = {}
-        folded = self._chosen.folded
+        folded = self.chosen.folded
         for name, v in operators(folded.graph).items():
             one = folded.classes[v]
             flows = one in folded.differentiable and one not in folded.standing
-            wanted = used(self._chosen, one)
+            wanted = used(self.chosen, one)
             if flows and one not in marks and one not in found and _cuts(wanted) != _cuts(used(plan, one)):
                 found[one] = Mark(name, _layout(folded.value(one).shape, wanted))
         return found
 
     def unlike(self, plan: Derived) -> str | None:
         """The same of a plan."""
-        if (name := _lies_otherwise(self._chosen, plan)) is not None:
+        if (name := _lies_otherwise(self.chosen, plan)) is not None:
             return f"{name} follows to lie otherwise than it was chosen to"
-        price, received = self._price(plan), total(plan)
-        if price.nbytes > self._room * (1 + SLACK):
-            return f"what follows takes {amount(price.nbytes)} of a rank, where it was to take {amount(self._room)}"
-        if price.seconds > self._wanted.seconds * (1 + SLACK):
-            return f"what follows takes {price.seconds:.4g} s, and {self._wanted.seconds:.4g} s were chosen"
-        if received > self._received * (1 + SLACK):
-            return f"a rank receives {amount(received)} by what follows, and {amount(self._received)} by the choice"
+        price, received, most = self.price(plan), total(plan), total(self.chosen)
+        if price.nbytes > self.room * (1 + SLACK):
+            return f"what follows takes {amount(price.nbytes)} of a rank, where it was to take {amount(self.room)}"
+        if price.seconds > self.wanted.seconds * (1 + self.slack):
+            return f"what follows takes {price.seconds:.4g} s, and {self.wanted.seconds:.4g} s were chosen"
+        if received > most * (1 + self.slack):
+            return f"a rank receives {amount(received)} by what follows, and {amount(most)} by the choice"
         return None
 
 
