@@ -23,7 +23,7 @@ from tangram.hardware.cluster import Cluster
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.planner.axes import AxesPlan, LayoutsPlan
-from tangram.planner.derived import by_pattern
+from tangram.planner.derived import by_pattern, dims_of
 from tangram.planner.job import Job
 from tangram.planner.plan import Plan
 from tangram.planner.read import mistakes
@@ -170,10 +170,7 @@ def _text(
     wanted = [kept[axis] for axis in roles.shards if kept[axis] != SAME]
     if any(state.kind == "cut" and state.outer > 1 for state in (*lies.values(), *wanted)):
         raise UserError(f"{name} would be cut in several blocks, which this version cannot train: mark how it lies")
-    dims = ["_"] * ndim
-    for axis, state in lies.items():
-        if state.kind == "cut":
-            dims[state.dim] += f"/{axis}"
+    dims = dims_of(ndim, lies)
     at = next((state.dim for state in wanted), 0)
     if shard is not None and ndim:
         dims[at] += f"/{shard}"

@@ -227,14 +227,20 @@ def _over(mark: Mark, axis: str) -> Mark:
 
 def _text(ndim: int, states: States, shard: str | None) -> str | None:
     """A layout as a plan has it; None for a parameter that no model axis cuts."""
-    dims = ["_"] * ndim
-    for axis, state in states.items():
-        if state.kind == "cut":
-            dims[state.dim] += f"/{axis}"
+    dims = dims_of(ndim, states)
     if dims == ["_"] * ndim:
         return None
     dims[0] += f"/{shard}" if shard else ""
     return " ".join(dims)
+
+
+def dims_of(ndim: int, states: States) -> list[str]:
+    """The dims of a parameter as a layout has them, each with the axes that cut it, as in `_/tp`."""
+    dims = ["_"] * ndim
+    for axis, state in states.items():
+        if state.kind == "cut":
+            dims[state.dim] += f"/{axis}"
+    return dims
 
 
 def by_pattern(texts: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
