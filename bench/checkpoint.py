@@ -163,6 +163,11 @@ def _amplification(settings: Settings) -> Iterable[Row]:
             ours = known.pop("ours")
             how = "bytes from storage" if figure == "storage" else "bytes through read()"
             yield Row(f"{how} / bytes of the state, Shard(0) of 2 to {what}", "", ours, known, target=1.02)
+    phase = Phase(settings.folder, settings.of("ours"), nbytes, 1, "whole", load_from=("2",), nodes=2)
+    apart = _phase(settings, 8, phase).storage["2"]
+    yield Row(
+        "bytes from storage / bytes of the state, replicated on 8 ranks of 2 nodes", "", apart["ours"], {}, target=1.02
+    )
 
 
 # ---------------------------------------------------------------- beside training

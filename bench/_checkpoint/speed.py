@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench._checkpoint import disk, peers
 from bench._checkpoint.peers import Contender, Raw
 from bench._checkpoint.state import Cut, State, fill, make, wrong
+from tangram.hardware import shared
 from tangram.relayout.peers import Peers
 from tangram.training.launch import Rank
 
@@ -33,6 +35,8 @@ class Phase:
     """Saves are measured, and the last of each contender kept under this name; nothing: none are."""
     load_from: tuple[str, ...] = ()
     """The kept checkpoints whose loads are measured."""
+    nodes: int = 0
+    """On how many nodes the ranks say that they are; 0: as it is."""
 
 
 @dataclass
@@ -57,10 +61,12 @@ class FailedError(Exception):
 def measure(rank: Rank, phase: Phase) -> Figures:
     """All figures of a phase, on every rank."""
     run = _Run(phase, make(phase.nbytes, init_device_mesh("cpu", (rank.world,), mesh_dim_names=("dp",)), phase.cut))
-    if phase.save_as:
-        run.saves()
-    for name in phase.load_from:
-        run.loads(name)
+    node = f"node {rank.index * phase.nodes // rank.world}" if phase.nodes else shared.node()
+    with patch.object(shared, "node", lambda: node):
+        if phase.save_as:
+            run.saves()
+        for name in phase.load_from:
+            run.loads(name)
     return run.figures
 
 

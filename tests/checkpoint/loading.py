@@ -1,5 +1,6 @@
 """What four ranks do together: load every state into every other, and fail in every way that leaves them alive."""
 
+import itertools
 import json
 import os
 import time
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
-from tangram.checkpoint import commits, exchange, source
+from tangram.checkpoint import between, commits, exchange, source
 from tangram.checkpoint.load import load
 from tangram.checkpoint.manifest import BLOCK
 from tangram.checkpoint.read import Want, read_wants
@@ -29,6 +30,8 @@ from tests.checkpoint.stored import elements, same, with_small_blocks
 ALIKE = ("fsdp", "hsdp", "copies")
 """States that are of the same model."""
 LARGE = (96, 1031)
+NODES = ("aaaa", "aabb", "abab", "abbc", "abcd")
+"""Where each rank is, as it says itself."""
 LAYOUTS = {"rows": "a/dp b", "columns": "a b/dp", "copied": "a b", "flat": "a b //dp"}
 
 Scene = Callable[[Path, Meshes], Any]
@@ -133,16 +136,15 @@ def once(folder: Path, found: Meshes) -> Any:
     """Every block is read by one rank, however many want it, through windows with few slots and many."""
     results: dict[str, Any] = {}
     whole = large()
-    for memory in (0, 64 * BLOCK):
-        for name, layout in LAYOUTS.items():
-            read: list[tuple[str, int]] = []
-            want = _wants(layout)
-            with pytest.MonkeyPatch.context() as patch:
-                _small(patch)
-                _spy(patch, read)
-                manifest = commits.read_manifest(folder / "large")
-                read_wants(folder / "large", manifest, [want], peers=Peers(dist.group.WORLD), memory=memory)
-            results[f"{name} {memory}"] = [read, same(want.into, elements(whole, want.region))]
+    for nodes, memory, (name, layout) in itertools.product(NODES, (0, 64 * BLOCK), LAYOUTS.items()):
+        read: list[tuple[str, int]] = []
+        want = _wants(layout)
+        with pytest.MonkeyPatch.context() as patch:
+            _small(patch, nodes)
+            _spy(patch, read)
+            manifest = commits.read_manifest(folder / "large")
+            read_wants(folder / "large", manifest, [want], peers=Peers(dist.group.WORLD), memory=memory)
+        results[f"{name} {memory} {nodes}"] = [read, same(want.into, elements(whole, want.region))]
     return results
 
 
@@ -151,14 +153,17 @@ def different_wants(folder: Path, found: Meshes) -> Any:
     rank = dist.get_rank()
     regions = [Region.full(LARGE), Region.box((50, 0), (7, LARGE[1])), Region(), Region.box((90, 1000), (6, 31))]
     here = regions[rank]
-    want = Want("model.large", here, torch.zeros(here.local_shape or (0,), dtype=torch.int32))
-    read: list[tuple[str, int]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        _small(patch)
-        _spy(patch, read)
-        manifest = commits.read_manifest(folder / "large")
-        read_wants(folder / "large", manifest, [want], peers=Peers(dist.group.WORLD))
-    return [read, same(want.into, elements(large(), here))]
+    results: list[Any] = []
+    for nodes in NODES:
+        want = Want("model.large", here, torch.zeros(here.local_shape or (0,), dtype=torch.int32))
+        read: list[tuple[str, int]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            _small(patch, nodes)
+            _spy(patch, read)
+            manifest = commits.read_manifest(folder / "large")
+            read_wants(folder / "large", manifest, [want], peers=Peers(dist.group.WORLD))
+        results.append([read, same(want.into, elements(large(), here))])
+    return results
 
 
 def by_files(folder: Path, found: Meshes) -> Any:
@@ -179,10 +184,10 @@ def by_files(folder: Path, found: Meshes) -> Any:
 def damaged(folder: Path, found: Meshes) -> Any:
     """One block is not as it was written: all ranks say the same, soon."""
     said: list[str] = []
-    for layout in LAYOUTS.values():
+    for nodes, layout in itertools.product(NODES, LAYOUTS.values()):
         started = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
-            _small(patch)
+            _small(patch, nodes)
             manifest = commits.read_manifest(folder / "rotten")
             try:
                 read_wants(folder / "rotten", manifest, [_wants(layout)], peers=Peers(dist.group.WORLD))
@@ -195,9 +200,10 @@ def damaged(folder: Path, found: Meshes) -> Any:
 def one_cannot_read(folder: Path, found: Meshes) -> Any:
     """The disk of one rank fails, or another one has no memory, in the midst of it."""
     said: list[str] = []
-    for rank, error in ((1, OSError(5, "Input/output error")), (3, MemoryError("none left"))):
+    failures = ((1, OSError(5, "Input/output error")), (3, MemoryError("none left")))
+    for nodes, (rank, error) in itertools.product(NODES, failures):
         with pytest.MonkeyPatch.context() as patch:
-            _small(patch)
+            _small(patch, nodes)
             if dist.get_rank() == rank:
                 _failing(patch, error)
             manifest = commits.read_manifest(folder / "large")
@@ -206,6 +212,27 @@ def one_cannot_read(folder: Path, found: Meshes) -> Any:
             except UserError as caught:
                 said.append(str(caught))
     return said
+
+
+def spoiled(folder: Path, found: Meshes) -> Any:
+    """What one rank receives from another node is not what was sent."""
+    real, left = between.Between.receive, iter(range(3))
+
+    def receive(*arguments: Any) -> Any:
+        data = real(*arguments)
+        data[17] ^= next(left, None) is None
+        return data
+
+    with pytest.MonkeyPatch.context() as patch:
+        _small(patch, "aabb")
+        if dist.get_rank() == 2:
+            patch.setattr(between.Between, "receive", receive)
+        manifest = commits.read_manifest(folder / "large")
+        try:
+            read_wants(folder / "large", manifest, [_wants("a b")], peers=Peers(dist.group.WORLD))
+        except UserError as error:
+            return f"{type(error).__name__}: {error}"
+    return None
 
 
 def one_cannot_plan(folder: Path, found: Meshes) -> Any:
@@ -233,13 +260,15 @@ SCENES: tuple[Scene, ...] = (
     by_files,
     damaged,
     one_cannot_read,
+    spoiled,
     one_cannot_plan,
 )
 
 
-def _small(patch: pytest.MonkeyPatch) -> None:
+def _small(patch: pytest.MonkeyPatch, nodes: str = NODES[0]) -> None:
     with_small_blocks(patch)
     patch.setattr(exchange, "SLOTS", 5)
+    patch.setattr(shared, "node", lambda: nodes[dist.get_rank()])
 
 
 def _spy(patch: pytest.MonkeyPatch, read: list[tuple[str, int]]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.checkpoint import blocks, commits, exchange, manifest, parts, scatter, source, windows, write
+from tangram.checkpoint import between, blocks, commits, exchange, manifest, parts, scatter, source, windows, write
 from tangram.checkpoint.image import Outgoing, images
 from tangram.checkpoint.manifest import Manifest
 from tangram.checkpoint.write import Ring, write_image
@@ -92,7 +92,7 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Te
     return torch.from_numpy(made).view(dtype).reshape(tuple(shape))
 
 
-MODULES = (blocks, exchange, manifest, scatter, source, windows, write)
+MODULES = (between, blocks, exchange, manifest, scatter, source, windows, write)
 
 
 def with_small_blocks(patch: pytest.MonkeyPatch, size: int = 4096) -> None:

@@ -125,10 +125,9 @@ class Ahead:
             room = next(rooms)
 
             def step() -> bool:
-                taken = line.take()
-                if taken is None:
+                item = line.take()
+                if item is None:
                     return False
-                item = taken[1]
                 data = self._kept.pop(item, None)
                 if data is None:
                     data = sources.read(*item, room)

@@ -5,8 +5,9 @@ however large the model is.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from tangram.checkpoint.alone import one_thread
 from tangram.checkpoint.manifest import BLOCK, Manifest
@@ -14,21 +15,23 @@ from tangram.checkpoint.pages import pages
 from tangram.checkpoint.scatter import Item, Moves
 from tangram.checkpoint.source import Sources
 
+T = TypeVar("T")
+
 MEMORY = 64 << 20
 """Bytes that a rank reads through, if nobody says otherwise."""
 READERS = 3
 """Threads of a rank."""
 
 
-class Line:
+class Line(Generic[T]):
     """Things that threads take in turn."""
 
-    def __init__(self, items: list[Item]) -> None:
-        self._items = iter(enumerate(items))
+    def __init__(self, items: Sequence[T]) -> None:
+        self._items = iter(items)
         self._lock = threading.Lock()
 
-    def take(self) -> tuple[int, Item] | None:
-        """The next one and its number, None after the last."""
+    def take(self) -> T | None:
+        """The next one, None after the last."""
         with self._lock:
             return next(self._items, None)
 
@@ -41,16 +44,15 @@ def read_blocks(path: Path, manifest: Manifest, wanted: Moves, memory: int = MEM
         in_threads(lambda: filler(sources, wanted, line), min(READERS, len(items), max(1, memory // BLOCK)))
 
 
-def filler(sources: Sources, wanted: Moves, line: Line) -> Callable[[], bool]:
+def filler(sources: Sources, wanted: Moves, line: Line[Item]) -> Callable[[], bool]:
     """A step for one thread: the next block of a line is read, and what is wanted of it taken."""
     room = pages(BLOCK)
 
     def step() -> bool:
-        taken = line.take()
-        if taken is not None:
-            file, block = taken[1]
-            wanted.put(file, block, sources.read(file, block, room))
-        return taken is not None
+        item = line.take()
+        if item is not None:
+            wanted.put(*item, sources.read(*item, room))
+        return item is not None
 
     return step
 

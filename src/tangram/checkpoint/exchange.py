@@ -1,29 +1,27 @@
-"""All ranks of a node together read each block from storage once.
+"""All ranks together read each block from storage once.
 
-    a block that one rank wants      that rank reads it, and copies what it wants
-    a block that several want        one of them reads it into its window; each copies what it wants from there
+Which rank reads a block, and whose window or message brings it to the others, is dealt out first (`deal`). Then every
+rank has threads that read blocks, or receive them from other nodes (`between`), prove them, and lay them into the slots
+of its window, one after the other; meanwhile it copies what it wants from the windows of its node. A slot is filled
+again when everybody is past it. So reading, sums, messages and copies overlap, nobody waits for all the others, and
+memory is the window. Only which blocks are wanted passes between all ranks; each works out the same deal from it.
 
-What several want is dealt out in contiguous stretches, so that all ranks read about the same. Every rank has threads
-that read and prove blocks into the slots of its window, one after the other, and copies meanwhile what it wants from
-the others' windows; a slot is filled again when everybody is past it. So reading, sums and copies overlap, nobody waits
-for all the others, and memory is the window. Only which blocks are wanted passes between ranks; each works out the same
-deal from it.
-
-A rank that fails says so in its window, and one that dies is missed: all others stop within seconds, and all raise the
-same sentence. Ranks of other nodes share no memory, so each node reads by itself what its ranks want.
+A rank that fails says so in its window, and to the ranks of other nodes that it would have passed blocks to or from;
+one that dies is missed. All others stop within seconds, and all raise the same sentence. Ranks that have no memory in
+common are nodes of their own.
 """
 
-import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from tangram.checkpoint.blocks import READERS, Line, filler, in_threads
+from tangram.checkpoint.between import Between, PeerError, ToldError
+from tangram.checkpoint.blocks import READERS, Line, in_threads
+from tangram.checkpoint.deal import Deal, Task, Wants, deal
+from tangram.checkpoint.digest import Bytes
 from tangram.checkpoint.manifest import BLOCK, Manifest, blocks_of
+from tangram.checkpoint.pages import pages
 from tangram.checkpoint.scatter import Item, Moves
 from tangram.checkpoint.source import DamagedError, Sources
 from tangram.checkpoint.windows import Shape, Window
@@ -40,28 +38,10 @@ SLOTS = 4
 """Of a window at most."""
 
 
-class PeerError(UserError):
-    """Another rank ended, or made no progress, while all of them read."""
-
-
-class _ToldError(Exception):
-    """Another rank, or another thread, has failed and says how by itself."""
-
-
-@dataclass(frozen=True)
-class Deal:
-    """Who reads what on a node."""
-
-    alone: list[Item]
-    """What only this rank wants."""
-    stretches: list[list[Item]]
-    """By rank of the node: what several want, each block with one of them."""
-
-
 def read_together(path: Path, manifest: Manifest, plan: Callable[[], Moves], peers: Peers, memory: int) -> None:
     """Fill what all ranks want. Collective; `plan` gives what this one wants. Raises the same on all ranks.
 
-    DamagedError, UserError, and PeerError where another rank of the node ended: that one raises nothing.
+    DamagedError, UserError, and PeerError where another rank ended: that one raises nothing.
     """
     files = sorted(manifest.files)
     numbers = {file: i for i, file in enumerate(files)}
@@ -73,52 +53,19 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], Moves], pee
         raise UserError("the ranks read manifests of different saves: give all of them the same checkpoint")
     if wanted is None:
         raise AssertionError("what has no plan has an error")
-    here = [i for i, word in enumerate(words) if word["node"] == words[peers.index]["node"]]
+    wants: list[Wants] = [{files[n]: some for n, some in word["blocks"]} for word in words]
+    nodes = [word["node"] for word in words]
+    here = [i for i, node in enumerate(nodes) if node == nodes[peers.index]]
     sizes = {name: blocks_of(manifest.files[name].size) for name in files}
-    me = here.index(peers.index)
-    made = deal([{files[n]: some for n, some in words[i]["blocks"]} for i in here], me, sizes)
+    made = deal(wants, nodes, peers.index, sizes)
     room = (memory // BLOCK - READERS) // len(here)  # what a rank sees of all windows counts as its memory
     slots = max(1, min(SLOTS, room, *(len(stretch) for stretch in made.stretches)))
+    me = here.index(peers.index)
     found = _windows(peers, here, me, Shape(slots if any(made.stretches) else 0, len(here)))
-    if not found:  # without memory in common each reads by itself what it wants
-        made = Deal(wanted.items, [[]])
-    _, error = _tried(lambda: _Exchange(wanted, made, me, found, here).run(path, manifest, memory))
+    if not found:
+        made, me = deal(wants, range(peers.size), peers.index, sizes), 0
+    _, error = _tried(lambda: _Exchange(wanted, made, me, found, here, peers).run(path, manifest, memory))
     _raise_first(_said(peers, error))
-
-
-def deal(wants: Sequence[Mapping[str, Sequence[Sequence[int]]]], me: int, sizes: Mapping[str, int]) -> Deal:
-    """Who reads what. `wants`: for each rank of the node and each file, the blocks as intervals; `sizes`: in blocks."""
-    own: list[Item] = []
-    several: list[Item] = []
-    private = [0] * len(wants)
-    for file, size in sizes.items():
-        times, last = np.zeros(size + 1, np.int32), np.zeros(size + 1, np.int64)
-        for rank, want in enumerate(wants):
-            for start, stop in want.get(file, ()):
-                times[start:stop] += 1
-                last[start:stop] = rank
-        several += [(file, int(block)) for block in np.flatnonzero(times > 1)]
-        single = times == 1
-        own += [(file, int(block)) for block in np.flatnonzero(single & (last == me))]
-        for rank, count in enumerate(np.bincount(last[single], minlength=len(wants))):
-            private[rank] += int(count)
-    shares = _level(private, len(several))
-    bounds = np.cumsum([0, *shares])
-    return Deal(own, [several[int(a) : int(b)] for a, b in itertools.pairwise(bounds)])
-
-
-def _level(has: Sequence[int], more: int) -> list[int]:
-    """How many of `more` each gets, so that all have as much the same as can be."""
-    shares = [0] * len(has)
-    order = sorted(range(len(has)), key=lambda rank: (has[rank], rank))
-    for count in range(len(order), 0, -1):  # the ones with least, filled to one level
-        some = order[:count]
-        total = sum(has[rank] for rank in some) + more
-        if total >= count * has[some[-1]]:
-            for i, rank in enumerate(some):
-                shares[rank] = total // count + (i < total % count) - has[rank]
-            break
-    return shares
 
 
 # ---------------------------------------------------------------- what passes between ranks
@@ -161,7 +108,7 @@ def _tried(act: Callable[[], Any]) -> tuple[Any, list[str]]:
         return act(), []
     except PeerError:
         raise
-    except _ToldError:
+    except ToldError:
         return None, []
     except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait to hear of it
         return None, _words(error)
@@ -188,27 +135,32 @@ def _raise_first(errors: Sequence[list[str]]) -> None:
 class _Exchange:
     """One rank's part."""
 
-    def __init__(self, wanted: Moves, made: Deal, me: int, found: Sequence[Window], ranks: Sequence[int]) -> None:
+    def __init__(
+        self, wanted: Moves, made: Deal, me: int, found: Sequence[Window], ranks: Sequence[int], peers: Peers
+    ) -> None:
         self._wanted = wanted
         self._made = made
         self._me = me
         self._windows = found
         self._ranks = ranks
-        self._shared, self._alone = Line(made.stretches[me if found else 0]), Line(made.alone)
+        self._peers = peers
         self._filled: dict[int, int] = {}
         self._error: BaseException | None = None
 
     def run(self, path: Path, manifest: Manifest, memory: int) -> None:
         """Read and copy everything; returns when all ranks of the node have what they want."""
-        own = len(self._made.alone) + len(self._made.stretches[self._me if self._windows else 0])
-        threads = min(READERS, own, max(1, memory // BLOCK - 1))
-        try:
-            with Sources(path, manifest, self._wanted) as sources:
-                in_threads(lambda: self._guarded(self._reader(sources)), threads, self._guarded(self._rest))
-        except BaseException:
-            if self._error is not None:  # the first, not what other threads made of it
-                raise self._error from None
-            raise
+        threads = min(READERS, len(self._made.tasks), max(1, memory // BLOCK - 1))
+        with Sources(path, manifest, self._wanted) as sources:
+            between = Between(self._peers, lambda item: sources.length(*item), LIMIT)
+            line = Line(self._made.tasks)
+            try:
+                in_threads(
+                    lambda: self._guarded(self._step(sources, between, line)), threads, self._guarded(self._rest)
+                )
+            except BaseException as error:  # noqa: BLE001  raised again, after whoever waits for this rank knows
+                first = self._error or error  # not what other threads made of it
+                between.abandon(self._made.tasks, first)
+                raise first from None
 
     def _guarded(self, act: Callable[[], Any]) -> Callable[[], Any]:
         """The same, that says its error to everybody at once."""
@@ -217,32 +169,54 @@ class _Exchange:
             try:
                 return act()
             except BaseException as error:
-                if self._error is None and not isinstance(error, _ToldError):
+                if self._error is None or isinstance(self._error, ToldError):
                     self._error = error
                     if self._windows:
-                        self._windows[self._me].fail(_words(error)[1], gone=isinstance(error, PeerError))
+                        text = "" if isinstance(error, ToldError) else _words(error)[1]
+                        self._windows[self._me].fail(text, gone=isinstance(error, PeerError))
                 raise
 
         return guarded
 
-    def _reader(self, sources: Sources) -> Callable[[], bool]:
-        """A step for one thread: a block for all, or where there are none left, one for this rank."""
-        for_this_rank = filler(sources, self._wanted, self._alone)
+    def _step(self, sources: Sources, between: Between, line: Line[Task]) -> Callable[[], bool]:
+        """A step for one thread: the next block is got hold of."""
+        room = pages(BLOCK)
 
         def step() -> bool:
-            taken = self._shared.take()
-            if taken is None:
-                done = for_this_rank()
-            else:
-                self._fill(sources, *taken)
-                done = True
+            task = line.take()
+            if task is None:
+                return False
+            try:
+                self._get(task, sources, between, room)
+            except BaseException as error:
+                between.abandon([task], error)  # at once: another thread may wait for who waits for this
+                raise
             if self._windows:
                 self._windows[self._me].move()
-            return done
+            return True
 
         return step
 
-    def _fill(self, sources: Sources, number: int, item: Item) -> None:
+    def _get(self, task: Task, sources: Sources, between: Between, room: Bytes) -> None:
+        """Read or receive a block, let the ranks of this node have it, send it to others, take what is wanted of it."""
+        out = room if task.slot is None else self._slot(task.slot)
+        if task.source is None:
+            data = sources.read(*task.item, out)
+        else:
+            data = sources.proved(*task.item, between.receive(task, out), f", as rank {task.source} sent it,")
+        if task.slot is not None:
+            self._windows[self._me].ready[task.slot % len(self._windows[self._me].slots)] = task.slot + 1
+        sending = between.send(task, data) if task.to else None
+        try:
+            self._wanted.put(*task.item, data)
+        finally:
+            if sending is not None:
+                sending.finish()
+        if task.slot is not None:
+            self._filled[task.slot % len(self._windows[self._me].slots)] = task.slot
+
+    def _slot(self, number: int) -> Bytes:
+        """The slot for a block of the window, once nobody needs what lay there before."""
         window = self._windows[self._me]
         slot = number % len(window.slots)
         before = number - len(window.slots)
@@ -252,10 +226,7 @@ class _Exchange:
             return before < 0 or (self._filled.get(slot) == before and all(window.passed[i] > before for i in others))
 
         self._until(free)
-        data = sources.read(*item, window.slots[slot])
-        window.ready[slot] = number + 1
-        self._wanted.put(*item, data)
-        self._filled[slot] = number
+        return window.slots[slot]
 
     def _rest(self) -> None:
         """Copy from the others' windows, and wait for them."""
@@ -289,7 +260,7 @@ class _Exchange:
         self._windows[i].passed[self._me] = queue[-1][0] if queue else len(self._made.stretches[i])
 
     def _until(self, true: Callable[[], bool]) -> None:
-        """Wait for something that other ranks do. Raises _ToldError when one has failed, PeerError when one is gone."""
+        """Wait for something that other ranks do. Raises ToldError when one has failed, PeerError when one is gone."""
         pause, looked = 2e-4, time.monotonic()
         moved, since = -1, looked
         while not true():
@@ -310,12 +281,12 @@ class _Exchange:
 
     def _hear(self) -> None:
         """Stop where another rank has said that it failed, or that it misses one."""
-        for window in self._windows:
-            failure, gone = window.failure
+        failures = [window.failure for window in self._windows]
+        for failure, gone in failures:
             if gone:
                 raise PeerError(failure)
-            if failure is not None:
-                raise _ToldError
+        if any(failure is not None for failure, _ in failures):
+            raise ToldError
 
     def _look(self, still: float) -> None:
         """Refuse to wait for a rank that has ended, or for storage that has."""
@@ -325,4 +296,4 @@ class _Exchange:
             self._hear()  # after: the last word of one that ended because of another is there by now
             raise PeerError(f"rank {self._ranks[left[0]]} ended while all of them read the checkpoint")
         if still > LIMIT:
-            raise PeerError(f"no rank of this node has read or copied anything for {still:.0f} seconds")
+            raise PeerError(f"no rank of this node has read, received or copied anything for {still:.0f} seconds")

@@ -68,9 +68,14 @@ class Sources:
         found = source.read(start, out[: -(-length // PAGE) * PAGE])
         if found < length:
             raise self.damaged(file, block, f"ends after {start + found} bytes")
-        data = out[:length]
-        if checksum(data.data) != source.file.sums[block]:
-            raise self.damaged(file, block, f"has other bytes from {start} to {start + length} than were written")
+        return self.proved(file, block, out[:length])
+
+    def proved(self, file: str, block: int, data: Bytes, whence: str = "") -> Bytes:
+        """The bytes of a block, which have the checksum that was written; raises DamagedError for others."""
+        if checksum(data.data) != self._manifest.files[file].sums[block]:
+            start = block * BLOCK
+            how = f"has other bytes from {start} to {start + len(data)}{whence} than were written"
+            raise self.damaged(file, block, how)
         return data
 
     def damaged(self, file: str, block: int | None, how: str) -> DamagedError:

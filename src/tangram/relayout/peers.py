@@ -1,7 +1,7 @@
-"""The ranks that do something together: a few words to and from the first of them, or between all.
+"""The ranks that do something together: a few words to and from the first of them, or between all, and messages.
 
 Words are JSON or numbers, not pickles, and small; the tensors of a relayout never pass here. Every method is
-collective: all ranks of the group call it, in the same order.
+collective, so all ranks of the group call it, in the same order; but `send` and `receive` are between two.
 """
 
 import itertools
@@ -79,6 +79,14 @@ class Peers:
         dist.all_to_all_single(found, torch.cat(list(data)), sizes, counts.tolist(), group=self.group)
         starts = itertools.accumulate(sizes, initial=0)
         return [found[at : at + n] for at, n in zip(starts, sizes, strict=False)]
+
+    def send(self, data: Tensor, to: int, tag: int) -> Any:
+        """Begin a message to a rank; gloo keeps it here until that rank says where it goes. Raises RuntimeError."""
+        return dist.isend(data, group=self.group, tag=tag, group_dst=to)
+
+    def receive(self, data: Tensor, source: int, tag: int) -> Any:
+        """Begin to take a message of as many bytes from a rank. Raises RuntimeError."""
+        return dist.irecv(data, group=self.group, tag=tag, group_src=source)
 
     def wait(self) -> None:
         """Until all ranks are here."""
