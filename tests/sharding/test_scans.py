@@ -6,15 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.errors import UserError
-from tangram.layout import Layout, Mesh
+from tangram.layout import Layout, Mesh, region
+from tangram.layout.intervals import elements
 from tangram.layout.rule import Rule
 from tangram.layout.syntax import Cut
 from tangram.sharding import find
+from tangram.sharding import scan as scan_module
 from tangram.sharding.calls import Call
 from tangram.sharding.conflicts import factor_table
 from tangram.sharding.local import run_all
 from tangram.sharding.parts import part_of, piece
+from tangram.sharding.proof import mapped
 from tangram.sharding.proof.execute import check as check_cut
 from tangram.sharding.proof.execute import ways, whole
 from tangram.sharding.proof.propagated import check
@@ -36,7 +38,8 @@ def scan(name: str, x: Tensor, dim: int) -> Call:
 def tried(rules: Table, call: Call) -> list[str]:
     """What is wrong with each way of cutting a call."""
     bound, expected = find.bound(rules, call), whole(call)
-    found = (check_cut(call, bound, cuts, mesh, expected) for cuts, mesh in ways(bound, (2, 3, 5)))
+    every = [*ways(bound, (2, 3, 5)), *mapped.ways(bound, (2, 3, 5))]
+    found = (check_cut(call, bound, cuts, mesh, expected) for cuts, mesh in every)
     return [str(failure) for failure in found if failure]
 
 
@@ -99,19 +102,43 @@ def test_a_scan_costs_one_slice_of_each_other_part() -> None:
 def test_over_two_axes_each_has_its_own() -> None:
     call = scan("cumsum", some(5, 13), 1)
     one = propagate(builtin(), call, [Layout.parse("a b/y/x")], Mesh.parse("x=4 y=2"))
-    assert one.moved == {("scan", "y"): 5 * 8, ("scan", "x"): 3 * 5 * 8}
+    three = 3 * (4 + 3) / 8  # of six elements over four ranks the last has none, and no total
+    assert one.moved == {("scan", "y"): 5 * 8, ("scan", "x"): three * 5 * 8}
     assert check(one, call.run()) is None
 
 
-def test_parts_that_are_not_in_order_are_gathered() -> None:
-    call = scan("cumsum", some(3, 8), 1)
-    one = propagate(builtin(), call, [Layout.parse("a b/x:zigzag")], Mesh.parse("x=2"))
-    assert one.choices["x"].kind == "whole"
-    assert any("it is cut zigzag, and its parts need each other" in o.refused for o in options(one)["x"])
+MAPS = ("zigzag", "zigzag[5 0 91]", "strided[2]", "strided[3]", "cyclic[16]", "[1 0 95]", "[3 92 1]")
+
+
+@pytest.mark.parametrize("text", [*MAPS, "(2 b/x)", "(b=5/x + c=91/x)"])
+@pytest.mark.parametrize("name", ["cumsum", "cummax"])
+def test_by_every_map_a_scan_stays_where_it_is(name: str, text: str) -> None:
+    call, mesh = scan(name, some(3, 96), 1), Mesh.parse("x=3")
+    layout = Layout.parse(f"a {text}" if text.startswith("(") else f"a b/x:{text}")
+    one = propagate(builtin(), call, [layout], mesh)
+    assert (one.choices["x"].kind, one.relayouts) == ("cut", ())
     assert check(one, call.run()) is None
-    sizes = propagate(builtin(), call, [Layout.parse("a b/x:[1 7]")], Mesh.parse("x=2"))
-    assert sizes.choices["x"].kind == "cut"
-    assert check(sizes, call.run()) is None
+    parts = [region(one.outputs[0], mesh, rank) for rank in range(3)]
+    assert parts == [region(layout.bind((3, 96)), mesh, rank) for rank in range(3)]
+    stretches = [len(part.boxes[0][1]) if part else 0 for part in parts]
+    others = sum(sum(stretches) - own for own in stretches) / 3
+    assert one.nbytes == pytest.approx(others * 3 * (8 if name == "cumsum" else 16))
+
+
+def test_where_every_element_is_a_stretch_chunks_are_made() -> None:
+    call = scan("cumsum", some(3, 24), 1)
+    one = propagate(builtin(), call, [Layout.parse("a b/x:cyclic")], Mesh.parse("x=3"))
+    assert one.moved == {("all-to-all", "x"): 3 * 8 * 8 * 2 / 3, ("scan", "x"): 2 * 3 * 8}
+    assert str(one.outputs[0]) == "a=3 b=24/x"
+    assert {str(o.tree[0]): o.nbytes for o in options(one)["x"] if o.kind == "cut"}["x:cyclic"] == 16 * 3 * 8
+
+
+def test_by_maps_over_two_axes_every_part_hears_of_every_other() -> None:
+    call = scan("cumprod", some(260), 0)
+    for text in ("b/y:zigzag/x", "b/x/y:strided[2]", "b/x:cyclic[30]/y:zigzag"):
+        one = propagate(builtin(), call, [Layout.parse(text)], Mesh.parse("x=3 y=2"))
+        assert {kind for kind, _ in one.moved} <= {"scan"}
+        assert check(one, call.run()) is None
 
 
 def test_a_sum_may_wait_while_its_dim_is_cut() -> None:
@@ -121,24 +148,28 @@ def test_a_sum_may_wait_while_its_dim_is_cut() -> None:
     assert check(one, call.run()) is None
 
 
-def test_parts_in_two_stretches_are_refused_when_they_run() -> None:
-    call = scan("cumsum", some(8), 0)
-    bound, mesh = find.bound(builtin(), call), Mesh.parse("x=2")
-    parts = [part_of(bound, {"{dim}0": (Cut("x", "zigzag"),)}, mesh, rank) for rank in range(2)]
-    x, dims = call.tensors[0], bound.inputs[0]
-    assert x is not None
-    assert dims is not None
-    with pytest.raises(UserError, match="in 2 stretches"):
-        run_all(call, bound, parts, [[piece(x, dims, part, bound)] for part in parts])
-
-
-def test_in_place_the_part_is_written() -> None:
+@pytest.mark.parametrize("cut", [Cut("x"), Cut("x", "zigzag"), Cut("x", "cyclic", (2,))], ids=str)
+def test_in_place_the_part_is_written(cut: Cut) -> None:
     call = Call.of(aten.cumprod_.default, (some(7), 0), {})
     bound, mesh = find.bound(builtin(), call), Mesh.parse("x=3")
-    parts = [part_of(bound, {"{dim}0": (Cut("x"),)}, mesh, rank) for rank in range(3)]
+    parts = [part_of(bound, {"{dim}0": (cut,)}, mesh, rank) for rank in range(3)]
     x, dims = call.tensors[0], bound.inputs[0]
     assert x is not None
     assert dims is not None
     own = [piece(x, dims, part, bound) for part in parts]
     run_all(call, bound, parts, [[one] for one in own], in_place=True)
-    assert torch.allclose(torch.cat(own), torch.cumprod(x, 0))
+    whole_ = torch.cumprod(x, 0)
+    for one, part in zip(own, parts, strict=True):
+        assert torch.allclose(one, whole_[elements(part.held["{dim}0"])])
+
+
+@pytest.mark.parametrize("mistake", ["stretches in the order of ranks", "a stretch that goes on from the last"])
+def test_a_scan_that_takes_stretches_for_one_part_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mistake == "stretches in the order of ranks":
+        monkeypatch.setattr(scan_module, "sorted", lambda some: [*some], raising=False)
+    else:
+        monkeypatch.setattr("tangram.sharding.stretches.each", lambda bound, part, local, run: run(part, local))
+    call = scan("cumsum", some(2, 13), 1)
+    bound, expected = find.bound(builtin(), call), whole(call)
+    cuts = {"{dim}0": (Cut("x", "zigzag"),)}
+    assert check_cut(call, bound, cuts, Mesh.parse("x=2"), expected) is not None

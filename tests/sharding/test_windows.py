@@ -9,22 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.errors import NotationError
-from tangram.layout.intervals import elements, size, span
+from tangram.layout.intervals import elements, intersect, size, span
 from tangram.layout.rule import Rule
 from tangram.layout.syntax import Cut
-from tangram.sharding import find
+from tangram.sharding import find, stretches
+from tangram.sharding.alike import of_result
 from tangram.sharding.bind import Bound, RuleError
 from tangram.sharding.calls import Call
 from tangram.sharding.halo import needed
+from tangram.sharding.links import read as read_by
 from tangram.sharding.parts import part_of, stands
 from tangram.sharding.proof.execute import check as check_cut
 from tangram.sharding.proof.execute import ways, whole
 from tangram.sharding.proof.propagated import check
+from tangram.sharding.proof.propagated import part_of as proved_part
 from tangram.sharding.propagate import Propagation, options, propagate
 from tangram.sharding.table import builtin, parse_lines
+from tangram.sharding.trees import Tree, tree_of
 from tangram.sharding.windows import Window
 
 aten = torch.ops.aten
@@ -133,12 +136,34 @@ def test_a_part_may_read_more_than_its_neighbour_holds() -> None:
     assert [stands(part, ".1", 6) for part in parts] == [((0, 2),), ((2, 4),), ((4, 6),), (), ()]
 
 
-def test_a_part_in_two_stretches_is_refused_in_one_sentence() -> None:
-    call = conv(8, 3, padding=1)
-    bound = find.bound(builtin(), call)
-    part = part_of(bound, {".1": (Cut("x", "zigzag"),)}, Mesh.parse("x=2"), 0)
-    with pytest.raises(UserError, match=r"rank 0 holds \.1 in 2 stretches.*cut it in chunks, or by sizes"):
-        needed(bound, part, ".1")
+def test_each_stretch_of_a_part_has_a_halo_of_its_own() -> None:
+    call = conv(12, 3, padding=1)
+    bound, mesh = find.bound(builtin(), call), Mesh.parse("x=2")
+    parts = [part_of(bound, {".1": (Cut("x", "zigzag"),)}, mesh, rank) for rank in range(2)]
+    assert [needed(bound, part, ".1") for part in parts] == [((0, 4), (8, 12)), ((2, 10),)]
+    apart = part_of(bound, {".1": (Cut("x", "cyclic", (2,)),)}, mesh, 0)
+    assert needed(bound, apart, ".1") == ((0, 11),)  # where two windows overlap, an element comes once
+
+
+@pytest.mark.parametrize(
+    ("n", "made", "text", "wanted"),
+    [
+        (8, 6, "b/x:[3 5]", "b/x:[2 4]"),
+        (24, 12, "b/x:[10 14]", "b/x:[5 7]"),
+        (24, 11, "b/x:zigzag[6 18]", "b/x:zigzag[3 8]"),
+        (24, 11, "b/x:zigzag/y", "b/x:zigzag/y"),
+        (24, 11, "b/x:cyclic[4]", "b/x:cyclic[4]"),
+        (24, 24, "(2 b/x)", "(2 b/x)"),
+        (24, 11, "(2 b/x)", "b/x:strided[2]"),
+        (24, 11, "(b=12/x + c=12/x)", None),
+        (24, 11, "b/y/x:[4 8]", None),
+    ],
+)
+def test_a_result_is_cut_by_the_map_of_what_it_is_made_of(n: int, made: int, text: str, wanted: str | None) -> None:
+    def tree(text: str, n: int) -> Tree:
+        return tree_of(Layout.parse(text).bind((n,)).dims[0], Mesh.parse("x=2 y=2"), ())
+
+    assert of_result(tree(text, n), n, made) == (None if wanted is None else tree(wanted, made))
 
 
 def brute(bound: Bound, n: int, others: int, mesh: Mesh, tree: tuple[Cut, ...]) -> float:
@@ -194,20 +219,50 @@ def test_windows_cost_no_more_than_to_gather() -> None:
     assert check(whole_, whole_.call.run()) is None
 
 
-@pytest.mark.parametrize(
-    ("layout", "words"),
-    [
-        ("b c h/x:zigzag", "it is cut zigzag, and its parts need each other: they have to be chunks"),
-        ("b c h/x:[3 5]", "its sizes count 8 elements, and the result has 6"),
-        ("b c (h=2/x g=4)/y", ""),
-    ],
-)
-def test_other_cuts_are_gathered_and_the_reason_is_said(layout: str, words: str) -> None:
+MAPS = ("zigzag", "zigzag[5 0 19]", "strided[2]", "strided[3]", "cyclic[4]", "[1 0 23]", "[3 20 1]")
+
+
+@pytest.mark.parametrize("text", [*(f"h/x:{one}" for one in MAPS), "(2 h/x)", "(3 h/x)"])
+@pytest.mark.parametrize("numbers", [(3, 1, 1, 1), (3, 1, 0, 1), (3, 2, 1, 1), (2, 2, 0, 1)], ids=str)
+def test_by_every_map_windows_read_across_and_the_result_lies_so(text: str, numbers: tuple[int, int, int, int]) -> None:
+    call = conv(24, *numbers)
+    one = propagated(call, "x=3", f"b c {text}")
+    assert check(one, call.run()) is None
+    assert (one.choices["x"].kind, {kind for kind, _ in one.moved} <= {"halo"}) == ("cut", True)
+    tree, mesh = one.trees[".1"], Mesh.parse("x=3")
+    parts = [proved_part(one, rank) for rank in range(3)]
+    missing = [{*elements(needed(one.bound, p, ".1"))} - {*elements(stands(p, ".1", 24))} for p in parts]
+    assert one.nbytes == pytest.approx(sum(map(len, missing)) * 6 * 8 / 3)
+    assert one.nbytes < 6 * 8 * 16  # to gather
+    assert read_by(one.bound.windows[".1"], one.bound.sizes[".1"], tree, mesh).missing["x"] == one.nbytes / 48
+
+
+@pytest.mark.parametrize("layout", ["b c h/x:zigzag", "b c h/x:[3 5]", "b c (h=2/x g=4)/y", "b c h/y:cyclic/x"])
+def test_cuts_of_few_elements_are_right_whatever_is_chosen(layout: str) -> None:
     one = propagated(conv(8, 3), "x=2 y=2", layout)
     assert check(one, one.call.run()) is None
-    if words:
-        assert one.choices["x"].kind == "whole"
-        assert words in {option.refused for option in options(one)["x"]}
+
+
+@pytest.mark.parametrize("text", ["h/y/x:[4 8]", "(h=12/x + g=12/x)"])
+def test_where_no_layout_says_how_the_result_lies_chunks_are_made(text: str) -> None:
+    one = propagated(conv(24, 3), "x=2 y=2", f"b c {text}")
+    refused = {option.refused for option in options(one)["x"]}
+    assert "no layout cuts the 22 elements of the result as these cut the 24 that are read" in refused
+    assert one.choices["x"].kind == "cut"
+    assert {kind for kind, _ in one.moved} == {"all-to-all", "halo"}
+    assert check(one, one.call.run()) is None
+
+
+@pytest.mark.parametrize("mistake", ["nothing is read beyond a stretch", "stretches in another order"])
+def test_windows_that_take_stretches_for_others_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mistake == "nothing is read beyond a stretch":
+        reads = Window.reads
+        monkeypatch.setattr(Window, "reads", lambda self, some: intersect(reads(self, some), some))
+    else:
+        join = stretches._side_by_side
+        monkeypatch.setattr(stretches, "_side_by_side", lambda some, *rest: join([*reversed(some)], *rest))
+    call, cuts = conv(16, 3, padding=1), {".1": (Cut("x", "zigzag"),)}
+    assert check_cut(call, find.bound(builtin(), call), cuts, Mesh.parse("x=2"), whole(call)) is not None
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
+from tangram.sharding.alike import LISTED, in_chunks
 from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call, is_written, schema_of
 from tangram.sharding.links import price, refusal
@@ -256,7 +257,10 @@ class _Work:
                 continue
             options: list[Choice] = []
             if state.kind == "cut":
-                options.append(self._cut(axis, state.factor, held.trees[state.factor], state.depth))
+                tree = held.trees[state.factor]
+                options.append(self._cut(axis, state.factor, tree, state.depth))
+                if state.factor in self.bound.linked and (chunks := in_chunks(tree)) != tree:
+                    options.append(self._cut(axis, state.factor, chunks, state.depth))
             elif state.kind == "at":
                 options.append(Choice(axis, "at", coords=state.coords))
             elif state.op in WAITING:
@@ -361,4 +365,4 @@ class _Work:
 def _counts(tree: Tree, axis: str) -> bool:
     """Whether the cut of an axis lists sizes."""
     cuts = tree if isinstance(tree, tuple) else [cut for node in tree.nodes for cut in node.cuts]
-    return any(cut.axis == axis and cut.map in ("sizes", "zigzag") and cut.args for cut in cuts)
+    return any(cut.axis == axis and cut.map in LISTED and cut.args for cut in cuts)

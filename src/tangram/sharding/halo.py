@@ -1,8 +1,9 @@
 """Windows over a cut dim: what a part of the result needs of the input, and the operator run on just that.
 
-The input lies as the result does, cut in the same way; what a part's windows read beyond its borders comes from
-whichever parts hold it, not only the next, for a part may be smaller than a window. What is outside of the tensor is
-put there as padding, and the operator runs without padding of its own along the dim. The notes say how:
+The input lies as the result does, cut in the same way (`alike`), by any map; what a part's windows read beyond its
+borders comes from whichever parts hold it, not only the next, for a part may be smaller than a window. Each stretch of
+a part is run by itself (`stretches`): what is outside of the tensor is put there as padding, and the operator runs
+without padding of its own along the dim. The notes say how:
 
     window, spread, pad, times      which elements a window has (`tangram.sharding.windows`)
     outside(least)          padding is less than anything, or the argument that is named; else it is nothing
@@ -19,8 +20,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tangram.errors import UserError
-from tangram.layout.intervals import IntSet, intersect, size
+from tangram.layout.intervals import IntSet, intersect, size, union
+from tangram.layout.intervals import rank as positions
 from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call
 from tangram.sharding.parts import Part, peers, stands
@@ -28,22 +29,12 @@ from tangram.sharding.windows import Window, entry_of, kind_of
 
 
 def needed(bound: Bound, part: Part, factor: str) -> IntSet:
-    """The elements of the input's dim that a part of a cut factor reads: one stretch, within the tensor.
+    """The elements of the input's dim that a part of a cut factor reads, within the tensor: for each stretch of it one.
 
-    Raises UserError where the part is no one stretch of the result.
+    Where the stretches' windows overlap, an element is there once.
     """
-    return bound.windows[factor].reads(stretch(part, factor))
-
-
-def stretch(part: Part, factor: str) -> IntSet:
-    """What a rank holds of a factor. Raises UserError where that is more than one stretch."""
-    held = part.held[factor]
-    if len(held) > 1:
-        raise UserError(
-            f"rank {part.rank} holds {factor} in {len(held)} stretches, and its parts are read one after the other:"
-            " cut it in chunks, or by sizes"
-        )
-    return held
+    window = bound.windows[factor]
+    return union(*(window.reads((one,)) for one in part.held[factor]))
 
 
 def exchanged(
@@ -75,10 +66,11 @@ def _read(
     window: Window,
     rank: int,
 ) -> Tensor:
+    pieces = sorted((one, i) for i in group for one in intersect(have[i], wanted))
     found: list[Tensor] = []
-    for i in sorted(group, key=lambda i: have[i]):
-        for a, b in intersect(have[i], wanted):
-            found.append(_tensor(given[i], window).narrow(window.dim, a - have[i][0][0], b - a))
+    for (a, b), i in pieces:
+        ((start, _),) = positions(have[i], ((a, b),))
+        found.append(_tensor(given[i], window).narrow(window.dim, start, b - a))
     return torch.cat(found, window.dim) if found else _tensor(given[rank], window).narrow(window.dim, 0, 0)
 
 
@@ -91,7 +83,7 @@ def _cut(bound: Bound, part: Part) -> list[tuple[str, Window, int, int]]:
     found: list[tuple[str, Window, int, int]] = []
     for factor, window in bound.windows.items():
         if part.held.get(factor):
-            ((lo, hi),) = stretch(part, factor)
+            ((lo, hi),) = part.held[factor]  # `stretches` runs each by itself
             found.append((factor, window, lo, hi))
     return found
 

@@ -1,10 +1,11 @@
 """What parts of a cut factor need of each other: which cuts allow it, and how many bytes pass.
 
     halo    what a part's windows read and other parts hold (`tangram.sharding.halo`), all at once
-    scan    the totals of the other parts, one slice of the results each (`tangram.sharding.scan`)
+    scan    the totals of the other parts, one slice of the results for each stretch (`tangram.sharding.scan`)
 
-Bytes are exact averages over the ranks: sets are counted, rank by rank of the axes that cut the factor. Over several
-axes each counts what passes between ranks of which it is the first axis that tells them apart.
+Bytes are exact averages over the ranks: sets are counted, rank by rank of the axes that cut the factor, whatever their
+maps. Over several axes each counts what passes between ranks of which it is the first axis that tells them apart; of
+what those of the others hold together, a scan tells the total.
 """
 
 from __future__ import annotations
@@ -18,31 +19,24 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tangram.layout import Mesh
-from tangram.layout.intervals import IntSet, intersect, size, subtract, take
-from tangram.layout.maps import MAPS
-from tangram.layout.sizes import check_cut
-from tangram.layout.syntax import Cut
+from tangram.layout.intervals import IntSet, intersect, size, subtract, union
+from tangram.layout.locate import held
+from tangram.sharding.alike import of_result
 from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call
 from tangram.sharding.cost import results
 from tangram.sharding.reading import Held
-from tangram.sharding.trees import Tree, axes_of
+from tangram.sharding.trees import Tree, axes_of, dim_of, only
 from tangram.sharding.windows import Window
-
-IN_ORDER = ("", "sizes")
-"""Maps by which each part is one stretch, behind those before."""
 
 
 def refusal(bound: Bound, factor: str, tree: Tree) -> str:
     """Why a factor whose parts need each other cannot be cut so; nothing where it can."""
-    if not isinstance(tree, tuple):
-        return "it is cut inside a bracket, and its parts need each other"
-    for cut in tree:
-        if cut.map not in IN_ORDER:
-            return f"it is cut {cut.map}, and its parts need each other: they have to be chunks"
-        window = bound.windows.get(factor)
-        if cut.map and window is not None and window.n != bound.sizes[factor]:
-            return f"its sizes count {window.n} elements, and the result has {bound.sizes[factor]}"
+    window = bound.windows.get(factor)
+    if window is not None and of_result(tree, window.n, bound.sizes[factor]) is None:
+        return (
+            f"no layout cuts the {bound.sizes[factor]} elements of the result as these cut the {window.n} that are read"
+        )
     return ""
 
 
@@ -56,33 +50,44 @@ class Read(NamedTuple):
     """By axis: of those that are left, between which of its ranks they pass."""
 
 
-def read(window: Window, m: int, tree: Sequence[Cut], mesh: Mesh) -> Read:
-    """What windows over a dim read whose result has `m` elements and is cut like this, as the input is."""
-    return _read(window, m, tuple(tree), tuple([mesh.axes[cut.axis][0] for cut in tree]))
+@lru_cache(1 << 12)
+def read(window: Window, m: int, tree: Tree, mesh: Mesh) -> Read:
+    """What windows over a dim read whose result has `m` elements, where the input is cut like this."""
+    made, axes = of_result(tree, window.n, m), axes_of(tree)
+    assert made is not None, "`refusal` says so"
+    ranks = [mesh.axes[axis][0] for axis in axes]
+    needed = held_ = 0
+    missing = dict.fromkeys(axes, 0)
+    for at in itertools.product(*map(range, ranks)):
+        there = dict(zip(axes, at, strict=True))
+        wanted = union(*(window.reads((one,)) for one in held(dim_of(made, m), mesh, there)))
+        needed += size(wanted)
+        own = _stages(window.n, tree, mesh, there)
+        held_ += size(intersect(wanted, own[-1]))
+        for axis, (outer, inner) in zip(axes, itertools.pairwise(own), strict=True):
+            missing[axis] += size(intersect(wanted, subtract(outer, inner)))
+    count = math.prod(ranks)
+    return Read(needed / count, held_ / count, {axis: n / count for axis, n in missing.items()})
 
 
 @lru_cache(1 << 12)
-def _read(window: Window, m: int, tree: tuple[Cut, ...], ranks: tuple[int, ...]) -> Read:
-    needed = held = 0
-    missing = dict.fromkeys([cut.axis for cut in tree], 0)
+def told(n: int, tree: Tree, mesh: Mesh) -> Mapping[str, float]:
+    """By axis, how many stretches the other parts have of `n` elements: a rank hears the total of each."""
+    axes = axes_of(tree)
+    ranks = [mesh.axes[axis][0] for axis in axes]
+    found = dict.fromkeys(axes, 0)
     for at in itertools.product(*map(range, ranks)):
-        wanted = window.reads(_stages(m, tree, ranks, at)[-1])
-        needed += size(wanted)
-        own = _stages(window.n, tree, ranks, at)
-        held += size(intersect(wanted, own[-1]))
-        for cut, (outer, inner) in zip(tree, itertools.pairwise(own), strict=True):
-            missing[cut.axis] += size(intersect(wanted, subtract(outer, inner)))
+        stages = _stages(n, tree, mesh, dict(zip(axes, at, strict=True)))
+        for i, axis in enumerate(axes):  # each part of an axis is met once for all those of the axes behind it
+            found[axis] += len(stages[i + 1]) * (ranks[i] - 1)
     count = math.prod(ranks)
-    return Read(needed / count, held / count, {axis: n / count for axis, n in missing.items()})
+    return {axis: n / count for axis, n in found.items()}
 
 
-def _stages(n: int, tree: Sequence[Cut], ranks: Sequence[int], at: Sequence[int]) -> list[IntSet]:
-    """What a rank holds before the first cut and after each."""
-    found: list[IntSet] = [((0, n),) if n else ()]
-    for cut, k, i in zip(tree, ranks, at, strict=True):
-        local = size(found[-1])
-        found.append(take(found[-1], MAPS[cut.map].holds(local, k, i, check_cut(cut, local, k))))
-    return found
+def _stages(n: int, tree: Tree, mesh: Mesh, at: dict[str, int]) -> list[IntSet]:
+    """What a rank holds before the first cut and after that of each axis."""
+    axes = axes_of(tree)
+    return [held(dim_of(only(tree, axes[:i]), n), mesh, at) for i in range(len(axes) + 1)]
 
 
 def price(
@@ -91,25 +96,21 @@ def price(
     """What passes over an axis when a factor is cut, by the inputs' own layouts."""
     window = bound.windows.get(factor)
     place = 0 if window is None else window.place
-    held, tensor = next((one, call.tensors[place]) for one in inputs if one.place == place)
+    own, tensor = next((one, call.tensors[place]) for one in inputs if one.place == place)
     assert tensor is not None
     ways = math.prod(
-        mesh.axes[a][0] for a, state in held.where.items() if state.kind == "cut" and state.factor != factor
+        mesh.axes[a][0] for a, state in own.where.items() if state.kind == "cut" and state.factor != factor
     )
     if window is None:
-        return tensor.numel() / bound.sizes[factor] / ways * _itemsize(call, bound, factor) * (mesh.axes[axis][0] - 1)
-    assert isinstance(tree, tuple)
+        slices = tensor.numel() / bound.sizes[factor] / ways
+        return slices * _itemsize(call, bound, factor) * told(bound.sizes[factor], tree, mesh)[axis]
     return tensor.nbytes / window.n / ways * read(window, bound.sizes[factor], tree, mesh).missing[axis]
 
 
 def halos(call: Call, bound: Bound, trees: Mapping[str, Tree], mesh: Mesh) -> dict[int, list[tuple[str, float]]]:
     """What a rank receives of each input that windows read, by axis."""
     found: dict[int, list[tuple[str, float]]] = {}
-    reads = {
-        f: read(w, bound.sizes[f], tree, mesh)
-        for f, w in bound.windows.items()
-        if isinstance(tree := trees.get(f), tuple)
-    }
+    reads = {f: read(w, bound.sizes[f], trees[f], mesh) for f, w in bound.windows.items() if f in trees}
     for factor, one in reads.items():
         place = bound.windows[factor].place
         tensor = call.tensors[place]
@@ -137,7 +138,7 @@ def scans(call: Call, bound: Bound, trees: Mapping[str, Tree], mesh: Mesh) -> li
             assert tensor is not None
             slices = tensor.numel() / bound.sizes[factor] / _ways(others, trees, mesh)
             nbytes = slices * _itemsize(call, bound, factor)
-            found += [(axis, nbytes * (mesh.axes[axis][0] - 1)) for axis in axes_of(trees[factor])]
+            found += [(axis, nbytes * n) for axis, n in told(bound.sizes[factor], trees[factor], mesh).items()]
     return found
 
 

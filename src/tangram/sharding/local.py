@@ -19,6 +19,7 @@ without: `run_all` runs ranks together that are all in this process, and a runti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -26,9 +27,10 @@ import torch
 from torch import Tensor
 
 from tangram.layout.intervals import IntSet, elements, size
-from tangram.sharding import halo, runners, scan
+from tangram.sharding import halo, runners, scan, stretches
 from tangram.sharding.bind import Bound, Dims
 from tangram.sharding.calls import Call
+from tangram.sharding.choices import written
 from tangram.sharding.cost import results as without_memory
 from tangram.sharding.parts import Cuts, Part, factor_dim, layout_of, part_of, piece
 
@@ -82,6 +84,19 @@ def run(
 
     Raises what the operator raises.
     """
+    if not bound.linked or all(len(part.held.get(f, ())) < 2 for f in bound.linked):
+        return _run(call, bound, part, local, in_place=in_place)
+    results = stretches.each(bound, part, local, functools.partial(_run, call, bound))
+    if not in_place:
+        return results
+    (place,) = written(call)
+    own = cast(Tensor, local[place])
+    return (own.copy_(results[0]), *results[1:])
+
+
+def _run(
+    call: Call, bound: Bound, part: Part, local: Sequence[Tensor | None], *, in_place: bool = False
+) -> tuple[Any, ...]:
     tensors = halo.padded(call, bound, part, local) if bound.windows else list(local)
     masks: list[Tensor] = []
     for name, args in bound.rule.notes:

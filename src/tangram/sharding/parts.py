@@ -12,15 +12,22 @@ from tangram.layout import Layout, Mesh, region
 from tangram.layout.intervals import IntSet, elements
 from tangram.layout.locate import held
 from tangram.layout.syntax import Cut, Dim
+from tangram.sharding.alike import of_result
 from tangram.sharding.bind import Bound, Dims
+from tangram.sharding.trees import Tree, axes_of, dim_of
 
 Cuts = Mapping[str, tuple[Cut, ...]]
 """The cuts of each factor that is cut, major axis first."""
 
 
-def factor_dim(factor: str, n: int, cuts: Cuts) -> Dim:
-    """A factor as a dim of a layout, with its cuts."""
-    return Dim(factor, n, cuts=tuple(cuts.get(factor, ())))
+def factor_dim(factor: str, n: int, bound: Bound, cuts: Cuts) -> Dim:
+    """A factor of `n` elements as a dim of a layout, with its cuts, which are those of what it is read of."""
+    own = tuple(cuts.get(factor, ()))
+    if factor in bound.windows:
+        made = of_result(own, bound.windows[factor].n, n)
+        assert isinstance(made, tuple), f"{factor} cannot be cut so: see `links.refusal`"
+        own = made
+    return Dim(factor, n, cuts=own)
 
 
 def layout_of(dims: Dims, shape: Sequence[int], bound: Bound, cuts: Cuts) -> Layout:
@@ -30,7 +37,10 @@ def layout_of(dims: Dims, shape: Sequence[int], bound: Bound, cuts: Cuts) -> Lay
         if not any(f in cuts for f in factors):
             found.append(Dim("_", n))
             continue
-        made = [factor_dim(f, n if f in bound.windows and len(factors) == 1 else bound.sizes[f], cuts) for f in factors]
+        made = [
+            factor_dim(f, n if f in bound.windows and len(factors) == 1 else bound.sizes[f], bound, cuts)
+            for f in factors
+        ]
         found.append(made[0] if len(made) == 1 else Dim(terms=(tuple(made),)))
     return Layout(tuple(found))
 
@@ -42,30 +52,33 @@ class Part:
     mesh: Mesh
     rank: int
     held: Mapping[str, IntSet]
-    cuts: Cuts
+    cuts: Mapping[str, Tree]
+    """Of what is read by windows, those of the input."""
 
     def first_along(self, factor: str) -> bool:
         """Whether it is the first of the ranks that a factor is cut over."""
         own = self.mesh.coords(self.rank)
-        return all(own[cut.axis] == 0 for cut in self.cuts.get(factor, ()))
+        return all(own[axis] == 0 for axis in axes_of(self.cuts.get(factor, ())))
 
 
 def part_of(bound: Bound, cuts: Cuts, mesh: Mesh, rank: int) -> Part:
     """What a rank holds of the cut factors."""
     held: dict[str, IntSet] = {}
     for factor in cuts:
-        found = region(Layout((factor_dim(factor, bound.sizes[factor], cuts),)), mesh, rank)
+        found = region(Layout((factor_dim(factor, bound.sizes[factor], bound, cuts),)), mesh, rank)
         held[factor] = found.boxes[0][0] if found else ()
     return Part(mesh, rank, held, cuts)
 
 
 def piece(tensor: Tensor, dims: Dims, part: Part, bound: Bound) -> Tensor:
-    """A rank's part of a whole tensor."""
+    """A rank's part of a whole tensor, where all factors are cut one after the other."""
+    cuts = {f: tree for f, tree in part.cuts.items() if isinstance(tree, tuple)}
+    assert len(cuts) == len(part.cuts)
     for dim, factors in enumerate(dims):
         cut = [f for f in factors if f in part.held]
         if cut:
             n = tensor.shape[dim]
-            found = region(layout_of((factors,), (n,), bound, part.cuts), part.mesh, part.rank)
+            found = region(layout_of((factors,), (n,), bound, cuts), part.mesh, part.rank)
             index = elements(found.boxes[0][0]) if found else []
             tensor = tensor.index_select(dim, torch.tensor(index, dtype=torch.int64))
     return tensor
@@ -78,7 +91,7 @@ def peers(parts: Sequence[Part], factor: str) -> list[list[int]]:
     """
     groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for i, part in enumerate(parts):
-        axes = {cut.axis for cut in part.cuts[factor]}
+        axes = axes_of(part.cuts[factor])
         key = tuple((axis, at) for axis, at in part.mesh.coords(part.rank).items() if axis not in axes)
         groups.setdefault(key, []).append(i)
     return [sorted(some, key=lambda i: parts[i].held[factor]) for some in groups.values()]
@@ -86,4 +99,4 @@ def peers(parts: Sequence[Part], factor: str) -> list[list[int]]:
 
 def stands(part: Part, factor: str, n: int) -> IntSet:
     """What a rank holds of a dim of `n` elements that is cut as a factor is."""
-    return held(Dim("_", n, cuts=tuple(part.cuts[factor])), part.mesh, part.mesh.coords(part.rank))
+    return held(dim_of(part.cuts[factor], n), part.mesh, part.mesh.coords(part.rank))

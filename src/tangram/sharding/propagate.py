@@ -20,6 +20,7 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import VOID, Dim
 from tangram.sharding import cost, links, products
+from tangram.sharding.alike import made_of
 from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call
 from tangram.sharding.choices import (
@@ -283,12 +284,15 @@ def _made(
             return own if own is not None and own.n == n else Dim(VOID, n)
         if f in bound.windows:  # cut in the same way, and of another size in each tensor
             own = own if own is not None and own.n == (n or bound.sizes[f]) else None
-            return dim_of(trees.get(f, ()), n or bound.sizes[f]) if own is None else own
+            tree = trees.get(f, ()) if n else made_of(bound, f, trees.get(f, ()))
+            return dim_of(tree, n or bound.sizes[f]) if own is None else own
         return own if own is not None else dim_of(trees.get(f, ()), bound.sizes[f])
     if not factors:
         return Dim(VOID, n)
     known = shown if not bound.windows else {f: dim for f, dim in shown.items() if f not in bound.windows}
-    parts = tuple(known[f] if f in known else dim_of(trees.get(f, ()), bound.sizes[f]) for f in factors)
+    parts = tuple(
+        known[f] if f in known else dim_of(made_of(bound, f, trees.get(f, ())), bound.sizes[f]) for f in factors
+    )
     dim = Dim(terms=(parts,))
     if not any(f in trees for f in factors):
         return Dim(VOID, dim.n)

@@ -1,9 +1,10 @@
-"""Scans over a cut dim: each rank scans its part, and what the parts before have in total is joined to it.
+"""Scans over a cut dim: each rank scans the stretches of its part, and what lies before each has in total is joined.
 
     cumsum : ... {dim} ... -> ... {dim} ... ; scan({dim} sum)
 
-What a rank tells the others is one slice, the last of its part's result. Joining is associative, so totals may be
-gathered, or passed on from rank to rank. A maximum or minimum comes with the place where it is.
+What a rank tells the others is one slice for each stretch, the last of its result: in chunks that is one, in a zigzag
+two. Joining is associative, so totals may be gathered, or passed on from rank to rank. A maximum or minimum comes with
+the place where it is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tangram.sharding.bind import Bound
-from tangram.sharding.halo import stretch
 from tangram.sharding.parts import Part, peers
 
 Scanned = tuple[Tensor, ...]
@@ -71,12 +71,14 @@ def joined(bound: Bound, parts: Sequence[Part], results: Sequence[tuple[Any, ...
             continue
         dim = bound.outputs[0].index((factor,))
         for group in peers(parts, factor):
-            totals: list[Scanned] = []
-            for i in group:
-                held = stretch(parts[i], factor)
-                if not held:
-                    continue
-                own = counted(found[i], held[0][0])
-                found[i] = JOIN[op](functools.reduce(JOIN[op], totals), own) if totals else own
-                totals.append(total(own, dim))
+            before: Scanned | None = None
+            done: dict[int, list[Scanned]] = {}
+            for (start, stop), at in sorted((one, i) for i in group for one in parts[i].held[factor]):
+                begun = sum(one[0].shape[dim] for one in done.get(at, ()))
+                own = counted(tuple(one.narrow(dim, begun, stop - start) for one in found[at]), start)
+                done.setdefault(at, []).append(own if before is None else JOIN[op](before, own))
+                last = total(own, dim)
+                before = last if before is None else JOIN[op](before, last)
+            for at, some in done.items():
+                found[at] = some[0] if len(some) == 1 else tuple(torch.cat(x, dim) for x in zip(*some, strict=True))
     return found

@@ -181,7 +181,7 @@ def _groups(trial: Trial, parts: Sequence[Part], dims: Dims, want: Tensor, place
         places: dict[int, list[int]] = {}
         for dim, factors in enumerate(dims):
             if any(f in some[0].held for f in factors):
-                box = region(layout_of((factors,), (want.shape[dim],), bound, some[0].cuts), trial.mesh, some[0].rank)
+                box = region(layout_of((factors,), (want.shape[dim],), bound, trial.cuts), trial.mesh, some[0].rank)
                 places[dim] = elements(box.boxes[0][0]) if box else []
         ranks = [part.rank for part in some]
         yield f"piece, own = take(whole[{at}], {places}), reduce(torch.{op}, [parts[rank][{at}] for rank in {ranks}])"

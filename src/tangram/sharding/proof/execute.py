@@ -107,7 +107,7 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
 
 def check(call: Call, bound: Bound, cuts: Cuts, mesh: Mesh, expected: Whole) -> Failure | None:
     """Compare a cut call with the whole one. None: they agree."""
-    shown = ", ".join(f"{factor}/{'/'.join(cut.axis for cut in some)}" for factor, some in cuts.items())
+    shown = ", ".join(f"{factor}/{'/'.join(map(str, some))}" for factor, some in cuts.items())
     shown = f"{shown} over {mesh}"
 
     def failure(where: str, what: str) -> Failure:

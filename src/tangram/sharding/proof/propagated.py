@@ -19,11 +19,11 @@ from torch import Tensor
 from tangram.layout import Layout, Mesh, region, validate
 from tangram.layout.intervals import IntSet, elements
 from tangram.layout.locate import held
-from tangram.layout.syntax import Cut
+from tangram.sharding.alike import made_of
 from tangram.sharding.local import Part, run_all
 from tangram.sharding.proof.execute import EXPECTED_ERRORS, REDUCE, Failure, differs, undefined
 from tangram.sharding.propagate import Propagation
-from tangram.sharding.trees import axes_of, dim_of
+from tangram.sharding.trees import dim_of
 
 
 def check(found: Propagation, expected: Sequence[Any]) -> Failure | None:
@@ -76,9 +76,8 @@ def part_of(found: Propagation, rank: int) -> Part:
     """Where a rank stands: what it holds of each factor that the propagation cuts."""
     mesh, sizes = found.mesh, found.bound.sizes
     at = mesh.coords(rank)
-    sets = {f: held(dim_of(tree, sizes[f]), mesh, at) for f, tree in found.trees.items()}
-    cuts = {f: tree if isinstance(tree, tuple) else tuple(map(Cut, axes_of(tree))) for f, tree in found.trees.items()}
-    return Part(mesh, rank, sets, cuts)
+    sets = {f: held(dim_of(made_of(found.bound, f, tree), sizes[f]), mesh, at) for f, tree in found.trees.items()}
+    return Part(mesh, rank, sets, found.trees)
 
 
 class _Source:

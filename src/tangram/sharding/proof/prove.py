@@ -2,6 +2,7 @@
 
     sizes       parts over 2, 3 and 5 ranks, so that some are uneven and some of nothing; two factors over two axes,
                 and one over two, in both orders
+    maps        every factor by an index map, and those whose parts need each other by every map (`mapped`)
     values      those of the samples and drawn anew, with both signs
     spelling    dims counted from either end
     types       integers, booleans, complex numbers and bfloat16 where the operator takes them
@@ -27,12 +28,13 @@ import torch
 from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.layout import Mesh
+from tangram.layout.rule import Rule
 from tangram.sharding import find, foreach, runners
 from tangram.sharding.bind import Bound
 from tangram.sharding.calls import Call
 from tangram.sharding.decompose import is_decomposed
 from tangram.sharding.local import Cuts
-from tangram.sharding.proof import lists, samples, shapes
+from tangram.sharding.proof import lists, mapped, samples, shapes
 from tangram.sharding.proof.execute import Failure, Whole, check, ways, whole
 from tangram.sharding.proof.pending import check_pending
 from tangram.sharding.table import POINTWISE, Table, builtin, parse_lines
@@ -105,13 +107,16 @@ class Trial:
 
 def trials(table: Table, calls: Sequence[Call]) -> Iterator[Trial]:
     """Everything that is tried of an operator's rule. Raises UserError where there is none or it does not fit."""
+    mapped_once: list[Rule] = []
     for call in calls_of(table, calls):
         for i, (variant, worlds) in enumerate(_variants(call)):
             bound, alone = find.bound(table, variant), Mesh.parse("x=1")
             expected = _expected(runners.whole(variant, bound)) if bound.cuttable else None
             if expected is not None:
                 refused = _refused(variant, expected)
-                for cuts, mesh in ways(bound, worlds):
+                by_maps = () if i or any(rule is bound.rule for rule in mapped_once) else mapped.ways(bound, worlds)
+                mapped_once += [] if i else [bound.rule]
+                for cuts, mesh in (*ways(bound, worlds), *by_maps):
                     failure, taken = (
                         check(variant, bound, cuts, mesh, expected),
                         _compared(variant, bound, cuts, expected),
