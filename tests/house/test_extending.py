@@ -5,19 +5,21 @@ import re
 import tomllib
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from tangram.cli import main
 from tangram.hardware.rates import catalogue
-from tangram.models import build, tensor_rules
+from tangram.models import build
 from tangram.models.build import build_on_meta, make_config
+from tangram.planner import derived, schedules, strategies
 from tangram.planner import rank as ranking
-from tangram.planner import schedules, strategies
 from tangram.planner.actions import Action, check, simulate
 from tangram.planner.job import Job
+from tangram.sharding.derive.marks import Mark
 from tangram.training.data.rows import Row, no_field, text_of
 from tests.planner.machine import rates
 
@@ -41,18 +43,21 @@ def test_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{sum(one.numel() for one in model.parameters()) / 1e6:.0f}m" == name.rpartition("-")[2]
 
 
-def test_rules_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
-    config: Any = AutoConfig.for_model("starcoder2", **SMALL, num_key_value_heads=2, bos_token_id=0, eos_token_id=0)
+def test_marks_of_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"word_embed_proj_dim": 32, "ffn_dim": 64, "max_position_embeddings": 64}
+    config: Any = AutoConfig.for_model("opt", **SMALL, **more, bos_token_id=0, eos_token_id=0, pad_token_id=None)
     model = build_on_meta(config)
-    before = tensor_rules.rules_for(config, model, ("tp", 2), "dp")
-    assert isinstance(before, str)
-    assert "c_fc" in before
-    added, table = tomllib.loads(block("toml", "# tensor_rules.toml")), cast(Any, tensor_rules)._table()
-    more = {**table, **{key: {**table[key], **rows} for key, rows in added.items()}}
-    monkeypatch.setattr(tensor_rules, "_table", lambda: more)
-    found = tensor_rules.rules_for(config, model, ("tp", 2), "dp")
-    assert isinstance(found, tensor_rules.TensorRules)
-    assert found.parameters["*.c_fc.weight"] == "f/tp/dp h"
+    graph = derived.sample_graph(model, 16, torch.float32)
+
+    def cut() -> set[str]:
+        found = derived.tensor_layouts(config, model, graph, ("tp", 2), None)
+        assert isinstance(found, derived.TensorLayouts), found
+        return {name.rpartition(".layers.*.")[2] for name in found.parameters}
+
+    assert not any("fc" in name for name in cut())
+    marks = [Mark.parse(line) for line in block("text", "# opt.marks").splitlines()[1:]]
+    monkeypatch.setattr(derived, "marks_of", lambda kind: {"opt": marks}[kind])
+    assert cut() >= {"fc1.weight", "fc2.weight", "self_attn.out_proj.weight", "model.decoder.embed_tokens.weight"}
 
 
 def test_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:

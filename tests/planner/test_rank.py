@@ -8,7 +8,6 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta
-from tangram.models.tensor_rules import TensorRules, rules_for
 from tangram.planner.axes import LayoutsPlan
 from tangram.planner.counted import Counted
 from tangram.planner.job import Job
@@ -18,6 +17,7 @@ from tangram.planner.rank import FILLED, Ranked, predict, rank
 from tangram.planner.table import Ranking
 from tests.models.tiny import FIELDS, tiny
 from tests.planner.machine import rates
+from tests.training.strategies import ACTIVATIONS, cut_by_tensor
 
 
 def job(**data: Any) -> Job:
@@ -138,11 +138,9 @@ def _tensor_plan(four: tuple[Ranked, ...]) -> Plan:
 
 
 def _by_rules(plan: Plan) -> Plan:
-    """The same with rules of activations, as a model without marks gets them."""
-    rules = rules_for(CONFIG, build_on_meta(CONFIG), ("tp", 2), "dp")
-    assert isinstance(rules, TensorRules)
-    parameters = {**rules.parameters, "*": "_/dp ..."}
-    lies = LayoutsPlan(parameters=parameters, activations=dict(rules.activations), sizes=dict(rules.sizes))
+    """The same with rules of activations, as somebody may write them."""
+    parameters = {**cut_by_tensor("dp"), "*": "_/dp ..."}
+    lies = LayoutsPlan(parameters=parameters, activations=ACTIVATIONS, sizes={"head_dim": CONFIG.head_dim})
     return plan.model_copy(update={"layouts": lies})
 
 
@@ -185,8 +183,8 @@ def test_a_vocabulary_of_odd_size_stays_whole() -> None:
         ({"parameters": {"*.q_proj.weight": "..."}}, "no rule in \\[layouts.parameters\\] matches"),
         ({"activations": {}}, "is cut over a tensor axis, but no rule in \\[layouts.activations\\] fits its module"),
         ({"activations": {"*.nothing": "b s h -> b s h"}}, "names no module of the model"),
-        ({"activations": {"*.q_norm": "b s (heads/tp head_dim) -> b s h"}}, "does not fit what flows there"),
-        ({"activations": {"*.q_norm": "b s/tp heads d -> b s/tp heads d"}}, "unequal parts"),
+        ({"activations": {"*.[qk]_norm": "b s (heads/tp head_dim) -> b s h"}}, "does not fit what flows there"),
+        ({"activations": {"*.[qk]_norm": "b s/tp heads d -> b s/tp heads d"}}, "unequal parts"),
         ({"sizes": {"head_dim": 5}}, "does not fit model.layers.0.self_attn.q_proj.weight"),
     ],
 )

@@ -22,6 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.errors import UserError
 from tangram.models.build import initial_tensors
+from tangram.planner import strategies
+from tangram.planner.counted import Counted
+from tangram.planner.job import Job
 from tangram.planner.plan import Plan
 from tangram.training import building, loop, optimise
 from tangram.training.data import BYTES, open_corpus, prepare, sample_ids
@@ -176,6 +179,13 @@ def plan_of(text: Path, config: Path, *, change: Mapping[str, Any], freeze: Sequ
     )
     del tables["model"]["preset"]
     return Plan.model_validate(tables)
+
+
+def over_a_tensor_axis(plan: Plan) -> Plan:
+    """The same over a tensor axis of two ranks, from the marks that are known for the model."""
+    job = Job.model_validate({name: getattr(plan, name) for name in Job.model_fields})
+    counted = Counted(job, building.source_of(plan, BYTES).config)
+    return strategies.plan_of(strategies.Strategy("tensor", "tp=2", (), (strategies.TENSOR,)), job, counted)
 
 
 def train_all(rank: Rank, plans: Mapping[str, Plan]) -> dict[str, Ran | str]:

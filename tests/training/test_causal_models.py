@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 from tangram.training.launch import run_ranks
-from tests.training.causal_models import CAUSAL, PACKED, REFUSED, SINGLE, Ran, apart, plain, prepared, train_all
+from tests.training.causal_models import (
+    CAUSAL,
+    PACKED,
+    REFUSED,
+    SINGLE,
+    Ran,
+    apart,
+    over_a_tensor_axis,
+    plain,
+    prepared,
+    train_all,
+)
 from tests.training.causal_models import table as table_of
 
 pytestmark = pytest.mark.filterwarnings("default")  # what transformers' classes warn of is theirs
@@ -18,10 +29,13 @@ CLOSE = 1e-4
 DOCS = Path(__file__).parents[2] / "docs" / "training.md"
 
 
-def check(families: tuple[str, ...], folder: Path) -> None:
-    plans = prepared(folder, families)
+def check(families: tuple[str, ...], folder: Path, called_as_llama: tuple[str, ...] = ()) -> None:
+    plans = prepared(folder, families + called_as_llama)
+    for family in called_as_llama:
+        plans[family] = over_a_tensor_axis(plans[family])
+        assert any("q_proj" in pattern for pattern in plans[family].layouts.marks)
     done = run_ranks(train_all, plans, world=2, on_event=print, device="cpu")
-    for family in families:
+    for family in plans:
         ran = done[0][family]
         assert isinstance(ran, Ran), f"{family}: {ran}"
         assert ran.packing == CAUSAL[family], family
@@ -30,7 +44,12 @@ def check(families: tuple[str, ...], folder: Path) -> None:
 
 
 def test_some_models_train_as_in_one_process(tmp_path: Path) -> None:
-    check(QUICK, tmp_path)
+    check(QUICK, tmp_path, ("stablelm",))
+
+
+@pytest.mark.slow
+def test_models_without_marks_of_their_own_train_by_llamas_over_a_tensor_axis(tmp_path: Path) -> None:
+    check((), tmp_path, ("biogpt", "opt", "stablelm", "xglm"))
 
 
 @pytest.mark.slow

@@ -13,9 +13,7 @@ from tangram.errors import UserError
 from tangram.models.build import build_on_meta
 from tangram.models.costs import ModelCosts, at_micro_batch, costs
 from tangram.models.graph import Graph
-from tangram.models.tensor_rules import TensorRules, rules_for, undivided_heads
-from tangram.models.twin import Shapes, module_shapes
-from tangram.planner.derived import Moves, TensorLayouts, plan_moves, sample_graph, tensor_layouts
+from tangram.planner.derived import Moves, TensorLayouts, plan_moves, sample_graph, tensor_layouts, undivided_heads
 from tangram.planner.job import Job
 from tangram.planner.plan import Plan, matches
 from tangram.planner.staged import Stages, cut_into_stages
@@ -36,7 +34,6 @@ class Counted:
         self.job, self.config = job, config
         self.model = frozen(build_on_meta(config), job)
         self._pair = cache(self._count)
-        self._shapes = cache(lambda: module_shapes(self.model, 2, 7))
         dtype = getattr(torch, job.precision.compute)
         self._graph = cache(lambda: sample_graph(self.model, job.data.sequence, dtype))
 
@@ -51,16 +48,15 @@ class Counted:
         """Of one of so many tensor ranks, for one micro-batch."""
         return at_micro_batch(*self._pair(tensor, vocabulary), micro_batch)
 
-    def tensor(self, axis: tuple[str, int], shard: str | None) -> TensorLayouts | TensorRules | str:
-        """How everything lies over a tensor axis: derived where marks are known, else by rules of names."""
+    def tensor(self, axis: tuple[str, int], shard: str | None) -> TensorLayouts | str | None:
+        """How everything lies over a tensor axis, derived from the marks that are known; None where none are."""
         if reason := undivided_heads(self.config, axis):
             return reason
         try:
             graph = self._graph()
         except UserError as error:
             return " ".join(str(error).split())
-        found = tensor_layouts(self.config, self.model, graph, axis, shard)
-        return found or rules_for(self.config, self.model, axis, shard)
+        return tensor_layouts(self.config, self.model, graph, axis, shard)
 
     def stages(self, count: int) -> Stages:
         """The modules of each of so many stages of a pipeline. Raises UserError where it cannot be cut so."""
@@ -70,11 +66,6 @@ class Counted:
     def graph(self) -> Graph:
         """What the model runs for one sample. Raises UserError where it cannot be captured."""
         return self._graph()
-
-    @property
-    def shapes(self) -> Shapes:
-        """What flows through the modules."""
-        return self._shapes()
 
     def _count(self, tensor: int, vocabulary: bool) -> tuple[ModelCosts, ModelCosts]:
         model = self.model if tensor == 1 else build_on_meta(_one_of(self.config, tensor, vocabulary))

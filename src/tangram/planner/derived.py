@@ -1,9 +1,10 @@
 """The model axes of a plan by derivation: layouts of all parameters, and what moves, from a few marks.
 
 Tensor axes: marks come with Tangram for some types of model, else from the model's own `tp_plan` and `ep_plan`
-(transformers), of which only what they say of weights is taken; what they would do with activations follows. Context
-and expert axes: the marks of a table, by the way in which they cut. Names that are not in the model at hand, or that an
-axis would cut unevenly, are left out, so a vocabulary of odd size stays whole.
+(transformers), of which only what they say of weights is taken; what they would do with activations follows. A model
+with neither gets Llama's marks, as far as its modules are called so. Context and expert axes: the marks of a table, by
+the way in which they cut. Names that are not in the model at hand, or that an axis would cut unevenly, are left out, so
+a vocabulary of odd size stays whole.
 """
 
 from __future__ import annotations
@@ -85,6 +86,19 @@ class TensorLayouts:
     vocabulary: bool
     """Whether the vocabulary is cut, too."""
     moves: tuple[Moves, ...]
+
+
+def undivided_heads(config: PreTrainedConfig, tensor: tuple[str, int]) -> str:
+    """The reason why ranks of a tensor axis (its name and size) cannot have whole heads of attention each, or ""."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return f"a {config.model_type} model has no num_attention_heads"
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    for what, count in (("attention heads", heads), ("key-value heads", kv_heads)):
+        if count % tensor[1]:
+            return f"the {count} {what} do not divide by {tensor[0]}={tensor[1]}"
+    return ""
 
 
 def tensor_layouts(
@@ -215,8 +229,11 @@ def _together(marks: Sequence[Mark], mesh: Mesh) -> dict[str, str]:
 
 
 def known_marks(config: PreTrainedConfig, model: nn.Module) -> list[Mark]:
-    """The marks that come with Tangram, else those of transformers' plans of the model, experts whole on a rank."""
-    return marks_of(str(config.model_type)) or published(model, "tp", "tp")
+    """The marks that come with Tangram, else those of transformers' plans of the model, experts whole on a rank.
+
+    Else Llama's: many decoders call their modules as it does, and whatever a mark is on, the rest follows from it.
+    """
+    return marks_of(str(config.model_type)) or published(model, "tp", "tp") or marks_of("llama") or []
 
 
 def _over(mark: Mark, axis: str) -> Mark:

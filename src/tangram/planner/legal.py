@@ -32,10 +32,10 @@ MOST_RANKS = 1_000_000
 CHECKED = 8  # tokens of the sample on which stages are checked
 
 
-def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None, graph: Graph | None = None) -> None:
+def legal(plan: Plan, model: nn.Module, graph: Graph | None = None) -> None:
     """Raise UserError with the reason where the plan cannot be run on the model (on meta or not).
 
-    `shapes`, `graph`: what `module_shapes` and a capture of one sample found, where they are known already.
+    `graph`: a capture of one sample, where there is one already.
     """
     if plan.run.attention == "tokens":
         refuse_unable(model)
@@ -66,7 +66,7 @@ def legal(plan: Plan, model: nn.Module, shapes: Shapes | None = None, graph: Gra
     if plan.layouts.marks:
         _refuse_uneven(plan, model, mesh)
     elif plan.axes.tensor:
-        _flows(plan, shapes or module_shapes(model, 2, 7), mesh)
+        _flows(plan, module_shapes(model, 2, 7), mesh)
 
 
 @dataclass(frozen=True)

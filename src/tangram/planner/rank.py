@@ -18,7 +18,6 @@ from tangram.errors import UserError
 from tangram.hardware.rates import Rates
 from tangram.layout import Mesh
 from tangram.planner.counted import Counted
-from tangram.planner.derived import TensorLayouts
 from tangram.planner.estimate import Estimate, estimate, megabytes
 from tangram.planner.job import Job
 from tangram.planner.legal import legal
@@ -159,10 +158,10 @@ def _ranked(one: Strategy, job: Job, counted: Counted, rates: Rates) -> Iterator
         lies = lies_over(one, counted)
         size = Mesh.parse(one.mesh).axes[TENSOR.name][0] if one.model else 1
         vocabulary = lies is not None and lies.vocabulary
-        moves = lies.moves if isinstance(lies, TensorLayouts) else None
+        moves = lies.moves if lies else None
         stages = counted.stages(one.stages) if one.stages > 1 else ()
         plan = make_plan(one, job, lies, fitting_micro_batch(one, job, 1), stages)
-        judge(plan, counted, lies)
+        judge(plan, counted)
         for micro_batch in _micro_batches(plan):
             plan = make_plan(one, job, lies, micro_batch, stages)
             whole, local = counted.costs(1, False, micro_batch), counted.costs(size, vocabulary, micro_batch)

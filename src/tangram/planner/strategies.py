@@ -1,8 +1,8 @@
 """A strategy, and the plan that comes of it for a job: the same for every model.
 
 A strategy says what the axes of a mesh are for. How a model lies over them is found for the model at hand: marks and
-what follows from them (`planner.derived`), rules by names where there are no marks, stages cut by work
-(`planner.staged`). The plan is judged on the model (`planner.legal`) before anybody gets it.
+what follows from them (`planner.derived`), stages cut by work (`planner.staged`). The plan is judged on the model
+(`planner.legal`) before anybody gets it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pydantic import ValidationError
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.models.tensor_rules import TensorRules, undivided_heads
 from tangram.planner.axes import AxesPlan, ContextPlan, LayoutsPlan, PipelinePlan
 from tangram.planner.counted import Counted
-from tangram.planner.derived import ModelAxis, TensorLayouts, axes_layouts
+from tangram.planner.derived import ModelAxis, TensorLayouts, axes_layouts, undivided_heads
 from tangram.planner.job import Job
 from tangram.planner.legal import legal
 from tangram.planner.plan import Plan
@@ -30,7 +29,6 @@ PIPELINE = "1F1B"
 TENSOR = ModelAxis("tp", "tensor")
 """The tensor axis of most strategies."""
 
-Lies = TensorLayouts | TensorRules
 ROLES = ("tensor", "context", "expert")
 
 
@@ -66,22 +64,21 @@ def plan_of(one: Strategy, job: Job, counted: Counted, micro_batch: int | None =
         plan = make_plan(one, job, lies, fitting_micro_batch(one, job, micro_batch or job.data.micro_batch), stages)
     except ValidationError as error:
         raise UserError(mistakes(error)) from None
-    judge(plan, counted, lies)
+    judge(plan, counted)
     return plan
 
 
-def judge(plan: Plan, counted: Counted, lies: Lies | None) -> None:
-    """Raise UserError where the plan cannot be run on the model; `lies`: what it was made of."""
-    shapes = counted.shapes if isinstance(lies, TensorRules) else None
-    legal(plan, counted.model, shapes, counted.graph if plan.pipeline is not None else None)
+def judge(plan: Plan, counted: Counted) -> None:
+    """Raise UserError where the plan cannot be run on the model."""
+    legal(plan, counted.model, counted.graph if plan.pipeline is not None else None)
 
 
-def lies_over(one: Strategy, counted: Counted) -> Lies | None:
+def lies_over(one: Strategy, counted: Counted) -> TensorLayouts | None:
     """How everything lies over the model axes; None where there are none. Raises UserError where it cannot."""
     if not one.model:
         return None
     sizes = Mesh.parse(one.mesh).axes
-    found: Lies | str | None
+    found: TensorLayouts | str | None
     if one.model == (TENSOR,):
         found = counted.tensor((TENSOR.name, sizes[TENSOR.name][0]), one.shard)
     else:
@@ -98,7 +95,7 @@ def lies_over(one: Strategy, counted: Counted) -> Lies | None:
     return found
 
 
-def make_plan(one: Strategy, job: Job, lies: Lies | None, micro_batch: int, stages: Stages = ()) -> Plan:
+def make_plan(one: Strategy, job: Job, lies: TensorLayouts | None, micro_batch: int, stages: Stages = ()) -> Plan:
     """The job with a strategy. Raises ValueError (pydantic's) where the two do not go together."""
     rest = {"*": f"_/{one.shard} ..." if one.shard else "..."}
     tables = {name: getattr(job, name) for name in Job.model_fields if name != "data"}
@@ -120,9 +117,7 @@ def make_plan(one: Strategy, job: Job, lies: Lies | None, micro_batch: int, stag
         context=context,
         layouts=LayoutsPlan(
             parameters={**(lies.parameters if lies else {}), **rest},
-            activations=dict(lies.activations) if isinstance(lies, TensorRules) else {},
-            marks=dict(lies.marks) if isinstance(lies, TensorLayouts) else {},
-            sizes=dict(lies.sizes) if isinstance(lies, TensorRules) else {},
+            marks=dict(lies.marks) if lies else {},
         ),
     )
 
