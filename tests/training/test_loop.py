@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tangram.planner.job import OptimiserPlan
-from tangram.training.loop import draw_for, must_be_finite
+from tangram.training.guard import must_be_finite
+from tangram.training.loop import draw_for
 from tangram.training.optimise import lr_at
 
 

@@ -244,7 +244,7 @@ def test_ranks_that_see_the_same_count_once(
 
     alone, told = seen()
     watched._world = replace(world, mesh=Mesh.parse("dp=1 tp=2"))
-    monkeypatch.setattr(routers, "_lies", lambda *_: Lies({"tp": state}, Mesh.parse("tp=2"), {"tp": 0}, {}))
+    monkeypatch.setattr(routers, "lies_of", lambda *_: Lies({"tp": state}, Mesh.parse("tp=2"), {"tp": 0}, {}))
     monkeypatch.setattr(routers, "summed", lambda x, group: 2 * x)
     gradient, half = seen()
     torch.testing.assert_close(gradient, part * alone)

@@ -256,6 +256,11 @@ class RunPlan(Table):
     """Steps between two counts of how many tokens went to each expert (`experts.jsonl`); 0 counts none."""
     router_loss: Share = 0.0
     """What the load-balancing loss of a mixture's routers is multiplied by, before it is added (`training.routers`)."""
+    expert_capacity: Share = 0.0
+    """Each expert takes at most this many times its even share of a global micro-batch's choices, the others are
+    dropped (`training.capacity`); 0 drops none."""
+    drop_by: Literal["probs", "position"] = "probs"
+    """Which choices an expert keeps: those of the largest weights, or of the first tokens."""
     device: Literal["auto", "cpu"] = "auto"
     deterministic: bool = False
     attention: Literal["model", "tokens"] = "model"

@@ -21,12 +21,12 @@ from tangram.models.costs import block_names
 from tangram.models.stages import Through, keep_stages
 from tangram.planner.job import Job
 from tangram.planner.plan import Plan, matches
+from tangram.training import capacity, routers
 from tangram.training.cuts import cuts_of, is_meta
 from tangram.training.derived import install
 from tangram.training.pipeline import Pipeline, own_results
 from tangram.training.precision import keep_parameters
 from tangram.training.recompute import recompute
-from tangram.training.routers import watch
 from tangram.training.shards import shard
 from tangram.training.tensor import cut_modules
 from tangram.training.told import tell
@@ -66,7 +66,8 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
         shard(part, blocks[part], plan, cuts, world)
     if plan.pipeline is not None:
         Pipeline(model, dict(zip(numbers, parts, strict=True)), plan, world)
-    watch(model, plan, world)
+    routers.watch(model, plan, world)
+    capacity.watch(model, plan, world)
     return model
 
 

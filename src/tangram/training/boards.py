@@ -64,6 +64,8 @@ class TensorBoard:
             scalars["train/loss_scale"] = event.scale
         if event.router_loss:
             scalars["train/router_loss"] = event.router_loss
+        if event.dropped:
+            scalars["train/dropped"] = event.dropped
         self._before, self._evaluated = event, None
         self._write(event.step, scalars, first=event.first)
 

@@ -70,6 +70,8 @@ class StepDone:
     """What the loss is multiplied by in the next step."""
     router_loss: float = 0.0
     """What the loss of routers adds to what is trained on; `loss` is without it."""
+    dropped: float = 0.0
+    """The share of tokens' choices that experts had no room for."""
 
 
 @dataclass(frozen=True)

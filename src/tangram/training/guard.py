@@ -130,3 +130,9 @@ def guard_for(plan: Job, guard: Guard | None) -> Guard:
     if guard is None and plan.precision.compute == "float16":
         raise UserError("the loss of a float16 computation is scaled: make one Guard(plan), and give it to every step")
     return guard or Guard(plan)
+
+
+def must_be_finite(what: str, number: float) -> None:
+    """FloatingPointError for a number that says that training has gone astray; it is the same on every rank."""
+    if not math.isfinite(number):
+        raise FloatingPointError(f"{what} is {number}: a smaller optimiser.lr may help")

@@ -28,11 +28,12 @@ from tangram.errors import UserError
 from tangram.hardware.machine import resident_mb
 from tangram.planner.plan import Plan
 from tangram.training.astray import told_of, write_samples
+from tangram.training.capacity import capacity_of
 from tangram.training.checkpoints import Checkpointer, JobState, Progress
 from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, held_out_batches, step_batches
 from tangram.training.derived import Lies, derived_of
 from tangram.training.events import Evaluated, Skipped, StepDone
-from tangram.training.guard import AstrayError, Guard, guard_for
+from tangram.training.guard import AstrayError, Guard, guard_for, must_be_finite
 from tangram.training.loads import Loads
 from tangram.training.loss import leaving, lies_of, token_loss
 from tangram.training.optimise import clip, local_gradients, lr_at, set_lr, square_sum
@@ -174,6 +175,7 @@ def _told(
         loss=done.loss,
         gradient_norm=done.norm,
         router_loss=done.router_loss,
+        dropped=done.dropped,
         lr=lr,
         tokens=tokens,
         seconds=seconds,
@@ -221,6 +223,8 @@ class StepResult:
     """Whether it was skipped for another reason than an overflow that lowers the loss scale."""
     router_loss: float = 0.0
     """What the loss of routers adds to what is trained on, `run.router_loss` times it; `loss` is without it."""
+    dropped: float = 0.0
+    """The share of tokens' choices that experts had no room for (`run.expert_capacity`)."""
 
 
 def train_step(
@@ -253,22 +257,24 @@ def train_step(
     if check and world.model_size > 1:
         refuse_unlike_gradients(model, world)
     gradients = local_gradients(model)
-    sums = torch.zeros(3 + len(asks), dtype=torch.float64, device=world.device)
+    sums = torch.zeros(4 + len(asks), dtype=torch.float64, device=world.device)
     sums[0] = part / world.model_size  # the ranks of model axes have all computed the same part
     sums[1] = square_sum(gradients, world.size // world.stages)
     if (routers := routers_of(model)) is not None:
         sums[2] = routers.taken()
-    sums[3:] = torch.tensor(asks, dtype=torch.float64, device=world.device)
-    loss, square, of_routers, *asked = sum_over(world.group, sums)
+    if (capacity := capacity_of(model)) is not None:
+        sums[3] = capacity.taken() / world.size  # all ranks have the same
+    sums[4:] = torch.tensor(asks, dtype=torch.float64, device=world.device)
+    loss, square, of_routers, dropped, *asked = sum_over(world.group, sums)
     norm = math.sqrt(square) / scale if square >= 0 else math.nan
     asked = tuple(wish > 0 for wish in asked)
     before = guard.astray
     if (reason := guard.judge(loss, norm)) is not None:
-        return StepResult(loss, norm, asked, reason, guard.astray > before, of_routers)
+        return StepResult(loss, norm, asked, reason, guard.astray > before, of_routers, dropped)
     clip(gradients, norm, plan.optimiser.clip_norm, scale)
     set_lr(optimiser, lr)
     optimiser.step()
-    return StepResult(loss, norm, asked, router_loss=of_routers)
+    return StepResult(loss, norm, asked, router_loss=of_routers, dropped=dropped)
 
 
 def draw_for(device: torch.device, seed: int, sample: int, stage: int = 0) -> None:
@@ -286,12 +292,6 @@ def draw_for(device: torch.device, seed: int, sample: int, stage: int = 0) -> No
         torch.get_device_module(device).manual_seed(number)
 
 
-def must_be_finite(what: str, number: float) -> None:
-    """FloatingPointError for a number that says that training has gone astray; it is the same on every rank."""
-    if not math.isfinite(number):
-        raise FloatingPointError(f"{what} is {number}: a smaller optimiser.lr may help")
-
-
 def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: int, scale: float = 1.0) -> Tensor:
     """Add the gradients of this rank's micro-batches; its part of the global batch's loss, a float64 scalar.
 
@@ -300,11 +300,13 @@ def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: in
     if (pipeline := pipeline_of(model)) is not None:
         return _backward_of_stage(pipeline, batches, loss_sum, seed, scale)
     parts: list[Tensor] = []
-    shards, routers = step_shards_of(model), routers_of(model)
+    shards, routers, capacity = step_shards_of(model), routers_of(model), capacity_of(model)
     for place, (batch, first) in enumerate(zip(batches.micro, batches.firsts, strict=True), 1):
         draw_for(batch.inputs_BS.device, seed, first)
         if shards is not None:
             shards.before(last=place == len(batches.micro))
+        if capacity is not None:
+            capacity.before(given(model, batch))
         loss = whole = loss_sum(model, batch) / max(1, batches.counted)
         if routers is not None:
             whole = loss + routers.loss(given(model, batch).batch.labels_BS, batches.counted)

@@ -110,6 +110,8 @@ class ProgressLine:
             f"step {event.step:>{len(str(event.steps))}}/{event.steps}  loss {event.loss:.4f}  {time_left(event)}  "
             f"{self._rates()}  gradient norm {event.gradient_norm:.2f}"
         )
+        if event.dropped:
+            line += f"  {event.dropped:.1%} dropped"
         if event.skipped:
             line += f"  {event.skipped} skipped"
         self._line(line, event.step in (event.first, event.steps))

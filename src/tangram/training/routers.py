@@ -68,14 +68,20 @@ class _Part:
     """How many of them add up their gradients of these."""
 
 
-def kind_of(model: nn.Module) -> Kind:
-    """The routers of a model. Raises UserError where it has none, and where transformers has no such loss for it."""
-    name = type(model).__name__
+def routers_in(model: nn.Module) -> Mapping[str, int]:
+    """The routers of a model by name, and which of their results are the logits; as the model's class says."""
     routers: dict[str, int] = {}
     for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         recorded: dict[str, Any] = getattr(module, "_can_record_outputs", None) or {}
         if _RECORDED in recorded:
             routers |= _recorded(module, f"{path}." if path else "", recorded[_RECORDED])
+    return routers
+
+
+def kind_of(model: nn.Module) -> Kind:
+    """The routers of a model. Raises UserError where it has none, and where transformers has no such loss for it."""
+    name = type(model).__name__
+    routers = routers_in(model)
     if not routers:
         raise UserError(f"run.router_loss is of routers, and {name} has none: leave it out")
     defined = getattr(sys.modules.get(_module_of(model)), _DEFINED, None)
@@ -164,7 +170,7 @@ class Routers:
         logits, leaf = seen
         logits_TE = logits.reshape(-1, logits.shape[-1])
         counts_BS = labels_BS != IGNORE
-        lies = _lies(self._model, name, leaf)
+        lies = lies_of(self._model, name, leaf)
         counts_T, alike, shared = counts_BS.flatten(), self._world.model_size, 1
         if lies is not None:
             states = lies.states
@@ -183,7 +189,8 @@ class Routers:
         return _Part(logits_TE, counts_T, alike, shared)
 
 
-def _lies(model: nn.Module, name: str, leaf: int) -> Lies | None:
+def lies_of(model: nn.Module, name: str, leaf: int) -> Lies | None:
+    """How what a module gave lies over the model axes, by its place among the leaves; None where nothing is derived."""
     derived = derived_of(model)
     return None if derived is None else derived.lies((name, leaf))
 

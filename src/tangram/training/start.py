@@ -23,7 +23,7 @@ from tangram.planner.plan import Plan
 from tangram.planner.rank import MOST_PROCESSES, predict
 from tangram.planner.read import dumps
 from tangram.planner.table import Ranking
-from tangram.training import routers
+from tangram.training import capacity, routers
 from tangram.training.apply import freeze
 from tangram.training.building import source_of
 from tangram.training.choosing import plans_of
@@ -135,6 +135,7 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
     model = build_on_meta(config)
     freeze(model, job)
     routers.refuse(model, job)
+    capacity.refuse(model, job)
     if isinstance(job, Plan):
         found = rates(pick_device(job.run.device, 0, 1).type, processes)
         return Chosen(job, predict(job, found, config), processes * found.peak_flops(job.precision.compute))

@@ -75,6 +75,20 @@ ROUTERS: Mapping[str, Mapping[str, Any]] = {
 """Of micro-batches of two rows over data ranks that have five or ten, the last is half empty."""
 ROUTERS_QUICK = {"routers": ("experts and fsdp",)}
 
+_CAPACITY = {"expert_capacity": 0.8}
+CAPACITY: Mapping[str, Mapping[str, Any]] = {
+    "capacity": {"run": _CAPACITY, "data": {"micro_batch": 2}},
+    "capacity by position": {"run": {**_CAPACITY, "drop_by": "position"}, "data": {"micro_batch": 2}},
+    "capacity, recomputed": {"run": {**_CAPACITY, "recompute": ["model.layers.*"]}},
+    "capacity, compiled": {"run": {**_CAPACITY, "compile": True, "recompute": ["model.layers.0"]}},
+    "capacity and routers": {"run": {**_CAPACITY, **_ROUTERS}},
+    "capacity by position, in a ring, balanced": {
+        "run": {**_CAPACITY, "drop_by": "position", "attention": "tokens"},
+    },
+}
+"""Experts with less room than an even share needs, so that some of each are dropped."""
+CAPACITY_QUICK = {"capacity": ("experts and fsdp",), "capacity by position": ("derived inside fsdp",)}
+
 MIXTURES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "deepseek_v3": {

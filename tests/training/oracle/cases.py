@@ -12,6 +12,8 @@ from tangram.planner.plan import Plan
 from tests.training.oracle.axes import (
     BY_TOKENS,
     BY_TOKENS_QUICK,
+    CAPACITY,
+    CAPACITY_QUICK,
     CONTEXT,
     CONTEXT_QUICK,
     MIXTURES,
@@ -369,6 +371,7 @@ def _add_axes(text: Path, add: Callable[..., None], *, slow: bool) -> None:
         strategies = ("context and fsdp",) if "ring" in name else (*WITH_EXPERTS, *OF_ROUTERS)
         context = {"context": BY_TOKENS["in a ring, balanced"]} if "ring" in name else {}
         add(name, strategies if slow else ROUTERS_QUICK.get(name, ()), base, FEW, instead=context)
+    _add_capacity(text, add, slow=slow)
     if slow:
         between: dict[str, Any] = {"run": {"evaluate_every": 2}, "checkpoint": {"every_steps": 2}}
         again = tables(text, **between)
@@ -383,6 +386,20 @@ def _add_axes(text: Path, add: Callable[..., None], *, slow: bool) -> None:
         for name, run in (("recomputed", {"recompute": ["model.layers.*"]}), ("compiled", {"compile": True})):
             base = tables(text, run={"attention": "tokens", **run})
             add(f"in a ring, {name}", ["context and fsdp"], base, FEW, instead=ring)
+
+
+def _add_capacity(text: Path, add: Callable[..., None], *, slow: bool) -> None:
+    """Experts that have not room for all: of one mixture every setting, of others the usual one."""
+    for kind in MIXTURES:
+        model = {"preset": None, "path": str(text.parent / f"{kind}.json"), "change": {}}
+        of_all = kind == "qwen3_moe"
+        for name, changes in CAPACITY.items() if of_all else [("capacity", CAPACITY["capacity"])] if slow else ():
+            base = tables(text, model=model, optimiser={"eps": 1e-3}, **changes)
+            strategies = (*WITH_EXPERTS, *OF_ROUTERS) if of_all else WITH_EXPERTS
+            strategies = ("context and fsdp",) if "ring" in name else strategies
+            context = {"context": BY_TOKENS["in a ring, balanced"]} if "ring" in name else {}
+            key = name if of_all else f"{name}, {kind}"
+            add(key, strategies if slow else CAPACITY_QUICK.get(name, ()), base, FEW, instead=context)
 
 
 def _add_vocabulary(text: Path, add: Callable[..., None], *, slow: bool) -> None:

@@ -30,7 +30,10 @@ def oracle() -> Oracle:
 
     def find(case: Case) -> Trace:
         job = case.plan.model_copy(update={"mesh": "", "axes": None, "layouts": None, "checkpoint": None})
-        ranks = case.plan.data_ranks if case.plan.run.router_loss else 0  # which rows a global micro-batch has
+        run = case.plan.run
+        ranks = (
+            case.plan.data_ranks if run.router_loss or run.expert_capacity else 0
+        )  # which rows a global micro-batch has
         key = f"{job!r} {case.until} {bool(case.own)} {ranks}"
         if key not in runs:
             runs[key] = plain_run(case)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tangram.kernels import attention
 from tangram.models import attention as attend
 from tangram.relayout import ring
-from tangram.training import derived, loop, routers, told
+from tangram.training import capacity, derived, loop, routers, told
 from tests.training.oracle.planting import other_values
 from tests.training.oracle.ranks import Setting, swapped
 
@@ -196,6 +196,48 @@ def routers_seen_by_every_rank(setting: Setting) -> Planted:
         yield
 
 
+@contextlib.contextmanager
+def room_by_rank(setting: Setting) -> Planted:
+    """Each of four ranks drops what its own tokens have too much of, for a quarter of the room."""
+    real = capacity.largest
+
+    def own(key: Tensor, index: Tensor, counted: Tensor, limit: Tensor, *rest: Any) -> Any:
+        with swapped(capacity, "summed", lambda x, group: x):
+            return real(key, index, counted, -(-limit // 4), *rest)
+
+    with swapped(capacity, "largest", own):
+        yield
+
+
+@contextlib.contextmanager
+def the_least_wanted_kept(setting: Setting) -> Planted:
+    """Experts keep the choices of the smallest weights."""
+    real: Any = capacity._in_order  # pyright: ignore[reportPrivateUsage]
+    with swapped(capacity, "_in_order", lambda x: (1 << 32) - 1 - real(x)):
+        yield
+
+
+@contextlib.contextmanager
+def room_for_empty_rows(setting: Setting) -> Planted:
+    """Rows that fill up a micro-batch take room, and make more of it."""
+    with swapped(capacity, "IGNORE", -1):
+        yield
+
+
+@contextlib.contextmanager
+def every_rank_first(setting: Setting) -> Planted:
+    """Each data rank takes its rows for the first ones of the micro-batch."""
+    real = capacity.Capacity.before
+
+    def first(self: Any, seen: Any) -> None:
+        world, self._world = self._world, replace(self._world, data_index=0)
+        real(self, seen)
+        self._world = world
+
+    with swapped(capacity.Capacity, "before", first):
+        yield
+
+
 AXES_MISTAKES = {
     "in a ring, balanced: context and fsdp": (
         keys_that_stay,
@@ -206,6 +248,8 @@ AXES_MISTAKES = {
     ),
     "context and fsdp": (positions_of_the_first_part, keys_of_one_rank_only, norms_not_summed_over_context),
     "routers: experts and fsdp": (routers_balanced_by_rank, routers_of_empty_rows, routers_seen_by_every_rank),
+    "capacity: experts and fsdp": (room_by_rank, the_least_wanted_kept, room_for_empty_rows),
+    "capacity by position: derived inside fsdp": (every_rank_first,),
     "qwen3_moe: experts and fsdp": (routers_not_summed_over_experts, experts_of_the_wrong_rank),
 }
 """By the case in which they show."""

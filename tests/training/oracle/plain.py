@@ -6,12 +6,13 @@ is written out; the whole global batch goes through it at once; the loss is the 
 
 # ruff: noqa: N803, N806  a tensor carries its dims in its name
 
+import contextlib
 import copy
 import hashlib
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -28,6 +29,7 @@ from tangram.training.building import source_of
 from tangram.training.data import BYTES, Batch, Corpus, open_corpus, sample_ids
 from tangram.training.data.samples import collate
 from tests.training.oracle.cases import Case
+from tests.training.oracle.dropping import dropping
 from tests.training.oracle.own import own_model
 from tests.training.oracle.trace import CAPTURED, Tensors, Trace
 
@@ -53,15 +55,17 @@ def plain_run(case: Case) -> Trace:
     losses: list[float] = []
     norms: list[float] = []
     routers: list[float] = []
+    dropped: list[float] = []
     gradients: dict[int, Tensors] = {}
     values: dict[int, Tensors] = {}
     for step in range(case.until):
         optimiser.zero_grad()
         if _dropout(model):
             loss = _by_micro_batch(model, case, step)
-        elif plan.run.router_loss:
-            loss, of_routers = _with_routers(model, case, step)
+        elif plan.run.router_loss or plan.run.expert_capacity:
+            loss, of_routers, lost = _of_experts(model, case, step)
             routers.append(of_routers)
+            dropped.append(lost)
         elif plan.precision.compute != "float32":
             loss = _rounded(model, case, step, low)
         else:
@@ -77,7 +81,7 @@ def plain_run(case: Case) -> Trace:
         if step + 1 in CAPTURED:
             gradients[step + 1] = {name: _kept(p.grad) for name, p in trained}
             values[step + 1] = {name: _kept(p.to(kept).float()) for name, p in model.named_parameters()}
-    return Trace(tuple(losses), tuple(norms), gradients, values, routers=tuple(routers))
+    return Trace(tuple(losses), tuple(norms), gradients, values, routers=tuple(routers), dropped=tuple(dropped))
 
 
 def rate(plan: Plan, step: int) -> float:
@@ -173,29 +177,40 @@ def _by_micro_batch(model: nn.Module, case: Case, step: int) -> Tensor:
     return total
 
 
-def _with_routers(model: Any, case: Case, step: int) -> tuple[Tensor, float]:
-    """The loss of routers as transformers has it, of each global micro-batch: what all data ranks take at once.
+def _of_experts(model: Any, case: Case, step: int) -> tuple[Tensor, float, float]:
+    """What is defined of a global micro-batch, of what all data ranks take at once: the loss of routers as transformers
+    has it, and what experts have no room for.
 
-    Gives the loss without it, and what it adds.
+    Gives the loss without it, what it adds, and the share of choices that were dropped, the mean over what ran.
     """
     plan, rows = case.plan, _rows(case.plan, step)
     ranks, size = plan.data_ranks, plan.data.micro_batch
     ends = [len(rows) * rank // ranks for rank in range(ranks + 1)]
     shares = [rows[start:stop] for start, stop in pairwise(ends)]
     counted = int((whole_batch(plan, step).labels_BS >= 0).sum())
-    balance = sys.modules[type(model).__module__].load_balancing_loss_func
-    total, added = torch.zeros(()), 0.0
+    total, added, lost, tokens = torch.zeros(()), 0.0, 0.0, 0
     for at in range(0, max(map(len, shares)), size):
         batch = _collated(plan, [row for share in shares for row in share[at : at + size]])
         told = {"position_ids": batch.positions_BS, "attention_mask": _masks(model, batch), "use_cache": False}
-        found = model.model(input_ids=batch.inputs_BS, output_router_logits=True, **told)
-        mask_BS = (batch.labels_BS >= 0).long()
-        routers = balance(found.router_logits, model.num_experts, model.num_experts_per_tok, mask_BS)
-        routers = plan.run.router_loss * mask_BS.sum() / counted * routers
-        loss = _sum(model.lm_head(found.last_hidden_state), batch) / counted
-        (loss + routers).backward()
-        total, added = total + loss.detach(), added + routers.item()
-    return total, added
+        room = dropping(model, plan.run.expert_capacity, plan.run.drop_by) if plan.run.expert_capacity else _nothing()
+        with room as shares_of_layers:
+            found = model.model(input_ids=batch.inputs_BS, output_router_logits=True, **told)
+        loss = whole = _sum(model.lm_head(found.last_hidden_state), batch) / counted
+        if plan.run.router_loss:
+            balance = sys.modules[type(model).__module__].load_balancing_loss_func
+            mask_BS = (batch.labels_BS >= 0).long()
+            routers = balance(found.router_logits, model.num_experts, model.num_experts_per_tok, mask_BS)
+            routers = plan.run.router_loss * mask_BS.sum() / counted * routers
+            whole, added = loss + routers, added + routers.item()
+        whole.backward()
+        total, tokens = total + loss.detach(), tokens + batch.inputs_BS.numel()
+        lost += batch.inputs_BS.numel() * sum(shares_of_layers) / max(1, len(shares_of_layers))
+    return total, added, lost / tokens
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[list[float]]:
+    yield []
 
 
 def _rounded(model: nn.Module, case: Case, step: int, dtype: torch.dtype) -> Tensor:

@@ -59,6 +59,7 @@ class Keeper:
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
     routers: list[float] = field(default_factory=list[float])
+    dropped: list[float] = field(default_factory=list[float])
     gradients: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
     values: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
     seen: list[list[tuple[int, ...]]] = field(default_factory=list[list[tuple[int, ...]]])
@@ -82,6 +83,7 @@ class Keeper:
         if isinstance(event, StepDone):
             self.norms.append(event.gradient_norm)
             self.routers.append(event.router_loss)
+            self.dropped.append(event.dropped)
 
     def after_step(self) -> None:
         self.step += 1
@@ -101,6 +103,7 @@ class Keeper:
             seen=tuple(map(tuple, self.seen)),
             empty=self.empty,
             routers=tuple(self.routers),
+            dropped=tuple(self.dropped),
         )
 
 

@@ -74,6 +74,16 @@ def test_what_ranks_tell_of_their_routers_is_what_one_process_does(
     assert min(told) > 0
 
 
+@pytest.mark.parametrize("name", ["capacity: experts and fsdp", "capacity by position: derived inside fsdp"])
+def test_what_ranks_tell_of_dropped_choices_is_what_one_process_does(
+    name: str, measured: Measured, everything: dict[str, Case], oracle: Oracle
+) -> None:
+    told = measured.traces(name)[0].dropped
+    assert len(told) == everything[name].until
+    assert told == pytest.approx(oracle(everything[name]).dropped, rel=1e-6)
+    assert min(told) > 0.1
+
+
 # ------------------------------------------------------------ the cases are what they say
 
 

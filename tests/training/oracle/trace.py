@@ -29,3 +29,5 @@ class Trace:
     """Parameters of which this rank holds nothing."""
     routers: tuple[float, ...] = ()
     """The loss of routers step by step, where there is one; of ranks, rank 0 alone has it."""
+    dropped: tuple[float, ...] = ()
+    """The share of tokens' choices that experts had no room for, likewise."""

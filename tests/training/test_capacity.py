@@ -1,0 +1,203 @@
+"""Experts without room for all: what is dropped on one process, and what is refused. On ranks: the oracle's cases."""
+
+# ruff: noqa: N806  a tensor carries its dims in its name
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tangram.errors import UserError
+from tangram.models.build import build_on_meta
+from tangram.planner.plan import Plan
+from tangram.relayout.peers import Peers
+from tangram.training import capacity, loop
+from tangram.training.apply import apply
+from tangram.training.building import source_of
+from tangram.training.data import BYTES, IGNORE, Batch, RankBatches
+from tangram.training.dry import (
+    Counted,
+    _fake_ranks,  # pyright: ignore[reportPrivateUsage]
+    counted_alone,
+)
+from tangram.training.optimise import make_adamw
+from tangram.training.world import World, make_world
+from tests.training.oracle.axes import MIXTURES, WITH_EXPERTS
+from tests.training.oracle.cases import write_models
+from tests.training.oracle.dropping import dropping, kept
+from tests.training.small import SMALL_MODEL, small_plan
+from tests.training.strategies import FSDP, TWO_STAGES, Strategy
+
+FIELDS = {**SMALL_MODEL, "vocab_size": 64}
+KINDS = {**MIXTURES, "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2}}
+ROWS, LENGTH = 3, 16
+CPU = torch.device("cpu")
+
+
+def plan_of(factor: float = 0.7, **run: Any) -> Plan:
+    run = {"expert_capacity": factor, **run}
+    return small_plan(Path("text"), mesh="dp=1", model={"preset": None, "change": {}}, run=run)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with _fake_ranks(1, 0) as group:
+        yield make_world(plan_of(), 0, CPU, group, Peers())
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**FIELDS, **KINDS[kind]})
+    model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate.weight" in name or "router.weight" in name:
+                parameter.normal_()  # so that it prefers some experts
+    return model
+
+
+def batches_of(*empty: int) -> RankBatches:
+    """Micro-batches; the last rows of each are empty, so many."""
+    micro: list[Batch] = []
+    for number, count in enumerate(empty):
+        ids = torch.randint(64, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(number))
+        labels_BS = ids[:, 1:].clone()
+        labels_BS[ROWS - count :] = IGNORE
+        labels_BS[:, :2] = IGNORE  # a row of which some count is not empty
+        micro.append(Batch(ids[:, :-1].contiguous(), labels_BS, None))
+    counted = sum(int((batch.labels_BS != IGNORE).sum()) for batch in micro)
+    return RankBatches(tuple(micro), counted, tuple(range(len(micro))))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# ------------------------------------------------------------ one process
+
+
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    [
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"drop_by": "position"}),
+        ("qwen3_moe", {"recompute": ["model.layers.*"]}),
+        ("deepseek_v3", {"drop_by": "position", "recompute": ["model.layers.*"]}),
+        ("gpt_oss", {}),
+    ],
+)
+def test_each_expert_takes_its_share_and_no_more(kind: str, run: dict[str, Any], world: World) -> None:
+    plan, batches = plan_of(**run), batches_of(0, 1)
+    model = model_of(kind)
+    right = copy.deepcopy(model)
+    shares: list[float] = []
+    for batch, rows in zip(batches.micro, (ROWS, ROWS - 1), strict=True):
+        with dropping(right, plan.run.expert_capacity, plan.run.drop_by) as found:
+            logits = right(input_ids=batch.inputs_BS[:rows], use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels_BS[:rows].flatten(), reduction="sum")
+        (loss / batches.counted).backward()
+        shares += [rows * share / len(found) for share in found]
+
+    ours = apply(model, plan, world)
+    done = loop.train_step(ours, make_adamw(ours, plan.optimiser), batches, plan, world, lr=0.0)
+    assert done.dropped == pytest.approx(sum(shares) / (2 * ROWS - 1))
+    assert done.dropped > 0.25
+    expected, ours_of = gradients(right), gradients(ours)
+    norm = float(torch.cat([g.flatten() for g in expected.values()]).norm())
+    assert done.norm == pytest.approx(norm, rel=1e-5)
+    assert ours_of.keys() == expected.keys()
+    for name, gradient in expected.items():
+        wanted = gradient * min(1.0, plan.optimiser.clip_norm / norm)
+        torch.testing.assert_close(ours_of[name], wanted, rtol=1e-4, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("by", ["probs", "position"])
+@pytest.mark.parametrize("low", [False, True], ids=["distinct", "many alike"])
+def test_the_largest_are_found_digit_by_digit(by: str, low: bool, world: World) -> None:
+    """Against choices taken one by one; in bfloat16 most weights are those of others, and earlier tokens go first."""
+    generator = torch.Generator().manual_seed(len(by))
+    model = model_of("qwen3_moe")
+    ours = cast(Any, capacity.Capacity(model, 0.0, by, world))
+    for experts, factor in ((4, 0.5), (7, 1.1), (5, 3.0), (4, 0.01)):
+        weights_TE = torch.rand(ROWS * LENGTH, experts, generator=generator)
+        weights_TE = weights_TE.bfloat16() if low else weights_TE - 0.5  # of a sort that has some below zero
+        top = weights_TE.float().topk(2)
+        weights_TK, experts_TK = top.values.to(weights_TE.dtype), top.indices
+        ours._factor = factor
+        ours.before(loop.given(model, batches_of(0).micro[0]))
+        found_TK = ours.kept("model.layers.0.mlp.gate", 1, weights_TK, experts_TK, experts)
+        assert torch.equal(found_TK, kept(weights_TK.float(), experts_TK, experts, factor, by))
+        assert found_TK.all() == (factor == 3.0)
+    assert low == (weights_TK.unique().numel() < weights_TK.numel() - 1)
+
+
+def test_nothing_is_dropped_where_nothing_is_trained(world: World) -> None:
+    model, batch = model_of("qwen3_moe"), batches_of(0).micro[0]
+    right = float(loop.evaluate(copy.deepcopy(model), [batch], None))
+    ours = apply(model, plan_of(0.1), world)
+    assert loop.evaluate(ours, [batch], None) == right
+    ours.train()
+    with pytest.raises(UserError, match=r"^run\.expert_capacity is over what all ranks train on at once"):
+        ours(input_ids=batch.inputs_BS)
+
+
+def test_with_room_for_all_or_none_asked_for_nothing_is_dropped(world: World) -> None:
+    model, batches = model_of("qwen3_moe"), batches_of(0)
+    (plain, asked) = (apply(copy.deepcopy(model), plan_of(factor), world) for factor in (0.0, 4.0))
+    assert capacity.capacity_of(plain) is None
+    assert not any(module._forward_hooks for module in plain.modules())
+    for one in (plain, asked):
+        loop.backward(one, batches, loop.next_token_loss, 0)
+    for name, gradient in gradients(asked).items():
+        assert torch.equal(gradient, gradients(plain)[name])
+    watched = capacity.capacity_of(asked)
+    assert watched is not None
+    assert float(watched.taken()) == 0
+
+
+@pytest.mark.slow
+def test_a_dry_run_counts_what_it_moves(tmp_path: Path) -> None:
+    """Of each micro-batch one number; of each of two layers 256 for each of four experts, a round for eight bits."""
+    write_models(tmp_path)
+    tables = {**WITH_EXPERTS["experts and fsdp"][1].tables, "precision": {"compute": "bfloat16"}}
+    tables["model"] = {"preset": None, "path": str(tmp_path / "qwen3_moe.json"), "change": {}}
+    found: list[list[Counted]] = []
+    for factor in (0.0, 0.8):
+        plan = small_plan(Path("text"), run={"expert_capacity": factor}, **tables)
+        found.append(counted_alone(plan, source_of(plan, BYTES), 0))
+        total = plan.data_ranks * plan.data.micro_batch * plan.data.sequence
+    rounds = -(-(32 + (total - 1).bit_length()) // 8)
+    for without, with_it in zip(*found, strict=True):
+        micros = with_it.run.micros
+        place = ("all ranks", "all-reduce")
+        assert with_it.times[place] == without.times[place] + micros * (1 + 2 * rounds)
+        numbers = 1 + 2 * rounds * 4 * 256
+        assert with_it.nbytes[place] == without.nbytes[place] + micros * 1.5 * 8 * numbers
+        assert {key for key in with_it.times if with_it.times[key] != without.times[key]} == {place}
+
+
+# ------------------------------------------------------------ refusals
+
+
+def test_models_whose_routers_do_not_say_what_they_choose_are_refused() -> None:
+    dense = build_on_meta(AutoConfig.for_model("qwen3", **FIELDS))
+    with pytest.raises(UserError, match=r"^run\.expert_capacity is of experts, and Qwen3ForCausalLM has no routers"):
+        capacity.refuse(dense, plan_of())
+    capacity.refuse(dense, plan_of(0.0))
+    for kind in KINDS:
+        capacity.refuse(build_on_meta(AutoConfig.for_model(kind, **{**FIELDS, **KINDS[kind]})), plan_of())
+    other = build_on_meta(AutoConfig.for_model("jetmoe", **FIELDS, num_local_experts=4, kv_channels=4))
+    with pytest.raises(UserError, match="needs routers that give the experts of each token and their weights"):
+        capacity.refuse(other, plan_of())
+
+
+def test_a_pipeline_is_refused() -> None:
+    strategy = Strategy("pp=2 dp=2", ("dp",), (), FSDP, stages=TWO_STAGES)
+    with pytest.raises(ValidationError, match="known where a micro-batch begins, and not to later stages"):
+        small_plan(Path("text"), **strategy.tables, run={"expert_capacity": 1.25})
