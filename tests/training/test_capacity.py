@@ -4,6 +4,7 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,13 +15,16 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.errors import UserError
+from tangram.layout import Mesh
 from tangram.models.build import build_on_meta
 from tangram.planner.plan import Plan
 from tangram.relayout.peers import Peers
+from tangram.sharding.derive.states import SAME, SEVERAL, cut
 from tangram.training import capacity, loop
 from tangram.training.apply import apply
 from tangram.training.building import source_of
 from tangram.training.data import BYTES, IGNORE, Batch, RankBatches
+from tangram.training.derived import Lies
 from tangram.training.dry import (
     Counted,
     _fake_ranks,  # pyright: ignore[reportPrivateUsage]
@@ -180,6 +184,34 @@ def test_a_dry_run_counts_what_it_moves(tmp_path: Path) -> None:
         numbers = 1 + 2 * rounds * 4 * 256
         assert with_it.nbytes[place] == without.nbytes[place] + micros * 1.5 * 8 * numbers
         assert {key for key in with_it.times if with_it.times[key] != without.times[key]} == {place}
+
+
+# ------------------------------------------------------------ ranks
+
+
+def test_ranks_that_see_the_same_tokens_count_them_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks of a model axis one counts what both see; each counts its own where tokens are cut."""
+    model, places_T = model_of("qwen3_moe"), torch.arange(8)
+    mesh = Mesh.parse("dp=1 tp=2")
+    found: dict[tuple[str, int], tuple[list[int], bool]] = {}
+    for rank in range(2):
+        place = replace(world, mesh=mesh, index=rank, axes=replace(world.axes, model=("tp",)))
+        ours = cast(Any, capacity.Capacity(model, 1.0, "probs", place))
+        for state in (SAME, SEVERAL, cut(0), cut(1)):
+            lies = Lies({"tp": state}, Mesh.parse("tp=2"), {"tp": rank}, {})
+            monkeypatch.setattr(capacity, "lies_of", lambda *_, lies=lies: lies)
+            if state == cut(1):
+                with pytest.raises(UserError, match="is no whole rows on each rank"):
+                    ours._part("gate", 1, places_T, places_T >= 0)
+            else:
+                here_T, counts_T, own = ours._part("gate", 1, places_T, places_T >= 0)
+                assert len(here_T) == len(counts_T)
+                found[state.kind, rank] = here_T.tolist(), own
+    every = [*range(8)]
+    assert found["same", 0] == found["several", 0] == (every, True)
+    assert found["same", 1] == found["several", 1] == (every, False)
+    assert found["cut", 0] == (every[:4], True)
+    assert found["cut", 1] == (every[4:], True)
 
 
 # ------------------------------------------------------------ refusals
