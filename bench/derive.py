@@ -29,7 +29,7 @@ from tangram.layout import Mesh
 from tangram.models.capture import capture
 from tangram.models.costs import block_names
 from tangram.models.fold import folded
-from tangram.models.named import named_config, on_meta, token_inputs
+from tangram.models.named import named
 from tangram.sharding.choose.choose import choose, priced
 from tangram.sharding.derive.derive import Rates, derive
 from tangram.sharding.derive.marks import Mark, marks_of
@@ -62,9 +62,9 @@ def rows(quick: bool) -> Iterable[Row]:
 
 
 def _derivation(name: str, kind: str, changes: dict[str, str]) -> Iterable[Row]:
-    model = on_meta(named_config(kind, changes))
+    model, inputs = named(kind, changes).make(1, 4096)
     start = time.perf_counter()
-    graph = capture(model, token_inputs(1, 4096))
+    graph = capture(model, inputs)
     captured = time.perf_counter() - start
     seconds: list[float] = []
     for _ in range(3):
@@ -81,8 +81,8 @@ def _choice(name: str, kind: str, changes: dict[str, str]) -> Iterable[Row]:
     That plan cuts the batch over the nodes. `choose` is not given it.
     """
     h100, mesh = builtin("h100-8x8"), Mesh.parse("dp=8 tp=8")
-    model = on_meta(named_config(kind, changes))
-    graph = capture(model, token_inputs(8, 4096))
+    model, inputs = named(kind, changes).make(8, 4096)
+    graph = capture(model, inputs)
     marks = [*(marks_of(kind) or []), Mark.parse("input_ids: b/dp s")]
     theirs = priced(derive(folded(graph, block_names(model)), marks, mesh, rates=Rates(cluster=h100)), h100)
     limit = theirs.nbytes

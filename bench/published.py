@@ -19,7 +19,7 @@ from tangram.layout import Mesh
 from tangram.models.capture import capture
 from tangram.models.costs import block_names
 from tangram.models.fold import folded
-from tangram.models.named import named_config, on_meta, token_inputs
+from tangram.models.named import named
 from tangram.sharding.derive.derive import derive
 from tangram.sharding.derive.layouts import value_layout
 from tangram.sharding.derive.marks import Mark, matched
@@ -56,8 +56,8 @@ def rows(quick: bool) -> Iterable[Row]:
 
 def compared(kind: str) -> tuple[int, int, list[str]]:
     """Of the parameters without a mark: those that are cut as published, all, and the names of the others."""
-    model = on_meta(named_config(kind, {"num_hidden_layers": "2", **FIELDS.get(kind, {})}))
-    graph = folded(capture(model, token_inputs(4, 1024)), block_names(model))
+    model, inputs = named(kind, {"num_hidden_layers": "2", **FIELDS.get(kind, {})}).make(4, 1024)
+    graph = folded(capture(model, inputs), block_names(model))
     marks: list[Mark] = []
     marked: set[int] = set()
     for mark in map(Mark.parse, MARKS):

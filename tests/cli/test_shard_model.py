@@ -40,11 +40,60 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["bytes"] == pytest.approx(sum(each))
 
 
+def test_a_model_that_looks_at_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "image_size": 32, **small}))
+    found = json.loads(said(capsys, str(tmp_path), "--mesh", "tp=2", "--batch", "2", "--json"))
+    assert found["parameters"]["vit.layers.1.mlp.fc2.weight"] == "_=32 _=48/tp"
+    assert found["modules"]["vit.layers.1"].startswith("_=2/tp _=5 ")  # 32 x 32 in patches of 16, and one more
+
+
+OWN = """
+import torch
+
+def model(batch, sequence):
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    return net, {"input": torch.zeros(batch, sequence, 8)}
+
+def nothing(batch, sequence):
+    return None
+
+def broken(batch, sequence):
+    raise ValueError("no luck")
+"""
+
+
+def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    given = ("--mesh", "tp=2", "--batch", "2", "--sequence", "6")
+    mark = ("--mark", "0.weight: out/tp in")
+    found = json.loads(said(capsys, f"{file}:model", *given, *mark, "--json"))
+    assert found["parameters"] == {
+        "0.weight": "_=16/tp _=8",
+        "0.bias": "_=16/tp",
+        "2.weight": "_=4 _=16/tp",
+        "2.bias": "_=4",
+    }
+    for name, sentence in (
+        ("nothing", "own.py:nothing gives no pair of a module and its keyword arguments"),
+        ("broken", "own.py:broken does not run: ValueError: no luck"),
+        ("missing", "own.py has no function missing"),
+    ):
+        assert sentence in said(capsys, f"{file}:{name}", *given, *mark, code=2)
+    assert "no marks come with Tangram for a model of one's own" in said(capsys, f"{file}:model", *given, code=2)
+    assert "leave out --set" in said(capsys, f"{file}:model", *given, "--set", "a=1", code=2)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("qwen33", "--mesh", "tp=2"), '"qwen33" is no preset, no directory or configuration file, and no type of m'),
+        (
+            ("qwen33", "--mesh", "tp=2"),
+            '"qwen33" is no preset, no directory or configuration file, no type of model, and no F',
+        ),
         (("qwen3", "--mesh", "tp=2", "--set", "hiden_size=3"), 'has no field "hiden_size"'),
+        (("no.py:model", "--mesh", "tp=2", "--mark", "a: b/tp"), "no.py:model: there is no file no.py"),
         (("bloom", "--mesh", "tp=2"), "no marks come with Tangram for a bloom model"),
         (("qwen3", "--mesh", "tp"), '"tp" is no mesh: write each axis with its number of ranks, as in "dp=2 tp=4"'),
         (("qwen3", "--mesh", "tp=x"), "is no mesh at '=x'"),

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
@@ -15,6 +15,7 @@ from tangram.planner.read import changes_of
 if TYPE_CHECKING:
     from tangram.cli.choose import Choosing
     from tangram.models.graph import Graph
+    from tangram.models.named import Named
     from tangram.sharding.derive.derive import ConflictError, Derived
     from tangram.sharding.derive.marks import Mark
     from tangram.sharding.derive.rates import Rates
@@ -54,15 +55,15 @@ def derive_model(asked: Asked) -> None:
     if asked.choosing is not None:
         _choose(asked, asked.choosing)
         return
-    from tangram.models.named import named_config
+    from tangram.models.named import named
 
     mesh = _mesh(asked.mesh)
     rates = _rates(asked, mesh)
     sides = _sides(asked)  # read first, and once: a mistake is told before the model is captured, and a pipe ends
     with progress("capturing"):
-        config = named_config(asked.name, changes_of(asked.changes))
-        marks = [_shipped(str(config.model_type)) if side is None else side for side in sides]
-        graph = _captured(asked, config)
+        model = named(asked.name, changes_of(asked.changes))
+        marks = [_shipped(model.kind) if side is None else side for side in sides]
+        graph = _captured(asked, model)
     found, *others = (_derived(asked, graph, mesh, some, rates) for some in marks)
     if asked.diff is not None:
         _print_difference(asked, found, others[0], asked.diff)
@@ -77,7 +78,7 @@ def derive_model(asked: Asked) -> None:
 
 def _choose(asked: Asked, choosing: "Choosing") -> None:
     from tangram.cli.choose import answer, bytes_of, cluster_of, job_of, show, write
-    from tangram.models.named import named_config
+    from tangram.models.named import named
 
     if asked.why is not None or asked.diff is not None:
         raise UserError("--why and --diff are of plans that follow from marks: leave out --choose")
@@ -88,13 +89,13 @@ def _choose(asked: Asked, choosing: "Choosing") -> None:
     job = job_of(choosing, asked.sequence)
     (given,) = _sides(asked)
     with progress("capturing"):
-        config = named_config(asked.name, changes_of(asked.changes))
-        graph = _captured(asked, config)
-    found = answer(graph, mesh, cluster, str(config.model_type), given or [], choosing)
+        model = named(asked.name, changes_of(asked.changes))
+        graph = _captured(asked, model)
+    found = answer(graph, mesh, cluster, model.kind, given or [], choosing)
     wrote = None
     if choosing.write is not None:
         wrote = write(
-            choosing, found, cluster, asked.batch, job, lambda samples: _captured(replace(asked, batch=samples), config)
+            choosing, found, cluster, asked.batch, job, lambda samples: _captured(replace(asked, batch=samples), model)
         )
     if asked.html is not None:
         _write_page(asked, found.chosen.plan, asked.html)
@@ -150,25 +151,25 @@ def _of_file(name: str) -> "list[Mark]":
 def _shipped(kind: str) -> "list[Mark]":
     from tangram.sharding.derive.marks import marks_of
 
-    found = marks_of(kind)
+    found = marks_of(kind) if kind else None
     if not found:
+        what = f"a {kind} model" if kind else "a model of one's own"
         raise UserError(
-            f"no marks come with Tangram for a {kind} model: give some, as in "
+            f"no marks come with Tangram for {what}: give some, as in "
             "--mark '*.q_proj.weight: out/tp in', or a file of them with --marks"
         )
     return found
 
 
-def _captured(asked: Asked, config: Any) -> "Graph":
+def _captured(asked: Asked, named: "Named") -> "Graph":
     """The graph of a model, equal layers found."""
     from tangram.models.capture import capture
     from tangram.models.costs import block_names
     from tangram.models.fold import folded
-    from tangram.models.named import on_meta, token_inputs
 
-    model = on_meta(config)
+    model, inputs = named.make(asked.batch, asked.sequence)
     start = time.perf_counter()
-    graph = folded(capture(model, token_inputs(asked.batch, asked.sequence)), block_names(model))
+    graph = folded(capture(model, inputs), block_names(model))
     asked.seconds["capture"] = time.perf_counter() - start
     return graph
 

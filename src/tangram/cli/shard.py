@@ -48,13 +48,14 @@ def _none(context: typer.Context) -> None:
 @shard.command()
 def model(
     name: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face directory, or a model's type.")
+        str,
+        typer.Argument(metavar="MODEL", help="A preset, a Hugging Face directory, a type, or FILE.py:function."),
     ],
     mesh: Annotated[str, typer.Option(metavar="MESH", help="As in 'dp=2 tp=4'.")],
     mark: Annotated[list[str] | None, typer.Option(metavar="'NAME: LAYOUT'", help="May be repeated.")] = None,
     marks: Annotated[Path | None, typer.Option(metavar="FILE", help="Marks, one a line.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples.")] = 8,
-    sequence: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 4096,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of each, where it has tokens.")] = 4096,
     change: Annotated[list[str] | None, typer.Option("--set", help="Change a field of the configuration.")] = None,
     why: Annotated[
         str | None,

@@ -77,15 +77,18 @@ def did_you_mean(word: str, known: Any, *, listed: bool = True) -> str:
     return f'; did you mean "{near[0]}"?' if near else others
 
 
-def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model with shapes but no storage; UserError where its class can make none of this configuration."""
-    return _all_on_meta(_constructed_on_meta(config))
+def build_on_meta(config: PreTrainedConfig, head: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    """The model with shapes but no storage; UserError where its class can make none of this configuration.
+
+    `head`: transformers' class that knows the models with one kind of head.
+    """
+    return _all_on_meta(_constructed_on_meta(config, head))
 
 
-def _constructed_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+def _constructed_on_meta(config: PreTrainedConfig, head: Any = AutoModelForCausalLM) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            return cast(PreTrainedModel, AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32))
+            return cast(PreTrainedModel, head.from_config(copy.deepcopy(config), dtype=torch.float32))
     except Exception as error:
         raise UserError(
             f"a {config.model_type} model cannot be built with these fields: {type(error).__name__}: "

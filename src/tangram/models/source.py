@@ -3,7 +3,7 @@
 The configuration is all that is read here; the weights of a directory are read later, by each rank what it holds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,11 +25,17 @@ class Source:
     """The directory of its safetensors files; None: it begins from scratch."""
 
 
-def read_source(preset: str | None, path: str | None, changes: Mapping[str, Any]) -> Source:
+CAUSAL = cast("Mapping[str, str]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""The types of model that have a causal language model, and its class."""
+
+
+def read_source(
+    preset: str | None, path: str | None, changes: Mapping[str, Any], *, known: Collection[str] = CAUSAL
+) -> Source:
     """The model of a preset, or of a directory or config.json at `path`, with fields of its configuration changed.
 
-    Raises UserError for an unknown preset, a path without configuration, an unknown model type, one that is no causal
-    language model, and weights that are not safetensors.
+    `known`: the types of model that are taken. Raises UserError for an unknown preset, a path without configuration, an
+    unknown model type, one that is no causal language model, and weights that are not safetensors.
     """
     if preset is not None:
         return Source(preset, make_config(preset, changes), None)
@@ -40,11 +46,11 @@ def read_source(preset: str | None, path: str | None, changes: Mapping[str, Any]
     if not file.is_file():
         what = "has no config.json" if folder.is_dir() else "does not exist"
         raise UserError(f'the model "{folder}" {what}: give a Hugging Face directory or a configuration file')
-    config = change_config(_read_config(file), changes)
+    config = change_config(_read_config(file, known), changes)
     return Source(folder.name if folder.is_dir() else folder.stem, config, _weights(folder))
 
 
-def _read_config(file: Path) -> PreTrainedConfig:
+def _read_config(file: Path, known: Collection[str]) -> PreTrainedConfig:
     try:
         found: Any = PreTrainedConfig.get_config_dict(file)[0]
     except (OSError, ValueError) as error:
@@ -57,10 +63,10 @@ def _read_config(file: Path) -> PreTrainedConfig:
     kind = fields.get("model_type")
     if not isinstance(kind, str):
         raise UserError(f'"{file}" names no model_type, so what it configures is unknown')
-    known = cast("Mapping[str, str]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if kind not in known:
+        what = "causal language model" if known is CAUSAL else "model"
         raise UserError(
-            f'"{file}" has the model_type "{kind}", which this transformers has no causal language model for'
+            f'"{file}" has the model_type "{kind}", which this transformers has no {what} for'
             f"{did_you_mean(kind, known, listed=False)}"
         )
     try:

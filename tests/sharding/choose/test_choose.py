@@ -19,7 +19,7 @@ from tangram.models.capture import capture
 from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.models.graph import Graph
-from tangram.models.named import named_config, on_meta, token_inputs
+from tangram.models.named import named
 from tangram.sharding.choose.choose import Chosen, choose, kept, priced
 from tangram.sharding.choose.costs import Both, Training, costs
 from tangram.sharding.choose.options import options
@@ -108,8 +108,8 @@ def tiny(kind: str) -> tuple[Graph, dict[str, Tensor]]:
 def large(kind: str) -> Graph:
     """Two layers of 8192, for a batch of 8 x 1024 tokens."""
     fields = {"num_hidden_layers": "2", "hidden_size": "8192", "num_attention_heads": "64", "num_key_value_heads": "8"}
-    model = on_meta(named_config(kind, {**fields, "intermediate_size": "28672", "vocab_size": "32768"}))
-    return folded(capture(model, token_inputs(8, 1024)), block_names(model))
+    model, inputs = named(kind, {**fields, "intermediate_size": "28672", "vocab_size": "32768"}).make(8, 1024)
+    return folded(capture(model, inputs), block_names(model))
 
 
 def megatron(graph: Graph, kind: str, mesh: str) -> Derived:

@@ -18,7 +18,7 @@ from tangram.models.capture import capture
 from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.models.graph import Graph
-from tangram.models.named import named_config, on_meta, token_inputs
+from tangram.models.named import named
 from tangram.sharding.derive.derive import Derived, Over, Problem, Rates, derive, fixed_by
 from tangram.sharding.derive.folding import Step
 from tangram.sharding.derive.layouts import moved
@@ -99,14 +99,14 @@ def ratio(found: Derived) -> dict[str, float]:
 
 def graph_for(kind: str) -> Graph:
     changes = {**SMALL, **(LLAMA if kind == "llama" else {})}
-    model = on_meta(named_config(kind, changes))
-    return folded(capture(model, token_inputs(8, 2048)), block_names(model))
+    model, inputs = named(kind, changes).make(8, 2048)
+    return folded(capture(model, inputs), block_names(model))
 
 
 def derived_for(case: Case, graph: Graph, rates: Rates | None = None) -> Derived:
     marks = [*(marks_of(case.kind) or [] if case.own else []), *map(Mark.parse, case.marks)]
-    named = {mark.pattern for mark in marks}
-    marks += [Mark.parse(f"{name}: ...") for name in graph.outputs if name not in named]
+    given = {mark.pattern for mark in marks}
+    marks += [Mark.parse(f"{name}: ...") for name in graph.outputs if name not in given]
     return derive(graph, marks, Mesh.parse(case.mesh), rates=rates)
 
 

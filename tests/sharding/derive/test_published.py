@@ -12,7 +12,7 @@ from tangram.layout import Mesh
 from tangram.models.capture import capture
 from tangram.models.costs import block_names
 from tangram.models.fold import folded
-from tangram.models.named import named_config, on_meta, token_inputs
+from tangram.models.named import named
 from tangram.sharding.derive.derive import derive
 from tangram.sharding.derive.layouts import value_layout
 from tangram.sharding.derive.marks import marks_of
@@ -34,8 +34,8 @@ def published(kind: str) -> dict[str, str]:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_the_parameters_are_cut_as_published(kind: str) -> None:
     fields = {"num_hidden_layers": str(LAYERS.get(kind, 2))}
-    model = on_meta(named_config(kind, fields))
-    graph = folded(capture(model, token_inputs(4, 1024)), block_names(model))
+    model, inputs = named(kind, fields).make(4, 1024)
+    graph = folded(capture(model, inputs), block_names(model))
     found = derive(graph, marks_of(kind) or [], Mesh.parse("tp=2"))
     plan = published(kind)
     compared: set[str] = set()
