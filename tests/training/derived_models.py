@@ -20,11 +20,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tangram.layout import Mesh
+from tangram.layout.intervals import elements
+from tangram.layout.intervals import rank as rank_of
 from tangram.sharding.derive.marks import Mark, marks_of, read_marks
 from tangram.sharding.derive.of_model import fitting, graph_of
 from tangram.sharding.derive.published import published
 from tangram.sharding.derive.show import total
 from tangram.sharding.derive.states import SAME, SEVERAL
+from tangram.sharding.halo import needed
+from tangram.sharding.parts import stands
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Change, Program
 from tangram.training.data import IGNORE
@@ -33,7 +37,7 @@ from tangram.training.launch import Rank
 from tangram.training.loads import Loads
 from tangram.training.loss import LOGITS, token_loss
 from tests.sharding.derive.test_marks_files import tiny
-from tests.training.own_models import Another, Diffusion, Two, Written
+from tests.training.own_models import Another, Convolved, Diffusion, Two, Written
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,9 @@ class Ran:
     """Bytes that a rank received, as derived."""
 
 
-OWN: Mapping[str, Callable[[], nn.Module]] = {"own": Two, "written": Written, "another": Another, "dit": Diffusion}
+OWN: Mapping[str, Callable[[], nn.Module]] = {
+    "own": Two, "written": Written, "another": Another, "dit": Diffusion, "conv": Convolved
+}  # fmt: skip
 MARKS = Path(__file__).parent / "marks"
 """Of modules that no library knows, by their kind."""
 
@@ -104,7 +110,7 @@ def inputs_of(kind: str) -> dict[str, Any]:
     if kind == "dit":
         noisy = torch.randn(4, 4, 8, 8, generator=generator)
         return {"noisy_BCXY": noisy, "time_B": 100 * torch.arange(4), "class_B": torch.arange(4)}
-    ids = torch.randint(32, (4, 16), generator=generator)
+    ids = torch.randint(32, (4, 24 if kind == "conv" else 16), generator=generator)
     return {"ids_BS": ids} if kind in OWN else {"input_ids": ids, "use_cache": False}
 
 
@@ -303,6 +309,30 @@ def _first_places(held: DerivedModel) -> None:
     now.bring = held._bring = first  # type: ignore[method-assign]
 
 
+def _no_halos(held: DerivedModel) -> None:
+    """Windows read nothing of other ranks' elements: zeros, as beyond the ends."""
+    for own in _operators(held):
+        linked, real = own._linked, own._linked.with_halos
+
+        def none(bound: Any, part: Any, along: Any, local: Any, real: Any = real) -> Any:
+            found = real(bound, part, along, local)
+            for f, window in bound.windows.items():
+                if f in part.held:
+                    here = rank_of(needed(bound, part, f), stands(part, f, window.n))
+                    mask = torch.zeros(found[window.place].shape[window.dim])
+                    mask[elements(here)] = 1
+                    found[window.place] = found[window.place] * mask
+            return found
+
+        linked.with_halos = none
+
+
+def _scans_anew(held: DerivedModel) -> None:
+    """What comes before a part is not joined to its scan."""
+    for own in _operators(held):
+        own._linked.with_totals = lambda bound, part, along, results: results
+
+
 def _gathered_as_the_same(held: DerivedModel) -> None:
     """The gradient of a gathered parameter is cut, and not summed before."""
     program = held.programs[0]
@@ -324,6 +354,8 @@ MISTAKES: Mapping[str, Callable[[DerivedModel], None]] = {
     "every rank counts the rows of other experts": _counts_of_other_groups,
     "rows are put back in another order": _rows_of_other_tokens,
     "rows take the biases of other experts": _biases_of_other_experts,
+    "windows read nothing of other ranks": _no_halos,
+    "scans begin anew on every rank": _scans_anew,
 }
 
 

@@ -46,6 +46,21 @@ class Written(nn.Module):
         return self.head(x_BSH.softmax(-1))
 
 
+class Convolved(nn.Module):
+    """Tokens that read their neighbours by windows, and all before them by a scan: a norm of running means between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(32, 16), nn.Linear(16, 32)
+        self.near, self.far = nn.Conv1d(16, 16, 3, padding=1), nn.Conv1d(16, 16, 3, padding=2, dilation=2, groups=4)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        x_BSH = self.embed(F.one_hot(ids_BS, 32).float())
+        x_BHS = torch.tanh(self.near(x_BSH.transpose(1, 2)))
+        mean_BHS = torch.cumsum(x_BHS, 2) / torch.logcumsumexp(x_BHS * 0.1, 2).exp()
+        return self.head(self.far(x_BHS + mean_BHS).transpose(1, 2))
+
+
 class Fixed(nn.Module):
     """The number of samples is written in its code."""
 

@@ -19,7 +19,7 @@ from tests.training.oracle.warm import once as run_once
 BOUND = 1e-5
 """Of a gradient, relative: sums in another order, through two layers."""
 
-NORMS, GATHERS, LOGITS, BIAS, ROWS, HEADS, MASKS, PLACES, UNCUT, COUNTS, ORDER, BIASES = MISTAKES
+NORMS, GATHERS, LOGITS, BIAS, ROWS, HEADS, MASKS, PLACES, UNCUT, COUNTS, ORDER, BIASES, HALOS, SCANS = MISTAKES
 SEQUENCE = ("{model.embed_tokens,model.layers.*,model.norm}: b s/cp h",)
 """Context parallelism: keys and values are gathered."""
 PLANTED = {
@@ -47,8 +47,14 @@ PRODUCTS = (
 )  # fmt: skip
 HIDDEN = ("*.experts.gate_up_proj: e/ep (2 f/tp) h", "*.experts.down_proj: e/ep h f/tp")
 """Experts over one axis, and their hidden dims over another."""
+CHUNKS = ("embed: b s/sp h", "far: b h s/sp")
+"""Sequences that windows read and that are scanned; the same in two blocks, of which each rank has a part."""
+STRIDED = ("embed: b (2 s/cp) h", "far: b h (2 s/cp)")
 TWO = named(
     [
+        Work("conv", "sp=2", CHUNKS),
+        Work("conv", "cp=2", STRIDED),
+        *(Work("conv", "cp=2", STRIDED, mistake) for mistake in (HALOS, SCANS)),
         Work("llama", "tp=2"),
         *(Work(kind, "tp=2") for kind in ("own", "written")),
         Work("gpt_oss", "ep=2", plans="ep"),
@@ -76,12 +82,14 @@ BY_PLANS = named(
         *(Work(kind, "tp=2", plans="tp ep") for kind in ("mixtral", "gpt_oss")),
     ]
 )
+THREE = named([Work("conv", "sp=3", CHUNKS), Work("conv", "cp=3", STRIDED)])
 SAMPLES = ("{model.embed_tokens,model.layers.*}: b/dp/ep s h",)
 FOUR = named(
     [
         *PRODUCTS,
         *(Work(kind, "tp=4") for kind in ("deepseek_v3", "mamba2", "vit", "dit")),
         Work("dit", "dp=2 tp=2", ("blocks.*: b/dp s h",)),
+        Work("conv", "dp=2 cp=2", (*STRIDED, "embed: b/dp s h", "far: b/dp h s")),
         Work("llama", "cp=2 tp=2", SEQUENCE),
         Work("another", "dp=2 tp=2", ("up.weight: f/tp h", "down.weight: h f/tp", "{up,fixed}: b/dp s f")),
         Work("llama", "dp=2 cp=2", (*SEQUENCE, SEQUENCE[0].replace("b s/cp", "b/dp s")), plans="none"),
@@ -104,7 +112,7 @@ def _run(works: dict[str, Work], world: int) -> Results:
 @pytest.fixture(scope="module")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
     known: dict[str, Results] = {}
-    sets = {"two": (TWO, 2), "others": (OTHERS, 2), "plans": (BY_PLANS, 2), "four": (FOUR, 4)}
+    sets = {"two": (TWO, 2), "others": (OTHERS, 2), "plans": (BY_PLANS, 2), "three": (THREE, 3), "four": (FOUR, 4)}
 
     def find(name: str) -> Results:
         if name not in known:
@@ -155,6 +163,12 @@ def test_other_models(once: Callable[[str], Results], name: str) -> None:
 @pytest.mark.parametrize("name", BY_PLANS)
 def test_published_plans(once: Callable[[str], Results], name: str) -> None:
     _is_right(once("plans")[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", THREE)
+def test_three_ranks(once: Callable[[str], Results], name: str) -> None:
+    _is_right(once("three")[name])
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tangram.layout.intervals import IntSet
 from tangram.sharding.bind import Bound
 from tangram.sharding.parts import Part, peers
 
@@ -82,3 +83,35 @@ def joined(bound: Bound, parts: Sequence[Part], results: Sequence[tuple[Any, ...
             for at, some in done.items():
                 found[at] = some[0] if len(some) == 1 else tuple(torch.cat(x, dim) for x in zip(*some, strict=True))
     return found
+
+
+def with_others(
+    op: str,
+    results: Scanned,
+    dim: int,
+    held: IntSet,
+    every: Sequence[IntSet],
+    told: Callable[[Tensor], Tensor],
+) -> Scanned:
+    """One rank's results, each stretch with what comes before it. `every`: what each rank holds, this one among them,
+    in as many stretches; `told`: slices of all ranks side by side, given those of this one."""
+    own: list[Scanned] = []
+    begun = 0
+    for start, stop in held:
+        own.append(counted(tuple(one.narrow(dim, begun, stop - start) for one in results), start))
+        begun += stop - start
+    totals = tuple(told(torch.cat(some, dim)) for some in zip(*(total(one, dim) for one in own), strict=True))
+    starts = [start for one in every for start, _ in one]
+    found: list[Scanned] = []
+    for (start, _), one in zip(held, own, strict=True):
+        earlier = sorted((other, i) for i, other in enumerate(starts) if other < start)
+        before = [tuple(some.narrow(dim, i, 1) for some in totals) for _, i in earlier]
+        found.append(JOIN[op](functools.reduce(JOIN[op], before), one) if before else _tied(one, totals[0], dim))
+    return tuple(torch.cat(some, dim) for some in zip(*found, strict=True))
+
+
+def _tied(results: Scanned, totals: Tensor, dim: int) -> Scanned:
+    """The first stretch, which needs no totals, in the graph of those: others wait for their gradients."""
+    if not totals.requires_grad:
+        return results
+    return (results[0] + totals.narrow(dim, 0, 0).sum(), *results[1:])

@@ -39,6 +39,7 @@ from tangram.sharding.derive.of_model import States, derive_whole, graph_of, par
 from tangram.sharding.derive.states import SAME, Routed, State, cut
 from tangram.sharding.incode.api import marks_in
 from tangram.sharding.runtime.install import Now, Runtime
+from tangram.sharding.runtime.linked import Linked
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Change, Program
 from tangram.sharding.runtime.rehearse import rehearsed
@@ -240,7 +241,7 @@ class DerivedModel:
             ) from None
         program = rehearsed(found, self._template, given, self._dtype)
         refuse_cut_inputs(program.found)  # what was rehearsed, which may have more tensors whole than `found`
-        operators = Operators(program.found, self._rank)
+        operators = Operators(program.found, self._rank, Linked(self._groups))
         rings = {RING: Rings(self._groups, self._bring).attend} if self.rings else {}
         return Now(
             program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring), together=rings

@@ -98,7 +98,9 @@ def options(folded: Folded, mesh: Mesh, marks: Sequence[Mark]) -> Options:
     problems: list[Problem] = []
     for axis in axes:
         own = {v: states[axis] for v, states in fixed.items() if axis in states}
-        problems.append(Problem(folded, axis, mesh.axes[axis][0], [], own, Rates(follow=0.0), routed=False))
+        problems.append(
+            Problem(folded, axis, mesh.axes[axis][0], [], own, Rates(follow=0.0), routed=False, linked=False)
+        )
     ks = tuple(mesh.axes[axis][0] for axis in axes)
     quiet = still(folded, fixed)
     moves = {step.number: _moves(step, problems, ks, quiet, folded) for step in folded.steps}

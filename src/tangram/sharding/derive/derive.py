@@ -21,6 +21,7 @@ from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.derive.fixed import ConflictError, fixed_by
 from tangram.sharding.derive.folding import Folded, Step, far_at_taker, far_from_borders, fold
+from tangram.sharding.derive.linked import passed
 from tangram.sharding.derive.marks import Mark
 from tangram.sharding.derive.moves import Label, Move, groups, label_of, labels, legal, moves, place_of, row_moves
 from tangram.sharding.derive.rates import Rates, effort
@@ -107,7 +108,8 @@ class Problem:
     """The problem of one axis.
 
     `opened`: a class that may lie otherwise than its mark says, at the same prices. `routed`: whether ranks may sort
-    rows of their own, and send them (`derive.regions`).
+    rows of their own, and send them (`derive.regions`). `linked`: whether they may read of each other within an
+    operator.
     """
 
     def __init__(
@@ -121,9 +123,10 @@ class Problem:
         opened: int | None = None,
         *,
         routed: bool = True,
+        linked: bool = True,
     ) -> None:
         self.folded, self.axis, self.k, self.done, self.fixed, self.rates = folded, axis, k, done, fixed, rates
-        self.opened = opened
+        self.opened, self.linked = opened, linked
         self.given_back = {folded.classes[v] for v in folded.graph.outputs.values()}
         self.free = self._free()
         self.led = self._led()
@@ -219,7 +222,7 @@ class Problem:
         known = {label_of(step.bound, dims, state) for v, dims in there for state in found[v] if state.kind == "cut"}
         grown: list[int] = []
         for label in known:
-            if label is None or not legal(step.bound, label, self.k):
+            if label is None or not legal(step.bound, label, self.k, linked=self._links(step)):
                 continue
             for v, dims in there:
                 state = place_of(step.bound, dims, label)
@@ -240,20 +243,27 @@ class Problem:
         count = len(step.bound.inputs) + len(step.bound.outputs)
         some = (some + [()] * count)[:count]
         differentiable = [v in self.folded.differentiable for v in step.outputs]
-        allowed = [label for label in labels(step.bound, some, self.k) if self._fits(step, label)]
+        found_labels = labels(step.bound, some, self.k, linked=self._links(step))
+        allowed = [label for label in found_labels if self._fits(step, label)]
         differentiable += [False] * (len(step.bound.outputs) - len(differentiable))
         found = moves(step.call, step.bound, allowed, self.k, differentiable)
         found += [*row_moves(step.call, step.bound, some, self.k), *self.regions.moves(step, self.outers, self.k)]
         before = [over.moves[step.number] for over in self.done]
         return [move for move in dict.fromkeys(found) if together(self.regions, step, move, before)]
 
+    def _links(self, step: Step) -> bool:
+        """Whether parts may need each other in an operator: where gradients flow. What else is small is gathered."""
+        return self.linked and any(v in self.folded.differentiable for v in step.outputs)
+
     def _fits(self, step: Step, label: Label) -> bool:
-        """Whether a cut is even beside those of the axes before."""
+        """Whether a cut is even beside those of the axes before, and alone where parts need each other."""
         n = step.bound.sizes[label.factor] // label.inner
         for over in self.done:
             own = over.moves[step.number].label
             if own is None or own.factor != label.factor:
                 continue
+            if label.factor in step.bound.linked:
+                return False
             if own.inner == label.inner:
                 n //= over.k
             elif own.inner < label.inner:
@@ -332,7 +342,10 @@ class Problem:
             return [0.0] * len(some)  # masks and positions: not worth a collective
         before = math.prod(over.moves[step.number].share for over in self.done)
         worth = 3 * effort(self.folded, step).worth(self.rates)
-        return [worth * (move.share * before) * step.times for move in some]
+        ways = math.prod(over.k for over in self.done if over.moves[step.number].label is not None)
+        passes = (passed(step, move.label, self.axis, self.k) for move in some)
+        inside = [2 * one.nbytes / ways if one is not None else 0.0 for one in passes]
+        return [(worth * (move.share * before) + own) * step.times for move, own in zip(some, inside, strict=True)]
 
     def _nbytes(self, v: int) -> float:
         """Of a tensor, what a rank has by the axes before."""

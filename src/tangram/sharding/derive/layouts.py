@@ -12,6 +12,8 @@ from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.calls import Call
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step
+from tangram.sharding.derive.linked import cut_of, passed
+from tangram.sharding.derive.moves import Label
 from tangram.sharding.derive.states import Routed, State, cut, part_dim, received, way
 from tangram.sharding.local import Part
 
@@ -112,7 +114,7 @@ def part(found: Derived, step: Step, rank: int) -> Part:
             cuts.setdefault(label.factor, []).append((over.axis, label.inner))
     at = found.mesh.coords(rank)
     sets = {f: held(divided(step.bound.sizes[f], own), found.mesh, at) for f, own in cuts.items()}
-    return Part(found.mesh, rank, sets, {f: tuple(Cut(axis) for axis, _ in own) for f, own in cuts.items()})
+    return Part(found.mesh, rank, sets, {f: tuple(cut_of(a, Label(f, n)) for a, n in own) for f, own in cuts.items()})
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,26 @@ def moved(found: Derived) -> Iterator[Moved]:
         for place, v in enumerate(step.inputs):
             if v is not None:
                 yield from _between(found, v, used(found, v), needed(found, step, place), step.times, step.number)
+        yield from _inside(found, step)
         for i, v in enumerate(step.outputs):
             yield from _between(found, v, made(found, step, i), used(found, v), step.times, None)
+
+
+def _inside(found: Derived, step: Step) -> Iterator[Moved]:
+    """What parts tell each other within an operator."""
+    ways = 1
+    for over in found.axes:
+        move = over.moves[step.number]
+        one = passed(step, move.label, over.axis, over.k)
+        if one is not None and one.nbytes:
+            v, state = step.inputs[one.place], move.inputs[one.place]
+            assert v is not None
+            assert state is not None
+            back = v in found.folded.differentiable
+            there = one.nbytes / ways
+            kind, more = one.kind if back else "", there if back else 0.0
+            yield Moved(v, over.axis, state, state, one.kind, kind, there, more, step.times, step.number)
+        ways *= over.k if move.label is not None else 1
 
 
 def _between(

@@ -75,20 +75,28 @@ def place_of(bound: Bound, dims: Dims, label: Label) -> State | None:
     return None
 
 
-def legal(bound: Bound, label: Label, k: int) -> bool:
-    """Whether an operator allows a cut into `k` even parts, which need nothing of each other as those of scans do."""
+def legal(bound: Bound, label: Label, k: int, *, linked: bool = False) -> bool:
+    """Whether an operator allows a cut into `k` even parts. `linked`: also where those need something of each other."""
     n = bound.sizes[label.factor]
-    return label.factor in set(bound.cuttable) - bound.linked and n % label.inner == 0 and (n // label.inner) % k == 0
+    if label.factor in bound.linked and not (linked and _reads_as_many(bound, label.factor)):
+        return False
+    return label.factor in bound.cuttable and n % label.inner == 0 and (n // label.inner) % k == 0
 
 
-def labels(bound: Bound, states: Sequence[Sequence[State]], k: int) -> Iterator[Label]:
+def _reads_as_many(bound: Bound, factor: str) -> bool:
+    """Whether the result of windows is as long as what they read, so that both are cut in even parts."""
+    window = bound.windows.get(factor)
+    return window is None or window.n == bound.sizes[factor]
+
+
+def labels(bound: Bound, states: Sequence[Sequence[State]], k: int, *, linked: bool = False) -> Iterator[Label]:
     """The factors that can be cut, given the states that its inputs and outputs can have."""
     found: dict[Label, None] = {}
     for dims, some in zip((*bound.inputs, *bound.outputs), states, strict=True):
         for state in some:
             if dims is not None and state.kind == "cut" and (label := label_of(bound, dims, state)) is not None:
                 found[label] = None
-    return (label for label in found if legal(bound, label, k))
+    return (label for label in found if legal(bound, label, k, linked=linked))
 
 
 def moves(call: Call, bound: Bound, some: Sequence[Label], k: int, differentiable: Sequence[bool]) -> list[Move]:

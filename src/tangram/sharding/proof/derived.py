@@ -22,7 +22,7 @@ from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step, meta
 from tangram.sharding.derive.layouts import called, layout_of, lying, made, needed, part, steps_of_nodes, used
 from tangram.sharding.derive.states import State
-from tangram.sharding.local import run
+from tangram.sharding.local import run_all
 from tangram.sharding.proof.execute import differs
 from tangram.sharding.proof.routed import Routes, is_routed
 from tangram.sharding.proof.simulate import Simulated, World, cut, of_parts, together
@@ -130,14 +130,16 @@ class _Ranks:
                 continue
             v = by_place[name] if at is None else by_place[name][at]
             ready.append(self._brought(v, self.values[v], self._used(v), needed(self.found, step, place)))
-        found: list[list[Any]] = []
-        for rank in range(self.found.mesh.size):
+        ranks = range(self.found.mesh.size)
+        every: list[list[Tensor | None]] = []
+        for rank in ranks:
             local = [None if t is None else t.parts[rank] for t in ready]
             if call.name == "view":  # what is brought here may have other strides than what a model's own code has
                 local = [None if t is None else t.contiguous() for t in local]
-            results = defined(node, [*run(own, step.bound, part(self.found, step, rank), local)])
-            found.append([r for r, v in zip(results, node.results, strict=True) if v is not None])
-        return found
+            every.append(local)
+        results = run_all(own, step.bound, [part(self.found, step, rank) for rank in ranks], every)
+        pairs = ((zip(defined(node, [*some]), node.results, strict=True)) for some in results)
+        return [[r for r, v in both if v is not None] for both in pairs]
 
     def _brought(self, v: int, value: Simulated, source: Mapping[str, State], target: Mapping[str, State]) -> Simulated:
         """A tensor that lies otherwise, compared by its layout but for rows in an order of their own."""

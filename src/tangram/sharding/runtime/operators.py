@@ -6,6 +6,7 @@ that are not the part's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch.utils._pytree import tree_unflatten
 
 from tangram.errors import UserError
 from tangram.models.graph import Called, Node
+from tangram.sharding.calls import Call
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step
 from tangram.sharding.derive.layouts import called, part, steps_of_nodes
 from tangram.sharding.local import run
 from tangram.sharding.parts import Part
 from tangram.sharding.runtime.install import Bring
+from tangram.sharding.runtime.linked import Linked
 from tangram.sharding.runtime.lower import makers, places_of, written_by
 from tangram.sharding.runtime.program import Action
 
@@ -27,11 +30,12 @@ from tangram.sharding.runtime.program import Action
 class Operators:
     """The operators of a derivation as one rank runs them."""
 
-    def __init__(self, found: Derived, rank: int) -> None:
+    def __init__(self, found: Derived, rank: int, linked: Linked | None = None) -> None:
         self.graph = found.folded.graph
         self.steps: Mapping[int, Step] = steps_of_nodes(found)
-        self._found, self._rank = found, rank
+        self._found, self._rank, self._linked = found, rank, linked
         self._parts: dict[int, Part] = {}
+        self._others: dict[tuple[int, str], Sequence[Part]] = {}
         self.maker = makers(self.graph)
 
     def part(self, step: Step) -> Part:
@@ -75,9 +79,28 @@ class Operators:
             local = [None if t is None else t.contiguous() for t in local]
         written = written_by(node)
         call, there = called(self._found, step), any(v in given for v in written)
-        found = run(call, step.bound, self.part(step), local, in_place=there)
+        if not step.bound.linked.isdisjoint(self.part(step).held):
+            found = self._run_linked(call, step, local)
+        else:
+            found = run(call, step.bound, self.part(step), local, in_place=there)
         for v, x in zip(places_of(node, step), local, strict=True):
             if v in written and v in given and x is not None and found[0] is not x:
                 x.copy_(found[0])
                 found = (x, *found[1:])
         return found
+
+    def _run_linked(self, call: Call, step: Step, local: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """An operator whose parts need each other. Collective."""
+        assert self._linked is not None, "a rehearsal runs no operators"
+        own, along = self.part(step), functools.partial(self._along, step)
+        ready = self._linked.with_halos(step.bound, own, along, local)
+        return self._linked.with_totals(step.bound, own, along, run(call, step.bound, own, ready))
+
+    def _along(self, step: Step, axis: str) -> Sequence[Part]:
+        """Where the ranks of an axis stand in an operator."""
+        if (step.number, axis) not in self._others:
+            mesh = self._found.mesh
+            at = {over.axis: mesh.coords(self._rank)[over.axis] for over in self._found.axes}
+            ranks = [mesh.rank({**at, axis: i}) for i in range(mesh.axes[axis][0])]
+            self._others[step.number, axis] = [part(self._found, step, rank) for rank in ranks]
+        return self._others[step.number, axis]

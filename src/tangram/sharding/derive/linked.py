@@ -1,0 +1,38 @@
+"""Operators of a derivation whose parts need each other: what passes between the ranks of the axis that cuts them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tangram.layout import Mesh
+from tangram.layout.syntax import Cut
+from tangram.sharding import links
+from tangram.sharding.choices import HALO, SCAN
+from tangram.sharding.derive.folding import Step
+from tangram.sharding.derive.moves import Label
+
+
+class Passed(NamedTuple):
+    """What a rank receives inside of an operator."""
+
+    kind: str
+    """`halo`, or `scan`: the totals of other parts."""
+    place: int
+    """The input of which, or of whose scan."""
+    nbytes: float
+    """On average, forward, where no other axis cuts anything; backward as much."""
+
+
+def cut_of(axis: str, label: Label) -> Cut:
+    """The cut of a factor."""
+    return Cut(axis, "strided", (label.inner,)) if label.inner > 1 else Cut(axis)
+
+
+def passed(step: Step, label: Label | None, axis: str, k: int) -> Passed | None:
+    """What passes in an operator that an axis cuts so; None where parts need nothing of each other."""
+    if label is None or label.factor not in step.bound.linked:
+        return None
+    mesh, trees = Mesh((((axis, k),),)), {label.factor: (cut_of(axis, label),)}
+    for place, some in links.halos(step.call, step.bound, trees, mesh).items():
+        return Passed(HALO, place, sum(n for _, n in some))
+    return Passed(SCAN, 0, sum(n for _, n in links.scans(step.call, step.bound, trees, mesh)))
