@@ -136,7 +136,8 @@ def once(folder: Path, found: Meshes) -> Any:
     """Every block is read by one rank, however many want it, through windows with few slots and many."""
     results: dict[str, Any] = {}
     whole = large()
-    for nodes, memory, (name, layout) in itertools.product(NODES, (0, 64 * BLOCK), LAYOUTS.items()):
+    places = [(nodes, 0) for nodes in NODES] + [(nodes, 64 * BLOCK) for nodes in NODES[:2]]
+    for (nodes, memory), (name, layout) in itertools.product(places, LAYOUTS.items()):
         read: list[tuple[str, int]] = []
         want = _wants(layout)
         with pytest.MonkeyPatch.context() as patch:
@@ -184,7 +185,7 @@ def by_files(folder: Path, found: Meshes) -> Any:
 def damaged(folder: Path, found: Meshes) -> Any:
     """One block is not as it was written: all ranks say the same, soon."""
     said: list[str] = []
-    for nodes, layout in itertools.product(NODES, LAYOUTS.values()):
+    for nodes, layout in itertools.product(NODES[::2], LAYOUTS.values()):
         started = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
             _small(patch, nodes)

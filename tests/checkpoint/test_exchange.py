@@ -226,7 +226,7 @@ def _said(folder: Path, layout: str, nodes: str, how: str) -> list[str]:
     ("layout", "nodes"),
     [
         ("copied", "aaa"),
-        ("rows", "aaa"),
+        pytest.param("rows", "aaa", marks=pytest.mark.slow),
         ("copied", "aab"),
         pytest.param("copied", "abb", marks=pytest.mark.slow),
         pytest.param("copied", "abc", marks=pytest.mark.slow),

@@ -21,7 +21,7 @@ from tests.relayout.scatter import Scattered, scattered
 EXAMPLES = settings.default.max_examples if settings.default else 50
 
 
-@settings(max_examples=30 * EXAMPLES)
+@settings(max_examples=20 * EXAMPLES)
 @given(cases())
 def test_mappings_and_layouts(case: Case) -> None:
     """Fused, split, transposed, stacked over names, padded, sliced, tied; over any two meshes; there and back."""
