@@ -24,6 +24,7 @@ from tangram.errors import UserError
 from tangram.models.build import initial_tensors
 from tangram.planner import strategies
 from tangram.planner.counted import Counted
+from tangram.planner.derived import ModelAxis
 from tangram.planner.job import Job
 from tangram.planner.plan import Plan
 from tangram.training import building, loop, optimise
@@ -181,11 +182,16 @@ def plan_of(text: Path, config: Path, *, change: Mapping[str, Any], freeze: Sequ
     return Plan.model_validate(tables)
 
 
-def over_a_tensor_axis(plan: Plan) -> Plan:
-    """The same over a tensor axis of two ranks, from the marks that are known for the model."""
+TENSOR = strategies.Strategy("tensor", "tp=2", (), (strategies.TENSOR,))
+CONTEXT = strategies.Strategy("context", "cp=2", (), (ModelAxis("cp", "context", "gathered"),))
+
+
+def over_an_axis(plan: Plan, strategy: strategies.Strategy) -> Plan:
+    """The same over a model axis of two ranks, from the marks that are known for the model."""
     job = Job.model_validate({name: getattr(plan, name) for name in Job.model_fields})
     counted = Counted(job, building.source_of(plan, BYTES).config)
-    return strategies.plan_of(strategies.Strategy("tensor", "tp=2", (), (strategies.TENSOR,)), job, counted)
+    made = strategies.plan_of(strategy, job, counted)
+    return made.model_copy(update={"data": plan.data})
 
 
 def train_all(rank: Rank, plans: Mapping[str, Plan]) -> dict[str, Ran | str]:

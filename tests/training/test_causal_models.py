@@ -3,19 +3,24 @@
 The oracle takes each document alone through the model, with nothing beside or behind it.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
+from tangram.planner.strategies import Strategy
 from tangram.training.launch import run_ranks
 from tests.training.causal_models import (
     CAUSAL,
+    CONTEXT,
     PACKED,
     REFUSED,
     SINGLE,
+    TENSOR,
     Ran,
     apart,
-    over_a_tensor_axis,
+    over_an_axis,
     plain,
     prepared,
     train_all,
@@ -29,11 +34,11 @@ CLOSE = 1e-4
 DOCS = Path(__file__).parents[2] / "docs" / "training.md"
 
 
-def check(families: tuple[str, ...], folder: Path, called_as_llama: tuple[str, ...] = ()) -> None:
-    plans = prepared(folder, families + called_as_llama)
-    for family in called_as_llama:
-        plans[family] = over_a_tensor_axis(plans[family])
-        assert any("q_proj" in pattern for pattern in plans[family].layouts.marks)
+def check(families: tuple[str, ...], folder: Path, others: Mapping[str, Strategy] = MappingProxyType({})) -> None:
+    plans = prepared(folder, (*families, *others))
+    for family, strategy in others.items():
+        plans[family] = over_an_axis(plans[family], strategy)
+        assert strategy is CONTEXT or any("q_proj" in pattern for pattern in plans[family].layouts.marks)
     done = run_ranks(train_all, plans, world=2, on_event=print, device="cpu")
     for family in plans:
         ran = done[0][family]
@@ -44,12 +49,18 @@ def check(families: tuple[str, ...], folder: Path, called_as_llama: tuple[str, .
 
 
 def test_some_models_train_as_in_one_process(tmp_path: Path) -> None:
-    check(QUICK, tmp_path, ("stablelm",))
+    check(QUICK, tmp_path, {"stablelm": TENSOR, "llama": CONTEXT})
 
 
 @pytest.mark.slow
 def test_models_without_marks_of_their_own_train_by_llamas_over_a_tensor_axis(tmp_path: Path) -> None:
-    check((), tmp_path, ("biogpt", "opt", "stablelm", "xglm"))
+    check((), tmp_path, dict.fromkeys(("biogpt", "opt", "stablelm", "xglm"), TENSOR))
+
+
+@pytest.mark.slow
+def test_ranks_that_see_other_documents_of_a_row_make_one_mask(tmp_path: Path) -> None:
+    """A row of documents of which a rank sees one: transformers would leave the mask out there."""
+    check((), tmp_path, dict.fromkeys(("deepseek_v3", "gemma3_text", "llama", "qwen3"), CONTEXT))
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from tangram.sharding.derive.derive import Derived
+from tangram.sharding.derive.folding import Folded
+from tangram.sharding.derive.folding import Step as FoldedStep
 from tangram.sharding.derive.layouts import steps_of_nodes
 from tangram.sharding.derive.states import State
 
@@ -74,10 +76,23 @@ class Program:
 
     @cached_property
     def cuts_queries(self) -> bool:
-        """Whether attention is to have the mask of the capture: queries are cut, or its operators run one by one."""
+        """Whether attention is to have the mask of the capture: queries are cut, or its operators run one by one.
+
+        Attention that was captured as products (its heads give other sizes than they take) may be both. So is it where
+        masks are made of parts: whether there is one depends on the documents that a rank sees.
+        """
         calls, steps = self.found.folded.graph.calls, steps_of_nodes(self.found)
         replaced = [calls[action.call] for own in self.actions.values() for action in own.values() if action.why]
         if any("scaled_dot_product" in steps[i].call.name for call in replaced for i in range(call.first, call.stop)):
+            return True
+        for call in calls:
+            own = [steps[i] for i in range(call.first, call.stop)] if "scaled_dot_product" in call.function else []
+            cut = any(over.moves[step.number].label is not None for step in own for over in self.found.axes)
+            if cut and not any("scaled_dot_product" in step.call.name for step in own):
+                return True
+        attends = any("scaled_dot_product" in call.function for call in calls)
+        masks = _of_no_weights(self.found.folded) if attends else []
+        if any(over.moves[step.number].label is not None for step in masks for over in self.found.axes):
             return True
         for step in self.found.folded.steps:
             query = step.bound.inputs[0] if "scaled_dot_product" in step.call.name else None
@@ -90,3 +105,15 @@ class Program:
     def inside(self) -> int:
         """How many functions are not called as they are."""
         return sum(len(own) for own in self.actions.values())
+
+
+def _of_no_weights(folded: Folded) -> list[FoldedStep]:
+    """The operators on positions and masks: nothing that they take follows from a parameter or has gradients."""
+    others = set(folded.standing | folded.differentiable)
+    found: list[FoldedStep] = []
+    for step in folded.steps:
+        if others.isdisjoint((*step.inputs, *step.outputs)):
+            found.append(step)
+        else:
+            others.update(step.outputs)
+    return found
