@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,12 +30,12 @@ from tangram.training.dry import (
     counted_alone,
 )
 from tangram.training.optimise import make_adamw
+from tangram.training.routers import routers_in
 from tangram.training.world import World, make_world
 from tests.training.oracle.axes import MIXTURES, WITH_EXPERTS
 from tests.training.oracle.cases import write_models
 from tests.training.oracle.dropping import dropping, kept
 from tests.training.small import SMALL_MODEL, small_plan
-from tests.training.strategies import FSDP, TWO_STAGES, Strategy
 
 FIELDS = {**SMALL_MODEL, "vocab_size": 64}
 KINDS = {**MIXTURES, "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2}}
@@ -127,7 +126,7 @@ def test_the_largest_are_found_digit_by_digit(by: str, low: bool, world: World) 
     """Against choices taken one by one; in bfloat16 most weights are those of others, and earlier tokens go first."""
     generator = torch.Generator().manual_seed(len(by))
     model = model_of("qwen3_moe")
-    ours = cast(Any, capacity.Capacity(model, 0.0, by, world))
+    ours = cast(Any, capacity.Capacity(model, routers_in(model), 0.0, by, world, world.group))
     for experts, factor in ((4, 0.5), (7, 1.1), (5, 3.0), (4, 0.01)):
         weights_TE = torch.rand(ROWS * LENGTH, experts, generator=generator)
         weights_TE = weights_TE.bfloat16() if low else weights_TE - 0.5  # of a sort that has some below zero
@@ -196,7 +195,7 @@ def test_ranks_that_see_the_same_tokens_count_them_once(world: World, monkeypatc
     found: dict[tuple[str, int], tuple[list[int], bool]] = {}
     for rank in range(2):
         place = replace(world, mesh=mesh, index=rank, axes=replace(world.axes, model=("tp",)))
-        ours = cast(Any, capacity.Capacity(model, 1.0, "probs", place))
+        ours = cast(Any, capacity.Capacity(model, routers_in(model), 1.0, "probs", place, place.group))
         for state in (SAME, SEVERAL, cut(0), cut(1)):
             lies = Lies({"tp": state}, Mesh.parse("tp=2"), {"tp": rank}, {})
             monkeypatch.setattr(capacity, "lies_of", lambda *_, lies=lies: lies)
@@ -227,9 +226,3 @@ def test_models_whose_routers_do_not_say_what_they_choose_are_refused() -> None:
     other = build_on_meta(AutoConfig.for_model("jetmoe", **FIELDS, num_local_experts=4, kv_channels=4))
     with pytest.raises(UserError, match="needs routers that give the experts of each token and their weights"):
         capacity.refuse(other, plan_of())
-
-
-def test_a_pipeline_is_refused() -> None:
-    strategy = Strategy("pp=2 dp=2", ("dp",), (), FSDP, stages=TWO_STAGES)
-    with pytest.raises(ValidationError, match="known where a micro-batch begins, and not to later stages"):
-        small_plan(Path("text"), **strategy.tables, run={"expert_capacity": 1.25})

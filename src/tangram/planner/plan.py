@@ -145,17 +145,6 @@ class Plan(Job):
                 )
         if self.pipeline is None:
             return self
-        if self.run.router_loss:
-            raise Mistake(
-                "run.router_loss",
-                "it is of all layers together, and a stage of a pipeline sees its own: leave it out, or [pipeline]",
-            )
-        if self.run.expert_capacity:
-            raise Mistake(
-                "run.expert_capacity",
-                "which rows count is known where a micro-batch begins, and not to later stages of a pipeline: leave it "
-                "out, or [pipeline]",
-            )
         if self.pipeline.schedule == "table":  # its file is read when the plan's is
             return self
         name, stages, ranks = self.pipeline.schedule, len(self.pipeline.stages), self.stage_ranks

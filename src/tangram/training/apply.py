@@ -45,6 +45,7 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
     tell(model, plan)
     freeze(model, plan)
     keep_parameters(model, plan)
+    of_routers, of_experts = routers.asked(model, plan), capacity.asked(model, plan)  # of all stages
     numbers = plan.stages_at(world.stage)
     parts = [model] if plan.pipeline is None else keep_stages(model, plan.pipeline.stages, numbers)
     cuts = cuts_of(model, plan)
@@ -66,8 +67,8 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
         shard(part, blocks[part], plan, cuts, world)
     if plan.pipeline is not None:
         Pipeline(model, dict(zip(numbers, parts, strict=True)), plan, world)
-    routers.watch(model, plan, world)
-    capacity.watch(model, plan, world)
+    routers.watch(parts, of_routers, plan, world)
+    capacity.watch(parts, of_experts, plan, world)
     return model
 
 

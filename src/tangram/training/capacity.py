@@ -18,13 +18,17 @@ it: they count for nothing, take no room and lose nothing. Outside of training n
 The C-th largest of what lies on many ranks is found digit by digit: ranks add up, for each expert, how many of its
 choices have which next eight bits (E x 256 integers); that of as many digits as a weight and a place have. What moves
 depends on no number of tokens or ranks.
+
+Of a pipeline the ranks that have a stage do so among themselves, for the layers that they have; which rows count all
+of them know from the batch. Micro-batches are under way at a time, so before a forward and a backward it is said of
+which one they are.
 """
 
 # ruff: noqa: N803, N806  a tensor carries its dims in its name
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -40,7 +44,7 @@ from tangram.training.data import IGNORE
 from tangram.training.derived import Lies
 from tangram.training.routers import lies_of, routers_in
 from tangram.training.told import Given
-from tangram.training.world import World
+from tangram.training.world import World, of_stage
 
 _HELD = "_tangram_capacity"
 _DIGIT = 8
@@ -50,14 +54,10 @@ _FLOAT = 32
 
 def refuse(model: nn.Module, job: Job) -> None:
     """Raise UserError where a job asks for a capacity of experts of a model on meta that is not known to choose any."""
-    if not job.run.expert_capacity:
-        return
     name = type(model).__name__
-    found = routers_in(model)
-    if not found:
-        raise UserError(f"run.expert_capacity is of experts, and {name} has no routers: leave it out")
+    found = asked(model, job)
     size = getattr(getattr(model, "config", None), "hidden_size", 0)
-    for path, place in found.items():
+    for path, place in (found or {}).items():
         if _places(_gives(model.get_submodule(path), size), place) is None:
             raise UserError(
                 f"run.expert_capacity needs routers that give the experts of each token and their weights, and {path} "
@@ -65,65 +65,104 @@ def refuse(model: nn.Module, job: Job) -> None:
             )
 
 
-def watch(model: nn.Module, plan: Job, world: World) -> None:
-    """Have a model's experts take no more than the plan says. Raises UserError for a model without routers."""
-    if plan.run.expert_capacity:
-        model.__dict__[_HELD] = Capacity(model, plan.run.expert_capacity, plan.run.drop_by, world)
+def asked(model: nn.Module, plan: Job) -> Mapping[str, int] | None:
+    """The routers of a whole model to whose experts the plan gives a capacity; None for none.
+
+    Raises UserError for a model without routers.
+    """
+    if not plan.run.expert_capacity:
+        return None
+    found = routers_in(model)
+    if not found:
+        raise UserError(f"run.expert_capacity is of experts, and {type(model).__name__} has no routers: leave it out")
+    return found
 
 
-def capacity_of(model: nn.Module) -> Capacity | None:
-    """What keeps to the capacity of a model's experts; None where nothing does."""
-    return cast("Capacity | None", model.__dict__.get(_HELD))
+def watch(parts: Iterable[nn.Module], known: Mapping[str, int] | None, plan: Job, world: World) -> None:
+    """Have the experts in what a rank runs of a model take no more than the plan says, by the routers that it `asked`.
+
+    Collective where there are any.
+    """
+    if known is not None:
+        group = of_stage(world)
+        for part in parts:
+            part.__dict__[_HELD] = Capacity(part, known, plan.run.expert_capacity, plan.run.drop_by, world, group)
+
+
+def capacity_of(part: nn.Module) -> Capacity | None:
+    """What keeps to the capacity of the experts of a model, or of a stage of it; None where nothing does."""
+    return cast("Capacity | None", part.__dict__.get(_HELD))
 
 
 class Capacity:
-    """Drops choices of a model's routers while it trains, and counts them."""
+    """Drops choices of a model's routers while it trains, or of those of a stage, and counts them."""
 
-    def __init__(self, model: nn.Module, factor: float, by: str, world: World) -> None:
-        self._model, self._factor, self._by, self._world = model, factor, by, world
-        self._batch: tuple[Tensor, Tensor, Tensor] | None = None
+    def __init__(
+        self,
+        part: nn.Module,
+        known: Mapping[str, int],
+        factor: float,
+        by: str,
+        world: World,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """`known`: the routers of the whole model. `group`: as `world.of_stage` gives."""
+        self._model, self._factor, self._by, self._world, self._group = part, factor, by, world, group
+        self._layers = len(known)
+        self._batches: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
+        self._turn = 0
         self._dropped: dict[str, Tensor] = {}
         """By router: how many choices were dropped, and of how many. What is computed again counts again in both."""
-        routers = routers_in(model)
-        if not routers:
-            raise UserError(
-                f"run.expert_capacity is of experts, and {type(model).__name__} has no routers: leave it out"
-            )
-        for name, place in routers.items():
-            model.get_submodule(name).register_forward_hook(_hook(self, name, place))
+        here = {name for name, _ in cast("Iterable[tuple[str, nn.Module]]", part.named_modules())}
+        for name, place in known.items():
+            if name in here:
+                part.get_submodule(name).register_forward_hook(_hook(self, name, place))
 
-    def before(self, seen: Given) -> None:
-        """The next forward is of this micro-batch. Collective over all ranks, which have as many rows each."""
-        labels_BS = seen.batch.labels_BS
-        B, S = labels_BS.shape
-        counts_BS = (labels_BS != IGNORE).any(1, keepdim=True).expand(B, S)
-        tokens = summed(counts_BS.sum(), self._world.group) // self._world.model_size
-        order_S = torch.arange(S, device=labels_BS.device) if seen.order is None else seen.order
-        first_B = torch.arange(B, device=labels_BS.device) + self._world.data_index * B
-        self._batch = (first_B[:, None] * S + order_S).flatten(), counts_BS.flatten(), tokens
+    def before(self, *seen: Given) -> None:
+        """What comes next is of these micro-batches, of the first one until `turn` says another.
+
+        Collective over all ranks of a stage, which have as many rows each.
+        """
+        counted = [(one.batch.labels_BS != IGNORE).any(1, keepdim=True) for one in seen]
+        lengths = [one.batch.labels_BS.shape[1] for one in seen]
+        tokens_M = torch.stack([rows_B1.sum() * S for rows_B1, S in zip(counted, lengths, strict=True)])
+        tokens_M = summed(tokens_M, self._group) // self._world.model_size
+        self._turn, self._batches = 0, [self._batch(*one) for one in zip(seen, counted, tokens_M, strict=True)]
+
+    def turn(self, micro: int) -> None:
+        """What comes next is of this one of the micro-batches, its forward or its backward."""
+        self._turn = micro
 
     def taken(self) -> Tensor:
-        """The share of choices that were dropped since it was asked before, a float64 scalar; alike on all ranks.
+        """The share of choices that were dropped since it was asked before, a float64 scalar; alike on a stage's ranks.
 
-        The mean over the layers. The step has ended: another forward needs another `before`.
+        The sum over its layers, divided by the number of all. The step has ended: another needs another `before`.
         """
-        self._batch = None
+        self._batches = ()
         shares = [n[0] / n[1].clamp(min=1) for n in self._dropped.values()]
         self._dropped.clear()
-        return torch.stack(shares).mean() if shares else torch.zeros((), dtype=torch.float64, device=self._world.device)
+        none = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        return torch.stack(shares).sum() / self._layers if shares else none
+
+    def _batch(self, seen: Given, counted_B1: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a micro-batch the places of its tokens, whether they count, and how many do so on all ranks."""
+        B, S = seen.batch.labels_BS.shape
+        order_S = torch.arange(S, device=counted_B1.device) if seen.order is None else seen.order
+        first_B = torch.arange(B, device=counted_B1.device) + self._world.data_index * B
+        return (first_B[:, None] * S + order_S).flatten(), counted_B1.expand(B, S).flatten(), tokens
 
     @torch.no_grad()
     def kept(self, name: str, leaf: int, weights_TK: Tensor, experts_TK: Tensor, experts: int) -> Tensor:
         """Which of a router's choices are kept (T, K). `leaf`: the place of the weights in what it gives.
 
-        Collective over all ranks.
+        Collective over all ranks of a stage.
         """
-        if self._batch is None:
+        if not self._batches:
             raise UserError(
                 "run.expert_capacity is over what all ranks train on at once, as train_step gives it: leave it out for "
                 "a loop that calls the model by itself"
             )
-        places_T, counts_T, tokens = self._batch
+        places_T, counts_T, tokens = self._batches[self._turn]
         total = places_T.numel() * self._world.data_size
         places_T, counts_T, own = self._part(name, leaf, places_T, counts_T)
         if weights_TK.shape[0] != places_T.shape[0]:
@@ -139,7 +178,7 @@ class Capacity:
         counted_TK = (counts_T & own)[:, None].expand(T, K).flatten()
         limit = (tokens.double() * K / experts * self._factor).ceil().long()
         index = experts_TK.flatten().long()
-        least_E, chosen_E = largest(key_TK.flatten(), index, counted_TK, limit, experts, bits, self._world.group)
+        least_E, chosen_E = largest(key_TK.flatten(), index, counted_TK, limit, experts, bits, self._group)
         told = torch.stack([(chosen_E - limit).clamp(min=0).sum(), chosen_E.sum()]).double()
         self._dropped[name] = self._dropped[name] + told if name in self._dropped else told
         return (key_TK.flatten() >= least_E[index]).view(T, K) | ~counts_T[:, None]

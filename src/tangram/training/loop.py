@@ -260,10 +260,11 @@ def train_step(
     sums = torch.zeros(4 + len(asks), dtype=torch.float64, device=world.device)
     sums[0] = part / world.model_size  # the ranks of model axes have all computed the same part
     sums[1] = square_sum(gradients, world.size // world.stages)
-    if (routers := routers_of(model)) is not None:
-        sums[2] = routers.taken()
-    if (capacity := capacity_of(model)) is not None:
-        sums[3] = capacity.taken() / world.size  # all ranks have the same
+    for some in parts_of(model):
+        if (routers := routers_of(some)) is not None:
+            sums[2] += routers.taken()
+        if (capacity := capacity_of(some)) is not None:
+            sums[3] += capacity.taken() * world.stages / world.size  # all ranks of a stage have the same
     sums[4:] = torch.tensor(asks, dtype=torch.float64, device=world.device)
     loss, square, of_routers, dropped, *asked = sum_over(world.group, sums)
     norm = math.sqrt(square) / scale if square >= 0 else math.nan
@@ -280,10 +281,8 @@ def train_step(
 def draw_for(device: torch.device, seed: int, sample: int, stage: int = 0) -> None:
     """Seed the generators of this process and of its device for the micro-batch that begins with this sample.
 
-    Each stage of a pipeline draws other numbers.
-
-    So what is drawn depends on no rank: where shares are whole micro-batches, any number of data ranks draws the same,
-    and a run that goes on at another number does, too.
+    Each stage of a pipeline draws other numbers. What is drawn depends on no rank: where shares are whole
+    micro-batches, any number of data ranks draws the same, and a run that goes on at another number does, too.
     """
     text = (f"{seed}:{sample}" + (f":{stage}" if stage else "")).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
@@ -309,7 +308,7 @@ def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: in
             capacity.before(given(model, batch))
         loss = whole = loss_sum(model, batch) / max(1, batches.counted)
         if routers is not None:
-            whole = loss + routers.loss(given(model, batch).batch.labels_BS, batches.counted)
+            whole = loss + routers.loss(routers.sums(given(model, batch).batch.labels_BS), batches.counted)
         (whole * scale if scale != 1 else whole).backward()
         if routers is not None:
             routers.forget()
@@ -328,7 +327,8 @@ def _backward_of_stage(pipeline: Pipeline, batches: RankBatches, loss_sum: LossS
     def before(micro: int, stage: int) -> None:
         draw_for(batches.micro[micro].inputs_BS.device, seed, batches.firsts[micro], stage)
 
-    return _summed(pipeline.backward(batches.micro, loss, before), batches.micro[0].inputs_BS.device) / scale
+    losses = pipeline.backward(batches.micro, loss, before, lambda r, sums: r.loss(sums, batches.counted) * scale)
+    return _summed(losses, batches.micro[0].inputs_BS.device) / scale
 
 
 def _summed(parts: Sequence[Tensor], device: torch.device) -> Tensor:

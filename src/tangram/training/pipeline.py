@@ -1,9 +1,9 @@
 """Micro-batches through the stages of a model, as a schedule's table says (`planner.schedules`).
 
 A rank has one stage or several (`models.stages`), and torch's `PipelineStage` moves what flows between them: hidden
-states forward, their gradients back, each tensor whole on every rank of a stage. Within a stage all is as without a
-pipeline: FSDP2, derived tensor parallelism, recomputing, compiled blocks. Gradients of all micro-batches are added
-before FSDP reduces them, once a step.
+states forward, their gradients back, each tensor whole on every rank of a stage, and with them the sums that a loss of
+routers is made of (`training.routers`). Within a stage all is as without a pipeline: FSDP2, derived tensor parallelism,
+recomputing, compiled blocks. Gradients of all micro-batches are added before FSDP reduces them, once a step.
 
 A table is made for each size of the micro-batches and number of them, and kept.
 """
@@ -23,16 +23,20 @@ from tangram.models.capture import quiet
 from tangram.planner.actions import Schedule
 from tangram.planner.plan import Plan
 from tangram.planner.schedules import forward_only
+from tangram.training.capacity import capacity_of
 from tangram.training.data import Batch
 from tangram.training.derived import Lies
 from tangram.training.loss import leaving, lies_of
+from tangram.training.routers import Routers, routers_of
 from tangram.training.schedules import Before, Stage, Table
-from tangram.training.told import given
+from tangram.training.told import Given, given
 from tangram.training.world import World
 
 _HELD = "_tangram_pipeline"
 TokenLoss = Callable[[Tensor, Tensor, Lies | None], Tensor]
 """The loss of logits (B, S, V), which lie so, and labels (B, S), summed over the labels that count."""
+RouterLoss = Callable[[Routers, Tensor], Tensor]
+"""What the last stage's routers make of the sums over all layers."""
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
@@ -76,6 +80,8 @@ class Pipeline:
         self._made: dict[tuple[Any, ...], Table] = {}
         self._loss: Callable[[Tensor, Tensor], Tensor] = _no_loss
         self._before: Before = _nothing
+        self._router_loss: RouterLoss = _no_router_loss
+        self._seen: Sequence[Given] = ()
         model.__dict__[_HELD] = self
 
     @property
@@ -88,11 +94,15 @@ class Pipeline:
         """The stage that has them."""
         return self.parts.get(len(self._rank_of) - 1)
 
-    def backward(self, micro: Sequence[Batch], loss: TokenLoss, before: Before) -> list[Tensor]:
+    def backward(
+        self, micro: Sequence[Batch], loss: TokenLoss, before: Before, router_loss: RouterLoss
+    ) -> list[Tensor]:
         """Add the gradients of micro-batches of one size; their losses on the last stage, else none.
 
-        `before` is called with a micro-batch and a stage before the forward of the one through the other.
+        `before` is called with a micro-batch and a stage before the forward of the one through the other, `router_loss`
+        where the stages' routers are watched; what is returned is without it.
         """
+        self._router_loss = router_loss
         return self._run_in_parts(micro, loss, before, train=True)
 
     def losses(self, micro: Sequence[Batch], loss: TokenLoss) -> list[Tensor]:
@@ -135,7 +145,10 @@ class Pipeline:
         for part in self.parts.values():
             if part.training != self._model.training:
                 part.train(self._model.training)
-        seen = [given(self._model, batch) for batch in micro]
+        seen = self._seen = [given(self._model, batch) for batch in micro]
+        for part in self.parts.values():
+            if train and (capacity := capacity_of(part)) is not None:
+                capacity.before(*seen)
         inputs = [torch.cat([one.batch.inputs_BS for one in seen])] if 0 in self.parts else []
         told = {name: torch.cat([one.told[name] for one in seen]) for name in seen[0].told}
         labels = torch.cat([one.batch.labels_BS for one in seen]) if self.is_last else None
@@ -155,37 +168,68 @@ class Pipeline:
         key = (rows, length, count, train)
         if key not in self._made:
             actions = self.actions(count) if train else forward_only(self._rank_of, count)
-            stages = [self._stage(number, rows, length) for number in self.parts]
-            self._made[key] = Table(stages, actions, self._loss_of)
+            stages = [self._stage(number, rows, length, train) for number in self.parts]
+            self._made[key] = Table(stages, actions, self._loss_of, self._loss_of_sums)
         return self._made[key]
 
-    def _stage(self, number: int, rows: int, length: int) -> Stage:
+    def _stage(self, number: int, rows: int, length: int, train: bool) -> Stage:
         """Told what comes and goes, so that nothing is run to find out."""
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
         flow = torch.empty(rows, length, self._hidden, dtype=self._dtype, device="meta", requires_grad=True)
         logits = torch.empty(rows, length, self._vocabulary, dtype=self._dtype, device="meta", requires_grad=True)
+        first, last = number == 0, number + 1 == len(self._rank_of)
+        routers = routers_of(self.parts[number]) if train else None
+        beside: tuple[Tensor, ...] = ()
+        if routers is not None:
+            beside = (torch.empty(routers.width, dtype=torch.float64, device="meta", requires_grad=True),)
         stage = Stage(
             self.parts[number],
             number,
             len(self._rank_of),
             self._world.device,
-            input_args=(flow if number else ids,),
-            output_args=(flow if number + 1 < len(self._rank_of) else logits,),
+            input_args=(ids,) if first else (flow, *beside),
+            output_args=(logits,) if last else (flow, *beside),
             group=self._world.devices.get_group("pipeline"),
         )
-        stage.before = self._begin
+        stage.before, stage.before_backward, stage.after_backward = self._begin, self._turn, self._end
+        stage.sums = self._sums if beside else None
         return stage
 
     def _loss_of(self, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
         return self._loss(logits_BSV, labels_BS)
 
+    def _loss_of_sums(self, sums: Tensor) -> Tensor:
+        routers = routers_of(cast(nn.Module, self._last))
+        assert routers is not None  # the sums are theirs
+        return self._router_loss(routers, sums)
+
+    def _sums(self, micro: int, stage: int) -> Tensor:
+        routers = routers_of(self.parts[stage])
+        assert routers is not None
+        return routers.sums(self._seen[micro].batch.labels_BS)
+
     def _begin(self, micro: int, stage: int) -> None:
         self._before(micro, stage)
+        self._turn(micro, stage)
+
+    def _turn(self, micro: int, stage: int) -> None:
+        """What runs next is of this micro-batch: a forward, or a backward that computes some of it again."""
+        if (capacity := capacity_of(self.parts[stage])) is not None:
+            capacity.turn(micro)
+
+    def _end(self, micro: int, stage: int) -> None:
+        if (routers := routers_of(self.parts[stage])) is not None:
+            routers.forget()
 
 
 def _no_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     """Of a rank that has no logits."""
     raise AssertionError("a stage that is not the last has no loss")
+
+
+def _no_router_loss(routers: Routers, sums: Tensor) -> Tensor:
+    """Of an evaluation."""
+    raise AssertionError("what is not trained has no loss of routers")
 
 
 def _nothing(micro: int, stage: int) -> None:

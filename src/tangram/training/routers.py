@@ -12,6 +12,10 @@ load. Means of ranks, each of its own tokens, are another loss: it asks for bala
 
 C_e has no gradient and S_e enters once, so the gradient of a rank's probabilities is a number for each expert, which
 follows from the sums of C: ranks add these up, E + 1 integers a micro-batch, and nothing moves in the backward.
+
+In a pipeline each stage adds its layers' sums to those that came with the micro-batch and passes them on (3 E + 1
+numbers beside the hidden states). The last stage has those of all layers, adds up C over its ranks, and what S is
+pulled by, the same E numbers for every layer, goes back with the gradients.
 """
 
 # ruff: noqa: N803, N806, N815  a tensor carries its dims in its name
@@ -25,6 +29,7 @@ from inspect import signature
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
@@ -33,7 +38,7 @@ from tangram.planner.job import Job
 from tangram.relayout.collectives import summed
 from tangram.training.data import IGNORE
 from tangram.training.derived import Lies, derived_of
-from tangram.training.world import World
+from tangram.training.world import World, of_stage
 
 _HELD = "_tangram_routers"
 _Seen = tuple[Tensor, int]
@@ -100,55 +105,81 @@ def refuse(model: nn.Module, job: Job) -> None:
         kind_of(model)
 
 
-def watch(model: nn.Module, plan: Job, world: World) -> None:
-    """Have a model's routers watched, where the plan asks for their loss. Raises UserError as `kind_of`."""
-    if plan.run.router_loss:
-        model.__dict__[_HELD] = Routers(model, plan.run.router_loss, world)
+def asked(model: nn.Module, plan: Job) -> Kind | None:
+    """The routers of a whole model whose loss the plan asks for; None for none. Raises UserError as `kind_of`."""
+    return kind_of(model) if plan.run.router_loss else None
 
 
-def routers_of(model: nn.Module) -> Routers | None:
-    """What watches a model's routers; None where nothing does."""
-    return cast("Routers | None", model.__dict__.get(_HELD))
+def watch(parts: Iterable[nn.Module], kind: Kind | None, plan: Job, world: World) -> None:
+    """Have the routers in what a rank runs of a model watched. Collective where there are any to watch."""
+    if kind is not None:
+        group = of_stage(world)
+        for part in parts:
+            part.__dict__[_HELD] = Routers(part, kind, plan.run.router_loss, world, group)
+
+
+def routers_of(part: nn.Module) -> Routers | None:
+    """What watches the routers of a model, or of a stage of it; None where nothing does."""
+    return cast("Routers | None", part.__dict__.get(_HELD))
 
 
 class Routers:
-    """Sees the logits of a model's routers while it trains, and gives the loss of a micro-batch."""
+    """Sees the logits of a model's routers while it trains, or of those of a stage, and gives a micro-batch's loss."""
 
-    def __init__(self, model: nn.Module, weight: float, world: World) -> None:
-        """`weight`: what the loss is multiplied by."""
-        self._model, self._weight, self._world, self._kind = model, weight, world, kind_of(model)
+    def __init__(self, part: nn.Module, kind: Kind, weight: float, world: World, group: dist.ProcessGroup) -> None:
+        """`kind`: of the whole model. `weight`: what the loss is multiplied by. `group`: as `world.of_stage` gives."""
+        self._model, self._kind, self._weight, self._world, self._group = part, kind, weight, world, group
+        here = {name for name, _ in cast("Iterable[tuple[str, nn.Module]]", part.named_modules())}
+        self._own = {name: place for name, place in kind.routers.items() if name in here}
         self._seen: dict[str, _Seen] = {}
         self._told: Tensor | None = None
-        for name, place in self._kind.routers.items():
-            model.get_submodule(name).register_forward_hook(_hook(self._seen, name, place))
+        for name, place in self._own.items():
+            part.get_submodule(name).register_forward_hook(_hook(self._seen, name, place))
 
-    def loss(self, labels_BS: Tensor, counted: int) -> Tensor:
-        """What this rank's backward of a micro-batch adds: gradients summed as those of the other loss are of all.
+    @property
+    def width(self) -> int:
+        """How many numbers `sums` gives."""
+        return 3 * self._kind.experts + 1
+
+    def sums(self, labels_BS: Tensor) -> Tensor:
+        """What this rank's routers add to the sums of a micro-batch: float64, (E of S, E of S, E of C, N).
 
         Of the micro-batch whose forward has just ended, and its labels in the order in which the model was given them:
-        tokens without one do not count. `counted`: the tokens of the step that do, over all ranks. A micro-batch weighs
-        as many of them as are its own, so that those of a step add up to a mean. Collective over all ranks.
+        tokens without one do not count. Sums of several stages are added. The first S has the gradients, as much of
+        them as is this rank's; the second the values, of which ranks that have the same tokens have a part each. C and
+        N, whole numbers below 2**53, are as many times too large on all ranks.
         """
-        parts = [self._part(name, seen, labels_BS) for name, seen in self._taken().items()]
         E = self._kind.experts
-        mine = torch.zeros(E + 1, dtype=torch.int64, device=labels_BS.device)
-        for part in parts:
+        pulled_E = torch.zeros(E, dtype=torch.float64, device=labels_BS.device)
+        told_E = torch.zeros_like(pulled_E)
+        counts = torch.zeros(E + 1, dtype=torch.int64, device=labels_BS.device)
+        for name, seen in self._taken().items():
+            part = self._part(name, seen, labels_BS)
             times = self._world.model_size // part.alike  # whole numbers, of which all ranks have as many alike
             chosen_TK = part.logits_TE.detach().float().softmax(-1).topk(self._kind.per_token).indices
             counts_TK = (part.counts_T * times)[:, None].expand_as(chosen_TK)
-            mine[:E].scatter_add_(0, chosen_TK.flatten(), counts_TK.flatten())
-            mine[E] += part.counts_T.sum() * times
-        everything = summed(mine, self._world.group).double()
+            counts[:E].scatter_add_(0, chosen_TK.flatten(), counts_TK.flatten())
+            counts[E] += part.counts_T.sum() * times
+            sums_E = (part.counts_T.to(torch.float32) @ part.logits_TE.float().softmax(-1)).double()
+            pulled_E = pulled_E + sums_E / part.shared
+            told_E += sums_E.detach() / part.alike
+        return torch.cat([pulled_E, told_E, counts.double()])
+
+    def loss(self, sums: Tensor, counted: int) -> Tensor:
+        """What this rank's backward of a micro-batch adds: gradients summed as those of the other loss are of all.
+
+        `sums`: of all layers. `counted`: the tokens of the step that count, over all data ranks. A micro-batch weighs
+        as many of them as are its own, so that those of a step add up to a mean. Collective over all ranks of a stage.
+        """
+        E = self._kind.experts
+        pulled_E, told_E, counts = sums[:E], sums[E : 2 * E], sums[2 * E :]
+        everything = summed(counts.detach().long(), self._group).double()
         # E * (C / N) * (S / N), times the N of the micro-batch over that of the step
-        rate_E = self._weight * E / max(1, counted * len(parts)) * everything[:E] / everything[E].clamp(min=1)
-        loss = labels_BS.new_zeros((), dtype=torch.float32)
-        told = labels_BS.new_zeros((), dtype=torch.float64)
-        for part in parts:
-            sums_E = part.counts_T.to(torch.float32) @ part.logits_TE.float().softmax(-1)
-            loss = loss + (rate_E.float() / part.shared * sums_E).sum()
-            told += (rate_E * sums_E.detach().double()).sum() / part.alike
+        layers = len(self._kind.routers)
+        rate_E = self._weight * E / max(1, counted * layers) * everything[:E] / everything[E].clamp(min=1)
+        told = (rate_E * told_E.detach()).sum()
         self._told = told if self._told is None else self._told + told
-        return loss
+        return (rate_E * pulled_E).sum().float()
 
     def taken(self) -> Tensor:
         """This rank's part of the losses since it was asked before, a float64 scalar; over all ranks they add up."""
@@ -160,9 +191,9 @@ class Routers:
         self._seen.clear()
 
     def _taken(self) -> Mapping[str, _Seen]:
-        if missing := [name for name in self._kind.routers if name not in self._seen]:
+        if missing := [name for name in self._own if name not in self._seen]:
             raise UserError(f"the router {missing[0]} was not run, so run.router_loss cannot be computed: leave it out")
-        found = {name: self._seen[name] for name in self._kind.routers}
+        found = {name: self._seen[name] for name in self._own}
         self.forget()
         return found
 

@@ -9,6 +9,8 @@ ranks, or keep for longer than it is needed:
     logits     of a micro-batch are the loss's alone once it is there
     received   what comes has memory from when it may come until it is used, not for all micro-batches of a step
     weights'   gradients of a backward's second part are added in the type in which FSDP2 reduces, as of whole ones
+    sums       over all layers: each stage adds its own to those that came with the hidden states, and sends them on;
+               the last one makes a loss of them, whose gradient goes back with the others
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ from tangram.training.copies import copies_of
 Before = Callable[[int, int], None]
 """Called with a micro-batch and a stage before the stage's forward of it."""
 Loss = Callable[[Tensor, Tensor], Tensor]
+Sums = Callable[[int, int], Tensor]
+"""What a stage adds to a micro-batch's sums, with gradients: called with both after the stage's forward of it."""
 
 
 def as_torchs(row: Row) -> list[TorchAction | None]:
@@ -55,9 +59,35 @@ class Stage(PipelineStage):
     """One stage of a rank."""
 
     before: Before
+    before_backward: Before
+    after_backward: Before
+    """Likewise, but not around the second part of a backward, in which no module runs again."""
+    sums: Sums | None = None
+    """None: nothing goes along."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._micro = 0
+        self.summed: dict[int, Tensor] = {}
+        """On the last stage the sums over all of them, by micro-batch."""
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, which knows nothing of what goes along."""
+        if self.sums is None:
+            return super().forward_maybe_with_nosync(*args, **kwargs)
+        x, *came = args
+        output = super().forward_maybe_with_nosync(x, **kwargs)
+        own = self.sums(self._micro, self.stage_index)
+        # Those of no stages, too, have a gradient, for what a stage that has no sums of its own sends on.
+        sums = (came[0] if came else torch.zeros_like(own, requires_grad=torch.is_grad_enabled())) + own
+        if not self.is_last:
+            return output, sums
+        self.summed[self._micro] = sums
+        return output
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Of a micro-batch."""
+        self._micro = fwd_chunk_id
         self.before(fwd_chunk_id, self.stage_index)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.is_last:  # its backward begins at the loss
@@ -68,7 +98,9 @@ class Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Whole, or its first part."""
+        self.before_backward(bwd_chunk_id, self.stage_index)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.after_backward(bwd_chunk_id, self.stage_index)
         _let_go(self.grad_recv_info.get(bwd_chunk_id, ()))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -120,9 +152,15 @@ def _let_go(received: Any) -> None:
 class Table(Runtime):
     """A schedule for the stages of this rank, and the loss of the last of all."""
 
-    def __init__(self, stages: list[Stage], schedule: Schedule, loss: Loss) -> None:
+    def __init__(
+        self, stages: list[Stage], schedule: Schedule, loss: Loss, loss_of_sums: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__(cast(Any, stages), schedule.micros, loss_fn=loss, scale_grads=False)
         self._loss_of: dict[int, Tensor] = {}
+        """What the backward begins at, by micro-batch."""
+        self._told_of: dict[int, Tensor] = {}
+        """The loss without that of the sums."""
+        self._loss_of_sums = loss_of_sums
         self.stage_index_to_group_rank = dict(enumerate(schedule.rank_of))
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
@@ -139,13 +177,17 @@ class Table(Runtime):
     def _maybe_compute_loss(
         self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
     ) -> None:
-        if stage.is_last:
-            self._loss_of[mb_index] = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+        if not stage.is_last:
+            return
+        loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+        self._told_of[mb_index] = loss.detach()
+        sums = cast(Stage, stage).summed.pop(mb_index, None)
+        self._loss_of[mb_index] = loss if sums is None else loss + self._loss_of_sums(sums)
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
         return self._loss_of[mb_index] if stage.is_last else None
 
     def _update_losses(self, stages: Any, losses: Any) -> None:
         if losses is not None:
-            losses[:] = [self._loss_of[micro] for micro in sorted(self._loss_of)]
-        self._loss_of = {}
+            losses[:] = [self._told_of[micro] for micro in sorted(self._told_of)]
+        self._loss_of, self._told_of = {}, {}

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -130,6 +131,17 @@ def make_world(
         stage=stage,
         stages=shape[0],
     )
+
+
+def of_stage(world: World) -> dist.ProcessGroup:
+    """The ranks that have the same stages as this one; without a pipeline all. Collective over all ranks."""
+    if world.stages == 1:
+        return world.group
+    others = dict(zip(world.devices.mesh_dim_names or (), world.devices.shape, strict=True))
+    several = [name for name, ranks in others.items() if name != "pipeline" and ranks > 1]
+    if len(several) < 2:  # these ranks have a group already
+        return world.devices.get_group((*several, "shard")[0])
+    return cast(Any, world.devices[tuple(several)])._flatten().get_group()  # which it keeps
 
 
 def _peers(group: dist.ProcessGroup) -> Peers:

@@ -80,6 +80,9 @@ CAPACITY: Mapping[str, Mapping[str, Any]] = {
     "capacity": {"run": _CAPACITY, "data": {"micro_batch": 2}},
     "capacity by position": {"run": {**_CAPACITY, "drop_by": "position"}, "data": {"micro_batch": 2}},
     "capacity, recomputed": {"run": {**_CAPACITY, "recompute": ["model.layers.*"]}},
+    "capacity by position, recomputed": {
+        "run": {**_CAPACITY, "drop_by": "position", "recompute": ["model.layers.*"]},
+    },
     "capacity, compiled": {"run": {**_CAPACITY, "compile": True, "recompute": ["model.layers.0"]}},
     "capacity and routers": {"run": {**_CAPACITY, **_ROUTERS}},
     "capacity by position, in a ring, balanced": {
@@ -88,6 +91,24 @@ CAPACITY: Mapping[str, Mapping[str, Any]] = {
 }
 """Experts with less room than an even share needs, so that some of each are dropped."""
 CAPACITY_QUICK = {"capacity": ("experts and fsdp",), "capacity by position": ("derived inside fsdp",)}
+
+EXPERTS_STAGED: Mapping[str, tuple[int, Strategy]] = {
+    "stages of derived": (
+        4,
+        Strategy("pp=2 one=1 tp=2", ("one",), ("tp",), derived(""), MARKS, stages=TWO_STAGES),
+    ),
+    "stages of experts": (
+        4,
+        Strategy("pp=2 one=1 ep=2", ("one",), (), with_experts("one"), EXPERTS, stages=TWO_STAGES, axes=EP),
+    ),
+}
+"""Pipelines around model axes that see a part of the tokens each, beside those of every schedule."""
+STAGED_QUICK: Mapping[str, tuple[str, ...]] = {
+    "routers": ("ZBVZeroBubble of fsdp", "stages of derived", "Interleaved1F1B"),
+    "capacity by position, recomputed": ("stages of fsdp",),
+    "capacity and routers": ("InterleavedZeroBubble of derived",),
+}
+"""Of stages some have no routers."""
 
 MIXTURES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tangram.planner.plan import Plan
+from tangram.planner.schedules import MAKERS
 from tests.training.oracle.axes import (
     BY_TOKENS,
     BY_TOKENS_QUICK,
@@ -16,6 +17,7 @@ from tests.training.oracle.axes import (
     CAPACITY_QUICK,
     CONTEXT,
     CONTEXT_QUICK,
+    EXPERTS_STAGED,
     MIXTURES,
     OF_ROUTERS,
     OVER_AXES,
@@ -23,6 +25,9 @@ from tests.training.oracle.axes import (
     ROUTERS_QUICK,
     WITH_EXPERTS,
     WITH_EXPERTS_QUICK,
+)
+from tests.training.oracle.axes import (
+    STAGED_QUICK as EXPERTS_STAGED_QUICK,
 )
 from tests.training.oracle.vocabulary import GEMMA, OVER_VOCABULARY, VOCABULARY
 from tests.training.small import SMALL_MODEL, small_tables
@@ -154,7 +159,7 @@ SCHEDULED_QUICK = ("ZBVZeroBubble of fsdp",)
 STAGED_QUICK = ("stages of fsdp", "stages inside copies")
 OTHER_QUICK = ("one rank", "fsdp over three", "tensor over two", "derived inside fsdp")
 
-_KNOWN = {**OTHER_STRATEGIES, **STAGED, **SCHEDULED, **OVER_AXES, **OVER_VOCABULARY}
+_KNOWN = {**OTHER_STRATEGIES, **STAGED, **SCHEDULED, **OVER_AXES, **EXPERTS_STAGED, **OVER_VOCABULARY}
 
 OWN_LAYOUTS = {
     "parameters": {
@@ -335,8 +340,7 @@ def _add_staged(text: Path, add: Callable[..., None], *, slow: bool) -> None:
     for strategy in STAGED if slow else STAGED_QUICK:
         add("", [strategy], tables(text, data={"micro_batch": 2}), LONG if slow else SHORT)
     for strategy in SCHEDULED if slow else SCHEDULED_QUICK:
-        size = 2 if strategy == "Interleaved1F1B of fsdp" else 1  # it takes rounds of as many each
-        add("", [strategy], tables(text, data={"micro_batch": size}), LONG if slow else FEW)
+        add("", [strategy], tables(text, data={"micro_batch": _rows_of(strategy)}), LONG if slow else FEW)
     pipeline = {"schedule": "table", "table": str(text.parent / TABLE), "stages": THREE_STAGES}
     add("tabled", ["stages"], tables(text), instead={"pipeline": pipeline})
     clipped = tables(text, data={"micro_batch": 2}, optimiser={"clip_norm": 0.05})
@@ -373,6 +377,7 @@ def _add_axes(text: Path, add: Callable[..., None], *, slow: bool) -> None:
         context = {"context": BY_TOKENS["in a ring, balanced"]} if "ring" in name else {}
         add(name, strategies if slow else ROUTERS_QUICK.get(name, ()), base, FEW, instead=context)
     _add_capacity(text, add, slow=slow)
+    _add_experts_staged(text, add, slow=slow)
     if slow:
         between: dict[str, Any] = {"run": {"evaluate_every": 2}, "checkpoint": {"every_steps": 2}}
         again = tables(text, **between)
@@ -407,6 +412,28 @@ def _add_capacity(text: Path, add: Callable[..., None], *, slow: bool) -> None:
             quick = CAPACITY_QUICK.get(name, ())
             longest = LONG if "position" in name else FEW
             add(key, strategies if slow else quick, base, FEW, instead=context, longest=longest)
+
+
+def _add_experts_staged(text: Path, add: Callable[..., None], *, slow: bool) -> None:
+    """The loss of routers and the capacity of experts in pipelines; a backward in two parts computes nothing again.
+
+    A held-out loss in between, of which neither is a part, changes nothing.
+    """
+    model = {"preset": None, "path": str(text.parent / "qwen3_moe.json"), "change": {}}
+    for name, changes in {**ROUTERS, **CAPACITY}.items():
+        run = changes["run"]
+        whole = run.get("recompute") or run.get("compile")
+        every = {**EXPERTS_STAGED, **STAGED, **SCHEDULED} if run.get("attention") != "tokens" else {}
+        taken = [key for key, (_, lies) in every.items() if not (whole and MAKERS[lies.schedule].splits)]
+        for strategy in taken if slow else EXPERTS_STAGED_QUICK.get(name, ()):
+            again, data = {**run, "evaluate_every": 2}, {"micro_batch": _rows_of(strategy)}
+            base = tables(text, model=model, optimiser={"eps": 1e-3}, run=again, data=data)
+            add(name, [strategy], base, FEW)
+
+
+def _rows_of(strategy: str) -> int:
+    """Rows of a micro-batch of a pipeline, of which some schedules take rounds of as many each."""
+    return 1 if strategy in SCHEDULED and strategy != "Interleaved1F1B of fsdp" else 2
 
 
 def _add_vocabulary(text: Path, add: Callable[..., None], *, slow: bool) -> None:

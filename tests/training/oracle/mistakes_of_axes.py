@@ -12,7 +12,7 @@ from torch import Tensor
 from tangram.kernels import attention
 from tangram.models import attention as attend
 from tangram.relayout import ring
-from tangram.training import capacity, derived, loop, routers, told
+from tangram.training import capacity, derived, loop, pipeline, routers, schedules, told
 from tests.training.oracle.planting import other_values
 from tests.training.oracle.ranks import Setting, swapped
 
@@ -238,7 +238,76 @@ def every_rank_first(setting: Setting) -> Planted:
         yield
 
 
+@contextlib.contextmanager
+def choices_of_the_own_stage_only(setting: Setting) -> Planted:
+    """Stages pass on what their routers' probabilities add up to, and not how often experts were chosen."""
+    real: Any = schedules.Stage.forward_maybe_with_nosync
+
+    def forget(self: Any, *given: Any, **told: Any) -> Any:
+        x, *came = given
+        if came:
+            (sums,) = came
+            counts = sums.shape[0] // 3 + 1  # of 3 E + 1 numbers the last E + 1
+            came = [torch.cat([sums[:-counts], torch.zeros_like(sums[-counts:])])]
+        return real(self, x, *came, **told)
+
+    with swapped(schedules.Stage, "forward_maybe_with_nosync", forget):
+        yield
+
+
+@contextlib.contextmanager
+def sums_without_gradients_to_earlier_stages(setting: Setting) -> Planted:
+    """What pulls the probabilities stays with the last stage."""
+    real: Any = schedules.Stage.backward_one_chunk
+
+    def keep(self: Any, micro: int, *given: Any, **told: Any) -> None:
+        for info in self.grad_recv_info.get(micro, ())[1:]:
+            info.buffer.zero_()
+        real(self, micro, *given, **told)
+
+    with swapped(schedules.Stage, "backward_one_chunk", keep):
+        yield
+
+
+@contextlib.contextmanager
+def labels_of_the_first_micro_batch(setting: Setting) -> Planted:
+    """Every stage counts the tokens of the first micro-batch for those of all; some of the last rows are empty."""
+    real: Any = pipeline.Pipeline._sums  # pyright: ignore[reportPrivateUsage]
+    with swapped(pipeline.Pipeline, "_sums", lambda self, micro, stage: real(self, 0, stage)):
+        yield
+
+
+@contextlib.contextmanager
+def recomputed_as_the_latest(setting: Setting) -> Planted:
+    """What a backward computes again drops choices as of the micro-batch whose forward was the last."""
+    real: Any = pipeline.Pipeline._stage  # pyright: ignore[reportPrivateUsage]
+
+    def stage(self: Any, *given: Any) -> Any:
+        made = real(self, *given)
+        made.before_backward = lambda micro, stage: None
+        return made
+
+    with swapped(pipeline.Pipeline, "_stage", stage):
+        yield
+
+
+@contextlib.contextmanager
+def room_over_all_stages(setting: Setting) -> Planted:
+    """The tokens of a micro-batch are added up over the ranks of all stages."""
+    real = capacity.Capacity.before
+
+    def before(self: Any, *seen: Any) -> None:
+        real(self, *seen)
+        self._batches = [(*rest, tokens * setting.world.stages) for *rest, tokens in self._batches]
+
+    with swapped(capacity.Capacity, "before", before):
+        yield
+
+
 AXES_MISTAKES = {
+    "routers: ZBVZeroBubble of fsdp": (sums_without_gradients_to_earlier_stages,),
+    "routers: stages of derived": (choices_of_the_own_stage_only, labels_of_the_first_micro_batch),
+    "capacity by position, recomputed: stages of fsdp": (recomputed_as_the_latest, room_over_all_stages),
     "in a ring, balanced: context and fsdp": (
         keys_that_stay,
         gradients_of_keys_not_brought_home,

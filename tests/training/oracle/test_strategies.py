@@ -64,17 +64,17 @@ def test_rank_0_alone_reports_the_steps(measured: Measured, everything: dict[str
         assert [len(trace.norms) for trace in measured.traces(name)] == [everything[name].until, 0, 0, 0]
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "routers: " in name])
 def test_what_ranks_tell_of_their_routers_is_what_one_process_does(
-    measured: Measured, everything: dict[str, Case], oracle: Oracle
+    name: str, measured: Measured, everything: dict[str, Case], oracle: Oracle
 ) -> None:
-    name = "routers: experts and fsdp"
     told = measured.traces(name)[0].routers
     assert len(told) == everything[name].until
     assert told == pytest.approx(oracle(everything[name]).routers, rel=1e-5)
     assert min(told) > 0
 
 
-@pytest.mark.parametrize("name", ["capacity: experts and fsdp", "capacity by position: derived inside fsdp"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("capacity")])
 def test_what_ranks_tell_of_dropped_choices_is_what_one_process_does(
     name: str, measured: Measured, everything: dict[str, Case], oracle: Oracle
 ) -> None:
