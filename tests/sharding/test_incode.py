@@ -15,6 +15,7 @@ from torch.library import custom_op
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
+from tangram.sharding.derive.changes import Change
 from tangram.sharding.derive.derive import ConflictError
 from tangram.sharding.derive.layouts import layout_of as layout_from
 from tangram.sharding.derive.layouts import value_layout
@@ -27,7 +28,6 @@ from tangram.sharding.incode import api, layout_of, mark, relayout
 from tangram.sharding.incode.api import marks_in
 from tangram.sharding.incode.placed import Placed
 from tangram.sharding.incode.session import Eager, Lying, Mode
-from tangram.sharding.runtime.program import Change
 
 HERE = "test_incode.py:"
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from tangram.layout import Mesh
 from tangram.layout.intervals import elements
 from tangram.layout.intervals import rank as rank_of
+from tangram.sharding.derive.changes import Change
 from tangram.sharding.derive.marks import Mark, marks_of, read_marks
 from tangram.sharding.derive.of_model import fitting, graph_of
 from tangram.sharding.derive.published import published
@@ -30,7 +31,7 @@ from tangram.sharding.derive.states import SAME, SEVERAL
 from tangram.sharding.halo import needed
 from tangram.sharding.parts import stands
 from tangram.sharding.runtime.operators import Operators
-from tangram.sharding.runtime.program import Change, Program
+from tangram.sharding.runtime.program import Program
 from tangram.training.data import IGNORE
 from tangram.training.derived import DerivedModel, parallel, without_memory
 from tangram.training.launch import Rank

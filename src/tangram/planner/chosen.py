@@ -110,7 +110,7 @@ def _cuts_samples_alone(chosen: Derived, axis: str) -> bool:
     folded = chosen.folded
     if any(used(chosen, v)[axis].kind == "cut" for v in folded.standing if v in chosen.axes[0].used):
         return False
-    if any(one.nbytes and one.value not in folded.standing for one in moved(chosen) if one.axis == axis):
+    if any(one.nbytes and one.value not in folded.standing for one in moved(chosen) if axis in one.axes):
         return False
     results = {folded.classes[v] for v in folded.graph.outputs.values()} & folded.differentiable
     given = {v for v, _ in folded.graph.of_kind("input")}

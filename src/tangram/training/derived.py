@@ -15,7 +15,7 @@ import copy
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -30,18 +30,19 @@ from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.models.masks import as_captured
 from tangram.planner.plan import Plan
-from tangram.relayout.collectives import move
 from tangram.relayout.dtensor import placements_of
+from tangram.sharding.derive.changes import Change, here
 from tangram.sharding.derive.derive import ConflictError, Derived
-from tangram.sharding.derive.layouts import here, layout_of, lying, used
+from tangram.sharding.derive.layouts import layout_of, lying, used
 from tangram.sharding.derive.marks import Mark, matched, names_any
 from tangram.sharding.derive.of_model import States, derive_whole, graph_of, parameter_states, uneven
-from tangram.sharding.derive.states import SAME, Routed, State, cut
+from tangram.sharding.derive.states import SAME, State, cut
 from tangram.sharding.incode.api import marks_in
+from tangram.sharding.runtime.bring import brought
 from tangram.sharding.runtime.install import Now, Runtime
 from tangram.sharding.runtime.linked import Linked
 from tangram.sharding.runtime.operators import Operators
-from tangram.sharding.runtime.program import Change, Program
+from tangram.sharding.runtime.program import Program
 from tangram.sharding.runtime.rehearse import rehearsed
 from tangram.sharding.runtime.rings import NAME as RING
 from tangram.sharding.runtime.rings import Passed, Rings
@@ -114,6 +115,19 @@ class Devices:
     over: Callable[[Sequence[str]], DeviceMesh]
     """The device mesh over some of the axes, in the order of the mesh."""
     groups: Mapping[str, dist.ProcessGroup]
+    made: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict[tuple[str, ...], dist.ProcessGroup])
+    """Those over several axes that were needed so far."""
+
+    def together(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """The ranks of this one's group over some axes, in the order of the mesh. Collective over them at first."""
+        if len(axes) == 1:
+            return self.groups[axes[0]]
+        if axes not in self.made:
+            ranks = cast("list[int]", self.over(axes).mesh.flatten().tolist())
+            # of the ranks of a stage, say: others have programs of their own, and know nothing of it
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            self.made[axes] = cast(dist.ProcessGroup, group)
+        return self.made[axes]
 
 
 def devices_of(devices: DeviceMesh) -> Devices:
@@ -143,7 +157,7 @@ class DerivedModel:
         shapes = {name: p.shape for name, p in model.named_parameters()}
         # Where parameters lie is settled, for inputs of every size.
         self._marks = [*marks, *(Mark(name, layout_of(shapes[name], lies[name])) for name in shapes)]
-        self._groups = devices.groups
+        self._devices, self._groups = devices, devices.groups
         self._coords = {name: dist.get_rank(group) for name, group in self._groups.items()}
         self._rank = sum(at * mesh.axes[name][1] for name, at in self._coords.items())
         self._template = without_memory(model)
@@ -167,6 +181,11 @@ class DerivedModel:
     def programs(self) -> Sequence[Program]:
         """Those that were needed so far."""
         return [now.program for now in self._programs.values()]
+
+    @property
+    def together(self) -> Mapping[tuple[str, ...], dist.ProcessGroup]:
+        """The groups over several axes that were needed so far."""
+        return self._devices.made
 
     @contextmanager
     def leaving(self) -> Generator[None]:
@@ -253,12 +272,7 @@ class DerivedModel:
         return self._bring(part, change) if change else part
 
     def _bring(self, x: Tensor, change: Change) -> Tensor:
-        for axis, source, target in change:
-            if isinstance(source, Routed) and isinstance(target, Routed):
-                x = self._routes.brought(x, axis, source, target)
-            else:
-                x = move(x, source, target, self._groups[axis])
-        return x
+        return brought(x, change, self._devices.together, self._routes)
 
     def sum_gradients(self) -> None:
         """Add up, once a step, what each rank has of the gradients that are sums. Collective over the axes."""

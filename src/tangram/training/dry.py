@@ -196,7 +196,6 @@ def counted_steps(model: nn.Module, plan: Plan, world: World) -> list[Counted]:
     """The steps of a rank whose model has storage, of whatever kind. Collective."""
     optimiser = make_adamw(model, plan.optimiser, plan.precision.masters)
     model.train()
-    axes = _axes_of_groups(world)
     with Tally() as tally:
         tally.watch(_local([*model.parameters(), *model.buffers()]))
         for parameter in model.parameters():
@@ -216,7 +215,7 @@ def counted_steps(model: nn.Module, plan: Plan, world: World) -> list[Counted]:
                 "gradients": gradients,
                 "optimiser": tally.watch(_local(states)),
             }
-            found.append(_sorted_out(run, tally, lasting, axes))
+            found.append(_sorted_out(run, tally, lasting, _axes_of_groups(world, model)))
     return found
 
 
@@ -258,11 +257,13 @@ def _local(found: Sequence[Tensor]) -> list[Tensor]:
     return [x.to_local() if isinstance(x, DTensor) else x for x in found]
 
 
-def _axes_of_groups(world: World) -> dict[str, str]:
-    """What the groups of a world are called in its mesh."""
+def _axes_of_groups(world: World, model: nn.Module) -> dict[str, str]:
+    """What the groups of a world are called in its mesh, and those that a derived model has made over several axes."""
     dims = zip(world.devices.mesh_dim_names or (), world.axes.in_order, strict=True)
     names = {dim: " x ".join(own) for dim, own in dims}
     found = {world.devices.get_group(dim).group_name: name for dim, name in names.items()}
+    several = [derived.together for some in parts_of(model) if (derived := derived_of(some)) is not None]
+    found |= {group.group_name: " x ".join(axes) for own in several for axes, group in own.items()}
     return {world.group.group_name: "all ranks", **found}  # an axis over all of them has the world's own group
 
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.graph import Graph, Value
-from tangram.relayout.collectives import move
+from tangram.sharding.derive.changes import Change
 from tangram.sharding.derive.derive import ConflictError
 from tangram.sharding.derive.marks import Mark, matched
 from tangram.sharding.derive.marks import states as states_of
@@ -35,7 +35,7 @@ from tangram.sharding.derive.states import SAME, State
 from tangram.sharding.incode import api
 from tangram.sharding.incode.api import Written, marks_in
 from tangram.sharding.incode.session import Eager, Lying
-from tangram.sharding.runtime.program import Change
+from tangram.sharding.runtime.bring import brought
 from tangram.training.cuts import named_modules
 from tangram.training.derived import as_dtensors, devices_of
 
@@ -57,14 +57,14 @@ class EagerModel:
     def __init__(self, model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh) -> None:
         names = devices.mesh_dim_names or ()
         mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
-        self._groups = {name: devices.get_group(i) for i, name in enumerate(names)}
-        coords = {name: dist.get_rank(group) for name, group in self._groups.items()}
+        self._devices = devices_of(devices)
+        coords = {name: dist.get_rank(group) for name, group in self._devices.groups.items()}
         rank = sum(at * mesh.axes[name][1] for name, at in coords.items())
         found = _found(model, marks, mesh)
         whole: dict[str, State] = dict.fromkeys(mesh.axes, SAME)
         lies = {name: {**whole, **found.get(name, {})} for name, _ in model.named_parameters()}
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        as_dtensors(model, lies, mesh, coords, devices_of(devices))
+        as_dtensors(model, lies, mesh, coords, self._devices)
         self.session = Eager(mesh, rank, self._brought, _part_of)
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
@@ -89,9 +89,7 @@ class EagerModel:
         self._entered.__exit__(kind, error, trace)
 
     def _brought(self, x: Tensor, change: Change, trained: bool) -> Tensor:
-        for axis, source, target in change:
-            x = move(x, source, target, self._groups[axis], differentiable=trained)
-        return x
+        return brought(x, change, self._devices.together, differentiable=trained)
 
     def _begun(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ Not counted: what kernels use inside, what an allocator leaves unused, what a co
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import weakref
 from collections import Counter
@@ -192,7 +193,9 @@ class Tally(TorchDispatchMode):
             sides.append(sum(x.numel() * x.element_size() for x in tensors))
         key = Collective(group.group_name, kind)
         self.step.times[key] += 1
-        self.step.nbytes[key] += cast(Any, received)(max(sides), group.size())
+        uneven = _from_others(func, args, kwargs, group)
+        nbytes: Any = received(max(sides), group.size()) if uneven is None else uneven
+        self.step.nbytes[key] += nbytes
 
 
 def _only_asks() -> bool:
@@ -205,6 +208,17 @@ def _only_asks() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _from_others(func: Any, args: Any, kwargs: Any, group: dist.ProcessGroup) -> float | None:
+    """What a rank receives of the others in an all-to-all in which it has so many rows of each; None of any other."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    rows = given.get("output_split_sizes")
+    if not rows:
+        return None
+    out: Any = given.get("output", given.get("input"))
+    one = out.element_size() * math.prod(out.shape[1:])
+    return float(one * (sum(rows) - rows[group.rank()]))
 
 
 def _group_of(x: Any) -> dist.ProcessGroup | None:

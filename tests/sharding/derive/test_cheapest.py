@@ -138,7 +138,7 @@ def test_rows_of_experts_are_sent_once(graphs: dict[str, Graph], name: str) -> N
     between = {v for v in inside if v is not None and graph.values[v].shape[-1] in (768, 1536)}
     assert between
     assert not [one for one in moved(found) if one.value in between and (one.forward_bytes or one.backward_bytes)]
-    sent = [one for one in moved(found) if str(one.source) == "own" and str(one.target) == "sent"]
+    sent = [one for one in moved(found) if [*map(str, one.source + one.target)] == ["own", "sent"]]
     (over,) = found.axes
     rows = 8 * 2048 * 8 * 2048 * 2 / over.k * (over.k - 1) / over.k
     assert [(one.forward_bytes, one.backward_bytes, one.times) for one in sent] == [(rows, rows, 2)]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tangram.layout import Mesh
 from tangram.relayout.collectives import Place, joined, parted
+from tangram.sharding.derive.changes import ordered
 from tangram.sharding.derive.states import SAME, SUM, State, cut
-from tangram.sharding.runtime.lower import ordered
 from tangram.training.derived import own_part
 
 MESH = Mesh.parse("a=2 b=2 c=3")

@@ -75,4 +75,4 @@ def _forced(problem: Problem, v: int, places: Sequence[int]) -> tuple[float, Ove
 
 def _received(found: Derived, i: int, over: Over) -> float:
     upto = replace(found, axes=(*found.axes[:i], over))
-    return sum(one.nbytes for one in moved(upto) if one.axis == over.axis)
+    return sum(one.nbytes for one in moved(upto) if over.axis in one.axes)

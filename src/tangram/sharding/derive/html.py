@@ -8,6 +8,7 @@ load anything, and without scripts it is still the tree. All text goes through `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from html import escape
@@ -82,21 +83,23 @@ def _held(found: Derived, v: int) -> float:
 
 
 def _axes(found: Derived, drawing: Drawing) -> Iterator[str]:
-    """A line for each axis: its bytes, by collective."""
+    """A line for each axis, and for axes that something moves over at once: bytes, by collective."""
     ways: dict[str, dict[str, float]] = {axis: {} for axis in found.mesh.axes}
     for pill in drawing.root.pills():
         one = pill.moved
         for what, nbytes in ((one.forward, one.forward_bytes), (one.backward, one.backward_bytes)):
             if nbytes:
-                ways[one.axis][what] = ways[one.axis].get(what, 0.0) + nbytes * one.times
+                own = ways.setdefault(one.axis, {})
+                own[what] = own.get(what, 0.0) + nbytes * one.times
     most = max((sum(own.values()) for own in ways.values()), default=0.0) or 1.0
-    for axis, (k, _) in found.mesh.axes.items():
-        total = sum(ways[axis].values())
-        told = ", ".join(f"{what} {amount(n)}" for what, n in sorted(ways[axis].items(), key=lambda x: -x[1]))
+    for axis, own in ways.items():
+        k, total = math.prod(found.mesh.axes[one][0] for one in axis.split()), sum(own.values())
+        told = ", ".join(f"{what} {amount(n)}" for what, n in sorted(own.items(), key=lambda x: -x[1]))
         idle = "nothing moves" if any(over.axis == axis for over in found.axes) else "no mark names it"
+        width = 100 * total / most
         yield (
             f'<div class="axis"><div>{drawing.colours.axis(axis)} <span>{k} ranks</span> <em>{amount(total)}</em></div>'
-            f'<span class="track"><i class="b{drawing.colours.of[axis]}" style="width:{100 * total / most:.2f}%"></i>'
+            f'<span class="track"><i class="b{drawing.colours.number(axis)}" style="width:{width:.2f}%"></i>'
             f"</span><small>{escape(told or idle)}</small></div>"
         )
 

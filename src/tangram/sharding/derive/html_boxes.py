@@ -102,7 +102,7 @@ class Drawing:
         """What a module receives, as a part of all."""
         total = sum(received.values())
         parts = "".join(
-            f'<i class="b{self.colours.of[axis]}" style="width:{100 * nbytes / self.all:.2f}%"></i>'
+            f'<i class="b{self.colours.number(axis)}" style="width:{100 * nbytes / self.all:.2f}%"></i>'
             for axis, nbytes in received.items()
         )
         said = f'<em>{amount(total)}</em><span class="track">{parts}</span>' if total else ""
@@ -121,7 +121,7 @@ class Drawing:
         paid = " and ".join(what for _, _, what, nbytes in each if nbytes)
         self.places[id(pill)] = f"d{len(self.details)}"
         heat = max(1, round(100 * one.nbytes / self.largest))
-        kind = f"pill c{self.colours.of[one.axis]}" + " faint" * (one.nbytes < self.all / 1000)
+        kind = f"pill c{self.colours.number(one.axis)}" + " faint" * (one.nbytes < self.all / 1000)
         body = details.of_pill(self.found, self.colours, pill)
         words = f"{one.axis} {one.forward} {one.backward}"
         heading = f"{escape(paid)} over {self.colours.axis(one.axis)}"

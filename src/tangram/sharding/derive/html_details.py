@@ -30,9 +30,13 @@ class Colours:
         names = "|".join(re.escape(axis) for axis in self.of)
         self._text = re.compile(rf"(?<=[/:])({names})(?!\w)")
 
+    def number(self, axis: str) -> int:
+        """Of its colour; of several, that of the first."""
+        return self.of[axis.split()[0]]
+
     def axis(self, axis: str) -> str:
-        """Its name in its colour."""
-        return f'<b class="a{self.of[axis]}">{escape(axis)}</b>'
+        """Its name in its colour; of several, each."""
+        return " ".join(f'<b class="a{self.of[one]}">{escape(one)}</b>' for one in axis.split())
 
     def text(self, text: str) -> str:
         """A text in the notation, escaped, every `/axis` and `sum:axis` in its colour."""
@@ -92,7 +96,7 @@ def of_pill(found: Derived, colours: Colours, pill: Pill) -> str:
     """What moves: from which layout to which, why there, and how many bytes."""
     one, value = pill.moved, found.folded.value(pill.moved.value)
     others = used(found, one.value)
-    before, after = ({**others, one.axis: state} for state in (one.source, one.target))
+    before, after = ({**others, **dict(zip(one.axes, side, strict=True))} for side in (one.source, one.target))
     told = _fact("tensor", escape(named(found, one.value)))
     told += _fact("from", _lies(colours, value.shape, before)) + _fact("to", _lies(colours, value.shape, after))
     for way, what, nbytes in (

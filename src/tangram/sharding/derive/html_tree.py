@@ -21,7 +21,7 @@ from tangram.sharding.derive.show import folded_name
 
 @dataclass
 class Pill:
-    """A tensor that moves over one axis, with bytes."""
+    """A tensor that moves over one axis, or over some at once, with bytes."""
 
     moved: Moved
     step: Step | None
@@ -77,7 +77,7 @@ class Box:
                 yield from item.steps
 
     def received(self) -> dict[str, float]:
-        """By axis, the bytes that a rank receives in it, in all the layers that it stands for."""
+        """By axis, or axes at once, the bytes that a rank receives in it, in all the layers that it stands for."""
         found: dict[str, float] = {}
         for pill in self.pills():
             found[pill.moved.axis] = found.get(pill.moved.axis, 0.0) + pill.moved.nbytes
@@ -192,7 +192,8 @@ def _placed(found: Derived) -> Iterator[tuple[Pill, str, bool]]:
 def _maker(found: Derived, one: Moved, makers: Mapping[int, list[Step]]) -> Step:
     """Of those that make a class (a layer's result is the next one's input), the one that gives it as it moves."""
     some = makers[one.value]
-    fits = [step for step in some if made(found, step, step.outputs.index(one.value))[one.axis] == one.source]
+    given = ((step, made(found, step, step.outputs.index(one.value))) for step in some)
+    fits = [step for step, own in given if tuple(own[axis] for axis in one.axes) == one.source]
     return (fits or some)[0]
 
 

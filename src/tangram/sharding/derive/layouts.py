@@ -10,11 +10,13 @@ from tangram.layout import Layout
 from tangram.layout.locate import held
 from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.calls import Call
+from tangram.sharding.derive.changes import Step as Moves
+from tangram.sharding.derive.changes import change, costs, summed_once, wanted
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step
 from tangram.sharding.derive.linked import cut_of, passed
 from tangram.sharding.derive.moves import Label
-from tangram.sharding.derive.states import Routed, State, cut, part_dim, received, way
+from tangram.sharding.derive.states import SAME, SEVERAL, Routed, State, part_dim
 from tangram.sharding.local import Part
 
 
@@ -94,17 +96,6 @@ def called(found: Derived, step: Step) -> Call:
     return replace(step.call, arguments={**step.call.arguments, "end": step.call.arguments["end"] // math.prod(own)})
 
 
-def here(state: State, axis: str, others: Mapping[str, State], sizes: Mapping[str, int]) -> State:
-    """A cut as it is one of what a rank has by the cuts of other axes: fewer blocks stand before it."""
-    if state.kind != "cut":
-        return state
-    outer = state.outer
-    for other, own in others.items():
-        if other != axis and own.kind == "cut" and own.dim == state.dim and own.outer < state.outer:
-            outer //= sizes[other]
-    return cut(state.dim, outer)
-
-
 def part(found: Derived, step: Step, rank: int) -> Part:
     """Where a rank stands in an operator: what it holds of each factor that is cut."""
     cuts: dict[str, list[tuple[str, int]]] = {}
@@ -119,14 +110,15 @@ def part(found: Derived, step: Step, rank: int) -> Part:
 
 @dataclass(frozen=True)
 class Moved:
-    """A tensor that does not lie as it is needed, over one axis."""
+    """A tensor that does not lie as it is needed, over one axis, or over several that are moved at once."""
 
     value: int
-    axis: str
-    source: State
-    target: State
+    axes: tuple[str, ...]
+    source: tuple[State, ...]
+    """Over each of the axes."""
+    target: tuple[State, ...]
     forward: str
-    """The collective, or what a rank does by itself; "" for nothing."""
+    """The collectives, or what a rank does by itself; "" for nothing."""
     backward: str
     forward_bytes: float
     """What a rank receives, each time."""
@@ -135,6 +127,11 @@ class Moved:
     """How often: in each of the equal layers."""
     taker: int | None
     """The node that needs it so; None where all that take it do."""
+
+    @property
+    def axis(self) -> str:
+        """The axes for people: `tp`, `cp tp`."""
+        return " ".join(self.axes)
 
     @property
     def nbytes(self) -> float:
@@ -146,14 +143,14 @@ def moved(found: Derived) -> Iterator[Moved]:
     """Everything that ranks do so that tensors lie as they are needed, in the order of the model."""
     folded = found.folded
     for v in sorted({v for over in found.axes for v in over.lying}):
-        yield from _between(found, v, lying(found, v), used(found, v), folded.times[v], None)
+        yield from between(found, v, lying(found, v), used(found, v), folded.times[v], None)
     for step in folded.steps:
         for place, v in enumerate(step.inputs):
             if v is not None:
-                yield from _between(found, v, used(found, v), needed(found, step, place), step.times, step.number)
+                yield from between(found, v, used(found, v), needed(found, step, place), step.times, step.number)
         yield from _inside(found, step)
         for i, v in enumerate(step.outputs):
-            yield from _between(found, v, made(found, step, i), used(found, v), step.times, None)
+            yield from between(found, v, made(found, step, i), used(found, v), step.times, None)
 
 
 def _inside(found: Derived, step: Step) -> Iterator[Moved]:
@@ -169,25 +166,26 @@ def _inside(found: Derived, step: Step) -> Iterator[Moved]:
             back = v in found.folded.differentiable
             there = one.nbytes / ways
             kind, more = one.kind if back else "", there if back else 0.0
-            yield Moved(v, over.axis, state, state, one.kind, kind, there, more, step.times, step.number)
+            own = (over.axis,), (state,), (state,)
+            yield Moved(v, *own, one.kind, kind, there, more, step.times, step.number)
         ways *= over.k if move.label is not None else 1
 
 
-def _between(
+def between(
     found: Derived, v: int, source: Mapping[str, State], target: Mapping[str, State], times: int, taker: int | None
 ) -> Iterator[Moved]:
-    nbytes = float(found.folded.value(v).nbytes)
-    cut = used(found, v)
-    for over in found.axes:
-        a = source[over.axis]
-        b = target.get(over.axis, a)  # of what is not read, as it is
-        step = way(a, b)
-        if step is not None and a != b and (step.forward or step.backward):
-            there = received(step.forward, nbytes, over.k)
-            differentiable = v in found.folded.differentiable
-            back = received(step.backward, nbytes, over.k) if differentiable else 0.0
-            yield Moved(
-                v, over.axis, a, b, step.forward, step.backward if differentiable else "", there, back, times, taker
-            )
-        if part_dim(cut[over.axis]) is not None:
-            nbytes /= over.k
+    """What is done between two ways to lie of a class, in how many equal layers, for which taker alone."""
+    value, differentiable = found.folded.value(v), v in found.folded.differentiable
+    standing = value.kind == "parameter"
+    summed = summed_once(source, target, differentiable=differentiable) if standing else ()
+    goals = wanted(source, target, differentiable=differentiable)
+    rest = {axis: state for axis, state in goals.items() if axis not in summed}
+    moves = change(value.shape, value.dtype.itemsize, source, rest, found.mesh, differentiable=differentiable)
+    sizes, nbytes = {over.axis: over.k for over in found.axes}, float(value.nbytes)
+    each = [*costs(moves, nbytes, source, sizes, differentiable=differentiable)]
+    for axis in summed:  # as it lies
+        each += costs((Moves(axis, SAME, SEVERAL),), nbytes, source, sizes, differentiable=differentiable)
+    for one in each:
+        lies = tuple(source[axis] for axis in one.axes)
+        goes = tuple(target.get(axis, state) for axis, state in zip(one.axes, lies, strict=True))
+        yield Moved(v, one.axes, lies, goes, *one[1:], times, taker)

@@ -83,12 +83,12 @@ def traffic(found: Derived) -> Iterator[Row]:
             )
 
 
-_PAID = frozenset({"all-gather", "all-reduce", "reduce-scatter", "all-to-all"})
+_PAID = frozenset({"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "permute"})
 
 
 def ways(forward: str, backward: str) -> str:
     """The collectives forward and backward, as `all-gather / reduce-scatter`; nothing where there is none."""
-    texts = [one if one in _PAID else "-" for one in (forward, backward)]
+    texts = [one if _PAID.issuperset(one.split(" + ")) else "-" for one in (forward, backward)]
     return " / ".join(texts) if set(texts) != {"-"} else ""
 
 

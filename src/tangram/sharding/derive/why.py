@@ -17,12 +17,12 @@ from tangram.errors import UserError
 from tangram.sharding.derive.alternatives import Alternative, alternatives
 from tangram.sharding.derive.derive import Derived, Over, Rates, derive
 from tangram.sharding.derive.folding import Step
-from tangram.sharding.derive.layouts import layout_of, lying, made, needed, used
+from tangram.sharding.derive.layouts import between, layout_of, lying, made, needed, used
 from tangram.sharding.derive.marks import Mark, matched
 from tangram.sharding.derive.nodes import value_of
 from tangram.sharding.derive.operators import lies, line_of, module_of, states_in, states_out, title, written
 from tangram.sharding.derive.show import Row, amount, folded_name, short, signed, total, ways
-from tangram.sharding.derive.states import State, way
+from tangram.sharding.derive.states import State
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,8 @@ def _place(found: Derived, step: Step) -> str:
 
 def _moves(found: Derived, v: int, source: Mapping[str, State], target: Mapping[str, State]) -> str:
     """What is done between two layouts, forward / backward, by axis."""
-    texts: list[str] = []
-    for axis, a in source.items():
-        step = way(a, target.get(axis, a))
-        if step is not None and (text := ways(step.forward, step.backward * (v in found.folded.differentiable))):
-            texts.append(f"{text} over {axis}")
-    return ", ".join(texts)
+    moves = between(found, v, source, target, 1, None)
+    return ", ".join(f"{text} over {one.axis}" for one in moves if (text := ways(one.forward, one.backward)))
 
 
 # ------------------------------------------------------------ chains

@@ -14,17 +14,17 @@ added once).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tangram.errors import UserError
 from tangram.models.graph import Called, Graph, Node, filled, refs
 from tangram.sharding.calls import schema_of
+from tangram.sharding.derive.changes import Change, change, summed_once, wanted
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step as Node_Step
-from tangram.sharding.derive.layouts import here, lying, made, needed, steps_of_nodes, used
-from tangram.sharding.derive.states import SAME, SEVERAL, State, part_dim, plain, way
-from tangram.sharding.runtime.program import Action, Border, CallKey, Change, Place, Program, Step
+from tangram.sharding.derive.layouts import lying, made, needed, steps_of_nodes, used
+from tangram.sharding.derive.states import SAME, SEVERAL, State, part_dim
+from tangram.sharding.runtime.program import Action, Border, CallKey, Place, Program
 
 States = Mapping[str, State]
 Fits = Callable[[range], bool]
@@ -43,59 +43,6 @@ def places_of(node: Node, step: Node_Step) -> list[int | None]:
         own: int = by_place[name] if i is None else by_place[name][i]
         found.append(None if tensor is None else own)
     return found
-
-
-def ordered(source: States, target: States, sizes: Mapping[str, int]) -> Iterator[Step]:
-    """Steps over single axes, of which each can be done by itself; cuts as they are on what ranks have at that time.
-
-    What lies under a cut that moves is put together before, and cut again. `sizes`: of the axes, in the order of the
-    mesh: of two that cut one factor the first lies outside.
-    """
-    axes, now = [*sizes], dict(source)
-    goals = {axis: state for axis, state in target.items() if state != now[axis]}
-    final = {**now, **goals}
-
-    def under(axis: str, goal: State) -> list[str]:
-        cuts = {(s.dim, s.outer) for s in (now[axis], goal) if s.kind == "cut"}
-        later = (a for a in axes[axes.index(axis) + 1 :] if a in now and now[a].kind == "cut")
-        crossed = [a for a in goals if a != axis and _crossed(goal, now[a], now, sizes, axis)]
-        return [*crossed, *(a for a in later if (now[a].dim, now[a].outer) in cuts)]
-
-    def waits(axis: str) -> bool:
-        """For an axis that lies outside, on what this one is to cut."""
-        goal = goals[axis]
-        outer = (s for a in axes[: axes.index(axis)] if a in goals for s in (now[a], goals[a]))
-        return goal.kind == "cut" and any(s == goal for s in outer)
-
-    def step(axis: str, goal: State) -> Step:
-        found = Step(axis, here(now[axis], axis, now, sizes), here(goal, axis, now, sizes))
-        now[axis] = goal
-        return found
-
-    while goals:
-        axis = next((a for a in reversed(axes) if a in goals and not waits(a) and not under(a, goals[a])), None)
-        if axis is not None:
-            yield step(axis, goals.pop(axis))
-        else:
-            blocked = next(a for a in axes if a in goals)
-            inner = under(blocked, goals[blocked])[-1]
-            while deeper := under(inner, SAME):
-                inner = deeper[-1]
-            goals[inner] = final[inner]
-            yield step(inner, SAME)
-
-
-def _crossed(goal: State, lies: State, now: States, sizes: Mapping[str, int], axis: str) -> bool:
-    """Whether two cuts of one dim cannot be at a time: the parts of the outer one are no whole blocks of the inner.
-
-    The outer one is of all axes together that cut it: parts of 2 x 2 ranks are no whole blocks where there are two.
-    """
-    if goal.kind != "cut" or lies.kind != "cut" or goal.dim != lies.dim or goal.outer == lies.outer:
-        return False
-    outer, blocks = sorted((goal.outer, lies.outer))
-    then = {**now, axis: goal}
-    k = math.prod(sizes[a] for a, s in then.items() if (s.kind, s.dim, s.outer) == ("cut", goal.dim, outer))
-    return blocks % (outer * k) != 0
 
 
 class _Lowering:
@@ -148,30 +95,28 @@ class _Lowering:
         return made(self.found, self.steps[i], k), used(self.found, cls)
 
     def _change(self, v: int, source: States, target: States) -> Change:
-        differentiable = self.found.folded.classes[v] in self.found.folded.differentiable
-        source = {axis: plain(state) for axis, state in source.items()}
-        target = {axis: plain(state) for axis, state in target.items()}
-        wanted: dict[str, State] = {}
-        for axis, a in source.items():
-            b = target.get(axis, a)
-            found = way(a, b)
-            if found is not None and a != b and (found.forward or (found.backward and differentiable)):
-                wanted[axis] = b
-        return tuple(ordered(source, wanted, {over.axis: over.k for over in self.found.axes}))
+        value, differentiable = self.graph.values[v], self._differentiable(v)
+        goals = wanted(source, target, differentiable=differentiable)
+        return change(value.shape, value.dtype.itemsize, source, goals, self.found.mesh, differentiable=differentiable)
+
+    def _differentiable(self, v: int) -> bool:
+        return self.found.folded.classes[v] in self.found.folded.differentiable
 
     # ------------------------------------------------------------ where
 
     def _parameter(self, v: int) -> None:
         source, target = self._states(v)
-        change = self._change(v, source, target)
-        name, summed = self.graph.values[v].name, [s for s in change if (s.source, s.target) == (SAME, SEVERAL)]
-        gathered = tuple(step for step in change if step not in summed)
-        if any(step.source.kind != "cut" or step.target not in (SAME, SEVERAL) for step in gathered):
+        name = self.graph.values[v].name
+        summed = summed_once(source, target, differentiable=self._differentiable(v))
+        rest = {**target, **{axis: source[axis] for axis in summed}}
+        goals = wanted(source, rest, differentiable=self._differentiable(v))
+        gathered = self._change(v, source, rest)
+        if any(source[axis].kind != "cut" or b not in (SAME, SEVERAL) for axis, b in goals.items()):
             raise UserError(f"{name} would have to move in each forward: mark it")
         if gathered:
             self.gathered[name] = gathered
         if summed:
-            self.summed[name] = tuple(step.axis for step in summed)
+            self.summed[name] = summed
         self._needs(v, target, ())
 
     def _given(self, v: int) -> None:

@@ -9,30 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
+from tangram.sharding.derive.changes import Change
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Folded
 from tangram.sharding.derive.folding import Step as FoldedStep
 from tangram.sharding.derive.layouts import steps_of_nodes
-from tangram.sharding.derive.states import State
 
 Place = tuple[int, int]
 """A tensor that an operator takes: the number of its node, and the place."""
 CallKey = tuple[str, str, int]
 """A function that a run calls: the line, the function's name, and how often it was called there before."""
-
-
-class Step(NamedTuple):
-    """A tensor that lies otherwise over one axis, after."""
-
-    axis: str
-    source: State
-    target: State
-
-
-Change = tuple[Step, ...]
-"""Over several axes, one after the other."""
 
 
 @dataclass

@@ -27,6 +27,7 @@ from tangram.models.capture import place_and_reason, quiet
 from tangram.models.graph import Called, Node, Ref
 from tangram.models.twin import fake_twin
 from tangram.sharding.calls import Call
+from tangram.sharding.derive.changes import Change, apart
 from tangram.sharding.derive.derive import ConflictError, Derived, derive
 from tangram.sharding.derive.folding import Step
 from tangram.sharding.derive.layouts import called, local_shape, lying, made, needed, steps_of_nodes, used
@@ -35,7 +36,7 @@ from tangram.sharding.local import arguments_of, as_it_is
 from tangram.sharding.runtime.install import Now, Runtime, done
 from tangram.sharding.runtime.lower import lower, makers, places_of, refuse_lost_writes
 from tangram.sharding.runtime.operators import Operators
-from tangram.sharding.runtime.program import Action, CallKey, Change, Program
+from tangram.sharding.runtime.program import Action, CallKey, Program
 
 PASSING = frozenset(
     {"clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "_reshape_alias"}
@@ -174,7 +175,7 @@ class _Rehearsal:
     def bring(self, x: Tensor, change: Change) -> Tensor:
         """What would come, of the size that it has then."""
         sizes = [*x.shape]
-        for axis, source, target in change:
+        for axis, source, target in apart(change):
             if (dim := part_dim(source)) is not None:
                 sizes[dim] *= self.sizes[axis]
             if (dim := part_dim(target)) is not None:

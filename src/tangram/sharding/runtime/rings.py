@@ -19,9 +19,9 @@ from tangram.kernels.attention import ATTEND, Heads
 from tangram.layout import Layout
 from tangram.models.graph import Graph, refs
 from tangram.relayout.ring import ring_attend
+from tangram.sharding.derive.changes import Change, apart
 from tangram.sharding.derive.marks import Mark
 from tangram.sharding.derive.states import cut
-from tangram.sharding.runtime.program import Change
 
 NAME = "attend.default"
 QUERIES, KEYS, VALUES, OWN, SEEN, SINKS = range(6)
@@ -58,7 +58,7 @@ class Rings:
 
     def attend(self, takes: Mapping[int, Change], args: Sequence[Any]) -> Any:
         """The function with what moves before it; NotImplemented where a ring does not do that."""
-        keys, values = takes.get(KEYS, ()), takes.get(VALUES, ())
+        keys, values = (tuple(apart(takes.get(place, ()))) for place in (KEYS, VALUES))
         if not keys or keys[-1:] != values[-1:] or keys[-1].source != TOKENS or keys[-1].target.kind != "several":
             return NotImplemented
         before = {**takes, KEYS: keys[:-1], VALUES: values[:-1]}
