@@ -15,7 +15,7 @@ import copy
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -48,6 +48,7 @@ from tangram.sharding.runtime.rings import NAME as RING
 from tangram.sharding.runtime.rings import Passed, Rings
 from tangram.sharding.runtime.routes import Routes
 from tangram.training.cuts import Cuts, named_modules
+from tangram.training.devices import Devices, devices_of
 from tangram.training.world import World, dim_of
 
 _HELD = "_tangram_derived"
@@ -106,34 +107,6 @@ class Lies:
         """This rank's part of a tensor of which it has all, whose dims are these of the result and cut as they are."""
         states = {axis: cut(dims.index(self.states[axis].dim), self.states[axis].outer) for axis in self.axes_of(dims)}
         return own_part(whole, states, self.mesh, self.coords)
-
-
-@dataclass(frozen=True)
-class Devices:
-    """The ranks that compute one thing together, by the axes of a mesh."""
-
-    over: Callable[[Sequence[str]], DeviceMesh]
-    """The device mesh over some of the axes, in the order of the mesh."""
-    groups: Mapping[str, dist.ProcessGroup]
-    made: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict[tuple[str, ...], dist.ProcessGroup])
-    """Those over several axes that were needed so far."""
-
-    def together(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """The ranks of this one's group over some axes, in the order of the mesh. Collective over them at first."""
-        if len(axes) == 1:
-            return self.groups[axes[0]]
-        if axes not in self.made:
-            ranks = cast("list[int]", self.over(axes).mesh.flatten().tolist())
-            # of the ranks of a stage, say: others have programs of their own, and know nothing of it
-            group = dist.new_group(ranks, use_local_synchronization=True)
-            self.made[axes] = cast(dist.ProcessGroup, group)
-        return self.made[axes]
-
-
-def devices_of(devices: DeviceMesh) -> Devices:
-    """Those of a device mesh whose dims are named as the axes."""
-    names = devices.mesh_dim_names or ()
-    return Devices(lambda axes: devices[tuple(axes)], {name: devices.get_group(name) for name in names})
 
 
 def derived_of(model: nn.Module) -> DerivedModel | None:

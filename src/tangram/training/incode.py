@@ -37,7 +37,8 @@ from tangram.sharding.incode.api import Written, marks_in
 from tangram.sharding.incode.session import Eager, Lying
 from tangram.sharding.runtime.bring import brought
 from tangram.training.cuts import named_modules
-from tangram.training.derived import as_dtensors, devices_of
+from tangram.training.derived import as_dtensors
+from tangram.training.devices import devices_of
 
 
 def eager(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh) -> EagerModel:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+from torch import Tensor
+
 from tangram.layout import Mesh
 from tangram.relayout import collectives, digits, sequences
 from tangram.sharding.derive.states import SAME, SEVERAL, Routed, State, cut, part_dim, plain, received, way
@@ -100,6 +102,16 @@ def change(
     lies = tuple((digits.Digit(mesh.axes[a][1], mesh.axes[a][0]), a, own[a], goals.get(a, own[a])) for a in source)
     found = _joint(tuple(shape), itemsize, lies, steps, differentiable)
     return steps if found is None else (found,)
+
+
+def change_of(part: Tensor, source: States, target: States, mesh: Mesh, *, differentiable: bool) -> Change:
+    """`change` of a tensor of which a rank has a part; over every axis that differs."""
+    shape = [*part.shape]
+    for axis, state in source.items():
+        if state.kind == "cut":
+            shape[state.dim] *= mesh.axes[axis][0]
+    goals = {axis: state for axis, state in target.items() if state != source[axis]}
+    return change(shape, part.element_size(), source, goals, mesh, differentiable=differentiable)
 
 
 @lru_cache(1 << 12)

@@ -30,7 +30,7 @@ from tangram.layout.syntax import Cut
 from tangram.models.called import caller, line_of
 from tangram.models.graph import Ref
 from tangram.sharding.bind import Bound
-from tangram.sharding.derive.changes import Change, change
+from tangram.sharding.derive.changes import Change, change_of
 from tangram.sharding.derive.derive import ConflictError
 from tangram.sharding.derive.layouts import divided, layout_of
 from tangram.sharding.derive.marks import states as states_of
@@ -201,13 +201,7 @@ class Eager:
 
     def brought(self, part: Tensor, source: States, target: States, trained: bool) -> Tensor:
         """This rank's part where it lies as `target`, given it where it lies as `source`."""
-        shape = [*part.shape]
-        for axis, state in source.items():
-            if state.kind == "cut":
-                shape[state.dim] *= self.sizes[axis]
-        goals = {axis: state for axis, state in target.items() if state != source[axis]}
-        moves = change(shape, part.element_size(), source, goals, self.mesh, differentiable=trained)
-        return self._bring(part, moves, trained)
+        return self._bring(part, change_of(part, source, target, self.mesh, differentiable=trained), trained)
 
     # ------------------------------------------------------------ functions
 

@@ -1,0 +1,38 @@
+"""The ranks that compute one model together, by the axes of a mesh: their groups over one axis and over several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The ranks that compute one thing together, by the axes of a mesh."""
+
+    over: Callable[[Sequence[str]], DeviceMesh]
+    """The device mesh over some of the axes, in the order of the mesh."""
+    groups: Mapping[str, dist.ProcessGroup]
+    made: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict[tuple[str, ...], dist.ProcessGroup])
+    """Those over several axes that were needed so far."""
+
+    def together(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """The ranks of this one's group over some axes, in the order of the mesh. Collective over them at first."""
+        if len(axes) == 1:
+            return self.groups[axes[0]]
+        if axes not in self.made:
+            ranks = cast("list[int]", self.over(axes).mesh.flatten().tolist())
+            # of the ranks of a stage, say: others have programs of their own, and know nothing of it
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            self.made[axes] = cast(dist.ProcessGroup, group)
+        return self.made[axes]
+
+
+def devices_of(devices: DeviceMesh) -> Devices:
+    """Those of a device mesh whose dims are named as the axes."""
+    names = devices.mesh_dim_names or ()
+    return Devices(lambda axes: devices[tuple(axes)], {name: devices.get_group(name) for name in names})
