@@ -107,9 +107,11 @@ def _predicted(plan: Plan, cell: Cell, found: Planned) -> tuple[float, float]:
 
 
 def commit_of_this() -> str:
-    """The commit of the checkout, with a mark where it is not all that is there."""
-    here = Path(__file__).parent
-    say = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=here, capture_output=True, text=True, check=False
-    )
-    return say.stdout.strip()
+    """The commit of the checkout, with a mark where its code is not all that runs."""
+
+    def say(*words: str) -> str:
+        here = Path(__file__).parents[2]
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = say("status", "--porcelain", "--untracked-files=no", "--", "src", "bench")
+    return say("describe", "--always", "--exclude=*") + ("-dirty" if changed else "")
