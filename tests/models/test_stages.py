@@ -140,6 +140,8 @@ def test_tied_weights_across_stages() -> None:
     said = refused(made("llama", tie_word_embeddings=True), THREE)
     assert "model.embed_tokens.weight and lm_head.weight are one tensor" in said
     assert said.endswith("set model.change.tie_word_embeddings = false")
+    without = (*THREE[:2], tuple(name for name in THREE[2] if name != "lm_head"))
+    assert "one and none the other: this version" in refused(made("llama", tie_word_embeddings=True), without)
 
 
 def test_modules_out_of_turn() -> None:

@@ -120,16 +120,17 @@ def refuse_unlike_modules(model: nn.Module, stages: Stages) -> None:
     trained: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         stage = next((i for i, own in enumerate(stages) if any(name.startswith(f"{x}.") for x in own)), None)
+        if parameter in owners and owners[parameter][1] != stage:
+            other, where = owners[parameter]
+            raise UserError(
+                f"{other} and {name} are one tensor, and stage {where} of the pipeline would have the one and "
+                f"{'none' if stage is None else f'stage {stage}'} the other: this version does not tie weights across "
+                "stages; set model.change.tie_word_embeddings = false"
+            )
         if stage is None:
             raise UserError(f"{name} is in no stage of the pipeline: name its module in pipeline.stages")
         trained.update([stage] if parameter.requires_grad else [])
-        other, where = owners.setdefault(parameter, (name, stage))
-        if where != stage:
-            raise UserError(
-                f"{other} and {name} are one tensor, and stage {where} of the pipeline would have the one and stage "
-                f"{stage} the other: this version does not tie weights across stages; set "
-                "model.change.tie_word_embeddings = false"
-            )
+        owners[parameter] = name, stage
     idle = [stage for stage in range(len(stages)) if stage not in trained]
     if idle:
         raise UserError(
