@@ -86,7 +86,7 @@ def job_of(folder: Path, text: Path, name: str, layers: int, steps: int) -> Job:
     rounding of gradients that are nearly zero (`tests/training/oracle/cases.py` has the figures).
     """
     tables: dict[str, Any] = {
-        "version": 2,
+        "version": 3,
         "seed": 3,
         "model": {"path": str(write_config(folder, name, layers))},
         "data": {

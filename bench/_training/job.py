@@ -14,7 +14,7 @@ GLOBAL_BATCH, SEQUENCE = 8, 128
 def tables(folder: Path, **changes: Any) -> dict[str, Any]:
     """A job on the standard library's sources, whose tokens are kept in `folder`."""
     return {
-        "version": 2,
+        "version": 3,
         "model": {"preset": "qwen3-2m"},
         "data": {
             "sources": [{"path": "stdlib", "pattern": "*.py"}],

@@ -1,7 +1,7 @@
 """A small job and a small plan as files, for the tests of the planner."""
 
 JOB = """\
-version = 2
+version = 3
 seed = 1
 
 [model]
@@ -37,9 +37,6 @@ tensor = ["tp"]
 [layouts.parameters]
 "*.q_proj.weight" = "(heads/tp head_dim)/dp h"
 "*" = "_/dp ..."
-
-[layouts.activations]
-"*.q_proj" = "b s h -> b s (heads/tp head_dim)"
 
 [layouts.sizes]
 head_dim = 32

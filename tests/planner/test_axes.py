@@ -35,7 +35,7 @@ def laid_out(kind: str, mesh: str, *axes: ModelAxis, samples: int = 1, **more: i
 
 def plan_of(mesh: str, axes: Mapping[str, list[str]], parameters: Mapping[str, str], marks: Mapping[str, str]) -> Plan:
     tables: dict[str, Any] = {
-        "version": 2,
+        "version": 3,
         "mesh": mesh,
         "axes": {role: list(names) for role, names in axes.items()},
         "model": {"preset": "qwen3-1m"},
@@ -141,9 +141,9 @@ def test_what_does_not_divide_is_refused_with_what_would(
 @pytest.mark.parametrize(
     ("mesh", "axes", "marks", "reason"),
     [
-        ("dp=2 cp=2", CONTEXT, {}, '"cp" cuts what layouts.marks say, and there are none'),
-        ("dp=2 cp=2 ep=2", {**CONTEXT, "expert": ["ep"]}, GATHERED, 'no mark of layouts.marks names "ep"'),
-        ("a=2 b=2", {"tensor": ["a", "b"]}, {}, "the axes are a, b: layouts.activations are over one"),
+        ("dp=2 cp=2", CONTEXT, {}, 'no mark and no layout of a parameter names "cp"'),
+        ("dp=2 cp=2 ep=2", {**CONTEXT, "expert": ["ep"]}, GATHERED, 'no mark and no layout of a parameter names "ep"'),
+        ("a=2 b=2", {"tensor": ["a", "b"]}, {}, 'no mark and no layout of a parameter names "a"'),
         ("dp=2 cp=2", {"data": ["dp", "cp"], "context": ["cp"]}, {}, 'the axis "cp" of the mesh has 2 roles'),
     ],
 )

@@ -39,6 +39,14 @@ def test_tables_that_are_none_are_left_to_the_check(tmp_path: Path) -> None:
         load(tmp_path / "plan.toml")
 
 
+def test_rules_of_activations_follow_from_the_layouts_of_parameters() -> None:
+    parameters = {"*.up_proj.weight": "f/tp h", "*": "..."}
+    rules = {"parameters": parameters, "activations": {"*.up_proj": "b s h -> b s f/tp"}}
+    tables = {"version": 2, "mesh": "tp=2", "axes": {"tensor": ["tp"]}, "layouts": rules}
+    assert migrate(tables) == {**tables, "version": 3, "layouts": {"parameters": parameters}}
+    assert tables["layouts"] is rules
+
+
 def test_every_version_below_todays_has_a_step() -> None:
     assert sorted(STEPS) == list(range(1, VERSION))
     for version in STEPS:
@@ -47,5 +55,5 @@ def test_every_version_below_todays_has_a_step() -> None:
 
 def test_a_migrated_file_is_written_as_todays(tmp_path: Path) -> None:
     (tmp_path / "new.toml").write_text(dumps(load(OLD)))
-    assert "version = 2" in (tmp_path / "new.toml").read_text()
+    assert f"version = {VERSION}" in (tmp_path / "new.toml").read_text()
     assert load(tmp_path / "new.toml") == load(OLD)

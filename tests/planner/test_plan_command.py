@@ -80,7 +80,7 @@ def test_none_fits(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--set", "run.stepz=3"], 'unknown key "run.stepz"; did you mean "steps"?'),
         (["--set", "run.steps"], "write a key and a value"),
         (["--set", "model.change.hiden_size=3"], 'has no field "hiden_size" to change; did you mean "hidden_size"?'),
-        (["--set", "version=3"], "version = 3: input should be 2"),
+        (["--set", "version=2"], "version = 2: input should be 3"),
         (["--set", "data.tokenizer=nowhere"], "there is no tokenizer"),
         (["--set", "data.sequence=4000"], "but the model has 1024 positions"),
         (["--set", "model.change.vocab_size=100"], "vocabulary of 100"),
@@ -100,8 +100,8 @@ def test_mistakes(
 
 def test_mistakes_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "job.toml"
-    path.write_text(JOB.replace("version = 2", "version = 3"))
-    assert f"{path}, line 1: version = 3: this Tangram reads plans of version 2" in refused(capsys, str(path))
+    path.write_text(JOB.replace("version = 3", "version = 4"))
+    assert f"{path}, line 1: version = 4: this Tangram reads plans of version 3" in refused(capsys, str(path))
     path.write_text(JOB.replace("lr = 2e-3", "lr = -1"))
     assert f"{path}, line 20: optimiser.lr = -1" in refused(capsys, str(path))
     assert "there is no plan file" in refused(capsys, str(tmp_path / "none.toml"))
@@ -120,7 +120,7 @@ def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(capsys.readouterr().out)
     assert told["step"] == "8 samples of 16 tokens = 128 tokens"
     assert told["of which"] == "4 samples a data rank of 2, as 2 micro-batches of 2"
-    assert told["flow *.q_proj"] == "b s h -> b s (heads/tp head_dim)"
+    assert told["parameters *.q_proj.weight"] == "(heads/tp head_dim)/dp h"
     path.write_text(JOB)
     assert main(["plan", "--show", str(path)]) == 0
     assert "this is a job" in capsys.readouterr().out

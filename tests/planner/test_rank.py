@@ -17,7 +17,6 @@ from tangram.planner.rank import FILLED, Ranked, predict, rank
 from tangram.planner.table import Ranking
 from tests.models.tiny import FIELDS, tiny
 from tests.planner.machine import rates
-from tests.training.strategies import ACTIVATIONS, cut_by_tensor
 
 
 def job(**data: Any) -> Job:
@@ -137,17 +136,9 @@ def _tensor_plan(four: tuple[Ranked, ...]) -> Plan:
     return next(one.plan for one in four if one.name == "FSDP x tensor" and one.plan)
 
 
-def _by_rules(plan: Plan) -> Plan:
-    """The same with rules of activations, as somebody may write them."""
-    parameters = {**cut_by_tensor("dp"), "*": "_/dp ..."}
-    lies = LayoutsPlan(parameters=parameters, activations=ACTIVATIONS, sizes={"head_dim": CONFIG.head_dim})
-    return plan.model_copy(update={"layouts": lies})
-
-
 def test_a_tensor_plan_is_derived_from_marks(four: tuple[Ranked, ...]) -> None:
     lies = _tensor_plan(four).layouts
     assert lies.marks["model.layers.*"] == "b s/tp h"
-    assert not lies.activations
     assert lies.parameters == {
         "model.embed_tokens.weight": "_/tp/dp _",
         "lm_head.weight": "_/tp/dp _",
@@ -181,23 +172,30 @@ def test_a_vocabulary_of_odd_size_stays_whole() -> None:
     [
         ({"parameters": {"*": "a b c"}}, "does not fit model.embed_tokens.weight"),
         ({"parameters": {"*.q_proj.weight": "..."}}, "no rule in \\[layouts.parameters\\] matches"),
-        ({"activations": {}}, "is cut over a tensor axis, but no rule in \\[layouts.activations\\] fits its module"),
-        ({"activations": {"*.nothing": "b s h -> b s h"}}, "names no module of the model"),
-        ({"activations": {"*.[qk]_norm": "b s (heads/tp head_dim) -> b s h"}}, "does not fit what flows there"),
-        ({"activations": {"*.[qk]_norm": "b s/tp heads d -> b s/tp heads d"}}, "unequal parts"),
-        ({"sizes": {"head_dim": 5}}, "does not fit model.layers.0.self_attn.q_proj.weight"),
+        (
+            {"parameters": {"*.norm.weight": "(a/tp a5)", "*": "_/dp ..."}, "sizes": {"a5": 5}},
+            "does not fit model.norm",
+        ),
     ],
 )
 def test_the_check_turns_red(change: dict[str, Any], reason: str, four: tuple[Ranked, ...]) -> None:
-    plan = _by_rules(_tensor_plan(four))
+    plan = _tensor_plan(four)
     model = build_on_meta(CONFIG)
     legal(plan, model)
-    tables = plan.layouts.model_dump()
-    if change.get("activations"):
-        change = {"activations": {**tables["activations"], **change["activations"]}}
-    broken = plan.model_copy(update={"layouts": LayoutsPlan(**{**tables, **change})})
+    broken = plan.model_copy(update={"layouts": LayoutsPlan(**{**plan.layouts.model_dump(), **change})})
     with pytest.raises(UserError, match=reason):
         legal(broken, model)
+
+
+def test_a_plan_without_marks_moves_what_follows_from_its_parameters(four: tuple[Ranked, ...]) -> None:
+    """Their layouts are marks, too; only what marks say beyond them is lost: here what is cut along the sequence."""
+    plan = _tensor_plan(four)
+    bare = plan.model_copy(update={"layouts": LayoutsPlan(parameters=plan.layouts.parameters)})
+    legal(bare, build_on_meta(CONFIG))
+    marked, alone = (predict(one, rates(4), CONFIG).seconds for one in (plan, bare))
+    assert alone.products == marked.products
+    whole = predict(bare.model_copy(update={"mesh": "dp=2 tp=1"}), rates(2), CONFIG).seconds
+    assert whole.communication < alone.communication < 2 * marked.communication
 
 
 def test_other_things_that_are_not_legal(four: tuple[Ranked, ...]) -> None:

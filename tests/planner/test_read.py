@@ -46,10 +46,10 @@ def said(path: Path, text: str, changes: dict[str, str] | None = None) -> str:
         (('path = "text"', "path = 3"), ", line {line}: data.sources.1.path = 3: input should be a valid string"),
         (('path = "text"', 'path = ""'), ", line {line}: data.sources.1.path = '': string should have at least 1"),
         (("steps = 300", ""), ': the key "run.steps" is missing'),
-        (("version = 2", "version = 0"), ", line {line}: version = 0: input should be 2"),
-        (("version = 2", 'version = "2"'), ", line {line}: version = '2': input should be 2"),
-        (("version = 2", "version = 3"), ", line {line}: version = 3: this Tangram reads plans of version 2 and older"),
-        (("version = 2", ""), ': the key "version" is missing: write version = 2'),
+        (("version = 3", "version = 0"), ", line {line}: version = 0: input should be 3"),
+        (("version = 3", 'version = "3"'), ", line {line}: version = '3': input should be 3"),
+        (("version = 3", "version = 4"), ", line {line}: version = 4: this Tangram reads plans of version 3 and older"),
+        (("version = 3", ""), ': the key "version" is missing: write version = 3'),
         (("steps = 300", 'steps = "many"'), ", line {line}: run.steps = 'many': input should be a valid integer"),
         (("steps = 300", "steps = true"), ", line {line}: run.steps = True: input should be a valid integer"),
         (
@@ -101,13 +101,11 @@ def test_a_wrong_job(change: tuple[str, str], message: str, tmp_path: Path) -> N
         (('tensor = ["tp"]', 'tensor = ["dp"]'), ': axes: the axis "dp" of the mesh has 2 roles: name it once'),
         (('tensor = ["tp"]', 'tensor = ["xp"]'), ': axes: "xp" is no axis of the mesh "dp=2 tp=2"'),
         (('tensor = ["tp"]', ""), ': axes: the axis "tp" of the mesh has 0 roles'),
-        (('tensor = ["tp"]', 'tensor = []\nexpert = ["tp"]'), ': axes.expert: "tp" cuts what layouts.marks say'),
+        (("(heads/tp head_dim)/dp h", "_/dp h"), ': axes.tensor: no mark and no layout of a parameter names "tp"'),
         (('"_/dp ..."', '"_/dp/ ..."'), ": layouts.parameters.*: "),
         (('"_/dp ..."', '"_/xp ..."'), ': layouts.parameters.*: "_/xp ..." names xp, no axis of the mesh'),
         (("head_dim = 32", "head_dim = 0"), ": layouts.sizes.head_dim = 0: input should be greater than 0"),
-        (("-> b s (heads/tp", "b s (heads/tp"), ": layouts.activations.*.q_proj: "),
-        (("-> b s (heads/tp", "-> b/dp s (heads/tp"), "names dp, but activations are cut by tensor axes only"),
-        (("[layouts.activations]", MARKS + "[layouts.activations]"), "or activations, not both"),
+        (("[layouts.sizes]", "[layouts.activations]\n\n[layouts.sizes]"), "layouts.activations"),
     ],
 )
 def test_a_wrong_plan(change: tuple[str, str], message: str, tmp_path: Path) -> None:
@@ -123,8 +121,7 @@ def test_a_wrong_plan(change: tuple[str, str], message: str, tmp_path: Path) -> 
     ],
 )
 def test_a_plan_with_wrong_marks(change: tuple[str, str], message: str, tmp_path: Path) -> None:
-    head, _, rest = PLAN.partition("[layouts.activations]")
-    plan = head + MARKS + rest[rest.index("[layouts.sizes]") :]
+    plan = PLAN.replace("[layouts.sizes]", MARKS + "[layouts.sizes]")
     (tmp_path / "right.toml").write_text(plan)
     assert dumps(load(tmp_path / "right.toml")).count("[layouts.marks]") == 1
     assert message in said(tmp_path / "plan.toml", plan.replace(*change, 1))
@@ -165,7 +162,7 @@ def test_keys_of_all_ways_of_writing_have_lines() -> None:
         ({"data.sources.path": "x"}, '--set data.sources.path=x: "path" is none of the 2 items'),
         ({"data.sources.7": "x"}, '--set data.sources.7=x: "7" is none of the 2 items'),
         ({"model.change.x": "[1]"}, "--set model.change.x=[1]: model.change.x = [1]: input should be"),
-        ({"version": "3"}, "--set version=3: version = 3: input should be 2"),
+        ({"version": "2"}, "--set version=2: version = 2: input should be 3"),
         ({"run": "3"}, "--set run=3: run = 3: input should be a table"),
     ],
 )
@@ -287,10 +284,8 @@ def jobs(draw: st.DrawFn) -> Job:
     rules = draw(
         st.dictionaries(names, st.sampled_from(["...", "_/dp ...", "(a/tp b)/dp ..."]), min_size=1, max_size=4)
     )
-    flows = draw(st.dictionaries(names, st.just("b s h -> b s (n/tp d)"), max_size=2))
-    layouts = LayoutsPlan(
-        parameters=rules, activations=flows, sizes=draw(st.dictionaries(names, st.just(3), max_size=2))
-    )
+    marks = draw(st.dictionaries(names, st.just("b s (n/tp d)"), max_size=2)) or {"x": "b/tp"}
+    layouts = LayoutsPlan(parameters=rules, marks=marks, sizes=draw(st.dictionaries(names, st.just(3), max_size=2)))
     return Plan(**job, mesh="dp=2 tp=2", axes=AxesPlan(data=("dp",), tensor=("tp",)), layouts=layouts)
 
 
@@ -307,7 +302,7 @@ def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFacto
     assert dumps(again) == text
     if isinstance(again, Plan) and isinstance(job, Plan):  # the first rule that matches decides, so order counts
         assert list(again.layouts.parameters) == list(job.layouts.parameters)
-        assert list(again.layouts.activations) == list(job.layouts.activations)
+        assert list(again.layouts.marks) == list(job.layouts.marks)
 
 
 def test_defaults_are_left_out_and_a_comment_says_what_it_is(tmp_path: Path) -> None:

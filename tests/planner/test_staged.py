@@ -150,7 +150,10 @@ def test_no_other_cut_is_better(work: list[float], end: float, data: st.DataObje
     ("tables", "said"),
     [
         ({"pipeline": None}, "there is axes.pipeline, but no pipeline"),
-        ({"axes": {"data": ["dp"], "tensor": ["pp"]}}, "there is [pipeline], but no axes.pipeline"),
+        (
+            {"axes": {"data": ["dp"], "tensor": ["pp"]}, "layouts": {"parameters": {"*": "_/pp ..."}}},
+            "there is [pipeline], but no axes.pipeline",
+        ),
         ({"pipeline": {"stages": [["model.embed_tokens"]]}}, "1 stages for the 2 ranks of the pipeline axis"),
         (
             {"pipeline": {"schedule": "LoopedBFS", "stages": [["a"], ["b"], ["c"]]}},
@@ -204,7 +207,7 @@ def with_table(four: tuple[Ranked, ...], folder: Path, table: str, stages: Stage
     tables = plan.model_dump(exclude_defaults=True)
     tables["data"]["micro_batch"] = 2
     tables["pipeline"] = {"schedule": "table", "table": "mine.csv", "stages": [list(stage) for stage in stages]}
-    (folder / "plan.toml").write_text(tomli_w.dumps({"version": 2, **tables}))
+    (folder / "plan.toml").write_text(tomli_w.dumps({"version": 3, **tables}))
     return folder / "plan.toml"
 
 

@@ -68,7 +68,7 @@ def plan_of(
     tensor = parameters is TENSOR
     return Plan.model_validate(
         {
-            "version": 2,
+            "version": 3,
             "model": {"preset": "none", "freeze": list(freeze)},
             "data": {"sources": [{"path": "stdlib"}], "sequence": 8, "global_batch": 4},
             "optimiser": {"lr": 0.01},
@@ -76,7 +76,7 @@ def plan_of(
             "checkpoint": policy,
             "mesh": f"dp=1 tp={ranks}" if tensor else f"dp={ranks}",
             "axes": {"data": ["dp"], "tensor": ["tp"] if tensor else []},
-            "layouts": {"parameters": parameters, "activations": {"blocks.*": "b s h -> b s h"} if tensor else {}},
+            "layouts": {"parameters": parameters},
         }
     )
 

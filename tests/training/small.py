@@ -41,7 +41,7 @@ def plan_file(path: Path, text: Path, **changes: dict[str, Any]) -> Path:
 def small_tables(text: Path, **changes: Any) -> dict[str, Any]:
     """The tables of a plan as its file would have them."""
     tables: dict[str, Any] = {
-        "version": 2,
+        "version": 3,
         "seed": 3,
         "mesh": f"dp={WORLD}",
         "axes": {"data": ["dp"]},

@@ -7,34 +7,6 @@ from typing import Any
 from tangram.planner.plan import Plan
 from tests.training.small import SMALL_MODEL
 
-ACTIVATIONS = {
-    "*.embed_tokens": "b s -> b s h",
-    "*.[qkv]_proj": "b s h -> b s (heads/tp head_dim)",
-    "*.[qk]_norm": "b s heads/tp head_dim -> b s heads/tp head_dim",
-    "*.o_proj": "b s (heads/tp head_dim) -> b s h",
-    "*.gate_proj": "b s h -> b s f/tp",
-    "*.up_proj": "b s h -> b s f/tp",
-    "*.down_proj": "b s f/tp -> b s h",
-    "lm_head": "b s h -> b s v",
-}
-
-
-def cut_by_tensor(data: str) -> dict[str, str]:
-    """Layouts of a decoder's parameters over tp, cut further over the data axis (empty: copies)."""
-    dp = f"/{data}" if data else ""
-    return {
-        "*.[qkv]_proj.weight": f"(heads/tp head_dim){dp} h",
-        "*.[qkv]_proj.bias": f"(heads/tp head_dim){dp}",
-        "*.o_proj.weight": f"h{dp} (heads/tp head_dim)",
-        "*.gate_proj.weight": f"f/tp{dp} h",
-        "*.up_proj.weight": f"f/tp{dp} h",
-        "*.down_proj.weight": f"h{dp} f/tp",
-        "*embed_tokens.weight": f"v/tp h{dp}",
-        "lm_head.weight": f"v/tp h{dp}",
-        "*": f"_{dp} ...",
-    }
-
-
 MARKS = {"{*.q_proj.weight,*.up_proj.weight}": "out/tp in", "model.layers.*": "b s/tp h"}
 """Tensor and sequence parallelism; the vocabulary is odd and stays whole."""
 
@@ -59,11 +31,19 @@ def with_experts(data: str) -> dict[str, str]:
 
 
 def derived(data: str) -> dict[str, str]:
-    """The layouts of a decoder's parameters that follow from the marks."""
-    kept = {name: text for name, text in cut_by_tensor(data).items() if "embed" not in name and "head." not in name}
+    """Layouts of a decoder's parameters over tp, cut further over the data axis (empty: copies), as marks would do."""
     dp = f"/{data}" if data else ""
-    biases = {f"*.{name}_proj.bias": f"f/tp{dp}" for name in ("gate", "up")}
-    return {**biases, **kept, "*": f"_{dp} ..."}
+    return {
+        "*.[qkv]_proj.weight": f"(heads/tp head_dim){dp} h",
+        "*.[qkv]_proj.bias": f"(heads/tp head_dim){dp}",
+        "*.o_proj.weight": f"h{dp} (heads/tp head_dim)",
+        "*.gate_proj.weight": f"f/tp{dp} h",
+        "*.gate_proj.bias": f"f/tp{dp}",
+        "*.up_proj.weight": f"f/tp{dp} h",
+        "*.up_proj.bias": f"f/tp{dp}",
+        "*.down_proj.weight": f"h{dp} f/tp",
+        "*": f"_{dp} ...",
+    }
 
 
 @dataclass(frozen=True)
@@ -75,7 +55,7 @@ class Strategy:
     tensor: tuple[str, ...] = ()
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
     marks: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Instead of rules of activations."""
+    """None: all follows from how parameters lie."""
     stages: tuple[tuple[str, ...], ...] = ()
     """Of the axis pp."""
     schedule: str = "1F1B"
@@ -96,7 +76,6 @@ class Strategy:
             **({"pipeline": {"schedule": self.schedule, "stages": self.stages}} if self.stages else {}),
             "layouts": {
                 "parameters": dict(self.parameters),
-                "activations": ACTIVATIONS if self.tensor and not self.marks else {},
                 "marks": dict(self.marks),
                 "sizes": {"head_dim": SMALL_MODEL["head_dim"]},
             },
@@ -113,9 +92,9 @@ STRATEGIES: Mapping[str, Strategy] = {
     "copies": Strategy("dp=4", ("dp",), (), COPIES),
     "hsdp": Strategy("rep=2 dp=2", ("rep", "dp"), (), FSDP),
     "hsdp, shards far apart": Strategy("dp=2 rep=2", ("dp", "rep"), (), FSDP),
-    "tensor": Strategy("tp=2 one=2", ("one",), ("tp",), cut_by_tensor("")),
-    "tensor inside fsdp": Strategy("dp=2 tp=2", ("dp",), ("tp",), cut_by_tensor("dp")),
-    "fsdp inside tensor": Strategy("tp=2 dp=2", ("dp",), ("tp",), cut_by_tensor("dp")),
+    "tensor": Strategy("tp=2 one=2", ("one",), ("tp",), derived("")),
+    "tensor inside fsdp": Strategy("dp=2 tp=2", ("dp",), ("tp",), derived("dp")),
+    "fsdp inside tensor": Strategy("tp=2 dp=2", ("dp",), ("tp",), derived("dp")),
 }
 
 

@@ -31,23 +31,10 @@ def _check_mark(text: str) -> str:
     return text
 
 
-def _check_flow(text: str) -> str:
-    flow(text)
-    return text
-
-
 def _check_schedule(text: str) -> str:
     if text not in (*MAKERS, "table"):
         raise ValueError(f'"{text}" is no schedule: give one of {", ".join(MAKERS)}, or "table" for your own')
     return text
-
-
-def flow(text: str) -> tuple[Layout, Layout]:
-    """The two layouts of an activation rule "input -> output". Raises ValueError without exactly one arrow."""
-    sides = text.split("->")
-    if len(sides) != 2:
-        raise ValueError(f'"{text}" is no activation rule: write input and output, as in "b s h -> b s (n/tp d)"')
-    return Layout.parse(sides[0]), Layout.parse(sides[1])
 
 
 def marked(text: str) -> Layout:
@@ -58,7 +45,6 @@ def marked(text: str) -> Layout:
 MeshText = Annotated[str, AfterValidator(_check_mesh)]
 LayoutText = Annotated[str, AfterValidator(_check_layout)]
 MarkText = Annotated[str, AfterValidator(_check_mark)]
-FlowText = Annotated[str, AfterValidator(_check_flow)]
 ScheduleText = Annotated[str, AfterValidator(_check_schedule)]
 
 
@@ -68,11 +54,11 @@ class AxesPlan(Table):
     data: tuple[str, ...] = ()
     """The batch is cut over these. Those that also cut parameters are FSDP's, the others hold copies."""
     tensor: tuple[str, ...] = ()
-    """These cut what a module computes, as `layouts.marks` or `layouts.activations` say."""
+    """These cut what modules compute, as the layouts of parameters and marks say."""
     context: tuple[str, ...] = ()
     """These cut the sequence, as `layouts.marks` say."""
     expert: tuple[str, ...] = ()
-    """These cut a mixture's experts, as `layouts.marks` say."""
+    """These cut a mixture's experts, as the layouts of parameters and marks say."""
     pipeline: tuple[str, ...] = ()
 
     @property
@@ -85,13 +71,10 @@ class LayoutsPlan(Table):
     """How tensors lie over the mesh, by name pattern."""
 
     parameters: Annotated[dict[str, LayoutText], Field(min_length=1)]
-    activations: dict[str, FlowText] = Field(default_factory=dict[str, FlowText])
-    """Module name pattern -> "input -> output": how what goes into the module and what comes out lie over the tensor
-    axes. Data axes are not written here: they cut the batch."""
     marks: dict[str, MarkText] = Field(default_factory=dict[str, MarkText])
-    """Name pattern of a parameter, a module (what it gives) or a result of the model -> how it lies over tensor axes.
+    """Name pattern of a parameter, a module (what it gives) or a result of the model -> how it lies over model axes.
     "out/tp in -> out in" of a parameter: it lies in parts, and is gathered each time that it is used. How all else
-    lies, and what moves, is derived from these; `activations` are then left out."""
+    lies, and what moves, is derived from these and from how parameters lie."""
     sizes: dict[str, Positive] = Field(default_factory=dict[str, Positive])
     """Sizes of factors that the shapes do not tell, as head_dim in "(heads/tp head_dim) h"."""
 

@@ -37,12 +37,9 @@ class Counted:
         dtype = getattr(torch, job.precision.compute)
         self._graph = cache(lambda: sample_graph(self.model, job.data.sequence, dtype))
 
-    def moves(self, plan: Plan) -> tuple[Moves, ...] | None:
-        """What moves over a plan's model axes for one sample; None where that is not known."""
-        try:
-            return plan_moves(plan, self._graph())
-        except UserError:  # which is told when it is run
-            return None
+    def moves(self, plan: Plan) -> tuple[Moves, ...]:
+        """What moves over a plan's model axes for one sample. Raises UserError where nothing can be derived."""
+        return plan_moves(plan, self._graph())
 
     def costs(self, tensor: int, vocabulary: bool, micro_batch: float) -> ModelCosts:
         """Of one of so many tensor ranks, for one micro-batch."""

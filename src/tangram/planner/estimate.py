@@ -38,7 +38,7 @@ from tangram.kernels.cross_entropy import chunk_bytes
 from tangram.layout import Layout, Mesh, region
 from tangram.models.costs import OUTSIDE, ModelCosts, Parameter, Work
 from tangram.planner.derived import Moves
-from tangram.planner.plan import Plan, matches
+from tangram.planner.plan import Plan
 from tangram.planner.staged import Share, recomputed, shares
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -117,14 +117,12 @@ def megabytes(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def estimate(
-    plan: Plan, whole: ModelCosts, local: ModelCosts, rates: Rates, moves: Sequence[Moves] | None = None
-) -> Estimate:
+def estimate(plan: Plan, whole: ModelCosts, local: ModelCosts, rates: Rates, moves: Sequence[Moves] = ()) -> Estimate:
     """What the plan needs on this machine.
 
     `whole`: the costs of the whole model, of which only the parameters are used. `local`: those of the model that one
-    tensor rank computes, for a micro-batch of the plan (the same where no axis is tensor's). `moves`: what a plan that
-    is derived from marks moves over its tensor axes for one sample; None: it has rules of activations.
+    tensor rank computes, for a micro-batch of the plan (the same where no axis is tensor's). `moves`: what moves over
+    model axes for one sample, as derived.
     """
     held = numbers_held(plan, whole.parameters)
     stages = shares(plan, whole.parameters, local)
@@ -159,12 +157,11 @@ def shard_size(plan: Plan) -> int:
 def whole_copies(plan: Plan) -> bool:
     """Whether data ranks have all parameters whole, and nothing is rounded: then there is no FSDP2 around them.
 
-    Of several ranks the gradients are summed as they are. With rules of activations FSDP2 stays, for it ends what
-    they leave open of DTensors' gradients.
+    Of several ranks the gradients are summed as they are.
     """
     precision = plan.precision
     types = {precision.parameters, precision.compute, precision.reduce, plan.gradients}
-    return shard_size(plan) == 1 and len(types) == 1 and not plan.layouts.activations
+    return shard_size(plan) == 1 and len(types) == 1
 
 
 def _unit_numbers(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> dict[str, float]:
@@ -231,15 +228,9 @@ def _own_masters(plan: Plan) -> bool:
     return plan.precision.parameters == plan.precision.masters
 
 
-def _seconds(
-    plan: Plan, stage: Share, held: Mapping[str, int], rates: Rates, derived: Sequence[Moves] | None
-) -> Seconds:
+def _seconds(plan: Plan, stage: Share, held: Mapping[str, int], rates: Rates, derived: Sequence[Moves]) -> Seconds:
     parameters, local = stage.parameters, stage.local
-    over_tensor = (
-        _tensor_seconds(plan, parameters, local, rates)
-        if derived is None
-        else stage.work * _moves_seconds(plan, derived, rates)
-    )
+    over_tensor = stage.work * _moves_seconds(plan, derived, rates)
     products, moves = 0.0, 0.0
     parts = [part for part in local.blocks if recomputed(plan, part.name)]
     again = sum(part.forward_flops for part in parts)
@@ -321,20 +312,6 @@ def _moves_seconds(plan: Plan, moves: Sequence[Moves], rates: Rates) -> float:
     ranks, samples = plan.model_ranks, plan.data.micro_batch
     each = rates.latency * (ranks - 1) + overheads.TENSOR_MODULE_CALLS * rates.call_seconds
     return sum(one.times * (each + rates.links.seconds(samples * one.nbytes)) for one in moves)
-
-
-def _tensor_seconds(plan: Plan, parameters: tuple[Parameter, ...], local: ModelCosts, rates: Rates) -> float:
-    ranks = plan.model_ranks
-    if ranks == 1:
-        return 0.0
-    modules = {name for one in parameters if matches(tuple(plan.layouts.activations), name := _module_of(one.name))}
-    hidden = max((part.input_bytes for part in local.blocks), default=0.0)
-    each = _exchange(2 * hidden, ranks, rates) + overheads.TENSOR_MODULE_CALLS * rates.call_seconds
-    return len(modules) * each
-
-
-def _module_of(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
 
 
 def _exchange(size: float, ranks: int, rates: Rates) -> float:

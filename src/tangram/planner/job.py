@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tangram.checkpoint.rules import parse as parse_retention
 from tangram.errors import UserError
 
-VERSION = 2
+VERSION = 3
 
 
 class Mistake(ValueError):
@@ -288,7 +288,7 @@ class RunPlan(Table):
 class Job(Table):
     """What to train, without a strategy."""
 
-    version: Literal[2] = VERSION
+    version: Literal[3] = VERSION
     seed: Count = 0
     model: ModelPlan = ModelPlan()
     data: DataPlan

@@ -1,14 +1,13 @@
 """Whether a plan can be what it says, judged on the model itself: an independent check of every plan that is made.
 
-It knows nothing of how a plan was found. What the ranks have of each parameter has to be all of it, once; each rule of
-activations has to name a module and to fit what flows through it. Time is that of the different layouts and of the
-ranks along the axes that each names, not of the mesh: thousands of ranks are checked in a second.
+It knows nothing of how a plan was found. What the ranks have of each parameter has to be all of it, once, and model
+axes have to divide what they cut. Time is that of the different layouts and of the ranks along the axes that each
+names, not of the mesh: thousands of ranks are checked in a second.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, cast
 
@@ -16,16 +15,15 @@ from torch import nn
 
 from tangram.errors import UserError
 from tangram.layout import Layout, LayoutError, Mesh, validate
-from tangram.layout.locate import local_shapes, partitions
+from tangram.layout.locate import partitions
 from tangram.models.attention import refuse_unable
 from tangram.models.capture import capture
 from tangram.models.costs import block_names
 from tangram.models.graph import Graph
 from tangram.models.named import token_inputs
 from tangram.models.stages import refuse_unlike_chain, refuse_unlike_modules
-from tangram.models.twin import Shapes, module_shapes
-from tangram.planner.axes import flow, marked
-from tangram.planner.plan import Plan, first_match
+from tangram.planner.axes import marked
+from tangram.planner.plan import Plan
 from tangram.sharding.derive.marks import Mark, alternatives, matched, matching
 
 MOST_RANKS = 1_000_000
@@ -55,18 +53,9 @@ def legal(plan: Plan, model: nn.Module, graph: Graph | None = None) -> None:
             raise UserError(f'the layout "{layout}" of {name} leaves a sum or a rank out: give each rank its cut')
         cutting |= layout.axes & data
         _covers(layout, name, mesh)
-        if (
-            layout.axes & set(plan.axes.tensor)
-            and not plan.layouts.marks
-            and not _has_rule(plan, name.rpartition(".")[0])
-        ):
-            raise UserError(f"{name} is cut over a tensor axis, but no rule in [layouts.activations] fits its module")
     if len(cutting) > 1:
         raise UserError(f"parameters are cut over the data axes {', '.join(sorted(cutting))}: one of them may")
-    if plan.layouts.marks:
-        _refuse_uneven(plan, model, mesh)
-    elif plan.axes.tensor:
-        _flows(plan, module_shapes(model, 2, 7), mesh)
+    _refuse_uneven(plan, model, mesh)
 
 
 @dataclass(frozen=True)
@@ -129,7 +118,7 @@ def _parts(plan: Plan, model: nn.Module) -> Iterator[Divided]:
 
 
 EVEN: tuple[Callable[[Plan, nn.Module], Iterator[Divided]], ...] = (_heads, _flowing, _parts)
-"""What model axes have to divide, where marks cut it."""
+"""What model axes have to divide, where they cut it."""
 
 
 def _of(plan: Plan, axes: Iterable[str]) -> tuple[str, ...]:
@@ -180,34 +169,3 @@ def _covers(layout: Layout, name: str, mesh: Mesh) -> None:
     validate(layout, mesh)
     if not partitions(replace(layout, at=()), mesh):  # where stages are disjoint, one has all
         raise UserError(f'the layout "{layout}" of {name} does not give every element to exactly one place of {mesh}')
-
-
-def _has_rule(plan: Plan, module: str) -> bool:
-    return any(fnmatchcase(module, pattern) for pattern in plan.layouts.activations)
-
-
-def _flows(plan: Plan, shapes: Shapes, mesh: Mesh) -> None:
-    used: set[str] = set()
-    for name, sides in shapes.items():
-        if not _has_rule(plan, name):
-            continue
-        text = first_match(plan.layouts.activations, name, "layouts.activations", '"*.q_proj" = "b s h -> b s h"')
-        used.add(text)
-        for side, shape in zip(flow(text), sides, strict=True):
-            try:
-                parts = local_shapes(validate(side.bind(shape, **_named(plan, side)), mesh), mesh)
-            except LayoutError as error:
-                raise UserError(
-                    f'"{side}" of "{name}" does not fit what flows there, of shape {shape}: {error}'
-                ) from None
-            if len(parts) > 1:
-                raise UserError(f'"{side}" of "{name}" gives the ranks of {mesh} unequal parts of the shape {shape}')
-    for pattern, text in plan.layouts.activations.items():
-        if not any(fnmatchcase(name, pattern) for name in shapes):
-            raise UserError(f'the rule "{pattern}" = "{text}" names no module of the model that maps a tensor to one')
-
-
-def _named(plan: Plan, layout: Layout) -> dict[str, int]:
-    """The sizes of the plan that the layout speaks of."""
-    words = set(str(layout).replace("(", " ").replace(")", " ").replace("/", " ").split())
-    return {name: size for name, size in plan.layouts.sizes.items() if name in words}

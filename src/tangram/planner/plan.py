@@ -1,7 +1,7 @@
 """The plan: everything that a run needs to know, as one versioned artefact.
 
-A `Plan` is a job (`planner.job`) with its strategy: the mesh, what each of its axes is for, how parameters and
-activations lie over it, and the stages of a pipeline (`planner.axes`). `tangram plan` makes plans of a job;
+A `Plan` is a job (`planner.job`) with its strategy: the mesh, what each of its axes is for, how parameters lie over it
+and marks of what flows, and the stages of a pipeline (`planner.axes`). `tangram plan` makes plans of a job;
 `tangram train` runs them. `tangram.planner.read` reads and writes the files.
 
 Layout rules are `name pattern -> layout`, in the one notation; the first pattern that matches a name decides. Loads
@@ -17,7 +17,7 @@ from pydantic import model_validator
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.planner.actions import Schedule
-from tangram.planner.axes import AxesPlan, ContextPlan, LayoutsPlan, MeshText, PipelinePlan, flow, marked
+from tangram.planner.axes import AxesPlan, ContextPlan, LayoutsPlan, MeshText, PipelinePlan, marked
 from tangram.planner.job import Job, Mistake, Type
 from tangram.planner.schedules import MAKERS, micros_unlike, nearest_micro_batch, read_table, schedule, stages_unlike
 
@@ -46,36 +46,18 @@ class Plan(Job):
                 f'the axis "{bare[0]}" of the mesh has {roles.count(bare[0])} roles: name it once, under data, tensor, '
                 "context, expert or pipeline",
             )
-        if self.run.compile and self.axes.tensor and not self.layouts.marks:
-            raise Mistake(
-                "run.compile",
-                "blocks that layouts.activations cut over a tensor axis cannot be compiled, those of layouts.marks "
-                "can: give marks, or run.compile = false",
-            )
         return self
 
-    def _marks_are_there(self) -> None:
+    def _model_axes_cut(self) -> None:
         roles = {axis: role for role in ("tensor", "context", "expert") for axis in getattr(self.axes, role)}
-        if self.layouts.marks:
-            named = {axis for text in self.layouts.marks.values() for axis in marked(text).axes}
-            sizes = dict(Mesh.parse(self.mesh).views[0])
-            if idle := [axis for axis in self.model_axes if axis not in named and sizes[axis] > 1]:
-                raise Mistake(
-                    f"axes.{roles[idle[0]]}",
-                    f'no mark of layouts.marks names "{idle[0]}", so its ranks would all compute the same: add a mark '
-                    "that cuts over it, or make it a data axis",
-                )
-            return
-        if other := [axis for axis in self.model_axes if roles[axis] != "tensor"]:
+        named = {axis for text in self.layouts.marks.values() for axis in marked(text).axes}
+        named |= {axis for text in self.layouts.parameters.values() for axis in Layout.parse(text).axes}
+        sizes = dict(Mesh.parse(self.mesh).views[0])
+        if idle := [axis for axis in self.model_axes if axis not in named and sizes[axis] > 1]:
             raise Mistake(
-                f"axes.{roles[other[0]]}",
-                f'"{other[0]}" cuts what layouts.marks say, and there are none: give marks that name it',
-            )
-        if len(self.axes.tensor) > 1:
-            raise Mistake(
-                "axes.tensor",
-                f"the axes are {', '.join(self.axes.tensor)}: layouts.activations are over one, layouts.marks over any "
-                "number",
+                f"axes.{roles[idle[0]]}",
+                f'no mark and no layout of a parameter names "{idle[0]}", so its ranks would all compute the same: add '
+                "a mark that cuts over it, or make it a data axis",
             )
 
     @model_validator(mode="after")
@@ -86,10 +68,6 @@ class Plan(Job):
                 raise Mistake(
                     f"layouts.parameters.{pattern}", f'"{text}" names {min(unknown)}, no axis of the mesh "{self.mesh}"'
                 )
-        if self.layouts.marks and self.layouts.activations:
-            raise Mistake(
-                "layouts.activations", "give layouts.marks, of which all else follows, or activations, not both"
-            )
         for pattern, text in self.layouts.marks.items():
             if foreign := marked(text).axes - set(self.axes.model):
                 raise Mistake(
@@ -97,14 +75,7 @@ class Plan(Job):
                     f'"{text}" names {min(foreign)}, but marks say how tensors lie over tensor, context and expert '
                     "axes",
                 )
-        self._marks_are_there()
-        for pattern, text in self.layouts.activations.items():
-            into, out = flow(text)
-            if foreign := (into.axes | out.axes) - set(self.axes.tensor):
-                raise Mistake(
-                    f"layouts.activations.{pattern}",
-                    f'"{text}" names {min(foreign)}, but activations are cut by tensor axes only (axes.tensor)',
-                )
+        self._model_axes_cut()
         if self.data.global_batch < self.data_ranks:
             raise Mistake(
                 "data.global_batch",

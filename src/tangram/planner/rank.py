@@ -113,7 +113,7 @@ def predict(plan: Plan, rates: Rates, config: PreTrainedConfig, counted: Counted
     lies = None if isinstance(found, str) else found
     samples = plan.data.micro_batch / (plan.model_ranks // tensor)  # ranks of other axes have a part of each
     local = counted.costs(tensor if lies else 1, lies is not None and lies.vocabulary, samples)
-    moves = counted.moves(plan) if plan.layouts.marks else None
+    moves = counted.moves(plan) if plan.model_ranks > 1 else ()
     return estimate(plan, counted.costs(1, False, plan.data.micro_batch), local, rates, moves)
 
 
@@ -158,7 +158,7 @@ def _ranked(one: Strategy, job: Job, counted: Counted, rates: Rates) -> Iterator
         lies = lies_over(one, counted)
         size = Mesh.parse(one.mesh).axes[TENSOR.name][0] if one.model else 1
         vocabulary = lies is not None and lies.vocabulary
-        moves = lies.moves if lies else None
+        moves = lies.moves if lies else ()
         stages = counted.stages(one.stages) if one.stages > 1 else ()
         plan = make_plan(one, job, lies, fitting_micro_batch(one, job, 1), stages)
         judge(plan, counted)

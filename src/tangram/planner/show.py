@@ -64,7 +64,6 @@ def _strategy(plan: Plan) -> list[Row]:
     found += [(f"mark {pattern}", text) for pattern, text in plan.layouts.marks.items()]
     if plan.run.attention == "tokens":
         found.append(("attention", _attention(plan)))
-    found += [(f"flow {pattern}", text) for pattern, text in plan.layouts.activations.items()]
     return found
 
 

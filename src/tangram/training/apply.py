@@ -1,7 +1,7 @@
 """Make any module parallel as a plan says: `apply(model, plan, world)`.
 
-    freeze -> keep this rank's stages -> cut over the tensor axis (DTensor) -> compile, recompute -> FSDP2 over the data
-    axes, or sums of the gradients of whole copies (`training.shards`)
+    freeze -> keep this rank's stages -> cut over the model axes (`training.derived`) -> compile, recompute
+    -> FSDP2 over the data axes, or sums of the gradients of whole copies (`training.shards`)
 
 The module is changed in place and its own code stays as it is. A parameter that is cut ends as a DTensor.
 """
@@ -28,7 +28,6 @@ from tangram.training.pipeline import Pipeline, own_results
 from tangram.training.precision import keep_parameters
 from tangram.training.recompute import recompute
 from tangram.training.shards import shard
-from tangram.training.tensor import cut_modules
 from tangram.training.told import tell
 from tangram.training.world import World
 
@@ -53,7 +52,7 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
         _refuse_unlike_values(model, world)
     if world.model_size > 1:
         for part in parts:
-            (install if plan.layouts.marks else cut_modules)(part, plan, cuts, world)
+            install(part, plan, cuts, world)
         cuts = cuts_of(model, plan)  # the parameters that stand in the model now; as DTensors they have whole shapes
     for number, part in zip(numbers, parts, strict=True):
         if number < len(plan.rank_of_stage) - 1:  # of the last the loss is made at once

@@ -27,6 +27,7 @@ from torch.optim import AdamW
 from tangram.errors import UserError
 from tangram.hardware.machine import resident_mb
 from tangram.planner.plan import Plan
+from tangram.training.alike import refuse_unlike_gradients
 from tangram.training.astray import told_of, write_samples
 from tangram.training.capacity import capacity_of
 from tangram.training.checkpoints import Checkpointer, JobState, Progress
@@ -40,7 +41,6 @@ from tangram.training.optimise import clip, local_gradients, lr_at, set_lr, squa
 from tangram.training.pipeline import Pipeline, parts_of, pipeline_of
 from tangram.training.routers import routers_of
 from tangram.training.shards import resharded, step_shards_of
-from tangram.training.tensor import refuse_unlike_gradients
 from tangram.training.told import given
 from tangram.training.world import World
 

@@ -17,9 +17,7 @@ from torch import nn
 import tangram
 from tangram.errors import UserError
 from tangram.hardware.machine import peak_resident_mb, repeatable
-from tangram.models.build import build_on_meta
 from tangram.models.source import Source
-from tangram.models.twin import module_shapes
 from tangram.planner.estimate import Memory
 from tangram.planner.plan import Plan
 from tangram.planner.read import dumps
@@ -34,7 +32,6 @@ from tangram.training.optimise import make_adamw
 from tangram.training.packing import Settled, settle
 from tangram.training.profiling import profiled
 from tangram.training.shards import resharded
-from tangram.training.tensor import PROBED, refuse_wrong_flow
 from tangram.training.world import World, make_world
 
 CHECKPOINTS = "checkpoint"  # in the folder of a run
@@ -96,9 +93,6 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     state = JobState(model, make_adamw(model, plan.optimiser, plan.precision.masters))
     if job.resume is not None:
         state.progress = load(job.resume, state, plan, world)
-    if world.model_size > 1 and not plan.layouts.marks:  # what is derived was rehearsed
-        with resharded(model):
-            refuse_wrong_flow(model, plan, world, module_shapes(build_on_meta(source.config), 1, PROBED))
     tell(Doing("asking whether the model tells documents apart"))
     settled = settled_packing(model, plan, world, job.resume, source)
     plan = with_packing(plan, settled.packing)

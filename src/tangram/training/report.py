@@ -316,7 +316,6 @@ def plan_in_words(plan: Plan) -> dict[str, str]:
     }
     words |= {f"layout of {pattern}": text for pattern, text in plan.layouts.parameters.items()}
     words |= {f"mark of {pattern}": text for pattern, text in plan.layouts.marks.items()}
-    words |= {f"flow through {pattern}": text for pattern, text in plan.layouts.activations.items()}
     return {name: text for name, text in words.items() if text}
 
 

@@ -68,11 +68,8 @@ def shard(
 
 
 def _needed(plan: Plan, world: World) -> bool:
-    """Whether FSDP2 has anything to gather, reduce or round: for one rank and one type it would only copy.
-
-    With layouts of activations it also ends what is left open of DTensors' gradients (`training.tensor`).
-    """
-    return world.data_size > 1 or not of_one_type(plan) or bool(plan.layouts.activations)
+    """Whether FSDP2 has anything to gather, reduce or round: for one rank and one type it would only copy."""
+    return world.data_size > 1 or not of_one_type(plan)
 
 
 def sharded(model: nn.Module) -> list[FSDPModule]:

@@ -168,7 +168,6 @@ OWN_LAYOUTS = {
         "blocks.*.down.weight": "h/dp f/tp",
         "*": "_/dp ...",
     },
-    "activations": {"blocks.*.up": "b s h -> b s f/tp", "blocks.*.down": "b s f/tp -> b s h"},
 }
 
 SMALL_HEADS = {**SMALL_MODEL, "head_dim": 2, "hidden_size": 8}

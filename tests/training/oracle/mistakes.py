@@ -4,7 +4,7 @@ A mistake is a context: within it Tangram's own functions are exchanged for wron
 changed. Its docstring says what is wrong. Most show at the first step.
 """
 
-# ruff: noqa: N803, N806  a tensor carries its dims in its name
+# ruff: noqa: N803  a tensor carries its dims in its name
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from tangram.training import loop, optimise, shards
 from tangram.training.checkpoints import JobState
 from tangram.training.data import Batch, RankBatches
 from tests.training.oracle.cases import FEW
-from tests.training.oracle.mistakes_of_axes import AXES_MISTAKES
+from tests.training.oracle.mistakes_of_axes import AXES_MISTAKES, not_summed
 from tests.training.oracle.mistakes_of_losses import CONTEXT_MISTAKES, LOSS_MISTAKES, VOCABULARY_MISTAKES
 from tests.training.oracle.mistakes_of_shards import SHARDED_MISTAKES
 from tests.training.oracle.mistakes_of_stages import STAGED_MISTAKES
@@ -36,19 +36,17 @@ Planted = Iterator[None]
 
 @contextlib.contextmanager
 def norms_of_heads_not_summed(setting: Setting) -> Planted:
-    """The weights of q_norm and k_norm are plain, so each tensor rank has its own heads' gradient; nobody compares."""
-    rules = {key: rule for key, rule in setting.plan.layouts.activations.items() if "norm" not in key}
-    with_plan(setting, "layouts", activations=rules)
-    with swapped(loop, "refuse_unlike_gradients", lambda *_: None):
+    """Each tensor rank has the gradients of q_norm and k_norm of its own heads; nobody compares."""
+    with not_summed("_norm."):
         yield
 
 
 @contextlib.contextmanager
 def norms_of_heads_not_summed_but_compared(setting: Setting) -> Planted:
-    """The same plan; Tangram's own check of the first step is left in place."""
-    rules = {key: rule for key, rule in setting.plan.layouts.activations.items() if "norm" not in key}
-    with_plan(setting, "layouts", activations=rules)
-    yield
+    """The same; Tangram's own check of the first step is left in place."""
+    compare = loop.refuse_unlike_gradients
+    with not_summed("_norm."), swapped(loop, "refuse_unlike_gradients", compare):
+        yield
 
 
 @contextlib.contextmanager
@@ -95,24 +93,6 @@ def kv_heads_of_the_wrong_queries(setting: Setting) -> Planted:
 
     with other_values(swap):
         yield
-
-
-@contextlib.contextmanager
-def vocabulary_offset_wrong(setting: Setting) -> Planted:
-    """The second tensor rank looks tokens up one row too low in its part of the vocabulary."""
-    first = -(-257 // setting.world.model_size)
-
-    def shift(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        ids_BS = args[0]
-        return (torch.where(ids_BS > first, ids_BS - 1, ids_BS), *args[1:])
-
-    def build(model: nn.Module) -> None:
-        if setting.world.devices.get_local_rank("model tp") == 1:
-            embedding = cast(Any, model).get_input_embeddings()
-            embedding.register_forward_pre_hook(shift, prepend=True)
-
-    setting.built.append(build)
-    yield
 
 
 @contextlib.contextmanager
@@ -380,7 +360,6 @@ _CASES: Mapping[str, tuple[Any, ...]] = {
         norms_of_heads_not_summed,
         heads_in_the_wrong_order,
         kv_heads_of_the_wrong_queries,
-        vocabulary_offset_wrong,
     ),
     "biases: tensor inside fsdp": (bias_added_by_every_rank,),
     "tied: tensor inside fsdp": (tied_weights_untied,),

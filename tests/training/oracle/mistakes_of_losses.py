@@ -1,17 +1,18 @@
 """Mistakes that one could make in a loss from logits in parts, planted one by one."""
 
-# ruff: noqa: N803  a tensor carries its dims in its name
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tangram.training import derived, loop, loss
 from tests.training.oracle.ranks import Setting, swapped
+from tests.training.oracle.vocabulary import VOCABULARY
 
 Planted = Iterator[None]
 
@@ -62,6 +63,23 @@ def labels_of_the_first_tokens(setting: Setting) -> Planted:
         yield
 
 
-VOCABULARY_MISTAKES = (exponents_not_summed, labels_looked_up_one_class_off)
+@contextlib.contextmanager
+def vocabulary_offset_wrong(setting: Setting) -> Planted:
+    """The second tensor rank looks tokens up one row too low in its part of the vocabulary."""
+
+    def shift(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        ids_BS = args[0]
+        return (torch.where(ids_BS > VOCABULARY // setting.world.model_size, ids_BS - 1, ids_BS), *args[1:])
+
+    def build(model: nn.Module) -> None:
+        if setting.world.devices.get_local_rank("model tp") == 1:
+            embedding = cast(Any, model).get_input_embeddings()
+            embedding.register_forward_pre_hook(shift, prepend=True)
+
+    setting.built.append(build)
+    yield
+
+
+VOCABULARY_MISTAKES = (exponents_not_summed, labels_looked_up_one_class_off, vocabulary_offset_wrong)
 LOSS_MISTAKES = (ignored_labels_counted,)
 CONTEXT_MISTAKES = (labels_of_the_first_tokens,)
