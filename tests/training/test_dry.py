@@ -43,6 +43,9 @@ STRATEGIES_COUNTED = {
     **{name: STRATEGIES[name] for name in ("fsdp", "copies", "hsdp", "tensor inside fsdp")},
     "derived inside fsdp": Strategy("dp=2 tp=2", ("dp",), ("tp",), derived("dp"), MARKS),
     "context in a ring": Strategy("dp=2 cp=2", ("dp",), (), FSDP, GATHERED, axes={"context": ("cp",)}),
+    "two axes at once": Strategy(
+        "one=1 tp=2 cp=2", ("one",), ("tp",), derived(""), {**MARKS, **GATHERED}, axes={"context": ("cp",)}
+    ),
     "stages of derived": Strategy("pp=2 one=1 tp=2", ("one",), ("tp",), derived(""), MARKS, stages=TWO),
     "interleaved stages of fsdp": Strategy("pp=2 dp=2", ("dp",), (), FSDP, stages=FOUR, schedule="Interleaved1F1B"),
 }
@@ -56,7 +59,7 @@ class Measured:
     ranks: Sequence[Mapping[str, Sequence[Counted]]]
 
 
-QUICK = (("fsdp", 3), ("derived inside fsdp", 0), ("interleaved stages of fsdp", 3))
+QUICK = (("fsdp", 3), ("derived inside fsdp", 0), ("two axes at once", 3), ("interleaved stages of fsdp", 3))
 
 
 def measured_of(names: Sequence[str], folder: Path) -> Measured:
@@ -94,6 +97,12 @@ def compare_with_real_ranks(measured: Measured, name: str, rank: int) -> None:
 @pytest.mark.parametrize(("name", "rank"), QUICK)
 def test_what_is_counted_without_memory_is_what_real_ranks_count(quick: Measured, name: str, rank: int) -> None:
     compare_with_real_ranks(quick, name, rank)
+
+
+def test_what_moves_over_two_axes_at_once_is_called_by_both(quick: Measured) -> None:
+    steps = quick.ranks[3]["two axes at once"]
+    assert steps[0].times["tp x cp", "all-to-all"] > 0
+    assert steps[0].nbytes["tp x cp", "all-to-all"] > 0
 
 
 @pytest.mark.slow

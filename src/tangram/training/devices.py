@@ -8,6 +8,7 @@ from typing import cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Devices:
         if len(axes) == 1:
             return self.groups[axes[0]]
         if axes not in self.made:
-            ranks = cast("list[int]", self.over(axes).mesh.flatten().tolist())
+            with _disable_current_modes():  # of a run without memory, in which a mesh has no numbers
+                ranks = cast("list[int]", self.over(axes).mesh.flatten().tolist())
             # of the ranks of a stage, say: others have programs of their own, and know nothing of it
             group = dist.new_group(ranks, use_local_synchronization=True)
             self.made[axes] = cast(dist.ProcessGroup, group)

@@ -1,20 +1,22 @@
-"""Steps over several axes, done one after the other on all ranks, give each rank its part: cuts under cuts too."""
+"""Steps over several axes, one after the other and at once, give each rank its part: cuts under cuts too."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tangram.layout import Mesh
-from tangram.relayout.collectives import Place, joined, parted
-from tangram.sharding.derive.changes import ordered
-from tangram.sharding.derive.states import SAME, SUM, State, cut
+from tangram.relayout.collectives import Place, dual, joined, parted
+from tangram.sharding.derive.changes import Joint, change, costs, ordered, wanted
+from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, cut
 from tangram.training.derived import own_part
+from tests.relayout.sequencing import played
 
 MESH = Mesh.parse("a=2 b=2 c=3")
 SHAPE = (24, 12)
@@ -80,3 +82,80 @@ def test_steps_bring_every_rank_its_part(source: dict[str, State], target: dict[
         parts = moved(parts, axis, a, b)
     for part, want in zip(parts, parts_of(whole, target), strict=True):
         assert torch.equal(part, want)
+
+
+trained = st.tuples(*[st.sampled_from([*STATES, SEVERAL])] * 3).map(lambda own: dict(zip("abc", own, strict=True)))
+
+
+def summed(parts: Sequence[Tensor], lies: Mapping[str, State]) -> list[Tensor]:
+    """What each rank has where pending sums are taken."""
+    axes = [axis for axis, state in lies.items() if state == SUM]
+    return [torch.stack([parts[r] for r in MESH.peers(rank, *axes)]).sum(0) if axes else parts[rank]
+            for rank in range(MESH.size)]  # fmt: skip
+
+
+def arrives(joint: Joint, source: Mapping[str, State], target: Mapping[str, State], *, back: bool) -> float:
+    """Play one way of a change on all ranks; the bytes that a rank has received."""
+    whole = torch.arange(24 * 12.0).reshape(SHAPE)
+    steps = (joint.back or ()) if back else joint.there
+    found, received = played(steps, parts_of(whole, source), MESH)
+    for part, want in zip(summed(found, target), summed(parts_of(whole, target), target), strict=True):
+        assert torch.equal(part, want)
+    return 4 * received
+
+
+@settings(max_examples=200, deadline=None)
+@given(trained.filter(fits), trained.filter(fits), st.booleans())
+@example(every(SAME, cut(0), cut(0)), every(SAME, SEVERAL, cut(0)), True)  # under the cut of an inner axis
+@example(every(cut(0), cut(1), SAME), every(cut(1), cut(0), SAME), True)  # an exchange
+@example(every(SUM, cut(0), SUM), every(cut(0), SEVERAL, cut(1)), True)
+def test_what_is_done_at_once_arrives_with_its_gradient_and_costs_less(
+    source: dict[str, State], target: dict[str, State], differentiable: bool
+) -> None:
+    goals = wanted(source, target, differentiable=differentiable)
+    lies = {**source, **goals}
+    if not fits(lies):
+        return  # what is not wanted stays as it is, and leaves no even cut
+    found = change(SHAPE, 4, source, goals, MESH, differentiable=differentiable)
+    if not any(isinstance(one, Joint) for one in found):
+        return
+    (joint,) = found
+    assert isinstance(joint, Joint)
+    received = arrives(joint, source, lies, back=False)
+    if differentiable:
+        there, back = ({axis: dual(state) for axis, state in own.items()} for own in (lies, source))
+        received += arrives(joint, there, back, back=True)
+    sizes = {axis: MESH.axes[axis][0] for axis in "abc"}
+    sides = [[*costs(one, 4.0 * 24 * 12, source, sizes, differentiable=differentiable)] for one in (found, joint.apart)]
+    at_once, apart = (sum(one.forward_bytes + one.backward_bytes for one in side) for side in sides)
+    assert abs(at_once - received) < 1e-6
+    assert at_once <= apart
+
+
+WHOLE = 4.0 * 24 * 12
+KNOWN = {
+    "an exchange": ((cut(1), cut(0)), (cut(0), cut(1)), [("permute", "permute", WHOLE / 8, WHOLE / 8)]),
+    "hidden parts to tokens": (
+        (cut(1), cut(0)), (cut(0), cut(0)), [("all-to-all", "all-to-all", 3 * WHOLE / 16, 3 * WHOLE / 16)],
+    ),
+    "under the cut of an inner axis": (
+        (cut(0), cut(0)), (SEVERAL, cut(0)),
+        [("all-to-all", "reduce-scatter + permute", 3 * WHOLE / 8, 3 * WHOLE / 8)],
+    ),
+    "two sums": ((SUM, SUM), (cut(0), cut(1)), [("reduce-scatter", "all-gather", 3 * WHOLE / 4, 3 * WHOLE / 4)]),
+    "as cheap one after the other": (
+        (SAME, SUM), (SEVERAL, cut(0)),
+        [("reduce-scatter", "all-gather", WHOLE / 2, WHOLE / 2), ("", "all-reduce", 0, WHOLE / 2)],
+    ),
+    "one axis, parts of another": (
+        (cut(1), SUM), (cut(1), cut(0)), [("reduce-scatter", "all-gather", WHOLE / 4, WHOLE / 4)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_done_and_what_it_costs(name: str) -> None:
+    source, goals, expected = KNOWN[name]
+    lies, goes = (dict(zip("ab", own, strict=True)) for own in (source, goals))
+    found = change(SHAPE, 4, lies, wanted(lies, goes, differentiable=True), MESH, differentiable=True)
+    assert [tuple(one[1:]) for one in costs(found, WHOLE, lies, {"a": 2, "b": 2}, differentiable=True)] == expected
