@@ -33,10 +33,10 @@ from tangram.training.dry import (
 )
 from tangram.training.optimise import make_adamw
 from tangram.training.world import World, make_world, of_stage
-from tests.training.oracle.axes import MIXTURES, WITH_EXPERTS
+from tests.training.oracle.axes import EP, MIXTURES, WITH_EXPERTS
 from tests.training.oracle.cases import write_models
 from tests.training.small import SMALL_MODEL, small_plan
-from tests.training.strategies import FOUR_STAGES, FSDP, TWO_STAGES, Strategy, derived
+from tests.training.strategies import EXPERTS, FOUR_STAGES, FSDP, TWO_STAGES, Strategy, derived, with_experts
 from tests.training.zoo import tiny
 
 FIELDS = {**SMALL_MODEL, "vocab_size": 64}
@@ -207,15 +207,26 @@ def test_the_loss_is_scaled_with_the_other(world: World) -> None:
         torch.testing.assert_close(gradient / 64, right[name], msg=name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "last"), [(0, True), (2, False)])
-def test_a_dry_run_counts_what_stages_send_and_the_last_one_adds_up(rank: int, last: bool, tmp_path: Path) -> None:
-    """13 numbers beside the hidden states of each micro-batch, for four experts; of a V the first rank has both ends.
+IN_V = Strategy("pp=2 dp=2", ("dp",), (), FSDP, stages=FOUR_STAGES, schedule="ZBVZeroBubble")
+OF_EXPERTS = Strategy("pp=2 dp=2 ep=2", ("dp",), (), with_experts("dp"), EXPERTS, stages=TWO_STAGES, axes=EP)
 
-    So it sends to stage 1 and, of gradients, to stage 2, which are on the other one.
-    """
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "rank", "neighbours", "adds", "share"),
+    [
+        (IN_V, 0, 2, "dp", 1.0),  # of a V the first rank has both ends, and sends to stages 1 and 2
+        (IN_V, 2, 2, "", 0.0),
+        (OF_EXPERTS, 7, 1, "dp x ep", 1.5),
+    ],
+    ids=["both ends", "the middle", "the last"],
+)
+def test_a_dry_run_counts_what_stages_send_and_the_last_one_adds_up(
+    strategy: Strategy, rank: int, neighbours: int, adds: str, share: float, tmp_path: Path
+) -> None:
+    """13 numbers for four experts go beside hidden states and back; five are added up, over the last stage's ranks."""
     write_models(tmp_path)
-    tables = Strategy("pp=2 dp=2", ("dp",), (), FSDP, stages=FOUR_STAGES, schedule="ZBVZeroBubble").tables
+    tables = {**strategy.tables, "precision": {"compute": "bfloat16"}}
     tables["model"] = {"preset": None, "path": str(tmp_path / "qwen3_moe.json"), "change": {}}
     found: list[Counted] = []
     for weight in (0.0, WEIGHT):
@@ -224,13 +235,13 @@ def test_a_dry_run_counts_what_stages_send_and_the_last_one_adds_up(rank: int, l
     without, with_it = found
     micros = with_it.run.micros
     more = {
-        key: (with_it.times[key] - times, with_it.nbytes[key] - without.nbytes[key])
-        for key, times in without.times.items()
+        key: (times - without.times.get(key, 0), with_it.nbytes[key] - without.nbytes.get(key, 0))
+        for key, times in with_it.times.items()
     }
-    sent = {("pp", kind): (2 * micros, 2 * micros * 8 * (3 * 4 + 1)) for kind in ("send", "receive")}
-    added = {("dp", "all-reduce"): (micros, micros * 8 * (4 + 1))} if last else {}
-    assert {key: some for key, some in more.items() if any(some)} | added == {**sent, **added}
-    assert with_it.times["dp", "all-reduce"] == without.times.get(("dp", "all-reduce"), 0) + (micros if last else 0)
+    passed = neighbours * micros
+    expected = {("pp", kind): (passed, passed * 8 * (3 * 4 + 1)) for kind in ("send", "receive")}
+    expected |= {(adds, "all-reduce"): (micros, micros * share * 8 * (4 + 1))} if adds else {}
+    assert {key: some for key, some in more.items() if any(some)} == expected
 
 
 @pytest.mark.slow

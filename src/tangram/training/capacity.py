@@ -107,7 +107,7 @@ class Capacity:
         group: dist.ProcessGroup,
     ) -> None:
         """`known`: the routers of the whole model. `group`: as `world.of_stage` gives."""
-        self._model, self._factor, self._by, self._world, self._group = part, factor, by, world, group
+        self._model, self._factor, self._by, self._world, self.group = part, factor, by, world, group
         self._layers = len(known)
         self._batches: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
         self._turn = 0
@@ -126,7 +126,7 @@ class Capacity:
         counted = [(one.batch.labels_BS != IGNORE).any(1, keepdim=True) for one in seen]
         lengths = [one.batch.labels_BS.shape[1] for one in seen]
         tokens_M = torch.stack([rows_B1.sum() * S for rows_B1, S in zip(counted, lengths, strict=True)])
-        tokens_M = summed(tokens_M, self._group) // self._world.model_size
+        tokens_M = summed(tokens_M, self.group) // self._world.model_size
         self._turn, self._batches = 0, [self._batch(*one) for one in zip(seen, counted, tokens_M, strict=True)]
 
     def turn(self, micro: int) -> None:
@@ -178,7 +178,7 @@ class Capacity:
         counted_TK = (counts_T & own)[:, None].expand(T, K).flatten()
         limit = (tokens.double() * K / experts * self._factor).ceil().long()
         index = experts_TK.flatten().long()
-        least_E, chosen_E = largest(key_TK.flatten(), index, counted_TK, limit, experts, bits, self._group)
+        least_E, chosen_E = largest(key_TK.flatten(), index, counted_TK, limit, experts, bits, self.group)
         told = torch.stack([(chosen_E - limit).clamp(min=0).sum(), chosen_E.sum()]).double()
         self._dropped[name] = self._dropped[name] + told if name in self._dropped else told
         return (key_TK.flatten() >= least_E[index]).view(T, K) | ~counts_T[:, None]

@@ -49,10 +49,12 @@ from tangram.relayout.peers import Peers
 from tangram.training import loop
 from tangram.training.apply import apply, freeze, give_storage
 from tangram.training.building import source_of
+from tangram.training.capacity import capacity_of
 from tangram.training.data import Batch, RankBatches, list_files, load_tokens
 from tangram.training.derived import derived_of
 from tangram.training.optimise import clip, local_gradients, make_adamw, square_sum
 from tangram.training.pipeline import parts_of, pipeline_of
+from tangram.training.routers import routers_of
 from tangram.training.tally import Tally
 from tangram.training.world import World, make_world
 
@@ -264,7 +266,11 @@ def _axes_of_groups(world: World, model: nn.Module) -> dict[str, str]:
     found = {world.devices.get_group(dim).group_name: name for dim, name in names.items()}
     several = [derived.together for some in parts_of(model) if (derived := derived_of(some)) is not None]
     found |= {group.group_name: " x ".join(axes) for own in several for axes, group in own.items()}
-    return {world.group.group_name: "all ranks", **found}  # an axis over all of them has the world's own group
+    name = " x ".join(axis for own in world.axes.in_order[1:] for axis in own)
+    watching = [watch for some in parts_of(model) for watch in (routers_of(some), capacity_of(some))]
+    stage = {watch.group.group_name: name for watch in watching if watch is not None}
+    # An axis over all of them has the world's own group, and that of a stage may be an axis's.
+    return {**stage, world.group.group_name: "all ranks", **found}
 
 
 def in_turn(rank_of: tuple[int, ...], kept: int, micros: int) -> Schedule:

@@ -161,6 +161,8 @@ class Pipeline:
             if (cause := error.__cause__) is None:
                 raise
             raise cause from cause.__cause__
+        finally:
+            self._seen = ()
         return [one.detach() for one in losses]
 
     def _table(self, batch: Batch, count: int, train: bool) -> Table:

@@ -128,7 +128,7 @@ class Routers:
 
     def __init__(self, part: nn.Module, kind: Kind, weight: float, world: World, group: dist.ProcessGroup) -> None:
         """`kind`: of the whole model. `weight`: what the loss is multiplied by. `group`: as `world.of_stage` gives."""
-        self._model, self._kind, self._weight, self._world, self._group = part, kind, weight, world, group
+        self._model, self._kind, self._weight, self._world, self.group = part, kind, weight, world, group
         here = {name for name, _ in cast("Iterable[tuple[str, nn.Module]]", part.named_modules())}
         self._own = {name: place for name, place in kind.routers.items() if name in here}
         self._seen: dict[str, _Seen] = {}
@@ -173,7 +173,7 @@ class Routers:
         """
         E = self._kind.experts
         pulled_E, told_E, counts = sums[:E], sums[E : 2 * E], sums[2 * E :]
-        everything = summed(counts.detach().long(), self._group).double()
+        everything = summed(counts.detach().long(), self.group).double()
         # E * (C / N) * (S / N), times the N of the micro-batch over that of the step
         layers = len(self._kind.routers)
         rate_E = self._weight * E / max(1, counted * layers) * everything[:E] / everything[E].clamp(min=1)
