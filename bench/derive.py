@@ -9,6 +9,7 @@ the interval that holds 95 of 100 medians drawn from them anew. No optimiser, no
 from __future__ import annotations
 
 import copy
+import itertools
 import statistics
 import time
 from collections.abc import Iterable
@@ -32,6 +33,7 @@ from tangram.models.fold import folded
 from tangram.models.named import named
 from tangram.sharding.choose.choose import choose, priced
 from tangram.sharding.derive.derive import Rates, derive
+from tangram.sharding.derive.layouts import Moved, moved
 from tangram.sharding.derive.marks import Mark, marks_of
 from tangram.training.derived import parallel
 from tangram.training.launch import Rank, run_ranks
@@ -46,6 +48,12 @@ SMALL = {
     "num_key_value_heads": 4, "vocab_size": 4096,
 }  # fmt: skip
 BATCH, SEQUENCE = 2, 256
+WIDE = {"num_hidden_layers": "2", "hidden_size": "2048", "intermediate_size": "8192", "num_attention_heads": "32",
+        "num_key_value_heads": "8", "vocab_size": "32000"}  # fmt: skip
+SEVERAL = (("llama", "tp=4 cp=2"), ("llama", "cp=2 tp=4"), ("qwen3", "cp=2 tp=4"), ("gemma3_text", "tp=4 cp=2"),
+           ("gpt_oss", "cp=2 tp=4"))  # fmt: skip
+"""Tensor and sequence parallelism by the marks that are known, and the sequence cut over another axis as well."""
+ALONG = "{model.embed_tokens,model.layers.*,model.norm}: b s/cp h"
 
 
 def rows(quick: bool) -> Iterable[Row]:
@@ -54,6 +62,7 @@ def rows(quick: bool) -> Iterable[Row]:
         layers = {"num_hidden_layers": "4"} if quick else {}
         yield from _derivation(name, kind, {**changes, **layers})
         yield from _choice(name, kind, {**changes, **layers})
+    yield from itertools.chain.from_iterable(_at_once(kind, mesh) for kind, mesh in SEVERAL)
     found = run_ranks(measure, 5 if quick else 40, world=2, on_event=lambda event: None, device="cpu")[0]
     what, pairs = "a forward and a backward, tp=2, sequence parallel", found.pairs
     yield Row(what, "ms", pairs.ours * 1e3, {"by hand": pairs.peer * 1e3})
@@ -73,6 +82,27 @@ def _derivation(name: str, kind: str, changes: dict[str, str]) -> Iterable[Row]:
         seconds.append(time.perf_counter() - start)
     yield Row(f"{name}: capture", "s", captured)
     yield Row(f"{name}: derivation over tp=8, folding included", "s", statistics.median(seconds), target=1.0)
+
+
+def _at_once(kind: str, mesh: str) -> Iterable[Row]:
+    """What a rank receives and takes part in, forward and backward, beside moving over one axis after the other."""
+    model, inputs = named(kind, WIDE).make(8, 2048)
+    graph = folded(capture(model, inputs), block_names(model))
+    found = derive(graph, [*(marks_of(kind) or []), Mark.parse(ALONG)], Mesh.parse(mesh))
+    (ours, times), (peer, peers) = (_received(moved(found, at_once=at_once)) for at_once in (True, False))
+    what, other = f"{kind}, {mesh}, over several axes at once", "one after the other"
+    yield Row(f"bytes a rank receives: {what}", "MB", ours / 1e6, {other: peer / 1e6}, target_ratio=1.0)
+    yield Row(f"collectives: {what}", "", float(times), {other: float(peers)}, target_ratio=1.0)
+
+
+def _received(moves: Iterable[Moved]) -> tuple[float, int]:
+    sides = [
+        (one.times, nbytes, words.count("+") + 1)
+        for one in moves
+        for words, nbytes in ((one.forward, one.forward_bytes), (one.backward, one.backward_bytes))
+        if nbytes
+    ]
+    return sum(times * nbytes for times, nbytes, _ in sides), sum(times * count for times, _, count in sides)
 
 
 def _choice(name: str, kind: str, changes: dict[str, str]) -> Iterable[Row]:

@@ -85,19 +85,27 @@ def summed_once(source: States, target: States, *, differentiable: bool) -> tupl
 
 
 def change(
-    shape: Sequence[int], itemsize: int, source: States, goals: States, mesh: Mesh, *, differentiable: bool
+    shape: Sequence[int],
+    itemsize: int,
+    source: States,
+    goals: States,
+    mesh: Mesh,
+    *,
+    differentiable: bool,
+    at_once: bool = True,
 ) -> Change:
     """What brings a tensor of a whole `shape` from how it lies over each axis to how it is to lie over some (`wanted`).
 
     `source`: over every axis that it may be cut over, in the order of the mesh. `differentiable`: whether a gradient
-    comes back.
+    comes back. `at_once` false: one axis after the other, whatever it costs.
     """
     if not goals:
         return ()
     own = {axis: plain(state) for axis, state in source.items()}
     goals = {axis: plain(state) for axis, state in goals.items()}
     steps = tuple(ordered(own, goals, {axis: mesh.axes[axis][0] for axis in source}))
-    if len(steps) == 1 or any(isinstance(s, Routed) for s in (*own.values(), *goals.values())):
+    routed = any(isinstance(s, Routed) for s in (*own.values(), *goals.values()))
+    if len(steps) == 1 or routed or not at_once:
         return steps
     lies = tuple((digits.Digit(mesh.axes[a][1], mesh.axes[a][0]), a, own[a], goals.get(a, own[a])) for a in source)
     found = _joint(tuple(shape), itemsize, lies, steps, differentiable)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tangram.layout import Layout
 from tangram.layout.locate import held
@@ -139,18 +140,21 @@ class Moved:
         return (self.forward_bytes + self.backward_bytes) * self.times
 
 
-def moved(found: Derived) -> Iterator[Moved]:
-    """Everything that ranks do so that tensors lie as they are needed, in the order of the model."""
-    folded = found.folded
+def moved(found: Derived, *, at_once: bool = True) -> Iterator[Moved]:
+    """Everything that ranks do so that tensors lie as they are needed, in the order of the model.
+
+    `at_once` false: as it would be with one axis after the other, for who compares.
+    """
+    folded, way = found.folded, partial(between, found, at_once=at_once)
     for v in sorted({v for over in found.axes for v in over.lying}):
-        yield from between(found, v, lying(found, v), used(found, v), folded.times[v], None)
+        yield from way(v, lying(found, v), used(found, v), folded.times[v], None)
     for step in folded.steps:
         for place, v in enumerate(step.inputs):
             if v is not None:
-                yield from between(found, v, used(found, v), needed(found, step, place), step.times, step.number)
+                yield from way(v, used(found, v), needed(found, step, place), step.times, step.number)
         yield from _inside(found, step)
         for i, v in enumerate(step.outputs):
-            yield from between(found, v, made(found, step, i), used(found, v), step.times, None)
+            yield from way(v, made(found, step, i), used(found, v), step.times, None)
 
 
 def _inside(found: Derived, step: Step) -> Iterator[Moved]:
@@ -172,7 +176,14 @@ def _inside(found: Derived, step: Step) -> Iterator[Moved]:
 
 
 def between(
-    found: Derived, v: int, source: Mapping[str, State], target: Mapping[str, State], times: int, taker: int | None
+    found: Derived,
+    v: int,
+    source: Mapping[str, State],
+    target: Mapping[str, State],
+    times: int,
+    taker: int | None,
+    *,
+    at_once: bool = True,
 ) -> Iterator[Moved]:
     """What is done between two ways to lie of a class, in how many equal layers, for which taker alone."""
     value, differentiable = found.folded.value(v), v in found.folded.differentiable
@@ -180,7 +191,8 @@ def between(
     summed = summed_once(source, target, differentiable=differentiable) if standing else ()
     goals = wanted(source, target, differentiable=differentiable)
     rest = {axis: state for axis, state in goals.items() if axis not in summed}
-    moves = change(value.shape, value.dtype.itemsize, source, rest, found.mesh, differentiable=differentiable)
+    shape, itemsize = value.shape, value.dtype.itemsize
+    moves = change(shape, itemsize, source, rest, found.mesh, differentiable=differentiable, at_once=at_once)
     sizes, nbytes = {over.axis: over.k for over in found.axes}, float(value.nbytes)
     each = [*costs(moves, nbytes, source, sizes, differentiable=differentiable)]
     for axis in summed:  # as it lies
