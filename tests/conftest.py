@@ -33,6 +33,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     git = ["git", "rev-parse", "HEAD"]
     commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
-    chosen = set(random.Random(commit).sample(sorted(item.nodeid for item in items), size))  # alike in every worker
+    chosen = _sample(items, size, random.Random(commit))  # alike in every worker
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def _sample(items: list[pytest.Item], size: int, dice: random.Random) -> set[str]:
+    """So many of them by id. Those that are marked as heavy come to their turn a third as often."""
+    heavy = sorted(item.nodeid for item in items if item.get_closest_marker("heavy"))
+    light = sorted(item.nodeid for item in items if not item.get_closest_marker("heavy"))
+    few = max(-(-size * len(heavy) // (3 * len(items))), size - len(light))
+    return {*dice.sample(heavy, few), *dice.sample(light, size - few)}

@@ -13,7 +13,7 @@ import pytest
 
 from bench._matrix.cells import Name, Planned, every_name, planned
 from bench._matrix.measure import oracle_of, train
-from bench._matrix.ranks import PATIENCE, Found, Plant, Run
+from bench._matrix.ranks import PATIENCE, WORLD, Found, Plant, Run
 from bench._matrix.results import State, read, wrong_of
 from tests.matrix.mistakes import FAILS, FAILURES, MISTAKES
 from tests.training.oracle.compare import Bounds
@@ -25,13 +25,15 @@ CLEAR = 50
 """Times the bound, by which a mistake is found."""
 PAGE = read(Path(__file__).parents[2] / "docs" / "matrix.json")
 STATES = {name: one.state for name, one in PAGE.results.items()} if PAGE else dict[Name, State]()
+RANKS = {name: one.ranks for name, one in PAGE.results.items()} if PAGE else dict[Name, int]()
 NAMES = [name for name in every_name() if STATES.get(name) in ("same", "slower", "broken")]
 
 
 def as_on_the_page(name: Name) -> Any:
     """A cell to run; one that the page has in red is expected to fail, until it is mended and measured anew."""
-    broken = [pytest.mark.xfail(reason="red on the page")] if STATES.get(name) == "broken" else []
-    return pytest.param(name, id=": ".join(name), marks=broken)
+    marks = [pytest.mark.xfail(reason="red on the page")] if STATES.get(name) == "broken" else []
+    marks += [pytest.mark.heavy] if RANKS[name] == WORLD else []
+    return pytest.param(name, id=": ".join(name), marks=marks)
 
 
 @dataclass(frozen=True)
