@@ -1,9 +1,9 @@
 """The outline of a decoder in numbers: per repeated block what is multiplied, streamed and kept, without torch.
 
 A block is a table of operators of four kinds, with the sizes that the whole model has. Who divides what (mesh axes),
-how long an operator takes and what a schedule keeps is the planner's. `decoder` makes the table of the usual decoders from
-their dims: grouped and latent attention, windows, gated and plain MLPs, mixtures with shared experts and dense layers.
-Any other block is a table of its own.
+how long an operator takes and what a schedule keeps is the planner's. `decoder` makes the table of the usual decoders
+from their dims: grouped and latent attention, windows, gated and plain MLPs, mixtures with shared experts and dense
+layers. Any other block is a table of its own.
 
 The trade-off: a table of a dozen rows a block is evaluated for a hundred thousand configurations a second, where a
 captured graph has thousands of nodes; the two are compared in tests (`tangram.models.costs`).

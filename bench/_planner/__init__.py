@@ -1,0 +1,1 @@
+"""The parts of `tangram bench planner`."""

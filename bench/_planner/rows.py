@@ -1,0 +1,263 @@
+"""Published runs as the planner takes them: a model's outline, one configuration, a setting, and what was measured.
+
+Reads any file with the columns of `data/published/runs.csv`. What a row does not say is filled by the tables below,
+never by what was measured. Rows without dims, layout or batch cannot be predicted: `why_not` says what they lack.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from tangram.errors import UserError
+from tangram.models.outline import Dims, Group, Outline, decoder
+from tangram.planner.framework import Framework, framework
+from tangram.planner.grid import Grid, grid
+
+Row = Mapping[str, str]
+
+NEEDED = ("layers", "hidden", "heads", "vocab", "seq", "n_gpus", "mbs", "gbs")
+PRECISIONS = (
+    ("fp4", ("fp4",)),
+    ("fp8", ("fp8", "float8")),
+    ("fp32", ("fp32", "float32")),
+    ("fp16", ("fp16", "float16", "amp")),
+)
+"""Types by the words in a row's precision; the first that is met, else bf16. "amp_bf16" is met by none but bf16."""
+RECOMPUTED = {
+    "layernorm": Group.NORM,
+    "mla_up_proj": Group.NORM,
+    "moe_act": Group.ACTIVATION,
+    "core_attn": Group.SCORES,
+    "mlp": Group.MLP | Group.ACTIVATION,
+    "moe": Group.MLP | Group.ACTIVATION,
+}
+"""Megatron-core's modules of selective recomputation."""
+VOCABULARIES = {"internlm": 103168, "mistral": 32000, "mixtral": 32000}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row."""
+
+    row: Row
+    outline: Outline
+    grid: Grid
+    """Of one configuration."""
+    framework: Framework
+    gpu: str
+    precision: str
+    node: int
+    graphs: bool
+    step: float
+    """Seconds; nan where it was not measured."""
+
+    @property
+    def source(self) -> str:
+        """Where it is from."""
+        return self.row["source_id"]
+
+    @property
+    def kind(self) -> str:
+        """Of the model: "dense", "moe", ..."""
+        return "moe" if number(self.row, "experts", 0) > 1 else "dense"
+
+    @property
+    def group(self) -> tuple[str, str, str, str]:
+        """What errors are told by: gpu, precision, kind of model, source."""
+        sixteen = "bf16/fp16" if self.precision in ("bf16", "fp16") else self.precision
+        return (self.gpu, sixteen, self.kind, self.source)
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file of runs."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def cases(rows: list[Row]) -> Iterator[Case]:
+    """Those that can be predicted."""
+    for row in rows:
+        if not why_not(row):
+            yield case(row)
+
+
+def why_not(row: Row) -> str:
+    """What a row lacks, "" where it can be predicted."""
+    for name in NEEDED:
+        if not number(row, name, 0) > 0 and not (name == "vocab" and _vocabulary(row)):
+            return f"no {name}"
+    if not (number(row, "ffn", 0) > 0 or number(row, "moe_ffn", 0) > 0):
+        return "no ffn"
+    if row["arch"] in ("hybrid", "t5", "bert", "multimodal-llava", "mimo"):
+        return f"{row['arch']} is no decoder of one kind of block"
+    if row["task"] not in ("pretrain", "sft", ""):
+        return row["task"]
+    ranks = [number(row, name, 1) for name in ("tp", "pp", "cp")]
+    return "" if number(row, "n_gpus", 1) >= math.prod(ranks) else "a layout of more devices than there are"
+
+
+def case(row: Row) -> Case:
+    """A row that lacks nothing."""
+    date = row["date"][:7].replace("/", "-")
+    return Case(
+        row,
+        outline(row),
+        configuration(row),
+        _framework(row["framework"], date if re.match(r"\d{4}", date) else ""),
+        row["gpu"],
+        precision(row["precision"]),
+        int(number(row, "gpus_per_node", 8)),
+        "full_iteration" in row["extra"],
+        number(row, "step_s", math.nan),
+    )
+
+
+def _framework(name: str, date: str) -> Framework:
+    try:
+        return framework(name, date)
+    except UserError:
+        return framework("default")
+
+
+def number(row: Row, name: str, otherwise: float) -> float:
+    """A column as a number."""
+    try:
+        return float(row[name])
+    except ValueError:
+        return otherwise
+
+
+def precision(text: str) -> str:
+    """What products are computed in."""
+    said = text.lower()
+    if "bf16" in said and "fp8" not in said:
+        return "bf16"
+    return next((kind for kind, words in PRECISIONS if any(word in said for word in words)), "bf16")
+
+
+def dims(row: Row) -> Dims:
+    """Of the model, with what its kind has by custom."""
+    gated = number(row, "gated_mlp", 1) > 0
+    hidden, heads = int(number(row, "hidden", 0)), int(number(row, "heads", 0))
+    latent = row["arch"].startswith("mla")
+    width = int(number(row, "head_dim", 0)) or hidden // heads
+    said = dict(one.split("=", 1) for one in row["extra"].split(";") if "=" in one)
+    whole = int(number(row, "layers", 0))
+    return Dims(
+        layers=whole,
+        hidden=hidden,
+        heads=heads,
+        vocab=padded(row),
+        ffn=int(number(row, "ffn", 0)),
+        kv_heads=int(number(row, "kv_heads", 0)),
+        head_dim=int(said.get("qk-head-dim", width)) if latent else width,
+        value_dim=int(said.get("v-head-dim", 0)) if latent else 0,
+        experts=int(number(row, "experts", 0)),
+        per_token=int(number(row, "topk", 1)),
+        expert_ffn=int(number(row, "moe_ffn", 0)),
+        shared_ffn=int(number(row, "shared_ffn", 0)),
+        dense_layers=min(int(number(row, "dense_layers", 0)), whole),
+        gated=gated,
+        tied=number(row, "tied_emb", 0) > 0,
+        bias=not gated and "disable-bias-linear" not in row["extra"],
+        positions=int(number(row, "seq", 0)) if not gated and "rope" not in row["extra"] else 0,
+        q_rank=int(said.get("q-lora-rank", 1536 if hidden > 2048 else 0)) if latent else 0,
+        kv_rank=int(said.get("kv-lora-rank", 512)) if latent else 0,
+        rope_dim=int(said.get("qk-pos-emb-head-dim", 64)) if latent else 0,
+        predictors=int(said.get("mtp-num-layers", 0)),
+    )
+
+
+def padded(row: Row) -> int:
+    """The vocabulary as Megatron pads it, for tensor ranks to divide it."""
+    vocabulary = int(number(row, "vocab", 0)) or _vocabulary(row)
+    if "mega" not in row["framework"].lower():
+        return vocabulary
+    multiple = 128 * int(number(row, "tp", 1))
+    return -(-vocabulary // multiple) * multiple
+
+
+def _vocabulary(row: Row) -> int:
+    return next((size for name, size in VOCABULARIES.items() if name in row["model"].lower()), 0)
+
+
+@lru_cache(maxsize=4096)
+def _decoder(found: Dims, name: str) -> Outline:
+    return decoder(found, name)
+
+
+def outline(row: Row) -> Outline:
+    """Of the model."""
+    return _decoder(dims(row), row["model"])
+
+
+def recompute(row: Row) -> tuple[Group, float]:
+    """What is computed again, and in which share of the layers."""
+    text, detail = row["recompute"].lower(), row["recompute_detail"]
+    if text.startswith("full on some"):
+        again, layers = (_numbers(part) for part in detail.split(" of "))
+        return Group.BLOCK, sum(again) / sum(layers)
+    if text.startswith("full"):
+        return Group.BLOCK, 1.0
+    if text.startswith("per-op"):
+        shares = _numbers(detail)
+        return Group.BLOCK, sum(shares) / len(shares)
+    if text.startswith(("selective: [", "partial: [")):
+        return Group.BLOCK, min(1.0, sum(_numbers(text)) * 1.0 / number(row, "layers", 1))
+    if not text.startswith("selective"):
+        return Group.NONE, 1.0
+    if "every other" in detail:
+        return Group.BLOCK, 0.5
+    if detail == "layer":
+        return Group.BLOCK, 1.0
+    named = [group for name, group in RECOMPUTED.items() if re.search(rf"\b{name}\b", detail)]
+    if named:
+        found = Group.NONE
+        for group in named:
+            found |= group
+        return found, 1.0
+    if "SAC" in detail or "op-level" in detail or row["framework"] == "torchtitan":
+        return Group.NORM | Group.ACTIVATION, 1.0
+    return Group.SCORES, 1.0
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", text.partition("=")[2] or text)]
+
+
+def configuration(row: Row) -> Grid:
+    """The layout, as a grid of one."""
+    devices = number(row, "n_gpus", 1)
+    tensor, stages, context = (max(number(row, name, 1), 1) for name in ("tp", "pp", "cp"))
+    data = max(devices // (tensor * stages * context), 1)
+    zero = re.match(r"\d", row["zero"])
+    group = re.search(r"within (\d+) GPUs", row["zero"]) or re.search(r"FSDP=(\d+)", row["extra"])
+    shard = data * context
+    if group:
+        shard = max(1.0, min(shard, float(group.group(1)) / (1 if "FSDP" in group.group(0) else tensor)))
+    again, share = recompute(row)
+    expert = max(number(row, "ep", 1), 1)
+    given_experts = number(row, "etp", math.nan)
+    return grid(
+        batch=number(row, "gbs", 1),
+        sequence=number(row, "seq", 1),
+        tensor=tensor,
+        sequence_parallel=number(row, "sp", 0),
+        pipeline=stages,
+        virtual=max(number(row, "vpp", 1), 1),
+        context=context,
+        expert=expert,
+        expert_tensor=tensor if math.isnan(given_experts) else max(given_experts, 1),
+        data=data,
+        zero=float(zero.group(0)) if zero else 0.0,
+        shard=shard,
+        micro=number(row, "mbs", 1),
+        recompute=int(again),
+        recomputed=share,
+    )

@@ -1,0 +1,34 @@
+"""What a grid of configurations has in common: the device, the framework, the type that is computed in, the nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tangram.planner.framework import Framework
+
+__all__ = ["Precision", "Setting"]
+
+Precision = Literal["bf16", "fp16", "fp8", "fp4", "fp32"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of one evaluation of the models of memory and time."""
+
+    device: Any
+    """`hardware.devices.Figures`, or None where only memory is asked for."""
+    framework: Framework
+    precision: Precision = "bf16"
+    """What products are computed in; what flows between them is in 16 bits below fp32."""
+    node: int = 8
+    """Devices that meet at the fast link."""
+    nic: float | None = None
+    """Bytes per second that a device receives from other nodes; None: as the catalogue says."""
+    graphs: bool = False
+    """Whether kernels are started from captured graphs, so that the host starts none of them."""
+
+    @property
+    def flow_bytes(self) -> float:
+        """Of a number of activations."""
+        return 4.0 if self.precision == "fp32" else 2.0
