@@ -45,8 +45,8 @@ def frameworks() -> tuple[Framework, ...]:
     for name, table in tables.items():
         if unknown := sorted(set(table) - known):
             raise UserError(f"frameworks.toml: {name} has no key {unknown[0]!r}")
-        values = usual | table
-        found.append(Framework(name, **{**values, "names": tuple(table.get("names", (name,)))}))
+        values: dict[str, Any] = {**usual, **table, "names": tuple(table.get("names", (name,)))}
+        found.append(Framework(name, **values))
     return tuple(found)
 
 
