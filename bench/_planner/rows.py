@@ -18,11 +18,12 @@ from tangram.errors import UserError
 from tangram.models.outline import Dims, Group, Outline, decoder
 from tangram.planner.framework import Framework, framework
 from tangram.planner.grid import Grid, grid
+from tangram.planner.setting import Precision
 
 Row = Mapping[str, str]
 
 NEEDED = ("layers", "hidden", "heads", "vocab", "seq", "n_gpus", "mbs", "gbs")
-PRECISIONS = (
+PRECISIONS: tuple[tuple[Precision, tuple[str, ...]], ...] = (
     ("fp4", ("fp4",)),
     ("fp8", ("fp8", "float8")),
     ("fp32", ("fp32", "float32")),
@@ -51,7 +52,7 @@ class Case:
     """Of one configuration."""
     framework: Framework
     gpu: str
-    precision: str
+    precision: Precision
     node: int
     graphs: bool
     step: float
@@ -133,12 +134,13 @@ def number(row: Row, name: str, otherwise: float) -> float:
         return otherwise
 
 
-def precision(text: str) -> str:
+def precision(text: str) -> Precision:
     """What products are computed in."""
     said = text.lower()
     if "bf16" in said and "fp8" not in said:
         return "bf16"
-    return next((kind for kind, words in PRECISIONS if any(word in said for word in words)), "bf16")
+    found: list[Precision] = [kind for kind, words in PRECISIONS if any(word in said for word in words)]
+    return found[0] if found else "bf16"
 
 
 def dims(row: Row) -> Dims:

@@ -113,7 +113,7 @@ def test_bad_input() -> None:
 def test_the_catalogue_is_whole() -> None:
     assert {"a100", "h100", "h200", "b200", "mi300x"} <= set(catalogue())
     for figures in catalogue().values():
-        assert set(figures) == {
+        assert set(figures) >= {
             *("names", "bf16", "fp32", "memory_bytes", "memory_bandwidth", "link_bandwidth", "source"),
         }
         assert figures["bf16"] > figures["fp32"] > 1e12

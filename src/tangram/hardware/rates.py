@@ -16,13 +16,11 @@ import os
 import platform
 import threading
 import time
-import tomllib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
-from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from tangram.errors import UserError
+from tangram.hardware.devices import tables
 from tangram.hardware.machine import Accelerator, accelerators, describe, usable_cores
 
 __all__ = ["Curve", "Rates", "catalogue", "measure", "rates"]
@@ -103,10 +102,13 @@ class Rates:
         return self.products["bfloat16" if kind == "float16" else kind]
 
 
+WHOLE = {"names", "bf16", "fp32", "memory_bytes", "memory_bandwidth", "link_bandwidth", "source"}
+
+
 @cache
 def catalogue() -> Mapping[str, Mapping[str, Any]]:
-    """The accelerators of `devices.toml`."""
-    return tomllib.loads(resources.files("tangram.hardware").joinpath("devices.toml").read_text(encoding="utf-8"))
+    """The accelerators of `devices.toml` that torch has names for and of which all figures are known."""
+    return {name: table for name, table in tables().items() if set(table) >= WHOLE}
 
 
 def rates(device: str = "cpu", processes: int = 1, *, anew: bool = False) -> Rates:

@@ -28,10 +28,21 @@ class Framework:
     fused_attention: bool
     fused_streams: bool
     launch: float
-    overlap_reduce: bool
-    overlap_gather: bool
+    overlap_reduce: float
+    overlap_gather: float
+    overlap_tensor: float
+    overlap_expert: float
     gradient_bytes: float
+    reduce_bytes: float
     optimiser_bytes: float
+    parameter_bytes: float
+    gathered_bytes: float
+    divides_gradients: bool
+    keeps_low_weights: bool
+    dropout: bool
+    logit_bytes: float
+    reserve: float
+    context: float
 
 
 @cache

@@ -29,6 +29,11 @@ class Setting:
     """Whether kernels are started from captured graphs, so that the host starts none of them."""
 
     @property
+    def domain(self) -> int:
+        """Devices that meet at the fast link, by the catalogue."""
+        return int(self.device.domain)
+
+    @property
     def flow_bytes(self) -> float:
         """Of a number of activations."""
         return 4.0 if self.precision == "fp32" else 2.0

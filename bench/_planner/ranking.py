@@ -1,0 +1,69 @@
+"""How well the planner orders runs of one workload on the same machines under several layouts."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class SetScore:
+    """Of one set."""
+
+    name: str
+    source: str
+    runs: int
+    spearman: float
+    first: float
+    """How much longer the layout that is predicted to be best takes than the best."""
+    third: float
+    """The same of the best of the first three."""
+
+
+def members(path: Path) -> dict[str, dict[str, float]]:
+    """Of each set its runs and their seconds, out-of-memory ones left out."""
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["step_s"] and row.get("oom", "0") not in ("1", "True"):
+                found[row["set"]][row["row"]] = float(row["step_s"])
+    return dict(found)
+
+
+def sources(path: Path) -> dict[str, str]:
+    """Where each set is from."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return {row["set"]: row["source_id"] for row in csv.DictReader(file)}
+
+
+def scores(sets: dict[str, dict[str, float]], origin: dict[str, str], predicted: dict[str, float]) -> list[SetScore]:
+    """Of the sets of which at least four runs can be predicted."""
+    found: list[SetScore] = []
+    for name, measured in sets.items():
+        rows = [row for row in measured if row in predicted]
+        if len(rows) < 4:
+            continue
+        step = np.array([measured[row] for row in rows])
+        said = np.array([predicted[row] for row in rows])
+        order = np.argsort(said, kind="stable")
+        best = step.min()
+        rank = float(np.corrcoef(ranks(said), ranks(step))[0, 1]) if np.ptp(step) and np.ptp(said) else 0.0
+        found.append(
+            SetScore(
+                name, origin.get(name, ""), len(rows), rank, float(step[order[0]] / best - 1),
+                float(step[order[:3]].min() / best - 1),
+            )
+        )  # fmt: skip
+    return found
+
+
+def ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """From 0; equal ones share the mean of theirs."""
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(count)
+    return (ends - (count + 1) / 2)[place]

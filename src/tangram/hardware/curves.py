@@ -1,0 +1,190 @@
+"""Seconds of operators and collectives on a device of the catalogue, by curves fitted to published measurements.
+
+Vectorised: sizes are arrays that go together, and what comes back is an array of seconds. The forms:
+
+    product      start + max(2 m n k / (peak reach fill(m) fill(n) fill(k)), bytes / (memory reach))
+    attention    start + operations / (peak reach fill(keys) fill(head dim)); the backward has 2.5 times the operations,
+                 each slower by a factor (FlashAttention-2, Dao 2023, 3.1.2)
+    moved        start + bytes / (memory reach)
+    collective   start + hop (ranks - 1) + share bytes (ranks - 1) / ranks / (link reach), near; between nodes each
+                 device of a group brings its own NIC, so that so many of them carry a node's traffic
+
+with fill(x) = x / (x + half): half of the rate at so many. `curves.toml` has the values by device and type, each with
+the spread that is left (standard deviation of the logarithm); a device without measurements of its own has the median
+of the others, as shares of its own best rates, and a wider spread.
+
+The trade-off: smooth curves miss the steps of tiles and waves, some percent for shapes that do not fill them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.errors import UserError
+from tangram.hardware.devices import Figures
+
+__all__ = ["assumed", "attention_seconds", "collective_seconds", "moved_seconds", "product_seconds", "spread"]
+
+Array = NDArray[Any]
+Values = Mapping[str, float]
+
+PRODUCT: Values = {"start": 4e-6, "reach": 0.8, "m": 100.0, "n": 100.0, "k": 200.0, "memory": 0.8}
+ATTENTION: Values = {"start": 8e-6, "reach": 0.6, "keys": 500.0, "width": 30.0}
+COLLECTIVE: Values = {"start": 8e-6, "hop": 1e-6, "reach": 0.75}
+"""Where fits start, and the names of the values."""
+BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
+SHARES = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "all-to-all": 1.0, "p2p": 1.0}
+"""How often a rank receives (k - 1) / k of a collective's tensor: for an all-to-all that is what it has of it."""
+PCIE, NIC = 32e9, 12.5e9
+"""Bytes per second where the catalogue knows no link: PCIe 4.0 x16 by its standard, and a network of 100 Gb/s."""
+HOST = "l40s"
+"""Whose curve devices without links of their own have: over PCIe and the host."""
+MOVED: Values = {"start": 2e-6, "reach": 0.8}
+"""Of streaming kernels: most tables that there are have only products, so this is one for all devices."""
+FAR: Values = {"start": 20e-6, "hop": 4e-6, "reach": 0.9}
+"""Between nodes: 0.9 to 0.96 of the NICs' rate for a gigabyte on up to 64 devices; on 512 and 1,024 what is missing is
+3.6 and 5.2 us for each rank (aliyun/SimAI@cef83f9d, inputs/ratio/nic_ratio.csv, as of 8 NICs of 50 GB/s)."""
+
+
+@cache
+def _file() -> Mapping[str, Any]:
+    return tomllib.loads(resources.files("tangram.hardware").joinpath("curves.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def _values(kind: str, key: str, of: str) -> Values:
+    known = _file()[kind]
+    own: Values | None = known.get(key, {}).get(of)
+    return own if own is not None else known["*"][of]
+
+
+def _typed(kind: str) -> str:
+    """The type whose curve counts: no table has others."""
+    return kind if kind in ("fp8", "fp4") else "bf16"
+
+
+def assumed(device: Figures) -> list[str]:
+    """What of a device is taken for want of a figure, in words."""
+    found = [] if device.link_bandwidth or device.pcie_bandwidth else [f"its link: {PCIE / 1e9:g} GB/s"]
+    found += [] if device.nic_bandwidth else [f"its network: {NIC / 1e9:g} GB/s a device"]
+    return found + ([] if device.name in _file()["product"] else ["its kernels: the median of other devices"])
+
+
+def spread(device: Figures, kind: str, of: str = "bf16") -> float:
+    """Standard deviation of the logarithm of seconds around a curve: "product", "attention" or "collective"."""
+    return float(_values(kind, device.name, of)["spread"])
+
+
+def product_seconds(device: Figures, kind: str, m: Any, n: Any, k: Any, count: Any = 1.0) -> Array:
+    """Of `count` products in one call, each of m x k by k x n numbers of a type."""
+    if device.peak(kind) <= device.peak("bf16") and kind in ("fp8", "fp4"):
+        kind = "bf16"  # no units for it: in 16 bits
+    return product(_values("product", device.name, _typed(kind)), device, kind, m, n, k, count)
+
+
+def product(p: Values, device: Figures, kind: str, m: Any, n: Any, k: Any, count: Any) -> Array:
+    """By given values."""
+    flops = 2.0 * m * n * k * count
+    fills = m / (m + p["m"]) * (n / (n + p["n"])) * (k / (k + p["k"]))
+    nbytes = count * (BYTES[kind] * (m * k + n * k) + 2.0 * m * n)
+    moved = nbytes / (_memory(device) * min(p["memory"], 1.0))
+    return p["start"] + np.maximum(flops / (device.peak(kind) * min(p["reach"], 1.0) * fills), moved)
+
+
+def attention_seconds(
+    device: Figures,
+    kind: str,
+    batch: Any,
+    queries: Any,
+    keys: Any,
+    heads: Any,
+    kv_heads: Any,
+    width: Any,
+    *,
+    causal: Any = True,
+    backward: bool = False,
+) -> Array:
+    """Of one call of fused attention; `width` is the mean of the heads' dims of keys and of values."""
+    p = _values("attention", device.name, "bf16")
+    return attention(p, device, kind, batch, queries, keys, heads, kv_heads, width, causal=causal, backward=backward)
+
+
+def attention(
+    p: Values,
+    device: Figures,
+    kind: str,
+    batch: Any,
+    queries: Any,
+    keys: Any,
+    heads: Any,
+    kv_heads: Any,
+    width: Any,
+    *,
+    causal: Any,
+    backward: bool,
+) -> Array:
+    """By given values."""
+    flops = 4.0 * batch * heads * queries * keys * width * np.where(causal, 0.5, 1.0)
+    fills = keys / (keys + p["keys"]) * (width / (width + p["width"]))
+    peak = device.peak("fp32" if kind == "fp32" else "bf16")
+    nbytes = 2.0 * batch * width * (2.0 * heads * queries + 2.0 * kv_heads * keys)
+    times = 2.5 * float(_file()["attention_backward"]["times"]) if backward else 1.0
+    moved = nbytes * (3.0 if backward else 1.0) / (_memory(device) * MOVED["reach"])
+    return p["start"] + np.maximum(times * flops / (peak * min(p["reach"], 1.0) * fills), moved)
+
+
+def moved_seconds(device: Figures, nbytes: Any) -> Array:
+    """Of one operator that reads and writes so many bytes together."""
+    return MOVED["start"] + nbytes / (_memory(device) * MOVED["reach"])
+
+
+def collective_seconds(
+    device: Figures, what: str, nbytes: Any, ranks: Any, near: Any, nic: float | None = None
+) -> Array:
+    """Of one collective over `ranks`, of which `near` (at most all) are at each fast link; 0 for one rank.
+
+    `nbytes`: of the tensor that the ranks have together, for an all-to-all or p2p of what each has. `nic`: bytes per
+    second of a device from other nodes, the catalogue's where None.
+    Where neither knows it, `PCIE` and `NIC` are taken (`assumed` says so).
+    """
+    ranks, near = np.asarray(ranks, float), np.minimum(near, ranks)
+    if not (ranks > 1).any():
+        return np.zeros(np.broadcast(nbytes, ranks).shape)
+    key = device.name if device.link_bandwidth else HOST
+    inside = collective(_values("collective", key, _known(what)), device, what, nbytes, ranks)
+    far = _far(device, what, nbytes, ranks, near, nic) if (near < ranks).any() else inside
+    return np.where(ranks > 1, np.where(near >= ranks, inside, np.maximum(far, inside)), 0.0)
+
+
+def _known(what: str) -> str:
+    return "all-gather" if what == "p2p" else what
+
+
+def collective(p: Values, device: Figures, what: str, nbytes: Any, ranks: Any) -> Array:
+    """Inside a domain, by given values."""
+    rate = device.link_bandwidth or device.pcie_bandwidth or PCIE
+    part = 1.0 if what == "p2p" else (ranks - 1) / np.maximum(ranks, 1)
+    return p["start"] + p["hop"] * (ranks - 1) + SHARES[what] * nbytes * part / (rate * p["reach"])
+
+
+def _far(device: Figures, what: str, nbytes: Any, ranks: Array, near: Array, nic: float | None) -> Array:
+    rate = nic or device.nic_bandwidth or NIC
+    if what == "p2p":
+        return FAR["start"] + nbytes / (rate * FAR["reach"])
+    if what == "all-to-all":
+        return FAR["start"] + FAR["hop"] * ranks / near + nbytes * (ranks - near) / ranks / (rate * FAR["reach"])
+    each = SHARES[what] * nbytes * (ranks - 1) / np.maximum(ranks, 1) / (rate * near * FAR["reach"])
+    return FAR["start"] + FAR["hop"] * ranks * SHARES[what] + each
+
+
+def _memory(device: Figures) -> float:
+    if device.memory_bandwidth is None:
+        raise UserError(f"the catalogue knows no memory bandwidth of {device.label}: give it in the cluster file")
+    return device.memory_bandwidth

@@ -1,0 +1,213 @@
+"""Bytes that a rank needs, for every configuration of a grid at once: of the first stage, the last, and the worst.
+
+At its peak a rank holds what it keeps all the time (parameters, gradients, optimiser's states), what the micro-batches
+in flight left for their backward, and the largest of what comes and goes: logits and their gradient on the last stage,
+a block that is computed again, what FSDP gathers, experts' buffers.
+
+    numbers      of a stage's blocks, over tensor and expert ranks; the first has the embedding, the last the head
+    states       as the framework keeps them (`planner.framework`), divided over data ranks as `zero` says
+    in flight    1F1B: stage i of p has p - i micro-batches; with v chunks a rank 2 (p - i - 1) + (v - 1) p + 1 chunks,
+                 at most all (Narayanan et al. 2021; Megatron-LM, schedules.py)
+    activations  a block's `Kept` rows that are not made again; of a block that is made again as a whole its input
+
+Three totals: what tensors take (`allocated`), what the allocator holds for them (`reserved`), and what the device shows
+(`device`), with the context and the libraries' workspaces, which are no tensors.
+
+The trade-off: peaks of single kernels and the allocator's order of events are not played; their size is a share that
+frameworks' entries say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.models.outline import Block, Group, Kept, Outline
+from tangram.planner.grid import Grid
+from tangram.planner.setting import Setting
+
+__all__ = ["Memory", "Rank", "memory"]
+
+Array = NDArray[Any]
+MIB = 2.0**20
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Of a rank of one stage, in bytes; arrays over the grid."""
+
+    parameters: Array
+    gradients: Array
+    optimiser: Array
+    activations: Array
+    passing: Array
+    """The largest of what comes and goes: logits, a block made again, what is gathered."""
+
+    @property
+    def allocated(self) -> Array:
+        """The sum."""
+        return sum((getattr(self, one.name) for one in fields(self)), np.zeros(()))
+
+    def parts(self) -> dict[str, Array]:
+        """By name."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of all ranks."""
+
+    first: Rank
+    """Of the first stage: most micro-batches in flight."""
+    last: Rank
+    """Of the last stage: the head."""
+    reserve: float
+    """What the allocator holds beyond tensors, as a share of them."""
+    context: float
+    """Bytes that are no tensors: the device's context, workspaces, communicators."""
+
+    @property
+    def allocated(self) -> Array:
+        """Of the rank that needs most."""
+        return np.maximum(self.first.allocated, self.last.allocated)
+
+    @property
+    def reserved(self) -> Array:
+        """What the allocator holds there."""
+        return self.allocated * (1 + self.reserve)
+
+    @property
+    def device(self) -> Array:
+        """What the device shows."""
+        return self.reserved + self.context
+
+    @property
+    def worst(self) -> Rank:
+        """The rank that needs most, part by part."""
+        more = self.first.allocated >= self.last.allocated
+        return _where(more, self.first, self.last)
+
+
+def memory(outline: Outline, g: Grid, setting: Setting) -> Memory:
+    """Of each configuration of the grid."""
+    chunks = g.pipeline * g.virtual
+    most, fewest = np.ceil(outline.layers / chunks) * g.virtual, np.floor(outline.layers / chunks) * g.virtual
+    alone = g.pipeline == 1
+    first = _rank(outline, g, setting, np.zeros(len(g)), most, np.ones(len(g)), alone * 1.0)
+    last = _rank(outline, g, setting, outline.layers - fewest, np.full(len(g), float(outline.layers)), alone * 1.0, 1.0)
+    last = _where(alone, first, last)
+    return Memory(first, last, setting.framework.reserve, setting.framework.context)
+
+
+def _where(mask: Array, one: Rank, other: Rank) -> Rank:
+    of, rest = one.parts(), other.parts()
+    return Rank(**{name: np.where(mask, of[name], rest[name]) for name in of})
+
+
+def _rank(outline: Outline, g: Grid, setting: Setting, start: Array, end: Array, embeds: Array, heads: Any) -> Rank:
+    """A rank that has the blocks from `start` to `end`, the embedding and the head or not (1 or 0)."""
+    framework = setting.framework
+    counts = _counts(outline, start, end)
+    dense, routed = np.zeros(len(g)), np.zeros(len(g))
+    kept, again, whole = np.zeros(len(g)), np.zeros(len(g)), np.zeros(len(g))
+    for (block, _), count in zip(outline.runs, counts, strict=True):
+        numbers = block.numbers
+        dense = dense + count * (numbers.tensor / g.tensor + numbers.whole)
+        routed = routed + count * numbers.experts / (g.expert * g.expert_tensor)
+        left, remade = block_activations(block, outline.hidden, g, setting)
+        kept, again = kept + count * left, np.maximum(again, np.where(count > 0, remade, 0.0))
+        gathered = numbers.tensor / g.tensor + numbers.whole + numbers.experts / (g.expert * g.expert_tensor)
+        whole = np.maximum(whole, np.where(count > 0, gathered, 0.0))
+    ends = outline.vocab * outline.hidden / g.tensor
+    dense = dense + ends * np.maximum(embeds, heads) if outline.tied else dense + ends * (embeds + heads)
+    dense = dense + outline.positions * outline.hidden * embeds
+    held = _states(g, setting, dense, routed)
+    flying = _in_flight(g, embeds) / g.virtual
+    each = setting.flow_bytes * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    embedded = embeds * each * outline.hidden * (0.5 if framework.dropout else 0.0)
+    passing = np.maximum(heads * logits(outline, g, setting), again)
+    passing = passing + np.where(
+        g.zero >= 3,
+        whole * (2 * framework.gathered_bytes + framework.reduce_bytes) + ends * framework.gathered_bytes,
+        0.0,
+    )
+    return Rank(*held, kept * flying + embedded * flying, passing)
+
+
+def _counts(outline: Outline, start: Array, end: Array) -> list[Array]:
+    """How many blocks of each run lie from `start` to `end`."""
+    found: list[Array] = []
+    at = 0
+    for _, count in outline.runs:
+        found.append(np.maximum(np.minimum(end, at + count) - np.maximum(start, at), 0.0))
+        at += count
+    return found
+
+
+def _states(g: Grid, setting: Setting, dense: Array, routed: Array) -> tuple[Array, Array, Array]:
+    """Parameters, gradients and the optimiser's states."""
+    framework = setting.framework
+    experts_over = np.maximum(g.data * g.context * g.tensor / (g.expert * g.expert_tensor), 1.0)
+
+    def divided(level: int) -> Array:
+        cut = g.zero >= level
+        return dense / np.where(cut, g.shard, 1.0) + routed / np.where(cut, np.minimum(experts_over, g.shard), 1.0)
+
+    low = 2.0 if setting.precision in ("fp8", "fp4") and framework.keeps_low_weights else 0.0
+    return (
+        divided(3) * framework.parameter_bytes + (dense + routed) * low,
+        divided(2 if framework.divides_gradients else 3) * framework.gradient_bytes,
+        divided(1) * framework.optimiser_bytes,
+    )
+
+
+def _in_flight(g: Grid, embeds: Array) -> Array:
+    """Chunks of a micro-batch that a rank of the first stage (`embeds` is 1) or the last has kept at its peak."""
+    all_of_them = g.micros * g.virtual
+    place = np.where(embeds > 0, 0.0, g.pipeline - 1)
+    plain = np.minimum(g.pipeline - place, g.micros)
+    chunks = np.minimum(2 * (g.pipeline - place - 1) + (g.virtual - 1) * g.pipeline + 1, all_of_them)
+    return np.where(g.virtual > 1, chunks, plain)
+
+
+def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> tuple[Array, Array]:
+    """Bytes of a block that stay for the backward of a micro-batch, and what making it again needs beyond that."""
+    full, left = np.zeros(len(g)), np.zeros(len(g))
+    for one in block.kept:
+        nbytes = kept_bytes(one, block, g, setting)
+        full = full + nbytes
+        left = left + nbytes * ((g.recompute & int(one.group)) == 0)
+    scores = np.zeros(len(g))
+    if not setting.framework.fused_attention:
+        for one in block.scores:
+            heads = np.maximum(one.heads / g.tensor, 1.0)
+            numbers = g.micro * heads * g.sequence / g.context * g.sequence
+            scores = scores + numbers * (2 * setting.flow_bytes + (1.0 if setting.framework.dropout else 0.0))
+    if setting.framework.dropout:
+        masks = 2.0 * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+        full, left = full + masks, left + masks
+    full = full + scores
+    left = left + scores * ((g.recompute & int(Group.SCORES | Group.ATTENTION)) == 0)
+    blocks = (g.recompute & int(Group.BLOCK)) == int(Group.BLOCK)
+    inputs = setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    mean = np.where(blocks, g.recomputed * inputs + (1 - g.recomputed) * full, left)
+    return mean, np.where(g.recompute > 0, np.maximum(full - np.where(blocks, inputs, left), 0.0), 0.0)
+
+
+def kept_bytes(one: Kept, block: Block, g: Grid, setting: Setting) -> Array:
+    """Of one row of a block, for a micro-batch."""
+    rows = g.tokens * (block.per_token * g.expert_tensor / g.tensor if one.routed else 1.0)
+    ranks = g.expert_tensor if one.routed else g.tensor
+    if one.cut == "tensor":
+        rows = rows / ranks
+    elif one.cut == "tokens":
+        rows = rows / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    return rows * one.width * (one.nbytes or setting.flow_bytes)
+
+
+def logits(outline: Outline, g: Grid, setting: Setting) -> Array:
+    """Of a micro-batch, with what the loss makes of them."""
+    return g.tokens * outline.vocab / g.tensor * setting.framework.logit_bytes

@@ -1,0 +1,122 @@
+"""What a configuration has to satisfy to be run at all: a table of rules, each with its reason in words.
+
+Every rule is asked for all configurations of a grid at once. The rules of experts are Megatron's: expert ranks and the
+experts' tensor ranks are made of data, context and tensor ranks, so that the fewest devices are
+stages x max(tensor x context, expert x expert tensor), not the product of all (Megatron-Bridge pull request 3509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.models.outline import Outline
+from tangram.planner.grid import Grid
+
+__all__ = ["RULES", "Rule", "legal", "reasons"]
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule: where it holds, and what to say of a configuration where it does not."""
+
+    name: str
+    holds: Callable[[Outline, Grid], Mask]
+    says: Callable[[Outline, dict[str, int]], str]
+
+
+def _divides(whole: Any, parts: Any) -> Mask:
+    return np.asarray(np.mod(whole, parts) == 0)
+
+
+def _heads(outline: Outline) -> list[int]:
+    return sorted({scores.heads for block, _ in outline.runs for scores in block.scores})
+
+
+def _kv_heads(outline: Outline) -> list[int]:
+    return sorted({scores.kv_heads for block, _ in outline.runs for scores in block.scores})
+
+
+def _experts(outline: Outline) -> int:
+    return max((block.experts for block, _ in outline.runs), default=0)
+
+
+def _every(masks: Iterator[Mask], g: Grid) -> Mask:
+    found = np.ones(len(g), dtype=bool)
+    for mask in masks:
+        found &= mask
+    return found
+
+
+RULES = (
+    Rule(
+        "heads",
+        lambda o, g: _every((_divides(heads, g.tensor) for heads in _heads(o)), g),
+        lambda o, at: f"{at['tensor']} tensor ranks do not divide the {_heads(o)[0]} heads",
+    ),
+    Rule(
+        "key-value heads",
+        lambda o, g: _every((_divides(kv, g.tensor) | _divides(g.tensor, kv) for kv in _kv_heads(o)), g),
+        lambda o, at: f"{at['tensor']} tensor ranks and {_kv_heads(o)[0]} key-value heads: neither divides the other",
+    ),
+    Rule(
+        "stages",
+        lambda o, g: g.pipeline * g.virtual <= o.layers,
+        lambda o, at: f"{at['pipeline']} stages of {at['virtual']} chunks are more than the {o.layers} blocks",
+    ),
+    Rule(
+        "chunks",
+        lambda o, g: (g.virtual == 1) | ((g.pipeline > 1) & _divides(g.micros, g.pipeline)),
+        lambda o, at: f"interleaved chunks need micro-batches that {at['pipeline']} stages divide",
+    ),
+    Rule(
+        "batch",
+        lambda o, g: _divides(g.batch, g.data * g.micro),
+        lambda o, at: f"{at['data']} data ranks of micro-batches of {at['micro']} do not divide {at['batch']} samples",
+    ),
+    Rule(
+        "tokens",
+        lambda o, g: (g.context == 1) | _divides(g.sequence, 2 * g.context),
+        lambda o, at: f"{at['context']} context ranks do not cut {at['sequence']} tokens into twice as many parts",
+    ),
+    Rule(
+        "tokens of tensor ranks",
+        lambda o, g: (g.sequence_parallel == 0) | _divides(g.sequence, g.context * g.tensor),
+        lambda o, at: f"{at['tensor']} tensor ranks do not divide the tokens that {at['context']} context ranks have",
+    ),
+    Rule(
+        "experts",
+        lambda o, g: (g.expert == 1) | (_divides(max(_experts(o), 1), g.expert) & (_experts(o) > 0)),
+        lambda o, at: f"{at['expert']} expert ranks do not divide {_experts(o)} experts",
+    ),
+    Rule(
+        "expert ranks",
+        lambda o, g: _divides(g.data * g.context * g.tensor, g.expert * g.expert_tensor),
+        lambda o, at: (
+            f"{at['expert']} x {at['expert_tensor']} expert ranks are not made of the "
+            f"{at['data'] * at['context'] * at['tensor']} ranks of a stage"
+        ),
+    ),
+    Rule(
+        "shards",
+        lambda o, g: _divides(g.data * g.context, g.shard),
+        lambda o, at: f"{at['shard']} ranks to divide states over are no part of {at['data'] * at['context']}",
+    ),
+)
+
+
+def legal(outline: Outline, g: Grid) -> Mask:
+    """Which configurations can be run."""
+    return _every((rule.holds(outline, g) for rule in RULES), g)
+
+
+def reasons(outline: Outline, g: Grid) -> list[str]:
+    """Of a grid of one configuration, why it cannot be run; empty where it can."""
+    at = {name: int(values[0]) for name, values in vars(g).items()}
+    return [rule.says(outline, at) for rule in RULES if not rule.holds(outline, g)[0]]

@@ -1,0 +1,112 @@
+"""The joint space of strategies for a model, a cluster and a batch, as grids of legal configurations.
+
+Every way to make the devices of stages, tensor, context and data ranks, times what is folded into them (experts), how
+states are divided, micro-batches, chunks of stages, and what is computed again. Nothing is left out because it seldom
+wins; what is left out is what the models say is never better (`DOMINATED`, which tests prove), and the rest is laid
+down in tables here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tangram.models.outline import Group, Outline
+from tangram.planner.grid import Grid, grid
+from tangram.planner.rules import legal
+
+__all__ = ["RECOMPUTED", "Request", "meshes", "of_mesh"]
+
+RECOMPUTED: tuple[tuple[str, Group, float], ...] = (
+    ("nothing", Group.NONE, 1.0),
+    ("norms and activations", Group.NORM | Group.ACTIVATION, 1.0),
+    ("half of the blocks", Group.BLOCK, 0.5),
+    ("all blocks", Group.BLOCK, 1.0),
+)
+"""What may be computed again in the backward: in words, its groups, in which share of the blocks."""
+ZERO = (0, 1, 2, 3)
+FASTEST_ZERO = 1
+DOMINATED = (
+    "tensor ranks that do not divide the tokens between their products: never faster, never smaller",
+    "states divided over one rank: the same as not divided",
+)
+"""What is left out, since the models of time and memory say that it is never better."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a plan."""
+
+    devices: int
+    batch: int
+    """Samples of a step."""
+    sequence: int
+    """Tokens of a sample."""
+    most_micro: int = 64
+
+
+def divisors(number: int) -> list[int]:
+    """Of a number, ascending."""
+    low = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})
+
+
+def meshes(outline: Outline, request: Request) -> Iterator[tuple[int, int, int, int]]:
+    """Pipeline, tensor, context and data ranks that make all devices."""
+    heads = min((scores.heads for block, _ in outline.runs for scores in block.scores), default=1)
+    for pipeline in divisors(request.devices):
+        if pipeline > outline.layers:
+            break
+        rest = request.devices // pipeline
+        for tensor in divisors(rest):
+            if heads % tensor:
+                continue
+            for context in divisors(rest // tensor):
+                if context > 1 and request.sequence % (2 * context):
+                    continue
+                data = rest // tensor // context
+                if request.batch % data == 0:
+                    yield pipeline, tensor, context, data
+
+
+def of_mesh(outline: Outline, request: Request, mesh: tuple[int, int, int, int], *, bound: bool = False) -> Grid:
+    """All legal configurations of a mesh; with `bound` those of which one is as fast as any."""
+    pipeline, tensor, context, data = mesh
+    experts = max((block.experts for block, _ in outline.runs), default=0)
+    stage = tensor * context * data
+    folded = [
+        (expert, over)
+        for over in sorted({1, tensor})
+        for expert in (divisors(experts) if experts else [1])
+        if stage % (expert * over) == 0
+    ]
+    if not experts:
+        folded = [(1, tensor)]
+    micros = [n for n in divisors(request.batch // data) if n <= request.most_micro]
+    virtual = list(range(1, outline.layers // pipeline + 1)) if pipeline > 1 else [1]
+    zero = (ZERO if not bound else (FASTEST_ZERO,)) if data * context > 1 else (0,)
+    again = RECOMPUTED[:1] if bound else RECOMPUTED
+    axes = [range(len(part)) for part in (folded, micros, virtual, zero, again)]
+    at = np.array(list(itertools.product(*axes)))
+    if not len(at):
+        return grid(batch=request.batch, sequence=request.sequence).take(slice(0, 0))
+    found = grid(
+        batch=request.batch,
+        sequence=request.sequence,
+        pipeline=pipeline,
+        tensor=tensor,
+        sequence_parallel=float(tensor > 1),
+        context=context,
+        data=data,
+        expert=np.array([one for one, _ in folded])[at[:, 0]],
+        expert_tensor=np.array([one for _, one in folded])[at[:, 0]],
+        micro=np.array(micros)[at[:, 1]],
+        virtual=np.array(virtual)[at[:, 2]],
+        zero=np.array(zero)[at[:, 3]],
+        recompute=np.array([int(group) for _, group, _ in RECOMPUTED])[at[:, 4]],
+        recomputed=np.array([share for _, _, share in RECOMPUTED])[at[:, 4]],
+    )
+    return found.take(legal(outline, found))

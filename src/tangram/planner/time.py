@@ -1,0 +1,409 @@
+"""Seconds of a training step, for every configuration of a grid at once, by what they are spent on.
+
+A step is so many micro-batches through a pipeline, then what data ranks still have to sum, then the optimiser:
+
+    step = M max_i(s_i) + (sum_i(s_i) - max_i(s_i)) / v  +  exposed data traffic  +  optimiser
+
+with s_i the forward and backward of a micro-batch on stage i and v chunks a rank (Narayanan et al. 2021, 2.2, for equal
+stages); what this is above a stage's own share of the work is idle. A block's pass takes as long as its operators one
+after another on the device, or as the host needs to start them all, whichever is longer:
+
+    products      by the curve of the device for their shape; the backward multiplies twice, by the other two shapes
+    attention     by the curve of the fused kernel; unfused, as products and sequence x sequence numbers through memory
+    streams       bytes by the rate of memory; fused or not as the framework has them
+    tensor        two exchanges of a block's hidden states in the forward and two in the backward
+    expert        tokens to their experts' ranks and back, forward and backward
+    context       keys and values around, as far as attention does not cover it
+
+What runs beside (gradients summed under the backward, parameters gathered under computation) counts as far as it does
+not fit under. Every part is an array of seconds on the longest way through the step; they add up to the step.
+
+The trade-off: a closed form knows no jitter and no imbalance of real schedules; `planner.schedules` plays events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.hardware import curves
+from tangram.models.outline import Block, Group, Outline, Product, Scores, Stream
+from tangram.planner.grid import Grid
+from tangram.planner.setting import Setting
+
+__all__ = ["Seconds", "seconds"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of a step, by what they are spent on; arrays over the grid."""
+
+    products: Array
+    attention: Array
+    streams: Array
+    head: Array
+    """The embedding's end of the model: logits, loss."""
+    launch: Array
+    """In which devices wait for the host."""
+    tensor: Array
+    expert: Array
+    context: Array
+    stages: Array
+    """Sent between stages."""
+    idle: Array
+    """In which a stage waits for others: for the slowest, and while the pipeline fills and drains."""
+    data: Array
+    """Gradients and parameters over data ranks, as far as nothing covers them."""
+    optimiser: Array
+
+    @property
+    def step(self) -> Array:
+        """The sum."""
+        return sum((getattr(self, one.name) for one in fields(self)), np.zeros(()))
+
+    def parts(self) -> dict[str, Array]:
+        """By name."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass of a micro-batch through one block, or several."""
+
+    products: Array
+    attention: Array
+    streams: Array
+    launch: Array
+    tensor: Array
+    expert: Array
+    context: Array
+
+    @property
+    def total(self) -> Array:
+        return sum((getattr(self, one.name) for one in fields(self)), np.zeros(()))
+
+    def __add__(self, other: _Pass) -> _Pass:
+        return _Pass(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def __mul__(self, times: Any) -> _Pass:
+        return _Pass(*(getattr(self, one.name) * times for one in fields(self)))
+
+
+KERNELS = {"product": 2.0, "scores": 2.0, "unfused scores": 8.0, "stream": 1.0, "unfused stream": 4.0, "exchange": 4.0}
+"""How many kernels the host starts for an operator, with and without fusing."""
+SCORE_PASSES = 5.5
+"""How often unfused attention has a matrix of queries x keys through memory: product, scale, softmax, dropout."""
+CAST_BYTES = 4.0
+"""Moved for each number that is brought to 8 bits or fewer: 2 read, 1 written, 1 more transposed."""
+UNFUSED = 2.0
+"""How much more goes through memory where each norm, activation or rotation is several kernels."""
+OPTIMISER_BYTES = 34.0
+"""Moved by AdamW for each number that a rank updates: gradient, master and two moments read and written, parameter
+written, and once more the gradient for its norm."""
+LOGIT_BYTES = 24.0
+"""Moved for each logit: written and read in 16 bits, its exponential and gradient in float32."""
+
+
+def seconds(outline: Outline, g: Grid, setting: Setting) -> Seconds:
+    """Of a step of each configuration of the grid."""
+    ahead, back, again = (_none(g) for _ in range(3))
+    for block, count in outline.runs:
+        passes = _Ways(block, outline.hidden, g, setting)
+        forward = passes.forward()
+        ahead, back = ahead + forward * count, back + passes.backward() * count
+        again = again + passes.repeated(forward) * (count * g.recomputed)
+    whole = ahead + back + again
+    body = whole * (1 / g.pipeline)
+    head = _head(outline, g, setting)
+    hop = _hop(outline, g, setting)
+    micros = g.micros
+    way = _pipeline(outline, g, whole.total, head) + 2 * hop * (g.pipeline - 1) / g.virtual
+    return Seconds(
+        **{one.name: getattr(body, one.name) * micros for one in fields(body)},
+        head=head * micros / g.pipeline,
+        stages=hop * micros,
+        idle=way - (body.total + head / g.pipeline) * micros,
+        data=_data(outline, g, setting, ahead.total / g.pipeline, body.total + head / g.pipeline),
+        optimiser=_optimiser(outline, g, setting),
+    )
+
+
+def _pipeline(outline: Outline, g: Grid, blocks: Array, head: Array) -> Array:
+    """All micro-batches through all stages: the slowest each time, the others once.
+
+    Blocks are dealt as evenly as they go; where they do not, the last stage, which has the head, has one chunk less.
+    """
+    chunks = g.pipeline * g.virtual
+    most, fewest = np.ceil(outline.layers / chunks) * g.virtual, np.floor(outline.layers / chunks) * g.virtual
+    each = blocks / outline.layers
+    slowest = np.maximum(most * each, fewest * each + head)
+    return slowest * g.micros + np.maximum(blocks + head - slowest, 0.0) / g.virtual
+
+
+def _none(g: Grid) -> _Pass:
+    return _Pass(*(np.zeros(len(g)) for _ in fields(_Pass)))
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """A block with its grid and setting: what each of its passes takes."""
+
+    block: Block
+    hidden: int
+    g: Grid
+    setting: Setting
+
+    def forward(self, groups: Array | None = None) -> _Pass:
+        """All operators once; or only those of the groups that each configuration computes again."""
+        block = self.block
+
+        def share(group: Group) -> Any:
+            return 1.0 if groups is None else _chosen(groups, group)
+
+        products = sum((share(one.group) * self.product(one, "forward") for one in block.products), self.nothing)
+        casts = sum((share(one.group) * self.casts(one, "forward") for one in block.products), self.nothing)
+        attention = sum((share(one.group) * self.scores(one, backward=False) for one in block.scores), self.nothing)
+        streams = sum((share(one.group) * self.stream(one, one.forward) for one in block.streams), self.nothing) + casts
+        started = sum((share(group) * times for group, times in self.kernels()), self.nothing)
+        tensor, expert = self.exchanges()
+        a, m = share(Group.ATTENTION), share(Group.MLP)
+        return self.waiting(
+            started, products, attention, streams, tensor * (a + m) / 2, expert * m, a * self.around(attention)
+        )
+
+    def repeated(self, forward: _Pass) -> _Pass:
+        """What is computed again in the backward of each configuration, by its groups."""
+        if not self.g.recompute.any():
+            return forward * 0.0
+        return self.forward(self.g.recompute)
+
+    def backward(self) -> _Pass:
+        """All operators backward."""
+        block = self.block
+        products = sum((self.product(one, "backward") for one in block.products), self.nothing)
+        casts = sum((self.casts(one, "backward") for one in block.products), self.nothing)
+        attention = sum((self.scores(one, backward=True) for one in block.scores), self.nothing)
+        streams = sum((self.stream(one, one.backward) for one in block.streams), self.nothing) + casts
+        started = sum((2 * times for _, times in self.kernels()), self.nothing)
+        tensor, expert = self.exchanges()
+        return self.waiting(started, products, attention, streams, tensor, expert, 2 * self.around(attention / 2))
+
+    @property
+    def nothing(self) -> Array:
+        return np.zeros(len(self.g))
+
+    def waiting(
+        self,
+        started: Array,
+        products: Array,
+        attention: Array,
+        streams: Array,
+        tensor: Array,
+        expert: Array,
+        context: Array,
+    ) -> _Pass:
+        """A pass, with the time that the host needs beyond the device's."""
+        setting = self.setting
+        start = started * (0.0 if setting.graphs else setting.framework.launch)
+        busy = products + attention + streams + tensor + expert + context
+        return _Pass(products, attention, streams, np.maximum(start - busy, 0.0), tensor, expert, context)
+
+    # ------------------------------------------------------------ operators
+
+    def rows(self, one: Product) -> tuple[Array, Array]:
+        """Of a product: rows of one of the matrices that a rank has, and how many there are."""
+        g = self.g
+        if not one.experts:
+            whole = 1.0 if one.cut else np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+            return g.tokens / whole, np.ones(len(g))
+        local = np.maximum(one.experts / g.expert, 1.0)
+        routed = g.tokens * self.block.per_token * g.expert_tensor / g.tensor
+        return np.maximum(routed / local, 1.0), local
+
+    def sizes(self, one: Product) -> tuple[Array, Array]:
+        """Inputs and outputs of what a rank has of a product."""
+        ranks = self.g.expert_tensor if one.experts else self.g.tensor
+        inputs, outputs = np.full(len(self.g), float(one.inputs)), np.full(len(self.g), float(one.outputs))
+        return (inputs / ranks if one.cut == "in" else inputs), (outputs / ranks if one.cut == "out" else outputs)
+
+    def product(self, one: Product, way: str) -> Array:
+        """Seconds of one map: its product, or the two of its backward."""
+        device, kind = self.setting.device, self.kind(one)
+        (m, count), (k, n) = self.rows(one), self.sizes(one)
+        if way == "forward":
+            return curves.product_seconds(device, kind, m, n, k, count)
+        inputs = curves.product_seconds(device, kind, m, k, n, count)
+        return inputs + curves.product_seconds(device, kind, k, n, m, count)
+
+    def kind(self, one: Product) -> str:
+        """What a product is computed in: routers stay in 16 bits."""
+        low = self.setting.precision in ("fp8", "fp4")
+        return "bf16" if low and not one.cut and not one.experts else self.setting.precision
+
+    def casts(self, one: Product, way: str) -> Array:
+        """To bring what enters a product to 8 bits."""
+        if self.setting.precision not in ("fp8", "fp4") or self.kind(one) == "bf16":
+            return self.nothing
+        (m, count), (k, n) = self.rows(one), self.sizes(one)
+        numbers = count * (m * k + n * k / self.g.micros) if way == "forward" else count * m * n
+        return curves.moved_seconds(self.setting.device, CAST_BYTES * numbers)
+
+    def scores(self, one: Scores, *, backward: bool) -> Array:
+        """Of attention on this rank's heads and queries."""
+        g, setting = self.g, self.setting
+        heads, kv_heads = np.maximum(one.heads / g.tensor, 1.0), np.maximum(one.kv_heads / g.tensor, 1.0)
+        queries, keys = g.sequence / g.context, g.sequence
+        width = (one.qk_dim + one.v_dim) / 2
+        kind = "fp32" if setting.precision == "fp32" else "bf16"
+        if setting.framework.fused_attention:
+            seen = np.minimum(keys, float(one.window or np.inf))
+            return curves.attention_seconds(
+                setting.device,
+                kind,
+                g.micro,
+                queries,
+                seen,
+                heads,
+                kv_heads,
+                width,
+                causal=seen >= keys,
+                backward=backward,
+            )
+        times = 2.0 if backward else 1.0
+        flops = curves.product_seconds(setting.device, kind, queries, keys, width, 2 * times * g.micro * heads)
+        numbers = g.micro * heads * queries * keys
+        return flops + curves.moved_seconds(setting.device, times * SCORE_PASSES * setting.flow_bytes * numbers)
+
+    def stream(self, one: Stream, passes: float) -> Array:
+        """Of an operator that memory bounds."""
+        g, setting = self.g, self.setting
+        rows = g.tokens * (self.block.per_token * g.expert_tensor / g.tensor if one.routed else 1.0)
+        ranks = g.expert_tensor if one.routed else g.tensor
+        if one.cut == "tensor":
+            rows = rows / ranks
+        elif one.cut == "tokens":
+            rows = rows / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+        times = 1.0 if setting.framework.fused_streams else UNFUSED
+        return curves.moved_seconds(setting.device, rows * one.width * passes * times * setting.flow_bytes)
+
+    def kernels(self) -> list[tuple[Group, Any]]:
+        """How many the host starts in a forward, by the group they are of."""
+        fused, alone = self.setting.framework.fused_streams, self.setting.framework.fused_attention
+        scores, streams = "scores" if alone else "unfused scores", "stream" if fused else "unfused stream"
+        found = [(one.group, KERNELS["product"]) for one in self.block.products]
+        found += [(one.group, KERNELS[scores]) for one in self.block.scores]
+        found += [(one.group, KERNELS[streams]) for one in self.block.streams]
+        over = np.where(self.g.tensor > 1, KERNELS["exchange"], 0.0)
+        return [*found, (Group.ATTENTION, over), (Group.MLP, over)]
+
+    # ------------------------------------------------------------ exchanges
+
+    def exchanges(self) -> tuple[Array, Array]:
+        """Of a pass: hidden states over tensor ranks, and tokens over expert ranks."""
+        g, setting = self.g, self.setting
+        hidden = g.tokens * self.hidden * setting.flow_bytes
+        over = exchange(setting, "all-reduce", hidden, g.tensor, np.ones(len(g)))
+        over = 2 * over * (1 - setting.framework.overlap_tensor)
+        if not self.block.experts:
+            return over, self.nothing
+        sent = hidden * self.block.per_token * g.expert_tensor / g.tensor
+        to = exchange(setting, "all-to-all", sent, g.expert, g.expert_tensor, spread=self.block.per_token)
+        return over / 2 + over / 2 * (g.expert_tensor > 1), 2 * to * (1 - setting.framework.overlap_expert)
+
+    def around(self, attention: Array) -> Array:
+        """Keys and values over context ranks, as far as attention does not cover them."""
+        g, setting = self.g, self.setting
+        if not (g.context > 1).any() or not self.block.scores:
+            return self.nothing
+        numbers = sum(one.kv_heads * (one.qk_dim + one.v_dim) for one in self.block.scores)
+        nbytes = setting.flow_bytes * g.micro * g.sequence * numbers / g.tensor
+        all_keys = exchange(setting, "all-gather", nbytes, g.context, g.tensor)
+        return np.maximum(all_keys - 0.5 * attention, 0.1 * all_keys)
+
+
+def _chosen(groups: Array, group: Group) -> Array:
+    """1 where a configuration computes a group again. Whole blocks are all of theirs."""
+    whole = (groups & int(Group.BLOCK)) == int(Group.BLOCK)
+    return np.where(whole | ((groups & int(group)) > 0), 1.0, 0.0)
+
+
+def exchange(setting: Setting, what: str, nbytes: Array, ranks: Array, stride: Array, spread: float = 1.0) -> Array:
+    """Seconds of a collective of `ranks`, each `stride` after the one before; 0 for one rank.
+
+    `spread`: of an all-to-all between nodes, to how many places a token goes: it crosses once to each node.
+    """
+    device, domain = setting.device, max(setting.node, setting.domain)
+    near = np.clip(np.floor(domain / stride), 1, None)  # ranks of the group at the same fast link
+    return curves.collective_seconds(device, what, nbytes, ranks, near=np.minimum(near, ranks), nic=setting.nic)
+
+
+def _head(outline: Outline, g: Grid, setting: Setting) -> Array:
+    """Logits and loss of a micro-batch, forward and backward, with the further passes of predictors."""
+    device, vocab, hidden = setting.device, outline.vocab / g.tensor, float(outline.hidden)
+    kind = "fp32" if setting.precision == "fp32" else "bf16"
+    products = curves.product_seconds(device, kind, g.tokens, vocab, hidden)
+    products = products + curves.product_seconds(device, kind, g.tokens, hidden, vocab)
+    products = products + curves.product_seconds(device, kind, hidden, vocab, g.tokens)
+    loss = curves.moved_seconds(device, LOGIT_BYTES * g.tokens * vocab)
+    over = exchange(setting, "all-reduce", g.tokens * hidden * setting.flow_bytes, g.tensor, np.ones(len(g)))
+    return (products + loss + over) * (1 + outline.predictors)
+
+
+def _hop(outline: Outline, g: Grid, setting: Setting) -> Array:
+    """What a stage hands on of a micro-batch and gets back of it, as far as computation does not cover it."""
+    cut = np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    nbytes = g.tokens * outline.hidden * setting.flow_bytes / cut
+    stride = g.tensor * g.context * g.data
+    one = exchange(setting, "p2p", nbytes, np.where(g.pipeline > 1, 2.0, 1.0), stride)
+    return 2 * one * g.virtual * np.where(g.virtual > 1, 0.5, 1.0)
+
+
+def numbers_held(outline: Outline, g: Grid) -> tuple[Array, Array]:
+    """Of a rank's stage: numbers that data and context ranks have alike, and those of its experts."""
+    dense, routed = np.zeros(len(g)), np.zeros(len(g))
+    for block, count in outline.runs:
+        one = block.numbers
+        dense = dense + count * (one.tensor / g.tensor + one.whole)
+        routed = routed + count * one.experts / (g.expert * g.expert_tensor)
+    ends = outline.vocab * outline.hidden / g.tensor
+    ends = np.where(g.pipeline > 1, ends, ends * (1 if outline.tied else 2))
+    return dense / g.pipeline + ends, routed / g.pipeline
+
+
+def _data(outline: Outline, g: Grid, setting: Setting, ahead: Array, micro: Array) -> Array:
+    """Gradients and parameters over data ranks, beyond what runs under computation."""
+    framework, flow = setting.framework, setting.flow_bytes
+    dense, routed = numbers_held(outline, g)
+    over, stride = g.data * g.context, g.tensor
+    experts_over = np.maximum(g.data * g.context * g.tensor / (g.expert * g.expert_tensor), 1.0)
+    reduce = exchange(setting, "reduce-scatter", dense * framework.reduce_bytes, over, stride)
+    reduce = reduce + exchange(
+        setting, "reduce-scatter", routed * framework.reduce_bytes, experts_over, g.expert * g.expert_tensor
+    )
+    gather = exchange(setting, "all-gather", dense * flow, over, stride)
+    gather = gather + exchange(setting, "all-gather", routed * flow, experts_over, g.expert * g.expert_tensor)
+    backward = micro - ahead
+    parts = np.maximum(outline.layers / g.pipeline, 1.0)
+    once = beyond(reduce, backward, framework.overlap_reduce, parts)
+    once = once + beyond(gather, ahead, framework.overlap_gather, parts)
+    each = beyond(gather, ahead, 1.0, parts) + beyond(gather + reduce, backward, 1.0, parts)
+    return np.where(g.zero >= 3, each * g.micros, once)
+
+
+def beyond(traffic: Array, work: Array, share: float, parts: Array) -> Array:
+    """What of some traffic does not fit under `share` of some work; of `parts` of it one has nothing to hide under."""
+    return np.maximum(traffic - share * work, traffic / parts * (1 if share else parts))
+
+
+def _optimiser(outline: Outline, g: Grid, setting: Setting) -> Array:
+    """AdamW on what a rank updates."""
+    dense, routed = numbers_held(outline, g)
+    experts_over = np.maximum(g.data * g.context * g.tensor / (g.expert * g.expert_tensor), 1.0)
+    divided = g.zero >= 1
+    mine = dense / np.where(divided, g.shard, 1.0) + routed / np.where(divided, np.minimum(experts_over, g.shard), 1.0)
+    return curves.moved_seconds(setting.device, OPTIMISER_BYTES * mine)
