@@ -75,7 +75,9 @@ def fitted(
         # Weakly drawn to the start, so that what the table does not show stays there.
         return np.concatenate([off(p), 0.3 * (p - origin)])
 
-    found: Floats = cast(Any, importlib.import_module("scipy.optimize")).least_squares(left, origin, loss="soft_l1", f_scale=0.1).x
+    found: Floats = (
+        cast(Any, importlib.import_module("scipy.optimize")).least_squares(left, origin, loss="soft_l1", f_scale=0.1).x
+    )
     return dict(zip(names, np.exp(found).tolist(), strict=True)), off(found)
 
 

@@ -78,14 +78,20 @@ def assumed(device: Figures) -> list[str]:
 
 
 def spread(device: Figures, kind: str, of: str = "bf16") -> float:
-    """Standard deviation of the logarithm of seconds around a curve: "product", "attention" or "collective"."""
-    return float(_values(kind, device.name, of)["spread"])
+    """Standard deviation of the logarithm of seconds around a curve.
+
+    `kind`: "product", `of` a type; "attention", in any type that of 16 bits; "collective", `of` an operation.
+    """
+    if kind == "collective":
+        if of not in SHARES:
+            raise UserError(f'there is no collective "{of}": there are {", ".join(SHARES)}')
+        return float(_values(kind, device.name if device.link_bandwidth else HOST, _known(of))["spread"])
+    return float(_values(kind, device.name, _typed(device.runs_in(of)) if kind == "product" else "bf16")["spread"])
 
 
 def product_seconds(device: Figures, kind: str, m: Any, n: Any, k: Any, count: Any = 1.0) -> Array:
     """Of `count` products in one call, each of m x k by k x n numbers of a type."""
-    if device.peak(kind) <= device.peak("bf16") and kind in ("fp8", "fp4"):
-        kind = "bf16"  # no units for it: in 16 bits
+    kind = device.runs_in(kind)
     return product(_values("product", device.name, _typed(kind)), device, kind, m, n, k, count)
 
 

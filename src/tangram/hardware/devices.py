@@ -49,20 +49,47 @@ class Figures:
     def peak(self, kind: str) -> float:
         """Operations per second of products in a type; where a device has no units for it, in the next wider one.
 
-        Raises UserError where not even 16 bits are known.
+        An eighth of the rate in 16 bits for 32 bits of which nothing is known. Raises UserError where not even 16 bits
+        are known, and for a type that is none.
         """
-        order = ("fp4", "fp8", "bf16", "fp16") if kind != "fp32" else ("fp32", "tf32")
-        wider = order[order.index(kind) :] if kind in order else order
-        for one in (*wider, "bf16", "fp16"):
+        for one in wider(kind):
             rate: float | None = getattr(self, one)
             if rate is not None:
-                return rate / (8 if kind == "fp32" and one in ("bf16", "fp16") else 1)
+                return rate / (8 if kind in ("fp32", "tf32") and one in ("bf16", "fp16") else 1)
         raise UserError(f"the catalogue has no rate of products of {self.label}: give one in the cluster file")
+
+    def runs_in(self, kind: str) -> str:
+        """The type that products of a type run in: the narrowest from it on that has units; 16 bits where as quick.
+
+        The type itself for 32 bits, and where none has units.
+        """
+        known = [one for one in wider(kind) if getattr(self, one) is not None]
+        if not known or kind in ("fp32", "tf32"):
+            return kind
+        return "bf16" if kind in ("fp4", "fp8") and self.peak(kind) <= (self.bf16 or 0) else known[0]
 
     @property
     def domain(self) -> int:
         """How many devices are near each other; one where that is unknown."""
         return self.link_domain or 1
+
+
+WIDER = {
+    "fp4": ("fp4", "fp8", "bf16", "fp16"),
+    "fp8": ("fp8", "bf16", "fp16"),
+    "bf16": ("bf16", "fp16"),
+    "fp16": ("fp16", "bf16"),
+    "tf32": ("tf32", "fp32", "bf16", "fp16"),
+    "fp32": ("fp32", "tf32", "bf16", "fp16"),
+}
+"""In which types products of a type may run, the best first."""
+
+
+def wider(kind: str) -> tuple[str, ...]:
+    """A row of `WIDER`; UserError for what is no type."""
+    if kind not in WIDER:
+        raise UserError(f'there is no type "{kind}" of products: there are {", ".join(WIDER)}')
+    return WIDER[kind]
 
 
 @cache
