@@ -50,7 +50,7 @@ def runs(cases: Sequence[Case]) -> list[Run]:
         for at, i in enumerate(places):
             said = {name: float(np.broadcast_to(values, len(places))[at]) for name, values in parts.items()}
             case = cases[i]
-            found[i] = Run(said, case.gpu, case.framework.name, case.precision, case.source, case.step)
+            found[i] = Run(said, device(case.gpu).name, case.framework.name, case.precision, case.source, case.step)
     return [run for run in found if run is not None]
 
 

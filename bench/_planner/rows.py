@@ -10,9 +10,10 @@ import csv
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from tangram.errors import UserError
 from tangram.models.outline import Dims, Group, Outline, decoder
@@ -39,6 +40,14 @@ RECOMPUTED = {
     "moe": Group.MLP | Group.ACTIVATION,
 }
 """Megatron-core's modules of selective recomputation."""
+FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+    (("attention-backend=unfused", "attention-backend=local", "transformer-impl=local"), {"fused_attention": False}),
+    (("compile",), {"fused_streams": True}),
+    (("use-mc2", "tp-comm-overlap"), {"overlap_tensor": 0.6}),
+    (("grad-reduce-in-bf16",), {"gradient_bytes": 2.0, "reduce_bytes": 2.0}),
+    (("cross-entropy-loss-fusion", "fused cross-entropy"), {"logit_bytes": 10.0}),
+)
+"""What flags that a row names change of its framework."""
 VOCABULARIES = {"internlm": 103168, "mistral": 32000, "mixtral": 32000}
 
 
@@ -110,13 +119,24 @@ def case(row: Row) -> Case:
         row,
         outline(row),
         configuration(row),
-        _framework(row["framework"], date if re.match(r"\d{4}", date) else ""),
+        as_flagged(_framework(row["framework"], date if re.match(r"\d{4}", date) else ""), row),
         row["gpu"],
         precision(row["precision"]),
         int(number(row, "gpus_per_node", 8)),
         "full_iteration" in row["extra"],
         number(row, "step_s", math.nan),
     )
+
+
+def as_flagged(one: Framework, row: Row) -> Framework:
+    """A framework with what a row's own flags change of it."""
+    found = one
+    for flags, changes in FLAGS:
+        if any(flag in row["extra"] for flag in flags):
+            found = replace(found, **changes)
+    # GPT's own recipes drop out; models with gated MLPs do not.
+    plain = number(row, "gated_mlp", 1) == 0 and "mega" in row["framework"].lower()
+    return replace(found, dropout=True) if plain else found
 
 
 def _framework(name: str, date: str) -> Framework:
@@ -205,7 +225,7 @@ def recompute(row: Row) -> tuple[Group, float]:
     if text.startswith("full on some"):
         again, layers = (_numbers(part) for part in detail.split(" of "))
         return Group.BLOCK, sum(again) / sum(layers)
-    if text.startswith("full"):
+    if text.startswith("full") or text == "?":
         return Group.BLOCK, 1.0
     if text.startswith("per-op"):
         shares = _numbers(detail)
@@ -225,7 +245,7 @@ def recompute(row: Row) -> tuple[Group, float]:
             found |= group
         return found, 1.0
     if "SAC" in detail or "op-level" in detail or row["framework"] == "torchtitan":
-        return Group.NORM | Group.ACTIVATION, 1.0
+        return Group.NORM | Group.ACTIVATION | Group.ALTERNATE, 1.0
     return Group.SCORES, 1.0
 
 

@@ -19,10 +19,13 @@ def bench(
     repeats: Annotated[int | None, typer.Option(min=1, help="Turns that each figure is the median of.")] = None,
     size: Annotated[float | None, typer.Option(help="Gigabytes of what is measured.")] = None,
     folder: Annotated[Path | None, typer.Option(help="A folder on the disk that is measured.")] = None,
+    runs: Annotated[Path | None, typer.Option(help="Of the planner: published runs, a CSV file.")] = None,
+    sets: Annotated[Path | None, typer.Option(help="Of the planner: sets of runs to be ordered.")] = None,
+    members: Annotated[Path | None, typer.Option(help="Of the planner: which runs are in which set.")] = None,
 ) -> None:
     """Measure Tangram beside its peers; a target that is missed is printed as such and is no error.
 
-    The last four are for the benches that have them; what each means there is at the head of its script.
+    Those after --quick are for the benches that have them; what each means there is at the head of its script.
     """
     checkout = find_checkout(Path.cwd())
     if name is None:
@@ -32,7 +35,8 @@ def bench(
         else:
             print_table("Benches", ("name", "what it measures"), list(known.items()))
         return
-    options = {"only": tuple(only) if only else None, "repeats": repeats, "size": size, "folder": folder}
+    options: dict[str, object] = {"only": tuple(only) if only else None, "repeats": repeats, "size": size}
+    options |= {"folder": folder, "runs": runs, "sets": sets, "members": members}
     given = {key: value for key, value in options.items() if value is not None}
     report = run(checkout, name, quick, done=lambda row: note(f"{name}: {row.figure} done"), options=given)
     if json:

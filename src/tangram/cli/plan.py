@@ -7,6 +7,7 @@ import typer
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
+from tangram.planner.ask import Ask, asked_of
 from tangram.planner.plan import Plan
 from tangram.planner.read import changes_of, dumps, load
 
@@ -14,7 +15,17 @@ __all__ = ["plan"]
 
 
 def plan(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A job; or a plan to --show.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE|MODEL", help="A job; a plan to --show; or, with --cluster, a model.")
+    ],
+    cluster: Annotated[str | None, typer.Option(help="Plan a model for a cluster: its name, or its file.")] = None,
+    tokens_per_batch: Annotated[str, typer.Option(help="Of a step over all devices, as in 4M.")] = "4M",
+    seq: Annotated[int, typer.Option(help="Tokens of a sample.")] = 8192,
+    gpus: Annotated[int, typer.Option(help="How many devices of the cluster; 0: all.")] = 0,
+    precision: Annotated[str, typer.Option(help="What products are computed in: bf16, fp8, fp4, fp32.")] = "bf16",
+    framework: Annotated[str, typer.Option(help="What will run it, as in megatron-core.")] = "tangram",
+    memory: Annotated[float, typer.Option(help="GB that a device may use; 0: all that it has.")] = 0.0,
+    top: Annotated[int, typer.Option(min=1, help="How many strategies to name.")] = 8,
     processes: Annotated[int, typer.Option("--processes", "-n", help="For how many ranks on this machine.")] = 1,
     stages: Annotated[int, typer.Option(help="Plans of pipelines with so many stages; 1: without.")] = 1,
     schedule: Annotated[str, typer.Option(help="Of the pipelines: as pipeline.schedule of a plan.")] = "1F1B",
@@ -25,7 +36,10 @@ def plan(
     measure: Annotated[bool, typer.Option("--measure", help="Measure the machine anew.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
 ) -> int:
-    """Rank the strategies of a job; exit code 1 when none fits this machine."""
+    """Rank the strategies of a job on this machine, or of a model on a cluster; exit code 1 when none fits."""
+    if cluster is not None:
+        asked = asked_of(tokens_per_batch, seq, precision, framework, gpus, memory, top)
+        return _ask(str(file), cluster, asked, json=json)
     job = load(file, changes_of(change or []))
     if show:
         from tangram.planner.show import rows
@@ -56,6 +70,23 @@ def plan(
         if out is not None:
             print(f"wrote {out}: tangram train {out}")
     return 0 if fitting else 1
+
+
+def _ask(model: str, cluster: str, asked: Ask, *, json: bool) -> int:
+    from tangram.hardware import cluster as clusters
+    from tangram.models.outlined import outlined
+    from tangram.planner.answer import as_json, tables
+    from tangram.planner.ask import plan as answer_to
+
+    where = clusters.load(cluster)
+    with progress("laying the model out, searching"):
+        answer = answer_to(outlined(model), where, asked)
+    if json:
+        print_json(as_json(answer))
+    else:
+        for title, headers, said in tables(answer):
+            print_table(title, headers, said)
+    return 0 if answer.choices else 1
 
 
 def _write(text: str, path: Path) -> None:

@@ -42,6 +42,8 @@ class Group(IntFlag):
     """All of the MLP, or of the experts and their router."""
     BLOCK = 31
     """Whole blocks: only their input is kept."""
+    ALTERNATE = 32
+    """Every second product: torch's selective checkpointing by operator, as torchtitan has it."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,7 @@ def _block(dims: Dims, *, mixture: bool, window: bool) -> Block:
     )
     kept = (
         Kept("input of attention's norm", h, "tokens", Group.NONE),
-        Kept("input of the MLP's norm", h, "tokens", Group.NONE),
+        Kept("input of the MLP's norm", h, "tokens", Group.ALTERNATE),
     )
     return Block(
         "mixture" if mixture else "dense",
@@ -279,7 +281,7 @@ def _grouped(dims: Dims) -> Block:
         (Stream("rotary", (heads + kv) * d, 2.0, 2.0, "tensor", a),),
         (
             Kept("input of qkv", h, "tokens", Group.NORM | a),
-            Kept("queries, keys, values", qkv, "tensor", a),
+            Kept("queries, keys, values", qkv, "tensor", a | Group.ALTERNATE),
             Kept("attention", heads * v, "tensor", a),
             Kept("row sums", heads, "tensor", a, 4.0),
         ),
@@ -334,7 +336,7 @@ def _mlp(dims: Dims, ffn: int, name: str = "") -> Block:
         (Stream(f"{name}activation", up + ffn, 1.0, 2.0, "tensor", Group.ACTIVATION | m),),
         (
             Kept(f"{name}input of up", h, "tokens", Group.NORM | m),
-            Kept(f"{name}before the activation", up, "tensor", m),
+            Kept(f"{name}before the activation", up, "tensor", m | Group.ALTERNATE),
             Kept(f"{name}after the activation", ffn, "tensor", Group.ACTIVATION | m),
         ),
         0,
@@ -354,7 +356,7 @@ def _mixture(dims: Dims) -> Block:
     )
     streams = (
         Stream("router", dims.experts, 6.0, 6.0, "tokens", m),
-        Stream("to experts and back", h, 6.0, 6.0, "", m, routed=True),
+        Stream("to experts and back", h, 4.0, 4.0, "", m, routed=True),
         Stream("activation", up + ffn, 1.0, 2.0, "tensor", Group.ACTIVATION | m, routed=True),
     )
     kept = (

@@ -41,6 +41,7 @@ class Framework:
     keeps_low_weights: bool
     dropout: bool
     logit_bytes: float
+    workspace: float
     reserve: float
     context: float
 
@@ -67,7 +68,7 @@ def framework(name: str, date: str = "") -> Framework:
     Raises UserError where no entry has the name; an empty name has the default.
     """
     said = name.strip().lower()
-    if said in {one.name for one in frameworks()}:
+    if not date and said in {one.name for one in frameworks()}:
         return next(one for one in frameworks() if one.name == said)
     begins = [
         (len(start), one.since, one)

@@ -17,14 +17,21 @@ overlaps differently is met only on average.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Learned", "Run", "features", "learn"]
+from tangram.planner.setting import Setting
+from tangram.planner.time import Seconds
+
+__all__ = ["Learned", "Run", "features", "learn", "load", "published", "save"]
 
 Array = NDArray[Any]
 
@@ -39,8 +46,9 @@ WIDTHS = {
     "place part": 0.25,
 }
 """How large effects of each family are: the standard deviation of a weight before anything is seen."""
+PARTS = tuple(one.name for one in fields(Seconds))
 TAILS = 4.0
-TURNS = 6
+TURNS = 4
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,30 @@ class Learned:
     noise: float
     """Standard deviation of a run's logarithm around what its effects say."""
 
+    def scales(self, device: str, setting: Setting) -> dict[str, float]:
+        """By what each part of a step is multiplied on a device, with a framework, in a type."""
+        known = dict(zip(self.names, self.mean.tolist(), strict=True))
+        of = {"device": device, "framework": setting.framework.name, "precision": setting.precision}
+        constant = sum(known.get((family, of[family], ""), 0.0) for family in ("device", "framework"))
+        return {
+            part: math.exp(
+                constant
+                + known.get(("part", "", part), 0.0)
+                + sum(known.get((f"{family} part", name, part), 0.0) for family, name in of.items())
+            )
+            for part in PARTS
+        }
+
+    def spread(self, runs: Sequence[Run]) -> Array:
+        """The standard deviation of each run's logarithm."""
+        return self.correct(runs)[1]
+
+    def elsewhere(self) -> Learned:
+        """Without the effects of the places that it was learned from: what is known of any other."""
+        keep = [i for i, (family, _, _) in enumerate(self.names) if not family.startswith("place")]
+        at = np.array(keep, dtype=int)
+        return Learned(tuple(self.names[i] for i in keep), self.mean[at], self.covariance[np.ix_(at, at)], self.noise)
+
     def correct(self, runs: Sequence[Run]) -> tuple[Array, Array]:
         """Seconds of each run's step, and the standard deviation of their logarithm."""
         values, unseen = _matrix(runs, self.names)
@@ -107,7 +139,37 @@ class Learned:
         return _condition(grown, values, _targets(runs), self.noise)
 
 
-def learn(runs: Sequence[Run], noise: float = 0.05) -> Learned:
+def save(one: Learned, path: Path) -> None:
+    """As an archive of numpy; the covariance in 16 bits, as correlations."""
+    deviation = np.sqrt(np.diag(one.covariance))
+    correlation = (one.covariance / np.outer(deviation, deviation)).astype(np.float16)
+    lower = correlation[np.tril_indices(len(deviation))]
+    np.savez_compressed(
+        path, names=np.array(["|".join(name) for name in one.names]), mean=one.mean.astype(np.float32),
+        deviation=deviation.astype(np.float32), correlation=lower, noise=one.noise,
+    )  # fmt: skip
+
+
+def load(path: Path) -> Learned:
+    """What `save` wrote."""
+    with np.load(path, allow_pickle=False) as kept:
+        names = tuple(cast("tuple[str, str, str]", tuple(name.split("|"))) for name in kept["names"].tolist())
+        deviation: Array = kept["deviation"].astype(np.float64)
+        half = np.zeros((len(names), len(names)))
+        half[np.tril_indices(len(names))] = kept["correlation"]
+        both = half + np.tril(half, -1).T
+        mean: Array = kept["mean"].astype(np.float64)
+        return Learned(names, mean, both * np.outer(deviation, deviation), float(kept["noise"]))
+
+
+@cache
+def published() -> Learned:
+    """What published runs have taught (`bench/_planner/teach.py`), for runs anywhere else."""
+    with resources.as_file(resources.files("tangram.planner").joinpath("learned.npz")) as path:
+        return load(path)
+
+
+def learn(runs: Sequence[Run], noise: float = 0.08) -> Learned:
     """From runs, starting at the physics. `noise` is where its estimate begins."""
     names = _names(runs, ())
     start = Learned(names, np.zeros(len(names)), np.diag([WIDTHS[family] ** 2 for family, _, _ in names]), noise)
@@ -115,11 +177,8 @@ def learn(runs: Sequence[Run], noise: float = 0.05) -> Learned:
         return start
     values, _ = _matrix(runs, names)
     targets = _targets(runs)
-    for _ in range(2):
-        found = _condition(start, values, targets, noise)
-        left = targets - values @ found.mean
-        noise = max(0.02, float(np.median(np.abs(left))) / 0.6745)
-    return _condition(start, values, targets, noise)
+    left = targets - values @ _condition(start, values, targets, noise).mean
+    return _condition(start, values, targets, max(0.02, float(np.median(np.abs(left))) / 0.6745))
 
 
 def _condition(prior: Learned, values: Array, targets: Array, noise: float) -> Learned:

@@ -128,7 +128,7 @@ def _rank(outline: Outline, g: Grid, setting: Setting, start: Array, end: Array,
     flying = _in_flight(g, embeds) / g.virtual
     each = setting.flow_bytes * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     embedded = embeds * each * outline.hidden * (0.5 if framework.dropout else 0.0)
-    passing = np.maximum(heads * logits(outline, g, setting), again)
+    passing = np.maximum(heads * logits(outline, g, setting), again) + framework.workspace
     passing = passing + np.where(
         g.zero >= 3,
         whole * (2 * framework.gathered_bytes + framework.reduce_bytes) + ends * framework.gathered_bytes,
@@ -179,7 +179,7 @@ def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> t
     for one in block.kept:
         nbytes = kept_bytes(one, block, g, setting)
         full = full + nbytes
-        left = left + nbytes * ((g.recompute & int(one.group)) == 0)
+        left = left + nbytes * stays(one, g)
     scores = np.zeros(len(g))
     if not setting.framework.fused_attention:
         for one in block.scores:
@@ -195,6 +195,13 @@ def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> t
     inputs = setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     mean = np.where(blocks, g.recomputed * inputs + (1 - g.recomputed) * full, left)
     return mean, np.where(g.recompute > 0, np.maximum(full - np.where(blocks, inputs, left), 0.0), 0.0)
+
+
+def stays(one: Kept, g: Grid) -> Array:
+    """Which share of a row is not made again: all, nothing, or half where every second product is."""
+    whole = int(one.group & ~Group.ALTERNATE)
+    half = (g.recompute & int(one.group & Group.ALTERNATE)) > 0
+    return np.where((g.recompute & whole) > 0, 0.0, np.where(half, 0.5, 1.0))
 
 
 def kept_bytes(one: Kept, block: Block, g: Grid, setting: Setting) -> Array:

@@ -9,7 +9,7 @@ hold a better one. So what is returned is what trying all would return.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -21,11 +21,13 @@ from tangram.planner.grid import Grid
 from tangram.planner.memory import memory
 from tangram.planner.setting import Setting
 from tangram.planner.space import Request, meshes, of_mesh
-from tangram.planner.time import seconds
+from tangram.planner.time import Seconds, seconds
 
 __all__ = ["Found", "exhaustive", "search"]
 
 Floats = NDArray[np.float64]
+Scales = Mapping[str, float] | None
+"""By what each part of a step is multiplied (`planner.learn`); None: by one."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class Found:
     smallest_memory: float
 
 
-def search(outline: Outline, request: Request, setting: Setting, limit: float, most: int = 10) -> Found:
+def search(
+    outline: Outline, request: Request, setting: Setting, limit: float, most: int = 10, scales: Scales = None
+) -> Found:
     """The `most` fastest configurations that need at most `limit` bytes; fewer where fewer fit."""
     branches = [(mesh, of_mesh(outline, request, mesh, bound=True)) for mesh in meshes(outline, request)]
     branches = [(mesh, g) for mesh, g in branches if len(g)]
@@ -56,24 +60,32 @@ def search(outline: Outline, request: Request, setting: Setting, limit: float, m
             f"for {outline.name}: change the batch to a multiple of the devices"
         )
     every = joined([g for _, g in branches])
-    step = seconds(outline, every, setting).step
+    step = scaled(seconds(outline, every, setting), scales)
     starts = np.cumsum([0, *(len(g) for _, g in branches)])[:-1]
     bounds: list[float] = np.minimum.reduceat(step, starts).tolist()
     order = sorted(range(len(bounds)), key=bounds.__getitem__)
     return _take(
         outline, setting, limit, most, len(every),
-        ((bounds[i], of_mesh(outline, request, branches[i][0])) for i in order),
+        ((bounds[i], of_mesh(outline, request, branches[i][0])) for i in order), scales,
     )  # fmt: skip
 
 
-def exhaustive(outline: Outline, request: Request, setting: Setting, limit: float, most: int = 10) -> Found:
+def exhaustive(
+    outline: Outline, request: Request, setting: Setting, limit: float, most: int = 10, scales: Scales = None
+) -> Found:
     """The same by trying everything."""
     every = ((0.0, of_mesh(outline, request, mesh)) for mesh in meshes(outline, request))
-    return _take(outline, setting, limit, most, 0, every)
+    return _take(outline, setting, limit, most, 0, every, scales)
 
 
 def _take(
-    outline: Outline, setting: Setting, limit: float, most: int, looked: int, branches: Iterator[tuple[float, Grid]]
+    outline: Outline,
+    setting: Setting,
+    limit: float,
+    most: int,
+    looked: int,
+    branches: Iterator[tuple[float, Grid]],
+    scales: Scales,
 ) -> Found:
     best: list[Grid] = []
     steps: list[Floats] = []
@@ -94,7 +106,7 @@ def _take(
         if not fits.any():
             continue
         g, need = g.take(fits), need[fits]
-        step = seconds(outline, g, setting).step
+        step = scaled(seconds(outline, g, setting), scales)
         keep = np.argsort(step, kind="stable")[:most]
         best, steps, needs = [*best, g.take(keep)], [*steps, step[keep]], [*needs, need[keep]]
         if sum(map(len, steps)) >= most:
@@ -106,6 +118,12 @@ def _take(
     step, need, g = np.concatenate(steps), np.concatenate(needs), joined(best)
     order = np.lexsort((need, step))[:most]
     return Found(g.take(order), step[order], need[order], looked, -1, smallest[1], smallest[0])
+
+
+def scaled(one: Seconds, scales: Scales) -> Floats:
+    """Seconds of steps, each part multiplied: what is longer in every part stays longer."""
+    parts = one.parts()
+    return np.asarray(sum((scales[name] if scales else 1.0) * part for name, part in parts.items()))
 
 
 def joined(grids: Sequence[Grid]) -> Grid:

@@ -1,0 +1,81 @@
+"""Errors of peak memory by source and kind of figure, and what is said of runs that ran out of it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from bench._planner.predict import known
+from bench._planner.rows import Case, number
+from tangram.hardware.devices import device
+from tangram.hardware.measure import Row
+from tangram.planner.ask import probability
+from tangram.planner.memory import memory
+from tangram.planner.setting import Setting
+
+GIB = 2.0**30
+KINDS = (
+    ("reserved", ("reserved",)),
+    ("device", ("smi", "used", "rounded", "not stated")),
+    ("allocated", ("",)),
+)
+"""What a figure of memory is of, by words in `mem_kind`; the first that is met."""
+LARGE = 1e9
+GOALS = {"simumax_b200": 0.03, "mcore_golden": 0.03}
+
+
+def kind(case: Case) -> str:
+    """What the figure of a run is of."""
+    said = case.row["mem_kind"].lower()
+    return next(name for name, words in KINDS if any(word in said for word in words))
+
+
+def predicted(case: Case) -> float:
+    """Bytes, of the kind and the rank that the run tells of."""
+    of = memory(case.outline, case.grid, Setting(None, case.framework, case.precision, case.node))
+    if "last rank" in case.row["mem_rank"]:
+        return float(of.last.allocated[0])
+    return float({"allocated": of.allocated, "reserved": of.reserved, "device": of.device}[kind(case)][0])
+
+
+def rows(asked: Sequence[Case], taught: Sequence[Case]) -> Iterator[Row]:
+    """The card: by source, models of a billion parameters and more and the smaller ones apart."""
+    del taught
+    groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for one in asked:
+        measured = number(one.row, "mem_gib", 0.0) * GIB
+        if measured > 0 and one.row["oom"] != "1":
+            size = "1B and more" if one.outline.numbers >= LARGE else "below 1B"
+            groups[one.source, kind(one), size].append(predicted(one) / measured - 1)
+    for (source, of, size), off in sorted(groups.items()):
+        error = np.abs(off)
+        goal = GOALS.get(source, 0.05 if size != "below 1B" else None)
+        yield Row(
+            f"memory, {source}, {of}, {size} ({len(off)} runs; 90th percentile {np.quantile(error, 0.9):.3f}, signed "
+            f"median {np.median(off):+.3f})",
+            "median error", float(np.median(error)), target=goal, better="lower",
+        )  # fmt: skip
+    yield from _out_of_memory(asked)
+
+
+def _out_of_memory(asked: Sequence[Case]) -> Iterator[Row]:
+    caught, out, wrong, fitting = 0, 0, 0, 0
+    for one in asked:
+        if not known(one.gpu):
+            continue
+        limit = number(one.row, "gpu_mem_gb", (device(one.gpu).memory_bytes or math.nan) / 1e9) * 1e9
+        of = memory(one.outline, one.grid, Setting(None, one.framework, one.precision, one.node))
+        unsafe = probability(float(of.device[0]), limit) < 0.9
+        if one.row["oom"] == "1":
+            out, caught = out + 1, caught + unsafe
+        elif not math.isnan(one.step):
+            fitting, wrong = fitting + 1, wrong + unsafe
+    if out:
+        yield Row(f"runs out of memory that are called unsafe ({out})", "share", caught / out, target=1.0,
+                  better="higher")  # fmt: skip
+    if fitting:
+        yield Row(f"runs that fitted and are called unsafe ({fitting})", "share", wrong / fitting, target=0.05,
+                  better="lower")  # fmt: skip

@@ -1,0 +1,132 @@
+"""The planner on published runs that it has not seen: step time, memory, ranking, intervals, and how fast it is.
+
+Each run is predicted from what runs of other sources and of models of other names have taught. `--runs`, `--sets` and
+`--members` take any files with the columns of data/published; what is learned from stays data/published.
+
+`--only`: "time", "ranking", "memory", "speed".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from bench._planner import memories, predict, ranking, times
+from bench._planner.predict import HeldOut, predictable
+from bench._planner.rows import Case, cases, read
+from tangram.hardware.devices import device
+from tangram.hardware.measure import Row
+from tangram.models.outlined import outlined
+from tangram.planner.framework import framework
+from tangram.planner.memory import memory
+from tangram.planner.search import search
+from tangram.planner.setting import Setting
+from tangram.planner.space import Request, meshes, of_mesh
+from tangram.planner.time import seconds
+
+PUBLISHED = Path(__file__).parents[1] / "data" / "published"
+GROUPS = ("time", "ranking", "memory", "speed")
+
+
+def rows(
+    quick: bool,
+    only: tuple[str, ...] | None = None,
+    runs: Path | None = None,
+    sets: Path | None = None,
+    members: Path | None = None,
+) -> Iterator[Row]:
+    """The error card; `quick`: fewer draws."""
+    wanted = only or GROUPS
+    taught = list(cases(read(PUBLISHED / "runs.csv")))
+    asked = taught if runs is None else list(cases(read(runs)))
+    if {"time", "ranking"} & set(wanted):
+        known = HeldOut(predictable(taught))
+        timed = predictable(asked)
+        if "time" in wanted:
+            yield from _times(timed, known, 4 if quick else times.DRAWS)
+        if "ranking" in wanted:
+            yield from _ranking(timed, known, sets or PUBLISHED / "ranking_sets.csv", members)
+    if "memory" in wanted:
+        yield from memories.rows(asked, taught)
+    if "speed" in wanted:
+        yield from _speed(quick)
+
+
+def _times(timed: list[Case], known: HeldOut, draws: int) -> Iterator[Row]:
+    said = predict.runs(timed)
+    found = times.errors(timed, said, known, draws)
+    for one in found:
+        name = "/".join(one.group)
+        yield Row(
+            f"step time, zero-shot, {name} ({one.runs} runs; nothing learned {one.physics:.3f}, 90th percentile "
+            f"{one.worst:.3f}, in the interval {one.covered:.2f})",
+            "median error", one.zero, peers={"constant MFU": one.constant},
+            target=one.constant if one.counts else None, better="lower",
+        )  # fmt: skip
+        if not np.isnan(one.few):
+            yield Row(f"step time after {times.FEW} runs, {name}", "median error", one.few, better="lower")
+    large = [one for one in found if one.counts]
+    if not large:
+        return
+    median = float(np.median([one.zero for one in large]))
+    yield Row(f"step time, zero-shot: median of {len(large)} groups of {times.SMALLEST} runs or more", "median error",
+              median, target=0.15, better="lower")  # fmt: skip
+    yield Row("the same with nothing learned, curves of kernels alone", "median error",
+              float(np.median([one.physics for one in large])), better="lower")  # fmt: skip
+    below = sum(one.zero < one.constant for one in large) / len(large)
+    yield Row("groups below the constant MFU of the same other runs", "share", below, target=1.0, better="higher")
+    few = float(np.median([one.few for one in large]))
+    yield Row(f"step time after {times.FEW} runs: median of the groups", "median error", few, target=0.08,
+              better="lower")  # fmt: skip
+    zero, sure = known.predict(timed, said)
+    share = float(times.covered(timed, zero, sure).mean())
+    yield Row("runs in their interval of 90 of 100", "share", share, target=0.85, better="higher")
+    sources = sorted({one.source for one in timed})
+    within = times.covered(timed, zero, sure)
+    by = float(np.mean([within[[i for i, one in enumerate(timed) if one.source == name]].mean() for name in sources]))
+    yield Row(f"the same, mean of {len(sources)} sources", "share", by, target=0.85, better="higher")
+
+
+def _ranking(timed: list[Case], known: HeldOut, sets: Path, members: Path | None) -> Iterator[Row]:
+    zero, _ = known.predict(timed, predict.runs(timed))
+    predicted = {one.row["row"]: float(step) for one, step in zip(timed, zero, strict=True)}
+    listed = ranking.members(members or PUBLISHED / "ranking_set_members.csv")
+    found = ranking.scores(listed, ranking.sources(sets), predicted)
+    groups: dict[str, list[ranking.SetScore]] = {}
+    for one in found:
+        groups.setdefault("vTrain sets" if one.source.startswith("vtrain") else one.source, []).append(one)
+    for name, of in sorted(groups.items()):
+        vtrain = name == "vTrain sets"
+        said = f"{name} ({len(of)})"
+        yield Row(f"ranking, {said}: mean Spearman", "", float(np.mean([one.spearman for one in of])),
+                  target=0.85 if vtrain else 0.6, better="higher")  # fmt: skip
+        first, third = float(np.median([one.first for one in of])), float(np.mean([one.third for one in of]))
+        yield Row(f"ranking, {said}: median regret of the first choice", "share", first,
+                  target=0.03 if vtrain else None, better="lower")  # fmt: skip
+        yield Row(f"ranking, {said}: mean regret of the best of the first three", "share", third,
+                  target=0.03 if vtrain else 0.05, better="lower")  # fmt: skip
+
+
+def _speed(quick: bool) -> Iterator[Row]:
+    outline, request = outlined("llama-3-70b"), Request(64, 512, 8192)
+    setting = Setting(device("h100"), framework("megatron-core"))
+    grids = [of_mesh(outline, request, mesh) for mesh in meshes(outline, request)]
+    every = max(grids, key=len)
+    took: list[float] = []
+    for _ in range(1 if quick else 5):
+        start = time.perf_counter()
+        seconds(outline, every, setting)
+        memory(outline, every, setting)
+        took.append(time.perf_counter() - start)
+    rate = len(every) / float(np.median(took))
+    yield Row("configurations of Llama-3-70B a second, memory and time", "1/s", rate, target=1e5, better="higher")
+    sizes = ((2048, 15360, 10.0),) if quick else ((2048, 15360, 10.0), (100_000, 100_000, 60.0))
+    for devices, batch, limit in sizes:
+        start = time.perf_counter()
+        found = search(outlined("deepseek-v3"), Request(devices, batch, 4096), setting, 0.9 * 80e9)
+        spent = time.perf_counter() - start
+        yield Row(f"DeepSeek-V3 on {devices:,} H100: search ({found.looked:,} configurations looked at)", "s", spent,
+                  target=limit, better="lower")  # fmt: skip

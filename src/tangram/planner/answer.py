@@ -1,0 +1,136 @@
+"""What `tangram plan MODEL --cluster C` says, for people and programs: the ranking, why the first wins, what if."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from tangram.planner.ask import Answer, Choice
+from tangram.planner.table import Titled
+
+HEADERS = (
+    "", "mesh", "micro-batch", "chunks", "experts", "divided", "made again", "memory", "fits", "step", "90 of 100",
+    "tokens/s/device", "MFU",
+)  # fmt: skip
+ZERO = ("nothing", "optimiser", "and gradients", "and parameters")
+PARTS = {
+    "products": "matrix products", "attention": "attention", "streams": "norms, activations, casts",
+    "head": "logits and loss", "launch": "waiting for the host", "tensor": "over tensor ranks",
+    "expert": "to experts and back", "context": "keys over context ranks", "stages": "between stages",
+    "idle": "waiting for other stages", "data": "gradients and parameters", "optimiser": "optimiser",
+}  # fmt: skip
+HELD = {
+    "parameters": "parameters", "gradients": "gradients", "optimiser": "optimiser's states",
+    "activations": "kept for the backward", "passing": "comes and goes: logits, blocks made again, gathered",
+    "reserve": "allocator's reserve", "context": "context and workspaces",
+}  # fmt: skip
+
+
+def tables(answer: Answer) -> list[Titled]:
+    """Titles, headers and rows."""
+    if not answer.choices:
+        return [("Nothing fits", ("what", "how"), _too_small(answer))]
+    best = answer.choices[0]
+    rows = [_row(str(i), one) for i, one in enumerate(answer.choices, start=1)]
+    title = f"{answer.outline.name} on {answer.cluster}, predicted ({answer.looked:,} configurations looked at)"
+    found: list[Titled] = [
+        (title, HEADERS, rows),
+        ("Why the first: its step", ("", "seconds", "share"), _shares(best.parts, PARTS, best.step, "{:.2f}", 1.0)),
+        (
+            f"Its memory, of {answer.limit / 1e9:.0f} GB",
+            ("", "GB", "share"),
+            _shares(best.held, HELD, best.memory, "{:.1f}", 1e-9),
+        ),
+        ("What the others lose", ("", "longer", "mostly by"), _losses(answer.choices)),
+        ("If it were otherwise", ("", "step", "than now"), _instead(answer, best.step)),
+    ]
+    if answer.assumed:
+        found.append(("Not in the catalogue, and assumed", ("what",), [(one,) for one in answer.assumed]))
+    return found
+
+
+def as_json(answer: Answer) -> dict[str, object]:
+    """The same for programs: bytes and seconds."""
+    return {
+        "model": answer.outline.name,
+        "parameters": answer.outline.numbers,
+        "cluster": answer.cluster,
+        "ask": asdict(answer.ask),
+        "memory_limit": answer.limit,
+        "looked_at": answer.looked,
+        "choices": [asdict(one) for one in answer.choices],
+        "smallest": asdict(answer.smallest),
+        "assumed": list(answer.assumed),
+        "instead": {name: None if math.isnan(step) else step for name, step in answer.instead.items()},
+    }
+
+
+def _row(place: str, one: Choice) -> tuple[str, ...]:
+    experts = f"{one.expert} x {one.expert_tensor}" if one.expert > 1 else ""
+    return (
+        place,
+        one.mesh,
+        f"{one.micro} x {one.micros}",
+        str(one.virtual) if one.virtual > 1 else "",
+        experts,
+        ZERO[one.zero],
+        one.again,
+        f"{one.memory / 1e9:.1f} GB",
+        f"{one.fits:.0%}",
+        f"{one.step:.2f} s",
+        f"{one.low:.2f} to {one.high:.2f}",
+        f"{one.tokens_per_device:,.0f}",
+        f"{one.utilisation:.1%}",
+    )
+
+
+def _shares(
+    parts: Mapping[str, float], names: dict[str, str], whole: float, form: str, unit: float
+) -> list[tuple[str, ...]]:
+    return [
+        (names[name], form.format(part * unit), f"{part / whole:.0%}")
+        for name, part in sorted(parts.items(), key=lambda item: -item[1])
+        if part / whole >= 0.005
+    ]
+
+
+def _losses(choices: tuple[Choice, ...]) -> list[tuple[str, ...]]:
+    best = choices[0]
+    found: list[tuple[str, ...]] = []
+    for i, one in enumerate(choices[1:], start=2):
+        more = {name: part - best.parts[name] for name, part in one.parts.items()}
+        worst = max(more, key=more.__getitem__)
+        found.append((str(i), f"{one.step / best.step - 1:.1%}", f"{PARTS[worst]} (+{more[worst]:.2f} s)"))
+    return found
+
+
+def _instead(answer: Answer, step: float) -> list[tuple[str, ...]]:
+    return [
+        (name, "nothing fits" if math.isnan(other) else f"{other:.2f} s",
+         "" if math.isnan(other) else f"{other / step - 1:+.1%}")
+        for name, other in answer.instead.items()
+    ]  # fmt: skip
+
+
+def _too_small(answer: Answer) -> list[tuple[str, ...]]:
+    """By how much, and the smallest change that fits."""
+    least = answer.smallest
+    need = least.memory - answer.limit
+    fixed = sum(part for name, part in least.held.items() if name in ("parameters", "gradients", "optimiser"))
+    return [
+        ("the least that a rank needs", f"{least.memory / 1e9:.1f} GB, of {answer.limit / 1e9:.1f}"),
+        ("with", f"{least.mesh}, micro-batches of {least.micro}, {ZERO[least.zero]} divided, again {least.again}"),
+        ("short of", f"{need / 1e9:.1f} GB a device"),
+        ("of it states", f"{fixed / 1e9:.1f} GB"),
+        ("what would fit", f"devices of {least.memory * 1.08 / 1e9:.0f} GB, or about "
+                           f"{_devices(answer, fixed)} devices"),
+    ]  # fmt: skip
+
+
+def _devices(answer: Answer, fixed: float) -> int:
+    """How many would divide the states enough, if all of them are divided: at least twice as many."""
+    rest = answer.smallest.memory - fixed
+    ranks = answer.ask.devices or math.prod(int(part.split("=")[1]) for part in answer.smallest.mesh.split())
+    room = answer.limit / 1.08 - rest
+    return ranks * max(2, math.ceil(fixed / room)) if room > 0 else ranks * 8
