@@ -65,12 +65,12 @@ def asked_of(tokens: str, sequence: int, precision: str, framework: str, devices
         count = int(float(number) * UNITS.get(unit, 1))
     except (ValueError, OverflowError):
         raise UserError(f'"{tokens}" is no number of tokens: write 4194304, or 4M') from None
-    known = next((one for one in PRECISIONS if one == precision), None)
-    if known is None:
+    types: dict[str, Precision] = {one: one for one in PRECISIONS}
+    if precision not in types:
         raise UserError(f'there is no precision "{precision}": give one of {", ".join(PRECISIONS)}')
     if devices < 0 or not memory >= 0 or math.isinf(memory):
         raise UserError("--gpus and --memory are numbers from 0")
-    return Ask(count, sequence, known, framework, devices, memory * 1e9, most)
+    return Ask(count, sequence, types[precision], framework, devices, memory * 1e9, most)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from tangram.hardware import curves
 from tangram.models.outline import Block, Group, Outline, Product, Scores, Stream
 from tangram.planner.grid import Grid
 from tangram.planner.setting import Setting
+from tangram.planner.traffic import data_seconds, exchange, optimiser_seconds
 
 __all__ = ["Seconds", "seconds"]
 
@@ -104,9 +105,6 @@ CAST_BYTES = 4.0
 """Moved for each number that is brought to 8 bits or fewer: 2 read, 1 written, 1 more transposed."""
 UNFUSED = 1.6
 """How much more goes through memory where each norm, activation or rotation is several kernels."""
-OPTIMISER_BYTES = 34.0
-"""Moved by AdamW for each number that a rank updates: gradient, master and two moments read and written, parameter
-written, and once more the gradient for its norm."""
 LOGIT_BYTES = 24.0
 """Moved for each logit: written and read in 16 bits, its exponential and gradient in float32."""
 
@@ -130,8 +128,8 @@ def seconds(outline: Outline, g: Grid, setting: Setting) -> Seconds:
         head=head * micros / g.pipeline,
         stages=hop * micros,
         idle=way - (body.total + head / g.pipeline) * micros,
-        data=_data(outline, g, setting, ahead.total / g.pipeline, body.total + head / g.pipeline),
-        optimiser=_optimiser(outline, g, setting),
+        data=data_seconds(outline, g, setting, ahead.total / g.pipeline, body.total + head / g.pipeline),
+        optimiser=optimiser_seconds(outline, g, setting),
     )
 
 
@@ -168,13 +166,9 @@ class _Ways:
             return 1.0 if groups is None else _chosen(groups, group)
 
         halves = 0.0 if groups is None else 0.5 * _chosen(groups, Group.ALTERNATE)
-        products = sum(
-            (np.maximum(share(one.group), halves) * self.product(one, "forward") for one in block.products),
-            self.nothing,
-        )
-        casts = sum(
-            (np.maximum(share(one.group), halves) * self.casts(one, "forward") for one in block.products), self.nothing
-        )
+        run = [(one, np.maximum(share(one.group), halves)) for one in block.products]
+        products = sum((times * self.product(one, "forward") for one, times in run), self.nothing)
+        casts = sum((times * self.casts(one, "forward") for one, times in run), self.nothing)
         attention = sum((share(one.group) * self.scores(one, backward=False) for one in block.scores), self.nothing)
         streams = sum((share(one.group) * self.stream(one, one.forward) for one in block.streams), self.nothing) + casts
         started = sum((share(group) * times for group, times in self.kernels()), self.nothing)
@@ -320,7 +314,7 @@ class _Ways:
         if not self.block.experts:
             return over, self.nothing
         sent = hidden * self.block.per_token * g.expert_tensor / g.tensor
-        to = exchange(setting, "all-to-all", sent, g.expert, g.expert_tensor, spread=self.block.per_token)
+        to = exchange(setting, "all-to-all", sent, g.expert, g.expert_tensor)
         return over / 2 + over / 2 * (g.expert_tensor > 1), 2 * to * (1 - setting.framework.overlap_expert)
 
     def around(self, attention: Array) -> Array:
@@ -338,16 +332,6 @@ def _chosen(groups: Array, group: Group) -> Array:
     """1 where a configuration computes a group again. Whole blocks are all of theirs."""
     whole = (groups & int(Group.BLOCK)) == int(Group.BLOCK)
     return np.where(whole | ((groups & int(group)) > 0), 1.0, 0.0)
-
-
-def exchange(setting: Setting, what: str, nbytes: Array, ranks: Array, stride: Array, spread: float = 1.0) -> Array:
-    """Seconds of a collective of `ranks`, each `stride` after the one before; 0 for one rank.
-
-    `spread`: of an all-to-all between nodes, to how many places a token goes: it crosses once to each node.
-    """
-    device, domain = setting.device, max(setting.node, setting.domain)
-    near = np.clip(np.floor(domain / stride), 1, None)  # ranks of the group at the same fast link
-    return curves.collective_seconds(device, what, nbytes, ranks, near=np.minimum(near, ranks), nic=setting.nic)
 
 
 def _head(outline: Outline, g: Grid, setting: Setting) -> Array:
@@ -369,49 +353,3 @@ def _hop(outline: Outline, g: Grid, setting: Setting) -> Array:
     stride = g.tensor * g.context * g.data
     one = exchange(setting, "p2p", nbytes, np.where(g.pipeline > 1, 2.0, 1.0), stride)
     return 2 * one * g.virtual * np.where(g.virtual > 1, 0.5, 1.0)
-
-
-def numbers_held(outline: Outline, g: Grid) -> tuple[Array, Array]:
-    """Of a rank's stage: numbers that data and context ranks have alike, and those of its experts."""
-    dense, routed = np.zeros(len(g)), np.zeros(len(g))
-    for block, count in outline.runs:
-        one = block.numbers
-        dense = dense + count * (one.tensor / g.tensor + one.whole)
-        routed = routed + count * one.experts / (g.expert * g.expert_tensor)
-    ends = outline.vocab * outline.hidden / g.tensor
-    ends = np.where(g.pipeline > 1, ends, ends * (1 if outline.tied else 2))
-    return dense / g.pipeline + ends, routed / g.pipeline
-
-
-def _data(outline: Outline, g: Grid, setting: Setting, ahead: Array, micro: Array) -> Array:
-    """Gradients and parameters over data ranks, beyond what runs under computation."""
-    framework, flow = setting.framework, setting.flow_bytes
-    dense, routed = numbers_held(outline, g)
-    over, stride = g.data * g.context, g.tensor
-    experts_over = np.maximum(g.data * g.context * g.tensor / (g.expert * g.expert_tensor), 1.0)
-    reduce = exchange(setting, "reduce-scatter", dense * framework.reduce_bytes, over, stride)
-    reduce = reduce + exchange(
-        setting, "reduce-scatter", routed * framework.reduce_bytes, experts_over, g.expert * g.expert_tensor
-    )
-    gather = exchange(setting, "all-gather", dense * flow, over, stride)
-    gather = gather + exchange(setting, "all-gather", routed * flow, experts_over, g.expert * g.expert_tensor)
-    backward = micro - ahead
-    parts = np.maximum(outline.layers / g.pipeline, 1.0)
-    once = beyond(reduce, backward, framework.overlap_reduce, parts)
-    once = once + beyond(gather, ahead, framework.overlap_gather, parts)
-    each = beyond(gather, ahead, 1.0, parts) + beyond(gather + reduce, backward, 1.0, parts)
-    return np.where(g.zero >= 3, each * g.micros, once)
-
-
-def beyond(traffic: Array, work: Array, share: float, parts: Array) -> Array:
-    """What of some traffic does not fit under `share` of some work; of `parts` of it one has nothing to hide under."""
-    return np.maximum(traffic - share * work, traffic / parts * (1 if share else parts))
-
-
-def _optimiser(outline: Outline, g: Grid, setting: Setting) -> Array:
-    """AdamW on what a rank updates."""
-    dense, routed = numbers_held(outline, g)
-    experts_over = np.maximum(g.data * g.context * g.tensor / (g.expert * g.expert_tensor), 1.0)
-    divided = g.zero >= 1
-    mine = dense / np.where(divided, g.shard, 1.0) + routed / np.where(divided, np.minimum(experts_over, g.shard), 1.0)
-    return curves.moved_seconds(setting.device, OPTIMISER_BYTES * mine)
