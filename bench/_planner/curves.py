@@ -103,14 +103,16 @@ def columns(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> dict[str
     return {name: np.array([float(row[name]) for row in rows]) for name in names}
 
 
-def products() -> list[Fit]:
-    """Of matrix products above a hundred million operations."""
+def products(only: tuple[str, str] | None = None) -> list[Fit]:
+    """Of matrix products above a thousand million operations; `only` of one device and type."""
     groups: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
     for row in table("gemm_aic"):
         if row["gpu"] in KEYS and row["dtype"] in TYPES:
             groups[KEYS[row["gpu"]], TYPES[row["dtype"]]].append(row)
     found: list[Fit] = []
     for (key, kind), rows in sorted(groups.items()):
+        if only is not None and only != (key, kind):
+            continue
         x = columns(rows, ("m", "n", "k"))
         t = columns(rows, ("latency_ms",))["latency_ms"] / 1e3
         big = (2 * x["m"] * x["n"] * x["k"] > 1e9) & (x["m"] >= 64)

@@ -62,6 +62,12 @@ def frameworks() -> tuple[Framework, ...]:
     return tuple(found)
 
 
+def _begins(said: str, start: str) -> bool:
+    """With whole words; only nothing begins with nothing."""
+    rest = said.removeprefix(start)
+    return said == start or (bool(start) and rest != said and not (start[-1].isalnum() and rest[:1].isalnum()))
+
+
 def framework(name: str, date: str = "") -> Framework:
     """The entry of a name as people write it, and of a date ("2023-06", the newest where it is empty).
 
@@ -74,7 +80,7 @@ def framework(name: str, date: str = "") -> Framework:
         (len(start), one.since, one)
         for one in frameworks()
         for start in one.names
-        if said.startswith(start) and (start or not said) and not (date and one.since > date)
+        if _begins(said, start) and not (date and one.since > date)
     ]
     if not begins:
         near = difflib.get_close_matches(said, [start for one in frameworks() for start in one.names], 1)

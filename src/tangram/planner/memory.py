@@ -156,9 +156,9 @@ def _states(g: Grid, setting: Setting, dense: Array, routed: Array) -> tuple[Arr
         cut = g.zero >= level
         return dense / np.where(cut, g.shard, 1.0) + routed / np.where(cut, np.minimum(experts_over, g.shard), 1.0)
 
-    low = 2.0 if setting.precision in ("fp8", "fp4") and framework.keeps_low_weights else 0.0
+    low = 1.0 if setting.precision in ("fp8", "fp4") and framework.keeps_low_weights else 0.0
     return (
-        divided(3) * framework.parameter_bytes + (dense + routed) * low,
+        divided(3) * framework.parameter_bytes + (dense + routed) * low * (g.zero < 3),
         divided(2 if framework.divides_gradients else 3) * framework.gradient_bytes,
         divided(1) * framework.optimiser_bytes,
     )

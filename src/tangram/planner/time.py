@@ -122,7 +122,7 @@ def seconds(outline: Outline, g: Grid, setting: Setting) -> Seconds:
     head = _head(outline, g, setting)
     hop = _hop(outline, g, setting)
     micros = g.micros
-    way = _pipeline(outline, g, whole.total, head) + 2 * hop * (g.pipeline - 1) / g.virtual
+    way = pipeline_seconds(outline, g, whole.total, head) + 2 * hop * (g.pipeline - 1) / g.virtual
     return Seconds(
         **{one.name: getattr(body, one.name) * micros for one in fields(body)},
         head=head * micros / g.pipeline,
@@ -133,7 +133,7 @@ def seconds(outline: Outline, g: Grid, setting: Setting) -> Seconds:
     )
 
 
-def _pipeline(outline: Outline, g: Grid, blocks: Array, head: Array) -> Array:
+def pipeline_seconds(outline: Outline, g: Grid, blocks: Array, head: Array) -> Array:
     """All micro-batches through all stages: the slowest each time, the others once.
 
     Blocks are dealt as evenly as they go; where they do not, the last stage, which has the head, has one chunk less.

@@ -1,0 +1,132 @@
+"""`tangram plan MODEL --cluster C` as a person uses it: the ranking, why, what if, and what it says of mistakes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tangram.cli import main
+from tangram.hardware.cluster import builtin
+from tangram.models.outlined import outlined
+from tangram.planner.ask import Ask, plan, probability, safe
+
+SPINE = ("llama-3-70b", "--cluster", "h100-8x8", "--tokens-per-batch", "4M", "--seq", "8192")
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    """What the command prints as JSON."""
+    assert main(["plan", *arguments, "--json"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one sentence on stderr."""
+    assert main(["plan", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_llama_70b_on_64_h100(capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(capsys, *SPINE, "--framework", "megatron-core")
+    assert found["parameters"] == 70_553_706_496
+    choices = found["choices"]
+    assert len(choices) == 8
+    assert [one["step"] for one in choices] == sorted(one["step"] for one in choices)
+    for one in choices:
+        assert one["memory"] <= found["memory_limit"]
+        assert one["fits"] >= 0.9
+        assert one["low"] < one["step"] < one["high"]
+        assert 0.3 < one["utilisation"] < 0.6
+        assert sum(one["parts"].values()) == pytest.approx(one["step"])
+        assert sum(one["held"].values()) == pytest.approx(one["memory"])
+    instead = found["instead"]
+    assert instead["with 5 GB more memory"] <= choices[0]["step"] * 1.0001
+    assert instead["with 5 GB less memory"] >= choices[0]["step"] * 0.9999
+    assert instead["with half of the network"] >= choices[0]["step"] * 0.9999
+
+
+def test_the_tables_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SPINE, "--top", "3"]) == 0
+    said = capsys.readouterr().out
+    for title in ("llama-3-70b on h100-8x8, predicted", "Why the first: its step", "Its memory, of 80 GB",
+                  "What the others lose", "If it were otherwise"):  # fmt: skip
+        assert title in said
+    assert "matrix products" in said
+
+
+def test_a_model_that_cannot_fit_says_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(capsys, "deepseek-v3", "--cluster", "h100-8x8", "--seq", "4096", code=1)
+    assert found["choices"] == []
+    assert found["smallest"]["memory"] > 80e9
+    assert main(["plan", "deepseek-v3", "--cluster", "h100-8x8", "--seq", "4096"]) == 1
+    said = capsys.readouterr().out
+    assert "Nothing fits" in said
+    assert "what would fit" in said
+
+
+def test_a_configuration_file_and_a_cluster_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "tiny.json"
+    config.write_text(json.dumps({
+        "model_type": "qwen3_moe", "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512, "intermediate_size": 2048, "vocab_size": 32000,
+    }))  # fmt: skip
+    cluster = tmp_path / "mine.toml"
+    cluster.write_text(
+        (Path(__file__).parents[2] / "src/tangram/hardware/clusters/h100-8x8.toml").read_text()
+        .replace("ranks = 64", "ranks = 16")
+    )  # fmt: skip
+    found = asked(capsys, str(config), "--cluster", str(cluster), "--tokens-per-batch", "256K", "--seq", "2048")
+    assert {one["mesh"].count("=") for one in found["choices"]} == {4}
+    fewer = asked(
+        capsys, str(config), "--cluster", str(cluster), "--tokens-per-batch", "256K", "--seq", "2048", "--gpus", "4"
+    )
+    assert fewer["choices"][0]["step"] > found["choices"][0]["step"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--seq", "8192", "--tokens-per-batch", "1000"), "a step of 1000 tokens has no sample of 8192"),
+        (("--seq", "8192", "--tokens-per-batch", "10000"), "the nearest batches are 8192 and 16384"),
+        (("--tokens-per-batch", "many"), '"many" is no number of tokens: write 4194304, or 4M'),
+        (("--precision", "int3"), 'there is no precision "int3": give one of bf16'),
+        (("--framework", "megatronn"), "there is no framework 'megatronn'"),
+        (("--gpus", "65"), "h100-8x8 has 64 devices, and 65 are asked for"),
+        (("--gpus", "-1"), "--gpus and --memory are numbers from 0"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(capsys, "llama-3-70b", "--cluster", "h100-8x8", *arguments)
+
+
+def test_devices_that_no_layout_divides(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "llama-3-8b", "--cluster", "h100-8x8", "--gpus", "37")
+    assert "37 devices and 512 samples of 8192 tokens have no legal layout for llama-3-8b" in said
+
+
+def test_unknown_names_and_contradictory_clusters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 'there is no model "lama"' in refused(capsys, "lama", "--cluster", "h100-8x8")
+    assert "there is no cluster 'h10-8x8'" in refused(capsys, "llama-3-8b", "--cluster", "h10-8x8")
+    text = (Path(__file__).parents[2] / "src/tangram/hardware/clusters/h100-8x8.toml").read_text()
+    for change, said in (
+        (("rate = 50e9", "rate = 0"), "links.1.rate is 0; write a number above 0"),
+        (('name = "h100"', 'name = "h1000"'), "there is no device 'h1000' (did you mean 'h100'?)"),
+        (("ranks = 64", "ranks = 60", 1), "there are 60 ranks, and the last link joins 64"),
+    ):
+        path = tmp_path / "wrong.toml"
+        path.write_text(text.replace(*change))
+        assert said in refused(capsys, "llama-3-8b", "--cluster", str(path))
+
+
+def test_as_a_library() -> None:
+    answer = plan(outlined("llama-3-8b"), builtin("h100-8x8"), Ask(2**22, 8192, devices=8, most=3))
+    assert len(answer.choices) == 3
+    assert answer.choices[0].tokens_per_device > 5000
+    assert probability(safe(80e9), 80e9) == pytest.approx(0.9, abs=0.001)
+    assert probability(80e9, 80e9) == pytest.approx(0.5)

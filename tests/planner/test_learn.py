@@ -1,0 +1,141 @@
+"""What is learned from runs: planted effects are found, single bad rows do not count, places are told apart."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench._planner import ranking
+from bench._planner.predict import HeldOut, predictable
+from bench._planner.rows import cases, precision, read, recompute, why_not
+from bench._planner.teach import LEARNED, RUNS
+from bench._planner.times import errors
+from tangram.hardware.devices import device
+from tangram.models.outline import Group
+from tangram.planner.framework import framework
+from tangram.planner.learn import PARTS, Learned, Run, learn, load, published, save
+from tangram.planner.setting import Setting
+
+ROOT = Path(__file__).parents[2]
+
+
+def made(places: int, each: int, seed: int, *, slow: float = 1.3) -> list[Run]:
+    """Runs in which products are slower than predicted everywhere, and each place has a factor of its own."""
+    chance = np.random.default_rng(seed)
+    found: list[Run] = []
+    for place in range(places):
+        own = np.exp(chance.normal(0, 0.1))
+        for _ in range(each):
+            share = chance.dirichlet(np.ones(len(PARTS)) * 0.5)
+            parts = dict(zip(PARTS, (10 * share).tolist(), strict=True))
+            measured = own * (10 + (slow - 1) * parts["products"]) * np.exp(chance.normal(0, 0.02))
+            found.append(Run(parts, "h100", "megatron-core", "bf16", f"place {place}", float(measured)))
+    return found
+
+
+def off(one: Learned, runs: list[Run]) -> float:
+    """The median error."""
+    said, _ = one.correct(runs)
+    return float(np.median([abs(step / run.measured - 1) for step, run in zip(said, runs, strict=True)]))
+
+
+def test_a_planted_effect_is_found_and_carries_over_to_other_places() -> None:
+    taught, unseen = learn(made(8, 30, 0)), made(9, 30, 1)[-30:]
+    unseen = [Run(run.parts, run.device, run.framework, run.precision, "new", run.measured) for run in unseen]
+    assert taught.scales("h100", Setting(None, framework("megatron-core")))["products"] > 1.12
+    plain = float(np.median([abs(run.predicted / run.measured - 1) for run in unseen]))
+    assert off(taught, unseen) < plain
+    assert off(taught.after(unseen[:5]), unseen[5:]) < min(0.05, off(taught, unseen))
+
+
+def test_bad_rows_do_not_count() -> None:
+    runs = made(4, 30, 0)
+    wrong = [Run(r.parts, r.device, r.framework, r.precision, r.place, 5 * r.measured) for r in runs[::15]]
+    assert off(learn([*runs, *wrong]), runs) < off(learn(runs), runs) + 0.02
+
+
+def test_swapped_rows_are_seen() -> None:
+    """A planted mistake: who learns from runs with the seconds of others predicts worse."""
+    runs = made(4, 40, 0, slow=2.0)
+    order = np.random.default_rng(3).permutation(len(runs))
+    swapped = [
+        Run(run.parts, run.device, run.framework, run.precision, run.place, runs[other].measured)
+        for run, other in zip(runs, order.tolist(), strict=True)
+    ]
+    assert off(learn(swapped), runs) > 1.5 * off(learn(runs), runs)
+
+
+def test_what_was_never_seen_is_less_sure() -> None:
+    taught = learn(made(6, 30, 0))
+    (run,) = made(1, 1, 7)
+    known = Run(run.parts, "h100", "megatron-core", "bf16", "place 0")
+    other = Run(run.parts, "mi300x", "fsdp", "fp8", "elsewhere")
+    sure, unsure = taught.spread([known, other])
+    assert sure < unsure / 2
+    assert learn([]).correct([known])[0] == pytest.approx([run.predicted])
+
+
+def test_kept_and_read_again(tmp_path: Path) -> None:
+    taught = learn(made(3, 20, 0)).elsewhere()
+    save(taught, tmp_path / "learned.npz")
+    again = load(tmp_path / "learned.npz")
+    runs = made(1, 10, 5)
+    assert again.correct(runs)[0] == pytest.approx(taught.correct(runs)[0], rel=1e-4)
+    assert again.spread(runs) == pytest.approx(taught.spread(runs), rel=0.05)
+    assert not any(family.startswith("place") for family, _, _ in again.names)
+
+
+def test_what_comes_with_tangram_is_of_the_devices_that_runs_were_published_of() -> None:
+    known = {of for family, of, _ in published().names if family == "device"}
+    assert {"h100", "a100", "gb200", "b200", "ascend-910b", "v100"} <= known
+    scales = published().scales("h100", Setting(device("h100"), framework("megatron-core")))
+    assert set(scales) == set(PARTS)
+    assert all(0.4 < one < 3 for one in scales.values())
+    assert LEARNED.exists()
+    assert RUNS.exists()
+
+
+# ---------------------------------------------------------------- published rows
+
+
+def test_words_of_published_rows() -> None:
+    assert [precision(text) for text in ("BF16", "amp_bf16", "fp16 (assumed)", "MXFP8", "bf16+fp8", "NVFP4", "")] == [
+        "bf16", "bf16", "fp16", "fp8", "fp8", "fp4", "bf16",
+    ]  # fmt: skip
+    row = {"recompute": "", "recompute_detail": "", "framework": "x", "layers": "8"}
+    assert recompute({**row, "recompute": "full"}) == (Group.BLOCK, 1.0)
+    assert recompute({**row, "recompute": "selective"}) == (Group.SCORES, 1.0)
+    detail = "modules=moe_act+layernorm"
+    assert recompute({**row, "recompute": "selective", "recompute_detail": detail})[0] == Group.NORM | Group.ACTIVATION
+    said = "layers recomputed per stage=[2, 0] of layer_partitions=[7, 9]"
+    assert recompute({**row, "recompute": "full on some layers", "recompute_detail": said}) == (Group.BLOCK, 2 / 16)
+
+
+def test_parameters_of_published_rows_are_as_published() -> None:
+    rows = read(RUNS)
+    known = [one for one in cases(rows) if one.row["params_b"]]
+    wrong = [one for one in known if abs(one.outline.numbers / 1e9 / float(one.row["params_b"]) - 1) > 0.02]
+    assert len(known) > 200
+    assert len(wrong) <= 1
+    assert {why_not(row) for row in rows} >= {"", "no layers", "lora", "no mbs"}
+
+
+def test_held_out_means_neither_the_source_nor_the_model() -> None:
+    some = [one for one in predictable(list(cases(read(RUNS)))) if one.source in ("torchtitan", "nemo_docs", "mbridge")]
+    known = HeldOut(some)
+    left = [some[i] for i in known.places("torchtitan", "llama3-8b")]
+    assert left
+    assert all(one.source != "torchtitan" and one.row["model"] != "llama3-8b" for one in left)
+    timed = [one for one in some if one.source == "torchtitan"]
+    found = errors(timed, [known.runs[some.index(one)] for one in timed], known, draws=2)
+    assert {one.group[3] for one in found} == {"torchtitan"}
+    assert all(0 <= one.zero < 1 and one.constant > 0 for one in found)
+
+
+def test_ranking_of_a_set() -> None:
+    sets = {"a": {"1": 1.0, "2": 2.0, "3": 3.0, "4": 4.0}, "b": {"1": 1.0}}
+    right = ranking.scores(sets, {"a": "x"}, {"1": 10.0, "2": 20.0, "3": 30.0, "4": 40.0})
+    assert [(one.name, one.spearman, one.first, one.third) for one in right] == [("a", pytest.approx(1), 0, 0)]
+    (wrong,) = ranking.scores(sets, {"a": "x"}, {"1": 40.0, "2": 30.0, "3": 20.0, "4": 10.0})
+    assert (wrong.spearman, wrong.first, wrong.third) == (pytest.approx(-1), 3.0, 1.0)
+    assert ranking.ranks(np.array([3.0, 1.0, 1.0])).tolist() == [2.0, 0.5, 0.5]

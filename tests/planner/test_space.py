@@ -1,0 +1,169 @@
+"""The joint space, its rules, and the search: what is legal, why not, and that nothing better is missed."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tangram.errors import UserError
+from tangram.hardware.devices import device
+from tangram.models.outline import Dims, Outline, decoder
+from tangram.models.outlined import outlined
+from tangram.planner.framework import framework, frameworks
+from tangram.planner.grid import Grid, grid
+from tangram.planner.rules import RULES, legal, reasons
+from tangram.planner.search import exhaustive, search
+from tangram.planner.setting import Setting
+from tangram.planner.space import Request, meshes, of_mesh
+from tangram.planner.time import seconds
+
+DENSE = decoder(Dims(12, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")
+MIXED = decoder(
+    Dims(6, 512, 8, 32000, ffn=2048, experts=16, per_token=2, expert_ffn=512, shared_ffn=512, dense_layers=1), "mixed"
+)
+SETTING = Setting(device("h100"), framework("megatron-core"))
+DRAWN = st.tuples(
+    st.sampled_from([DENSE, MIXED]),
+    st.sampled_from([1, 2, 4, 8, 12, 16, 48]),
+    st.sampled_from([16, 48, 96, 240]),
+    st.sampled_from([512, 2048]),
+)
+
+
+def every(outline: Outline, request: Request) -> Grid:
+    """All configurations of a space."""
+    from tangram.planner.search import joined
+
+    return joined([of_mesh(outline, request, mesh) for mesh in meshes(outline, request)])
+
+
+@given(DRAWN)
+@settings(deadline=None)
+def test_all_of_a_space_is_legal_by_words_of_its_own(drawn: tuple[Outline, int, int, int]) -> None:
+    outline, devices, batch, sequence = drawn
+    request = Request(devices, batch, sequence)
+    if not list(meshes(outline, request)):
+        return
+    g = every(outline, request)
+    experts = max(block.experts for block, _ in outline.runs)
+    for i in np.random.default_rng(0).permutation(len(g))[:40]:
+        at = {name: values[i] for name, values in vars(g).items()}
+        assert at["pipeline"] * at["data"] * at["context"] * at["tensor"] == devices
+        assert outline.runs[0][0].scores[0].heads % at["tensor"] == 0
+        assert batch % (at["data"] * at["micro"]) == 0
+        assert at["context"] == 1 or sequence % (2 * at["context"]) == 0
+        assert at["expert"] == 1 or experts % at["expert"] == 0
+        assert (at["data"] * at["context"] * at["tensor"]) % (at["expert"] * at["expert_tensor"]) == 0
+        assert at["pipeline"] * at["virtual"] <= outline.layers
+        assert at["virtual"] == 1 or (batch / at["data"] / at["micro"]) % at["pipeline"] == 0
+
+
+def test_no_configuration_comes_twice_and_none_is_forgotten() -> None:
+    request = Request(8, 16, 512)
+    g = every(DENSE, request)
+    rows = list(zip(*(values.tolist() for values in vars(g).values()), strict=True))
+    assert len(set(rows)) == len(rows)
+    axes = zip(g.pipeline.tolist(), g.tensor.tolist(), g.context.tolist(), g.data.tolist(), strict=True)
+    found = set(axes)
+    tried = {
+        (p, t, c, d)
+        for p in range(1, 9) for t in range(1, 9) for c in range(1, 9) for d in range(1, 9)
+        if p * t * c * d == 8
+    }  # fmt: skip
+    assert found == tried
+
+
+REFUSED = {
+    "heads": ({"tensor": 3}, "3 tensor ranks do not divide the 16 heads"),
+    "stages": ({"pipeline": 8, "virtual": 2, "batch": 16}, "8 stages of 2 chunks are more than the 12 blocks"),
+    "chunks": ({"pipeline": 4, "virtual": 2, "batch": 6}, "interleaved chunks need micro-batches that 4 stages divide"),
+    "batch": ({"data": 3, "batch": 16}, "3 data ranks of micro-batches of 1 do not divide 16 samples"),
+    "tokens": ({"context": 3}, "3 context ranks do not cut 512 tokens into twice as many parts"),
+    "experts": ({"expert": 4, "data": 4}, "4 expert ranks do not divide 0 experts"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_each_refusal_has_its_reason(name: str) -> None:
+    changes, said = REFUSED[name]
+    g = grid(**{"batch": 48, "sequence": 512, **changes})
+    assert not legal(DENSE, g)[0]
+    assert said in reasons(DENSE, g)
+    assert name in {rule.name for rule in RULES}
+    assert reasons(DENSE, grid(batch=48, sequence=512)) == []
+
+
+@given(DRAWN, st.floats(0.2, 4.0), st.integers(1, 12))
+@settings(deadline=None)
+def test_the_search_finds_what_trying_everything_finds(
+    drawn: tuple[Outline, int, int, int], room: float, most: int
+) -> None:
+    outline, devices, batch, sequence = drawn
+    request = Request(devices, batch, sequence)
+    if not list(meshes(outline, request)):
+        with pytest.raises(UserError, match="have no legal layout"):
+            search(outline, request, SETTING, 80e9)
+        return
+    limit = 3e9 + room * 2e9
+    found, all_of_them = (
+        search(outline, request, SETTING, limit, most),
+        exhaustive(outline, request, SETTING, limit, most),
+    )
+    assert found.step.tolist() == all_of_them.step.tolist()
+    assert (found.memory <= limit).all()
+    if not len(found.step):
+        assert found.smallest_memory == pytest.approx(all_of_them.smallest_memory)
+        assert found.smallest_memory > limit
+
+
+def test_a_branch_with_too_long_a_bound_would_be_seen() -> None:
+    """A planted mistake: bounds that are no bounds lose the best, and the comparison shows it."""
+    request = Request(16, 96, 2048)
+    right = exhaustive(MIXED, request, SETTING, 6e9, 5)
+    lost = list(meshes(MIXED, request))
+    kept = [one for one in lost if one[:1] != (int(right.grid.pipeline[0]),)]
+    assert len(kept) < len(lost)
+    others = [seconds(MIXED, of_mesh(MIXED, request, mesh), SETTING).step.min() for mesh in kept]
+    assert min(others) != right.step[0]
+
+
+@given(DRAWN)
+@settings(deadline=None)
+def test_what_bounds_rest_on_computing_again_and_dividing_otherwise_are_never_faster(
+    drawn: tuple[Outline, int, int, int],
+) -> None:
+    outline, devices, batch, sequence = drawn
+    request = Request(devices, batch, sequence)
+    for mesh in meshes(outline, request):
+        bound = of_mesh(outline, request, mesh, bound=True)
+        if not len(bound):
+            continue
+        best = seconds(outline, bound, SETTING).step.min()
+        assert seconds(outline, of_mesh(outline, request, mesh), SETTING).step.min() >= best * (1 - 1e-12)
+
+
+def test_deepseek_on_many_devices_is_searched() -> None:
+    found = search(outlined("deepseek-v3"), Request(256, 2048, 4096), SETTING, 75e9, 3)
+    assert len(found.step) == 3
+    assert (np.diff(found.step) >= 0).all()
+
+
+def test_bad_numbers_of_a_grid() -> None:
+    with pytest.raises(UserError, match="tensor is 0 in a configuration: it is at least 1"):
+        grid(batch=1, sequence=1, tensor=[1, 0])
+    with pytest.raises(UserError, match="a grid has no tensors"):
+        grid(batch=1, sequence=1, tensors=1)
+    assert math.isclose(grid(batch=10, sequence=1, data=4).micros[0], 3)
+
+
+def test_frameworks_are_found_by_name_and_date() -> None:
+    assert framework("Megatron-LM", "2021-04").name == "megatron-2021"
+    assert framework("Megatron-LM", "2024-01").name == "megatron"
+    assert framework("torchtitan", "2024-12").name == "torchtitan-2024"
+    assert framework("torchtitan").name == "torchtitan"
+    assert framework("NeMo/Megatron").name == "nemo"
+    with pytest.raises(UserError, match="there is no framework 'torchtian' \\(did you mean 'torchtitan'\\?\\)"):
+        framework("torchtian")
+    assert all(one.launch >= 0 and 0 <= one.overlap_tensor <= 1 for one in frameworks())
