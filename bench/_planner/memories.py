@@ -67,6 +67,8 @@ def _out_of_memory(asked: Sequence[Case]) -> Iterator[Row]:
         if not known(one.gpu) or not one.row["recompute"]:  # what is computed again decides it
             continue
         limit = number(one.row, "gpu_mem_gb", (device(one.gpu).memory_bytes or math.nan) / 1e9) * 1e9
+        if not limit > 0:
+            continue
         of = memory(one.outline, one.grid, Setting(None, one.framework, one.precision, one.node))
         unsafe = probability(float(of.device[0]), limit) < 0.9
         if one.row["oom"] == "1":

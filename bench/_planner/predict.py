@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
@@ -24,17 +23,17 @@ Floats = NDArray[np.float64]
 
 def predictable(cases: Sequence[Case]) -> list[Case]:
     """Those that were timed, on devices of the catalogue, and are more than tests of correctness."""
-    return [one for one in cases if not math.isnan(one.step) and one.source != "mcore_golden" and known(one.gpu)]
+    return [one for one in cases if one.step > 0 and one.source != "mcore_golden" and known(one.gpu)]
 
 
 @cache
 def known(gpu: str) -> bool:
     """Whether the catalogue has the device."""
     try:
-        device(gpu)
+        of = device(gpu)
+        return of.memory_bandwidth is not None and of.peak("bf16") > 0
     except UserError:
         return False
-    return True
 
 
 def runs(cases: Sequence[Case]) -> list[Run]:

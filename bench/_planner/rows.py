@@ -40,6 +40,13 @@ RECOMPUTED = {
     "moe": Group.MLP | Group.ACTIVATION,
 }
 """Megatron-core's modules of selective recomputation."""
+LARGEST = {
+    "gpu_mem_gb": 1e5, "mem_gib": 1e5, "step_s": 1e7,
+    "layers": 1e4, "hidden": 1e6, "ffn": 1e7, "heads": 1e4, "kv_heads": 1e4, "head_dim": 1e4, "vocab": 1e7, "seq": 1e8,
+    "experts": 1e5, "topk": 1e3, "moe_ffn": 1e7, "shared_ffn": 1e7, "dense_layers": 1e4, "n_gpus": 1e7, "tp": 1e4,
+    "pp": 1e4, "vpp": 1e4, "cp": 1e4, "ep": 1e5, "etp": 1e4, "mbs": 1e5, "gbs": 1e9, "gpus_per_node": 1e4,
+}  # fmt: skip
+"""Beyond these a figure is a mistake of the table."""
 FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("attention-backend=unfused", "attention-backend=local", "transformer-impl=local"), {"fused_attention": False}),
     (("compile",), {"fused_streams": True}),
@@ -100,9 +107,16 @@ def cases(rows: list[Row]) -> Iterator[Case]:
 def why_not(row: Row) -> str:
     """What a row lacks, "" where it can be predicted."""
     for name in NEEDED:
-        if not number(row, name, 0) > 0 and not (name == "vocab" and _vocabulary(row)):
+        if not number(row, name, 0) >= 1 and not (name == "vocab" and _vocabulary(row)):
             return f"no {name}"
-    if not (number(row, "ffn", 0) > 0 or number(row, "moe_ffn", 0) > 0):
+    for name, most in LARGEST.items():
+        if 0 < number(row, name, 0) < 1 and name not in ("step_s", "mem_gib"):
+            return f"{name} of {row[name]}"
+        if not 0 <= number(row, name, 0) <= most:
+            return f"{name} of {row[name]}"
+    if number(row, "head_dim", 0) == 0 and number(row, "hidden", 1) < number(row, "heads", 1):
+        return "heads of no numbers"
+    if not (number(row, "ffn", 0) >= 1 or number(row, "moe_ffn", 0) >= 1):
         return "no ffn"
     if row["arch"] in ("hybrid", "t5", "bert", "multimodal-llava", "mimo"):
         return f"{row['arch']} is no decoder of one kind of block"
@@ -149,9 +163,10 @@ def _framework(name: str, date: str) -> Framework:
 def number(row: Row, name: str, otherwise: float) -> float:
     """A column as a number."""
     try:
-        return float(row[name])
+        found = float(row[name])
     except ValueError:
         return otherwise
+    return otherwise if math.isnan(found) else found
 
 
 def precision(text: str) -> Precision:
@@ -201,7 +216,7 @@ def padded(row: Row) -> int:
     vocabulary = int(number(row, "vocab", 0)) or _vocabulary(row)
     if "mega" not in row["framework"].lower():
         return vocabulary
-    multiple = 128 * int(number(row, "tp", 1))
+    multiple = 128 * max(int(number(row, "tp", 1)), 1)
     return -(-vocabulary // multiple) * multiple
 
 
@@ -222,16 +237,16 @@ def outline(row: Row) -> Outline:
 def recompute(row: Row) -> tuple[Group, float]:
     """What is computed again, and in which share of the layers."""
     text, detail = row["recompute"].lower(), row["recompute_detail"]
-    if text.startswith("full on some"):
+    if text.startswith("full on some") and " of " in detail:
         again, layers = (_numbers(part) for part in detail.split(" of "))
-        return Group.BLOCK, sum(again) / sum(layers)
+        return Group.BLOCK, min(1.0, sum(again) / max(sum(layers), 1.0))
     if text.startswith("full") or text == "?":
         return Group.BLOCK, 1.0
     if text.startswith("per-op"):
         shares = _numbers(detail)
-        return Group.BLOCK, sum(shares) / len(shares)
+        return Group.BLOCK, min(1.0, sum(shares) / max(len(shares), 1))
     if text.startswith(("selective: [", "partial: [")):
-        return Group.BLOCK, min(1.0, sum(_numbers(text)) * 1.0 / number(row, "layers", 1))
+        return Group.BLOCK, min(1.0, sum(_numbers(text)) * 1.0 / max(number(row, "layers", 1), 1))
     if not text.startswith("selective"):
         return Group.NONE, 1.0
     if "every other" in detail:

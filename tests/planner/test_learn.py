@@ -139,3 +139,17 @@ def test_ranking_of_a_set() -> None:
     (wrong,) = ranking.scores(sets, {"a": "x"}, {"1": 40.0, "2": 30.0, "3": 20.0, "4": 10.0})
     assert (wrong.spearman, wrong.first, wrong.third) == (pytest.approx(-1), 3.0, 1.0)
     assert ranking.ranks(np.array([3.0, 1.0, 1.0])).tolist() == [2.0, 0.5, 0.5]
+
+
+def test_damaged_rows_are_left_out_or_predicted_and_never_break() -> None:
+    rows = read(RUNS)
+    chance = np.random.default_rng(11)
+    names = [name for name in rows[0] if name not in ("row", "source_id")]
+    damage = ("", "0", "nan", "-1", "1e9", "x", "0.5")
+    damaged = [
+        {**rows[i], **{name: str(chance.choice(damage)) for name in chance.choice(names, 4).tolist()}}
+        for i in chance.integers(len(rows), size=300).tolist()
+    ]
+    some = predictable(list(cases(damaged)))
+    assert 30 < len(some) < 250
+    assert all(np.isfinite(run.predicted) and run.predicted > 0 for run in HeldOut(some).runs)

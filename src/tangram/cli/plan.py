@@ -7,7 +7,6 @@ import typer
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
-from tangram.planner.ask import Ask, asked_of
 from tangram.planner.plan import Plan
 from tangram.planner.read import changes_of, dumps, load
 
@@ -38,8 +37,7 @@ def plan(
 ) -> int:
     """Rank the strategies of a job on this machine, or of a model on a cluster; exit code 1 when none fits."""
     if cluster is not None:
-        asked = asked_of(tokens_per_batch, seq, precision, framework, gpus, memory, top)
-        return _ask(str(file), cluster, asked, json=json)
+        return _ask(str(file), cluster, (tokens_per_batch, seq, precision, framework, gpus, memory, top), json=json)
     job = load(file, changes_of(change or []))
     if show:
         from tangram.planner.show import rows
@@ -72,13 +70,14 @@ def plan(
     return 0 if fitting else 1
 
 
-def _ask(model: str, cluster: str, asked: Ask, *, json: bool) -> int:
+def _ask(model: str, cluster: str, said: tuple[str, int, str, str, int, float, int], *, json: bool) -> int:
     from tangram.hardware import cluster as clusters
     from tangram.models.outlined import outlined
     from tangram.planner.answer import as_json, tables
+    from tangram.planner.ask import asked_of
     from tangram.planner.ask import plan as answer_to
 
-    where = clusters.load(cluster)
+    asked, where = asked_of(*said), clusters.load(cluster)
     with progress("laying the model out, searching"):
         answer = answer_to(outlined(model), where, asked)
     if json:
