@@ -180,7 +180,7 @@ def collectives() -> list[Fit]:
         def call(p: Mapping[str, float], x: Mapping[str, Floats], of: Figures = of, what: str = what) -> Floats:
             return collective(p, of, what, x["bytes_if_elements"], x["n"])
 
-        start = {**COLLECTIVE, "reach": 0.07} if key in WITHOUT_LINKS else COLLECTIVE
+        start = {**COLLECTIVE, "reach": 0.5, "crowd": 2.0} if key in WITHOUT_LINKS else COLLECTIVE
         found.append(fit("collective", key, what, start, call, x, t))
     return found
 

@@ -77,7 +77,7 @@ def _ask(model: str, cluster: str, said: tuple[str, int, str, str, int, float, i
     from tangram.planner.ask import asked_of
     from tangram.planner.ask import plan as answer_to
 
-    asked, where = asked_of(*said), clusters.load(cluster)
+    asked, where = asked_of(*typed), clusters.load(cluster)
     with progress("laying the model out, searching"):
         answer = answer_to(outlined(model), where, asked)
     if json:

@@ -6,7 +6,8 @@ Vectorised: sizes are arrays that go together, and what comes back is an array o
     attention    start + operations / (peak reach fill(keys) fill(head dim)); the backward has 2.5 times the operations,
                  each slower by a factor (FlashAttention-2, Dao 2023, 3.1.2)
     moved        start + bytes / (memory reach)
-    collective   start + hop (ranks - 1) + share bytes (ranks - 1) / ranks / (link reach), near; between nodes each
+    collective   start + hop (ranks - 1) + share bytes (ranks - 1) / ranks / (link reach (2 / near)^crowd), near, where
+                 crowd says how much devices share: nothing of links of their own, all of a host; between nodes each
                  device of a group brings its own NIC, so that so many of them carry a node's traffic
 
 with fill(x) = x / (x + half): half of the rate at so many. `curves.toml` has the values by device and type, each with
@@ -164,7 +165,7 @@ def collective_seconds(
     if not (ranks > 1).any():
         return np.zeros(np.broadcast(nbytes, ranks).shape)
     key = device.name if device.link_bandwidth else HOST
-    inside = collective(_values("collective", key, _known(what)), device, what, nbytes, ranks)
+    inside = collective(_values("collective", key, _known(what)), device, what, nbytes, ranks, near)
     far = _far(device, what, nbytes, ranks, near, nic) if (near < ranks).any() else inside
     return np.where(ranks > 1, np.where(near >= ranks, inside, np.maximum(far, inside)), 0.0)
 
@@ -173,11 +174,12 @@ def _known(what: str) -> str:
     return "all-gather" if what == "p2p" else what
 
 
-def collective(p: Values, device: Figures, what: str, nbytes: Any, ranks: Any) -> Array:
-    """Inside a domain, by given values."""
+def collective(p: Values, device: Figures, what: str, nbytes: Any, ranks: Any, near: Any = None) -> Array:
+    """Inside a domain, by given values; `near`: how many share what they meet at, by default all."""
     rate = device.link_bandwidth or device.pcie_bandwidth or PCIE
+    crowded = (2 / np.maximum(ranks if near is None else near, 2.0)) ** p.get("crowd", 0.0)
     part = 1.0 if what == "p2p" else (ranks - 1) / np.maximum(ranks, 1)
-    return p["start"] + p["hop"] * (ranks - 1) + SHARES[what] * nbytes * part / (rate * p["reach"])
+    return p["start"] + p["hop"] * (ranks - 1) + SHARES[what] * nbytes * part / (rate * p["reach"] * crowded)
 
 
 def _far(device: Figures, what: str, nbytes: Any, ranks: Array, near: Array, nic: float | None) -> Array:
