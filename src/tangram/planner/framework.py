@@ -41,6 +41,7 @@ class Framework:
     keeps_low_weights: bool
     dropout: bool
     logit_bytes: float
+    scratch_bytes: float
     workspace: float
     reserve: float
     context: float

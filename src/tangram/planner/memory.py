@@ -2,7 +2,8 @@
 
 At its peak a rank holds what it keeps all the time (parameters, gradients, optimiser's states), what the micro-batches
 in flight left for their backward, and the largest of what comes and goes: logits and their gradient on the last stage,
-a block that is computed again, what FSDP gathers, experts' buffers.
+the widest gradient of a block's backward with what is computed again for it, what FSDP gathers, gradients that
+products write beside the kept ones.
 
     numbers      of a stage's blocks, over tensor and expert ranks; the first has the embedding, the last the head
     states       as the framework keeps them (`planner.framework`), divided over data ranks as `zero` says
@@ -112,13 +113,15 @@ def _rank(outline: Outline, g: Grid, setting: Setting, start: Array, end: Array,
     framework = setting.framework
     counts = _counts(outline, start, end)
     dense, routed = np.zeros(len(g)), np.zeros(len(g))
-    kept, again, whole = np.zeros(len(g)), np.zeros(len(g)), np.zeros(len(g))
+    kept, again, whole, scratch = (np.zeros(len(g)) for _ in range(4))
     for (block, _), count in zip(outline.runs, counts, strict=True):
         numbers = block.numbers
         dense = dense + count * (numbers.tensor / g.tensor + numbers.whole)
         routed = routed + count * numbers.experts / (g.expert * g.expert_tensor)
         left, remade = block_activations(block, outline.hidden, g, setting)
+        remade = remade + block_backward(block, outline.hidden, g, setting)
         kept, again = kept + count * left, np.maximum(again, np.where(count > 0, remade, 0.0))
+        scratch = np.maximum(scratch, np.where(count > 0, weights_of_shapes(block, g), 0.0))
         gathered = numbers.tensor / g.tensor + numbers.whole + numbers.experts / (g.expert * g.expert_tensor)
         whole = np.maximum(whole, np.where(count > 0, gathered, 0.0))
     ends = outline.vocab * outline.hidden / g.tensor
@@ -128,7 +131,9 @@ def _rank(outline: Outline, g: Grid, setting: Setting, start: Array, end: Array,
     flying = _in_flight(g, embeds) / g.virtual
     each = setting.flow_bytes * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     embedded = embeds * each * outline.hidden * (0.5 if framework.dropout else 0.0)
-    passing = np.maximum(heads * logits(outline, g, setting), again) + framework.workspace
+    # The head's weight has its gradient made while logits and theirs are there.
+    head = logits(outline, g, setting) + ends * framework.scratch_bytes
+    passing = np.maximum(heads * head, again) + scratch * framework.scratch_bytes + framework.workspace
     passing = passing + np.where(
         g.zero >= 3,
         whole * (2 * framework.gathered_bytes + framework.reduce_bytes) + ends * framework.gathered_bytes,
@@ -195,6 +200,29 @@ def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> t
     inputs = setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     mean = np.where(blocks, g.recomputed * inputs + (1 - g.recomputed) * full, left)
     return mean, np.where(g.recompute > 0, np.maximum(full - np.where(blocks, inputs, left), 0.0), 0.0)
+
+
+def block_backward(block: Block, hidden: int, g: Grid, setting: Setting) -> Array:
+    """Bytes of gradients at the widest place of a block's backward: of what an operator was given, while that is still
+    kept, and of the block's own stream."""
+    widest = np.zeros(len(g))
+    for one in block.kept:
+        widest = np.maximum(widest, kept_bytes(one, block, g, setting))
+    return widest + setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+
+
+def weights_of_shapes(block: Block, g: Grid) -> Array:
+    """Numbers of a rank's weights of a block, each shape once, of experts one.
+
+    Transformer Engine adds to the kept gradient inside the product and gives autograd an empty gradient in its stead,
+    one for each shape, which stays (`get_dummy_wgrad`).
+    """
+    shapes = {(one.inputs, one.outputs, one.cut, one.experts > 0) for one in block.products}
+    found = np.zeros(len(g))
+    for inputs, outputs, cut, routed in sorted(shapes):
+        ranks = np.ones(len(g)) if not cut else g.expert_tensor if routed else g.tensor
+        found = found + inputs * outputs / ranks
+    return found
 
 
 def stays(one: Kept, g: Grid) -> Array:
