@@ -49,6 +49,7 @@ LARGEST = {
 """Beyond these a figure is a mistake of the table."""
 FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("attention-backend=unfused", "attention-backend=local", "transformer-impl=local"), {"fused_attention": False}),
+    (("flash_attention=True",), {"fused_attention": True}),
     (("compile",), {"fused_streams": True}),
     (("use-mc2", "tp-comm-overlap"), {"overlap_tensor": 0.6}),
     (("grad-reduce-in-bf16",), {"gradient_bytes": 2.0, "reduce_bytes": 2.0}),
