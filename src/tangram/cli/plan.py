@@ -70,7 +70,7 @@ def plan(
     return 0 if fitting else 1
 
 
-def _ask(model: str, cluster: str, said: tuple[str, int, str, str, int, float, int], *, json: bool) -> int:
+def _ask(model: str, cluster: str, typed: tuple[str, int, str, str, int, float, int], *, json: bool) -> int:
     from tangram.hardware import cluster as clusters
     from tangram.models.outlined import outlined
     from tangram.planner.answer import as_json, tables
