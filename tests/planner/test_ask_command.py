@@ -1,6 +1,7 @@
 """`tangram plan MODEL --cluster C` as a person uses it: the ranking, why, what if, and what it says of mistakes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,11 @@ def test_a_model_that_cannot_fit_says_by_how_much(capsys: pytest.CaptureFixture[
     found = asked(capsys, "deepseek-v3", "--cluster", "h100-8x8", "--seq", "4096", code=1)
     assert found["choices"] == []
     assert found["smallest"]["memory"] > 80e9
+    enough = found["enough_devices"]
+    assert enough in (128, 256, 512)
+    cluster = replace(builtin("h100-8x8"), ranks=enough)
+    assert plan(outlined("deepseek-v3"), cluster, Ask(2**22, 4096, most=1)).choices
+    assert not plan(outlined("deepseek-v3"), replace(cluster, ranks=enough // 2), Ask(2**22, 4096, most=1)).choices
     assert main(["plan", "deepseek-v3", "--cluster", "h100-8x8", "--seq", "4096"]) == 1
     said = capsys.readouterr().out
     assert "Nothing fits" in said

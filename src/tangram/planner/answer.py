@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from tangram.planner.ask import Answer, Choice
+from tangram.planner.ask import Answer, Choice, safe
 from tangram.planner.table import Titled
 
 HEADERS = (
@@ -61,6 +61,7 @@ def as_json(answer: Answer) -> dict[str, object]:
         "looked_at": answer.looked,
         "choices": [asdict(one) for one in answer.choices],
         "smallest": asdict(answer.smallest),
+        "enough_devices": answer.enough,
         "assumed": list(answer.assumed),
         "instead": {name: None if math.isnan(step) else step for name, step in answer.instead.items()},
     }
@@ -114,23 +115,15 @@ def _instead(answer: Answer, step: float) -> list[tuple[str, ...]]:
 
 
 def _too_small(answer: Answer) -> list[tuple[str, ...]]:
-    """By how much, and the smallest change that fits."""
+    """By how much, and what would fit."""
     least = answer.smallest
-    need = least.memory - answer.limit
     fixed = sum(part for name, part in least.held.items() if name in ("parameters", "gradients", "optimiser"))
+    room = f"devices of {least.memory * answer.limit / safe(answer.limit) / 1e9:.0f} GB"
+    more = f", or {answer.enough} of these devices" if answer.enough else ""
     return [
         ("the least that a rank needs", f"{least.memory / 1e9:.1f} GB, of {answer.limit / 1e9:.1f}"),
         ("with", f"{least.mesh}, micro-batches of {least.micro}, {ZERO[least.zero]} divided, again {least.again}"),
-        ("short of", f"{need / 1e9:.1f} GB a device"),
+        ("too much by", f"{(least.memory - safe(answer.limit)) / 1e9:.1f} GB, so that nine of ten such runs fit"),
         ("of it states", f"{fixed / 1e9:.1f} GB"),
-        ("what would fit", f"devices of {least.memory * 1.08 / 1e9:.0f} GB, or about "
-                           f"{_devices(answer, fixed)} devices"),
-    ]  # fmt: skip
-
-
-def _devices(answer: Answer, fixed: float) -> int:
-    """How many would divide the states enough, if all of them are divided: at least twice as many."""
-    rest = answer.smallest.memory - fixed
-    ranks = answer.ask.devices or math.prod(int(part.split("=")[1]) for part in answer.smallest.mesh.split())
-    room = answer.limit / 1.08 - rest
-    return ranks * max(2, math.ceil(fixed / room)) if room > 0 else ranks * 8
+        ("what would fit", room + more),
+    ]

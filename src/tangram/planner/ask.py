@@ -25,7 +25,7 @@ from tangram.planner.learn import Learned, Run, published
 from tangram.planner.memory import Memory, memory
 from tangram.planner.search import Found, search
 from tangram.planner.setting import Precision, Setting
-from tangram.planner.space import RECOMPUTED, Request
+from tangram.planner.space import RECOMPUTED, Request, meshes
 from tangram.planner.time import seconds
 
 __all__ = ["Answer", "Ask", "Choice", "asked_of", "plan"]
@@ -122,6 +122,8 @@ class Answer:
     """What the catalogue does not know, and what was taken in its place."""
     instead: Mapping[str, float]
     """Seconds of the best step if something were otherwise, by what."""
+    enough: int = 0
+    """Where nothing fits, twice, four times ... as many devices on which something does; 0 where none was found."""
 
 
 def plan(outline: Outline, cluster: Cluster, ask: Ask) -> Answer:
@@ -138,8 +140,22 @@ def plan(outline: Outline, cluster: Cluster, ask: Ask) -> Answer:
     instead = _instead(outline, request, setting, limit, ask, learned, cluster) if choices else {}
     return Answer(
         outline, cluster.name, ask, limit, _unlike(choices)[: ask.most], smallest, found.looked,
-        tuple(curves.assumed(of)), instead,
+        tuple(curves.assumed(of)), instead, 0 if choices else _enough(outline, request, setting, limit),
     )  # fmt: skip
+
+
+MOST_TIMES = 64
+"""As many times more devices are tried where nothing fits."""
+
+
+def _enough(outline: Outline, request: Request, setting: Setting, limit: float) -> int:
+    times = 2
+    while times <= MOST_TIMES:
+        more = replace(request, devices=times * request.devices)
+        if any(True for _ in meshes(outline, more)) and len(search(outline, more, setting, safe(limit), 1).step):
+            return more.devices
+        times *= 2
+    return 0
 
 
 def figures(cluster: Cluster) -> Figures:
