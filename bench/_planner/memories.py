@@ -12,7 +12,7 @@ from bench._planner.predict import known
 from bench._planner.rows import Case, number
 from tangram.hardware.devices import device
 from tangram.hardware.measure import Row
-from tangram.planner.ask import probability
+from tangram.planner.choice import probability
 from tangram.planner.memory import memory
 from tangram.planner.setting import Setting
 

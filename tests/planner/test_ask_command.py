@@ -10,7 +10,8 @@ import pytest
 from tangram.cli import main
 from tangram.hardware.cluster import builtin
 from tangram.models.outlined import outlined
-from tangram.planner.ask import Ask, plan, probability, safe
+from tangram.planner.ask import plan
+from tangram.planner.choice import Ask, probability, safe
 
 SPINE = ("llama-3-70b", "--cluster", "h100-8x8", "--tokens-per-batch", "4M", "--seq", "8192")
 
@@ -61,18 +62,20 @@ def test_the_tables_say_why(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_model_that_cannot_fit_says_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
-    found = asked(capsys, "deepseek-v3", "--cluster", "h100-8x8", "--seq", "4096", code=1)
+    said = ("llama-3-70b", "--cluster", "h100-8x8", "--gpus", "8")
+    found = asked(capsys, *said, code=1)
     assert found["choices"] == []
     assert found["smallest"]["memory"] > 80e9
     enough = found["enough_devices"]
-    assert enough in (128, 256, 512)
-    cluster = replace(builtin("h100-8x8"), ranks=enough)
-    assert plan(outlined("deepseek-v3"), cluster, Ask(2**22, 4096, most=1)).choices
-    assert not plan(outlined("deepseek-v3"), replace(cluster, ranks=enough // 2), Ask(2**22, 4096, most=1)).choices
-    assert main(["plan", "deepseek-v3", "--cluster", "h100-8x8", "--seq", "4096"]) == 1
-    said = capsys.readouterr().out
-    assert "Nothing fits" in said
-    assert "what would fit" in said
+    assert enough in (16, 32, 64)
+    ask = Ask(2**22, 8192, most=1)
+    assert plan(outlined("llama-3-70b"), builtin("h100-8x8"), replace(ask, devices=enough), what_if=False).choices
+    less = replace(ask, devices=enough // 2)
+    assert not plan(outlined("llama-3-70b"), builtin("h100-8x8"), less, what_if=False).choices
+    assert main(["plan", *said]) == 1
+    out = capsys.readouterr().out
+    assert "Nothing fits" in out
+    assert f"or {enough} of these devices" in out
 
 
 def test_a_configuration_file_and_a_cluster_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,3 +139,64 @@ def test_as_a_library() -> None:
     assert answer.choices[0].tokens_per_device > 5000
     assert probability(safe(80e9), 80e9) == pytest.approx(0.9, abs=0.001)
     assert probability(80e9, 80e9) == pytest.approx(0.5)
+
+
+def test_one_strategy_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = ("--explain", "pp=4 dp=2 tp=8", "--again", "all blocks")
+    found = asked(capsys, *SPINE, "--framework", "megatron-core", *mesh)
+    given, best = found["given"], found["best"]
+    assert found["refused"] == []
+    assert given["mesh"] == "pp=4 dp=2 cp=1 tp=8"
+    assert best["step"] <= given["step"]
+    assert 0.2 < given["utilisation"] < best["utilisation"]
+    less = asked(capsys, *SPINE, "--framework", "megatron-core", "--explain", "pp=4 dp=2 tp=8", code=0)["given"]
+    assert less["step"] < given["step"]
+    assert less["memory"] > given["memory"]
+
+
+def test_a_strategy_that_cannot_run_is_told_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(capsys, *SPINE, "--explain", "pp=2 dp=32", "--micro", "7", "--experts", "4 x 1", code=1)
+    assert found["given"] is None
+    assert found["refused"] == [
+        "32 data ranks of micro-batches of 7 do not divide 512 samples",
+        "4 expert ranks do not divide 0 experts",
+    ]
+    assert main(["plan", *SPINE, "--explain", "pp=2 dp=32", "--micro", "7"]) == 1
+    assert "It cannot run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--explain", "pp=4 dp=2 tp=6"), 'the mesh "pp=4 dp=2 tp=6" has 48 ranks, and there are 64 devices'),
+        (("--explain", "pp=4 ep=16"), "has the axis ep: axes are named pp, dp, cp, tp"),
+        (("--explain", "pp=4 dp"), '"pp=4 dp" is no mesh'),
+        (("--explain", "dp=64", "--again", "some"), 'nothing is known of "some": what is computed again is one of'),
+        (("--explain", "dp=64", "--experts", "many"), '"many" are no expert ranks: write 8 x 1'),
+        (("--train-tokens", "1M"), "1000000 tokens are less than a step of 4194304"),
+        (("--train-tokens", "1B", "--hours", "0"), "--hours is a number above 0"),
+        (("--train-tokens", "x"), '"x" is no number of tokens'),
+    ],
+)
+def test_mistakes_of_explanations_and_budgets(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(capsys, "llama-3-70b", "--cluster", "h100-8x8", *arguments)
+
+
+def test_how_long_a_training_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ("llama-3-8b", "--cluster", "h100-8x8", "--tokens-per-batch", "1M", "--train-tokens", "20B", "--price", "2")
+    found = asked(capsys, *said, "--hours", "72")
+    sizes = {one["devices"]: one for one in found["sizes"]}
+    assert list(sizes) == [64, 32, 16, 8, 4, 2, 1]
+    hours = [one["hours"] for one in found["sizes"] if one["hours"] is not None]
+    assert hours == sorted(hours)
+    steps = -(-20 * 10**9 // 2**20)
+    assert sizes[64]["hours"] == pytest.approx(steps * sizes[64]["choice"]["step"] / 3600)
+    assert sizes[64]["cost"] == pytest.approx(2 * 64 * sizes[64]["hours"])
+    least = found["fewest_devices"]
+    assert sizes[least]["hours"] <= 72
+    assert sizes[least // 2]["hours"] is None or sizes[least // 2]["hours"] > 72
+    assert sizes[1]["choice"] is None
+    assert main(["plan", *said, "--hours", "1"]) == 1
+    assert "in 1 hours: no part of this cluster does" in capsys.readouterr().out

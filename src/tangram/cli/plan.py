@@ -25,6 +25,17 @@ def plan(
     framework: Annotated[str, typer.Option(help="What will run it, as in megatron-core.")] = "tangram",
     memory: Annotated[float, typer.Option(help="GB that a device may use; 0: all that it has.")] = 0.0,
     top: Annotated[int, typer.Option(min=1, help="How many strategies to name.")] = 8,
+    explain: Annotated[str | None, typer.Option(help='Explain one mesh, as "pp=8 dp=2 tp=4", and no ranking.')] = None,
+    micro: Annotated[int, typer.Option(min=1, help="Of --explain: samples of a micro-batch.")] = 1,
+    chunks: Annotated[int, typer.Option(min=1, help="Of --explain: interleaved chunks of a rank.")] = 1,
+    zero: Annotated[int, typer.Option(min=0, max=3, help="Of --explain: what data ranks divide, 0 to 3.")] = 1,
+    again: Annotated[str, typer.Option(help='Of --explain: what is computed again, as "all blocks".')] = "nothing",
+    experts: Annotated[str, typer.Option(help='Of --explain: expert ranks x their tensor ranks, "8 x 1".')] = "1 x 1",
+    train_tokens: Annotated[
+        str | None, typer.Option(help="How long so many tokens take, as in 20B (thousand millions).")
+    ] = None,
+    hours: Annotated[float | None, typer.Option(help="Of --train-tokens: the deadline.")] = None,
+    price: Annotated[float | None, typer.Option(help="Of --train-tokens: of a device's hour.")] = None,
     processes: Annotated[int, typer.Option("--processes", "-n", help="For how many ranks on this machine.")] = 1,
     stages: Annotated[int, typer.Option(help="Plans of pipelines with so many stages; 1: without.")] = 1,
     schedule: Annotated[str, typer.Option(help="Of the pipelines: as pipeline.schedule of a plan.")] = "1F1B",
@@ -37,7 +48,12 @@ def plan(
 ) -> int:
     """Rank the strategies of a job on this machine, or of a model on a cluster; exit code 1 when none fits."""
     if cluster is not None:
-        return _ask(str(file), cluster, (tokens_per_batch, seq, precision, framework, gpus, memory, top), json=json)
+        from tangram.cli.cluster import answered
+
+        typed = (tokens_per_batch, seq, precision, framework, gpus, memory, top)
+        one = None if explain is None else (explain, micro, chunks, zero, again, experts)
+        long = None if train_tokens is None else (train_tokens, hours, price)
+        return answered(str(file), cluster, typed, one, long, json=json)
     job = load(file, changes_of(change or []))
     if show:
         from tangram.planner.show import rows
@@ -68,24 +84,6 @@ def plan(
         if out is not None:
             print(f"wrote {out}: tangram train {out}")
     return 0 if fitting else 1
-
-
-def _ask(model: str, cluster: str, typed: tuple[str, int, str, str, int, float, int], *, json: bool) -> int:
-    from tangram.hardware import cluster as clusters
-    from tangram.models.outlined import outlined
-    from tangram.planner.answer import as_json, tables
-    from tangram.planner.ask import asked_of
-    from tangram.planner.ask import plan as answer_to
-
-    asked, where = asked_of(*typed), clusters.load(cluster)
-    with progress("laying the model out, searching"):
-        answer = answer_to(outlined(model), where, asked)
-    if json:
-        print_json(as_json(answer))
-    else:
-        for title, headers, said in tables(answer):
-            print_table(title, headers, said)
-    return 0 if answer.choices else 1
 
 
 def _write(text: str, path: Path) -> None:

@@ -6,13 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from tangram.planner.ask import Answer, Choice, safe
+from tangram.planner.ask import Answer
+from tangram.planner.budget import Budget, Duration, fewest
+from tangram.planner.choice import Choice, safe
+from tangram.planner.explain import Explained
 from tangram.planner.table import Titled
 
 HEADERS = (
     "", "mesh", "micro-batch", "chunks", "experts", "divided", "made again", "memory", "fits", "step", "90 of 100",
     "tokens/s/device", "MFU",
 )  # fmt: skip
+FITS = 0.9
+"""How likely a strategy is not to run out, to be called fitting."""
 ZERO = ("nothing", "optimiser", "and gradients", "and parameters")
 PARTS = {
     "products": "matrix products", "attention": "attention", "streams": "norms, activations, casts",
@@ -64,6 +69,80 @@ def as_json(answer: Answer) -> dict[str, object]:
         "enough_devices": answer.enough,
         "assumed": list(answer.assumed),
         "instead": {name: None if math.isnan(step) else step for name, step in answer.instead.items()},
+    }
+
+
+def explained_tables(found: Explained) -> list[Titled]:
+    """Of a given strategy: why it cannot run, or what it needs and what it loses to the best."""
+    best = found.best.choices[0] if found.best.choices else None
+    first: list[Titled] = [("The best", HEADERS, [_row("best", best)])] if best else []
+    if found.choice is None:
+        return [("It cannot run", ("why",), [(reason,) for reason in found.refused]), *first]
+    one = found.choice
+    rows = [_row("given", one), *([_row("best", best)] if best else [])]
+    fits = "it fits" if one.fits >= FITS else f"it fits in {one.fits:.0%} of such runs"
+    tables: list[Titled] = [
+        (f"{found.best.outline.name}: MFU {one.utilisation:.1%} is to be expected, and {fits}", HEADERS, rows),
+        ("Its step", ("", "seconds", "share"), _shares(one.parts, PARTS, one.step, "{:.2f}", 1.0)),
+        (f"Its memory, of {found.best.limit / 1e9:.0f} GB", ("", "GB", "share"),
+         _shares(one.held, HELD, one.memory, "{:.1f}", 1e-9)),
+    ]  # fmt: skip
+    if best:
+        more = {name: part - best.parts[name] for name, part in one.parts.items()}
+        lost = sorted(((part, name) for name, part in more.items() if abs(part) > 0.005 * best.step), reverse=True)
+        said = [(PARTS[name], f"{part:+.2f} s") for part, name in lost]
+        tables.append((f"Beside the best: {one.step / best.step - 1:+.1%}", ("", "more"), said))
+    return tables
+
+
+def explained_json(found: Explained) -> dict[str, object]:
+    """The same for programs."""
+    best = found.best.choices[0] if found.best.choices else None
+    return {
+        "refused": list(found.refused),
+        "given": asdict(found.choice) if found.choice else None,
+        "best": asdict(best) if best else None,
+    }
+
+
+def duration_tables(found: list[Duration], budget: Budget) -> list[Titled]:
+    """How long a training takes on parts of the cluster."""
+    rows = [
+        (
+            str(one.devices),
+            one.choice.mesh if one.choice else "nothing fits",
+            f"{one.choice.step:.2f} s" if one.choice else "",
+            f"{one.hours:,.1f}" if one.choice else "",
+            f"{one.device_hours:,.0f}" if one.choice else "",
+            f"{one.cost:,.0f}" if one.cost is not None else "",
+        )
+        for one in found
+    ]
+    title = f"{budget.tokens:,} tokens"
+    least = fewest(found, budget)
+    if budget.hours is not None:
+        kept = f"{least.devices} devices at least" if least else "no part of this cluster does"
+        title += f" in {budget.hours:g} hours: {kept}"
+    return [(title, ("devices", "best mesh", "step", "hours", "device hours", "cost"), rows)]
+
+
+def duration_json(found: list[Duration], budget: Budget) -> dict[str, object]:
+    """The same for programs; hours are null where nothing fits."""
+    least = fewest(found, budget)
+    return {
+        "tokens": budget.tokens,
+        "hours": budget.hours,
+        "fewest_devices": least.devices if least else None,
+        "sizes": [
+            {
+                "devices": one.devices,
+                "hours": one.hours if one.choice else None,
+                "device_hours": one.device_hours if one.choice else None,
+                "cost": one.cost,
+                "choice": asdict(one.choice) if one.choice else None,
+            }
+            for one in found
+        ],
     }
 
 

@@ -1,0 +1,187 @@
+"""One strategy in words and numbers: what a configuration of a grid is predicted to need, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tangram.errors import UserError
+from tangram.hardware.cluster import Cluster
+from tangram.hardware.devices import Figures, device
+from tangram.models.outline import Outline
+from tangram.planner.framework import framework
+from tangram.planner.grid import Grid
+from tangram.planner.learn import Learned, Run
+from tangram.planner.memory import Memory, memory
+from tangram.planner.setting import Precision, Setting
+from tangram.planner.space import RECOMPUTED
+from tangram.planner.time import seconds
+
+__all__ = ["Ask", "Choice", "described", "figures", "limit_of", "probability", "safe", "setting_of", "unlike"]
+
+SURE = 1.6449
+"""Standard deviations to each side of the middle 90 of 100 of a normal."""
+MEMORY_SPREAD = 0.06
+"""Standard deviation of the logarithm of memory: of published runs of a billion parameters or more, held out."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is to be trained, how, and on what."""
+
+    tokens: int
+    """Of a step, over all devices."""
+    sequence: int
+    """Tokens of a sample."""
+    precision: Precision = "bf16"
+    framework: str = "tangram"
+    devices: int = 0
+    """How many; 0: all of the cluster."""
+    memory: float = 0.0
+    """Bytes that a rank may use; 0: what its device has."""
+    most: int = 8
+    """How many strategies to name."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One strategy, with what it is predicted to need."""
+
+    mesh: str
+    """As everywhere: pipeline, data, context, tensor ranks."""
+    micro: int
+    micros: int
+    virtual: int
+    expert: int
+    expert_tensor: int
+    zero: int
+    again: str
+    """What is computed again in the backward."""
+    step: float
+    """Seconds."""
+    low: float
+    high: float
+    """90 of 100 like it lie between these."""
+    tokens_per_device: float
+    """In a second."""
+    utilisation: float
+    """Of the device's best rate (MFU)."""
+    memory: float
+    """Bytes of the rank that needs most, as the device shows them."""
+    fits: float
+    """How likely it is not to run out."""
+    parts: Mapping[str, float]
+    """Seconds of the step, by what they are spent on."""
+    held: Mapping[str, float]
+    """Bytes of that rank, by what they are of."""
+
+
+def figures(cluster: Cluster) -> Figures:
+    """Of the cluster's device, its own rates where the catalogue has not all."""
+    try:
+        return device(cluster.device.name)
+    except UserError:
+        own = cluster.device
+        return Figures(
+            own.name, own.name, bf16=own.flops.get("bf16"), fp32=own.flops.get("fp32"), memory_bytes=own.memory_bytes,
+            memory_bandwidth=own.memory_bandwidth, link_bandwidth=cluster.links[0].rate,
+            link_domain=cluster.links[0].ranks, nic_bandwidth=cluster.links[-1].rate,
+        )  # fmt: skip
+
+
+def node(cluster: Cluster) -> int:
+    """Devices that meet at the nearest link."""
+    return cluster.links[0].ranks
+
+
+def setting_of(cluster: Cluster, ask: Ask) -> Setting:
+    """What all configurations have in common. Raises UserError for a framework that is not known."""
+    return Setting(figures(cluster), framework(ask.framework), ask.precision, node(cluster), cluster.links[-1].rate)
+
+
+def limit_of(cluster: Cluster, ask: Ask) -> float:
+    """Bytes that a rank may use. Raises UserError where nobody says."""
+    limit = ask.memory or figures(cluster).memory_bytes
+    if not limit:
+        raise UserError(f"the catalogue knows no memory of {figures(cluster).label}: give one with --memory")
+    return limit
+
+
+def safe(limit: float) -> float:
+    """What may be predicted so that nine of ten such runs stay within a limit."""
+    return limit / math.exp(1.2816 * MEMORY_SPREAD)
+
+
+def probability(need: float, limit: float) -> float:
+    """That a predicted need stays within a limit."""
+    return 0.5 * (1 + math.erf(math.log(limit / need) / MEMORY_SPREAD / math.sqrt(2)))
+
+
+def described(
+    outline: Outline, g: Grid, setting: Setting, ask: Ask, limit: float, learned: Learned
+) -> tuple[Choice, ...]:
+    """Each configuration of a grid in words and numbers."""
+    if not len(g):
+        return ()
+    parts, needs = seconds(outline, g, setting).parts(), memory(outline, g, setting)
+    scales = learned.scales(setting.device.name, setting)
+    parts = {name: np.broadcast_to(values, len(g)) * scales[name] for name, values in parts.items()}
+    held = needs.worst.parts()
+    runs = [
+        Run(
+            {name: float(values[i]) for name, values in parts.items()},
+            setting.device.name, setting.framework.name, setting.precision, "",
+        )
+        for i in range(len(g))
+    ]  # fmt: skip
+    spread = learned.spread(runs)
+    return tuple(
+        _choice(outline, g, i, runs[i], float(spread[i]), needs, {n: float(v[i]) for n, v in held.items()}, setting,
+                ask, limit)
+        for i in range(len(g))
+    )  # fmt: skip
+
+
+def _choice(
+    outline: Outline, g: Grid, i: int, run: Run, spread: float, needs: Memory, held: dict[str, float],
+    setting: Setting, ask: Ask, limit: float,
+) -> Choice:  # fmt: skip
+    at = {name: int(values[i]) for name, values in vars(g).items()}
+    ranks, step = float(g.ranks[i]), run.predicted
+    flops = 3 * outline.flops(ask.sequence) * at["batch"] * ask.sequence
+    need = float(np.broadcast_to(needs.device, len(g))[i])
+    again = next(
+        name for name, group, share in RECOMPUTED if int(group) == at["recompute"] and share == g.recomputed[i]
+    )
+    return Choice(
+        mesh=f"pp={at['pipeline']} dp={at['data']} cp={at['context']} tp={at['tensor']}",
+        micro=at["micro"],
+        micros=int(g.micros[i]),
+        virtual=at["virtual"],
+        expert=at["expert"],
+        expert_tensor=at["expert_tensor"],
+        zero=at["zero"],
+        again=again,
+        step=step,
+        low=step * math.exp(-SURE * spread),
+        high=step * math.exp(SURE * spread),
+        tokens_per_device=at["batch"] * ask.sequence / step / ranks,
+        utilisation=flops / step / ranks / setting.device.peak(ask.precision),
+        memory=need,
+        fits=probability(need, limit),
+        parts=run.parts,
+        held={**held, "reserve": sum(held.values()) * needs.reserve, "context": needs.context},
+    )
+
+
+def unlike(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """Of choices that take the same time in the same layout the one that needs least."""
+    found: dict[object, Choice] = {}
+    for one in choices:
+        key = (one.mesh, one.micro, one.virtual, one.expert, one.expert_tensor, one.again, round(one.step, 6))
+        if key not in found or one.memory < found[key].memory:
+            found[key] = one
+    return tuple(found.values())

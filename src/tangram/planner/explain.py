@@ -1,0 +1,89 @@
+"""One given strategy: whether it is legal, what it needs, what utilisation to expect, and what it loses to the best.
+
+The answer to "is my MFU right, what should it be?" and "why does it not run?", before anything is launched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tangram.errors import UserError
+from tangram.hardware.cluster import Cluster
+from tangram.layout import LayoutError, Mesh
+from tangram.models.outline import Outline
+from tangram.planner.ask import Answer, plan, requested
+from tangram.planner.choice import Ask, Choice, described, limit_of, setting_of
+from tangram.planner.grid import Grid, grid
+from tangram.planner.learn import published
+from tangram.planner.rules import reasons
+from tangram.planner.space import RECOMPUTED
+
+__all__ = ["Explained", "Given", "explain"]
+
+AXES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}
+"""What axes of a mesh are for, by their names."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A strategy as a person gives it."""
+
+    mesh: str
+    """Of the axes pp, dp, cp and tp; those that are not named have one rank."""
+    micro: int = 1
+    chunks: int = 1
+    zero: int = 1
+    again: str = "nothing"
+    experts: str = "1 x 1"
+    """Expert ranks x the experts' tensor ranks."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What is to be said of it."""
+
+    refused: tuple[str, ...]
+    """Why it cannot run; empty where it can."""
+    choice: Choice | None
+    best: Answer
+
+
+def explain(outline: Outline, cluster: Cluster, ask: Ask, given: Given) -> Explained:
+    """Of a strategy. Raises UserError where it cannot be read."""
+    g = laid_out(cluster, ask, given)
+    refused = reasons(outline, g)
+    best = plan(outline, cluster, ask)
+    if refused:
+        return Explained(tuple(refused), None, best)
+    setting, limit = setting_of(cluster, ask), limit_of(cluster, ask)
+    return Explained((), described(outline, g, setting, ask, limit, published())[0], best)
+
+
+def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
+    """As a grid of one."""
+    request = requested(cluster, ask)
+    try:
+        axes = Mesh.parse(given.mesh).axes
+    except LayoutError as error:
+        raise UserError(f'"{given.mesh}" is no mesh: {error}') from None
+    if unknown := [name for name in axes if name not in AXES]:
+        raise UserError(f'the mesh "{given.mesh}" has the axis {unknown[0]}: axes are named {", ".join(AXES)}')
+    sizes = {AXES[name]: size for name, (size, _) in axes.items()}
+    ranks = 1
+    for size in sizes.values():
+        ranks *= size
+    if ranks != request.devices:
+        raise UserError(f'the mesh "{given.mesh}" has {ranks} ranks, and there are {request.devices} devices')
+    known = {name: (group, share) for name, group, share in RECOMPUTED}
+    if given.again not in known:
+        raise UserError(f'nothing is known of "{given.again}": what is computed again is one of {", ".join(known)}')
+    try:
+        expert, expert_tensor = (int(part) for part in given.experts.split("x"))
+    except ValueError:
+        raise UserError(f'"{given.experts}" are no expert ranks: write 8 x 1') from None
+    group, share = known[given.again]
+    return grid(
+        batch=request.batch, sequence=request.sequence, micro=given.micro, virtual=given.chunks, zero=given.zero,
+        recompute=int(group), recomputed=share, expert=expert, expert_tensor=expert_tensor,
+        sequence_parallel=float(sizes.get("tensor", 1) > 1), **sizes,
+    )  # fmt: skip
