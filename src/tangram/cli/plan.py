@@ -31,6 +31,7 @@ def plan(
     zero: Annotated[int, typer.Option(min=0, max=3, help="Of --explain: what data ranks divide, 0 to 3.")] = 1,
     again: Annotated[str, typer.Option(help='Of --explain: what is computed again, as "all blocks".')] = "nothing",
     experts: Annotated[str, typer.Option(help='Of --explain: expert ranks x their tensor ranks, "8 x 1".')] = "1 x 1",
+    timeline: Annotated[Path | None, typer.Option(help="Write the best step's (or the explained one's) here.")] = None,
     train_tokens: Annotated[
         str | None, typer.Option(help="How long so many tokens take, as in 20B (thousand millions).")
     ] = None,
@@ -53,7 +54,7 @@ def plan(
         typed = (tokens_per_batch, seq, precision, framework, gpus, memory, top)
         one = None if explain is None else (explain, micro, chunks, zero, again, experts)
         long = None if train_tokens is None else (train_tokens, hours, price)
-        return answered(str(file), cluster, typed, one, long, json=json)
+        return answered(str(file), cluster, typed, one, long, timeline, json=json)
     job = load(file, changes_of(change or []))
     if show:
         from tangram.planner.show import rows

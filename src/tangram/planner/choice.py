@@ -77,6 +77,8 @@ class Choice:
     """Seconds of the step, by what they are spent on."""
     held: Mapping[str, float]
     """Bytes of that rank, by what they are of."""
+    at: Mapping[str, float]
+    """All numbers of the configuration (`planner.grid`)."""
 
 
 def figures(cluster: Cluster) -> Figures:
@@ -174,6 +176,7 @@ def _choice(
         fits=probability(need, limit),
         parts=run.parts,
         held={**held, "reserve": sum(held.values()) * needs.reserve, "context": needs.context},
+        at={name: float(values[i]) for name, values in vars(g).items()},
     )
 
 

@@ -35,7 +35,7 @@ from tangram.planner.grid import Grid
 from tangram.planner.setting import Setting
 from tangram.planner.traffic import data_seconds, exchange, optimiser_seconds
 
-__all__ = ["Seconds", "seconds"]
+__all__ = ["Passes", "Seconds", "passes_of", "pipeline_seconds", "seconds"]
 
 Array = NDArray[Any]
 
@@ -109,14 +109,45 @@ LOGIT_BYTES = 24.0
 """Moved for each logit: written and read in 16 bits, its exponential and gradient in float32."""
 
 
-def seconds(outline: Outline, g: Grid, setting: Setting) -> Seconds:
-    """Of a step of each configuration of the grid."""
+@dataclass(frozen=True)
+class Passes:
+    """Of one micro-batch, seconds through all blocks by what they are spent on, and through the head."""
+
+    forward: dict[str, Array]
+    backward: dict[str, Array]
+    """With what is computed again."""
+    head: Array
+    """Forward and backward."""
+    hop: Array
+    """What a stage hands on and gets back."""
+
+
+def passes_of(outline: Outline, g: Grid, setting: Setting) -> Passes:
+    """Of each configuration of the grid."""
+    ahead, back, again = _passes(outline, g, setting)
+    rest = back + again
+    return Passes(
+        {one.name: getattr(ahead, one.name) for one in fields(ahead)},
+        {one.name: getattr(rest, one.name) for one in fields(rest)},
+        _head(outline, g, setting),
+        _hop(outline, g, setting),
+    )
+
+
+def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[_Pass, _Pass, _Pass]:
+    """All blocks forward, backward, and what of them is made again."""
     ahead, back, again = (_none(g) for _ in range(3))
     for block, count in outline.runs:
         passes = _Ways(block, outline.hidden, g, setting)
         forward = passes.forward()
         ahead, back = ahead + forward * count, back + passes.backward() * count
         again = again + passes.repeated(forward) * (count * g.recomputed)
+    return ahead, back, again
+
+
+def seconds(outline: Outline, g: Grid, setting: Setting) -> Seconds:
+    """Of a step of each configuration of the grid."""
+    ahead, back, again = _passes(outline, g, setting)
     whole = ahead + back + again
     body = whole * (1 / g.pipeline)
     head = _head(outline, g, setting)

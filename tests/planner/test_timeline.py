@@ -1,0 +1,76 @@
+"""The timeline of a step: what is played event by event takes what the closed form says."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tangram.cli import main
+from tangram.hardware.devices import device
+from tangram.models.outline import Dims, decoder
+from tangram.planner.framework import framework
+from tangram.planner.grid import Grid, grid
+from tangram.planner.setting import Setting
+from tangram.planner.time import seconds
+from tangram.planner.timeline import MOST, as_trace, timeline
+
+SETTING = Setting(device("h100"), framework("megatron-core"))
+MODEL = decoder(Dims(16, 2048, 16, 32000, ffn=8192, kv_heads=4), "model")
+
+
+def one(**given: Any) -> Grid:
+    """A grid of one configuration."""
+    return grid(**{"sequence": 4096, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ({"batch": 32}, 1e-9),
+        ({"batch": 32, "data": 4, "zero": 3}, 1e-9),
+        ({"batch": 32, "pipeline": 2}, 0.02),
+        ({"batch": 64, "pipeline": 8, "tensor": 2, "sequence_parallel": 1}, 0.03),
+        ({"batch": 32, "pipeline": 4, "virtual": 2}, 0.04),
+        ({"batch": 32, "pipeline": 4, "virtual": 4, "recompute": 31}, 0.04),
+        ({"batch": 33, "pipeline": 3}, 0.03),
+        ({"batch": 2, "pipeline": 4}, 0.05),
+    ],
+)
+def test_played_and_closed_agree(given: dict[str, Any], near: float) -> None:
+    g = one(**given)
+    events = timeline(MODEL, g, SETTING)
+    end = max(event.start + event.seconds for event in events)
+    assert end == pytest.approx(float(seconds(MODEL, g, SETTING).step[0]), rel=near)
+    micros, chunks = int(g.micros[0]), int(g.pipeline[0] * g.virtual[0])
+    assert sum(event.kind == "forward" for event in events) == micros * chunks
+    assert sum(event.kind == "backward" for event in events) == micros * chunks
+    for rank in range(int(g.pipeline[0])):
+        row = sorted((event.start, event.start + event.seconds) for event in events if event.rank == rank)
+        assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(row))
+
+
+def test_a_schedule_that_idles_more_is_seen() -> None:
+    """A planted mistake: half of the micro-batches do not take half of the time."""
+    few, many = (timeline(MODEL, one(batch=batch, pipeline=8), SETTING) for batch in (8, 16))
+    ends = [max(event.start + event.seconds for event in events) for events in (few, many)]
+    assert ends[1] < 1.8 * ends[0]
+
+
+def test_many_micro_batches_are_cut() -> None:
+    events = timeline(MODEL, one(batch=4096, pipeline=4), SETTING)
+    assert sum(event.kind == "forward" for event in events) == MOST * 4
+
+
+def test_the_trace_is_what_perfetto_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = as_trace(timeline(MODEL, one(batch=8, pipeline=2), SETTING))
+    assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X"}  # pyright: ignore[reportIndexIssue, reportGeneralTypeIssues]
+    path = tmp_path / "step.json"
+    arguments = ("llama-3-8b", "--cluster", "h100-8x8", "--gpus", "16", "--timeline", str(path))
+    assert main(["plan", *arguments, "--explain", "pp=4 dp=2 tp=2"]) == 0
+    assert f"wrote {path}" in capsys.readouterr().out
+    kept = json.loads(path.read_text())
+    assert {event["tid"] for event in kept["traceEvents"]} == {0, 1, 2, 3}
+    assert main(["plan", *arguments[:-1], str(tmp_path / "none" / "step.json")]) == 2
+    assert "the timeline cannot be written" in capsys.readouterr().err
