@@ -5,19 +5,30 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tangram.cli import main
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, decoder
+from tangram.planner.actions import simulate
 from tangram.planner.framework import framework
 from tangram.planner.grid import Grid, grid
+from tangram.planner.memory import memory
+from tangram.planner.pipelines import SCHEDULES
+from tangram.planner.schedules import MAKERS
+from tangram.planner.schedules import schedule as by_name
 from tangram.planner.setting import Setting
-from tangram.planner.time import seconds
+from tangram.planner.time import pipeline_seconds, seconds
 from tangram.planner.timeline import MOST, as_trace, timeline
 
 SETTING = Setting(device("h100"), framework("megatron-core"))
 MODEL = decoder(Dims(16, 2048, 16, 32000, ffn=8192, kv_heads=4), "model")
+
+
+def rank_of(name: str, ranks: int, own: int) -> tuple[int, ...]:
+    """The rank of each stage."""
+    return MAKERS[name].rank_of(ranks, ranks * own)
 
 
 def one(**given: Any) -> Grid:
@@ -35,6 +46,11 @@ def one(**given: Any) -> Grid:
         ({"batch": 32, "pipeline": 4, "virtual": 2}, 0.04),
         ({"batch": 32, "pipeline": 4, "virtual": 4, "recompute": 31}, 0.04),
         ({"batch": 33, "pipeline": 3}, 0.03),
+        ({"batch": 32, "pipeline": 4, "virtual": 2, "schedule": 2}, 0.05),
+        ({"batch": 64, "pipeline": 8, "virtual": 2, "schedule": 2}, 0.05),
+        ({"batch": 32, "pipeline": 4, "virtual": 2, "schedule": 3}, 0.05),
+        ({"batch": 64, "pipeline": 8, "virtual": 2, "schedule": 3}, 0.05),
+        ({"batch": 64, "pipeline": 8, "virtual": 2, "schedule": 4}, 0.05),
         ({"batch": 2, "pipeline": 4}, 0.05),
     ],
 )
@@ -45,7 +61,9 @@ def test_played_and_closed_agree(given: dict[str, Any], near: float) -> None:
     assert end == pytest.approx(float(seconds(MODEL, g, SETTING).step[0]), rel=near)
     micros, chunks = int(g.micros[0]), int(g.pipeline[0] * g.virtual[0])
     assert sum(event.kind == "forward" for event in events) == micros * chunks
-    assert sum(event.kind == "backward" for event in events) == micros * chunks
+    whole = sum(event.kind == "backward" for event in events)
+    split = [sum(event.kind == f"backward of {what}" for event in events) for what in ("inputs", "weights")]
+    assert [whole + part for part in split] == [micros * chunks] * 2
     for rank in range(int(g.pipeline[0])):
         row = sorted((event.start, event.start + event.seconds) for event in events if event.rank == rank)
         assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(row))
@@ -74,3 +92,24 @@ def test_the_trace_is_what_perfetto_reads(tmp_path: Path, capsys: pytest.Capture
     assert {event["tid"] for event in kept["traceEvents"]} == {0, 1, 2, 3}
     assert main(["plan", *arguments[:-1], str(tmp_path / "none" / "step.json")]) == 2
     assert "the timeline cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("schedule", range(len(SCHEDULES)))
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_waits_and_what_is_kept_are_those_of_the_schedules_tables(schedule: int, ranks: int) -> None:
+    """In chunks of a forward, a gradient of inputs and one of weights that take as long as each other."""
+    row = SCHEDULES[schedule]
+    own = row.chunks or 2
+    g = one(batch=4 * ranks, pipeline=ranks, virtual=own, schedule=schedule)
+    played = simulate(by_name(row.name, ranks, ranks * own, 4 * ranks))
+    headless = decoder(Dims(ranks * own, 1024, 16, 1, ffn=4096), "headless")
+    closed = pipeline_seconds(headless, g, np.array([3.0 * ranks * own]), np.zeros(1), 1 / 3)[0]
+    assert closed == pytest.approx(played.seconds)
+    kept = memory(headless, g, SETTING)
+    each = memory(headless, one(batch=1), SETTING).first.activations[0] / (ranks * own)
+    first = kept.first.activations[0] / each
+    stages = [
+        sum(played.alive[s] for s in range(ranks * own) if rank_of(row.name, ranks, own)[s] == r) for r in range(ranks)
+    ]
+    assert first <= max(stages) + 1e-6  # the sum of each stage's most is at least what is kept at a time
+    assert first >= max(stages) - 2 * ranks

@@ -36,8 +36,8 @@ THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 """Of tokens to train on, as papers count them."""
 
 
-Strategy = tuple[str, int, int, int, str, str]
-"""Mesh, micro-batch, chunks, what is divided, what is made again, experts."""
+Strategy = tuple[str, int, int, str, int, str, str]
+"""Mesh, micro-batch, chunks, schedule, what is divided, what is made again, experts."""
 Training = tuple[str, float | None, float | None]
 """Tokens, hours, price."""
 

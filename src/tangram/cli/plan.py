@@ -39,7 +39,7 @@ def plan(
     price: Annotated[float | None, typer.Option(help="Of --train-tokens: of a device's hour.")] = None,
     processes: Annotated[int, typer.Option("--processes", "-n", help="For how many ranks on this machine.")] = 1,
     stages: Annotated[int, typer.Option(help="Plans of pipelines with so many stages; 1: without.")] = 1,
-    schedule: Annotated[str, typer.Option(help="Of the pipelines: as pipeline.schedule of a plan.")] = "1F1B",
+    schedule: Annotated[str, typer.Option(help="Of the pipelines, and of --explain.")] = "1F1B",
     show: Annotated[bool, typer.Option("--show", help="Explain the file and stop.")] = False,
     out: Annotated[Path | None, typer.Option(help="Where to write the plan that is taken.")] = None,
     pick: Annotated[int, typer.Option(help="Which row of the table to write; 1 is the best.")] = 1,
@@ -52,7 +52,7 @@ def plan(
         from tangram.cli.cluster import answered
 
         typed = (tokens_per_batch, seq, precision, framework, gpus, memory, top)
-        one = None if explain is None else (explain, micro, chunks, zero, again, experts)
+        one = None if explain is None else (explain, micro, chunks, schedule, zero, again, experts)
         long = None if train_tokens is None else (train_tokens, hours, price)
         return answered(str(file), cluster, typed, one, long, timeline, json=json)
     job = load(file, changes_of(change or []))

@@ -13,7 +13,7 @@ from tangram.planner.explain import Explained
 from tangram.planner.table import Titled
 
 HEADERS = (
-    "", "mesh", "micro-batch", "chunks", "experts", "divided", "made again", "memory", "fits", "step", "90 of 100",
+    "", "mesh", "micro-batch", "schedule", "experts", "divided", "made again", "memory", "fits", "step", "90 of 100",
     "tokens/s/device", "MFU",
 )  # fmt: skip
 FITS = 0.9
@@ -152,7 +152,7 @@ def _row(place: str, one: Choice) -> tuple[str, ...]:
         place,
         one.mesh,
         f"{one.micro} x {one.micros}",
-        str(one.virtual) if one.virtual > 1 else "",
+        f"{one.schedule} x {one.virtual}" if one.virtual > 1 else one.schedule,
         experts,
         ZERO[one.zero],
         one.again,

@@ -17,6 +17,7 @@ from tangram.hardware import curves
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Outline
 from tangram.planner.choice import Ask, Choice, described, limit_of, safe, setting_of, unlike
+from tangram.planner.framework import framework
 from tangram.planner.learn import Learned, published
 from tangram.planner.search import search
 from tangram.planner.setting import Precision, Setting
@@ -109,7 +110,7 @@ def requested(cluster: Cluster, ask: Ask) -> Request:
         raise UserError(
             f"{ask.tokens} tokens are not samples of {ask.sequence}: the nearest batches are {below} and {above}"
         )
-    return Request(devices, ask.tokens // ask.sequence, ask.sequence)
+    return Request(devices, ask.tokens // ask.sequence, ask.sequence, schedules=framework(ask.framework).schedules)
 
 
 def _instead(
@@ -118,7 +119,7 @@ def _instead(
     """The best step if memory, network or the sequence were otherwise; nan where nothing fits."""
     scales = learned.scales(setting.device.name, setting)
     half = replace(setting, nic=cluster.links[-1].rate / 2)
-    longer = Request(request.devices, max(request.batch // 2, 1), request.sequence * 2)
+    longer = replace(request, batch=max(request.batch // 2, 1), sequence=request.sequence * 2)
     cases = {
         "with 5 GB more memory": (request, setting, limit + 5e9),
         "with 5 GB less memory": (request, setting, limit - 5e9),

@@ -16,6 +16,7 @@ from tangram.planner.framework import framework
 from tangram.planner.grid import Grid
 from tangram.planner.learn import Learned, Run
 from tangram.planner.memory import Memory, memory
+from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.setting import Precision, Setting
 from tangram.planner.space import RECOMPUTED
 from tangram.planner.time import seconds
@@ -55,6 +56,8 @@ class Choice:
     micro: int
     micros: int
     virtual: int
+    schedule: str
+    """Of the pipeline."""
     expert: int
     expert_tensor: int
     zero: int
@@ -163,6 +166,7 @@ def _choice(
         micro=at["micro"],
         micros=int(g.micros[i]),
         virtual=at["virtual"],
+        schedule=SCHEDULES[at["schedule"]].name if at["pipeline"] > 1 else "",
         expert=at["expert"],
         expert_tensor=at["expert_tensor"],
         zero=at["zero"],
@@ -184,7 +188,16 @@ def unlike(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
     """Of choices that take the same time in the same layout the one that needs least."""
     found: dict[object, Choice] = {}
     for one in choices:
-        key = (one.mesh, one.micro, one.virtual, one.expert, one.expert_tensor, one.again, round(one.step, 6))
+        key = (
+            one.mesh,
+            one.micro,
+            one.virtual,
+            one.schedule,
+            one.expert,
+            one.expert_tensor,
+            one.again,
+            round(one.step, 6),
+        )
         if key not in found or one.memory < found[key].memory:
             found[key] = one
     return tuple(found.values())

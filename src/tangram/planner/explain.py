@@ -15,6 +15,7 @@ from tangram.planner.ask import Answer, plan, requested
 from tangram.planner.choice import Ask, Choice, described, limit_of, setting_of
 from tangram.planner.grid import Grid, grid
 from tangram.planner.learn import published
+from tangram.planner.pipelines import SCHEDULES, code
 from tangram.planner.rules import reasons
 from tangram.planner.space import RECOMPUTED
 
@@ -32,6 +33,8 @@ class Given:
     """Of the axes pp, dp, cp and tp; those that are not named have one rank."""
     micro: int = 1
     chunks: int = 1
+    schedule: str = "1F1B"
+    """Of the pipeline; of several chunks 1F1B is Interleaved1F1B."""
     zero: int = 1
     again: str = "nothing"
     experts: str = "1 x 1"
@@ -81,9 +84,14 @@ def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
         expert, expert_tensor = (int(part) for part in given.experts.split("x"))
     except ValueError:
         raise UserError(f'"{given.experts}" are no expert ranks: write 8 x 1') from None
+    schedule = code("Interleaved1F1B" if given.schedule == "1F1B" and given.chunks > 1 else given.schedule)
+    if schedule < 0:
+        names = ", ".join(one.name for one in SCHEDULES)
+        raise UserError(f'the search knows no schedule "{given.schedule}": give one of {names}')
     group, share = known[given.again]
     return grid(
-        batch=request.batch, sequence=request.sequence, micro=given.micro, virtual=given.chunks, zero=given.zero,
+        batch=request.batch, sequence=request.sequence, micro=given.micro, virtual=given.chunks, schedule=schedule,
+        zero=given.zero,
         recompute=int(group), recomputed=share, expert=expert, expert_tensor=expert_tensor,
         sequence_parallel=float(sizes.get("tensor", 1) > 1), **sizes,
     )  # fmt: skip

@@ -45,6 +45,7 @@ class Framework:
     workspace: float
     reserve: float
     context: float
+    schedules: tuple[str, ...]
 
 
 @cache
@@ -59,6 +60,7 @@ def frameworks() -> tuple[Framework, ...]:
         if unknown := sorted(set(table) - known):
             raise UserError(f"frameworks.toml: {name} has no key {unknown[0]!r}")
         values: dict[str, Any] = {**usual, **table, "names": tuple(table.get("names", (name,)))}
+        values["schedules"] = tuple(values["schedules"])
         found.append(Framework(name, **values))
     return tuple(found)
 

@@ -29,6 +29,8 @@ class Grid:
     pipeline: Array
     virtual: Array
     """Chunks of layers that each pipeline rank has; 1: no interleaving."""
+    schedule: Array
+    """Of the pipeline, a code (`planner.pipelines`)."""
     context: Array
     expert: Array
     expert_tensor: Array
@@ -73,6 +75,7 @@ class Grid:
         return Grid(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
 
 
+_CODES = ("recompute", "schedule")
 _ONES = ("tensor", "pipeline", "virtual", "context", "expert", "data", "micro")
 
 
@@ -87,9 +90,13 @@ def grid(*, batch: Any, sequence: Any, **given: Any) -> Grid:
         raise UserError(f"a grid has no {', '.join(unknown)}: it has {', '.join(sorted(known))}")
     values: dict[str, Any] = dict.fromkeys((*_ONES, "expert_tensor", "recomputed"), 1.0)
     values |= {"sequence_parallel": 0.0, "zero": 0.0, "recompute": 0, "batch": batch, "sequence": sequence} | given
+    values.setdefault("schedule", np.where(np.asarray(values["virtual"]) > 1, 1, 0))  # as chunks go by custom
     values.setdefault("shard", np.asarray(values["data"]) * np.asarray(values["context"]))
     arrays = dict(zip(values, np.broadcast_arrays(*map(np.atleast_1d, values.values())), strict=True))
-    found = {name: array.astype(np.int64 if name == "recompute" else np.float64) for name, array in arrays.items()}
+    found = {
+        name: array.astype(np.int64 if name in ("recompute", "schedule") else np.float64)
+        for name, array in arrays.items()
+    }
     for name in (*_ONES, "expert_tensor", "shard", "batch", "sequence"):
         if not (found[name] >= 1).all():
             raise UserError(f"{name} is {found[name].min():g} in a configuration: it is at least 1")

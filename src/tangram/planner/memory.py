@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from tangram.models.outline import Block, Group, Kept, Outline
 from tangram.planner.grid import Grid
+from tangram.planner.pipelines import folded, splits
 from tangram.planner.setting import Setting
 
 __all__ = ["Memory", "Rank", "memory"]
@@ -97,8 +98,10 @@ def memory(outline: Outline, g: Grid, setting: Setting) -> Memory:
     chunks = g.pipeline * g.virtual
     most, fewest = np.ceil(outline.layers / chunks) * g.virtual, np.floor(outline.layers / chunks) * g.virtual
     alone = g.pipeline == 1
-    first = _rank(outline, g, setting, np.zeros(len(g)), most, np.ones(len(g)), alone * 1.0)
-    last = _rank(outline, g, setting, outline.layers - fewest, np.full(len(g), float(outline.layers)), alone * 1.0, 1.0)
+    both = alone | folded(g.schedule)
+    first = _rank(outline, g, setting, np.zeros(len(g)), most, np.ones(len(g)), both * 1.0)
+    end, heads = np.full(len(g), float(outline.layers)), np.where(folded(g.schedule), 0.0, 1.0)
+    last = _rank(outline, g, setting, outline.layers - fewest, end, alone * 1.0, heads)
     last = _where(alone, first, last)
     return Memory(first, last, setting.framework.reserve, setting.framework.context)
 
@@ -173,8 +176,10 @@ def _in_flight(g: Grid, embeds: Array) -> Array:
     """Chunks of a micro-batch that a rank of the first stage (`embeds` is 1) or the last has kept at its peak."""
     all_of_them = g.micros * g.virtual
     place = np.where(embeds > 0, 0.0, g.pipeline - 1)
+    place = np.where(splits(g.schedule), 0.0, place)  # all ranks keep as much as the first
     plain = np.minimum(g.pipeline - place, g.micros)
     chunks = np.minimum(2 * (g.pipeline - place - 1) + (g.virtual - 1) * g.pipeline + 1, all_of_them)
+    chunks = np.where(folded(g.schedule), np.minimum(2 * g.pipeline + 1, all_of_them), chunks)
     return np.where(g.virtual > 1, chunks, plain)
 
 

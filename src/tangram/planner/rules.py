@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tangram.models.outline import Outline
 from tangram.planner.grid import Grid
+from tangram.planner.pipelines import SCHEDULES, folded, least, many
 
 __all__ = ["RULES", "Rule", "legal", "reasons"]
 
@@ -47,6 +48,16 @@ def _experts(outline: Outline) -> int:
     return max((block.experts for block, _ in outline.runs), default=0)
 
 
+def _taken(g: Grid) -> Mask:
+    """Where the schedule takes as many chunks as there are."""
+    several = (g.pipeline > 1) & (g.virtual > 1) & ((many(g.schedule) == 0) | (g.virtual == many(g.schedule)))
+    return np.asarray(np.where(g.schedule == 0, g.virtual == 1, several), dtype=bool)
+
+
+def _named(at: dict[str, int]) -> str:
+    return SCHEDULES[at["schedule"]].name
+
+
 def _every(masks: Iterator[Mask], g: Grid) -> Mask:
     found = np.ones(len(g), dtype=bool)
     for mask in masks:
@@ -72,8 +83,18 @@ RULES = (
     ),
     Rule(
         "chunks",
-        lambda o, g: (g.virtual == 1) | ((g.pipeline > 1) & _divides(g.micros, g.pipeline)),
+        lambda o, g: (g.virtual == 1) | folded(g.schedule) | _divides(g.micros, g.pipeline),
         lambda o, at: f"interleaved chunks need micro-batches that {at['pipeline']} stages divide",
+    ),
+    Rule(
+        "schedule",
+        lambda o, g: _taken(g),
+        lambda o, at: f"{_named(at)} does not take {at['virtual']} chunks on {at['pipeline']} ranks",
+    ),
+    Rule(
+        "micro-batches of the schedule",
+        lambda o, g: (least(g.schedule) == 1) | (g.micros >= least(g.schedule) * g.pipeline),
+        lambda o, at: f"{_named(at)} takes {SCHEDULES[at['schedule']].least * at['pipeline']} micro-batches or more",
     ),
     Rule(
         "batch",

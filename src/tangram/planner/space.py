@@ -16,6 +16,7 @@ import numpy as np
 
 from tangram.models.outline import Group, Outline
 from tangram.planner.grid import Grid, grid
+from tangram.planner.pipelines import SCHEDULES, code
 from tangram.planner.rules import legal
 
 __all__ = ["RECOMPUTED", "Request", "meshes", "of_mesh"]
@@ -46,6 +47,8 @@ class Request:
     sequence: int
     """Tokens of a sample."""
     most_micro: int = 64
+    schedules: tuple[str, ...] = ("1F1B", "Interleaved1F1B")
+    """Of pipelines, what may be used."""
 
 
 def divisors(number: int) -> list[int]:
@@ -72,6 +75,24 @@ def meshes(outline: Outline, request: Request) -> Iterator[tuple[int, int, int, 
                     yield pipeline, tensor, context, data
 
 
+NEVER_QUICKER = {"Interleaved1F1B": "InterleavedZeroBubble", "DualPipeV": "ZBVZeroBubble"}
+"""Schedules that are never quicker than another, which bounds leave out where that is there."""
+
+
+def _staged(outline: Outline, pipeline: int, schedules: tuple[str, ...], *, bound: bool) -> list[tuple[int, int]]:
+    """Chunks of each rank, and the code of the schedule."""
+    if pipeline == 1:
+        return [(1, 0)]
+    left = [name for name in schedules if not (bound and NEVER_QUICKER.get(name) in schedules)]
+    found: list[tuple[int, int]] = []
+    for name in left:
+        row = SCHEDULES[code(name)]
+        most = outline.layers // pipeline
+        counts = range(2, most + 1) if row.chunks == 0 else range(row.chunks, min(row.chunks, most) + 1)
+        found += [(chunks, code(name)) for chunks in counts]
+    return found
+
+
 def of_mesh(outline: Outline, request: Request, mesh: tuple[int, int, int, int], *, bound: bool = False) -> Grid:
     """All legal configurations of a mesh; with `bound` those of which one is as fast as any."""
     pipeline, tensor, context, data = mesh
@@ -86,10 +107,10 @@ def of_mesh(outline: Outline, request: Request, mesh: tuple[int, int, int, int],
     if not experts:
         folded = [(1, tensor)]
     micros = [n for n in divisors(request.batch // data) if n <= request.most_micro]
-    virtual = list(range(1, outline.layers // pipeline + 1)) if pipeline > 1 else [1]
+    staged = _staged(outline, pipeline, request.schedules, bound=bound)
     zero = (ZERO if not bound else (FASTEST_ZERO,)) if data * context > 1 else (0,)
     again = RECOMPUTED[:1] if bound else RECOMPUTED
-    axes = [range(len(part)) for part in (folded, micros, virtual, zero, again)]
+    axes = [range(len(part)) for part in (folded, micros, staged, zero, again)]
     at = np.array(list(itertools.product(*axes)))
     if not len(at):
         return grid(batch=request.batch, sequence=request.sequence).take(slice(0, 0))
@@ -104,7 +125,8 @@ def of_mesh(outline: Outline, request: Request, mesh: tuple[int, int, int, int],
         expert=np.array([one for one, _ in folded])[at[:, 0]],
         expert_tensor=np.array([one for _, one in folded])[at[:, 0]],
         micro=np.array(micros)[at[:, 1]],
-        virtual=np.array(virtual)[at[:, 2]],
+        virtual=np.array([one for one, _ in staged])[at[:, 2]],
+        schedule=np.array([one for _, one in staged])[at[:, 2]],
         zero=np.array(zero)[at[:, 3]],
         recompute=np.array([int(group) for _, group, _ in RECOMPUTED])[at[:, 4]],
         recomputed=np.array([share for _, _, share in RECOMPUTED])[at[:, 4]],

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from tangram.hardware import curves
 from tangram.models.outline import Block, Group, Outline, Product, Scores, Stream
 from tangram.planner.grid import Grid
+from tangram.planner.pipelines import splits
 from tangram.planner.setting import Setting
 from tangram.planner.traffic import data_seconds, exchange, optimiser_seconds
 
@@ -116,6 +117,8 @@ class Passes:
     forward: dict[str, Array]
     backward: dict[str, Array]
     """With what is computed again."""
+    weights: Array
+    """Of the backward's products, what makes gradients of weights."""
     head: Array
     """Forward and backward."""
     hop: Array
@@ -129,6 +132,7 @@ def passes_of(outline: Outline, g: Grid, setting: Setting) -> Passes:
     return Passes(
         {one.name: getattr(ahead, one.name) for one in fields(ahead)},
         {one.name: getattr(rest, one.name) for one in fields(rest)},
+        _weights(back),
         _head(outline, g, setting),
         _hop(outline, g, setting),
     )
@@ -153,7 +157,8 @@ def seconds(outline: Outline, g: Grid, setting: Setting) -> Seconds:
     head = _head(outline, g, setting)
     hop = _hop(outline, g, setting)
     micros = g.micros
-    way = pipeline_seconds(outline, g, whole.total, head) + 2 * hop * (g.pipeline - 1) / g.virtual
+    way = pipeline_seconds(outline, g, whole.total, head, _weights(back) / np.maximum(whole.total, 1e-30))
+    way = way + 2 * hop * (g.pipeline - 1) / g.virtual
     return Seconds(
         **{one.name: getattr(body, one.name) * micros for one in fields(body)},
         head=head * micros / g.pipeline,
@@ -164,16 +169,24 @@ def seconds(outline: Outline, g: Grid, setting: Setting) -> Seconds:
     )
 
 
-def pipeline_seconds(outline: Outline, g: Grid, blocks: Array, head: Array) -> Array:
+def _weights(back: _Pass) -> Array:
+    """Of the backward, what makes gradients of weights: one of the two products of each map."""
+    return back.products / 2
+
+
+def pipeline_seconds(outline: Outline, g: Grid, blocks: Array, head: Array, weights: Any = 0.0) -> Array:
     """All micro-batches through all stages: the slowest each time, the others once.
 
-    Blocks are dealt as evenly as they go; where they do not, the last stage, which has the head, has one chunk less.
+    `weights`: which share of a micro-batch's work makes gradients of weights; a schedule that splits the backward fills
+    its waits with them, twice as many as there are (`planner.pipelines`). Blocks are dealt as evenly as they go; where
+    they do not, the last stage, which has the head, has one chunk less.
     """
     chunks = g.pipeline * g.virtual
     most, fewest = np.ceil(outline.layers / chunks) * g.virtual, np.floor(outline.layers / chunks) * g.virtual
     each = blocks / outline.layers
     slowest = np.maximum(most * each, fewest * each + head)
-    return slowest * g.micros + np.maximum(blocks + head - slowest, 0.0) / g.virtual
+    waits = np.where(splits(g.schedule), np.maximum(1 - 2 * weights, 0.0), 1.0)
+    return slowest * g.micros + np.maximum(blocks + head - slowest, 0.0) / g.virtual * waits
 
 
 def _none(g: Grid) -> _Pass:

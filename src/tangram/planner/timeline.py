@@ -16,6 +16,7 @@ import numpy as np
 from tangram.models.outline import Outline
 from tangram.planner.actions import Action, played
 from tangram.planner.grid import Grid
+from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.schedules import micros_unlike, schedule
 from tangram.planner.setting import Setting
 from tangram.planner.time import passes_of, seconds
@@ -24,8 +25,9 @@ __all__ = ["MOST", "Event", "as_trace", "timeline"]
 
 MOST = 64
 """Micro-batches that are shown."""
-HEAD_FORWARD = 1 / 3
-"""Of the head's three products one is the forward's."""
+HEADS = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
+"""Of the head's three products one is the forward's, and one makes gradients of weights."""
+KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Event:
     rank: int
     name: str
     kind: str
-    """"forward", "backward", "data" or "optimiser"."""
+    """One of `KINDS`, "data" or "optimiser"."""
     start: float
     seconds: float
 
@@ -53,18 +55,21 @@ def timeline(outline: Outline, one: Grid, setting: Setting, scales: Mapping[str,
     chunks = ranks * own
     blocks = [outline.layers // chunks + (i < outline.layers % chunks) for i in range(chunks)]
 
-    def takes(action: Action) -> float:
-        forward = action.kind == "F"
-        last = head * (HEAD_FORWARD if forward else 1 - HEAD_FORWARD) if action.stage == chunks - 1 else 0.0
-        return blocks[action.stage] * (ahead if forward else back) + last + (hop if ranks > 1 else 0.0)
+    weights = min(known.get("products", 1.0) * float(passes.weights[0]) / outline.layers, back)
 
-    name = "Interleaved1F1B" if own > 1 else "1F1B"
+    def takes(action: Action) -> float:
+        share = {"F": ahead, "B": back, "I": back - weights, "W": weights}[action.kind]
+        last = head * HEADS[action.kind] if action.stage == chunks - 1 else 0.0
+        sent = hop if ranks > 1 and action.kind != "W" else 0.0
+        return blocks[action.stage] * share + last + sent
+
+    name = SCHEDULES[int(one.schedule[0])].name
     name = "GPipe" if micros_unlike(name, ranks, micros) else name
     began = played(schedule(name, ranks, chunks, micros), takes)
     found: list[Event] = []
     for rank, row in enumerate(began):
         for start, action in row:
-            kind = "forward" if action.kind == "F" else "backward"
+            kind = KINDS[action.kind]
             chunk = f" of chunk {action.stage}" if own > 1 else ""
             found.append(Event(rank, f"{kind} {action.micro}{chunk}", kind, start, takes(action)))
     end = max(event.start + event.seconds for event in found)
