@@ -18,6 +18,8 @@ from tangram.planner.learn import Learned, Run, learn
 from tangram.planner.setting import Setting
 from tangram.planner.time import seconds
 
+RACK = 8
+"""Devices of one machine at most; where a catalogue says more, they meet across machines."""
 Floats = NDArray[np.float64]
 
 
@@ -44,7 +46,9 @@ def runs(cases: Sequence[Case]) -> list[Run]:
     found: list[Run | None] = [None] * len(cases)
     for places in together.values():
         one = cases[places[0]]
-        setting = Setting(device(one.gpu), one.framework, one.precision, one.node, graphs=one.graphs)
+        of = device(one.gpu)
+        near = of.domain if of.domain > RACK else one.node  # racks of which all devices meet at the fast link
+        setting = Setting(of, one.framework, one.precision, near, graphs=one.graphs)
         parts = seconds(one.outline, joined([cases[i].grid for i in places]), setting).parts()
         for at, i in enumerate(places):
             said = {name: float(np.broadcast_to(values, len(places))[at]) for name, values in parts.items()}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tangram.cli import main
-from tangram.hardware.cluster import builtin
+from tangram.hardware.cluster import Link, builtin
 from tangram.models.outlined import outlined
 from tangram.planner.ask import plan
 from tangram.planner.choice import Ask, probability, safe
@@ -131,6 +131,23 @@ def test_unknown_names_and_contradictory_clusters(tmp_path: Path, capsys: pytest
         path = tmp_path / "wrong.toml"
         path.write_text(text.replace(*change))
         assert said in refused(capsys, "llama-3-8b", "--cluster", str(path))
+
+
+def test_what_the_file_says_of_links_counts_and_not_the_catalogue() -> None:
+    whole = builtin("h100-8x8")
+    near, far = whole.links
+    ask = Ask(2**20, 8192, framework="megatron-core", most=1)
+    model = outlined("llama-3-8b")
+
+    def step(*links: Link) -> float:
+        return plan(model, replace(whole, links=links), ask, what_if=False).choices[0].step
+
+    usual = step(near, far)
+    assert step(replace(near, ranks=2), far) > usual
+    assert step(replace(near, rate=near.rate / 20), far) > usual
+    assert step(near, replace(far, rate=far.rate / 20)) > usual
+    small = replace(whole, device=replace(whole.device, memory_bytes=20e9))
+    assert plan(model, small, ask, what_if=False).limit == 20e9
 
 
 def test_as_a_library() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
@@ -85,16 +86,19 @@ class Choice:
 
 
 def figures(cluster: Cluster) -> Figures:
-    """Of the cluster's device, its own rates where the catalogue has not all."""
+    """Of the cluster's device and links: what the file says, and for the rest what the catalogue does."""
+    own = cluster.device
+    said = {
+        **{name: own.flops[name] for name in ("bf16", "fp32") if name in own.flops},
+        "memory_bytes": own.memory_bytes, "memory_bandwidth": own.memory_bandwidth,
+        "link_bandwidth": cluster.links[0].rate, "link_domain": cluster.links[0].ranks,
+        "nic_bandwidth": cluster.links[-1].rate,
+    }  # fmt: skip
     try:
-        return device(cluster.device.name)
+        known = device(own.name)
     except UserError:
-        own = cluster.device
-        return Figures(
-            own.name, own.name, bf16=own.flops.get("bf16"), fp32=own.flops.get("fp32"), memory_bytes=own.memory_bytes,
-            memory_bandwidth=own.memory_bandwidth, link_bandwidth=cluster.links[0].rate,
-            link_domain=cluster.links[0].ranks, nic_bandwidth=cluster.links[-1].rate,
-        )  # fmt: skip
+        known = Figures(own.name, own.name)
+    return replace(known, **cast(Any, said))
 
 
 def node(cluster: Cluster) -> int:

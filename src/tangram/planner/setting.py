@@ -22,16 +22,11 @@ class Setting:
     precision: Precision = "bf16"
     """What products are computed in; what flows between them is in 16 bits below fp32."""
     node: int = 8
-    """Devices that meet at the fast link."""
+    """Devices that meet at the fast link, which may be those of several machines."""
     nic: float | None = None
     """Bytes per second that a device receives from other nodes; None: as the catalogue says."""
     graphs: bool = False
     """Whether kernels are started from captured graphs, so that the host starts none of them."""
-
-    @property
-    def domain(self) -> int:
-        """Devices that meet at the fast link, by the catalogue."""
-        return int(self.device.domain)
 
     @property
     def flow_bytes(self) -> float:

@@ -28,8 +28,8 @@ written, and once more the gradient for its norm."""
 
 def exchange(setting: Setting, what: str, nbytes: Array, ranks: Array, stride: Array) -> Array:
     """Seconds of a collective of `ranks`, each `stride` after the one before; 0 for one rank."""
-    device, domain = setting.device, max(setting.node, setting.domain)
-    near = np.clip(np.floor(domain / stride), 1, None)  # ranks of the group at the same fast link
+    device = setting.device
+    near = np.clip(np.floor(setting.node / stride), 1, None)  # ranks of the group at the same fast link
     return curves.collective_seconds(device, what, nbytes, ranks, near=np.minimum(near, ranks), nic=setting.nic)
 
 
