@@ -12,7 +12,8 @@ import torch
 from transformers import AutoConfig
 
 from tangram.cli import main
-from tangram.hardware.rates import catalogue
+from tangram.hardware.devices import tables
+from tangram.hardware.rates import WHOLE, catalogue
 from tangram.models import build
 from tangram.models.build import build_on_meta, make_config
 from tangram.planner import derived, schedules, strategies
@@ -73,9 +74,9 @@ def test_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device() -> None:
     (added,) = tomllib.loads(block("toml", "# devices.toml")).values()
-    for known in catalogue().values():
-        kinds = {key: type(value) for key, value in known.items()}
-        assert kinds.items() >= {key: type(value) for key, value in added.items()}.items()
+    kinds = {key: type(value) for known in tables().values() for key, value in known.items()}
+    assert {key: type(value) for key, value in added.items()}.items() <= kinds.items()
+    assert all(set(known) & set(added) >= WHOLE for known in catalogue().values())
 
 
 def test_a_kind_of_source(tmp_path: Path) -> None:
