@@ -193,6 +193,8 @@ def test_a_strategy_that_cannot_run_is_told_every_reason(capsys: pytest.CaptureF
         (("--train-tokens", "1M"), "1000000 tokens are less than a step of 4194304"),
         (("--train-tokens", "1B", "--hours", "0"), "--hours is a number above 0"),
         (("--train-tokens", "x"), '"x" is no number of tokens'),
+        (("--train-tokens", "1B", "--framework", "megatronn"), "there is no framework 'megatronn'"),
+        (("--train-tokens", "1B", "--gpus", "65"), "h100-8x8 has 64 devices, and 65 are asked for"),
     ],
 )
 def test_mistakes_of_explanations_and_budgets(

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Outline
-from tangram.planner.ask import plan
-from tangram.planner.choice import Ask, Choice
+from tangram.planner.ask import plan, requested
+from tangram.planner.choice import Ask, Choice, limit_of, setting_of
 
 __all__ = ["Budget", "Duration", "durations", "fewest"]
 
@@ -62,6 +62,11 @@ def durations(outline: Outline, cluster: Cluster, ask: Ask, budget: Budget) -> l
         raise UserError(f"{budget.tokens} tokens are less than a step of {ask.tokens}: ask for more")
     if (budget.hours is not None and not budget.hours > 0) or (budget.price is not None and not budget.price >= 0):
         raise UserError("--hours is a number above 0, --price one from 0")
+    (
+        requested(cluster, ask),
+        setting_of(cluster, ask),
+        limit_of(cluster, ask),
+    )  # mistakes are told, not taken for misfits
     steps = -(-budget.tokens // ask.tokens)
     found: list[Duration] = []
     for devices in sizes(ask.devices or cluster.ranks):
