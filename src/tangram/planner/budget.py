@@ -62,11 +62,8 @@ def durations(outline: Outline, cluster: Cluster, ask: Ask, budget: Budget) -> l
         raise UserError(f"{budget.tokens} tokens are less than a step of {ask.tokens}: ask for more")
     if (budget.hours is not None and not budget.hours > 0) or (budget.price is not None and not budget.price >= 0):
         raise UserError("--hours is a number above 0, --price one from 0")
-    (
-        requested(cluster, ask),
-        setting_of(cluster, ask),
-        limit_of(cluster, ask),
-    )  # mistakes are told, not taken for misfits
+    for told in (requested, setting_of, limit_of):  # mistakes are told, and not taken for what does not fit
+        told(cluster, ask)
     steps = -(-budget.tokens // ask.tokens)
     found: list[Duration] = []
     for devices in sizes(ask.devices or cluster.ranks):
