@@ -12,6 +12,7 @@ from tangram.hardware.cluster import Link, builtin
 from tangram.models.outlined import outlined
 from tangram.planner.ask import plan
 from tangram.planner.choice import Ask, probability, safe
+from tests.planner.commands import refused
 
 SPINE = ("llama-3-70b", "--cluster", "h100-8x8", "--tokens-per-batch", "4M", "--seq", "8192")
 
@@ -21,16 +22,6 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) ->
     assert main(["plan", *arguments, "--json"]) == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one sentence on stderr."""
-    assert main(["plan", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    return err
 
 
 def test_llama_70b_on_64_h100(capsys: pytest.CaptureFixture[str]) -> None:

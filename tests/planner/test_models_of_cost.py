@@ -1,5 +1,6 @@
 """The models of memory and of time: exact where they can be, monotone where they must be, near published runs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def test_states_are_counted_to_the_byte() -> None:
     assert (over.parameters[0], over.optimiser[0]) == (2 * numbers, 12 * numbers / 8)
     fsdp = memory(LLAMA, one(data=8, zero=3), Setting(None, framework("torchtitan"))).first
     assert fsdp.parameters[0] + fsdp.gradients[0] + fsdp.optimiser[0] == 16 * numbers / 8
+    alone = memory(LLAMA, one(), replace(SETTING, precision="fp32")).first
+    assert (alone.parameters[0], alone.optimiser[0]) == (4 * numbers, 8 * numbers)
     split = memory(LLAMA, one(pipeline=4, tensor=2), SETTING)
     blocks = sum(8 * (block.numbers.tensor / 2 + block.numbers.whole) for block, _ in LLAMA.runs)
     assert split.first.parameters[0] == 2 * (blocks + LLAMA.vocab * LLAMA.hidden / 2) == split.last.parameters[0]

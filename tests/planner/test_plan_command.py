@@ -13,6 +13,7 @@ from tangram.cli import main
 from tangram.planner.plan import Plan
 from tangram.planner.read import load
 from tangram.planner.show import rows
+from tests.planner.commands import refused
 from tests.planner.small import JOB, PLAN
 
 TINY = (
@@ -28,16 +29,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "job.toml"
     path.write_text(JOB.replace('preset = "qwen3-1m"', f'preset = "qwen3-1m"\n{TINY}'))
     return path
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one sentence on stderr."""
-    assert main(["plan", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    return err
 
 
 def test_the_table_and_the_file_that_is_written(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The joint space, its rules, and the search: what is legal, why not, and that nothing better is missed."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,12 @@ from tangram.errors import UserError
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, Outline, decoder
 from tangram.models.outlined import outlined
+from tangram.planner import search as searching
 from tangram.planner.framework import framework, frameworks
 from tangram.planner.grid import Grid, grid
+from tangram.planner.learn import PARTS
+from tangram.planner.memory import memory
+from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.rules import RULES, legal, reasons
 from tangram.planner.search import exhaustive, search
 from tangram.planner.setting import Setting
@@ -95,22 +100,23 @@ def test_each_refusal_has_its_reason(name: str) -> None:
     assert reasons(DENSE, grid(batch=48, sequence=512)) == []
 
 
-@given(DRAWN, st.floats(0.2, 4.0), st.integers(1, 12))
+SCALES = st.none() | st.fixed_dictionaries({name: st.floats(0.3, 3.0) for name in PARTS})
+
+
+@given(DRAWN, st.floats(0.2, 4.0), st.integers(1, 12), SCALES)
 @settings(deadline=None)
 def test_the_search_finds_what_trying_everything_finds(
-    drawn: tuple[Outline, int, int, int], room: float, most: int
+    drawn: tuple[Outline, int, int, int], room: float, most: int, scales: dict[str, float] | None
 ) -> None:
     outline, devices, batch, sequence = drawn
-    request = Request(devices, batch, sequence)
+    request = Request(devices, batch, sequence, schedules=tuple(one.name for one in SCHEDULES))
     if not list(meshes(outline, request)):
         with pytest.raises(UserError, match="have no legal layout"):
             search(outline, request, SETTING, 80e9)
         return
     limit = 3e9 + room * 2e9
-    found, all_of_them = (
-        search(outline, request, SETTING, limit, most),
-        exhaustive(outline, request, SETTING, limit, most),
-    )
+    found = search(outline, request, SETTING, limit, most, scales)
+    all_of_them = exhaustive(outline, request, SETTING, limit, most, scales)
     assert found.step.tolist() == all_of_them.step.tolist()
     assert (found.memory <= limit).all()
     if not len(found.step):
@@ -118,30 +124,64 @@ def test_the_search_finds_what_trying_everything_finds(
         assert found.smallest_memory > limit
 
 
-def test_a_branch_with_too_long_a_bound_would_be_seen() -> None:
-    """A planted mistake: bounds that are no bounds lose the best, and the comparison shows it."""
+def test_bounds_that_are_none_lose_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted mistake: the branch of the best is said to be long, and the comparison above would show it."""
     request = Request(16, 96, 2048)
-    right = exhaustive(MIXED, request, SETTING, 6e9, 5)
-    lost = list(meshes(MIXED, request))
-    kept = [one for one in lost if one[:1] != (int(right.grid.pipeline[0]),)]
-    assert len(kept) < len(lost)
-    others = [seconds(MIXED, of_mesh(MIXED, request, mesh), SETTING).step.min() for mesh in kept]
-    assert min(others) != right.step[0]
+    right = exhaustive(MIXED, request, SETTING, 6e9, 1)
+    least = searching.bounds_of
+
+    def longer(outline: Outline, every: Grid, sizes: list[int], setting: Setting, scales: None) -> list[float]:
+        bounds = least(outline, every, sizes, setting, scales)
+        ends = np.cumsum(sizes)
+        of_best = [
+            bool(
+                (every.pipeline[end - 1] == right.grid.pipeline[0])
+                & (every.tensor[end - 1] == right.grid.tensor[0])
+                & (every.context[end - 1] == right.grid.context[0])
+            )
+            for end in ends
+        ]
+        return [10 * bound if best else bound for bound, best in zip(bounds, of_best, strict=True)]
+
+    monkeypatch.setattr(searching, "bounds_of", longer)
+    assert search(MIXED, request, SETTING, 6e9, 1).step[0] > right.step[0]
 
 
-@given(DRAWN)
+@given(DRAWN, SCALES)
 @settings(deadline=None)
-def test_what_bounds_rest_on_computing_again_and_dividing_otherwise_are_never_faster(
-    drawn: tuple[Outline, int, int, int],
+def test_no_configuration_of_a_branch_is_below_its_bound(
+    drawn: tuple[Outline, int, int, int], scales: dict[str, float] | None
 ) -> None:
     outline, devices, batch, sequence = drawn
-    request = Request(devices, batch, sequence)
+    request = Request(devices, batch, sequence, schedules=tuple(one.name for one in SCHEDULES))
     for mesh in meshes(outline, request):
         bound = of_mesh(outline, request, mesh, bound=True)
         if not len(bound):
             continue
-        best = seconds(outline, bound, SETTING).step.min()
-        assert seconds(outline, of_mesh(outline, request, mesh), SETTING).step.min() >= best * (1 - 1e-12)
+        (least,) = searching.bounds_of(outline, bound, [len(bound)], SETTING, scales)
+        steps = searching.scaled(seconds(outline, of_mesh(outline, request, mesh), SETTING), scales)
+        assert steps.min() >= least * (1 - 1e-12)
+
+
+@given(DRAWN)
+@settings(deadline=None)
+def test_what_is_left_out_is_never_better(drawn: tuple[Outline, int, int, int]) -> None:
+    """Tensor ranks that do not divide the tokens between their products: slower or as slow, larger or as large."""
+    outline, devices, batch, sequence = drawn
+    request = Request(devices, batch, sequence)
+    for mesh in meshes(outline, request):
+        g = of_mesh(outline, request, mesh)
+        if not len(g) or g.sequence_parallel[0] == 0:
+            continue
+        whole = replace(g, sequence_parallel=np.zeros(len(g)))
+        assert (seconds(outline, whole, SETTING).step >= seconds(outline, g, SETTING).step * (1 - 1e-12)).all()
+        assert (memory(outline, whole, SETTING).device >= memory(outline, g, SETTING).device * (1 - 1e-12)).all()
+
+
+def test_a_sequence_that_tensor_ranks_do_not_divide_is_planned_without() -> None:
+    g = of_mesh(DENSE, Request(16, 16, 1000), (1, 16, 1, 1))
+    assert len(g)
+    assert not g.sequence_parallel.any()
 
 
 def test_deepseek_on_many_devices_is_searched() -> None:

@@ -83,7 +83,7 @@ def test_many_micro_batches_are_cut() -> None:
 
 def test_the_trace_is_what_perfetto_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = as_trace(timeline(MODEL, one(batch=8, pipeline=2), SETTING))
-    assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X"}  # pyright: ignore[reportIndexIssue, reportGeneralTypeIssues]
+    assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X"}
     path = tmp_path / "step.json"
     arguments = ("llama-3-8b", "--cluster", "h100-8x8", "--gpus", "16", "--timeline", str(path))
     assert main(["plan", *arguments, "--explain", "pp=4 dp=2 tp=2"]) == 0

@@ -137,9 +137,10 @@ def _rank(outline: Outline, g: Grid, setting: Setting, start: Array, end: Array,
     # The head's weight has its gradient made while logits and theirs are there.
     head = logits(outline, g, setting) + ends * framework.scratch_bytes
     passing = np.maximum(heads * head, again) + scratch * framework.scratch_bytes + framework.workspace
+    gathered = max(framework.gathered_bytes, setting.flow_bytes)
     passing = passing + np.where(
         g.zero >= 3,
-        whole * (2 * framework.gathered_bytes + framework.reduce_bytes) + ends * framework.gathered_bytes,
+        whole * (2 * gathered + framework.reduce_bytes) + ends * gathered,
         0.0,
     )
     return Rank(*held, kept * flying + embedded * flying, passing)
@@ -164,11 +165,14 @@ def _states(g: Grid, setting: Setting, dense: Array, routed: Array) -> tuple[Arr
         cut = g.zero >= level
         return dense / np.where(cut, g.shard, 1.0) + routed / np.where(cut, np.minimum(experts_over, g.shard), 1.0)
 
+    alone = setting.precision == "fp32"  # what is computed with is what is updated: no masters beside it
+    kept = 4.0 if alone else framework.parameter_bytes
+    states = min(framework.optimiser_bytes, 8.0) if alone else framework.optimiser_bytes
     low = 1.0 if setting.precision in ("fp8", "fp4") and framework.keeps_low_weights else 0.0
     return (
-        divided(3) * framework.parameter_bytes + (dense + routed) * low * (g.zero < 3),
+        divided(3) * kept + (dense + routed) * low * (g.zero < 3),
         divided(2 if framework.divides_gradients else 3) * framework.gradient_bytes,
-        divided(1) * framework.optimiser_bytes,
+        divided(1) * states,
     )
 
 

@@ -1,10 +1,11 @@
 """The best configurations of the joint space: branch and bound over meshes, equal to trying everything.
 
 A mesh (pipeline, tensor, context and data ranks) is a branch. Its bound is the shortest step of its configurations in
-which nothing is computed again and the optimiser's states are divided, memory left aside: by the model of time to
-compute again is never faster, and no other division is (`tests/planner/test_search.py` proves both by drawing
-configurations). Branches are taken by their bound; when it is longer than the last of the best found, the rest cannot
-hold a better one. So what is returned is what trying all would return.
+which nothing is computed again and the optimiser's states are divided, memory and exposed data traffic left aside: by
+the model of time every other part is at least as long where something is computed again or divided otherwise, whatever
+each part is multiplied by (`tests/planner/test_space.py` draws configurations and factors). Branches are taken by their
+bound; when it is longer than the last of the best found, the rest cannot hold a better one. So what is returned is what
+trying all would return.
 """
 
 from __future__ import annotations
@@ -60,14 +61,25 @@ def search(
             f"for {outline.name}: change the batch to a multiple of the devices"
         )
     every = joined([g for _, g in branches])
-    step = scaled(seconds(outline, every, setting), scales)
-    starts = np.cumsum([0, *(len(g) for _, g in branches)])[:-1]
-    bounds: list[float] = np.minimum.reduceat(step, starts).tolist()
+    bounds = bounds_of(outline, every, [len(g) for _, g in branches], setting, scales)
     order = sorted(range(len(bounds)), key=bounds.__getitem__)
     return _take(
         outline, setting, limit, most, len(every),
         ((bounds[i], of_mesh(outline, request, branches[i][0])) for i in order), scales,
     )  # fmt: skip
+
+
+def bounds_of(outline: Outline, every: Grid, sizes: Sequence[int], setting: Setting, scales: Scales) -> list[float]:
+    """Of each branch, what none of its configurations is quicker than; `every` has the branches' one after the other.
+
+    Without what data ranks move beyond computation: of that more hides where more is computed again, and with parts
+    multiplied unlike each other the one could outweigh the other.
+    """
+    parts = {**seconds(outline, every, setting).parts()}
+    del parts["data"]
+    least = np.asarray(sum((scales[name] if scales else 1.0) * part for name, part in parts.items()))
+    starts = np.cumsum([0, *sizes])[:-1]
+    return np.minimum.reduceat(least, starts).tolist()
 
 
 def exhaustive(

@@ -47,6 +47,7 @@ class Request:
     sequence: int
     """Tokens of a sample."""
     most_micro: int = 64
+    """Samples of a micro-batch that are tried at most: a limit of the search, not a theorem."""
     schedules: tuple[str, ...] = ("1F1B", "Interleaved1F1B")
     """Of pipelines, what may be used."""
 
@@ -119,7 +120,7 @@ def of_mesh(outline: Outline, request: Request, mesh: tuple[int, int, int, int],
         sequence=request.sequence,
         pipeline=pipeline,
         tensor=tensor,
-        sequence_parallel=float(tensor > 1),
+        sequence_parallel=float(tensor > 1 and request.sequence % (context * tensor) == 0),
         context=context,
         data=data,
         expert=np.array([one for one, _ in folded])[at[:, 0]],

@@ -90,7 +90,7 @@ def _shown(one: Grid) -> Any:
     return rounds * one.data * one.micro
 
 
-def as_trace(events: list[Event]) -> dict[str, object]:
+def as_trace(events: list[Event]) -> dict[str, Any]:
     """The JSON object of the trace event format (microseconds): a thread for each stage."""
     names = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"stage {rank}"}}
