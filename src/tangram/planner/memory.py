@@ -8,8 +8,14 @@ products write beside the kept ones.
     numbers      of a stage's blocks, over tensor and expert ranks; the first has the embedding, the last the head
     states       as the framework keeps them (`planner.framework`), divided over data ranks as `zero` says
     in flight    1F1B: stage i of p has p - i micro-batches; with v chunks a rank 2 (p - i - 1) + (v - 1) p + 1 chunks,
-                 at most all (Narayanan et al. 2021; Megatron-LM, schedules.py)
+                 at most all (Narayanan et al. 2021; Megatron-LM, schedules.py); where the backward is split v p on each
+                 rank, of DualPipeV one more (played: `planner.footprint`, and a test compares)
     activations  a block's `Kept` rows that are not made again; of a block that is made again as a whole its input
+
+Of a pipeline the first rank is looked at, the last, and those where blocks of other sizes begin: a mixture's second
+rank may need more than its first, which has the dense blocks. Which blocks a rank's chunks have is exact; where chunks
+are not alike, those in flight are taken as the mean of the rank's, which is up to 11 % off what playing the schedule
+gives (`planner.footprint`), else nothing.
 
 Three totals: what tensors take (`allocated`), what the allocator holds for them (`reserved`), and what the device shows
 (`device`), with the context and the libraries' workspaces, which are no tensors.
@@ -21,6 +27,7 @@ frameworks' entries say.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,10 +35,10 @@ from numpy.typing import NDArray
 
 from tangram.models.outline import Block, Group, Kept, Outline
 from tangram.planner.grid import Grid
-from tangram.planner.pipelines import folded, splits
+from tangram.planner.pipelines import beyond, folded, splits
 from tangram.planner.setting import Setting
 
-__all__ = ["Memory", "Rank", "memory"]
+__all__ = ["Memory", "Rank", "Stage", "counts_of", "memory", "stage"]
 
 Array = NDArray[Any]
 MIB = 2.0**20
@@ -66,6 +73,9 @@ class Memory:
     """Of the first stage: most micro-batches in flight."""
     last: Rank
     """Of the last stage: the head."""
+    between: tuple[Rank, ...]
+    """Of stages that may need more than both, where blocks are not alike: the first with none of the small ones, and
+    the one before it."""
     reserve: float
     """What the allocator holds beyond tensors, as a share of them."""
     context: float
@@ -74,7 +84,7 @@ class Memory:
     @property
     def allocated(self) -> Array:
         """Of the rank that needs most."""
-        return np.maximum(self.first.allocated, self.last.allocated)
+        return self.worst.allocated
 
     @property
     def reserved(self) -> Array:
@@ -89,21 +99,31 @@ class Memory:
     @property
     def worst(self) -> Rank:
         """The rank that needs most, part by part."""
-        more = self.first.allocated >= self.last.allocated
-        return _where(more, self.first, self.last)
+        found = self.first
+        for one in (self.last, *self.between):
+            found = _where(found.allocated >= one.allocated, found, one)
+        return found
 
 
 def memory(outline: Outline, g: Grid, setting: Setting) -> Memory:
     """Of each configuration of the grid."""
-    chunks = g.pipeline * g.virtual
-    most, fewest = np.ceil(outline.layers / chunks) * g.virtual, np.floor(outline.layers / chunks) * g.virtual
-    alone = g.pipeline == 1
-    both = alone | folded(g.schedule)
-    first = _rank(outline, g, setting, np.zeros(len(g)), most, np.ones(len(g)), both * 1.0)
-    end, heads = np.full(len(g), float(outline.layers)), np.where(folded(g.schedule), 0.0, 1.0)
-    last = _rank(outline, g, setting, outline.layers - fewest, end, alone * 1.0, heads)
-    last = _where(alone, first, last)
-    return Memory(first, last, setting.framework.reserve, setting.framework.context)
+    first, last = (_rank(outline, g, setting, place) for place in (np.zeros(len(g)), g.pipeline - 1))
+    between = tuple(_rank(outline, g, setting, place) for place in _unlike(outline, g))
+    return Memory(first, last, between, setting.framework.reserve, setting.framework.context)
+
+
+def _unlike(outline: Outline, g: Grid) -> list[Array]:
+    """Pipeline ranks about each place where blocks of other sizes begin, as after a mixture's first dense blocks."""
+    found: list[Array] = []
+    at = 0
+    for (block, count), (after, _) in pairwise(outline.runs):
+        at += count
+        if block.numbers != after.numbers and (g.pipeline > 1).any():
+            chunk, beyond_it = _chunk_of(outline, g, at)
+            chunk = chunk + (beyond_it > 0)
+            place = np.where(folded(g.schedule), np.minimum(chunk, g.pipeline - 1), chunk % g.pipeline)
+            found += [place, np.maximum(place - 1, 0)]
+    return found
 
 
 def _where(mask: Array, one: Rank, other: Rank) -> Rank:
@@ -111,10 +131,93 @@ def _where(mask: Array, one: Rank, other: Rank) -> Rank:
     return Rank(**{name: np.where(mask, of[name], rest[name]) for name in of})
 
 
-def _rank(outline: Outline, g: Grid, setting: Setting, start: Array, end: Array, embeds: Array, heads: Any) -> Rank:
-    """A rank that has the blocks from `start` to `end`, the embedding and the head or not (1 or 0)."""
+def _rank(outline: Outline, g: Grid, setting: Setting, place: Array) -> Rank:
+    """One of the pipeline's ranks at its peak."""
+    embeds, last = place == 0, place == g.pipeline - 1
+    heads: Array = np.asarray(np.where(folded(g.schedule), embeds, last), dtype=float)
+    has = stage(outline, g, setting, _dealt(outline, g, place), embeds * 1.0, heads)
+    flying = _in_flight(g, place) / g.virtual
+    passing = np.maximum(has.logits, has.again) + has.spare + has.workspace + has.gathered_behind
+    return Rank(has.parameters, has.gradients, has.optimiser, has.kept * flying + has.embedded * flying, passing)
+
+
+def _cut(outline: Outline, g: Grid) -> tuple[Array, Array]:
+    """Blocks of each chunk, and how many of the first chunks have one more.
+
+    Of a model with fewer blocks than chunks one each, as far as they go.
+    """
+    chunks = g.pipeline * g.virtual
+    each = np.floor(outline.layers / chunks)
+    return np.maximum(each, 1.0), np.where(each < 1, 0.0, outline.layers % chunks)
+
+
+def _chunk_of(outline: Outline, g: Grid, block: int) -> tuple[Array, Array]:
+    """The chunk of the model that has a block, and how many of its blocks lie before that one."""
+    each, more = _cut(outline, g)
+    beyond_them = block - more * (each + 1)
+    chunk = np.where(beyond_them < 0, np.floor(block / (each + 1)), more + np.floor(beyond_them / each))
+    return chunk, block - chunk * each - np.minimum(chunk, more)
+
+
+def _dealt(outline: Outline, g: Grid, place: Array) -> list[Array]:
+    """How many blocks of each run the chunks of a pipeline rank have."""
+    before = [np.zeros(len(g))]
+    at = 0
+    for _, count in outline.runs:
+        at += count
+        before.append(
+            np.where(folded(g.schedule), _before_folded(outline, g, place, at), _before(outline, g, place, at))
+        )
+    return [end - start for start, end in pairwise(before)]
+
+
+def _before(outline: Outline, g: Grid, place: Array, block: int) -> Array:
+    """Blocks of a rank before a block of the model, where chunks are dealt out in turn."""
+    each, more = _cut(outline, g)
+    chunk, into = _chunk_of(outline, g, block)
+    whole = np.maximum(np.ceil((chunk - place) / g.pipeline), 0.0)
+    larger = np.maximum(np.ceil((more - place) / g.pipeline), 0.0)
+    there = (chunk >= place) & ((chunk - place) % g.pipeline == 0)
+    return whole * each + np.minimum(whole, larger) + np.where(there, into, 0.0)
+
+
+def _before_folded(outline: Outline, g: Grid, place: Array, block: int) -> Array:
+    """The same where two chunks of each rank go down the ranks and up again."""
+    each, more = _cut(outline, g)
+    found = np.zeros(len(g))
+    for chunk in (place, 2 * g.pipeline - 1 - place):
+        start = chunk * each + np.minimum(chunk, more)
+        found = found + np.clip(block - start, 0.0, each + (chunk < more))
+    return found
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What so many blocks, with the embedding and the head or without, take of a rank's bytes, and when."""
+
+    parameters: Array
+    gradients: Array
+    optimiser: Array
+    kept: Array
+    """Of each micro-batch, from its forward to the end of its backward."""
+    embedded: Array
+    """The same, of the embedding."""
+    logits: Array
+    """While the head works."""
+    again: Array
+    """While a backward works: what is made again, and the widest gradient."""
+    spare: Array
+    """Gradients that products write beside the kept ones."""
+    workspace: float
+    gathered_ahead: Array
+    """While a forward works: parameters that are divided."""
+    gathered_behind: Array
+    """While a backward works: the same, and gradients that are not divided yet."""
+
+
+def stage(outline: Outline, g: Grid, setting: Setting, counts: list[Array], embeds: Array, heads: Any) -> Stage:
+    """Of so many blocks of each run; `embeds`, `heads`: 1 with the embedding, the head, else 0."""
     framework = setting.framework
-    counts = _counts(outline, start, end)
     dense, routed = np.zeros(len(g)), np.zeros(len(g))
     kept, again, whole, scratch = (np.zeros(len(g)) for _ in range(4))
     for (block, _), count in zip(outline.runs, counts, strict=True):
@@ -130,23 +233,20 @@ def _rank(outline: Outline, g: Grid, setting: Setting, start: Array, end: Array,
     ends = outline.vocab * outline.hidden / g.tensor
     dense = dense + ends * np.maximum(embeds, heads) if outline.tied else dense + ends * (embeds + heads)
     dense = dense + outline.positions * outline.hidden * embeds
-    held = _states(g, setting, dense, routed)
-    flying = _in_flight(g, embeds) / g.virtual
     each = setting.flow_bytes * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     embedded = embeds * each * outline.hidden * (0.5 if framework.dropout else 0.0)
     # The head's weight has its gradient made while logits and theirs are there.
     head = logits(outline, g, setting) + ends * framework.scratch_bytes
-    passing = np.maximum(heads * head, again) + scratch * framework.scratch_bytes + framework.workspace
-    gathered = max(framework.gathered_bytes, setting.flow_bytes)
-    passing = passing + np.where(
-        g.zero >= 3,
-        whole * (2 * gathered + framework.reduce_bytes) + ends * gathered,
-        0.0,
-    )
-    return Rank(*held, kept * flying + embedded * flying, passing)
+    wide, cut = max(framework.gathered_bytes, setting.flow_bytes), g.zero >= 3
+    return Stage(
+        *_states(g, setting, dense, routed), kept, embedded, heads * head, again, scratch * framework.scratch_bytes,
+        framework.workspace,
+        np.where(cut, whole * (2 * wide) + ends * wide, 0.0),
+        np.where(cut, whole * (2 * wide + framework.reduce_bytes) + ends * wide, 0.0),
+    )  # fmt: skip
 
 
-def _counts(outline: Outline, start: Array, end: Array) -> list[Array]:
+def counts_of(outline: Outline, start: Array, end: Array) -> list[Array]:
     """How many blocks of each run lie from `start` to `end`."""
     found: list[Array] = []
     at = 0
@@ -176,14 +276,14 @@ def _states(g: Grid, setting: Setting, dense: Array, routed: Array) -> tuple[Arr
     )
 
 
-def _in_flight(g: Grid, embeds: Array) -> Array:
-    """Chunks of a micro-batch that a rank of the first stage (`embeds` is 1) or the last has kept at its peak."""
+def _in_flight(g: Grid, place: Array) -> Array:
+    """Chunks of a micro-batch that a pipeline rank has kept at its peak."""
     all_of_them = g.micros * g.virtual
-    place = np.where(embeds > 0, 0.0, g.pipeline - 1)
     place = np.where(splits(g.schedule), 0.0, place)  # all ranks keep as much as the first
     plain = np.minimum(g.pipeline - place, g.micros)
-    chunks = np.minimum(2 * (g.pipeline - place - 1) + (g.virtual - 1) * g.pipeline + 1, all_of_them)
-    chunks = np.where(folded(g.schedule), np.minimum(2 * g.pipeline + 1, all_of_them), chunks)
+    hops = np.where(splits(g.schedule), 1, 2)  # forwards that a rank begins with more than the next one
+    chunks = hops * (g.pipeline - place - 1) + (g.virtual - 1) * g.pipeline + 1 + beyond(g.schedule)
+    chunks = np.minimum(chunks, all_of_them)
     return np.where(g.virtual > 1, chunks, plain)
 
 

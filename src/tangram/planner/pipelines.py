@@ -4,8 +4,8 @@ The closed forms are those that playing the schedules' own tables gives (`planne
 of a chunk with forward F, gradient of inputs I and gradient of weights W:
 
     1F1B, Interleaved1F1B         a rank waits (p - 1) (F + I + W)
-    InterleavedZeroBubble         (p - 1) (F + I - W), all ranks keep what the first one of Interleaved1F1B does
-    ZBVZeroBubble, DualPipeV      the same wait with two chunks a rank, all ranks keep 2 p + 1 chunks
+    InterleavedZeroBubble         (p - 1) (F + I - W), all ranks keep v p chunks
+    ZBVZeroBubble, DualPipeV      the same wait with two chunks a rank, all ranks keep 2 p and 2 p + 1 chunks
 
 (Narayanan et al. 2021; Qi et al. 2024; DeepSeek 2024.) W is taken as half of the products' backward.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SCHEDULES", "Pipeline", "code", "folded", "least", "many", "splits"]
+__all__ = ["SCHEDULES", "Pipeline", "beyond", "code", "folded", "least", "many", "splits"]
 
 Array = NDArray[Any]
 
@@ -36,6 +36,8 @@ class Pipeline:
     """Whether stages go down the ranks and up again, so that the first rank has the head, too."""
     least: int = 1
     """Micro-batches that it takes, in multiples of the ranks."""
+    beyond: int = 0
+    """Chunks that each rank keeps beyond those that fill the pipeline."""
 
 
 SCHEDULES = (
@@ -43,7 +45,7 @@ SCHEDULES = (
     Pipeline("Interleaved1F1B", 0),
     Pipeline("InterleavedZeroBubble", 0, splits=True),
     Pipeline("ZBVZeroBubble", 2, splits=True, folded=True),
-    Pipeline("DualPipeV", 2, splits=True, folded=True, least=2),
+    Pipeline("DualPipeV", 2, splits=True, folded=True, least=2, beyond=1),
 )
 """By the code that a grid has."""
 
@@ -75,3 +77,8 @@ def many(schedule: Array) -> Array:
 def least(schedule: Array) -> Array:
     """Multiples of the ranks that micro-batches have to be at least."""
     return _column([one.least for one in SCHEDULES], schedule)
+
+
+def beyond(schedule: Array) -> Array:
+    """Chunks that each rank keeps beyond those that fill the pipeline."""
+    return _column([one.beyond for one in SCHEDULES], schedule)

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from tangram.models.outline import Outline
-from tangram.planner.actions import Action, played
+from tangram.planner.actions import Action, Schedule, played
 from tangram.planner.grid import Grid
 from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.schedules import micros_unlike, schedule
+from tangram.planner.schedules import MAKERS
 from tangram.planner.setting import Setting
 from tangram.planner.time import passes_of, seconds
 
-__all__ = ["MOST", "Event", "as_trace", "timeline"]
+__all__ = ["MOST", "Event", "Play", "as_trace", "events_of", "play", "timeline"]
 
 MOST = 64
 """Micro-batches that are shown."""
@@ -42,9 +42,35 @@ class Event:
     seconds: float
 
 
-def timeline(outline: Outline, one: Grid, setting: Setting, scales: Mapping[str, float] | None = None) -> list[Event]:
-    """Of a grid of one configuration, its parts multiplied by `scales` where there are some."""
-    shown = Grid(**{f.name: getattr(one, f.name) for f in fields(Grid)} | {"batch": _shown(one)})
+@dataclass(frozen=True)
+class Play:
+    """A step as it would run."""
+
+    blocks: tuple[int, ...]
+    """Of each chunk of the model, in the model's order."""
+    rank_of: tuple[int, ...]
+    """The rank that has each chunk."""
+    rows: tuple[tuple[tuple[float, float, Action], ...], ...]
+    """Of each rank when each action begins, and how long it takes."""
+    after: tuple[tuple[str, float], ...]
+    """What every rank does when all of that is done: what, and how long it takes."""
+
+    @property
+    def end(self) -> float:
+        """Of the last action, in seconds from the first."""
+        return max(start + took for row in self.rows for start, took, _ in row)
+
+    @property
+    def step(self) -> float:
+        """With what comes after."""
+        return self.end + sum(took for _, took in self.after)
+
+
+def play(
+    outline: Outline, one: Grid, setting: Setting, scales: Mapping[str, float] | None = None, most: int = MOST
+) -> Play:
+    """Of one configuration, at most `most` micro-batches; parts multiplied by `scales`, where there are some."""
+    shown = Grid(**{f.name: getattr(one, f.name) for f in fields(Grid)} | {"batch": _shown(one, most)})
     known = scales or {}
     passes, tail = passes_of(outline, shown, setting), seconds(outline, shown, setting)
     ahead = sum(known.get(name, 1.0) * float(part[0]) for name, part in passes.forward.items()) / outline.layers
@@ -63,30 +89,46 @@ def timeline(outline: Outline, one: Grid, setting: Setting, scales: Mapping[str,
         sent = hop if ranks > 1 and action.kind != "W" else 0.0
         return blocks[action.stage] * share + last + sent
 
-    name = SCHEDULES[int(one.schedule[0])].name
-    name = "GPipe" if micros_unlike(name, ranks, micros) else name
-    began = played(schedule(name, ranks, chunks, micros), takes)
-    found: list[Event] = []
-    for rank, row in enumerate(began):
-        for start, action in row:
+    # The rules of the space say which micro-batches a schedule takes: 1F1B takes fewer than stages, too.
+    maker = MAKERS[SCHEDULES[int(one.schedule[0])].name]
+    rows = tuple(tuple(maker.row(rank, ranks, own, micros)) for rank in range(ranks))
+    table = Schedule(rows, maker.rank_of(ranks, chunks), micros)
+    return Play(
+        tuple(blocks),
+        table.rank_of,
+        tuple(tuple((start, takes(action), action) for start, action in row) for row in played(table, takes)),
+        tuple(
+            (kind, known.get(kind, 1.0) * float(np.broadcast_to(getattr(tail, kind), 1)[0]))
+            for kind in ("data", "optimiser")
+        ),
+    )
+
+
+def timeline(outline: Outline, one: Grid, setting: Setting, scales: Mapping[str, float] | None = None) -> list[Event]:
+    """Of a grid of one configuration, its parts multiplied by `scales` where there are some."""
+    return events_of(play(outline, one, setting, scales))
+
+
+def events_of(found: Play) -> list[Event]:
+    """What each rank does, and when."""
+    own, events = len(found.blocks) > len(found.rows), list[Event]()
+    for rank, row in enumerate(found.rows):
+        for start, took, action in row:
+            chunk = f" of chunk {action.stage}" if own else ""
             kind = KINDS[action.kind]
-            chunk = f" of chunk {action.stage}" if own > 1 else ""
-            found.append(Event(rank, f"{kind} {action.micro}{chunk}", kind, start, takes(action)))
-    end = max(event.start + event.seconds for event in found)
-    for rank in range(ranks):
-        after = end
-        for kind in ("data", "optimiser"):
-            took = known.get(kind, 1.0) * float(np.broadcast_to(getattr(tail, kind), 1)[0])
-            found.append(Event(rank, kind, kind, after, took))
+            events.append(Event(rank, f"{kind} {action.micro}{chunk}", kind, start, took))
+        after = found.end
+        for kind, took in found.after:
+            events.append(Event(rank, kind, kind, after, took))
             after += took
-    return found
+    return events
 
 
-def _shown(one: Grid) -> Any:
-    """Samples of as many micro-batches as are shown, in whole rounds of the stages."""
-    if one.micros[0] <= MOST:
+def _shown(one: Grid, most: int) -> Any:
+    """Samples of as many micro-batches as are shown, in whole rounds of the stages: two at least, which fill them."""
+    if one.micros[0] <= max(most, 2 * one.pipeline[0]):
         return one.batch
-    rounds = max(1, MOST // int(one.pipeline[0])) * one.pipeline
+    rounds = max(2, most // int(one.pipeline[0])) * one.pipeline
     return rounds * one.data * one.micro
 
 
