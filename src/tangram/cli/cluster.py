@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 
+from tangram.cli.exports import Typed, Wanted, asked_typed, checked, given_in, read_table, said_json, write
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
 from tangram.hardware import cluster as clusters
@@ -23,6 +25,7 @@ from tangram.planner.ask import asked_of, count_of, plan
 from tangram.planner.budget import Budget, durations, fewest
 from tangram.planner.choice import Ask, Choice, safe, setting_of
 from tangram.planner.explain import Given, explain
+from tangram.planner.exports.numbers import given_of
 from tangram.planner.grid import grid
 from tangram.planner.learn import published
 from tangram.planner.table import Titled
@@ -30,8 +33,6 @@ from tangram.planner.timeline import as_trace, timeline
 
 __all__ = ["answered"]
 
-Typed = tuple[str, int, str, str, int, float, int]
-"""Tokens of a step, tokens of a sample, precision, framework, devices, memory in GB, how many strategies."""
 THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 """Of tokens to train on, as papers count them."""
 
@@ -43,29 +44,44 @@ Training = tuple[str, float | None, float | None]
 
 
 def answered(
-    model: str, cluster: str, typed: Typed, one: Strategy | None, long: Training | None, trace: Path | None, *,
-    json: bool,
+    model: str, cluster: str, typed: Typed, one: Strategy | None, long: Training | None, trace: Path | None,
+    wanted: Wanted | None, *, json: bool,
 ) -> int:  # fmt: skip
     """One strategy explained, or how long a training takes, or the ranking; exit code 1 where nothing fits."""
-    asked, where = asked_of(*typed), clusters.load(cluster)
-    outline = outlined(model)
+    if wanted is not None:
+        checked(wanted)
+    where, outline = clusters.load(cluster), outlined(model)
+    read = None if one is None else given_in(one[0], outline, typed[4], where)
+    asked = asked_of(*asked_typed(typed, read, wanted))
+    if wanted is not None and one is None:
+        asked = replace(asked, able=wanted.able(outline))
     if long is not None:
         return _budgeted(outline, where, asked, long, json=json)
     with progress("laying the model out, searching"):
         if one is not None:
-            found = explain(outline, where, asked, Given(*one))
-            document, shown, chosen = explained_json(found), explained_tables(found), found.choice
-            fits = chosen is not None and chosen.memory <= safe(found.best.limit)
+            found = explain(outline, where, asked, Given(*one) if read is None else given_of(read.numbers))
+            document, shown = explained_json(found), explained_tables(found)
+            choices = () if found.choice is None else (found.choice,)
+            fits = bool(choices) and choices[0].memory <= safe(found.best.limit)
         else:
             answer = plan(outline, where, asked)
-            document, shown = as_json(answer), tables(answer)
-            chosen = answer.choices[0] if answer.choices else None
-            fits = chosen is not None
-    if trace is not None and chosen is not None:
-        _draw(outline, where, asked, chosen, trace)
-    _print(document, shown, json=json)
-    if trace is not None and chosen is not None and not json:
-        print(f"wrote {trace}: open it at ui.perfetto.dev")
+            document, shown, choices = as_json(answer), tables(answer), answer.choices
+            fits = bool(choices)
+    if trace is not None and choices:
+        _draw(outline, where, asked, choices[0], trace)
+    if wanted is not None and choices:
+        write(wanted, choices, outline, asked, where)
+    if wanted is None or wanted.out is not None or not choices:
+        if read is not None and one is not None:
+            document["read"] = said_json(read)
+            shown = [read_table(one[0], read), *shown]
+        _print(document, shown, json=json)
+    files = [(trace, "open it at ui.perfetto.dev")]
+    if wanted is not None:
+        files.append((wanted.out, wanted.export or wanted.emit))
+    for path, what in files:
+        if path is not None and choices and not json:
+            print(f"wrote {path}: {what}")
     return 0 if fits else 1
 
 

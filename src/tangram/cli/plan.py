@@ -18,14 +18,20 @@ def plan(
         Path, typer.Argument(metavar="FILE|MODEL", help="A job; a plan to --show; or, with --cluster, a model.")
     ],
     cluster: Annotated[str | None, typer.Option(help="Plan a model for a cluster: its name, or its file.")] = None,
-    tokens_per_batch: Annotated[str, typer.Option(help="Of a step over all devices, as in 4M.")] = "4M",
-    seq: Annotated[int, typer.Option(help="Tokens of a sample.")] = 8192,
+    tokens_per_batch: Annotated[
+        str | None, typer.Option(help="Of a step over all devices, as in 4M (which is usual).")
+    ] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sample, usually 8192.")] = None,
     gpus: Annotated[int, typer.Option(help="How many devices of the cluster; 0: all.")] = 0,
-    precision: Annotated[str, typer.Option(help="What products are computed in: bf16, fp8, fp4, fp32.")] = "bf16",
-    framework: Annotated[str, typer.Option(help="What will run it, as in megatron-core.")] = "tangram",
+    precision: Annotated[
+        str | None, typer.Option(help="What products are computed in: bf16 (usually), fp8, fp4, fp32.")
+    ] = None,
+    framework: Annotated[str | None, typer.Option(help="What will run it, tangram or as in megatron-core.")] = None,
     memory: Annotated[float, typer.Option(help="GB that a device may use; 0: all that it has.")] = 0.0,
     top: Annotated[int, typer.Option(min=1, help="How many strategies to name.")] = 8,
-    explain: Annotated[str | None, typer.Option(help='Explain one mesh, as "pp=8 dp=2 tp=4", and no ranking.')] = None,
+    explain: Annotated[
+        str | None, typer.Option(help='Explain one mesh, as "pp=8 dp=2 tp=4", or a Megatron-LM or torchtitan file.')
+    ] = None,
     micro: Annotated[int, typer.Option(min=1, help="Of --explain: samples of a micro-batch.")] = 1,
     chunks: Annotated[int, typer.Option(min=1, help="Of --explain: interleaved chunks of a rank.")] = 1,
     zero: Annotated[int, typer.Option(min=0, max=3, help="Of --explain: what data ranks divide, 0 to 3.")] = 1,
@@ -37,6 +43,15 @@ def plan(
     ] = None,
     hours: Annotated[float | None, typer.Option(help="Of --train-tokens: the deadline.")] = None,
     price: Annotated[float | None, typer.Option(help="Of --train-tokens: of a device's hour.")] = None,
+    export: Annotated[
+        str | None, typer.Option(help="Write the strategy for torchtitan, megatron-lm, ... to --out, else stdout.")
+    ] = None,
+    emit: Annotated[
+        str | None, typer.Option(help="Write a job file: slurm, k8s-trainjob, k8s-pytorchjob, volcano, skypilot.")
+    ] = None,
+    run: Annotated[str, typer.Option(help="Of --emit: what torchrun starts.")] = "-m tangram train plan.toml",
+    image: Annotated[str, typer.Option(help="Of --emit: the container's.")] = "",
+    submit: Annotated[bool, typer.Option("--submit", help="Of --emit: submit the file, too.")] = False,
     processes: Annotated[int, typer.Option("--processes", "-n", help="For how many ranks on this machine.")] = 1,
     stages: Annotated[int, typer.Option(help="Plans of pipelines with so many stages; 1: without.")] = 1,
     schedule: Annotated[str, typer.Option(help="Of the pipelines, and of --explain.")] = "1F1B",
@@ -50,11 +65,16 @@ def plan(
     """Rank the strategies of a job on this machine, or of a model on a cluster; exit code 1 when none fits."""
     if cluster is not None:
         from tangram.cli.cluster import answered
+        from tangram.cli.exports import Wanted
 
         typed = (tokens_per_batch, seq, precision, framework, gpus, memory, top)
         one = None if explain is None else (explain, micro, chunks, schedule, zero, again, experts)
         long = None if train_tokens is None else (train_tokens, hours, price)
-        return answered(str(file), cluster, typed, one, long, timeline, json=json)
+        file_wanted = export is not None or emit is not None
+        wanted = Wanted(export or "", emit or "", out, pick, run, image, submit) if file_wanted else None
+        return answered(str(file), cluster, typed, one, long, timeline, wanted, json=json)
+    if export is not None or emit is not None:
+        raise UserError("--export and --emit write what is planned for a cluster: give one with --cluster")
     job = load(file, changes_of(change or []))
     if show:
         from tangram.planner.show import rows

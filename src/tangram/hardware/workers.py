@@ -32,7 +32,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import cast
 
-__all__ = ["Channel", "Detached", "Job", "Json", "Outcome", "forked", "run", "start_detached"]
+__all__ = ["Channel", "Detached", "Job", "Json", "Outcome", "command", "forked", "run", "start_detached"]
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -309,6 +309,11 @@ def start_detached(job: Job, environment: Mapping[str, str] | None = None) -> De
     with suppress(OSError):  # it ended already, which `ended` tells
         channel.send({"function": job.function, "arguments": dict(job.arguments)})
     return Detached(process, channel)
+
+
+def command(words: Sequence[str]) -> int:
+    """Run an installed program to its end, with what it prints shown; its exit status."""
+    return subprocess.run(words, check=False).returncode
 
 
 def _step_back() -> None:

@@ -110,7 +110,9 @@ def requested(cluster: Cluster, ask: Ask) -> Request:
         raise UserError(
             f"{ask.tokens} tokens are not samples of {ask.sequence}: the nearest batches are {below} and {above}"
         )
-    return Request(devices, ask.tokens // ask.sequence, ask.sequence, schedules=framework(ask.framework).schedules)
+    return Request(
+        devices, ask.tokens // ask.sequence, ask.sequence, schedules=framework(ask.framework).schedules, able=ask.able
+    )
 
 
 def _instead(

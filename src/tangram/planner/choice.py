@@ -19,7 +19,7 @@ from tangram.planner.learn import Learned, Run
 from tangram.planner.memory import Memory, memory
 from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.setting import Precision, Setting
-from tangram.planner.space import RECOMPUTED
+from tangram.planner.space import ALL, EXPLAINED, Able
 from tangram.planner.time import seconds
 
 __all__ = ["Ask", "Choice", "described", "figures", "limit_of", "probability", "safe", "setting_of", "unlike"]
@@ -46,6 +46,8 @@ class Ask:
     """Bytes that a rank may use; 0: what its device has."""
     most: int = 8
     """How many strategies to name."""
+    able: Able = ALL
+    """What may be looked at, where not everything can be run."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +164,7 @@ def _choice(
     ranks, step = float(g.ranks[i]), run.predicted
     flops = 3 * outline.flops(ask.sequence) * at["batch"] * ask.sequence
     need = float(np.broadcast_to(needs.device, len(g))[i])
-    again = next(
-        name for name, group, share in RECOMPUTED if int(group) == at["recompute"] and share == g.recomputed[i]
-    )
+    again = next(name for name, group, share in EXPLAINED if int(group) == at["recompute"] and share == g.recomputed[i])
     return Choice(
         mesh=f"pp={at['pipeline']} dp={at['data']} cp={at['context']} tp={at['tensor']}",
         micro=at["micro"],

@@ -17,7 +17,7 @@ from tangram.planner.grid import Grid, grid
 from tangram.planner.learn import published
 from tangram.planner.pipelines import SCHEDULES, code
 from tangram.planner.rules import reasons
-from tangram.planner.space import RECOMPUTED
+from tangram.planner.space import EXPLAINED
 
 __all__ = ["Explained", "Given", "explain"]
 
@@ -39,6 +39,10 @@ class Given:
     again: str = "nothing"
     experts: str = "1 x 1"
     """Expert ranks x the experts' tensor ranks."""
+    shard: int = 0
+    """Over how many of the data and context ranks states are divided; 0: all."""
+    sequence_parallel: bool = True
+    """Whether tensor ranks divide the tokens of what they do not divide otherwise."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
         ranks *= size
     if ranks != request.devices:
         raise UserError(f'the mesh "{given.mesh}" has {ranks} ranks, and there are {request.devices} devices')
-    known = {name: (group, share) for name, group, share in RECOMPUTED}
+    known = {name: (group, share) for name, group, share in EXPLAINED}
     if given.again not in known:
         raise UserError(f'nothing is known of "{given.again}": what is computed again is one of {", ".join(known)}')
     try:
@@ -93,5 +97,6 @@ def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
         batch=request.batch, sequence=request.sequence, micro=given.micro, virtual=given.chunks, schedule=schedule,
         zero=given.zero,
         recompute=int(group), recomputed=share, expert=expert, expert_tensor=expert_tensor,
-        sequence_parallel=float(sizes.get("tensor", 1) > 1), **sizes,
+        sequence_parallel=float(given.sequence_parallel and sizes.get("tensor", 1) > 1),
+        shard=given.shard or sizes.get("data", 1) * sizes.get("context", 1), **sizes,
     )  # fmt: skip

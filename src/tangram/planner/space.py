@@ -19,7 +19,7 @@ from tangram.planner.grid import Grid, grid
 from tangram.planner.pipelines import SCHEDULES, code
 from tangram.planner.rules import legal
 
-__all__ = ["RECOMPUTED", "Request", "meshes", "of_mesh"]
+__all__ = ["ALL", "EXPLAINED", "RECOMPUTED", "Able", "Request", "meshes", "of_mesh"]
 
 RECOMPUTED: tuple[tuple[str, Group, float], ...] = (
     ("nothing", Group.NONE, 1.0),
@@ -28,6 +28,12 @@ RECOMPUTED: tuple[tuple[str, Group, float], ...] = (
     ("all blocks", Group.BLOCK, 1.0),
 )
 """What may be computed again in the backward: in words, its groups, in which share of the blocks."""
+EXPLAINED: tuple[tuple[str, Group, float], ...] = (
+    *RECOMPUTED,
+    ("attention", Group.SCORES, 1.0),
+    ("every second product", Group.ALTERNATE, 1.0),
+)
+"""And what else is explained where a strategy is given, as other projects have it, but not searched."""
 ZERO = (0, 1, 2, 3)
 FASTEST_ZERO = 1
 DOMINATED = (
@@ -35,6 +41,29 @@ DOMINATED = (
     "states divided over one rank: the same as not divided",
 )
 """What is left out, since the models of time and memory say that it is never better."""
+
+
+@dataclass(frozen=True)
+class Able:
+    """What runs a plan may not be able to run all of the space; so much of it is looked at."""
+
+    zero: tuple[int, ...] = ZERO
+    """What data ranks may divide."""
+    staged: tuple[int, ...] = ZERO
+    """The same, of stages of a pipeline."""
+    again: tuple[str, ...] = tuple(name for name, _, _ in RECOMPUTED)
+    """What may be computed again, by its name."""
+    pipeline: int = 0
+    """Stages at most; 0: any number."""
+    tensor: int = 0
+    """Tensor ranks at most; 0: any number."""
+    context: int = 0
+    """Context ranks at most; 0: any number."""
+    expert: int = 0
+    """Expert ranks at most; 0: any number."""
+
+
+ALL = Able()
 
 
 @dataclass(frozen=True)
@@ -50,6 +79,7 @@ class Request:
     """Samples of a micro-batch that are tried at most: a limit of the search, not a theorem."""
     schedules: tuple[str, ...] = ("1F1B", "Interleaved1F1B")
     """Of pipelines, what may be used."""
+    able: Able = ALL
 
 
 def divisors(number: int) -> list[int]:
@@ -64,11 +94,17 @@ def meshes(outline: Outline, request: Request) -> Iterator[tuple[int, int, int, 
     for pipeline in divisors(request.devices):
         if pipeline > outline.layers:
             break
+        if request.able.pipeline and pipeline > request.able.pipeline:
+            break
         rest = request.devices // pipeline
         for tensor in divisors(rest):
+            if request.able.tensor and tensor > request.able.tensor:
+                break
             if heads % tensor:
                 continue
             for context in divisors(rest // tensor):
+                if request.able.context and context > request.able.context:
+                    break
                 if context > 1 and request.sequence % (2 * context):
                     continue
                 data = rest // tensor // context
@@ -103,14 +139,15 @@ def of_mesh(outline: Outline, request: Request, mesh: tuple[int, int, int, int],
         (expert, over)
         for over in sorted({1, tensor})
         for expert in (divisors(experts) if experts else [1])
-        if stage % (expert * over) == 0
+        if stage % (expert * over) == 0 and not (request.able.expert and expert > request.able.expert)
     ]
     if not experts:
         folded = [(1, tensor)]
     micros = [n for n in divisors(request.batch // data) if n <= request.most_micro]
     staged = _staged(outline, pipeline, request.schedules, bound=bound)
-    zero = (ZERO if not bound else (FASTEST_ZERO,)) if data * context > 1 else (0,)
-    again = RECOMPUTED[:1] if bound else RECOMPUTED
+    divided = request.able.staged if pipeline > 1 else request.able.zero
+    zero = (divided if not bound else (FASTEST_ZERO,)) if data * context > 1 else (0,)
+    again = RECOMPUTED[:1] if bound else tuple(row for row in RECOMPUTED if row[0] in request.able.again)
     axes = [range(len(part)) for part in (folded, micros, staged, zero, again)]
     at = np.array(list(itertools.product(*axes)))
     if not len(at):
@@ -129,7 +166,7 @@ def of_mesh(outline: Outline, request: Request, mesh: tuple[int, int, int, int],
         virtual=np.array([one for one, _ in staged])[at[:, 2]],
         schedule=np.array([one for _, one in staged])[at[:, 2]],
         zero=np.array(zero)[at[:, 3]],
-        recompute=np.array([int(group) for _, group, _ in RECOMPUTED])[at[:, 4]],
-        recomputed=np.array([share for _, _, share in RECOMPUTED])[at[:, 4]],
+        recompute=np.array([int(group) for _, group, _ in again])[at[:, 4]],
+        recomputed=np.array([share for _, _, share in again])[at[:, 4]],
     )
     return found.take(legal(outline, found))

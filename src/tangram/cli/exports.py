@@ -1,0 +1,151 @@
+"""`tangram plan MODEL --cluster C --export ...`, `--emit ...` and `--explain FILE`: what they read and write."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from shutil import which
+
+from tangram.errors import UserError
+from tangram.hardware.cluster import Cluster
+from tangram.hardware.workers import command
+from tangram.models.outline import Outline
+from tangram.planner.answer import ZERO
+from tangram.planner.choice import Ask, Choice
+from tangram.planner.exports.numbers import Written, given_of, numbers_of
+from tangram.planner.exports.targets import picked, target
+from tangram.planner.imports.files import strategy_of
+from tangram.planner.imports.found import Found
+from tangram.planner.platforms.jobs import RUN, job_of
+from tangram.planner.platforms.targets import platform
+from tangram.planner.space import Able
+from tangram.planner.table import Titled
+
+__all__ = ["Typed", "Wanted", "asked_typed", "checked", "given_in", "read_table", "said_json", "write"]
+
+Typed = tuple[str | None, int | None, str | None, str | None, int, float, int]
+"""Tokens of a step, of a sample, precision, framework, devices, memory in GB, how many strategies; None: as usual."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A file that is to be written of the strategy that is taken."""
+
+    export: str
+    """For which project; "" for a job file."""
+    emit: str
+    """For which platform; "" for a project."""
+    out: Path | None
+    pick: int
+    run: str = RUN
+    image: str = ""
+    submit: bool = False
+
+    @property
+    def framework(self) -> str:
+        """Whose figures hold where none is given; "" for the usual."""
+        return target(self.export).framework if self.export else ""
+
+    def able(self, outline: Outline) -> Able:
+        """What is searched."""
+        return target(self.export).able(outline) if self.export else Able()
+
+
+def checked(wanted: Wanted) -> None:
+    """Raise UserError for what can be seen before anything is searched."""
+    if wanted.export and wanted.emit:
+        raise UserError("--export and --emit write one file each: call the command for each of them")
+    out = wanted.out
+    if wanted.export:
+        target(wanted.export)
+        if wanted.submit:
+            raise UserError("--submit is of --emit: it submits a job file")
+    else:
+        client = platform(wanted.emit).client[0]
+        if wanted.submit and out is None:
+            raise UserError("--submit needs a file: give one with --out")
+        if wanted.submit and not which(client):
+            raise UserError(f"{client} is not installed here: write the file without --submit, and submit it elsewhere")
+    if out is not None and (not out.resolve().parent.is_dir() or out.is_dir()):
+        raise UserError(f"the file cannot be written to {out}: give one in a folder that is there")
+
+
+def given_in(explain: str, outline: Outline, devices: int, cluster: Cluster) -> Found | None:
+    """The strategy in a file; None where `explain` is a mesh. Raises UserError."""
+    path = Path(explain)
+    if path.exists():
+        return strategy_of(path, outline, devices, cluster.ranks)
+    if "=" not in explain and (path.suffix or "/" in explain):
+        raise UserError(f'there is no file "{explain}", and it is no mesh either')
+    return None
+
+
+def asked_typed(typed: Typed, found: Found | None, wanted: Wanted | None) -> tuple[str, int, str, str, int, float, int]:
+    """What was typed, then what a file says, then what is usual. Raises UserError."""
+    tokens, sequence, precision, framework, devices, memory, most = typed
+    if wanted is not None:
+        framework = framework or wanted.framework or None
+    if found is None:
+        return tokens or "4M", sequence or 8192, precision or "bf16", framework or "tangram", devices, memory, most
+    one = found.numbers
+    sequence = sequence or one.sequence
+    if not sequence:
+        raise UserError("the file does not say how many tokens a sample has: give them with --seq")
+    return (
+        tokens or str(one.batch * sequence), sequence, precision or one.precision, framework or found.framework,
+        one.ranks, memory, most,
+    )  # fmt: skip
+
+
+def read_table(path: str, found: Found) -> Titled:
+    """What was read of a file, for people."""
+    given = given_of(found.numbers)
+    rows = [
+        ("mesh", given.mesh),
+        ("micro-batch", f"{given.micro} of {found.numbers.batch} samples"),
+        ("schedule", f"{given.schedule} x {given.chunks}" if given.chunks > 1 else given.schedule),
+        ("experts", given.experts),
+        ("divided", f"{ZERO[given.zero]}, over {given.shard} ranks"),
+        ("made again", given.again),
+        *(("otherwise", one) for one in found.told),
+    ]
+    if found.ignored:
+        rows.append(("not looked at", ", ".join(found.ignored)))
+    return f"Read from {path}", ("", "what"), rows
+
+
+def said_json(found: Found) -> dict[str, object]:
+    """The same for programs."""
+    return {"numbers": asdict(found.numbers), "otherwise": list(found.told), "not_looked_at": list(found.ignored)}
+
+
+def write(wanted: Wanted, choices: Sequence[Choice], outline: Outline, ask: Ask, cluster: Cluster) -> None:
+    """The file, or its text on stdout; what is to be known of it on stderr. Raises UserError."""
+    if wanted.export:
+        written = picked(wanted.export, choices, wanted.pick, outline, ask, cluster)
+    else:
+        written = _job_file(wanted, choices, outline, ask, cluster)
+    for one in written.told:
+        print(f"note: {one}", file=sys.stderr)
+    if wanted.out is None:
+        print(written.text, end="")
+        return
+    try:
+        wanted.out.write_text(written.text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the file cannot be written to {wanted.out}: {error.strerror}") from None
+    if wanted.submit:
+        client = platform(wanted.emit).client
+        if status := command([*client, str(wanted.out)]):
+            raise UserError(f"{' '.join(client)} {wanted.out} ended with {status}: it said why")
+
+
+def _job_file(wanted: Wanted, choices: Sequence[Choice], outline: Outline, ask: Ask, cluster: Cluster) -> Written:
+    if not 1 <= wanted.pick <= len(choices):
+        raise UserError(f"--pick {wanted.pick}: the rows of the ranking are 1 to {len(choices)}")
+    ranks = numbers_of(choices[wanted.pick - 1], ask).ranks
+    job = job_of(cluster, outline.name, ranks, wanted.run, wanted.image)
+    told = (f"it starts torchrun {RUN}: put that plan beside it, or say what else with --run",)
+    return Written(platform(wanted.emit).write(job), told if wanted.run == RUN else ())

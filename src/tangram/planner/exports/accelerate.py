@@ -1,0 +1,82 @@
+"""Hugging Face accelerate's configuration of a strategy, for `accelerate launch --config_file`: FSDP2 or whole copies.
+
+Keys are those of `ClusterConfig` and of the options that `accelerate launch` makes of its tables (accelerate 1.15).
+Samples of a micro-batch, how many are summed and their tokens are the program's: they are told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from tangram.errors import UserError
+from tangram.hardware.cluster import Cluster
+from tangram.models.outline import Group, Outline
+from tangram.planner.choice import node
+from tangram.planner.exports.numbers import Numbers, Written, comment, experts_of, recomputed
+
+__all__ = ["accelerate"]
+
+PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
+
+
+def accelerate(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
+    """The YAML. Raises UserError for what it cannot say."""
+    if one.pipeline > 1:
+        raise UserError("accelerate has no pipelines beside FSDP: plan without stages")
+    if one.precision not in PRECISIONS:
+        raise UserError(f"accelerate's configuration is not written with {one.precision} products: plan with bf16")
+    if one.tensor > 1 and one.sequence_parallel:
+        raise UserError("accelerate's tensor ranks do not divide tokens, as the plan's do: plan without tensor ranks")
+    if experts_of(outline) and (one.expert > 1 or one.expert_tensor > 1):
+        raise UserError("accelerate has no expert ranks: plan without them")
+    group, share = recomputed(one)
+    if group and (group, share) != (Group.BLOCK, 1.0):
+        raise UserError(f"accelerate computes all blocks again or none, and not: {one.again}")
+    told = (
+        f"the program takes micro-batches of {one.micro} samples of {one.sequence} tokens and sums up {one.micros}: "
+        f"{one.batch} samples a step",
+        "machine_rank differs by machine, and main_process_ip is that of the first",
+    )
+    found: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "mixed_precision": PRECISIONS[one.precision],
+        "num_machines": -(-one.ranks // node(cluster)),
+        "num_processes": one.ranks,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        **_divided(one, again=bool(group)),
+    }
+    head = comment((f"{outline.name} on {one.ranks} devices of {cluster.name}, as `tangram plan` found it.", *told))
+    return Written(head + yaml.safe_dump(found, sort_keys=False), told)
+
+
+def _divided(one: Numbers, *, again: bool) -> dict[str, Any]:
+    if one.zero == 0 and one.ranks == one.data:
+        if again:
+            raise UserError("accelerate computes blocks again where FSDP divides parameters: plan with them divided")
+        return {"distributed_type": "MULTI_GPU" if one.data > 1 else "NO"}
+    if one.zero < 2:
+        raise UserError(
+            "accelerate divides gradients wherever it divides the optimiser's states: take a plan that divides "
+            "gradients (and parameters)"
+        )
+    if one.shard % one.context:
+        raise UserError(f"accelerate divides states over all {one.context} context ranks, and the plan does not")
+    return {
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": one.zero == 3,
+            "fsdp_activation_checkpointing": again,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        },
+        "parallelism_config": {
+            "parallelism_config_dp_replicate_size": one.copies,
+            "parallelism_config_dp_shard_size": one.shard // one.context,
+            "parallelism_config_tp_size": one.tensor,
+            "parallelism_config_cp_size": one.context,
+        },
+    }

@@ -1,0 +1,146 @@
+"""Megatron-LM's command-line arguments of a strategy, as a bash array that a launch script takes in.
+
+What each argument means is said in `megatron/training/arguments.py` and in the configuration classes of
+`megatron/core` that it makes arguments of (NVIDIA/Megatron-LM@d98e8a6); tests hold every name to a stored list of them.
+The model's own arguments (blocks, heads, vocabulary ...) are not a strategy's and stay with the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tangram.errors import UserError
+from tangram.hardware.cluster import Cluster
+from tangram.models.outline import Group, Outline
+from tangram.planner.exports.numbers import Numbers, Written, chunk_blocks, comment, experts_of, recomputed
+
+__all__ = ["STRATEGIES", "layout_text", "megatron"]
+
+Arguments = dict[str, object]
+"""By name without dashes; True for one without a value."""
+
+STRATEGIES = {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
+"""What Megatron-FSDP calls what is divided."""
+PRECISIONS: Mapping[str, Arguments] = {
+    "fp32": {},
+    "fp16": {"fp16": True},
+    "bf16": {"bf16": True},
+    "fp8": {"bf16": True, "fp8-format": "hybrid"},
+    "fp4": {"bf16": True, "fp4-format": "e2m1"},
+}
+
+
+def megatron(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
+    """The arguments. Raises UserError for what Megatron-LM has no argument for."""
+    told: list[str] = []
+    arguments: Arguments = {
+        "tensor-model-parallel-size": one.tensor,
+        **({"sequence-parallel": True} if one.sequence_parallel and one.tensor > 1 else {}),
+        "context-parallel-size": one.context,
+        **_stages(one, outline, told),
+        **_experts(one, outline),
+        **_divided(one),
+        "micro-batch-size": one.micro,
+        "global-batch-size": one.batch,
+        "seq-length": one.sequence,
+        **PRECISIONS[one.precision],
+        **_again(one, outline, told),
+    }
+    lines = [f"  --{name}" if value is True else f"  --{name} {value}" for name, value in arguments.items()]
+    fsdp = one.zero > 1
+    serial = not fsdp and one.tensor * one.context > 1
+    head = comment((
+        f"{outline.name} on {one.ranks} devices of {cluster.name}, as `tangram plan` found it, for Megatron-LM:",
+        'take it in with `source` and start torchrun ... pretrain_gpt.py "${MODEL_ARGS[@]}" "${PLAN_ARGS[@]}".',
+        *told,
+    ))  # fmt: skip
+    exports = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if serial else ""
+    exports = "unset CUDA_DEVICE_MAX_CONNECTIONS\n" if fsdp else exports
+    return Written(head + exports + "PLAN_ARGS=(\n" + "\n".join(lines) + "\n)\n", tuple(told))
+
+
+def layout_text(chunks: list[int]) -> str:
+    """Blocks of each chunk as Megatron's layout of a pipeline: E the embedding, t a block, L the loss."""
+    parts = [f"t*{count}" if count > 1 else "t" for count in chunks]
+    return "E" + "|".join(parts) + "L"
+
+
+def _stages(one: Numbers, outline: Outline, told: list[str]) -> Arguments:
+    if one.schedule not in ("", "1F1B", "Interleaved1F1B"):
+        raise UserError(f"Megatron-LM runs 1F1B and Interleaved1F1B, and no {one.schedule}")
+    found: Arguments = {"pipeline-model-parallel-size": one.pipeline}
+    if one.pipeline == 1:
+        return found
+    chunks = chunk_blocks(one, outline)
+    if len(set(chunks)) > 1:
+        if outline.predictors:
+            raise UserError(
+                f"{outline.layers} blocks in {len(chunks)} chunks are uneven, and where Megatron-LM then puts the "
+                f"blocks that predict further tokens is not written yet: take stages that divide the blocks"
+            )
+        told.append(f"the {outline.layers} blocks are uneven over {len(chunks)} chunks: the first ones have one more")
+        found["pipeline-model-parallel-layout"] = f"'{layout_text(chunks)}'"
+    elif one.virtual > 1:
+        found["num-virtual-stages-per-pipeline-rank"] = one.virtual
+    return found
+
+
+def _experts(one: Numbers, outline: Outline) -> Arguments:
+    if not experts_of(outline):
+        return {}
+    return {
+        "expert-model-parallel-size": one.expert,
+        "expert-tensor-parallel-size": one.expert_tensor,
+        "moe-grouped-gemm": True,
+        **({"moe-token-dispatcher-type": "alltoall"} if one.expert * one.expert_tensor > 1 else {}),
+    }
+
+
+def _divided(one: Numbers) -> Arguments:
+    over = {"num-distributed-optimizer-instances": one.copies} if one.zero and one.copies > 1 else {}
+    if one.zero == 0:
+        return {"overlap-grad-reduce": True}
+    found: Arguments = {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True}
+    if one.zero == 1:
+        return found | over
+    if one.pipeline > 1:
+        raise UserError(
+            "Megatron-LM divides gradients and parameters by Megatron-FSDP, whose pages name no pipelines beside it: "
+            "take a plan that divides the optimiser's states alone, or has no stages"
+        )
+    return found | over | {
+        "use-megatron-fsdp": True,
+        "data-parallel-sharding-strategy": STRATEGIES[one.zero],
+        "no-gradient-accumulation-fusion": True,
+        "ckpt-format": "fsdp_dtensor",
+    }  # fmt: skip
+
+
+def _again(one: Numbers, outline: Outline, told: list[str]) -> Arguments:
+    group, share = recomputed(one)
+    if group == Group.NONE:
+        return {}
+    if group == Group.BLOCK:
+        return _blocks(one, outline, share, told)
+    modules = {Group.SCORES: "core_attn", Group.NORM | Group.ACTIVATION: "layernorm moe_act"}
+    if group not in modules:
+        raise UserError(f"Megatron-LM has no argument for computing again: {one.again}")
+    if group & Group.ACTIVATION and not all(block.experts for block, _ in outline.runs):
+        raise UserError(
+            f"Megatron-LM computes activations of dense MLPs again only with all of the MLP, and {outline.name} has "
+            f"such: it cannot be given {one.again}"
+        )
+    return {"recompute-granularity": "selective", "recompute-modules": modules[group]}
+
+
+def _blocks(one: Numbers, outline: Outline, share: float, told: list[str]) -> Arguments:
+    chunks = chunk_blocks(one, outline)
+    full: Arguments = {"recompute-granularity": "full"}
+    if share == 1:
+        return full | {"recompute-method": "uniform", "recompute-num-layers": 1}
+    if min(chunks) == 1:
+        raise UserError("Megatron-LM computes whole blocks again, and chunks of one block have no half of them")
+    count = -(-chunks[0] // 2)  # of each chunk
+    if any(size % 2 for size in chunks):
+        told.append(f"{count} of the {chunks[0]} blocks of each chunk are computed again, not exactly half of them")
+    return full | {"recompute-method": "block", "recompute-num-layers": count}

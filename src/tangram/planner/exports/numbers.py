@@ -1,0 +1,123 @@
+"""The numbers of one strategy, pulled out once: what exports write and imports read back.
+
+Nothing here knows a project: names are Tangram's own, sizes are those of `planner.grid`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tangram.errors import UserError
+from tangram.models.outline import Group, Outline
+from tangram.planner.choice import Ask, Choice
+from tangram.planner.explain import Given
+from tangram.planner.setting import Precision
+from tangram.planner.space import EXPLAINED
+
+__all__ = ["Numbers", "Written", "chunk_blocks", "comment", "experts_of", "given_of", "numbers_of", "recomputed"]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """One strategy of a model on so many devices."""
+
+    pipeline: int
+    virtual: int
+    """Chunks of blocks that each pipeline rank has."""
+    schedule: str
+    """Of the pipeline, as `planner.pipelines` names it; "" without one."""
+    tensor: int
+    sequence_parallel: bool
+    context: int
+    expert: int
+    expert_tensor: int
+    data: int
+    zero: int
+    """What is divided: 0 nothing, 1 the optimiser's states, 2 gradients too, 3 parameters too."""
+    shard: int
+    """Over how many of the data and context ranks; copies beyond it."""
+    micro: int
+    """Samples of a micro-batch."""
+    batch: int
+    """Samples of a step over all ranks."""
+    sequence: int
+    again: str
+    """What is computed again, as `planner.space` names it."""
+    precision: Precision
+
+    @property
+    def micros(self) -> int:
+        """Micro-batches of a step on each rank."""
+        return max(math.ceil(self.batch / (self.data * self.micro)), 1)
+
+    @property
+    def ranks(self) -> int:
+        """All devices."""
+        return self.pipeline * self.tensor * self.context * self.data
+
+    @property
+    def copies(self) -> int:
+        """How often the divided states are there."""
+        return self.data * self.context // self.shard
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file for a project, and what the project does otherwise or has to be told elsewhere."""
+
+    text: str
+    told: tuple[str, ...] = ()
+
+
+def numbers_of(choice: Choice, ask: Ask) -> Numbers:
+    """Of a choice that was made for `ask`."""
+    at = {name: int(value) for name, value in choice.at.items()}
+    return Numbers(
+        pipeline=at["pipeline"], virtual=at["virtual"], schedule=choice.schedule, tensor=at["tensor"],
+        sequence_parallel=bool(at["sequence_parallel"]), context=at["context"], expert=at["expert"],
+        expert_tensor=at["expert_tensor"], data=at["data"], zero=at["zero"], shard=at["shard"], micro=at["micro"],
+        batch=at["batch"], sequence=at["sequence"], again=choice.again, precision=ask.precision,
+    )  # fmt: skip
+
+
+def given_of(one: Numbers) -> Given:
+    """As a person would give it to `--explain`."""
+    return Given(
+        mesh=f"pp={one.pipeline} dp={one.data} cp={one.context} tp={one.tensor}",
+        micro=one.micro,
+        chunks=one.virtual,
+        schedule=one.schedule or "1F1B",
+        zero=one.zero,
+        again=one.again,
+        experts=f"{one.expert} x {one.expert_tensor}",
+        shard=one.shard,
+        sequence_parallel=one.sequence_parallel,
+    )
+
+
+def recomputed(one: Numbers) -> tuple[Group, float]:
+    """Which groups are computed again, and in which share of the blocks."""
+    return next((group, share) for name, group, share in EXPLAINED if name == one.again)
+
+
+def experts_of(outline: Outline) -> int:
+    """Experts of the widest mixture; 0 where there is none."""
+    return max((block.experts for block, _ in outline.runs), default=0)
+
+
+def chunk_blocks(one: Numbers, outline: Outline) -> list[int]:
+    """Blocks of each chunk in the order in which they run: as even as they can be, the longer ones first.
+
+    Raises UserError where there are more chunks than blocks.
+    """
+    chunks = one.pipeline * one.virtual
+    if chunks > outline.layers:
+        raise UserError(f"{chunks} chunks are more than the {outline.layers} blocks of {outline.name}")
+    each, more = divmod(outline.layers, chunks)
+    return [each + (place < more) for place in range(chunks)]
+
+
+def comment(lines: tuple[str, ...]) -> str:
+    """Lines behind a number sign."""
+    return "".join(f"# {line}\n" for line in lines)

@@ -1,0 +1,94 @@
+"""Whom a strategy can be written for: a row each. A new one is a module beside this and its row."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tangram.errors import UserError
+from tangram.hardware.cluster import Cluster
+from tangram.models.outline import Outline
+from tangram.planner.choice import Ask, Choice
+from tangram.planner.exports.accelerate import accelerate
+from tangram.planner.exports.deepspeed import deepspeed
+from tangram.planner.exports.megatron import megatron
+from tangram.planner.exports.numbers import Numbers, Written, numbers_of
+from tangram.planner.exports.paddleformers import paddleformers
+from tangram.planner.exports.torchtitan import options, torchtitan
+from tangram.planner.space import Able
+
+__all__ = ["EXPORTS", "Target", "export", "picked"]
+
+WHOLE = ("nothing", "all blocks")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A project: how a strategy is written for it, what of the space it is able to run, whose figures are its own."""
+
+    write: Callable[[Numbers, Outline, Cluster], Written]
+    """Raises UserError for what it cannot run."""
+    framework: str
+    """An entry of `frameworks.toml`."""
+    able: Callable[[Outline], Able]
+
+
+def _megatron(outline: Outline) -> Able:
+    mixtures = all(block.experts for block, _ in outline.runs)
+    return Able(staged=(0, 1), again=(*WHOLE, "half of the blocks", *(("norms and activations",) if mixtures else ())))
+
+
+EXPORTS: Mapping[str, Target] = {
+    "megatron-lm": Target(megatron, "megatron-core", _megatron),
+    "torchtitan": Target(
+        torchtitan, "torchtitan", lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=(*WHOLE, "half of the blocks"))
+    ),
+    "torchtitan-options": Target(options, "torchtitan", lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=WHOLE)),
+    "deepspeed": Target(deepspeed, "deepspeed", lambda _: Able(again=WHOLE, pipeline=1, context=1, tensor=1)),
+    "accelerate": Target(
+        accelerate, "fsdp", lambda _: Able(zero=(0, 2, 3), again=WHOLE, pipeline=1, tensor=1, expert=1)
+    ),
+    "paddleformers": Target(
+        paddleformers, "paddlenlp", lambda _: Able(staged=(0, 1), again=(*WHOLE, "half of the blocks"))
+    ),
+}
+"""By what they are called on the command line."""
+
+
+def export(name: str, choice: Choice, outline: Outline, ask: Ask, cluster: Cluster) -> Written:
+    """A choice for a project. Raises UserError for one that is not known, or cannot run it so."""
+    return target(name).write(numbers_of(choice, ask), outline, cluster)
+
+
+def target(name: str) -> Target:
+    """Raises UserError for a name that is none."""
+    if name not in EXPORTS:
+        near = difflib.get_close_matches(name, EXPORTS, 1)
+        raise UserError(
+            f"there is no export {name!r}{f' (did you mean {near[0]!r}?)' if near else ''}: there are "
+            f"{', '.join(EXPORTS)}"
+        )
+    return EXPORTS[name]
+
+
+def picked(name: str, choices: Sequence[Choice], pick: int, outline: Outline, ask: Ask, cluster: Cluster) -> Written:
+    """The row of a ranking for a project; where it cannot be written, which others can. Raises UserError."""
+    if not 1 <= pick <= len(choices):
+        raise UserError(f"--pick {pick}: the rows of the ranking are 1 to {len(choices)}")
+    try:
+        return export(name, choices[pick - 1], outline, ask, cluster)
+    except UserError as reason:
+        others = [str(row) for row, one in enumerate(choices, start=1) if _can(name, one, outline, ask, cluster)]
+        if len(choices) == 1 or name not in EXPORTS:
+            raise
+        said = f"rows that can be are {', '.join(others)}" if others else "no row can be: name more with --top"
+        raise UserError(f"row {pick} cannot be written for {name}: {reason}; {said}") from None
+
+
+def _can(name: str, choice: Choice, outline: Outline, ask: Ask, cluster: Cluster) -> bool:
+    try:
+        export(name, choice, outline, ask, cluster)
+    except UserError:
+        return False
+    return True

@@ -1,0 +1,156 @@
+"""torchtitan's configuration of a strategy: the TOML file of its versions to 0.2, and the options of 0.3 and later.
+
+Keys and what they mean are those of `torchtitan/config/job_config.py` of torchtitan 0.2.2, and of
+`torchtitan/config/configs.py` of 0.3.0, where a model's Python configuration is given by name and options change it.
+Both have the same sections; in 0.3 selective recomputation has no blocks, experts have no tensor ranks of their own,
+and 8-bit products are in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tomli_w
+
+from tangram.errors import UserError
+from tangram.hardware.cluster import Cluster
+from tangram.models.outline import Group, Outline
+from tangram.planner.exports.numbers import Numbers, Written, chunk_blocks, comment, experts_of, recomputed
+
+__all__ = ["options", "sections", "torchtitan"]
+
+Sections = dict[str, dict[str, Any]]
+FULL_PRECISION = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
+
+
+def torchtitan(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
+    """The TOML file (0.2). Raises UserError for what torchtitan has no key for."""
+    told: list[str] = []
+    tables = sections(one, outline, told)
+    group, share = recomputed(one)
+    modes: Mapping[tuple[Group, float], dict[str, Any]] = {
+        (Group.NONE, 1.0): {"mode": "none"},
+        (Group.BLOCK, 1.0): {"mode": "full"},
+        (Group.BLOCK, 0.5): {"mode": "selective", "selective_ac_option": "2"},
+        (Group.ALTERNATE, 1.0): {"mode": "selective", "selective_ac_option": "op"},
+    }
+    if (group, share) not in modes:
+        raise UserError(f"torchtitan has no key for computing again: {one.again}")
+    tables["activation_checkpoint"] = modes[group, share]
+    if experts_of(outline) and one.expert > 1:
+        tables["parallelism"]["expert_tensor_parallel_degree"] = one.expert_tensor
+    if one.precision == "fp8":
+        tables["model"] = {"converters": ["quantize.linear.float8"]}
+        tables["quantize"] = {"linear": {"float8": {"recipe_name": "tensorwise"}}}
+    head = (
+        f"{outline.name} on {one.ranks} devices of {cluster.name}, as `tangram plan` found it, for torchtitan 0.2:",
+        "./run_train.sh with CONFIG_FILE, after the model's own tables ([model], [optimizer] ...).",
+        *told,
+    )
+    return Written(comment(head) + "\n" + tomli_w.dumps(tables), tuple(told))
+
+
+def options(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
+    """Options after `--module M --config C` (0.3). Raises UserError for what torchtitan has none for."""
+    told: list[str] = []
+    if one.precision == "fp8":
+        raise UserError("torchtitan 0.3 has 8-bit products in Python configurations only: plan with --precision bf16")
+    if experts_of(outline) and one.expert > 1 and one.expert_tensor > 1:
+        raise UserError(f"torchtitan 0.3 has no tensor ranks of experts, and the plan has {one.expert_tensor}")
+    modes = {Group.NONE: "none", Group.BLOCK: "full", Group.ALTERNATE: "selective"}
+    group, share = recomputed(one)
+    if group not in modes or share != 1:
+        raise UserError(f"torchtitan 0.3 has no option for computing again: {one.again}")
+    tables = sections(one, outline, told)
+    lines = [f"  --{name}.{key} {value}" for name, table in tables.items() for key, value in table.items()]
+    head = (
+        f"{outline.name} on {one.ranks} devices of {cluster.name}, as `tangram plan` found it, for torchtitan 0.3:",
+        'take it in with `source` and start: torchrun ... -m torchtitan.train --module M --config C "${PLAN_ARGS[@]}".',
+        *told,
+    )
+    policy = f"  activation-checkpoint:{modes[group]}"
+    return Written(comment(head) + "PLAN_ARGS=(\n" + "\n".join([*lines, policy]) + "\n)\n", tuple(told))
+
+
+def sections(one: Numbers, outline: Outline, told: list[str]) -> Sections:
+    """What both versions have. Raises UserError."""
+    if one.precision not in FULL_PRECISION:
+        raise UserError(f"torchtitan computes products in bfloat16, float32 or 8 bits, and not in {one.precision}")
+    if one.tensor > 1 and not one.sequence_parallel:
+        raise UserError("torchtitan's tensor ranks divide tokens, too, which this plan's do not")
+    training = {
+        "local_batch_size": one.micro * (one.micros if one.pipeline > 1 else 1),
+        "global_batch_size": one.batch,
+        "seq_len": one.sequence,
+        "mixed_precision_param": FULL_PRECISION[one.precision],
+    }
+    return {
+        "training": training,
+        "parallelism": {
+            **_divided(one),
+            "tensor_parallel_degree": one.tensor,
+            "context_parallel_degree": one.context,
+            **_stages(one, outline, told),
+            **_experts(one, outline),
+        },
+    }
+
+
+def _divided(one: Numbers) -> dict[str, Any]:
+    """Whole copies, or parts of parameters, gathered until the forward or the backward ends."""
+    together = one.data * one.context
+    if one.zero == 0 or one.shard == 1:
+        if together > 1 and one.ranks > one.data:
+            raise UserError("torchtitan has whole copies of parameters with data ranks alone: divide something")
+        return {"data_parallel_replicate_degree": one.data, "data_parallel_shard_degree": 1}
+    if one.zero == 1:
+        raise UserError(
+            "torchtitan divides gradients wherever it divides the optimiser's states: take a plan that divides "
+            "gradients (and parameters)"
+        )
+    if one.shard % one.context:
+        raise UserError(
+            f"torchtitan divides states over all {one.context} context ranks, and the plan over {one.shard} ranks"
+        )
+    return {
+        "data_parallel_replicate_degree": one.copies,
+        "data_parallel_shard_degree": one.shard // one.context,
+        "fsdp_reshard_after_forward": "always" if one.zero == 3 else "never",
+    }
+
+
+def _stages(one: Numbers, outline: Outline, told: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"pipeline_parallel_degree": one.pipeline}
+    if one.pipeline == 1:
+        return found
+    chunks = chunk_blocks(one, outline)
+    if -(-outline.layers // chunks[0]) != len(chunks):
+        raise UserError(
+            f"torchtitan cuts {outline.layers} blocks by how many a chunk has, which never makes {len(chunks)} of them"
+        )
+    if len(set(chunks)) > 1:
+        told.append(f"the {outline.layers} blocks are uneven over {len(chunks)} chunks: the first ones have one more")
+    return found | {
+        "pipeline_parallel_schedule": one.schedule,
+        "pipeline_parallel_microbatch_size": one.micro,
+        "pipeline_parallel_layers_per_stage": chunks[0],
+        "pipeline_parallel_first_stage_less_layers": 0,
+        "pipeline_parallel_last_stage_less_layers": 0,
+    }
+
+
+def _experts(one: Numbers, outline: Outline) -> dict[str, Any]:
+    if not experts_of(outline):
+        return {}
+    if one.expert == 1 and one.expert_tensor != one.tensor:
+        raise UserError("torchtitan cuts experts over the tensor ranks where there are no expert ranks")
+    if one.expert > 1 and one.expert_tensor not in (1, one.tensor):
+        raise UserError(f"torchtitan has 1 or {one.tensor} tensor ranks of experts, and not {one.expert_tensor}")
+    inner = one.shard * one.tensor
+    if one.expert > 1 and inner % (one.expert * one.expert_tensor):
+        raise UserError(
+            f"torchtitan makes expert ranks of those that divide parameters and of tensor ranks, and {one.expert} x "
+            f"{one.expert_tensor} are no part of {inner}"
+        )
+    return {"expert_parallel_degree": one.expert}

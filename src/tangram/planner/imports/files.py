@@ -1,0 +1,26 @@
+"""A file of another project as a strategy: whose it is, by its names. What `tangram plan --explain FILE` reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tangram.errors import UserError
+from tangram.models.outline import Outline
+from tangram.planner.imports.found import Found
+from tangram.planner.imports.megatron import megatron
+from tangram.planner.imports.torchtitan import is_torchtitan, torchtitan
+from tangram.planner.imports.words import words_of
+
+__all__ = ["strategy_of"]
+
+
+def strategy_of(path: Path, outline: Outline, devices: int, most: int) -> Found:
+    """The strategy in a file, for a model on `devices` (0: as many as the file says, else `most`). Raises UserError."""
+    kind, words = words_of(path)
+    if is_torchtitan(words):
+        return torchtitan(words, outline, devices, most, toml=kind == "toml")
+    if kind == "toml":
+        raise UserError(f"{path} has none of torchtitan's tables [training] and [parallelism]")
+    if not words.values:
+        raise UserError(f"{path} has no arguments of Megatron-LM or torchtitan in it")
+    return megatron(words, outline, devices, most)

@@ -1,0 +1,203 @@
+"""Megatron-LM's arguments read as a strategy: command lines, launch scripts, and files of arguments in YAML.
+
+Defaults are those of `megatron/training/arguments.py` (NVIDIA/Megatron-LM@d98e8a6).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from tangram.errors import UserError
+from tangram.models.outline import Group, Outline
+from tangram.planner.exports.megatron import STRATEGIES
+from tangram.planner.exports.numbers import Numbers, experts_of
+from tangram.planner.imports.found import Found, nearest
+from tangram.planner.imports.words import Words
+from tangram.planner.setting import Precision
+
+__all__ = ["chunks_of", "megatron"]
+
+READ = (
+    "tensor-model-parallel-size", "sequence-parallel", "context-parallel-size", "pipeline-model-parallel-size",
+    "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage", "pipeline-model-parallel-layout",
+    "expert-model-parallel-size", "expert-tensor-parallel-size", "use-distributed-optimizer", "use-megatron-fsdp",
+    "use-custom-fsdp", "use-torch-fsdp2", "torch-fsdp2-no-reshard-after-forward", "data-parallel-sharding-strategy",
+    "num-distributed-optimizer-instances", "micro-batch-size", "global-batch-size", "seq-length", "bf16", "fp16",
+    "fp8", "fp8-format", "fp4", "fp4-format", "recompute-granularity", "recompute-method", "recompute-num-layers",
+    "recompute-modules", "recompute-activations", "num-layers", "world-size", "nnodes", "nproc-per-node",
+)  # fmt: skip
+TOLD: Mapping[str, str] = {
+    "decoder-first-pipeline-num-layers": "stages are taken as even",
+    "decoder-last-pipeline-num-layers": "stages are taken as even",
+    "account-for-embedding-in-pipeline-split": "stages are taken as even",
+    "account-for-loss-in-pipeline-split": "stages are taken as even",
+    "hierarchical-context-parallel-sizes": "context ranks are taken as one ring",
+    "cp-comm-type": "context ranks are taken as one ring",
+    "cpu-offloading": "nothing is taken to be offloaded",
+    "optimizer-cpu-offload": "nothing is taken to be offloaded",
+    "fine-grained-activation-offloading": "nothing is taken to be offloaded",
+    "use-precision-aware-optimizer": "the optimiser's states are taken in float32",
+    "rampup-batch-size": "all steps are taken with the whole batch",
+    "step-batch-size-schedule": "all steps are taken with the whole batch",
+    "delay-wgrad-compute": "the backward of products is taken as one",
+    "overlap-moe-expert-parallel-comm": "what hides beside experts is the framework's usual share",
+    "moe-expert-capacity-factor": "no tokens are taken to be dropped",
+    "distribute-saved-activations": "what is kept is taken whole on each rank",
+    "grad-reduce-in-bf16": "gradients are taken as the framework usually sums them",
+    "tp-comm-overlap": "what hides beside products is the framework's usual share",
+}
+"""Of layout or time, and not in the model of them: what is taken in their place."""
+MODULES = {
+    "core_attn": Group.SCORES,
+    "layernorm": Group.NORM,
+    "moe_act": Group.ACTIVATION,
+    "mlp": Group.MLP,
+    "moe": Group.MLP,
+    "shared_experts": Group.MLP,
+    "mla_up_proj": Group.ATTENTION,
+}
+
+
+def megatron(words: Words, outline: Outline, devices: int, most: int) -> Found:
+    """The strategy on `devices`, 0: as the file starts, or `most`. Raises UserError for contradictions."""
+    told: list[str] = []
+    tensor, pipeline, context = (
+        words.count(name, 1)
+        for name in ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
+    )
+    _same_model(words, outline)
+    ranks = devices or _started(words) or most
+    data, left = divmod(ranks, tensor * pipeline * context)
+    if left or not data:
+        raise UserError(
+            f"{words.path}: {tensor} tensor x {pipeline} pipeline x {context} context ranks do not divide {ranks} "
+            "devices; give as many with --gpus as it is for"
+        )
+    virtual = _virtual(words, outline, pipeline)
+    instances = words.count("num-distributed-optimizer-instances", 1)
+    if data * context % instances:
+        raise UserError(
+            f"{words.path}: {data * context} data and context ranks are no {instances} instances of a divided optimiser"
+        )
+    if not words.has("micro-batch-size"):
+        raise UserError(f"{words.path} says no micro-batch-size, so it is not Megatron-LM's arguments or not all")
+    micro = words.count("micro-batch-size", 1)
+    mixture = experts_of(outline) > 1
+    one = Numbers(
+        pipeline=pipeline,
+        virtual=virtual,
+        schedule="" if pipeline == 1 else "1F1B" if virtual == 1 else "Interleaved1F1B",
+        tensor=tensor,
+        sequence_parallel=words.has("sequence-parallel") and tensor > 1,
+        context=context,
+        expert=words.count("expert-model-parallel-size", 1),
+        expert_tensor=words.count("expert-tensor-parallel-size", tensor) if mixture else tensor,
+        data=data,
+        zero=_zero(words) if data * context > 1 else 0,
+        shard=data * context // instances,
+        micro=micro,
+        batch=words.count("global-batch-size", micro * data),
+        sequence=words.count("seq-length", 0, 0),
+        again=_again(words, outline, pipeline * virtual, told),
+        precision=_precision(words),
+    )
+    told += [f"{name}: {taken}" for name, taken in TOLD.items() if words.has(name)]
+    graphs = tuple(name for name in words.values if "-graph" in name)
+    told += [f"{name}: kernels are taken to be started one by one" for name in graphs]
+    return Found(one, "megatron-core", tuple(told), words.others((*READ, *TOLD, *graphs)))
+
+
+def _same_model(words: Words, outline: Outline) -> None:
+    layers = words.count("num-layers", outline.layers)
+    if layers != outline.layers:
+        raise UserError(f"{words.path} is for a model of {layers} blocks, and {outline.name} has {outline.layers}")
+
+
+def _started(words: Words) -> int:
+    """Devices that the file starts ranks on; 0 where it does not say."""
+    nodes, each = (int(words.text(name)) if words.text(name).isdigit() else 0 for name in ("nnodes", "nproc-per-node"))
+    return words.count("world-size", nodes * each, 0)
+
+
+def chunks_of(layout: str) -> int:
+    """How many chunks a layout of a pipeline has. Raises ValueError for one that cannot be read."""
+    text = re.sub(r"[\s,]", "", layout)
+    while inner := re.search(r"\(([^()]*)\)\*(\d+)", text):
+        text = text[: inner.start()] + inner[1] * int(inner[2]) + text[inner.end() :]
+    text = re.sub(r"([A-Za-z])\*(\d+)", lambda found: found[1] * int(found[2]), text)
+    if re.search(r"[^A-Za-z|]", text):
+        raise ValueError(layout)
+    return text.count("|") + 1
+
+
+def _virtual(words: Words, outline: Outline, pipeline: int) -> int:
+    ways = [name for name in READ[4:7] if words.has(name)]
+    if len(ways) > 1:
+        raise UserError(f"{words.path} says both {ways[0]} and {ways[1]}: one of them is enough")
+    if words.has("pipeline-model-parallel-layout"):
+        layout = words.text("pipeline-model-parallel-layout")
+        try:
+            virtual, left = divmod(chunks_of(layout), pipeline)
+        except ValueError:
+            raise UserError(f"{words.path}: {layout!r} is no layout of a pipeline") from None
+        if left:
+            raise UserError(f"{words.path}: {layout!r} has {chunks_of(layout)} chunks for {pipeline} pipeline ranks")
+        return virtual
+    if words.has("num-layers-per-virtual-pipeline-stage"):
+        each = words.count("num-layers-per-virtual-pipeline-stage", 1)
+        virtual, left = divmod(outline.layers, pipeline * each)
+        if left or not virtual:
+            raise UserError(
+                f"{words.path}: chunks of {each} blocks on {pipeline} pipeline ranks are not {outline.layers} blocks"
+            )
+        return virtual
+    return words.count("num-virtual-stages-per-pipeline-rank", 1)
+
+
+def _zero(words: Words) -> int:
+    if words.has("use-torch-fsdp2"):
+        return 2 if words.has("torch-fsdp2-no-reshard-after-forward") else 3
+    if words.has("use-megatron-fsdp") or words.has("use-custom-fsdp"):
+        said = words.text("data-parallel-sharding-strategy", STRATEGIES[3])
+        if said not in STRATEGIES.values():
+            raise UserError(
+                f"{words.path}: data-parallel-sharding-strategy is {said!r}; write one of "
+                f"{', '.join(STRATEGIES.values())}"
+            )
+        return next(level for level, name in STRATEGIES.items() if name == said)
+    return int(words.has("use-distributed-optimizer"))
+
+
+def _again(words: Words, outline: Outline, chunks: int, told: list[str]) -> str:
+    granularity = words.text("recompute-granularity", "selective" if words.has("recompute-activations") else "")
+    if not granularity:
+        return "nothing"
+    if granularity not in ("full", "selective"):
+        raise UserError(f"{words.path}: recompute-granularity is {granularity!r}; write full or selective")
+    if granularity == "full":
+        count, each = words.count("recompute-num-layers", 1), -(-outline.layers // chunks)
+        if words.text("recompute-method", "uniform") == "uniform":
+            if count > 1:
+                told.append(f"recompute-num-layers {count}: blocks are taken to be kept one by one")
+            return "all blocks"
+        if count >= each:
+            return "all blocks"
+        return nearest(Group.BLOCK, 0.5 if count == -(-each // 2) else count / each, told, f"{count} of {each} blocks")
+    names = words.text("recompute-modules", "core_attn").replace(",", " ").strip("[]").split()
+    groups = Group.NONE
+    for name in (one.strip("'\"") for one in names):
+        if name not in MODULES:
+            raise UserError(f"{words.path}: nothing is known of the module {name!r} to compute again")
+        groups |= MODULES[name]
+    return nearest(groups, 1.0, told, f"recompute-modules {' '.join(names)}")
+
+
+def _precision(words: Words) -> Precision:
+    if words.has("fp4") or words.has("fp4-format"):
+        return "fp4"
+    if words.has("fp8") or words.has("fp8-format"):
+        return "fp8"
+    if words.has("bf16") and words.has("fp16"):
+        raise UserError(f"{words.path} says both bf16 and fp16")
+    return "bf16" if words.has("bf16") else "fp16" if words.has("fp16") else "fp32"

@@ -1,0 +1,151 @@
+"""What is written for Megatron-LM and torchtitan is read back as the same strategy, or is refused in one sentence."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tangram.errors import UserError
+from tangram.models.outline import Outline
+from tangram.models.outlined import outlined
+from tangram.planner.ask import plan
+from tangram.planner.choice import Ask
+from tangram.planner.explain import laid_out
+from tangram.planner.exports.megatron import layout_text
+from tangram.planner.exports.numbers import Numbers, chunk_blocks, given_of, numbers_of
+from tangram.planner.exports.targets import EXPORTS
+from tangram.planner.imports.files import strategy_of
+from tangram.planner.imports.megatron import chunks_of
+from tests.planner.exports.drawn import CLUSTER, DENSE, MIXED, drawn
+
+FILES = {"megatron-lm": "args.sh", "torchtitan": "job.toml", "torchtitan-options": "options.sh"}
+
+
+@pytest.mark.parametrize("name", FILES)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_strategy_comes_back(name: str, tmp_path: Path, data: st.DataObject) -> None:
+    outline, one = data.draw(drawn(name))
+    try:
+        written = EXPORTS[name].write(one, outline, CLUSTER)
+    except UserError:
+        return
+    path = tmp_path / FILES[name]
+    path.write_text(written.text)
+    found = strategy_of(path, outline, one.ranks, 64)
+    expected = replace(one, shard=one.data * one.context) if one.zero == 0 else one  # nothing is divided over any
+    assert found.numbers == expected
+    assert found.framework == EXPORTS[name].framework
+    assert found.told == ()
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_what_is_drawn_is_written_often_enough(name: str) -> None:
+    """So that the test above is not one of refusals, which are a sentence each."""
+    counts: Counter[bool] = Counter()
+
+    @settings(deadline=None, max_examples=40, database=None, derandomize=True)
+    @given(drawn(name))
+    def count(case: tuple[Outline, Numbers]) -> None:
+        counts[_written(name, *case)] += 1
+
+    count()
+    assert counts[True] >= 5
+
+
+def _written(name: str, outline: Outline, one: Numbers) -> bool:
+    refused = ""
+    try:
+        EXPORTS[name].write(one, outline, CLUSTER)
+    except UserError as reason:
+        refused = str(reason)
+    assert "\n" not in refused
+    return not refused
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_planned_for_a_project_comes_back_to_the_same_grid(name: str, tmp_path: Path) -> None:
+    model = outlined("llama-3-8b")
+    ask = Ask(2**20, 8192, framework=EXPORTS[name].framework, able=EXPORTS[name].able(model), devices=32, most=6)
+    choices = plan(model, CLUSTER, ask, what_if=False).choices
+    written = 0
+    for choice in choices:
+        one = numbers_of(choice, ask)
+        try:
+            text = EXPORTS[name].write(one, model, CLUSTER).text
+        except UserError:
+            continue
+        path = tmp_path / FILES[name]
+        path.write_text(text)
+        read = strategy_of(path, model, 32, 64).numbers
+        g = laid_out(CLUSTER, ask, given_of(read))
+        assert {key: float(values[0]) for key, values in vars(g).items()} == dict(choice.at)
+        written += 1
+    assert written >= len(choices) / 2
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_a_layout_of_a_pipeline_has_its_chunks(chunks: int, blocks: int) -> None:
+    if chunks <= blocks:
+        even, more = divmod(blocks, chunks)
+        sizes = [even + (place < more) for place in range(chunks)]
+        assert chunks_of(layout_text(sizes)) == chunks
+        assert layout_text(sizes).count("|") == chunks - 1
+    assert chunks_of("Et*3|(tt|)*14,m|L") == 17  # one of Megatron-Bridge's for DeepSeek-V3
+
+
+REFUSED: list[tuple[str, Outline, dict[str, object], str]] = [
+    ("megatron-lm", DENSE, {"zero": 1, "again": "norms and activations"}, "activations of dense MLPs again only with"),
+    ("megatron-lm", DENSE, {"schedule": "ZBVZeroBubble", "virtual": 2}, "runs 1F1B and Interleaved1F1B, and no ZBV"),
+    ("megatron-lm", DENSE, {"zero": 3}, "whose pages name no pipelines beside it"),
+    ("megatron-lm", DENSE, {"pipeline": 8, "zero": 1, "again": "half of the blocks"}, "of one block have no half"),
+    ("torchtitan", DENSE, {"zero": 1}, "divides gradients wherever it divides the optimiser's states"),
+    ("torchtitan", DENSE, {"zero": 0}, "has whole copies of parameters with data ranks alone"),
+    ("torchtitan", DENSE, {"precision": "fp4"}, "and not in fp4"),
+    ("torchtitan", DENSE, {"sequence_parallel": False}, "tensor ranks divide tokens, too, which this plan's do not"),
+    ("torchtitan", DENSE, {"again": "norms and activations"}, "has no key for computing again: norms and activations"),
+    ("torchtitan", DENSE, {"pipeline": 8}, "cuts 12 blocks by how many a chunk has, which never makes 8 of them"),
+    ("torchtitan", MIXED, {"expert": 1, "expert_tensor": 1}, "cuts experts over the tensor ranks where there are no"),
+    ("torchtitan-options", MIXED, {"expert": 2, "expert_tensor": 2}, "has no tensor ranks of experts"),
+    ("torchtitan-options", DENSE, {"again": "half of the blocks"}, "has no option for computing again: half of"),
+    ("torchtitan-options", DENSE, {"precision": "fp8"}, "has 8-bit products in Python configurations only"),
+]  # fmt: skip
+USUAL = Numbers(2, 1, "1F1B", 2, True, 1, 1, 2, 4, 3, 4, 1, 32, 2048, "nothing", "bf16")
+
+
+@pytest.mark.parametrize(("name", "outline", "changed", "said"), REFUSED)
+def test_what_a_project_cannot_run_is_refused(
+    name: str, outline: Outline, changed: dict[str, object], said: str
+) -> None:
+    with pytest.raises(UserError, match=said.replace("(", r"\(")):
+        EXPORTS[name].write(replace(USUAL, **changed), outline, CLUSTER)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("blocks", "written"), [((3, 3, 3, 3), None), ((3, 3, 2), "'Et*3|t*3|t*2L'")])
+def test_uneven_stages_are_written_and_told(blocks: tuple[int, ...], written: str | None) -> None:
+    outline = replace(DENSE, runs=((DENSE.runs[0][0], sum(blocks)),))
+    one = replace(USUAL, pipeline=len(blocks), zero=1)
+    assert chunk_blocks(one, outline) == list(blocks)
+    found = EXPORTS["megatron-lm"].write(one, outline, CLUSTER)
+    if written is None:
+        assert "pipeline-model-parallel-layout" not in found.text
+        assert found.told == ()
+    else:
+        assert f"--pipeline-model-parallel-layout {written}\n" in found.text
+        assert found.told == ("the 8 blocks are uneven over 3 chunks: the first ones have one more",)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.parametrize("outline", [DENSE, MIXED], ids=["dense", "mixed"])
+def test_what_a_project_is_able_to_is_written(name: str, outline: Outline) -> None:
+    """Whatever is searched for it is written for data ranks alone, in some combination."""
+    able, written = EXPORTS[name].able(outline), set[object]()
+    flat = replace(USUAL, pipeline=1, schedule="", tensor=1, sequence_parallel=False, expert_tensor=1)
+    for again, zero in product(able.again, able.zero):
+        if _written(name, outline, replace(flat, again=again, zero=zero)):
+            written |= {again, zero}
+    assert written == {*able.again, *able.zero}
