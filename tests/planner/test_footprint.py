@@ -60,9 +60,9 @@ def test_the_peak_is_that_of_the_closed_form(at: int, share: float, name: str) -
     schedule = SCHEDULES[int(one.schedule[0])].name
     chunks = int(one.pipeline[0] * one.virtual[0])
     if schedule == "ZBVZeroBubble" and one.micros[0] < 2 * one.pipeline[0]:
-        assert peak <= need * 1.11  # a pipeline that is not filled; the closed form takes it as full
+        assert peak <= need * 1.15  # a pipeline that is not filled; the closed form takes it as full
     elif one.virtual[0] > 1 and (outline.layers % chunks or len(outline.runs) > 1):
-        assert need * 0.89 <= peak <= need * 1.11  # chunks unlike each other: the closed form takes their mean
+        assert need * 0.85 <= peak <= need * 1.15  # chunks unlike each other: the closed form takes their mean
     else:
         assert peak == pytest.approx(need, rel=1e-9)
 
