@@ -1,11 +1,13 @@
 """Estimates against numbers by hand, and the directions in which they must go."""
 
+from typing import Any
+
 import pytest
 
 from tangram.hardware import overheads
 from tangram.models.build import build_on_meta
 from tangram.models.costs import ModelCosts, costs
-from tangram.planner.estimate import Estimate, estimate, numbers_held, shard_size, whole_copies
+from tangram.planner.estimate import SPLIT_BACKWARD, Estimate, estimate, numbers_held, shard_size, whole_copies
 from tangram.planner.plan import Plan
 from tests.models.tiny import tiny
 from tests.planner.machine import rates
@@ -24,12 +26,12 @@ def llama() -> ModelCosts:
     return costs(build_on_meta(tiny("llama")), SEQUENCE, 2)
 
 
-def plan(mesh: str = "dp=2", layout: str = "_/dp ...", **changes: dict[str, object]) -> Plan:
+def plan(mesh: str = "dp=2", layout: str = "_/dp ...", **changes: Any) -> Plan:
     tables = {key: {**value, **changes.get(key, {})} for key, value in JOB.items()}
     tables |= {key: value for key, value in changes.items() if key not in JOB}
     axes = [word.partition("=")[0] for word in mesh.split()]
     return Plan.model_validate(
-        {**tables, "mesh": mesh, "axes": {"data": axes}, "layouts": {"parameters": {"*": layout}}}
+        {"axes": {"data": axes}, **tables, "mesh": mesh, "layouts": {"parameters": {"*": layout}}}
     )
 
 
@@ -118,7 +120,11 @@ def test_seconds_by_hand(llama: ModelCosts) -> None:
     one = found(llama, plan(layout="..."))
     assert plan().micro_steps == 2
     assert one.seconds.products == pytest.approx(2 * (llama.forward.flops + llama.backward.flops) / 1e9)
-    assert one.seconds.moves == pytest.approx(2 * (llama.forward.bytes_moved + llama.backward.bytes_moved) / 1e9)
+    added = (
+        3 * 4 * llama.parameter_count
+    )  # the second micro-batch's gradients to the first's: two are read, one written
+    moved = 2 * (llama.forward.bytes_moved + llama.backward.bytes_moved)
+    assert one.seconds.moves == pytest.approx((moved + added) / 1e9)
     assert one.seconds.optimiser == pytest.approx(overheads.OPTIMISER_PASSES * 12 * llama.parameter_count / 1e9)
     # Copies: an all-reduce sends each number twice, but for a rank's own half; plus the copy into one bucket.
     numbers = llama.parameter_count
@@ -127,6 +133,31 @@ def test_seconds_by_hand(llama: ModelCosts) -> None:
     assert one.seconds.communication == pytest.approx(2 * (sent + copied) + 1e-3)
     assert one.tokens == 8 * SEQUENCE
     assert one.tokens_per_second == pytest.approx(8 * SEQUENCE / one.seconds.total)
+
+
+def test_ranks_that_share_a_core_wait_for_nothing(llama: ModelCosts) -> None:
+    """Of two stages on one core one works while the other waits, as long as one of them can."""
+    stages = [["model.embed_tokens", "model.layers.0"], ["model.layers.1", "model.norm", "lm_head"]]
+    one = plan(
+        "pp=2 dp=1", "...", axes={"data": ["dp"], "pipeline": ["pp"]},
+        pipeline={"schedule": "1F1B", "stages": stages}, data={"micro_batch": 1, "global_batch": 4},
+    )  # fmt: skip
+    apart = found(llama, one).seconds.products
+    assert found(llama, one, crowd=1.1).seconds.products == pytest.approx(apart / 1.1)
+    shared = [found(llama, one, crowd=crowd).seconds.products for crowd in (2.0, 4.0)]
+    assert shared[0] == shared[1] < apart / 1.1  # at most all of the waits
+
+
+def test_a_backward_in_two_parts_costs_more(llama: ModelCosts) -> None:
+    """Of one micro-batch after the other, where no schedule has waits to fill."""
+    stages = [["model.embed_tokens"], ["model.layers.0"], ["model.layers.1"], ["model.norm", "lm_head"]]
+    tables: dict[str, Any] = {"axes": {"data": ["dp"], "pipeline": ["pp"]},
+                              "data": {"micro_batch": 1, "global_batch": 8}}  # fmt: skip
+    whole, split = (
+        found(llama, plan("pp=2 dp=1", "...", pipeline={"schedule": name, "stages": stages}, **tables), crowd=9.0)
+        for name in ("Interleaved1F1B", "InterleavedZeroBubble")
+    )
+    assert split.seconds.products == pytest.approx((1 + SPLIT_BACKWARD) * whole.seconds.products)
 
 
 def test_no_call_is_quicker_than_a_call(llama: ModelCosts) -> None:

@@ -33,7 +33,7 @@ from tangram.hardware.machine import Accelerator, accelerators, describe, usable
 
 __all__ = ["Curve", "Rates", "catalogue", "measure", "rates"]
 
-VERSION = 1  # of what is measured; a cache of another one is not read
+VERSION = 2  # of what is measured; a cache of another one is not read
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _SIDES = (16, 64, 128, 256, 512, 1024)  # of the square matrices that are multiplied
@@ -92,6 +92,8 @@ class Rates:
     """Bytes that one rank may use."""
     source: str
     """"measured", or where the figures come from."""
+    crowd: float = 1.0
+    """Ranks that share one core; the rates are those of one of them while all are at work."""
 
     def peak_flops(self, kind: str) -> float:
         """The highest rate of products in this type."""
@@ -166,10 +168,11 @@ def measure(device: str = "cpu", processes: int = 1) -> Rates:
         products={name: _slower(curve, crowd) for name, curve in products.items()},
         moves=_slower(alone if device != "cpu" else _shared(alone, processes), crowd),
         call_seconds=call_seconds * crowd,
-        latency=latency,
-        links=links,
+        latency=latency * crowd,
+        links=_slower(links, crowd),
         memory=_memory(device, processes),
         source="measured",
+        crowd=crowd,
     )
 
 

@@ -16,14 +16,16 @@ Memory of a rank, in bytes, with P its numbers of parameters (by the plan's own 
 Seconds of a step, with M micro-batches, each operator at the rate of its size, but never quicker than a call can be:
 
     products    M x matrix products, forward, backward, and forward again where recomputed
-    moves       M x all other operators, by the bytes that they move
+    moves       M x all other operators, by the bytes that they move; gradients of each micro-batch but the first are
+                added to those that are there
     communication  M x (gather each unit twice, reduce its gradient: over gloo as an all-reduce; all-reduce over copies;
                 over tensor ranks one all-reduce for each module that is cut), and one number at the end of a step;
                 gathers and reductions are fewer where run.reshard and run.reduce_every say so
     optimiser   AdamW's passes through what the rank holds, and what each parameter costs to handle
 
 Of a pipeline each rank is counted (`planner.staged`): the memory of the one that needs most, the seconds of the slowest
-with the time in which it waits. Its stages are whole from their first micro-batch to their last. Of tensor parallelism,
+with the time in which it waits; ranks that share a core wait while others use it, so that costs nothing until all of
+them wait. Its stages are whole from their first micro-batch to their last. Of tensor parallelism,
 activations and products are counted on the model that one tensor rank has. Nothing overlaps, and ranks wait for nobody
 else. Recomputation inside a block is not seen, only that of blocks.
 """
@@ -42,6 +44,10 @@ from tangram.planner.plan import Plan
 from tangram.planner.staged import Share, recomputed, shares
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+VERSION = 2
+"""Of what is predicted: runs that another version predicted are not learned from. Raise it with every change here."""
+SPLIT_BACKWARD = 0.2
+"""What a backward in two parts takes beyond one in one: its graph is gone through twice (measured: 0.15 to 0.25)."""
 
 
 @dataclass(frozen=True)
@@ -241,18 +247,31 @@ def _seconds(plan: Plan, stage: Share, held: Mapping[str, int], rates: Rates, de
         product, move = _work_seconds(work, plan, rates)
         products += stage.work * times_products * product
         moves += stage.work * times * move
+    if plan.splits_backward:
+        products, moves = products * (1 + SPLIT_BACKWARD), moves * (1 + SPLIT_BACKWARD)
     gather, reduce = _data_seconds(plan, parameters, held, rates)
     gathers = 1 if plan.pipeline is not None or plan.run.reshard == "after step" else plan.micro_steps
     reduces = 1 if plan.adds_before_reducing else plan.micro_steps
     over_data = gathers * gather + reduces * reduce
+    slots = max(float(plan.micro_steps), stage.slots / rates.crowd)
     return Seconds(
-        products=stage.slots * products,
-        moves=stage.slots * moves,
-        communication=stage.slots * (over_tensor + len(stage.stages) * _stages_seconds(plan, local, rates))
+        products=slots * products,
+        moves=slots * moves + (plan.micro_steps - 1) * _adding_seconds(plan, parameters, held, rates),
+        communication=slots * (over_tensor + len(stage.stages) * _stages_seconds(plan, local, rates))
         + over_data
         + (rates.latency if plan.ranks > 1 else 0.0),
         optimiser=_optimiser_seconds(parameters, held, rates),
     )
+
+
+def _adding_seconds(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int], rates: Rates) -> float:
+    """To add the gradients of a micro-batch to those of others: both are read, one is written.
+
+    They are added where they lie: as parts, or whole where ranks reduce them once a step.
+    """
+    shards = shard_size(plan) if plan.adds_before_reducing else 1
+    trained = (min(one.size, held[one.name] * shards) for one in parameters if one.trained)
+    return sum(rates.moves.seconds(3.0 * BYTES[plan.accumulates] * numbers) for numbers in trained)
 
 
 def _stages_seconds(plan: Plan, local: ModelCosts, rates: Rates) -> float:

@@ -167,6 +167,11 @@ class Plan(Job):
         return "float32" if self.precision.parameters == "float32" else self.accumulates
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed one after the other, as by zero-bubble schedules."""
+        return self.pipeline is not None and self.actions().splits
+
+    @property
     def stage_ranks(self) -> int:
         """How many ranks the pipeline axis has; 1 without one."""
         return Mesh.parse(self.mesh).axes[self.axes.pipeline[0]][0] if self.axes.pipeline else 1
