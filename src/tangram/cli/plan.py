@@ -5,18 +5,18 @@ from typing import Annotated
 
 import typer
 
-from tangram.cli.output import print_json, print_table, progress
+from tangram.cli.jobs import Wish, check, planned_here
+from tangram.cli.output import print_json, print_table
 from tangram.errors import UserError
-from tangram.planner.plan import Plan
-from tangram.planner.read import changes_of, dumps, load
+from tangram.planner.read import changes_of, load
 
 __all__ = ["plan"]
 
 
 def plan(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE|MODEL", help="A job; a plan to --show; or, with --cluster, a model.")
-    ],
+        Path | None, typer.Argument(metavar="FILE|MODEL", help="A job; a plan to --show; or, with --cluster, a model.")
+    ] = None,
     cluster: Annotated[str | None, typer.Option(help="Plan a model for a cluster: its name, or its file.")] = None,
     tokens_per_batch: Annotated[
         str | None, typer.Option(help="Of a step over all devices, as in 4M (which is usual).")
@@ -53,16 +53,27 @@ def plan(
     image: Annotated[str, typer.Option(help="Of --emit: the container's.")] = "",
     submit: Annotated[bool, typer.Option("--submit", help="Of --emit: submit the file, too.")] = False,
     processes: Annotated[int, typer.Option("--processes", "-n", help="For how many ranks on this machine.")] = 1,
-    stages: Annotated[int, typer.Option(help="Plans of pipelines with so many stages; 1: without.")] = 1,
+    stages: Annotated[int, typer.Option(help="Plans of pipelines with so many stages; 1: without; 0: all.")] = 1,
     schedule: Annotated[str, typer.Option(help="Of the pipelines, and of --explain.")] = "1F1B",
     show: Annotated[bool, typer.Option("--show", help="Explain the file and stop.")] = False,
     out: Annotated[Path | None, typer.Option(help="Where to write the plan that is taken.")] = None,
     pick: Annotated[int, typer.Option(help="Which row of the table to write; 1 is the best.")] = 1,
     change: Annotated[list[str] | None, typer.Option("--set", help="Change a key, as in run.steps=300.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure the machine anew.")] = False,
+    measure: Annotated[int, typer.Option(help="Really run the best plans, so many at most, and rank again.")] = 0,
+    limit: Annotated[float, typer.Option(help="Of --measure: seconds of a trial at most.")] = 120.0,
+    anew: Annotated[bool, typer.Option("--anew", help="Measure the machine anew.")] = False,
+    history: Annotated[bool, typer.Option("--history", help="What was predicted and measured before, and stop.")] = (
+        False
+    ),
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
 ) -> int:
     """Rank the strategies of a job on this machine, or of a model on a cluster; exit code 1 when none fits."""
+    if history:
+        from tangram.cli.trials import show_history
+
+        return show_history(json=json)
+    if file is None:
+        raise UserError("give a job, as in examples/quickstart/job.toml, or a model with --cluster")
     if cluster is not None:
         from tangram.cli.cluster import answered
         from tangram.cli.exports import Wanted
@@ -82,33 +93,5 @@ def plan(
         said = rows(job)
         print_json(dict(said)) if json else print_table(str(file), ("what", "how"), said)
         return 0
-    if isinstance(job, Plan):
-        raise UserError(f"{file} is a plan already: `tangram plan --show {file}` explains it, `tangram train` runs it")
-    if pick < 1:
-        raise UserError(f"--pick {pick}: rows count from 1")
-    if out is not None and (not out.resolve().parent.is_dir() or out.is_dir()):
-        raise UserError(f"the plan cannot be written to {out}: give a file in a folder that is there")
-    from tangram.training.choosing import plans_of  # loads torch and transformers: only for a sound job
-
-    with progress("measuring the machine, counting the model, ranking plans"):
-        found = plans_of(job, processes, stages=stages, schedule=schedule, anew=measure)
-    fitting = found.fitting
-    if out is not None:
-        if pick > len(fitting):
-            raise UserError(f"--pick {pick}: there are {len(fitting)} plans that fit this machine")
-        _write(dumps(fitting[pick - 1].taken), out)
-    if json:
-        print_json(found.as_json())
-    else:
-        for title, headers, said in found.tables():
-            print_table(title, headers, said)
-        if out is not None:
-            print(f"wrote {out}: tangram train {out}")
-    return 0 if fitting else 1
-
-
-def _write(text: str, path: Path) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the plan cannot be written to {path}: {error.strerror}") from None
+    wish = Wish(processes, stages, schedule, anew, measure, limit, out, pick)
+    return planned_here(check(file, job, wish), file.stem, wish, json=json)

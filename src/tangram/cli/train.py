@@ -29,6 +29,10 @@ def train(
     change: Annotated[list[str] | None, typer.Option("--set", help="Change a key, as in run.steps=300.")] = None,
     steps: Annotated[int | None, typer.Option(help="Short for --set run.steps=N.")] = None,
     seed: Annotated[int | None, typer.Option(help="Short for --set seed=N.")] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Try the best plans of a job for a few steps each, then train by the best.")
+    ] = False,
+    trials: Annotated[int, typer.Option(min=1, help="Of --auto: how many plans at most.")] = 3,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Refuse what is not repeatable.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Profile a few steps into the run's folder.")] = False,
     profile_startup: Annotated[
@@ -61,7 +65,7 @@ def train(
 
         try:
             with ProgressLine(Console(stderr=json, quiet=not speaks())) as line:
-                told = Asked(asked, run_name(plan), processes, out, folder, profile)
+                told = Asked(asked, run_name(plan), processes, out, folder, profile, trials if auto else 0)
                 summary = train_as_asked(told, Startup(line) if profile_startup else line, meeting)
         except FAILURES as failure:
             print(f"error: {failure}", file=sys.stderr)

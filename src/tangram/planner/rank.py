@@ -7,8 +7,9 @@ on nothing but the job, the model and the rates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from math import isqrt, prod
 
 from pydantic import ValidationError
@@ -17,10 +18,12 @@ from transformers import PreTrainedConfig
 from tangram.errors import UserError
 from tangram.hardware.rates import Rates
 from tangram.layout import Mesh
+from tangram.planner.corrected import Likely
 from tangram.planner.counted import Counted
 from tangram.planner.estimate import Estimate, estimate, megabytes
 from tangram.planner.job import Job
 from tangram.planner.legal import legal
+from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.plan import Plan
 from tangram.planner.read import mistakes
 from tangram.planner.schedules import MAKERS, micros_unlike
@@ -35,6 +38,8 @@ from tangram.planner.strategies import (
 )
 
 MOST_PROCESSES = 64
+SEARCHED = tuple(one.name for one in SCHEDULES)
+"""Schedules of pipelines that are ranked where none is asked for."""
 FILLED = 0.9  # of the memory there is: estimates are rough, and the machine does other things too
 
 
@@ -49,6 +54,20 @@ class Ranked:
     plan: Plan | None = None
     estimate: Estimate | None = None
     why_not: str = ""
+    likely: Likely | None = None
+    """Seconds of a step with what was measured before; None where nobody has asked."""
+
+    @property
+    def step(self) -> float:
+        """Seconds, as far as anything is known; infinite for no plan."""
+        if self.likely is not None:
+            return self.likely.step
+        return self.estimate.seconds.total if self.estimate else math.inf
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks; 0 for no plan."""
+        return self.estimate.tokens / self.step if self.estimate else 0.0
 
     @property
     def fits(self) -> bool:
@@ -69,6 +88,7 @@ class Ranked:
             "mesh": self.mesh,
             "micro_batch": self.micro_batch,
             "predicted": self.estimate.as_json() if self.estimate else None,
+            "likely": asdict(self.likely) if self.likely else None,
             "why_not": self.why_not or None,
         }
 
@@ -85,18 +105,24 @@ def rank(
     """Every plan for the job on so many processes: those that fit, the most tokens a second first, then the others.
 
     With `stages` each is of a pipeline of so many stages by this schedule, whose ranks lie as the plan of so many fewer
-    processes says; where the schedule leaves it open, a rank of the pipeline has two of them.
+    processes says; where the schedule leaves it open, a rank of the pipeline has two of them. 0: with and without
+    pipelines, by all schedules that are searched.
     `rates` are those of one of so many processes. `counted` saves counting the same model twice. Raises UserError where
     the job cannot be planned at all.
     """
     if not 1 <= processes <= MOST_PROCESSES:
         raise UserError(f"{processes} processes cannot be planned for: give 1 to {MOST_PROCESSES}")
-    ranks = _stage_ranks(stages, schedule)
-    if processes % ranks:
+    ways = _ways(processes) if stages == 0 else [(stages, _stage_ranks(stages, schedule), schedule)]
+    if processes % ways[0][1]:
         raise UserError(f"{processes} processes cannot be dealt to {stages} stages: give a divisor")
     counted = counted or Counted(job, config)
-    some = [_staged(one, stages, ranks, schedule) for one in _strategies(processes // ranks)]
+    some = [_staged(one, cut, ranks, by) for cut, ranks, by in ways for one in _strategies(processes // ranks)]
     found = [ranked for one in some for ranked in _ranked(one, job, counted, rates)]
+    return in_order(found)
+
+
+def in_order(found: Iterable[Ranked]) -> tuple[Ranked, ...]:
+    """Those that fit, the most tokens a second first, then the others."""
     return tuple(sorted(found, key=_order))
 
 
@@ -145,6 +171,15 @@ def _stage_ranks(stages: int, schedule: str) -> int:
     return stages // own
 
 
+def _ways(processes: int) -> list[tuple[int, int, str]]:
+    """Stages, ranks of the pipeline and its schedule, for every number of stages."""
+    found = [(1, 1, PIPELINE)]
+    for ranks in range(2, processes + 1):
+        if processes % ranks == 0:
+            found += [(ranks * (MAKERS[name].own or 2), ranks, name) for name in SEARCHED]
+    return found
+
+
 def _staged(one: Strategy, stages: int, ranks: int, schedule: str) -> Strategy:
     if stages == 1:
         return one
@@ -189,5 +224,4 @@ def _micro_batches(plan: Plan) -> list[int]:
 
 
 def _order(one: Ranked) -> tuple[bool, float, str, str, int]:
-    speed = one.estimate.tokens_per_second if one.estimate else 0.0
-    return (not one.fits, -speed, one.name, one.mesh, one.micro_batch)
+    return (not one.fits, -one.tokens_per_second, one.name, one.mesh, one.micro_batch)

@@ -8,7 +8,7 @@ from tangram.planner.rank import Ranked
 
 Titled = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
-HEADERS = ("", "plan", "mesh", "micro-batch", "memory", "step", "tokens/s")
+HEADERS = ("", "plan", "mesh", "micro-batch", "memory", "step", "90 of 100", "tokens/s")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Ranking:
     alone: Ranked | None
     """The best plan for one process; None where one process is what was asked for."""
     rates: Rates
+    notes: tuple[str, ...] = ()
+    """What it was corrected by, in sentences."""
 
     @property
     def fitting(self) -> tuple[Ranked, ...]:
@@ -40,7 +42,7 @@ class Ranking:
             tables.append((f"Plans for {self.processes} {word}, predicted", HEADERS, rows))
         if fitting and fitting[0].estimate:
             parts = tuple(asdict(fitting[0].estimate.seconds))
-            tables.append(("A step", ("", "in all", *parts), seconds))
+            tables.append(("A step, as estimated without what was measured", ("", "in all", *parts), seconds))
         if memory:
             parts = tuple(asdict(fitting[0].estimate.memory)) if fitting[0].estimate else ()
             tables.append((f"Memory of a rank, of {megabytes(self.rates.memory)}", ("", "in all", *parts), memory))
@@ -55,6 +57,7 @@ class Ranking:
         return {
             "processes": self.processes,
             "rates": asdict(self.rates),
+            "notes": list(self.notes),
             "plans": [one.as_json() for one in self.ranked],
             "one_process": self.alone.as_json() if self.alone else None,
         }
@@ -69,8 +72,9 @@ def _row(number: str, one: Ranked) -> tuple[str, ...]:
         one.mesh,
         str(one.micro_batch),
         megabytes(one.estimate.memory.total),
-        f"{1e3 * one.estimate.seconds.total:.0f} ms",
-        f"{one.estimate.tokens_per_second:,.0f}",
+        f"{1e3 * one.step:.0f} ms{', measured' if one.likely and one.likely.measured else ''}",
+        f"{1e3 * one.likely.low:.0f} to {1e3 * one.likely.high:.0f} ms" if one.likely else "",
+        f"{one.tokens_per_second:,.0f}",
     )
 
 

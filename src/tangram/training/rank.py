@@ -72,8 +72,25 @@ class RankReport:
     """Which documents a sample held."""
 
 
-def train_rank(rank: Rank, job: RankJob) -> RankReport:
-    """The task of a rank."""
+@dataclass(frozen=True)
+class Begun:
+    """A rank that is ready for its first step."""
+
+    plan: Plan
+    """With what was settled."""
+    world: World
+    corpus: Corpus
+    state: JobState
+    settled: Settled
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+        return self.state.model
+
+
+def begin(rank: Rank, job: RankJob) -> Begun:
+    """Build the model and the optimiser, with what the checkpoint says if one is gone on from."""
     plan, group = job.plan, dist.group.WORLD
     assert group is not None  # the launcher has made it
     if plan.run.deterministic:
@@ -97,12 +114,20 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     settled = settled_packing(model, plan, world, job.resume, source)
     plan = with_packing(plan, settled.packing)
     state.about = about(plan, corpus)
+    return Begun(plan, world, corpus, state, settled)
+
+
+def train_rank(rank: Rank, job: RankJob) -> RankReport:
+    """The task of a rank."""
+    begun = begin(rank, job)
+    plan, world, corpus, state, model = begun.plan, begun.world, begun.corpus, begun.state, begun.model
+    tell = rank.emit if rank.index == 0 else _nowhere
     checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world)
     tell(Doing("making ready to save"))
     if plan.checkpoint.every_steps:  # else there is only the last one, which is waited for
         checkpointer.prepare(state)
     if rank.index == 0:
-        rank.emit(Note(_packing_words(settled, corpus, plan)))
+        rank.emit(Note(_packing_words(begun.settled, corpus, plan)))
 
     tell(Doing("the first step"))
     first = state.progress.step
@@ -124,7 +149,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
         probe=None if stopped else probe_logits(model, corpus, plan, world.device),
         peak_rss_mb=highest(peak_resident_mb(), world),
         blocked_seconds=checkpointer.blocked_seconds,
-        packing=settled.packing,
+        packing=begun.settled.packing,
     )
 
 

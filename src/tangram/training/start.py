@@ -25,8 +25,9 @@ from tangram.planner.read import dumps
 from tangram.planner.table import Ranking
 from tangram.training import capacity, routers
 from tangram.training.apply import freeze
+from tangram.training.auto import try_plans
 from tangram.training.building import source_of
-from tangram.training.choosing import plans_of
+from tangram.training.choosing import planned, plans_of
 from tangram.training.data import load_tokens
 from tangram.training.events import Doing, Note, Table
 from tangram.training.folder import alone, refuse_in_use, replace_plan, run_folder
@@ -44,6 +45,7 @@ from tangram.training.job import (
 )
 from tangram.training.launch import pick_device
 from tangram.training.rank import RankJob, RankReport, train_rank
+from tangram.training.remembered import remembering
 from tangram.training.tables import count
 from tangram.training.torchrun import Meeting, on_one, run_as_rank
 
@@ -64,6 +66,8 @@ class Asked:
     resume: Path | None
     """The folder of the run to go on with."""
     profile: bool
+    trials: int = 0
+    """Plans of a job that are tried before one is taken, at most."""
 
 
 def train_as_asked(asked: Asked, on_event: OnEvent, meeting: Meeting | None) -> Mapping[str, Any] | None:
@@ -90,13 +94,15 @@ def train_as_asked(asked: Asked, on_event: OnEvent, meeting: Meeting | None) -> 
             return RankJob(chosen.plan, folder, ready.corpus.digest, ready.costs, resume, asked.profile, memory)
 
         job = on_one(meeting, begin)
-        if meeting is None:
-            outcome = train_job(job, chosen, known[0], tell, run_here)
-        elif leads:
-            outcome = train_job(job, chosen, known[0], tell, partial(_as_rank, meeting))
-        else:
+        if not leads:
+            assert meeting is not None
             _as_rank(meeting, job, tell)
             return None
+        run = run_here if meeting is None else partial(_as_rank, meeting)
+        with remembering(chosen.plan, chosen.predicted, asked.name, tell) as remember:
+            outcome = train_job(job, chosen, known[0], tell, run)
+            if not isinstance(outcome, Stopped) and not asked.profile:
+                remember(outcome)
     if isinstance(outcome, Stopped):
         say_stopped(outcome, folder, tell)
         return None
@@ -129,6 +135,7 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
     job = asked.job
     started = meeting.place.world if meeting else None
     processes = _processes(job, asked.processes, started)
+    _refuse_trials(asked, meeting)
     on_event(Doing("reading the model, measuring the machine, planning"))
     read_source(job.model.preset, job.model.path, {})  # a model that is not there is told of before its tokenizer
     config = source_of(job, load_tokens(job.data, job.model.path)).config
@@ -139,7 +146,7 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
     if isinstance(job, Plan):
         found = rates(pick_device(job.run.device, 0, 1).type, processes)
         return Chosen(job, predict(job, found, config), processes * found.peak_flops(job.precision.compute))
-    ranking = plans_of(job, processes)
+    ranking = _ranked(job, processes, asked, on_event) if asked.trials else plans_of(job, processes)
     on_event(_shown(ranking))
     first = ranking.ranked[0]
     if first.plan is None or not first.fits:
@@ -147,6 +154,21 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
             f"no plan for {count(processes, 'process', 'es')} can be run here: {first.name}: {first.why_not}"
         )
     return Chosen(first.plan, first.estimate, processes * ranking.rates.peak_flops(job.precision.compute))
+
+
+def _refuse_trials(asked: Asked, meeting: Meeting | None) -> None:
+    if asked.trials and isinstance(asked.job, Plan):
+        raise UserError("--auto chooses a plan, and this is one already: leave it out, or give a job")
+    if asked.trials and (meeting is not None or asked.resume is not None):
+        raise UserError("--auto starts its trials itself, on this machine: leave torchrun and --resume out")
+
+
+def _ranked(job: Job, processes: int, asked: Asked, on_event: OnEvent) -> Ranking:
+    """With and without stages, the best of them tried."""
+    prepare_text(job, on_event)  # before the clock of a trial runs
+    tried = try_plans(planned(job, processes, stages=0), asked.trials, asked.name, on_event)
+    on_event(Note(f"trials     {count(len(tried.trials), 'plan')} measured; {tried.ended}"))
+    return tried.ranking
 
 
 def _processes(job: Job, asked: int | None, started: int | None) -> int:
@@ -172,8 +194,7 @@ def _shown(ranking: Ranking) -> Table:
         needs = one.estimate
         what = ("", "", "")
         if needs is not None:
-            seconds, rate = needs.seconds.total, needs.tokens_per_second
-            what = (megabytes(needs.memory.total), f"{1e3 * seconds:.0f} ms", f"{rate:,.0f}")
+            what = (megabytes(needs.memory.total), f"{1e3 * one.step:.0f} ms", f"{one.tokens_per_second:,.0f}")
         rows.setdefault((one.name, one.mesh), (one.name, one.mesh, str(one.micro_batch or ""), *what, one.why_not))
     headers = ("plan", "mesh", "micro-batch", "memory of a rank", "step", "tokens/s", "why not")
     why = any(row[-1] for row in rows.values())

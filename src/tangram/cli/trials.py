@@ -1,0 +1,123 @@
+"""`tangram plan --history` and the trials of `tangram plan JOB --measure K`: what they print."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from tangram.cli.output import print_json, print_table, size
+from tangram.errors import UserError
+from tangram.planner import history
+from tangram.planner.history import Entry
+from tangram.planner.trials import Tried
+from tangram.training.progress import ProgressLine
+
+__all__ = ["SHOWN", "show_history", "trials_json", "trials_table", "watching"]
+
+SHOWN = 40
+"""Rows of a history that are printed as a table, the newest; `--json` has all."""
+HEADERS = ("when", "what", "job", "mesh", "micro-batch", "estimated", "expected", "measured", "off", "memory", "took")
+Titled = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
+
+
+def watching() -> ProgressLine:
+    """For what trials tell: on stderr, live on a terminal."""
+    return ProgressLine(Console(stderr=True))
+
+
+def trials_json(found: Tried) -> dict[str, object]:
+    """What was tried, in its order."""
+    rows = [
+        {"name": one.name, "mesh": one.mesh, "micro_batch": one.micro_batch, "expected_s": one.step,
+         **asdict(trial)}
+        for one, trial in found.trials
+    ]  # fmt: skip
+    return {"trials": rows, "ended": found.ended}
+
+
+def trials_table(found: Tried) -> Titled:
+    """The same for a person."""
+    rows: list[tuple[str, ...]] = []
+    for number, (one, trial) in enumerate(found.trials, start=1):
+        expected = f"{1e3 * one.step:.0f} ms"
+        measured = f"{1e3 * trial.seconds:.0f} ms" if trial.seconds else trial.outcome
+        took = size(trial.used) if trial.used else ""
+        rows.append((str(number), one.name, one.mesh, str(one.micro_batch), expected, measured, took, trial.why))
+    headers = ("", "plan", "mesh", "micro-batch", "expected", "measured", "took", "why")
+    if not any(row[-1] for row in rows):
+        headers, rows = headers[:-1], [row[:-1] for row in rows]
+    return f"Trials, ended: {found.ended}", headers, rows
+
+
+def show_history(*, json: bool) -> int:
+    """Print what was predicted and measured before; exit code 1 where there is nothing. Raises UserError."""
+    file = history.path()
+    if file is None:
+        raise UserError("TANGRAM_HISTORY is empty, so no history is kept: set it to a file, or unset it")
+    found = history.read(file)
+    entries = found.entries
+    if json:
+        document = {"file": str(file), "left_out": found.left_out, "summary": _errors(entries),
+                    "runs": [asdict(one) for one in entries]}  # fmt: skip
+        print_json(document)
+    elif entries:
+        said = f"the last {SHOWN} of {len(entries)}" if len(entries) > SHOWN else f"{len(entries)}"
+        print_table(f"History: {said} in {file}", HEADERS, [_row(one) for one in entries[-SHOWN:]])
+        if errors := _errors(entries):
+            print_table("Errors of step times, the median", ("what", "value"), _words(errors))
+    if found.left_out:
+        print(f"{found.left_out} rows cannot be read and are left out", file=sys.stderr)
+    if not entries:
+        print(f"nothing was measured yet ({file}): tangram train, or tangram plan JOB --measure 3", file=sys.stderr)
+    return 0 if entries else 1
+
+
+def _row(one: Entry) -> tuple[str, ...]:
+    mesh, micro = _of_plan(one.plan)
+    estimated = sum(one.parts.values())
+    measured = f"{1e3 * one.seconds:.0f} ms" if one.seconds else one.outcome
+    off = f"{100 * (one.expected / one.seconds - 1):+.0f} %" if one.seconds else ""
+    return (
+        datetime.fromtimestamp(one.at).astimezone().strftime("%Y-%m-%d %H:%M"), one.kind, one.name, mesh, micro,
+        f"{1e3 * estimated:.0f} ms", f"{1e3 * one.expected:.0f} ms", measured, off, size(one.memory),
+        size(one.used) if one.used else "",
+    )  # fmt: skip
+
+
+def _of_plan(text: str) -> tuple[str, str]:
+    """The mesh and the micro-batch of a plan that another version may have written."""
+    try:
+        tables: dict[str, Any] = tomllib.loads(text)
+        return str(tables.get("mesh", "")), str(tables.get("data", {}).get("micro_batch", 1))
+    except (tomllib.TOMLDecodeError, AttributeError):
+        return "", ""
+
+
+def _errors(entries: Sequence[Entry]) -> dict[str, float]:
+    """How far predictions were off, of those that came to a measurement."""
+    known = [one for one in entries if one.measured and one.seconds]
+    if not known:
+        return {}
+    within = [one.low <= (one.seconds or 0) <= one.high for one in known]
+    return {
+        "measured": float(len(known)),
+        "estimated": median(abs(sum(one.parts.values()) / (one.seconds or 1) - 1) for one in known),
+        "expected": median(abs(one.expected / (one.seconds or 1) - 1) for one in known),
+        "within": sum(within) / len(within),
+    }
+
+
+def _words(errors: dict[str, float]) -> list[tuple[str, str]]:
+    return [
+        ("runs that were measured", f"{errors['measured']:.0f}"),
+        ("the estimate alone", f"{100 * errors['estimated']:.0f} %"),
+        ("with what was known before each", f"{100 * errors['expected']:.0f} %"),
+        ("within the interval of 90 of 100", f"{100 * errors['within']:.0f} %"),
+    ]
