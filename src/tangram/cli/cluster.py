@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tangram.cli.exports import Typed, Wanted, asked_typed, checked, given_in, read_table, said_json, write
 from tangram.cli.output import print_json, print_table, progress
+from tangram.cli.taken import Taking, job_in
 from tangram.errors import UserError
 from tangram.hardware import cluster as clusters
 from tangram.hardware.cluster import Cluster
@@ -27,9 +28,11 @@ from tangram.planner.choice import Ask, Choice, safe, setting_of
 from tangram.planner.explain import Given, explain
 from tangram.planner.exports.numbers import given_of
 from tangram.planner.grid import grid
+from tangram.planner.imports.found import Found
 from tangram.planner.learn import published
 from tangram.planner.table import Titled
 from tangram.planner.timeline import as_trace, timeline
+from tangram.planner.trainer import runs
 
 __all__ = ["answered"]
 
@@ -45,16 +48,15 @@ Training = tuple[str, float | None, float | None]
 
 def answered(
     model: str, cluster: str, typed: Typed, one: Strategy | None, long: Training | None, trace: Path | None,
-    wanted: Wanted | None, *, json: bool,
+    wanted: Wanted | None, taking: Taking, *, json: bool,
 ) -> int:  # fmt: skip
     """One strategy explained, or how long a training takes, or the ranking; exit code 1 where nothing fits."""
     if wanted is not None:
         checked(wanted)
-    where, outline = clusters.load(cluster), outlined(model)
+    where, job = clusters.load(cluster), job_in(model, taking, typed[:3])
+    outline = outlined(model) if job is None else job.outline
     read = None if one is None else given_in(one[0], outline, typed[4], where)
-    asked = asked_of(*asked_typed(typed, read, wanted))
-    if wanted is not None and one is None:
-        asked = replace(asked, able=wanted.able(outline))
+    asked = _asked(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
     if long is not None:
         return _budgeted(outline, where, asked, long, json=json)
     with progress("laying the model out, searching"):
@@ -69,6 +71,8 @@ def answered(
             fits = bool(choices)
     if trace is not None and choices:
         _draw(outline, where, asked, choices[0], trace)
+    if job is not None:
+        shown = [*shown, *job.take(choices, taking, document)]
     if wanted is not None and choices:
         write(wanted, choices, outline, asked, where)
     if wanted is None or wanted.out is not None or not choices:
@@ -76,13 +80,20 @@ def answered(
             document["read"] = said_json(read)
             shown = [read_table(one[0], read), *shown]
         _print(document, shown, json=json)
-    files = [(trace, "open it at ui.perfetto.dev")]
+    files = [(trace, "open it at ui.perfetto.dev"), (taking.out, f"tangram train {taking.out}")]
     if wanted is not None:
         files.append((wanted.out, wanted.export or wanted.emit))
     for path, what in files:
         if path is not None and choices and not json:
             print(f"wrote {path}: {what}")
     return 0 if fits else 1
+
+
+def _asked(outline: Outline, typed: Typed, read: Found | None, wanted: Wanted | None, taking: Taking) -> Ask:
+    asked = asked_of(*asked_typed(typed, read, wanted))
+    if wanted is not None:
+        asked = replace(asked, able=wanted.able(outline))
+    return replace(asked, able=runs(outline)) if taking.runs else asked
 
 
 def _draw(outline: Outline, where: Cluster, asked: Ask, chosen: Choice, path: Path) -> None:
