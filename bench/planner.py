@@ -18,6 +18,7 @@ import numpy as np
 from bench._planner import memories, predict, ranking, times
 from bench._planner.predict import HeldOut, predictable
 from bench._planner.rows import Case, cases, read
+from tangram.errors import UserError
 from tangram.hardware.devices import device
 from tangram.hardware.measure import Row
 from tangram.models.outlined import outlined
@@ -42,6 +43,8 @@ def rows(
 ) -> Iterator[Row]:
     """The error card; `quick`: fewer draws."""
     wanted = only or (GROUPS if runs else (*GROUPS, HERE))
+    if unknown := sorted({*wanted} - {*GROUPS, HERE}):
+        raise UserError(f"--only {unknown[0]}: give one of {', '.join((*GROUPS, HERE))}")
     taught = list(cases(read(PUBLISHED / "runs.csv")))
     asked = taught if runs is None else list(cases(read(runs)))
     if {"time", "ranking"} & set(wanted):
