@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tangram.cli.exports import Typed, Wanted, asked_typed, checked, given_in, read_table, said_json, write
 from tangram.cli.output import print_json, print_table, progress
+from tangram.cli.taken import Taking, job_in
 from tangram.errors import UserError
 from tangram.hardware import cluster as clusters
 from tangram.hardware.cluster import Cluster
@@ -29,13 +30,15 @@ from tangram.planner.budget import Budget, durations, fewest
 from tangram.planner.choice import Ask, Choice, safe, setting_of
 from tangram.planner.explain import Explained, Given, explain
 from tangram.planner.exports.numbers import given_of
-from tangram.planner.front import fronts
+from tangram.planner.front import Fronts, fronts
 from tangram.planner.goodput import Goodput
 from tangram.planner.grid import grid
+from tangram.planner.imports.found import Found
 from tangram.planner.learn import published
 from tangram.planner.objectives import Terms, aim_of
 from tangram.planner.table import Titled
 from tangram.planner.timeline import as_trace, timeline
+from tangram.planner.trainer import runs
 
 __all__ = ["Look", "answered"]
 
@@ -77,33 +80,27 @@ class Look:
 
 
 def answered(
-    model: str, cluster: str, typed: Typed, one: Strategy | None, look: Look, wanted: Wanted | None, *, json: bool
-) -> int:
+    model: str, cluster: str, typed: Typed, one: Strategy | None, look: Look, wanted: Wanted | None, taking: Taking,
+    *, json: bool,
+) -> int:  # fmt: skip
     """One strategy explained, or how long a training takes, or the ranking; exit code 1 where nothing fits."""
     if wanted is not None:
         checked(wanted)
-    where, outline = clusters.load(cluster), outlined(model)
+    where, job = clusters.load(cluster), job_in(model, taking, typed[:3])
+    outline = outlined(model) if job is None else job.outline
     read = None if one is None else given_in(one[0], outline, typed[4], where)
-    asked = asked_of(*asked_typed(typed, read, wanted))
-    if wanted is not None and one is None:
-        asked = replace(asked, able=wanted.able(outline))
+    asked = _asked(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
     terms = look.terms(asked)
     if look.train_tokens is not None and not look.objective:
         return _budgeted(outline, where, asked, terms, json=json)
-    if one is not None and look.objective:
-        raise UserError("--objective ranks strategies, and --explain looks at one: give one of the two")
-    aim = aim_of(look.objective or "time", terms)
+    given = None if one is None else Given(*one) if read is None else given_of(read.numbers)
     with progress("laying the model out, searching"):
-        given = None if one is None else Given(*one) if read is None else given_of(read.numbers)
-        explained = None if given is None else explain(outline, where, asked, given)
-        answer = best(outline, where, asked, aim) if explained is None else explained.best
-        document, shown, choices, fits = _said(answer, explained)
-        if look.pareto:
-            found = fronts(outline, where, asked, terms)
-            document["pareto"] = front_json(found)
-            shown = [*shown, *front_tables(found)]
+        found = _found(outline, where, asked, given, look, terms)
+    document, shown, choices = found.document(), found.tables(), found.choices
     if look.timeline is not None and choices:
         _draw(outline, where, asked, choices[0], look.timeline)
+    if job is not None:
+        shown = [*shown, *job.take(choices, taking, document)]
     if wanted is not None and choices:
         write(wanted, choices, outline, asked, where)
     if wanted is None or wanted.out is not None or not choices:
@@ -112,12 +109,51 @@ def answered(
             shown = [read_table(one[0], read), *shown]
         _print(document, shown, json=json)
     if choices and not json:
-        _wrote(look, wanted)
-    return 0 if fits else 1
+        _wrote(look, wanted, taking)
+    return 0 if found.fits else 1
 
 
-def _wrote(look: Look, wanted: Wanted | None) -> None:
-    files = [(look.timeline, "open it at ui.perfetto.dev")]
+@dataclass(frozen=True)
+class _Found:
+    """The answer, as a ranking or beside a strategy that is explained."""
+
+    answer: Answer
+    explained: Explained | None
+    fronts: Fronts | None
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        if self.explained is None:
+            return self.answer.choices
+        return () if self.explained.choice is None else (self.explained.choice,)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the first can be run."""
+        return bool(self.choices) and self.choices[0].memory <= safe(self.answer.limit)
+
+    def document(self) -> dict[str, object]:
+        """For programs."""
+        found = as_json(self.answer) if self.explained is None else explained_json(self.explained)
+        return found if self.fronts is None else {**found, "pareto": front_json(self.fronts)}
+
+    def tables(self) -> list[Titled]:
+        """For people."""
+        found = tables(self.answer) if self.explained is None else explained_tables(self.explained)
+        return found if self.fronts is None else [*found, *front_tables(self.fronts)]
+
+
+def _found(outline: Outline, where: Cluster, asked: Ask, given: Given | None, look: Look, terms: Terms) -> _Found:
+    if given is not None and look.objective:
+        raise UserError("--objective ranks strategies, and --explain looks at one: give one of the two")
+    aim = aim_of(look.objective or "time", terms)
+    explained = None if given is None else explain(outline, where, asked, given)
+    answer = best(outline, where, asked, aim) if explained is None else explained.best
+    return _Found(answer, explained, fronts(outline, where, asked, terms) if look.pareto else None)
+
+
+def _wrote(look: Look, wanted: Wanted | None, taking: Taking) -> None:
+    files = [(look.timeline, "open it at ui.perfetto.dev"), (taking.out, f"tangram train {taking.out}")]
     if wanted is not None:
         files.append((wanted.out, wanted.export or wanted.emit))
     for path, what in files:
@@ -125,15 +161,11 @@ def _wrote(look: Look, wanted: Wanted | None) -> None:
             print(f"wrote {path}: {what}")
 
 
-def _said(
-    answer: Answer, explained: Explained | None
-) -> tuple[dict[str, object], list[Titled], tuple[Choice, ...], bool]:
-    """For programs, for people, the strategies of it, and whether the first can be run."""
-    if explained is None:
-        return as_json(answer), tables(answer), answer.choices, bool(answer.choices)
-    choices = () if explained.choice is None else (explained.choice,)
-    fits = bool(choices) and choices[0].memory <= safe(answer.limit)
-    return explained_json(explained), explained_tables(explained), choices, fits
+def _asked(outline: Outline, typed: Typed, read: Found | None, wanted: Wanted | None, taking: Taking) -> Ask:
+    asked = asked_of(*asked_typed(typed, read, wanted))
+    if wanted is not None:
+        asked = replace(asked, able=wanted.able(outline))
+    return replace(asked, able=runs(outline)) if taking.runs else asked
 
 
 def _draw(outline: Outline, where: Cluster, asked: Ask, chosen: Choice, path: Path) -> None:

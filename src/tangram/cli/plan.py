@@ -15,7 +15,8 @@ __all__ = ["plan"]
 
 def plan(
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE|MODEL", help="A job; a plan to --show; or, with --cluster, a model.")
+        Path | None,
+        typer.Argument(metavar="FILE|MODEL", help="A job; a plan to --show; or, with --cluster, a job or a model."),
     ] = None,
     cluster: Annotated[str | None, typer.Option(help="Plan a model for a cluster: its name, or its file.")] = None,
     tokens_per_batch: Annotated[
@@ -61,6 +62,9 @@ def plan(
     run: Annotated[str, typer.Option(help="Of --emit: what torchrun starts.")] = "-m tangram train plan.toml",
     image: Annotated[str, typer.Option(help="Of --emit: the container's.")] = "",
     submit: Annotated[bool, typer.Option("--submit", help="Of --emit: submit the file, too.")] = False,
+    runs: Annotated[
+        bool, typer.Option("--runs", help="Of a job for a cluster: search only what tangram train runs.")
+    ] = False,
     processes: Annotated[int, typer.Option("--processes", "-n", help="For how many ranks on this machine.")] = 1,
     stages: Annotated[int, typer.Option(help="Plans of pipelines with so many stages; 1: without; 0: all.")] = 1,
     schedule: Annotated[str, typer.Option(help="Of the pipelines, and of --explain.")] = "1F1B",
@@ -86,6 +90,7 @@ def plan(
     if cluster is not None:
         from tangram.cli.cluster import Look, answered
         from tangram.cli.exports import Wanted
+        from tangram.cli.taken import Taking
 
         typed = (tokens_per_batch, seq, precision, framework, gpus, memory, top)
         one = None if explain is None else (explain, micro, chunks, schedule, zero, again, experts)
@@ -93,7 +98,8 @@ def plan(
         look = Look(objective or "", pareto, train_tokens, hours, price, failures, timeline)
         file_wanted = export is not None or emit is not None
         wanted = Wanted(export or "", emit or "", out, pick, run, image, submit) if file_wanted else None
-        return answered(str(file), cluster, typed, one, look, wanted, json=json)
+        taking = Taking(None if file_wanted else out, pick, runs)
+        return answered(str(file), cluster, typed, one, look, wanted, taking, json=json)
     if export is not None or emit is not None:
         raise UserError("--export and --emit write what is planned for a cluster: give one with --cluster")
     if objective is not None or pareto or mtbf is not None:

@@ -143,7 +143,7 @@ def as_json(answer: Answer) -> dict[str, object]:
         "model": answer.outline.name,
         "parameters": answer.outline.numbers,
         "cluster": answer.cluster,
-        "ask": asdict(answer.ask),
+        "ask": {name: value for name, value in vars(answer.ask).items() if name != "able"},
         "memory_limit": answer.limit,
         "looked_at": answer.looked,
         "choices": [asdict(one) for one in answer.choices],

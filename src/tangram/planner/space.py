@@ -9,17 +9,18 @@ down in tables here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tangram.models.outline import Group, Outline
 from tangram.planner.grid import Grid, grid
 from tangram.planner.pipelines import SCHEDULES, code
 from tangram.planner.rules import legal
 
-__all__ = ["ALL", "EXPLAINED", "RECOMPUTED", "Able", "Request", "meshes", "of_mesh"]
+__all__ = ["ALL", "EXPLAINED", "RECOMPUTED", "Able", "Request", "Rule", "meshes", "of_mesh"]
 
 RECOMPUTED: tuple[tuple[str, Group, float], ...] = (
     ("nothing", Group.NONE, 1.0),
@@ -44,6 +45,16 @@ DOMINATED = (
 
 
 @dataclass(frozen=True)
+class Rule:
+    """What configurations have to keep to be run by somebody."""
+
+    why: str
+    """Why others are not run, in words that follow "since"."""
+    holds: Callable[[Grid], NDArray[np.bool_]]
+    """Of each configuration."""
+
+
+@dataclass(frozen=True)
 class Able:
     """What runs a plan may not be able to run all of the space; so much of it is looked at."""
 
@@ -61,6 +72,8 @@ class Able:
     """Context ranks at most; 0: any number."""
     expert: int = 0
     """Expert ranks at most; 0: any number."""
+    rules: tuple[Rule, ...] = ()
+    """And what else; bounds do not look at them."""
 
 
 ALL = Able()
@@ -169,4 +182,7 @@ def of_mesh(outline: Outline, request: Request, mesh: tuple[int, int, int, int],
         recompute=np.array([int(group) for _, group, _ in again])[at[:, 4]],
         recomputed=np.array([share for _, _, share in again])[at[:, 4]],
     )
-    return found.take(legal(outline, found))
+    keep = legal(outline, found)
+    for rule in () if bound else request.able.rules:
+        keep = keep & rule.holds(found)
+    return found.take(keep)

@@ -1,0 +1,106 @@
+"""`tangram plan JOB --cluster C`: a job planned for a cluster, and a row of the ranking as a plan to train by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tangram.cli.exports import Typed
+from tangram.errors import UserError
+from tangram.models.outline import Outline
+from tangram.models.outlined import outline_of
+from tangram.planner.choice import Choice
+from tangram.planner.counted import Counted
+from tangram.planner.job import Job
+from tangram.planner.plan import Plan
+from tangram.planner.read import dumps, load
+from tangram.planner.runnable import plan_to_train
+from tangram.planner.table import Titled
+from tangram.planner.trainer import why_not
+from tangram.training.building import source_of
+from tangram.training.data import load_tokens
+
+__all__ = ["Given", "Taking", "job_in", "not_run"]
+
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Taking:
+    """What is written of a ranking."""
+
+    out: Path | None
+    pick: int
+    runs: bool
+    """Whether only what `tangram train` runs is searched."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A job, and the outline of its model."""
+
+    job: Job
+    outline: Outline
+    counted: Counted
+
+    def typed(self, typed: Typed) -> Typed:
+        """What was typed, with what the job says."""
+        data = self.job.data
+        return (str(data.global_batch * data.sequence), data.sequence, TYPES[self.job.precision.compute], *typed[3:])
+
+    def take(self, choices: Sequence[Choice], taking: Taking, document: dict[str, object]) -> list[Titled]:
+        """Write what is taken, and say in the document and in a table what is not run. Raises UserError."""
+        if choices:
+            self._write(choices, taking)
+        others = not_run(choices, self.outline)
+        document["not_run"] = [] if others is None else [row[0] for row in others[2]]
+        return [] if others is None else [others]
+
+    def _write(self, choices: Sequence[Choice], taking: Taking) -> None:
+        """The picked row as a plan. Raises UserError, with the rows that can be written."""
+        if taking.out is None:
+            return
+        if not 1 <= taking.pick <= len(choices):
+            raise UserError(f"--pick {taking.pick}: the rows of the ranking are 1 to {len(choices)}")
+        try:
+            plan = plan_to_train(choices[taking.pick - 1], self.job, self.outline, self.counted)
+        except UserError as reason:
+            rows = [str(row) for row, one in enumerate(choices, start=1) if self._can(one)]
+            said = f"rows that can be are {', '.join(rows)}" if rows else "no row can be: search only those with --runs"
+            raise UserError(f"row {taking.pick} cannot be written as a plan: {reason}; {said}") from None
+        try:
+            taking.out.write_text(dumps(plan), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"the plan cannot be written to {taking.out}: {error.strerror}") from None
+
+    def _can(self, choice: Choice) -> bool:
+        try:
+            plan_to_train(choice, self.job, self.outline, self.counted)
+        except UserError:
+            return False
+        return True
+
+
+def job_in(file: str, taking: Taking, typed: Sequence[object]) -> Given | None:
+    """The job in a file; None where a model was given. `typed`: what a job says by itself. Raises UserError."""
+    path = Path(file)
+    if path.suffix != ".toml":
+        if taking.out is not None or taking.runs:
+            raise UserError("--out and --runs are for a job, which a plan is written of: give its .toml, or --export")
+        return None
+    if any(one is not None for one in typed):
+        raise UserError(f"{file} says batch, sequence and precision itself: leave them out, or change the file")
+    if taking.out is not None and (not taking.out.resolve().parent.is_dir() or taking.out.is_dir()):
+        raise UserError(f"the plan cannot be written to {taking.out}: give a file in a folder that is there")
+    job = load(path)
+    if isinstance(job, Plan):
+        raise UserError(f"{file} is a plan already: `tangram plan --show {file}` explains it, `tangram train` runs it")
+    config = source_of(job, load_tokens(job.data, job.model.path)).config
+    return Given(job, outline_of(config, path.stem), Counted(job, config))
+
+
+def not_run(choices: Sequence[Choice], outline: Outline) -> Titled | None:
+    """The rows of a ranking that `tangram train` does not run, and why; None where it runs all."""
+    rows = [(str(row), one.mesh, why) for row, one in enumerate(choices, start=1) if (why := why_not(one, outline))]
+    return ("Not run by tangram train", ("", "mesh", "since"), rows) if rows else None

@@ -1,0 +1,174 @@
+"""A strategy that was chosen for a cluster becomes a plan that trains, or says in a sentence why it does not."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tangram.cli import main
+from tangram.errors import UserError
+from tangram.hardware.cluster import builtin
+from tangram.layout import Mesh
+from tangram.models.outline import Outline
+from tangram.models.outlined import outline_of
+from tangram.models.source import read_source
+from tangram.planner.choice import Ask, Choice, described, setting_of
+from tangram.planner.counted import Counted
+from tangram.planner.estimate import BYTES, numbers_held
+from tangram.planner.grid import Grid
+from tangram.planner.job import Job
+from tangram.planner.learn import published
+from tangram.planner.pipelines import SCHEDULES
+from tangram.planner.plan import Plan
+from tangram.planner.read import load
+from tangram.planner.runnable import plan_to_train
+from tangram.planner.search import exhaustive, joined, search
+from tangram.planner.space import Request, meshes, of_mesh
+from tangram.planner.trainer import RULES, WHOLE, runs, why_not
+from tests.training.small import small_tables, write_text
+
+H100 = builtin("h100-8x8")
+ASK = Ask(8 * 32 * 2, 32, "fp32", devices=8)
+STRATEGY = ("mesh", "axes", "layouts")
+
+
+def job_of(folder: Path, **changes: Any) -> Job:
+    tables = small_tables(folder, data={"global_batch": 16}, **changes)
+    tables["model"]["change"] = {**tables["model"]["change"], "num_hidden_layers": 4}
+    return Job.model_validate({key: value for key, value in tables.items() if key not in STRATEGY})
+
+
+@cache
+def model() -> tuple[Job, Outline, Counted]:
+    job = job_of(Path("/nowhere"))
+    config = read_source("qwen3-1m", None, {**job.model.change, "vocab_size": 258}).config
+    return job, outline_of(config, "small"), Counted(job, config)
+
+
+@cache
+def every() -> Grid:
+    """All configurations over eight devices."""
+    request = Request(8, 16, 32, schedules=tuple(one.name for one in SCHEDULES))
+    return joined([of_mesh(model()[1], request, mesh) for mesh in meshes(model()[1], request)])
+
+
+def choice(at: int) -> Choice:
+    setting = setting_of(H100, ASK)
+    return described(model()[1], every().take(slice(at, at + 1)), setting, ASK, 80e9, published())[0]
+
+
+@given(st.floats(0, 0.999999))
+@settings(deadline=None, max_examples=60)
+def test_what_the_table_allows_is_a_legal_plan_of_the_same_numbers(share: float) -> None:
+    one = choice(int(share * len(every())))
+    job, outline, counted = model()
+    if why := why_not(one, outline):
+        with pytest.raises(UserError, match="tangram train does not run"):
+            plan_to_train(one, job, outline, counted)
+        assert why
+        return
+    plan = plan_to_train(one, job, outline, counted)
+    at = {name: int(value) for name, value in one.at.items()}
+    assert plan.ranks == 8
+    assert (plan.data_ranks, plan.stage_ranks, plan.context_ranks) == (at["data"], at["pipeline"], at["context"])
+    assert (plan.data.micro_batch, plan.micro_steps) == (one.micro, one.micros)
+    assert (plan.pipeline.schedule if plan.pipeline else "") == one.schedule
+    assert (len(plan.pipeline.stages) if plan.pipeline else 1) == at["pipeline"] * (
+        at["virtual"] if one.schedule else 1
+    )
+    assert len(plan.run.recompute) == {WHOLE[0]: 0, WHOLE[1]: 2, WHOLE[2]: 4}[one.again]
+    assert plan.run.steps == job.run.steps
+    _same_division(plan, one, counted)
+
+
+def _same_division(plan: Plan, one: Choice, counted: Counted) -> None:
+    """Parameters lie as `zero` says, in the trainer's own way: kept in parts, gathered until the end of the step."""
+    parameters = counted.costs(1, False, 1).parameters
+    held = BYTES[plan.precision.parameters] * sum(numbers_held(plan, parameters).values())
+    whole = BYTES[plan.precision.parameters] * sum(item.size for item in parameters)
+    over = int(one.at["shard"]) if one.zero else 1
+    tensor = int(one.at["tensor"])
+    assert held >= whole / over / tensor * 0.999
+    if tensor == 1:
+        assert held == pytest.approx(whole / over, rel=0.05)
+    kept = (plan.run.reshard, plan.run.reduce_every)
+    if one.zero == 3:
+        assert kept == ("after forward", "micro-batch")
+    if one.zero in (1, 2) and plan.pipeline is None:
+        assert kept == ("after step", "step" if one.zero == 1 else "micro-batch")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.why[:20])
+def test_each_rule_refuses_some_and_not_all(rule: Any) -> None:
+    from dataclasses import replace
+
+    g = every()
+    if "experts" in rule.why:  # of a dense model there are none
+        g = replace(g, expert=np.where(np.arange(len(g)) % 2, 2.0, 1.0))
+    keeps = rule.holds(g)
+    assert 0 < keeps.sum() < len(g)
+
+
+def test_a_search_of_what_runs_equals_trying_everything() -> None:
+    _, outline, _ = model()
+    setting = setting_of(H100, ASK)
+    names = tuple(one.name for one in SCHEDULES)
+    request = Request(8, 16, 32, schedules=names, able=runs(outline))
+    found, tried = (way(outline, request, setting, 80e9, 20) for way in (search, exhaustive))
+    np.testing.assert_allclose(found.step, tried.step, rtol=1e-12)
+    chosen = described(outline, found.grid, setting, ASK, 80e9, published())
+    assert not any(why_not(one, outline) for one in chosen)
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "text").mkdir()
+    tables = job_of(write_text(tmp_path / "text")).model_dump(mode="json", exclude_defaults=True)
+    path = tmp_path / "job.toml"
+    path.write_text(tomli_w.dumps({"version": 3, **tables}))
+    return path
+
+
+def test_a_job_is_planned_for_a_cluster_and_dry_run(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = file.parent / "plan.toml"
+    words = ["plan", str(file), "--cluster", "h100-8x8", "--gpus", "8", "--runs", "--out", str(out)]
+    assert main([*words, "--json"]) == 0
+    told: Any = json.loads(capsys.readouterr().out)
+    assert told["not_run"] == []
+    plan = load(out)
+    assert isinstance(plan, Plan)
+    assert (plan.ranks, plan.data.sequence, plan.data.global_batch) == (8, 32, 16)
+    assert main(["train", str(out), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+    assert main(["plan", str(file), "--cluster", "h100-8x8", "--gpus", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "Not run by tangram train" in said
+
+
+def test_mistakes_of_a_job_and_a_cluster(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*words: str) -> str:
+        assert main(["plan", *words]) == 2
+        return capsys.readouterr().err
+
+    cluster = ["--cluster", "cpu-2"]
+    assert "says batch, sequence and precision itself" in refused(str(file), *cluster, "--seq", "64")
+    assert "a folder that is there" in refused(str(file), *cluster, "--out", str(file.parent))
+    assert "are for a job" in refused("qwen3-1m", *cluster, "--out", "plan.toml")
+    plan = file.parent / "made.toml"
+    assert "rows of the ranking are" in refused(str(file), *cluster, "--out", str(plan), "--pick", "99")
+    assert main(["plan", str(file), *cluster, "--runs", "--out", str(plan)]) == 0
+    capsys.readouterr()
+    assert "is a plan already" in refused(str(plan), *cluster)
+    assert Mesh.parse(load(plan).model_dump()["mesh"]).size == 2
