@@ -3,7 +3,8 @@
 Each run is predicted from what runs of other sources and of models of other names have taught. `--runs`, `--sets` and
 `--members` take any files with the columns of data/published; what is learned from stays data/published.
 
-`--only`: "time", "ranking", "memory", "speed".
+`--only`: "time", "ranking", "memory", "speed", and "here", which runs plans on this machine: some twenty minutes, and
+left out where runs are given.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from bench._planner import memories, predict, ranking, times
 from bench._planner.predict import HeldOut, predictable
 from bench._planner.rows import Case, cases, read
+from tangram.errors import UserError
 from tangram.hardware.devices import device
 from tangram.hardware.measure import Row
 from tangram.models.outlined import outlined
@@ -29,6 +31,7 @@ from tangram.planner.time import seconds
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "published"
 GROUPS = ("time", "ranking", "memory", "speed")
+HERE = "here"
 
 
 def rows(
@@ -39,7 +42,9 @@ def rows(
     members: Path | None = None,
 ) -> Iterator[Row]:
     """The error card; `quick`: fewer draws."""
-    wanted = only or GROUPS
+    wanted = only or (GROUPS if runs else (*GROUPS, HERE))
+    if unknown := sorted({*wanted} - {*GROUPS, HERE}):
+        raise UserError(f"--only {unknown[0]}: give one of {', '.join((*GROUPS, HERE))}")
     taught = list(cases(read(PUBLISHED / "runs.csv")))
     asked = taught if runs is None else list(cases(read(runs)))
     if {"time", "ranking"} & set(wanted):
@@ -53,6 +58,10 @@ def rows(
         yield from memories.rows(asked, taught)
     if "speed" in wanted:
         yield from _speed(quick)
+    if HERE in wanted:
+        from bench._planner import here  # loads torch and transformers
+
+        yield from here.rows(quick)
 
 
 def _times(timed: list[Case], known: HeldOut, draws: int) -> Iterator[Row]:

@@ -85,6 +85,7 @@ def _rest(rows: list[dict[str, Any]]) -> str:
         "Ranking": ("ranking",),
         "Memory": ("memory", "runs out of memory", "runs that fitted"),
         "Speed": ("configurations", "DeepSeek"),
+        "Plans of the quickstart model, run on two cores": ("plans here",),
     }  # fmt: skip
     text = ""
     for title, starts in titles.items():

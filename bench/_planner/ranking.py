@@ -52,7 +52,7 @@ def scores(sets: dict[str, dict[str, float]], origin: dict[str, str], predicted:
         said = np.array([predicted[row] for row in rows])
         order = np.argsort(said, kind="stable")
         best = step.min()
-        rank = float(np.corrcoef(ranks(said), ranks(step))[0, 1]) if np.ptp(step) and np.ptp(said) else 0.0
+        rank = spearman(said, step)
         found.append(
             SetScore(
                 name, origin.get(name, ""), len(rows), rank, float(step[order[0]] / best - 1),
@@ -60,6 +60,11 @@ def scores(sets: dict[str, dict[str, float]], origin: dict[str, str], predicted:
             )
         )  # fmt: skip
     return found
+
+
+def spearman(said: NDArray[np.float64], step: NDArray[np.float64]) -> float:
+    """Of two orders; 0 where one has all equal."""
+    return float(np.corrcoef(ranks(said), ranks(step))[0, 1]) if np.ptp(step) and np.ptp(said) else 0.0
 
 
 def ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
