@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
 
@@ -14,27 +14,33 @@ from tangram.hardware import cluster as clusters
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Outline
 from tangram.models.outlined import outlined
+from tangram.planner.across import best
 from tangram.planner.answer import (
     as_json,
     duration_json,
     duration_tables,
     explained_json,
     explained_tables,
+    front_json,
+    front_tables,
     tables,
 )
-from tangram.planner.ask import asked_of, count_of, plan
+from tangram.planner.ask import Answer, asked_of, count_of
 from tangram.planner.budget import Budget, durations, fewest
 from tangram.planner.choice import Ask, Choice, safe, setting_of
-from tangram.planner.explain import Given, explain
+from tangram.planner.explain import Explained, Given, explain
 from tangram.planner.exports.numbers import given_of
+from tangram.planner.front import Fronts, fronts
+from tangram.planner.goodput import Goodput
 from tangram.planner.grid import grid
 from tangram.planner.imports.found import Found
 from tangram.planner.learn import published
+from tangram.planner.objectives import Terms, aim_of
 from tangram.planner.table import Titled
 from tangram.planner.timeline import as_trace, timeline
 from tangram.planner.trainer import runs
 
-__all__ = ["answered"]
+__all__ = ["Look", "answered"]
 
 THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 """Of tokens to train on, as papers count them."""
@@ -42,13 +48,40 @@ THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 Strategy = tuple[str, int, int, str, int, str, str]
 """Mesh, micro-batch, chunks, schedule, what is divided, what is made again, experts."""
-Training = tuple[str, float | None, float | None]
-"""Tokens, hours, price."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is best, and what is to be shown; as typed."""
+
+    objective: str
+    """By name; "": step time, and with `train_tokens` how long they take."""
+    pareto: bool
+    train_tokens: str | None
+    hours: float | None
+    price: float | None
+    failures: tuple[float | None, float | None, float | None]
+    """Hours between two of one device, seconds of a checkpoint, seconds until training runs again."""
+    timeline: Path | None
+
+    def goodput(self) -> Goodput | None:
+        """Of failures. Raises UserError where one of the three is missing."""
+        mtbf, checkpoint, restart = self.failures
+        if mtbf is None and checkpoint is None and restart is None:
+            return None
+        if mtbf is None or checkpoint is None or restart is None:
+            raise UserError("failures need all of --mtbf, --checkpoint-s and --restart-s")
+        return Goodput(1 / mtbf if mtbf else 0.0, checkpoint, restart)
+
+    def terms(self, asked: Ask) -> Terms:
+        """What values are made of. Raises UserError."""
+        training = None if self.train_tokens is None else count_of(self.train_tokens, THOUSANDS)
+        return Terms(asked.tokens, self.price, training, self.hours, self.goodput())
 
 
 def answered(
-    model: str, cluster: str, typed: Typed, one: Strategy | None, long: Training | None, trace: Path | None,
-    wanted: Wanted | None, taking: Taking, *, json: bool,
+    model: str, cluster: str, typed: Typed, one: Strategy | None, look: Look, wanted: Wanted | None, taking: Taking,
+    *, json: bool,
 ) -> int:  # fmt: skip
     """One strategy explained, or how long a training takes, or the ranking; exit code 1 where nothing fits."""
     if wanted is not None:
@@ -57,20 +90,15 @@ def answered(
     outline = outlined(model) if job is None else job.outline
     read = None if one is None else given_in(one[0], outline, typed[4], where)
     asked = _asked(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
-    if long is not None:
-        return _budgeted(outline, where, asked, long, json=json)
+    terms = look.terms(asked)
+    if look.train_tokens is not None and not look.objective:
+        return _budgeted(outline, where, asked, terms, json=json)
+    given = None if one is None else Given(*one) if read is None else given_of(read.numbers)
     with progress("laying the model out, searching"):
-        if one is not None:
-            found = explain(outline, where, asked, Given(*one) if read is None else given_of(read.numbers))
-            document, shown = explained_json(found), explained_tables(found)
-            choices = () if found.choice is None else (found.choice,)
-            fits = bool(choices) and choices[0].memory <= safe(found.best.limit)
-        else:
-            answer = plan(outline, where, asked)
-            document, shown, choices = as_json(answer), tables(answer), answer.choices
-            fits = bool(choices)
-    if trace is not None and choices:
-        _draw(outline, where, asked, choices[0], trace)
+        found = _found(outline, where, asked, given, look, terms)
+    document, shown, choices = found.document(), found.tables(), found.choices
+    if look.timeline is not None and choices:
+        _draw(outline, where, asked, choices[0], look.timeline)
     if job is not None:
         shown = [*shown, *job.take(choices, taking, document)]
     if wanted is not None and choices:
@@ -80,13 +108,57 @@ def answered(
             document["read"] = said_json(read)
             shown = [read_table(one[0], read), *shown]
         _print(document, shown, json=json)
-    files = [(trace, "open it at ui.perfetto.dev"), (taking.out, f"tangram train {taking.out}")]
+    if choices and not json:
+        _wrote(look, wanted, taking)
+    return 0 if found.fits else 1
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The answer, as a ranking or beside a strategy that is explained."""
+
+    answer: Answer
+    explained: Explained | None
+    fronts: Fronts | None
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        if self.explained is None:
+            return self.answer.choices
+        return () if self.explained.choice is None else (self.explained.choice,)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the first can be run."""
+        return bool(self.choices) and self.choices[0].memory <= safe(self.answer.limit)
+
+    def document(self) -> dict[str, object]:
+        """For programs."""
+        found = as_json(self.answer) if self.explained is None else explained_json(self.explained)
+        return found if self.fronts is None else {**found, "pareto": front_json(self.fronts)}
+
+    def tables(self) -> list[Titled]:
+        """For people."""
+        found = tables(self.answer) if self.explained is None else explained_tables(self.explained)
+        return found if self.fronts is None else [*found, *front_tables(self.fronts)]
+
+
+def _found(outline: Outline, where: Cluster, asked: Ask, given: Given | None, look: Look, terms: Terms) -> _Found:
+    if given is not None and look.objective:
+        raise UserError("--objective ranks strategies, and --explain looks at one: give one of the two")
+    aim = aim_of(look.objective or "time", terms)
+    explained = None if given is None else explain(outline, where, asked, given)
+    answer = best(outline, where, asked, aim) if explained is None else explained.best
+    return _Found(answer, explained, fronts(outline, where, asked, terms) if look.pareto else None)
+
+
+def _wrote(look: Look, wanted: Wanted | None, taking: Taking) -> None:
+    files = [(look.timeline, "open it at ui.perfetto.dev"), (taking.out, f"tangram train {taking.out}")]
     if wanted is not None:
         files.append((wanted.out, wanted.export or wanted.emit))
     for path, what in files:
-        if path is not None and choices and not json:
+        if path is not None:
             print(f"wrote {path}: {what}")
-    return 0 if fits else 1
 
 
 def _asked(outline: Outline, typed: Typed, read: Found | None, wanted: Wanted | None, taking: Taking) -> Ask:
@@ -106,13 +178,12 @@ def _draw(outline: Outline, where: Cluster, asked: Ask, chosen: Choice, path: Pa
         raise UserError(f"the timeline cannot be written to {path}: {error.strerror}") from None
 
 
-def _budgeted(outline: Outline, where: Cluster, asked: Ask, said: Training, *, json: bool) -> int:
-    tokens, hours, price = said
-    budget = Budget(count_of(tokens, THOUSANDS), hours, price)
+def _budgeted(outline: Outline, where: Cluster, asked: Ask, terms: Terms, *, json: bool) -> int:
+    budget = Budget(terms.training or 0, terms.hours, terms.price, terms.goodput)
     with progress("laying the model out, searching"):
         found = durations(outline, where, asked, budget)
     _print(duration_json(found, budget), duration_tables(found, budget), json=json)
-    kept = fewest(found, budget) if hours is not None else next((one for one in found if one.choice), None)
+    kept = fewest(found, budget) if terms.hours is not None else next((one for one in found if one.choice), None)
     return 0 if kept else 1
 
 

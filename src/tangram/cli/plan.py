@@ -43,7 +43,16 @@ def plan(
         str | None, typer.Option(help="How long so many tokens take, as in 20B (thousand millions).")
     ] = None,
     hours: Annotated[float | None, typer.Option(help="Of --train-tokens: the deadline.")] = None,
-    price: Annotated[float | None, typer.Option(help="Of --train-tokens: of a device's hour.")] = None,
+    price: Annotated[float | None, typer.Option(help="Of a device's hour.")] = None,
+    objective: Annotated[
+        str | None, typer.Option(help="What is best: time (usual), per-device, cost, devices (fewest for a deadline).")
+    ] = None,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="The fronts of time and memory, and of sizes of the cluster, too.")
+    ] = False,
+    mtbf: Annotated[float | None, typer.Option(help="Hours between two failures of one device.")] = None,
+    checkpoint_s: Annotated[float | None, typer.Option(help="Of --mtbf: seconds of a checkpoint.")] = None,
+    restart_s: Annotated[float | None, typer.Option(help="Of --mtbf: seconds until training runs again.")] = None,
     export: Annotated[
         str | None, typer.Option(help="Write the strategy for torchtitan, megatron-lm, ... to --out, else stdout.")
     ] = None,
@@ -79,19 +88,22 @@ def plan(
     if file is None:
         raise UserError("give a job, as in examples/quickstart/job.toml, or a model with --cluster")
     if cluster is not None:
-        from tangram.cli.cluster import answered
+        from tangram.cli.cluster import Look, answered
         from tangram.cli.exports import Wanted
         from tangram.cli.taken import Taking
 
         typed = (tokens_per_batch, seq, precision, framework, gpus, memory, top)
         one = None if explain is None else (explain, micro, chunks, schedule, zero, again, experts)
-        long = None if train_tokens is None else (train_tokens, hours, price)
+        failures = (mtbf, checkpoint_s, restart_s)
+        look = Look(objective or "", pareto, train_tokens, hours, price, failures, timeline)
         file_wanted = export is not None or emit is not None
         wanted = Wanted(export or "", emit or "", out, pick, run, image, submit) if file_wanted else None
         taking = Taking(None if file_wanted else out, pick, runs)
-        return answered(str(file), cluster, typed, one, long, timeline, wanted, taking, json=json)
+        return answered(str(file), cluster, typed, one, look, wanted, taking, json=json)
     if export is not None or emit is not None:
         raise UserError("--export and --emit write what is planned for a cluster: give one with --cluster")
+    if objective is not None or pareto or mtbf is not None:
+        raise UserError("--objective, --pareto and --mtbf are of a plan for a cluster: give one with --cluster")
     job = load(file, changes_of(change or []))
     if show:
         from tangram.planner.show import rows

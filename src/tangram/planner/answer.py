@@ -10,6 +10,8 @@ from tangram.planner.ask import Answer
 from tangram.planner.budget import Budget, Duration, fewest
 from tangram.planner.choice import Choice, safe
 from tangram.planner.explain import Explained
+from tangram.planner.front import REACH, Fronts, Place
+from tangram.planner.objectives import TIME, Aim
 from tangram.planner.table import Titled
 
 HEADERS = (
@@ -34,25 +36,105 @@ HELD = {
 
 def tables(answer: Answer) -> list[Titled]:
     """Titles, headers and rows."""
+    if not answer.choices and answer.missed:
+        return [("The deadline is not kept", ("what",), [(answer.missed,)])]
     if not answer.choices:
-        return [("Nothing fits", ("what", "how"), _too_small(answer))]
+        return [("Nothing fits", ("what", "how"), too_small(answer))]
     best = answer.choices[0]
-    rows = [_row(str(i), one) for i, one in enumerate(answer.choices, start=1)]
-    title = f"{answer.outline.name} on {answer.cluster}, predicted ({answer.looked:,} configurations looked at)"
     found: list[Titled] = [
-        (title, HEADERS, rows),
+        (ranking_title(answer), *ranking(answer)),
         ("Why the first: its step", ("", "seconds", "share"), _shares(best.parts, PARTS, best.step, "{:.2f}", 1.0)),
         (
             f"Its memory, of {answer.limit / 1e9:.0f} GB",
             ("", "GB", "share"),
             _shares(best.held, HELD, best.memory, "{:.1f}", 1e-9),
         ),
-        ("What the others lose", ("", "longer", "mostly by"), _losses(answer.choices)),
-        ("If it were otherwise", ("", "step", "than now"), _instead(answer, best.step)),
+        ("What the others lose", ("", *lost_by(answer)), losses(answer)),
+        ("If it were otherwise", ("", "step", "than now", "by"), otherwise(answer)),
     ]
+    if answer.aim is not None and answer.aim.terms.goodput is not None:
+        found.append((f"Failures on {best.devices} devices", ("", "what"), interruptions(answer.aim, best.devices)))
     if answer.assumed:
         found.append(("Not in the catalogue, and assumed", ("what",), [(one,) for one in answer.assumed]))
     return found
+
+
+def ranking_title(answer: Answer) -> str:
+    """What is ranked, and by what."""
+    by = "" if answer.aim is None or answer.aim.objective is TIME else f", by {answer.aim.objective.title}"
+    name = answer.outline.name
+    return f"{name} on {answer.cluster}, predicted{by} ({answer.looked:,} configurations looked at)"
+
+
+def ranking(answer: Answer) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headers and rows of the choices; with devices and the objective's value where they say more."""
+    aim, headers = answer.aim, HEADERS
+    rows = [_row(str(i), one) for i, one in enumerate(answer.choices, start=1)]
+    if aim is None:
+        return headers, rows
+    if aim.objective.sizes:
+        headers = (*headers[:1], "devices", *headers[1:])
+        rows = [(*row[:1], str(one.devices), *row[1:]) for row, one in zip(rows, answer.choices, strict=True)]
+    title = value_title(aim)
+    if title not in headers:
+        headers = (*headers, title)
+        rows = [(*row, aim.shown(one.devices, one.step)) for row, one in zip(rows, answer.choices, strict=True)]
+    return ("", *headers[1:]), rows
+
+
+def value_title(aim: Aim) -> str:
+    """Of the column of an objective's values; one of the ranking's own where that has them."""
+    if aim.terms.goodput is not None:
+        return f"{aim.objective.title}, with failures" if aim.objective.name != "devices" else aim.objective.title
+    return "step" if aim.objective is TIME else aim.objective.title
+
+
+def interruptions(aim: Aim, devices: int) -> list[tuple[str, str]]:
+    """What failures of so many devices cost."""
+    goodput = aim.terms.goodput
+    assert goodput is not None
+    return [
+        ("between two failures", f"{goodput.between(devices) / 3600:,.1f} hours"),
+        ("a checkpoint every", f"{goodput.interval(devices) / 60:,.1f} minutes"),
+        ("of the time is progress", f"{goodput.share(devices):.1%}"),
+    ]
+
+
+def front_tables(found: Fronts) -> list[Titled]:
+    """The front of steps and memory, and that of sizes; nothing where nothing fits."""
+    rows = [_row("", one)[1:] for one in found.memory]
+    tables: list[Titled] = []
+    if rows:
+        title = f"Front of time and memory: none is as quick and needs less, up to {REACH:g} times the shortest step"
+        tables.append((title, HEADERS[1:], rows))
+    if found.sizes:
+        priced = found.sizes[0].cost is not None
+        headers = (
+            "devices",
+            "best mesh",
+            "step",
+            "tokens/s",
+            *(["cost of 1M tokens"] if priced else []),
+            "on the front",
+        )
+        said = "costs no more" if priced else "has no more devices"
+        tables.append((f"Front of sizes: none is quicker and {said}", headers, [_place(one) for one in found.sizes]))
+    return tables
+
+
+def _place(one: Place) -> tuple[str, ...]:
+    cost = () if one.cost is None else (f"{one.cost:.4g}",)
+    on = "yes" if one.on_front else ""
+    return (str(one.devices), one.choice.mesh, f"{one.choice.step:.2f} s", f"{one.rate:,.0f}", *cost, on)
+
+
+def front_json(found: Fronts) -> dict[str, object]:
+    """The same for programs."""
+    return {
+        "reach": REACH,
+        "memory": [asdict(one) for one in found.memory],
+        "sizes": [asdict(one) for one in found.sizes],
+    }
 
 
 def as_json(answer: Answer) -> dict[str, object]:
@@ -69,6 +151,22 @@ def as_json(answer: Answer) -> dict[str, object]:
         "enough_devices": answer.enough,
         "assumed": list(answer.assumed),
         "instead": {name: None if math.isnan(step) else step for name, step in answer.instead.items()},
+        "otherwise": {name: asdict(one) if one else None for name, one in answer.otherwise.items()},
+        "objective": None if answer.aim is None else _aimed(answer, answer.aim),
+        "missed": answer.missed or None,
+    }
+
+
+def _aimed(answer: Answer, aim: Aim) -> dict[str, object]:
+    """The objective, and its value of each choice; less is better."""
+    goodput = aim.terms.goodput
+    shares = None if goodput is None else [goodput.share(one.devices) for one in answer.choices]
+    return {
+        "name": aim.objective.name,
+        "devices": [one.devices for one in answer.choices],
+        "values": [aim.value(one.devices, one.step) for one in answer.choices],
+        "goodput": None if goodput is None else asdict(goodput),
+        "shares": shares,
     }
 
 
@@ -175,25 +273,59 @@ def _shares(
     ]
 
 
-def _losses(choices: tuple[Choice, ...]) -> list[tuple[str, ...]]:
-    best = choices[0]
+def lost_by(answer: Answer) -> tuple[str, str]:
+    """Headers of `losses`."""
+    sizes = answer.aim is not None and answer.aim.objective.sizes
+    return ("more" if sizes else "longer", "mostly by")
+
+
+def losses(answer: Answer) -> list[tuple[str, ...]]:
+    """Of each choice but the first how much more it is, and by what mostly, in seconds of the first's devices."""
+    best, aim = answer.choices[0], answer.aim
     found: list[tuple[str, ...]] = []
-    for i, one in enumerate(choices[1:], start=2):
-        more = {name: part - best.parts[name] for name, part in one.parts.items()}
+    for i, one in enumerate(answer.choices[1:], start=2):
+        each = one.devices / best.devices if aim is not None and aim.objective.sizes else 1.0
+        more = {name: part * each - best.parts[name] for name, part in one.parts.items()}
         worst = max(more, key=more.__getitem__)
-        found.append((str(i), f"{one.step / best.step - 1:.1%}", f"{PARTS[worst]} (+{more[worst]:.2f} s)"))
+        lost = one.step / best.step - 1 if aim is None else _lost(aim, best, one)
+        found.append((str(i), f"{lost:.1%}", f"{PARTS[worst]} ({more[worst]:+.2f} s)"))
     return found
 
 
-def _instead(answer: Answer, step: float) -> list[tuple[str, ...]]:
+def _lost(aim: Aim, best: Choice, one: Choice) -> float:
+    """By the objective, or by the step where it is the same."""
+    first, other = aim.value(best.devices, best.step), aim.value(one.devices, one.step)
+    return other / first - 1 if other != first else one.step / best.step - 1
+
+
+def otherwise(answer: Answer) -> list[tuple[str, ...]]:
+    """The best step if something were otherwise, beside that of now on as many devices, and the mesh that has it."""
+    best = answer.choices[0]
     return [
-        (name, "nothing fits" if math.isnan(other) else f"{other:.2f} s",
-         "" if math.isnan(other) else f"{other / step - 1:+.1%}")
-        for name, other in answer.instead.items()
-    ]  # fmt: skip
+        (name, "nothing fits", "", "")
+        if one is None
+        else (name, f"{one.step:.2f} s", f"{one.step / best.step - 1:+.1%}", _changed(best, one))
+        for name, one in answer.otherwise.items()
+    ]
 
 
-def _too_small(answer: Answer) -> list[tuple[str, ...]]:
+def _changed(now: Choice, one: Choice) -> str:
+    """What of a strategy is not as now."""
+    told = [one.mesh] if one.mesh != now.mesh else []
+    if one.micro != now.micro:
+        told.append(f"micro-batches of {one.micro}")
+    if (one.schedule, one.virtual) != (now.schedule, now.virtual) and one.schedule:
+        told.append(f"{one.schedule} x {one.virtual}" if one.virtual > 1 else one.schedule)
+    if (one.expert, one.expert_tensor) != (now.expert, now.expert_tensor):
+        told.append(f"experts {one.expert} x {one.expert_tensor}")
+    if one.zero != now.zero:
+        told.append(f"{ZERO[one.zero]} divided")
+    if one.again != now.again:
+        told.append(f"again {one.again}")
+    return ", ".join(told) or "the same strategy"
+
+
+def too_small(answer: Answer) -> list[tuple[str, ...]]:
     """By how much, and what would fit."""
     least = answer.smallest
     fixed = sum(part for name, part in least.held.items() if name in ("parameters", "gradients", "optimiser"))

@@ -19,6 +19,7 @@ from tangram.models.outline import Outline
 from tangram.planner.choice import Ask, Choice, described, limit_of, safe, setting_of, unlike
 from tangram.planner.framework import framework
 from tangram.planner.learn import Learned, published
+from tangram.planner.objectives import Aim
 from tangram.planner.search import search
 from tangram.planner.setting import Precision, Setting
 from tangram.planner.space import Request, meshes
@@ -63,10 +64,19 @@ class Answer:
     looked: int
     assumed: tuple[str, ...]
     """What the catalogue does not know, and what was taken in its place."""
-    instead: Mapping[str, float]
-    """Seconds of the best step if something were otherwise, by what."""
+    otherwise: Mapping[str, Choice | None]
+    """The best if something were otherwise, by what; None where nothing fits."""
     enough: int = 0
     """Where nothing fits, twice, four times ... as many devices on which something does; 0 where none was found."""
+    aim: Aim | None = None
+    """What choices are ranked by; None: by their steps."""
+    missed: str = ""
+    """Why there are no choices although some fit."""
+
+    @property
+    def instead(self) -> dict[str, float]:
+        """Seconds of the best step if something were otherwise, by what; nan where nothing fits."""
+        return {name: one.step if one else float("nan") for name, one in self.otherwise.items()}
 
 
 def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) -> Answer:
@@ -76,11 +86,11 @@ def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) 
     found = search(outline, request, setting, safe(limit), 4 * ask.most, learned.scales(setting.device.name, setting))
     choices = described(outline, found.grid, setting, ask, limit, learned)
     smallest = described(outline, found.smallest, setting, ask, limit, learned)[0]
-    instead = _instead(outline, request, setting, limit, ask, learned, cluster) if choices and what_if else {}
+    otherwise = _otherwise(outline, request, limit, ask, learned, cluster) if choices and what_if else {}
     enough = 0 if choices or not what_if else _enough(outline, request, setting, limit)
     return Answer(
         outline, cluster.name, ask, limit, unlike(choices)[: ask.most], smallest, found.looked,
-        tuple(curves.assumed(setting.device)), instead, enough,
+        tuple(curves.assumed(setting.device)), otherwise, enough,
     )  # fmt: skip
 
 
@@ -115,25 +125,30 @@ def requested(cluster: Cluster, ask: Ask) -> Request:
     )
 
 
-def _instead(
-    outline: Outline, request: Request, setting: Setting, limit: float, ask: Ask, learned: Learned, cluster: Cluster
-) -> dict[str, float]:
-    """The best step if memory, network or the sequence were otherwise; nan where nothing fits."""
-    scales = learned.scales(setting.device.name, setting)
-    half = replace(setting, nic=cluster.links[-1].rate / 2)
-    longer = replace(request, batch=max(request.batch // 2, 1), sequence=request.sequence * 2)
+def _otherwise(
+    outline: Outline, request: Request, limit: float, ask: Ask, learned: Learned, cluster: Cluster
+) -> dict[str, Choice | None]:
+    """The best if memory, network or the sequence were otherwise; None where nothing fits."""
+    *near, far = cluster.links
+    half = replace(cluster, links=(*near, replace(far, rate=far.rate / 2)))
     cases = {
-        "with 5 GB more memory": (request, setting, limit + 5e9),
-        "with 5 GB less memory": (request, setting, limit - 5e9),
+        "with 5 GB more memory": (request, cluster, limit + 5e9),
+        "with 5 GB less memory": (request, cluster, limit - 5e9),
         "with half of the network": (request, half, limit),
-        "at twice the sequence, the same tokens": (longer, setting, limit),
     }
-    found: dict[str, float] = {}
-    for name, (other, of, most) in cases.items():
+    if request.batch % 2 == 0:
+        longer = replace(request, batch=request.batch // 2, sequence=request.sequence * 2)
+        cases["at twice the sequence, the same tokens"] = (longer, cluster, limit)
+    found: dict[str, Choice | None] = {}
+    for name, (other, where, most) in cases.items():
+        setting = setting_of(where, ask)
+        scales = learned.scales(setting.device.name, setting)
         try:
-            best = search(outline, other, of, safe(most), 1, scales)
+            best = search(outline, other, setting, safe(most), 1, scales).grid if most > 0 else None
         except UserError:
-            found[name] = float("nan")
-            continue
-        found[name] = float(best.step[0]) if len(best.step) else float("nan")
+            best = None
+        # What it says of FLOPs and tokens is of its own sequence.
+        asked = replace(ask, sequence=other.sequence)
+        shown = described(outline, best, setting, asked, most, learned) if best is not None else ()
+        found[name] = shown[0] if shown else None
     return found

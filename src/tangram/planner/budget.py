@@ -6,14 +6,14 @@ costs more and takes longer, is not on the front of the two (Pareto).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Outline
-from tangram.planner.ask import plan, requested
-from tangram.planner.choice import Ask, Choice, limit_of, setting_of
+from tangram.planner.across import by_size
+from tangram.planner.choice import Ask, Choice
+from tangram.planner.goodput import Goodput
+from tangram.planner.objectives import Terms
 
 __all__ = ["Budget", "Duration", "durations", "fewest"]
 
@@ -28,6 +28,8 @@ class Budget:
     """The deadline."""
     price: float | None = None
     """Of a device's hour, in the user's money."""
+    goodput: Goodput | None = None
+    """What interrupts it."""
 
 
 @dataclass(frozen=True)
@@ -47,34 +49,14 @@ class Duration:
         return self.devices * self.hours
 
 
-def sizes(devices: int) -> Iterator[int]:
-    """So many, and halves of it as long as they are whole."""
-    while devices >= 1:
-        yield devices
-        if devices % 2:
-            return
-        devices //= 2
-
-
 def durations(outline: Outline, cluster: Cluster, ask: Ask, budget: Budget) -> list[Duration]:
     """For each size of the cluster, the largest first. Raises UserError where the budget cannot be."""
-    if budget.tokens < ask.tokens:
-        raise UserError(f"{budget.tokens} tokens are less than a step of {ask.tokens}: ask for more")
-    if (budget.hours is not None and not budget.hours > 0) or (budget.price is not None and not budget.price >= 0):
-        raise UserError("--hours is a number above 0, --price one from 0")
-    for told in (requested, setting_of, limit_of):  # mistakes are told, and not taken for what does not fit
-        told(cluster, ask)
-    steps = -(-budget.tokens // ask.tokens)
+    terms = Terms(ask.tokens, budget.price, budget.tokens, budget.hours, budget.goodput)
     found: list[Duration] = []
-    for devices in sizes(ask.devices or cluster.ranks):
-        try:
-            choices = plan(outline, cluster, replace(ask, devices=devices, most=1), what_if=False).choices
-        except UserError:  # no legal layout of so many devices
-            choices = ()
-        best = choices[0] if choices else None
-        hours = steps * best.step / 3600 if best else float("inf")
-        cost = devices * hours * budget.price if budget.price is not None and best else None
-        found.append(Duration(devices, best, hours, cost))
+    for one in by_size(outline, cluster, ask):
+        hours = terms.took(one.devices, one.choice.step) if one.choice else float("inf")
+        cost = one.devices * hours * budget.price if budget.price is not None and one.choice else None
+        found.append(Duration(one.devices, one.choice, hours, cost))
     return found
 
 

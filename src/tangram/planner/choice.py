@@ -86,6 +86,11 @@ class Choice:
     at: Mapping[str, float]
     """All numbers of the configuration (`planner.grid`)."""
 
+    @property
+    def devices(self) -> int:
+        """All ranks."""
+        return int(self.at["pipeline"] * self.at["data"] * self.at["context"] * self.at["tensor"])
+
 
 def figures(cluster: Cluster) -> Figures:
     """Of the cluster's device and links: what the file says, and for the rest what the catalogue does."""

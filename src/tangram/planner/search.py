@@ -24,7 +24,7 @@ from tangram.planner.setting import Setting
 from tangram.planner.space import Request, meshes, of_mesh
 from tangram.planner.time import Seconds, seconds
 
-__all__ = ["Found", "exhaustive", "search"]
+__all__ = ["Found", "Scales", "bounds_of", "exhaustive", "joined", "scaled", "search"]
 
 Floats = NDArray[np.float64]
 Scales = Mapping[str, float] | None
@@ -50,9 +50,13 @@ class Found:
 
 
 def search(
-    outline: Outline, request: Request, setting: Setting, limit: float, most: int = 10, scales: Scales = None
-) -> Found:
-    """The `most` fastest configurations that need at most `limit` bytes; fewer where fewer fit."""
+    outline: Outline, request: Request, setting: Setting, limit: float, most: int = 10, scales: Scales = None,
+    within: float = np.inf,
+) -> Found:  # fmt: skip
+    """The `most` fastest configurations that need at most `limit` bytes; fewer where fewer fit.
+
+    `within`: seconds that a step may take.
+    """
     branches = [(mesh, of_mesh(outline, request, mesh, bound=True)) for mesh in meshes(outline, request)]
     branches = [(mesh, g) for mesh, g in branches if len(g)]
     if not branches:
@@ -65,7 +69,7 @@ def search(
     order = sorted(range(len(bounds)), key=bounds.__getitem__)
     return _take(
         outline, setting, limit, most, len(every),
-        ((bounds[i], of_mesh(outline, request, branches[i][0])) for i in order), scales,
+        ((bounds[i], of_mesh(outline, request, branches[i][0])) for i in order), scales, within,
     )  # fmt: skip
 
 
@@ -98,14 +102,15 @@ def _take(
     looked: int,
     branches: Iterator[tuple[float, Grid]],
     scales: Scales,
+    within: float = np.inf,
 ) -> Found:
     best: list[Grid] = []
     steps: list[Floats] = []
     needs: list[Floats] = []
-    last = np.inf
+    last = within
     smallest: tuple[float, Grid] | None = None
     for bound, g in branches:
-        if bound > last:
+        if bound > last and smallest is not None:
             break
         if not len(g):
             continue
@@ -120,9 +125,10 @@ def _take(
         g, need = g.take(fits), need[fits]
         step = scaled(seconds(outline, g, setting), scales)
         keep = np.argsort(step, kind="stable")[:most]
+        keep = keep[step[keep] <= within]
         best, steps, needs = [*best, g.take(keep)], [*steps, step[keep]], [*needs, need[keep]]
         if sum(map(len, steps)) >= most:
-            last = float(np.sort(np.concatenate(steps))[most - 1])
+            last = min(last, float(np.sort(np.concatenate(steps))[most - 1]))
     assert smallest is not None
     if not best:
         empty = smallest[1].take(slice(0, 0))

@@ -1,0 +1,65 @@
+"""How much of the time of many devices is progress, when some of them fail now and then and all go back together.
+
+Failures come at any time, equally likely (exponential gaps). With M the mean time between two failures of any device,
+d the time that training stands still for a checkpoint, R the time until it runs again after a failure, and a checkpoint
+every t seconds of progress, the expected time for each second of progress is (Daly, "A higher order estimate of the
+optimum checkpoint interval for restart dumps", FGCS 2006, equation 13, for many intervals)
+
+    M exp(R / M) (exp((t + d) / M) - 1) / t
+
+whose least is where (1 - t / M) exp((t + d) / M) = 1; for short d that is Young's sqrt(2 d M) (CACM 1974).
+
+The trade-off: one kind of failure, the same for all devices, and nothing that goes on with fewer of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tangram.errors import UserError
+
+__all__ = ["Goodput"]
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What interrupts a training, and what that costs. Raises UserError where numbers cannot be."""
+
+    failures: float
+    """Of one device, in an hour."""
+    checkpoint: float
+    """Seconds that training stands still for a checkpoint."""
+    restart: float
+    """Seconds from a failure until training runs again, without what has to be done again."""
+
+    def __post_init__(self) -> None:
+        """Look at the numbers."""
+        if not 0 < self.failures < math.inf:
+            raise UserError("--mtbf is a number of hours above 0, between two failures of one device")
+        if not 0 < self.checkpoint < math.inf:
+            raise UserError("--checkpoint-s is a number of seconds above 0: for how long training stands still")
+        if not 0 <= self.restart < math.inf:
+            raise UserError("--restart-s is a number of seconds from 0: until training runs again after a failure")
+
+    def between(self, devices: float) -> float:
+        """Seconds between two failures of any of them, in the mean."""
+        return 3600 / self.failures / devices
+
+    def interval(self, devices: float) -> float:
+        """Seconds of progress between two checkpoints with which most of the time is progress."""
+        mean = self.between(devices)
+        low, high, pause = 0.0, 1.0, self.checkpoint / mean
+        for _ in range(100):  # (1 - x) exp(x + pause) falls from exp(pause) to 0
+            middle = (low + high) / 2
+            above = math.log1p(-middle) + middle + pause > 0 if middle < 1 else False
+            low, high = (middle, high) if above else (low, middle)
+        return mean * (low + high) / 2
+
+    def share(self, devices: float, interval: float | None = None) -> float:
+        """Of the time that is progress, 0 to 1, with checkpoints so far apart, or as far as is best."""
+        mean = self.between(devices)
+        apart = self.interval(devices) if interval is None else interval
+        cycle = (apart + self.checkpoint) / mean
+        # exp(-R/M) t/M / (exp(cycle) - 1), so written that nothing overflows
+        return math.exp(-self.restart / mean - cycle) * apart / mean / -math.expm1(-cycle)
