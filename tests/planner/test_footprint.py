@@ -16,10 +16,9 @@ from tangram.models.outlined import outlined
 from tangram.planner import memory as closed
 from tangram.planner.footprint import PARTS, Footprint, footprints
 from tangram.planner.framework import framework
-from tangram.planner.grid import Grid, grid
+from tangram.planner.grid import Grid, grid, joined
 from tangram.planner.memory import memory
 from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.search import joined
 from tangram.planner.setting import Setting
 from tangram.planner.space import Request, meshes, of_mesh
 from tangram.planner.timeline import play

@@ -21,11 +21,12 @@ from tangram.planner.choice import Ask, Choice, described, limit_of, safe, setti
 from tangram.planner.framework import framework
 from tangram.planner.front import REACH, front, fronts, memory_front
 from tangram.planner.goodput import Goodput
+from tangram.planner.grid import joined
 from tangram.planner.learn import PARTS, published
 from tangram.planner.memory import memory
 from tangram.planner.objectives import OBJECTIVES, Aim, Terms, aim_of, objective
 from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.search import exhaustive, joined, scaled
+from tangram.planner.search import exhaustive, scaled
 from tangram.planner.setting import Setting
 from tangram.planner.space import Request, meshes, of_mesh
 from tangram.planner.time import seconds

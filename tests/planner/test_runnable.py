@@ -23,14 +23,14 @@ from tangram.models.source import read_source
 from tangram.planner.choice import Ask, Choice, described, setting_of
 from tangram.planner.counted import Counted
 from tangram.planner.estimate import BYTES, numbers_held
-from tangram.planner.grid import Grid
+from tangram.planner.grid import Grid, joined
 from tangram.planner.job import Job
 from tangram.planner.learn import published
 from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.plan import Plan
 from tangram.planner.read import load
 from tangram.planner.runnable import plan_to_train
-from tangram.planner.search import exhaustive, joined, search
+from tangram.planner.search import exhaustive, search
 from tangram.planner.space import Request, meshes, of_mesh
 from tangram.planner.trainer import RULES, WHOLE, runs, why_not
 from tests.training.small import small_tables, write_text

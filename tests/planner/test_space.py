@@ -1,7 +1,9 @@
 """The joint space, its rules, and the search: what is legal, why not, and that nothing better is missed."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,9 +39,17 @@ DRAWN = st.tuples(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_at_a_time() -> Iterator[None]:
+    """So that a small space has several blocks, of which the last are not looked at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(searching, "BLOCK", 40)
+        yield
+
+
 def every(outline: Outline, request: Request) -> Grid:
     """All configurations of a space."""
-    from tangram.planner.search import joined
+    from tangram.planner.grid import joined
 
     return joined([of_mesh(outline, request, mesh) for mesh in meshes(outline, request)])
 
@@ -128,22 +138,15 @@ def test_bounds_that_are_none_lose_the_best(monkeypatch: pytest.MonkeyPatch) -> 
     """A planted mistake: the branch of the best is said to be long, and the comparison above would show it."""
     request = Request(16, 96, 2048)
     right = exhaustive(MIXED, request, SETTING, 6e9, 1)
-    least = searching.bounds_of
+    least = searching.least_of
 
-    def longer(outline: Outline, every: Grid, sizes: list[int], setting: Setting, scales: None) -> list[float]:
-        bounds = least(outline, every, sizes, setting, scales)
-        ends = np.cumsum(sizes)
-        of_best = [
-            bool(
-                (every.pipeline[end - 1] == right.grid.pipeline[0])
-                & (every.tensor[end - 1] == right.grid.tensor[0])
-                & (every.context[end - 1] == right.grid.context[0])
-            )
-            for end in ends
-        ]
-        return [10 * bound if best else bound for bound, best in zip(bounds, of_best, strict=True)]
+    def longer(outline: Outline, rows: Grid, setting: Setting, scales: None) -> np.ndarray[Any, np.dtype[np.float64]]:
+        of_best = np.ones(len(rows), dtype=bool)
+        for name in ("pipeline", "tensor", "context", "ulysses"):
+            of_best &= getattr(rows, name) == getattr(right.grid, name)[0]
+        return least(outline, rows, setting, scales) * np.where(of_best, 10, 1)
 
-    monkeypatch.setattr(searching, "bounds_of", longer)
+    monkeypatch.setattr(searching, "least_of", longer)
     assert search(MIXED, request, SETTING, 6e9, 1).step[0] > right.step[0]
 
 
@@ -179,7 +182,7 @@ def test_what_is_left_out_is_never_better(drawn: tuple[Outline, int, int, int]) 
 
 
 def test_a_sequence_that_tensor_ranks_do_not_divide_is_planned_without() -> None:
-    g = of_mesh(DENSE, Request(16, 16, 1000), (1, 16, 1, 1))
+    g = of_mesh(DENSE, Request(16, 16, 1000), (1, 16, 1, 1, 1))
     assert len(g)
     assert not g.sequence_parallel.any()
 

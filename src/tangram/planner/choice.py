@@ -22,7 +22,18 @@ from tangram.planner.setting import Precision, Setting
 from tangram.planner.space import ALL, EXPLAINED, Able
 from tangram.planner.time import seconds
 
-__all__ = ["Ask", "Choice", "described", "figures", "limit_of", "probability", "safe", "setting_of", "unlike"]
+__all__ = [
+    "Ask",
+    "Choice",
+    "described",
+    "figures",
+    "limit_of",
+    "mesh_of",
+    "probability",
+    "safe",
+    "setting_of",
+    "unlike",
+]
 
 SURE = 1.6449
 """Standard deviations to each side of the middle 90 of 100 of a normal."""
@@ -55,7 +66,7 @@ class Choice:
     """One strategy, with what it is predicted to need."""
 
     mesh: str
-    """As everywhere: pipeline, data, context, tensor ranks."""
+    """As everywhere: pipeline, data, context, tensor ranks; heads: further context ranks, which exchange heads."""
     micro: int
     micros: int
     virtual: int
@@ -171,7 +182,7 @@ def _choice(
     need = float(np.broadcast_to(needs.device, len(g))[i])
     again = next(name for name, group, share in EXPLAINED if int(group) == at["recompute"] and share == g.recomputed[i])
     return Choice(
-        mesh=f"pp={at['pipeline']} dp={at['data']} cp={at['context']} tp={at['tensor']}",
+        mesh=mesh_of(at["pipeline"], at["data"], at["context"], at["ulysses"], at["tensor"]),
         micro=at["micro"],
         micros=int(g.micros[i]),
         virtual=at["virtual"],
@@ -191,6 +202,12 @@ def _choice(
         held={**held, "reserve": sum(held.values()) * needs.reserve, "context": needs.context},
         at={name: float(values[i]) for name, values in vars(g).items()},
     )
+
+
+def mesh_of(pipeline: int, data: int, context: int, ulysses: int, tensor: int) -> str:
+    """As everywhere; context ranks that exchange heads have an axis of their own, where there are any."""
+    heads = f" heads={ulysses}" if ulysses > 1 else ""
+    return f"pp={pipeline} dp={data} cp={context // ulysses}{heads} tp={tensor}"
 
 
 def unlike(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:

@@ -21,7 +21,7 @@ from tangram.planner.space import EXPLAINED
 
 __all__ = ["Explained", "Given", "explain"]
 
-AXES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}
+AXES = {"pp": "pipeline", "dp": "data", "cp": "context", "heads": "ulysses", "tp": "tensor"}
 """What axes of a mesh are for, by their names."""
 
 
@@ -30,7 +30,8 @@ class Given:
     """A strategy as a person gives it."""
 
     mesh: str
-    """Of the axes pp, dp, cp and tp; those that are not named have one rank."""
+    """Of the axes pp, dp, cp, heads and tp; those that are not named have one rank. Ranks of cp send keys around, those
+    of heads exchange heads for tokens (Ulysses)."""
     micro: int = 1
     chunks: int = 1
     schedule: str = "1F1B"
@@ -81,6 +82,7 @@ def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
         ranks *= size
     if ranks != request.devices:
         raise UserError(f'the mesh "{given.mesh}" has {ranks} ranks, and there are {request.devices} devices')
+    sizes["context"] = sizes.get("context", 1) * sizes.get("ulysses", 1)
     known = {name: (group, share) for name, group, share in EXPLAINED}
     if given.again not in known:
         raise UserError(f'nothing is known of "{given.again}": what is computed again is one of {", ".join(known)}')

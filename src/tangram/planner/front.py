@@ -22,11 +22,11 @@ from tangram.models.outline import Outline
 from tangram.planner.across import Sized, by_size
 from tangram.planner.ask import requested
 from tangram.planner.choice import Ask, Choice, described, limit_of, safe, setting_of
-from tangram.planner.grid import Grid
+from tangram.planner.grid import Grid, joined
 from tangram.planner.learn import published
 from tangram.planner.memory import memory
 from tangram.planner.objectives import Terms, objective
-from tangram.planner.search import Scales, bounds_of, joined, scaled, search
+from tangram.planner.search import Scales, bounds_of, scaled, search
 from tangram.planner.setting import Setting
 from tangram.planner.space import Request, meshes, of_mesh
 from tangram.planner.time import seconds

@@ -6,6 +6,7 @@ loops over configurations. What is not a number (device, framework, types) is a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from tangram.errors import UserError
 
-__all__ = ["Grid", "grid"]
+__all__ = ["Grid", "grid", "joined"]
 
 Array = NDArray[Any]
 
@@ -32,6 +33,9 @@ class Grid:
     schedule: Array
     """Of the pipeline, a code (`planner.pipelines`)."""
     context: Array
+    """Ranks that cut a sequence."""
+    ulysses: Array
+    """Of the context ranks those that exchange heads for tokens while attention works; the others send keys around."""
     expert: Array
     expert_tensor: Array
     """Tensor ranks of the experts."""
@@ -76,7 +80,7 @@ class Grid:
 
 
 _CODES = ("recompute", "schedule")
-_ONES = ("tensor", "pipeline", "virtual", "context", "expert", "data", "micro")
+_ONES = ("tensor", "pipeline", "virtual", "context", "ulysses", "expert", "data", "micro")
 
 
 def grid(*, batch: Any, sequence: Any, **given: Any) -> Grid:
@@ -101,3 +105,8 @@ def grid(*, batch: Any, sequence: Any, **given: Any) -> Grid:
         if not (found[name] >= 1).all():
             raise UserError(f"{name} is {found[name].min():g} in a configuration: it is at least 1")
     return Grid(**found)
+
+
+def joined(grids: Sequence[Grid]) -> Grid:
+    """One after the other."""
+    return Grid(**{one.name: np.concatenate([getattr(g, one.name) for g in grids]) for one in fields(Grid)})

@@ -72,6 +72,31 @@ RULES = (
         lambda o, at: f"{at['tensor']} tensor ranks do not divide the {_heads(o)[0]} heads",
     ),
     Rule(
+        "ranks of heads",
+        lambda o, g: (g.ulysses == 1) | _every((_divides(heads, g.tensor * g.ulysses) for heads in _heads(o)), g),
+        lambda o, at: (
+            f"{at['tensor']} tensor ranks x {at['ulysses']} that exchange heads do not divide the {_heads(o)[0]} heads"
+        ),
+    ),
+    Rule(
+        "key-value heads of these",
+        lambda o, g: (
+            (g.ulysses == 1)
+            | _every(
+                (_divides(kv, g.tensor * g.ulysses) | _divides(g.tensor * g.ulysses, kv) for kv in _kv_heads(o)), g
+            )
+        ),
+        lambda o, at: (
+            f"{at['tensor'] * at['ulysses']} ranks of heads and {_kv_heads(o)[0]} key-value heads: neither divides the "
+            "other"
+        ),
+    ),
+    Rule(
+        "context ranks of heads",
+        lambda o, g: _divides(g.context, g.ulysses),
+        lambda o, at: f"{at['ulysses']} ranks that exchange heads are no part of {at['context']} context ranks",
+    ),
+    Rule(
         "key-value heads",
         lambda o, g: _every((_divides(kv, g.tensor) | _divides(g.tensor, kv) for kv in _kv_heads(o)), g),
         lambda o, at: f"{at['tensor']} tensor ranks and {_kv_heads(o)[0]} key-value heads: neither divides the other",
@@ -103,7 +128,7 @@ RULES = (
     ),
     Rule(
         "tokens",
-        lambda o, g: (g.context == 1) | _divides(g.sequence, 2 * g.context),
+        lambda o, g: _divides(g.sequence, g.context * np.where(g.context > g.ulysses, 2, 1)),
         lambda o, at: f"{at['context']} context ranks do not cut {at['sequence']} tokens into twice as many parts",
     ),
     Rule(

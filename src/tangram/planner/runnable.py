@@ -57,6 +57,7 @@ def strategy_of(choice: Choice, job: Job) -> Strategy:
     copies = at["data"] // at["shard"] if at["zero"] and at["shard"] < at["data"] else 1
     data = [("dp", copies), ("fsdp", at["shard"])] if copies > 1 else [("dp", at["data"])]
     way = "ring" if job.run.attention == "tokens" else "gathered"
+    way = "heads" if at["ulysses"] > 1 else way
     model = [(at["context"], ModelAxis("cp", "context", way)), (at["tensor"], TENSOR)]
     model = [(size, axis) for size, axis in model if size > 1]
     if at["data"] == 1 and model:

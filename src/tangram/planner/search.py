@@ -1,34 +1,39 @@
-"""The best configurations of the joint space: branch and bound over meshes, equal to trying everything.
+"""The best configurations of the joint space: branch and bound, equal to trying everything.
 
-A mesh (pipeline, tensor, context and data ranks) is a branch. Its bound is the shortest step of its configurations in
-which nothing is computed again and the optimiser's states are divided, memory and exposed data traffic left aside: by
-the model of time every other part is at least as long where something is computed again or divided otherwise, whatever
-each part is multiplied by (`tests/planner/test_space.py` draws configurations and factors). Branches are taken by their
-bound; when it is longer than the last of the best found, the rest cannot hold a better one. So what is returned is what
-trying all would return.
+A branch is what has a mesh (pipeline, tensor, context and data ranks), a micro-batch, folded experts and a schedule in
+common. Its bound is the step of that one of its configurations in which nothing is computed again and the optimiser's
+states are divided, exposed data traffic left aside: by the model of time every other part is at least as long where
+something is computed again or divided otherwise, whatever each part is multiplied by (`tests/planner/test_space.py`
+draws configurations and factors). Branches are taken by their bound; when it is longer than the last of the best found,
+the rest cannot hold a better one. So what is returned is what trying all would return.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tangram.errors import UserError
 from tangram.models.outline import Outline
-from tangram.planner.grid import Grid
+from tangram.planner.grid import Grid, joined
 from tangram.planner.memory import memory
 from tangram.planner.setting import Setting
-from tangram.planner.space import Request, meshes, of_mesh
+from tangram.planner.space import Request, expanded, meshes, of_mesh
 from tangram.planner.time import Seconds, seconds
 
-__all__ = ["Found", "Scales", "bounds_of", "exhaustive", "joined", "scaled", "search"]
+__all__ = ["Found", "Scales", "bounds_of", "exhaustive", "least_of", "scaled", "search"]
 
 Floats = NDArray[np.float64]
 Scales = Mapping[str, float] | None
 """By what each part of a step is multiplied (`planner.learn`); None: by one."""
+
+
+BLOCK = 2048
+"""Branches that are looked at together."""
+CACHED = 16384
 
 
 @dataclass(frozen=True)
@@ -57,33 +62,42 @@ def search(
 
     `within`: seconds that a step may take.
     """
-    branches = [(mesh, of_mesh(outline, request, mesh, bound=True)) for mesh in meshes(outline, request)]
-    branches = [(mesh, g) for mesh, g in branches if len(g)]
-    if not branches:
+    rows = [of_mesh(outline, request, mesh, bound=True) for mesh in meshes(outline, request)]
+    if not any(map(len, rows)):
         raise UserError(
             f"{request.devices} devices and {request.batch} samples of {request.sequence} tokens have no legal layout "
             f"for {outline.name}: change the batch to a multiple of the devices"
         )
-    every = joined([g for _, g in branches])
-    bounds = bounds_of(outline, every, [len(g) for _, g in branches], setting, scales)
-    order = sorted(range(len(bounds)), key=bounds.__getitem__)
-    return _take(
-        outline, setting, limit, most, len(every),
-        ((bounds[i], of_mesh(outline, request, branches[i][0])) for i in order), scales, within,
-    )  # fmt: skip
+    every = joined(rows)
+    bounds = least_of(outline, every, setting, scales)
+    order = np.argsort(bounds, kind="stable")
+
+    def branches() -> Iterator[tuple[float, Grid]]:
+        for start in range(0, len(order), BLOCK):
+            few = order[start : start + BLOCK]
+            yield float(bounds[few[0]]), expanded(outline, request, every.take(few))
+
+    return _take(outline, setting, limit, most, len(every), branches(), scales, within)
 
 
-def bounds_of(outline: Outline, every: Grid, sizes: Sequence[int], setting: Setting, scales: Scales) -> list[float]:
-    """Of each branch, what none of its configurations is quicker than; `every` has the branches' one after the other.
+def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales) -> Floats:
+    """Of each row that `of_mesh` laid out with `bound`, what none of its configurations is quicker than.
 
     Without what data ranks move beyond computation: of that more hides where more is computed again, and with parts
     multiplied unlike each other the one could outweigh the other.
     """
-    parts = {**seconds(outline, every, setting).parts()}
-    del parts["data"]
-    least = np.asarray(sum((scales[name] if scales else 1.0) * part for name, part in parts.items()))
+    found: list[Floats] = []
+    for start in range(0, len(rows), CACHED):  # so many stay in a processor's caches
+        parts = seconds(outline, rows.take(slice(start, start + CACHED)), setting).parts()
+        del parts["data"]
+        found.append(np.asarray(sum((scales[name] if scales else 1.0) * part for name, part in parts.items())))
+    return np.concatenate(found)
+
+
+def bounds_of(outline: Outline, every: Grid, sizes: Sequence[int], setting: Setting, scales: Scales) -> list[float]:
+    """Of each mesh, what none of its configurations is quicker than; `every` has their rows one after the other."""
     starts = np.cumsum([0, *sizes])[:-1]
-    return np.minimum.reduceat(least, starts).tolist()
+    return np.minimum.reduceat(least_of(outline, every, setting, scales), starts).tolist()
 
 
 def exhaustive(
@@ -142,8 +156,3 @@ def scaled(one: Seconds, scales: Scales) -> Floats:
     """Seconds of steps, each part multiplied: what is longer in every part stays longer."""
     parts = one.parts()
     return np.asarray(sum((scales[name] if scales else 1.0) * part for name, part in parts.items()))
-
-
-def joined(grids: Sequence[Grid]) -> Grid:
-    """One after the other."""
-    return Grid(**{one.name: np.concatenate([getattr(g, one.name) for g in grids]) for one in fields(Grid)})

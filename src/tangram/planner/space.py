@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tangram.models.outline import Group, Outline
-from tangram.planner.grid import Grid, grid
+from tangram.planner.grid import Grid, grid, joined
 from tangram.planner.pipelines import SCHEDULES, code
 from tangram.planner.rules import legal
 
-__all__ = ["ALL", "EXPLAINED", "RECOMPUTED", "Able", "Request", "Rule", "meshes", "of_mesh"]
+__all__ = ["ALL", "EXPLAINED", "RECOMPUTED", "Able", "Request", "Rule", "expanded", "meshes", "of_mesh"]
 
 RECOMPUTED: tuple[tuple[str, Group, float], ...] = (
     ("nothing", Group.NONE, 1.0),
@@ -70,6 +70,8 @@ class Able:
     """Tensor ranks at most; 0: any number."""
     context: int = 0
     """Context ranks at most; 0: any number."""
+    ulysses: int = 0
+    """Of them those that exchange heads at most; 0: any number."""
     expert: int = 0
     """Expert ranks at most; 0: any number."""
     rules: tuple[Rule, ...] = ()
@@ -101,8 +103,12 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // n for n in low)})
 
 
-def meshes(outline: Outline, request: Request) -> Iterator[tuple[int, int, int, int]]:
-    """Pipeline, tensor, context and data ranks that make all devices."""
+MeshSizes = tuple[int, int, int, int, int]
+"""Pipeline, tensor, context and data ranks, and how many of the context ranks exchange heads."""
+
+
+def meshes(outline: Outline, request: Request) -> Iterator[MeshSizes]:
+    """All that make all devices."""
     heads = min((scores.heads for block, _ in outline.runs for scores in block.scores), default=1)
     for pipeline in divisors(request.devices):
         if pipeline > outline.layers:
@@ -118,11 +124,22 @@ def meshes(outline: Outline, request: Request) -> Iterator[tuple[int, int, int, 
             for context in divisors(rest // tensor):
                 if request.able.context and context > request.able.context:
                     break
-                if context > 1 and request.sequence % (2 * context):
+                if request.sequence % context:
                     continue
                 data = rest // tensor // context
                 if request.batch % data == 0:
-                    yield pipeline, tensor, context, data
+                    ways = _ways(context, heads // tensor, request)
+                    yield from ((pipeline, tensor, context, data, ulysses) for ulysses in ways)
+
+
+def _ways(context: int, heads: int, request: Request) -> Iterator[int]:
+    """How many of the context ranks may exchange a tensor rank's heads; the others are a ring, of two pieces each."""
+    for ulysses in divisors(context):
+        if request.able.ulysses and ulysses > request.able.ulysses:
+            break
+        ring = ulysses < context
+        if heads % ulysses == 0 and not (ring and request.sequence % (2 * context)):
+            yield ulysses
 
 
 NEVER_QUICKER = {"Interleaved1F1B": "InterleavedZeroBubble", "DualPipeV": "ZBVZeroBubble"}
@@ -143,9 +160,9 @@ def _staged(outline: Outline, pipeline: int, schedules: tuple[str, ...], *, boun
     return found
 
 
-def of_mesh(outline: Outline, request: Request, mesh: tuple[int, int, int, int], *, bound: bool = False) -> Grid:
+def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool = False) -> Grid:
     """All legal configurations of a mesh; with `bound` those of which one is as fast as any."""
-    pipeline, tensor, context, data = mesh
+    pipeline, tensor, context, data, ulysses = mesh
     experts = max((block.experts for block, _ in outline.runs), default=0)
     stage = tensor * context * data
     folded = [
@@ -172,6 +189,7 @@ def of_mesh(outline: Outline, request: Request, mesh: tuple[int, int, int, int],
         tensor=tensor,
         sequence_parallel=float(tensor > 1 and request.sequence % (context * tensor) == 0),
         context=context,
+        ulysses=ulysses,
         data=data,
         expert=np.array([one for one, _ in folded])[at[:, 0]],
         expert_tensor=np.array([one for _, one in folded])[at[:, 0]],
@@ -184,5 +202,32 @@ def of_mesh(outline: Outline, request: Request, mesh: tuple[int, int, int, int],
     )
     keep = legal(outline, found)
     for rule in () if bound else request.able.rules:
+        keep = keep & rule.holds(found)
+    return found.take(keep)
+
+
+def expanded(outline: Outline, request: Request, rows: Grid) -> Grid:
+    """All legal configurations of rows that `of_mesh` laid out with `bound`: those of which each is as fast as any."""
+    again = [row for row in RECOMPUTED if row[0] in request.able.again]
+    slower = {code(quick): code(name) for name, quick in NEVER_QUICKER.items() if name in request.schedules}
+    twice = np.array([found in slower for found in rows.schedule.tolist()]) & (rows.pipeline > 1)
+    other = rows.take(twice)
+    schedules = np.array([slower[found] for found in other.schedule.tolist()], dtype=np.int64)
+    found = joined([rows, replace(other, schedule=schedules)])
+    count = len(found)
+    ways = list(itertools.product(ZERO, range(len(again))))
+    found = found.take(np.tile(np.arange(count), len(ways)))
+    zero = np.repeat([float(level) for level, _ in ways], count)
+    kind = np.repeat([at for _, at in ways], count)
+    found = replace(
+        found,
+        zero=zero,
+        recompute=np.array([int(group) for _, group, _ in again], dtype=np.int64)[kind],
+        recomputed=np.array([share for _, _, share in again], dtype=float)[kind],
+    )
+    divides = found.data * found.context > 1
+    staged = np.where(found.pipeline > 1, np.isin(zero, request.able.staged), np.isin(zero, request.able.zero))
+    keep = np.where(divides, staged, zero == 0) & legal(outline, found)
+    for rule in request.able.rules:
         keep = keep & rule.holds(found)
     return found.take(keep)

@@ -25,6 +25,10 @@ RULES = (
         "states are divided over data ranks alone, and not over those of a context axis",
         lambda g: (g.context == 1) | (g.zero == 0) | (g.shard <= g.data),
     ),
+    Rule(
+        "context ranks exchange heads or send keys around, all of them alike",
+        lambda g: (g.ulysses == 1) | (g.ulysses == g.context),
+    ),
     Rule("experts are dealt to ranks of an axis of their own, not to those of others", lambda g: g.expert == 1),
     Rule(
         "a pipeline's ranks gather parameters and reduce gradients once a step, so neither is divided between",
@@ -42,7 +46,8 @@ def rules(outline: Outline) -> tuple[Rule, ...]:
     """With those of this one."""
     fewest = min((scores.kv_heads for block, _ in outline.runs for scores in block.scores), default=0)
     whole = Rule(
-        f"its {fewest} key-value heads are not copied to more tensor ranks", lambda g: (fewest % g.tensor) == 0
+        f"its {fewest} key-value heads are not copied to more ranks",
+        lambda g: (fewest % (g.tensor * g.ulysses)) == 0,
     )
     return (*RULES, whole)
 

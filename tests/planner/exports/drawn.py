@@ -23,7 +23,8 @@ def drawn(draw: st.DrawFn, name: str) -> tuple[Outline, Numbers]:
     able, rarely = EXPORTS[name].able(outline), draw(st.integers(0, 9)) == 7
     pipeline, tensor, context, data, micro, micros = (draw(PARTS) for _ in range(6))
     pipeline, tensor = min(pipeline, able.pipeline or 8), min(tensor, able.tensor or 4)
-    context = min(context, able.context or 2)
+    context = min(context, able.context or 4)
+    ulysses = draw(st.sampled_from([n for n in (1, 2, 4) if context % n == 0])) if rarely or able.ulysses != 1 else 1
     few = framework(EXPORTS[name].framework).schedules
     row = draw(st.sampled_from([one for one in SCHEDULES if rarely or one.name in few]))
     virtual = (row.chunks or draw(st.integers(2, 4))) if pipeline > 1 else 1
@@ -36,6 +37,7 @@ def drawn(draw: st.DrawFn, name: str) -> tuple[Outline, Numbers]:
         tensor=tensor,
         sequence_parallel=tensor > 1 and not rarely,
         context=context,
+        ulysses=ulysses,
         expert=expert,
         expert_tensor=draw(st.sampled_from([1, tensor])) if outline is MIXED else tensor,
         data=data,

@@ -68,7 +68,7 @@ def test_paddleformers_knows_the_keys() -> None:
 
 REFUSED: list[tuple[str, Outline, Numbers, str]] = [
     ("deepspeed", DENSE, replace(FLAT, pipeline=2, schedule="1F1B"), "says nothing of pipelines"),
-    ("deepspeed", DENSE, replace(FLAT, context=2), "cuts sequences by heads and not in rings"),
+    ("deepspeed", DENSE, replace(FLAT, context=2), "says nothing of context ranks"),
     ("deepspeed", DENSE, replace(FLAT, tensor=2, sequence_parallel=True), "tensor ranks do not divide tokens"),
     ("deepspeed", DENSE, replace(FLAT, shard=8), "divides states over all 16 data ranks, the plan over 8"),
     ("deepspeed", DENSE, replace(FLAT, precision="fp8"), "has no fp8 products"),

@@ -30,7 +30,7 @@ def deepspeed(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
             "DeepSpeed's JSON says nothing of pipelines, those are in a program's code: plan without stages"
         )
     if one.context > 1:
-        raise UserError("DeepSpeed cuts sequences by heads and not in rings: plan without context ranks")
+        raise UserError("DeepSpeed's file says nothing of context ranks, its program does: plan without them")
     if one.tensor > 1 and one.sequence_parallel:
         raise UserError("DeepSpeed's tensor ranks do not divide tokens, as the plan's do: plan without tensor ranks")
     if one.zero and one.copies > 1:

@@ -36,7 +36,7 @@ def megatron(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     arguments: Arguments = {
         "tensor-model-parallel-size": one.tensor,
         **({"sequence-parallel": True} if one.sequence_parallel and one.tensor > 1 else {}),
-        "context-parallel-size": one.context,
+        **_context(one),
         **_stages(one, outline, told),
         **_experts(one, outline),
         **_divided(one),
@@ -63,6 +63,17 @@ def layout_text(chunks: list[int]) -> str:
     """Blocks of each chunk as Megatron's layout of a pipeline: E the embedding, t a block, L the loss."""
     parts = [f"t*{count}" if count > 1 else "t" for count in chunks]
     return "E" + "|".join(parts) + "L"
+
+
+def _context(one: Numbers) -> Arguments:
+    """Context ranks: in a ring, exchanging heads (a2a), or rings of such groups, whose ranks are next to each other."""
+    found: Arguments = {"context-parallel-size": one.context}
+    if one.ulysses == 1:
+        return found
+    if one.ulysses == one.context:
+        return {**found, "cp-comm-type": "a2a"}
+    sizes = f"{one.ulysses} {one.context // one.ulysses}"
+    return {**found, "cp-comm-type": "a2a+p2p", "hierarchical-context-parallel-sizes": sizes}
 
 
 def _stages(one: Numbers, outline: Outline, told: list[str]) -> Arguments:

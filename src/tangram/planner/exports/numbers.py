@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.models.outline import Group, Outline
-from tangram.planner.choice import Ask, Choice
+from tangram.planner.choice import Ask, Choice, mesh_of
 from tangram.planner.explain import Given
 from tangram.planner.setting import Precision
 from tangram.planner.space import EXPLAINED
@@ -45,6 +45,8 @@ class Numbers:
     again: str
     """What is computed again, as `planner.space` names it."""
     precision: Precision
+    ulysses: int = 1
+    """Of the context ranks those that exchange heads."""
 
     @property
     def micros(self) -> int:
@@ -78,13 +80,14 @@ def numbers_of(choice: Choice, ask: Ask) -> Numbers:
         sequence_parallel=bool(at["sequence_parallel"]), context=at["context"], expert=at["expert"],
         expert_tensor=at["expert_tensor"], data=at["data"], zero=at["zero"], shard=at["shard"], micro=at["micro"],
         batch=at["batch"], sequence=at["sequence"], again=choice.again, precision=ask.precision,
+        ulysses=at["ulysses"],
     )  # fmt: skip
 
 
 def given_of(one: Numbers) -> Given:
     """As a person would give it to `--explain`."""
     return Given(
-        mesh=f"pp={one.pipeline} dp={one.data} cp={one.context} tp={one.tensor}",
+        mesh=mesh_of(one.pipeline, one.data, one.context, one.ulysses, one.tensor),
         micro=one.micro,
         chunks=one.virtual,
         schedule=one.schedule or "1F1B",

@@ -18,7 +18,7 @@ from tangram.planner.exports.paddleformers import paddleformers
 from tangram.planner.exports.torchtitan import options, torchtitan
 from tangram.planner.space import Able
 
-__all__ = ["EXPORTS", "Target", "export", "picked"]
+__all__ = ["EXPORTS", "Target", "export", "picked", "written"]
 
 WHOLE = ("nothing", "all blocks")
 
@@ -42,15 +42,19 @@ def _megatron(outline: Outline) -> Able:
 EXPORTS: Mapping[str, Target] = {
     "megatron-lm": Target(megatron, "megatron-core", _megatron),
     "torchtitan": Target(
-        torchtitan, "torchtitan", lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=(*WHOLE, "half of the blocks"))
+        torchtitan,
+        "torchtitan",
+        lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=(*WHOLE, "half of the blocks"), ulysses=1),
     ),
-    "torchtitan-options": Target(options, "torchtitan", lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=WHOLE)),
+    "torchtitan-options": Target(
+        options, "torchtitan", lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=WHOLE, ulysses=1)
+    ),
     "deepspeed": Target(deepspeed, "deepspeed", lambda _: Able(again=WHOLE, pipeline=1, context=1, tensor=1)),
     "accelerate": Target(
-        accelerate, "fsdp", lambda _: Able(zero=(0, 2, 3), again=WHOLE, pipeline=1, tensor=1, expert=1)
+        accelerate, "fsdp", lambda _: Able(zero=(0, 2, 3), again=WHOLE, pipeline=1, tensor=1, expert=1, ulysses=1)
     ),
     "paddleformers": Target(
-        paddleformers, "paddlenlp", lambda _: Able(staged=(0, 1), again=(*WHOLE, "half of the blocks"))
+        paddleformers, "paddlenlp", lambda _: Able(staged=(0, 1), again=(*WHOLE, "half of the blocks"), ulysses=1)
     ),
 }
 """By what they are called on the command line."""
@@ -58,7 +62,14 @@ EXPORTS: Mapping[str, Target] = {
 
 def export(name: str, choice: Choice, outline: Outline, ask: Ask, cluster: Cluster) -> Written:
     """A choice for a project. Raises UserError for one that is not known, or cannot run it so."""
-    return target(name).write(numbers_of(choice, ask), outline, cluster)
+    return written(name, numbers_of(choice, ask), outline, cluster)
+
+
+def written(name: str, one: Numbers, outline: Outline, cluster: Cluster) -> Written:
+    """The numbers of a strategy for a project, the same way."""
+    if one.ulysses > 1 and target(name).able(outline).ulysses == 1:
+        raise UserError(f"what is written for {name} has no context ranks that exchange heads: plan with rings alone")
+    return target(name).write(one, outline, cluster)
 
 
 def target(name: str) -> Target:

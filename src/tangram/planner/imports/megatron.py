@@ -26,14 +26,13 @@ READ = (
     "num-distributed-optimizer-instances", "micro-batch-size", "global-batch-size", "seq-length", "bf16", "fp16",
     "fp8", "fp8-format", "fp4", "fp4-format", "recompute-granularity", "recompute-method", "recompute-num-layers",
     "recompute-modules", "recompute-activations", "num-layers", "world-size", "nnodes", "nproc-per-node",
+    "cp-comm-type", "hierarchical-context-parallel-sizes",
 )  # fmt: skip
 TOLD: Mapping[str, str] = {
     "decoder-first-pipeline-num-layers": "stages are taken as even",
     "decoder-last-pipeline-num-layers": "stages are taken as even",
     "account-for-embedding-in-pipeline-split": "stages are taken as even",
     "account-for-loss-in-pipeline-split": "stages are taken as even",
-    "hierarchical-context-parallel-sizes": "context ranks are taken as one ring",
-    "cp-comm-type": "context ranks are taken as one ring",
     "cpu-offloading": "nothing is taken to be offloaded",
     "optimizer-cpu-offload": "nothing is taken to be offloaded",
     "fine-grained-activation-offloading": "nothing is taken to be offloaded",
@@ -101,11 +100,30 @@ def megatron(words: Words, outline: Outline, devices: int, most: int) -> Found:
         sequence=words.count("seq-length", 0, 0),
         again=_again(words, outline, pipeline * virtual, told),
         precision=_precision(words),
+        ulysses=_ulysses(words, context, told),
     )
     told += [f"{name}: {taken}" for name, taken in TOLD.items() if words.has(name)]
     graphs = tuple(name for name in words.values if "-graph" in name)
     told += [f"{name}: kernels are taken to be started one by one" for name in graphs]
     return Found(one, "megatron-core", tuple(told), words.others((*READ, *TOLD, *graphs)))
+
+
+def _ulysses(words: Words, context: int, told: list[str]) -> int:
+    """Context ranks that exchange heads. Raises UserError for sizes that do not make the context ranks."""
+    ways = set(re.findall(r"[\w+]+", words.text("cp-comm-type", "p2p")))
+    if ways == {"a2a"}:
+        return context
+    if ways == {"a2a+p2p"}:
+        sizes = [int(size) for size in re.findall(r"\d+", words.text("hierarchical-context-parallel-sizes"))]
+        if len(sizes) != 2 or sizes[0] * sizes[1] != context:
+            raise UserError(
+                f"{words.path}: hierarchical-context-parallel-sizes {sizes} are no two sizes that make {context} "
+                "context ranks"
+            )
+        return sizes[0]
+    if ways != {"p2p"}:
+        told.append("cp-comm-type: context ranks are taken as one ring")
+    return 1
 
 
 def _same_model(words: Words, outline: Outline) -> None:
