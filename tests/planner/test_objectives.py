@@ -162,7 +162,7 @@ def everything(outline: Outline, cluster: Cluster, ask: Ask, aim: Aim) -> list[t
     st.sampled_from([DENSE, MIXED]), st.sampled_from(["per-device", "cost", "devices"]), st.none() | GOODPUTS,
     st.floats(4e9, 12e9), st.floats(0.5, 20), st.integers(1, 6),
 )  # fmt: skip
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 def test_the_best_of_all_sizes_are_those_of_trying_everything(
     outline: Outline, name: str, goodput: Goodput | None, room: float, hours: float, most: int
 ) -> None:

@@ -65,7 +65,8 @@ def best(outline: Outline, cluster: Cluster, ask: Ask, aim: Aim, *, what_if: boo
     choices, looked = _over_sizes(outline, cluster, ask, aim)
     if not choices:
         whole = plan(outline, cluster, ask, what_if=what_if)
-        return replace(whole, aim=aim, choices=(), missed=_missed(whole, aim))
+        quickest = whole.choices[0] if whole.choices else None
+        return replace(whole, aim=aim, choices=(), otherwise={}, missed=_missed(whole, aim), quickest=quickest)
     devices = choices[0].devices
     there = plan(outline, cluster, replace(ask, devices=devices), what_if=what_if)
     return replace(there, ask=ask, aim=aim, choices=choices, looked=looked)
