@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import csv
 import gzip
-import importlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tangram.hardware.curves import ATTENTION, COLLECTIVE, PRODUCT, attention, collective, product
 from tangram.hardware.devices import Figures, device
+from tangram.hardware.fit import Fit, fit
 
 Floats = NDArray[np.float64]
 ROOT = Path(__file__).parents[2]
@@ -38,64 +36,10 @@ WITHOUT_LINKS = ("l40s",)
 """Over PCIe and the host: a fifteenth of what the standard says, and no model for devices with links."""
 
 
-@dataclass(frozen=True)
-class Fit:
-    """One curve and its errors: |fitted / measured - 1|."""
-
-    kind: str
-    device: str
-    of: str
-    values: Mapping[str, float]
-    rows: int
-    median: float
-    worst: float
-    """The 90th percentile."""
-    held_out: float
-    spread: float
-    """Standard deviation of the logarithm, robust."""
-
-
 def table(name: str) -> list[dict[str, str]]:
     """The rows of one of the tables."""
     with gzip.open(TABLES / f"{name}.csv.gz", "rt", encoding="utf-8") as file:
         return list(csv.DictReader(file))
-
-
-def fitted(
-    start: Mapping[str, float], call: Callable[[Mapping[str, float], Any], Floats], x: Any, t: Floats
-) -> tuple[dict[str, float], Floats]:
-    """The parameters, all above 0, that fit best from some start, and the logarithm of fitted over measured."""
-    names = list(start)
-    origin = np.log(list(start.values()))
-
-    def off(p: Floats) -> Floats:
-        return np.log(call(dict(zip(names, np.exp(p), strict=True)), x) / t)
-
-    def left(p: Floats) -> Floats:
-        # Weakly drawn to the start, so that what the table does not show stays there.
-        return np.concatenate([off(p), 0.3 * (p - origin)])
-
-    found: Floats = (
-        cast(Any, importlib.import_module("scipy.optimize")).least_squares(left, origin, loss="soft_l1", f_scale=0.1).x
-    )
-    return dict(zip(names, np.exp(found).tolist(), strict=True)), off(found)
-
-
-def fit(
-    kind: str, key: str, of: str, start: Mapping[str, float], call: Callable[[Mapping[str, float], Any], Floats],
-    x: Mapping[str, Floats], t: Floats,
-) -> Fit:  # fmt: skip
-    """One curve, and half of it from the other half."""
-    values, off = fitted(start, call, x, t)
-    even = np.arange(len(t)) % 2 == 0
-    half, _ = fitted(start, call, {name: part[even] for name, part in x.items()}, t[even])
-    out = np.abs(call(half, {name: part[~even] for name, part in x.items()}) / t[~even] - 1)
-    err = np.abs(np.exp(off) - 1)
-    spread = float(np.median(np.abs(off)) / 0.6745)
-    return Fit(
-        kind, key, of, values, len(t), float(np.median(err)), float(np.quantile(err, 0.9)), float(np.median(out)),
-        spread,
-    )  # fmt: skip
 
 
 def columns(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> dict[str, Floats]:

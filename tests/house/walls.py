@@ -27,8 +27,15 @@ MINIMAL = {
 
 # One owner each: the modules (or rooms) that may use what the name on the left stands for.
 OWNERS: Mapping[str, tuple[str, ...]] = {
-    "a collective": ("tangram.relayout", "tangram.training", "tangram.hardware.checks", "tangram.hardware.rates"),
-    "a default process group": ("tangram.training", "tangram.resilience"),
+    "a collective": (
+        "tangram.relayout",
+        "tangram.training",
+        "tangram.hardware.checks",
+        "tangram.hardware.rates",
+        "tangram.hardware.sweep",
+    ),
+    # The sweep's helpers are processes of its own, which measure collectives and end.
+    "a default process group": ("tangram.training", "tangram.resilience", "tangram.hardware.sweep"),
     "a process": ("tangram.hardware.workers", "tangram.training", "tangram.resilience"),
     "a parser": ("tangram.layout",),
     "an import by a computed name": ("tangram.cli", "tangram.hardware.workers", "tangram.hardware.benches"),

@@ -15,12 +15,13 @@ import itertools
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from tangram.errors import UserError
+from tangram.hardware.owncurves import curves_in
 from tangram.hardware.rates import catalogue
 from tangram.layout import Mesh
 
@@ -96,6 +97,10 @@ class Cluster:
     ranks: int
     device: Device
     links: tuple[Link, ...]
+    curves: Mapping[str, Mapping[str, Mapping[str, float]]] = field(
+        default_factory=dict[str, Mapping[str, Mapping[str, float]]]
+    )
+    """Of its device, where the file has some: by kind and type the values of `hardware.curves`."""
 
     def link(self, k: int, stride: int = 1) -> Link:
         """What `k` ranks of which each is `stride` after the one before meet at.
@@ -194,7 +199,8 @@ def _cluster(text: str, name: str) -> Cluster:
         tables: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{name}: this is not TOML: {error}") from None
-    _keys(name, "", tables, ("version", "ranks", "device", "links"))
+    needed = ("version", "ranks", "device", "links")
+    _keys(name, "", tables, needed, (*needed, "curves"))
     if tables["version"] != VERSION:
         raise UserError(f"{name}: version is {tables['version']}; this Tangram reads {VERSION}")
     ranks = _count(name, "ranks", tables["ranks"])
@@ -207,7 +213,8 @@ def _cluster(text: str, name: str) -> Cluster:
             )
     if links[-1].ranks != ranks:
         raise UserError(f"{name}: there are {ranks} ranks, and the last link joins {links[-1].ranks}; make them equal")
-    return Cluster(name, ranks, _device(name, _table(name, "device", tables["device"])), links)
+    device = _device(name, _table(name, "device", tables["device"]))
+    return Cluster(name, ranks, device, links, curves_in(name, tables.get("curves", {})))
 
 
 _FIGURES = ("memory_bytes", "memory_bandwidth")

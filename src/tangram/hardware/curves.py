@@ -12,7 +12,8 @@ Vectorised: sizes are arrays that go together, and what comes back is an array o
 
 with fill(x) = x / (x + half): half of the rate at so many. `curves.toml` has the values by device and type, each with
 the spread that is left (standard deviation of the logarithm); a device without measurements of its own has the median
-of the others, as shares of its own best rates, and a wider spread.
+of the others, as shares of its own best rates, and a wider spread. A cluster's file may have curves of its own, which
+count before (`hardware.measured`).
 
 The trade-off: smooth curves miss the steps of tiles and waves, some percent for shapes that do not fill them.
 """
@@ -66,6 +67,28 @@ def _values(kind: str, key: str, of: str) -> Values:
     return own if own is not None else known["*"][of]
 
 
+def _own(device: Figures, kind: str, of: str) -> Values | None:
+    """What was measured on this very device, where its cluster's file says so."""
+    return device.curves.get(kind, {}).get(of)
+
+
+def _product(device: Figures, kind: str) -> Values:
+    return _own(device, "product", kind) or _values("product", device.name, _typed(kind))
+
+
+def _attention(device: Figures) -> Values:
+    return _own(device, "attention", "bf16") or _values("attention", device.name, "bf16")
+
+
+def _moved(device: Figures) -> Values:
+    return _own(device, "moved", "any") or MOVED
+
+
+def _collective(device: Figures, what: str) -> Values:
+    key = device.name if device.link_bandwidth else HOST
+    return _own(device, "collective", _known(what)) or _values("collective", key, _known(what))
+
+
 def _typed(kind: str) -> str:
     """The type whose curve counts: no table has others."""
     return kind if kind in ("fp8", "fp4") else "bf16"
@@ -75,7 +98,8 @@ def assumed(device: Figures) -> list[str]:
     """What of a device is taken for want of a figure, in words."""
     found = [] if device.link_bandwidth or device.pcie_bandwidth else [f"its link: {PCIE / 1e9:g} GB/s"]
     found += [] if device.nic_bandwidth else [f"its network: {NIC / 1e9:g} GB/s a device"]
-    return found + ([] if device.name in _file()["product"] else ["its kernels: the median of other devices"])
+    known = device.name in _file()["product"] or "product" in device.curves
+    return found + ([] if known else ["its kernels: the median of other devices"])
 
 
 def spread(device: Figures, kind: str, of: str = "bf16") -> float:
@@ -86,14 +110,14 @@ def spread(device: Figures, kind: str, of: str = "bf16") -> float:
     if kind == "collective":
         if of not in SHARES:
             raise UserError(f'there is no collective "{of}": there are {", ".join(SHARES)}')
-        return float(_values(kind, device.name if device.link_bandwidth else HOST, _known(of))["spread"])
-    return float(_values(kind, device.name, _typed(device.runs_in(of)) if kind == "product" else "bf16")["spread"])
+        return float(_collective(device, of)["spread"])
+    return float((_product(device, device.runs_in(of)) if kind == "product" else _attention(device))["spread"])
 
 
 def product_seconds(device: Figures, kind: str, m: Any, n: Any, k: Any, count: Any = 1.0) -> Array:
     """Of `count` products in one call, each of m x k by k x n numbers of a type."""
     kind = device.runs_in(kind)
-    return product(_values("product", device.name, _typed(kind)), device, kind, m, n, k, count)
+    return product(_product(device, kind), device, kind, m, n, k, count)
 
 
 def product(p: Values, device: Figures, kind: str, m: Any, n: Any, k: Any, count: Any) -> Array:
@@ -119,7 +143,7 @@ def attention_seconds(
     backward: bool = False,
 ) -> Array:
     """Of one call of fused attention; `width` is the mean of the heads' dims of keys and of values."""
-    p = _values("attention", device.name, "bf16")
+    p = _attention(device)
     return attention(p, device, kind, batch, queries, keys, heads, kv_heads, width, causal=causal, backward=backward)
 
 
@@ -142,14 +166,20 @@ def attention(
     fills = keys / (keys + p["keys"]) * (width / (width + p["width"]))
     peak = device.peak("fp32" if kind == "fp32" else "bf16")
     nbytes = 2.0 * batch * width * (2.0 * heads * queries + 2.0 * kv_heads * keys)
-    times = 2.5 * float(_file()["attention_backward"]["times"]) if backward else 1.0
-    moved = nbytes * (3.0 if backward else 1.0) / (_memory(device) * MOVED["reach"])
-    return p["start"] + np.maximum(times * flops / (peak * min(p["reach"], 1.0) * fills), moved)
+    slower = float(p.get("backward", _file()["attention_backward"]["times"]))
+    times = 2.5 * slower if backward else 1.0
+    bound = nbytes * (3.0 if backward else 1.0) / (_memory(device) * min(_moved(device)["reach"], 1.0))
+    return p["start"] + np.maximum(times * flops / (peak * min(p["reach"], 1.0) * fills), bound)
 
 
 def moved_seconds(device: Figures, nbytes: Any) -> Array:
     """Of one operator that reads and writes so many bytes together."""
-    return MOVED["start"] + nbytes / (_memory(device) * MOVED["reach"])
+    return moved(_moved(device), device, nbytes)
+
+
+def moved(p: Values, device: Figures, nbytes: Any) -> Array:
+    """By given values."""
+    return p["start"] + nbytes / (_memory(device) * min(p["reach"], 1.0))
 
 
 def collective_seconds(
@@ -164,8 +194,7 @@ def collective_seconds(
     ranks, near = np.asarray(ranks, float), np.minimum(near, ranks)
     if not (ranks > 1).any():
         return np.zeros(np.broadcast(nbytes, ranks).shape)
-    key = device.name if device.link_bandwidth else HOST
-    inside = collective(_values("collective", key, _known(what)), device, what, nbytes, ranks, near)
+    inside = collective(_collective(device, what), device, what, nbytes, ranks, near)
     far = _far(device, what, nbytes, ranks, near, nic) if (near < ranks).any() else inside
     return np.where(ranks > 1, np.where(near >= ranks, inside, np.maximum(far, inside)), 0.0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import resources
 from typing import Any, cast
@@ -45,6 +45,10 @@ class Figures:
     power_watts: float | None = None
     figures: str = ""
     """Where they are from."""
+    curves: Mapping[str, Mapping[str, Mapping[str, float]]] = field(
+        default_factory=dict[str, Mapping[str, Mapping[str, float]]], hash=False
+    )
+    """Of its own (`hardware.curves`), by kind and type, where a cluster's file has some."""
 
     def peak(self, kind: str) -> float:
         """Operations per second of products in a type; where a device has no units for it, in the next wider one.

@@ -17,7 +17,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -31,7 +31,7 @@ from tangram.errors import UserError
 from tangram.hardware.devices import tables
 from tangram.hardware.machine import Accelerator, accelerators, describe, usable_cores
 
-__all__ = ["Curve", "Rates", "catalogue", "measure", "rates"]
+__all__ = ["Curve", "Rates", "best_seconds", "catalogue", "measure", "rates", "threads_of_one_of"]
 
 VERSION = 2  # of what is measured; a cache of another one is not read
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -139,7 +139,7 @@ def measure(device: str = "cpu", processes: int = 1) -> Rates:
     _check(device, processes)
     known = _from_catalogue(device)
     latency, links = _collectives() if known is None or processes > 1 else (0.0, Curve(((1.0, 1.0),)))
-    with _threads(_threads_of_one_of(processes)):
+    with threads_of_one_of(processes):
         call_seconds = _call_seconds(device)
         if known is not None:
             figures, one = known
@@ -195,6 +195,11 @@ def _threads_of_one_of(processes: int) -> int:
     return max(1, int(usable_cores()) // processes)
 
 
+def threads_of_one_of(processes: int) -> AbstractContextManager[None]:
+    """Give this process the threads that one of so many ranks has, for a while."""
+    return _threads(_threads_of_one_of(processes))
+
+
 @contextmanager
 def _threads(count: int) -> Generator[None]:
     before = torch.get_num_threads()
@@ -215,7 +220,7 @@ def _by_threads(measured: Callable[[], Curve], processes: int) -> Curve:
     return Curve(tuple(sorted(best.items())))
 
 
-def _best(call: Callable[[], object], device: str, turns: int = _TURNS) -> float:
+def best_seconds(call: Callable[[], object], device: str, turns: int = _TURNS) -> float:
     """Seconds of one call in the best of some turns of a millisecond or more; fewer turns where they are long."""
     call()
     times, best = 1, math.inf
@@ -244,7 +249,7 @@ def _products(device: str, kind: torch.dtype) -> Curve:
             break
         left, right = (torch.ones(side, side, device=device, dtype=kind) for _ in range(2))
         flops = 2.0 * side**3
-        points.append((flops, flops / _best(lambda left=left, right=right: left @ right, device)))
+        points.append((flops, flops / best_seconds(lambda left=left, right=right: left @ right, device)))
     return Curve(tuple(points))
 
 
@@ -261,7 +266,7 @@ def _moves(device: str, sizes: tuple[int, ...] = _ELEMENTS) -> Curve:
                 kept[number - 1] = left + given[number - 1]
 
         moved = 12.0 * size  # two read, one written
-        points.append((moved, moved * count / _best(turn, device, turns=3)))
+        points.append((moved, moved * count / best_seconds(turn, device, turns=3)))
     return Curve(tuple(points))
 
 
@@ -289,7 +294,7 @@ def _call_seconds(device: str) -> float:
             y = y * 1.5
         y.sum().backward()
 
-    return _best(chain, device) / 42
+    return best_seconds(chain, device) / 42
 
 
 def _collectives() -> tuple[float, Curve]:
@@ -316,7 +321,7 @@ def _collectives() -> tuple[float, Curve]:
             for work in [group.allreduce([x]) for group, x in zip(groups, tensors, strict=True)]:
                 work.wait()
 
-        return _best(both, "cpu", turns=10)
+        return best_seconds(both, "cpu", turns=10)
 
     latency = seconds(1)
     points: list[tuple[float, float]] = []

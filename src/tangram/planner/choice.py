@@ -103,7 +103,7 @@ def figures(cluster: Cluster) -> Figures:
         **{name: own.flops[name] for name in ("bf16", "fp32") if name in own.flops},
         "memory_bytes": own.memory_bytes, "memory_bandwidth": own.memory_bandwidth,
         "link_bandwidth": cluster.links[0].rate, "link_domain": cluster.links[0].ranks,
-        "nic_bandwidth": cluster.links[-1].rate,
+        "nic_bandwidth": cluster.links[-1].rate, "curves": cluster.curves,
     }  # fmt: skip
     try:
         known = device(own.name)
