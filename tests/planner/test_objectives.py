@@ -266,6 +266,8 @@ def test_both_fronts_of_a_question() -> None:
     assert steps == sorted(steps)
     assert [one.memory for one in found.memory] == sorted((one.memory for one in found.memory), reverse=True)
     assert steps[-1] <= REACH * steps[0]
+    first = best(DENSE, CLUSTER, ask, aim_of("time", Terms(ask.tokens)), what_if=False).choices[0]
+    assert fronts(DENSE, CLUSTER, ask, Terms(ask.tokens, 2.0), first) == found
     places = found.sizes
     assert [one.devices for one in places] == [one.devices for one in by_size(DENSE, CLUSTER, ask) if one.choice]
     for one in places:

@@ -164,7 +164,8 @@ def _found(outline: Outline, where: Cluster, asked: Ask, given: Given | None, lo
     aim = aim_of(look.objective or "time", terms)
     explained = None if given is None else explain(outline, where, asked, given)
     answer = best(outline, where, asked, aim) if explained is None else explained.best
-    seen = fronts(outline, where, asked, terms) if look.pareto or look.report is not None else None
+    first = answer.choices[0] if answer.choices else None
+    seen = fronts(outline, where, asked, terms, first) if look.pareto or look.report is not None else None
     return _Found(answer, explained, seen, look.pareto)
 
 

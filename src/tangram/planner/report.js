@@ -85,7 +85,7 @@
       bargap: picture.key === "step" ? 0.12 : names.length < 3 ? 0.5 : 0.28,
       hoverlabel: { bgcolor: colour("card"), bordercolor: colour("rule"), font: { color: colour("ink"), size: 13 }, align: "left" },
       xaxis: ups
-        ? { ...named, ...few, categoryarray: names, categoryorder: "array", title: title(picture.x_title) }
+        ? { ...named, tickmode: "linear", dtick: Math.ceil(names.length / 16), tickangle: 0, categoryarray: names, categoryorder: "array", title: title(picture.x_title) }
         : { ...axis, showgrid: picture.across, showline: true, range: around || bounds(picture, "x"),
           zeroline: picture.key === "otherwise", zerolinecolor: colour("soft"), hoverformat: ".4~g",
           rangemode: picture.x_from_zero || picture.across ? "tozero" : "normal", title: title(picture.x_title) },

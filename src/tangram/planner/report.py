@@ -239,7 +239,7 @@ def _cards(shown: Shown) -> str:
         f'<span class="state">{sign} {fits}</span></div>'
         f'<p class="big">{one.memory / 1e9:.1f} GB</p>'
         f'<p class="soft">of {answer.limit / 1e9:.0f} GB, of the fullest rank</p>'
-        f"<p>Fits in {one.fits:.0%} of such runs.</p></div>"
+        f"<p>Fits in {'more than 99%' if one.fits > 0.995 else f'{one.fits:.0%}'} of such runs.</p></div>"
     )
     return f'<section class="verdicts">{mesh}{time}{room}</section>'
 
