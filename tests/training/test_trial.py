@@ -53,6 +53,7 @@ def test_what_does_not_end_is_ended(text: Path) -> None:
     assert "not done within 0.5 s" in found.why
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_is_an_outcome(text: Path) -> None:
     plan = small_plan(text, data={"global_batch": 4096, "micro_batch": 2048, "sequence": 128})
     wanted: Any = {"plan": dumps(shortened(plan, 2)), "most": 1_500_000_000}
