@@ -162,7 +162,7 @@ def everything(outline: Outline, cluster: Cluster, ask: Ask, aim: Aim) -> list[t
     st.sampled_from([DENSE, MIXED]), st.sampled_from(["per-device", "cost", "devices"]), st.none() | GOODPUTS,
     st.floats(4e9, 12e9), st.floats(0.5, 20), st.integers(1, 6),
 )  # fmt: skip
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 def test_the_best_of_all_sizes_are_those_of_trying_everything(
     outline: Outline, name: str, goodput: Goodput | None, room: float, hours: float, most: int
 ) -> None:
@@ -266,6 +266,8 @@ def test_both_fronts_of_a_question() -> None:
     assert steps == sorted(steps)
     assert [one.memory for one in found.memory] == sorted((one.memory for one in found.memory), reverse=True)
     assert steps[-1] <= REACH * steps[0]
+    first = best(DENSE, CLUSTER, ask, aim_of("time", Terms(ask.tokens)), what_if=False).choices[0]
+    assert fronts(DENSE, CLUSTER, ask, Terms(ask.tokens, 2.0), first) == found
     places = found.sizes
     assert [one.devices for one in places] == [one.devices for one in by_size(DENSE, CLUSTER, ask) if one.choice]
     for one in places:

@@ -8,7 +8,7 @@ from math import inf
 import pytest
 from rich.console import Console
 
-from tangram.training import figures
+from tangram.planner import figures
 from tangram.training.events import Evaluated, Note, Saved, SaveFailed, StepDone, Table, Working
 from tangram.training.progress import ProgressLine
 

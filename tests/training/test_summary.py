@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
-from tangram.training import figures, pace
+from tangram.planner import figures
+from tangram.training import pace
 from tangram.training.events import Evaluated, Record, Saved, SaveFailed, StepDone
 from tangram.training.summary import Summary, summarise, train_loss
 from tests.training.made_up import plan_of, record_of, summary_of

@@ -32,16 +32,18 @@ from tangram.planner.explain import Explained, Given, explain
 from tangram.planner.exports.numbers import given_of
 from tangram.planner.front import Fronts, fronts
 from tangram.planner.goodput import Goodput
-from tangram.planner.grid import grid
 from tangram.planner.imports.found import Found
 from tangram.planner.learn import published
 from tangram.planner.objectives import Terms, aim_of
+from tangram.planner.page import need_plotly
+from tangram.planner.report import Shown, write_report, write_step
 from tangram.planner.table import Titled
 from tangram.planner.timeline import as_trace, timeline
 from tangram.planner.trainer import runs
 
 __all__ = ["Look", "answered"]
 
+PAGES = (".html", ".htm")
 THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 """Of tokens to train on, as papers count them."""
 
@@ -63,6 +65,7 @@ class Look:
     failures: tuple[float | None, float | None, float | None]
     """Hours between two of one device, seconds of a checkpoint, seconds until training runs again."""
     timeline: Path | None
+    report: Path | None
 
     def goodput(self) -> Goodput | None:
         """Of failures. Raises UserError where one of the three is missing."""
@@ -86,19 +89,21 @@ def answered(
     """One strategy explained, or how long a training takes, or the ranking; exit code 1 where nothing fits."""
     if wanted is not None:
         checked(wanted)
+    _files(look, wanted, taking)
     where, job = clusters.load(cluster), job_in(model, taking, typed[:3])
     outline = outlined(model) if job is None else job.outline
     read = None if one is None else given_in(one[0], outline, typed[4], where)
     asked = _asked(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
     terms = look.terms(asked)
     if look.train_tokens is not None and not look.objective:
+        if look.report is not None:
+            raise UserError("--report is of a ranking: give --objective devices with --train-tokens and --hours")
         return _budgeted(outline, where, asked, terms, json=json)
     given = None if one is None else Given(*one) if read is None else given_of(read.numbers)
     with progress("laying the model out, searching"):
         found = _found(outline, where, asked, given, look, terms)
     document, shown, choices = found.document(), found.tables(), found.choices
-    if look.timeline is not None and choices:
-        _draw(outline, where, asked, choices[0], look.timeline)
+    found.write(look, where)
     if job is not None:
         shown = [*shown, *job.take(choices, taking, document)]
     if wanted is not None and choices:
@@ -108,8 +113,8 @@ def answered(
             document["read"] = said_json(read)
             shown = [read_table(one[0], read), *shown]
         _print(document, shown, json=json)
-    if choices and not json:
-        _wrote(look, wanted, taking)
+    if not json:
+        _wrote(look, wanted, taking, some=bool(choices))
     return 0 if found.fits else 1
 
 
@@ -120,6 +125,8 @@ class _Found:
     answer: Answer
     explained: Explained | None
     fronts: Fronts | None
+    pareto: bool
+    """Whether fronts are printed, too."""
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -132,15 +139,23 @@ class _Found:
         """Whether the first can be run."""
         return bool(self.choices) and self.choices[0].memory <= safe(self.answer.limit)
 
+    def write(self, look: Look, where: Cluster) -> None:
+        """The pages that are wanted, and the timeline."""
+        shown = Shown(self.answer, where, self.explained, self.fronts)
+        if look.report is not None:
+            write_report(look.report, shown)
+        if look.timeline is not None and self.choices:
+            _draw(shown, look.timeline)
+
     def document(self) -> dict[str, object]:
         """For programs."""
         found = as_json(self.answer) if self.explained is None else explained_json(self.explained)
-        return found if self.fronts is None else {**found, "pareto": front_json(self.fronts)}
+        return found if self.fronts is None or not self.pareto else {**found, "pareto": front_json(self.fronts)}
 
     def tables(self) -> list[Titled]:
         """For people."""
         found = tables(self.answer) if self.explained is None else explained_tables(self.explained)
-        return found if self.fronts is None else [*found, *front_tables(self.fronts)]
+        return found if self.fronts is None or not self.pareto else [*found, *front_tables(self.fronts)]
 
 
 def _found(outline: Outline, where: Cluster, asked: Ask, given: Given | None, look: Look, terms: Terms) -> _Found:
@@ -149,14 +164,19 @@ def _found(outline: Outline, where: Cluster, asked: Ask, given: Given | None, lo
     aim = aim_of(look.objective or "time", terms)
     explained = None if given is None else explain(outline, where, asked, given)
     answer = best(outline, where, asked, aim) if explained is None else explained.best
-    return _Found(answer, explained, fronts(outline, where, asked, terms) if look.pareto else None)
+    first = answer.choices[0] if answer.choices else None
+    seen = fronts(outline, where, asked, terms, first) if look.pareto or look.report is not None else None
+    return _Found(answer, explained, seen, look.pareto)
 
 
-def _wrote(look: Look, wanted: Wanted | None, taking: Taking) -> None:
-    files = [(look.timeline, "open it at ui.perfetto.dev"), (taking.out, f"tangram train {taking.out}")]
+def _wrote(look: Look, wanted: Wanted | None, taking: Taking, *, some: bool) -> None:
+    """`some`: whether there is a strategy to write; a report is written where there is none, too."""
+    page = look.timeline is not None and look.timeline.suffix in PAGES
+    files = [(look.timeline, "open it in a browser" if page else "open it at ui.perfetto.dev")]
+    files.append((taking.out, f"tangram train {taking.out}"))
     if wanted is not None:
         files.append((wanted.out, wanted.export or wanted.emit))
-    for path, what in files:
+    for path, what in [(look.report, "open it in a browser"), *(files if some else [])]:
         if path is not None:
             print(f"wrote {path}: {what}")
 
@@ -168,14 +188,31 @@ def _asked(outline: Outline, typed: Typed, read: Found | None, wanted: Wanted | 
     return replace(asked, able=runs(outline)) if taking.runs else asked
 
 
-def _draw(outline: Outline, where: Cluster, asked: Ask, chosen: Choice, path: Path) -> None:
-    setting = setting_of(where, asked)
+def _draw(shown: Shown, path: Path) -> None:
+    """The timeline: a page where the file's name says so, else Perfetto's JSON."""
+    if path.suffix in PAGES:
+        write_step(path, shown)
+        return
+    setting, chosen = setting_of(shown.cluster, shown.ask), shown.chosen
     scales = published().scales(setting.device.name, setting)
-    g = grid(**{name: int(value) if name == "recompute" else value for name, value in chosen.at.items()})
+    trace = as_trace(timeline(shown.answer.outline, chosen.grid(), setting, scales))
     try:
-        path.write_text(dumps(as_trace(timeline(outline, g, setting, scales))), encoding="utf-8")
+        path.write_text(dumps(trace), encoding="utf-8")
     except OSError as error:
         raise UserError(f"the timeline cannot be written to {path}: {error.strerror}") from None
+
+
+def _files(look: Look, wanted: Wanted | None, taking: Taking) -> None:
+    """Raise UserError for files that cannot be written, before anything is searched."""
+    if look.report is not None or (look.timeline is not None and look.timeline.suffix in PAGES):
+        need_plotly()
+    for name, path in (("report", look.report), ("timeline", look.timeline)):
+        if path is not None and (not path.resolve().parent.is_dir() or path.is_dir()):
+            raise UserError(f"the {name} cannot be written to {path}: give a file in a folder that is there")
+    out = taking.out if wanted is None else wanted.out
+    paths = [path.resolve() for path in (look.report, look.timeline, out) if path is not None]
+    if len(set(paths)) < len(paths):
+        raise UserError("the report, the timeline and what is written with --out are files of their own: name each")
 
 
 def _budgeted(outline: Outline, where: Cluster, asked: Ask, terms: Terms, *, json: bool) -> int:

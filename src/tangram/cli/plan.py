@@ -38,7 +38,10 @@ def plan(
     zero: Annotated[int, typer.Option(min=0, max=3, help="Of --explain: what data ranks divide, 0 to 3.")] = 1,
     again: Annotated[str, typer.Option(help='Of --explain: what is computed again, as "all blocks".')] = "nothing",
     experts: Annotated[str, typer.Option(help='Of --explain: expert ranks x their tensor ranks, "8 x 1".')] = "1 x 1",
-    timeline: Annotated[Path | None, typer.Option(help="Write the best step's (or the explained one's) here.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write the best step's (or the explained one's): .html a page, else Perfetto's.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write all of it as one page to look at, as plan.html.")] = None,
     train_tokens: Annotated[
         str | None, typer.Option(help="How long so many tokens take, as in 20B (thousand millions).")
     ] = None,
@@ -95,15 +98,15 @@ def plan(
         typed = (tokens_per_batch, seq, precision, framework, gpus, memory, top)
         one = None if explain is None else (explain, micro, chunks, schedule, zero, again, experts)
         failures = (mtbf, checkpoint_s, restart_s)
-        look = Look(objective or "", pareto, train_tokens, hours, price, failures, timeline)
+        look = Look(objective or "", pareto, train_tokens, hours, price, failures, timeline, report)
         file_wanted = export is not None or emit is not None
         wanted = Wanted(export or "", emit or "", out, pick, run, image, submit) if file_wanted else None
         taking = Taking(None if file_wanted else out, pick, runs)
         return answered(str(file), cluster, typed, one, look, wanted, taking, json=json)
     if export is not None or emit is not None:
         raise UserError("--export and --emit write what is planned for a cluster: give one with --cluster")
-    if objective is not None or pareto or mtbf is not None:
-        raise UserError("--objective, --pareto and --mtbf are of a plan for a cluster: give one with --cluster")
+    if objective is not None or pareto or mtbf is not None or report is not None:
+        raise UserError("--objective, --pareto, --mtbf and --report are of a cluster: give one with --cluster")
     job = load(file, changes_of(change or []))
     if show:
         from tangram.planner.show import rows

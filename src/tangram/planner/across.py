@@ -41,11 +41,14 @@ def sizes(devices: int) -> Iterator[int]:
         devices //= 2
 
 
-def by_size(outline: Outline, cluster: Cluster, ask: Ask) -> list[Sized]:
-    """Of each size of the cluster the quickest plan, the largest size first. Raises UserError for mistakes."""
+def by_size(outline: Outline, cluster: Cluster, ask: Ask, whole: Choice | None = None) -> list[Sized]:
+    """Of each size of the cluster the quickest plan, the largest size first; `whole`: that of the largest, if known.
+
+    Raises UserError for mistakes.
+    """
     _told(cluster, ask)
-    found: list[Sized] = []
-    for devices in sizes(ask.devices or cluster.ranks):
+    found = [] if whole is None else [Sized(whole.devices, whole)]
+    for devices in list(sizes(ask.devices or cluster.ranks))[len(found) :]:
         try:
             choices = plan(outline, cluster, replace(ask, devices=devices, most=1), what_if=False).choices
         except UserError:  # no legal layout of so many devices
@@ -65,7 +68,8 @@ def best(outline: Outline, cluster: Cluster, ask: Ask, aim: Aim, *, what_if: boo
     choices, looked = _over_sizes(outline, cluster, ask, aim)
     if not choices:
         whole = plan(outline, cluster, ask, what_if=what_if)
-        return replace(whole, aim=aim, choices=(), missed=_missed(whole, aim))
+        quickest = whole.choices[0] if whole.choices else None
+        return replace(whole, aim=aim, choices=(), otherwise={}, missed=_missed(whole, aim), quickest=quickest)
     devices = choices[0].devices
     there = plan(outline, cluster, replace(ask, devices=devices), what_if=what_if)
     return replace(there, ask=ask, aim=aim, choices=choices, looked=looked)

@@ -244,6 +244,16 @@ def duration_json(found: list[Duration], budget: Budget) -> dict[str, object]:
     }
 
 
+def again_words(again: str) -> str:
+    """What is computed again, as a part of a sentence."""
+    return "nothing made again" if again == "nothing" else f"{again} made again"
+
+
+def _between(low: float, high: float) -> str:
+    digits = 2 if high < 10 else 1 if high < 1000 else 0
+    return f"{low:.{digits}f} to {high:.{digits}f} s"
+
+
 def _row(place: str, one: Choice) -> tuple[str, ...]:
     experts = f"{one.expert} x {one.expert_tensor}" if one.expert > 1 else ""
     return (
@@ -257,7 +267,7 @@ def _row(place: str, one: Choice) -> tuple[str, ...]:
         f"{one.memory / 1e9:.1f} GB",
         f"{one.fits:.0%}",
         f"{one.step:.2f} s",
-        f"{one.low:.2f} to {one.high:.2f}",
+        _between(one.low, one.high),
         f"{one.tokens_per_device:,.0f}",
         f"{one.utilisation:.1%}",
     )
@@ -271,6 +281,14 @@ def _shares(
         for name, part in sorted(parts.items(), key=lambda item: -item[1])
         if part / whole >= 0.005
     ]
+
+
+def shares(one: Choice) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """Rows of what a step's seconds and the fullest rank's GB are for, the largest first."""
+    return (
+        _shares(one.parts, PARTS, one.step, "{:.2f}", 1.0),
+        _shares(one.held, HELD, one.memory, "{:.1f}", 1e-9),
+    )
 
 
 def lost_by(answer: Answer) -> tuple[str, str]:
@@ -321,7 +339,7 @@ def _changed(now: Choice, one: Choice) -> str:
     if one.zero != now.zero:
         told.append(f"{ZERO[one.zero]} divided")
     if one.again != now.again:
-        told.append(f"again {one.again}")
+        told.append(again_words(one.again))
     return ", ".join(told) or "the same strategy"
 
 

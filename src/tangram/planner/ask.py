@@ -72,6 +72,8 @@ class Answer:
     """What choices are ranked by; None: by their steps."""
     missed: str = ""
     """Why there are no choices although some fit."""
+    quickest: Choice | None = None
+    """Of those that fit, then."""
 
     @property
     def instead(self) -> dict[str, float]:

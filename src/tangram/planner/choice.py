@@ -14,7 +14,7 @@ from tangram.hardware.cluster import Cluster
 from tangram.hardware.devices import Figures, device
 from tangram.models.outline import Outline
 from tangram.planner.framework import framework
-from tangram.planner.grid import Grid
+from tangram.planner.grid import Grid, grid
 from tangram.planner.learn import Learned, Run
 from tangram.planner.memory import Memory, memory
 from tangram.planner.pipelines import SCHEDULES
@@ -85,6 +85,10 @@ class Choice:
     """Bytes of that rank, by what they are of."""
     at: Mapping[str, float]
     """All numbers of the configuration (`planner.grid`)."""
+
+    def grid(self) -> Grid:
+        """As a grid of one."""
+        return grid(**{name: int(value) if name == "recompute" else value for name, value in self.at.items()})
 
     @property
     def devices(self) -> int:

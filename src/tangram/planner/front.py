@@ -51,21 +51,25 @@ def front(points: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def memory_front(
-    outline: Outline, request: Request, setting: Setting, limit: float, scales: Scales = None, reach: float = REACH
-) -> Grid:
+    outline: Outline, request: Request, setting: Setting, limit: float, scales: Scales = None, reach: float = REACH,
+    quickest: Choice | None = None,
+) -> Grid:  # fmt: skip
     """Of configurations that need at most `limit` bytes, the front of steps and memory, the quickest first.
 
-    Only of steps up to `reach` times the shortest; empty where nothing fits. Raises UserError where there is no legal
-    layout.
+    Only of steps up to `reach` times the shortest; empty where nothing fits. `quickest`: where it is known already.
+    Raises UserError where there is no legal layout.
     """
-    quickest = search(outline, request, setting, limit, 1, scales)
-    if not len(quickest.step):
-        return quickest.grid
-    most = reach * float(quickest.step[0])
+    if quickest is None:
+        found = search(outline, request, setting, limit, 1, scales)
+        if not len(found.step):
+            return found.grid
+        kept, points = found.grid, np.stack([found.step, found.memory], axis=1)
+    else:
+        kept, points = quickest.grid(), np.array([[quickest.step, quickest.memory]])
+    most = reach * float(points[0, 0])
     branches = [(mesh, of_mesh(outline, request, mesh, bound=True)) for mesh in meshes(outline, request)]
     branches = [(mesh, g) for mesh, g in branches if len(g)]
     bounds = bounds_of(outline, joined([g for _, g in branches]), [len(g) for _, g in branches], setting, scales)
-    kept, points = quickest.grid, np.stack([quickest.step, quickest.memory], axis=1)
     for at in sorted(range(len(bounds)), key=bounds.__getitem__):
         if bounds[at] > most:
             break
@@ -109,13 +113,15 @@ class Fronts:
     """Where something fits, the most devices first."""
 
 
-def fronts(outline: Outline, cluster: Cluster, ask: Ask, terms: Terms) -> Fronts:
-    """Of a model on a cluster. Raises UserError."""
+def fronts(outline: Outline, cluster: Cluster, ask: Ask, terms: Terms, first: Choice | None = None) -> Fronts:
+    """Of a model on a cluster; `first`: the best of a ranking, which is not searched again. Raises UserError."""
+    quickest = first if first is not None and first.devices == (ask.devices or cluster.ranks) else None
     request, setting, limit = requested(cluster, ask), setting_of(cluster, ask), limit_of(cluster, ask)
     learned = published()
     scales = learned.scales(setting.device.name, setting)
-    g = memory_front(outline, request, setting, safe(limit), scales)
-    return Fronts(described(outline, g, setting, ask, limit, learned), _places(by_size(outline, cluster, ask), terms))
+    g = memory_front(outline, request, setting, safe(limit), scales, quickest=quickest)
+    places = _places(by_size(outline, cluster, ask, quickest), terms)
+    return Fronts(described(outline, g, setting, ask, limit, learned), places)
 
 
 def _places(found: list[Sized], terms: Terms) -> tuple[Place, ...]:

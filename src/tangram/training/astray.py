@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from tangram.errors import UserError
+from tangram.planner.page import write_whole
 from tangram.planner.plan import Plan
 from tangram.training.data import Corpus, sample_ids
 from tangram.training.data.corpus import is_single
 from tangram.training.guard import AstrayError
 from tangram.training.state import Progress
-from tangram.training.summary import write_whole
 from tangram.training.world import World
 
 

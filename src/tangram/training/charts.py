@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from tangram.training import figures, pace
+from tangram.planner import figures
+from tangram.training import pace
 from tangram.training.events import Record
 from tangram.training.summary import Summary
 

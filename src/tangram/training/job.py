@@ -21,10 +21,11 @@ from tangram.hardware.machine import describe, versions
 from tangram.models.build import build_on_meta
 from tangram.models.costs import costs as model_costs
 from tangram.models.source import Source
+from tangram.planner import figures
 from tangram.planner.estimate import Estimate
 from tangram.planner.job import Job
 from tangram.planner.plan import Plan
-from tangram.training import figures, loads, loop
+from tangram.training import loads, loop
 from tangram.training.boards import TensorBoard
 from tangram.training.building import has_dropout, source_of
 from tangram.training.checkpoints import describe as describe_checkpoint

@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from tangram.training import figures
+from tangram.planner import figures
 from tangram.training.events import (
     Doing,
     Evaluated,

@@ -18,10 +18,11 @@ import tangram
 from tangram.errors import UserError
 from tangram.hardware.machine import peak_resident_mb, repeatable
 from tangram.models.source import Source
+from tangram.planner import figures
 from tangram.planner.estimate import Memory
 from tangram.planner.plan import Plan
 from tangram.planner.read import dumps
-from tangram.training import figures, loop
+from tangram.training import loop
 from tangram.training.building import build, shallow, source_of
 from tangram.training.checkpoints import Checkpointer, JobState, describe, load
 from tangram.training.data import Batch, Corpus, Stream, held_out_batches, load_tokens, open_corpus, padding

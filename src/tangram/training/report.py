@@ -1,31 +1,27 @@
 """The report of a run: one HTML file for a person, with everything in it, that never asks the network for anything.
 
 What matters most comes first: did it learn, is what was saved what was trained, does the export load. Then the curves,
-then what was predicted beside what was measured, then what was run and where. The page carries plotly's script (the
-greater part of its 5 MB), so that it shows the same in ten years; its own policy forbids the browser to load anything.
+then what was predicted beside what was measured, then what was run and where. The page is `planner.page`'s.
 
 All text goes through `escape`: a plan and what a model writes are free to contain markup.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from html import escape
-from importlib import resources
 from pathlib import Path
-from string import Template
 
 import tangram
+from tangram.planner import figures
+from tangram.planner.page import page, part, write_whole
 from tangram.planner.plan import Plan
 from tangram.planner.read import dumps
-from tangram.training import figures
 from tangram.training.charts import Chart, charts, predicted
 from tangram.training.events import Record
 from tangram.training.extras import need_report
 from tangram.training.proofs import SAME_LOGITS, SAME_LOSS
-from tangram.training.summary import Summary, write_whole
+from tangram.training.summary import Summary
 
 STOPPED = {
     "time": "Training stopped when its time limit (run.max_seconds) had passed",
@@ -44,9 +40,6 @@ def write_report(
 ) -> None:
     """Write the report. `machine`: what and how much there is, in words; `sample`: what the model writes."""
     need_report()
-    # Here, as it loads slowly and only a job that has trained needs it.
-    import plotly.offline  # pyright: ignore[reportMissingTypeStubs]
-
     drawn = charts(record, summary)
     body = [
         _head(plan, record, summary),
@@ -61,31 +54,10 @@ def write_report(
         _table("Files", _places(summary)),
         f"<footer>Made by Tangram {escape(tangram.__version__)}. It needs no network: all is in this file.</footer>",
     ]
-    page = Template(_part("report.html")).substitute(
-        title=escape(f"{summary.model}: training run"),
-        css=_part("report.css"),
-        body="\n".join(part for part in body if part),
-        charts=script_json([chart.as_json() for chart in drawn]),
-        plotly=_script_text(str(plotly.offline.get_plotlyjs())),
-        script=_part("report.js"),
-    )
-    write_whole(path, page)
-
-
-@cache
-def _part(name: str) -> str:
-    return resources.files("tangram.training").joinpath(name).read_text(encoding="utf-8")
-
-
-def script_json(value: object) -> str:
-    """JSON that cannot end the script element it stands in, nor begin a comment there."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _script_text(text: str) -> str:
-    """A script whose texts cannot end the element it stands in."""
-    return text.replace("</script", "<\\/script")
+    charted = [chart.as_json() for chart in drawn]
+    script = part("tangram.training", "report.js")
+    name = f"{summary.model}: training run"
+    write_whole(path, page(name, "", "\n".join(text for text in body if text), charted, script))
 
 
 def _head(plan: Plan, record: Record, summary: Summary) -> str:

@@ -2,14 +2,13 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
-from tangram.errors import UserError
+from tangram.planner.page import write_whole
 from tangram.planner.plan import Plan
 from tangram.training import pace
 from tangram.training.events import Record
@@ -114,24 +113,6 @@ def blocked_seconds(record: Record) -> float:
 def peak_rss_mb(record: Record) -> float | None:
     """The most memory of rank 0 at the end of a step; between the steps it may have had more."""
     return max((step.rss_mb for step in record.steps), default=0.0) or None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file under a temporary name and rename it, so that nobody ever reads half of it.
-
-    A path may hold bytes that are no text; they are written as escapes, which JSON reads back.
-    """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(path)
-    except OSError as error:
-        raise UserError(f'"{path}" could not be written: {error.strerror}; make room or give another folder') from None
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _finite(value: Any) -> Any:

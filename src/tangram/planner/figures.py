@@ -8,9 +8,9 @@ def seconds(value: float) -> str:
     if not value:
         return "0 s"
     if value < 0.9995:
-        return f"{_three(value * 1e3)} ms"
+        return f"{three(value * 1e3)} ms"
     if value < 59.95:
-        return f"{_three(value)} s"
+        return f"{three(value)} s"
     if value < 3599.5:
         minutes, rest = divmod(round(value), 60)
         return f"{minutes} min {rest} s" if rest else f"{minutes} min"
@@ -21,16 +21,16 @@ def seconds(value: float) -> str:
 def megabytes(value: float) -> str:
     """A size that is given in MB: "812 MB", "2.05 GB"."""
     if value < 999.5:
-        return f"{_three(value)} MB"
-    return f"{_three(value / 1e3)} GB" if value < 999_500 else f"{_three(value / 1e6)} TB"
+        return f"{three(value)} MB"
+    return f"{three(value / 1e3)} GB" if value < 999_500 else f"{three(value / 1e6)} TB"
 
 
 def count(value: float) -> str:
     """How many, at three digits: "950", "1.8 M", "70.6 B"."""
     for size, letter in _UNITS:
         if value >= size * 0.9995:
-            return f"{_three(value / size)} {letter}"
-    return _three(value)
+            return f"{three(value / size)} {letter}"
+    return three(value)
 
 
 def rate(value: float, unit: str) -> str:
@@ -41,7 +41,7 @@ def rate(value: float, unit: str) -> str:
 def flops(value: float) -> str:
     """So much computed a second: "40.9 GFLOP/s", "1.2 TFLOP/s"."""
     size, letter = next((unit for unit in ((1e15, "P"), (1e12, "T")) if value >= unit[0] * 0.9995), (1e9, "G"))
-    return f"{_three(value / size)} {letter}FLOP/s"
+    return f"{three(value / size)} {letter}FLOP/s"
 
 
 def percent(value: float) -> str:
@@ -49,7 +49,7 @@ def percent(value: float) -> str:
     return f"{value:.0%}" if abs(value) >= 0.0995 or not value else f"{value:.1%}"
 
 
-def _three(value: float) -> str:
+def three(value: float) -> str:
     """Three digits that count, without an exponent and without noughts behind the point."""
     if not value:
         return "0"

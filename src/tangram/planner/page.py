@@ -1,0 +1,78 @@
+"""Pages for people: one HTML file each, with everything in it, that never ask the network for anything.
+
+A page carries plotly's script (the greater part of its 5 MB), so that it shows the same in ten years; its own policy
+forbids the browser to load anything. Charts are data in the page (`script_json`) that a script of its own draws. What a
+caller puts into the body has gone through `html.escape`: names of models and what they write may contain markup.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from html import escape
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from string import Template
+
+from tangram.errors import UserError
+
+__all__ = ["need_plotly", "page", "part", "script_json", "write_whole"]
+
+
+def need_plotly() -> None:
+    """Raise UserError, with what to install, unless plotly is there."""
+    if find_spec("plotly") is None:
+        raise UserError('a report needs plotly: install with pip install "tangram-train[report]"')
+
+
+def page(title: str, css: str, body: str, charts: object, script: str) -> str:
+    """The whole file. `css`: after what all pages have; `charts`: values as JSON has them; `script`: draws them."""
+    need_plotly()
+    # Here, as it loads slowly and only who writes a page needs it.
+    import plotly.offline  # pyright: ignore[reportMissingTypeStubs]
+
+    return Template(part("tangram.planner", "page.html")).substitute(
+        title=escape(title),
+        css=part("tangram.planner", "page.css") + css,
+        body=body,
+        charts=script_json(charts),
+        plotly=_script_text(str(plotly.offline.get_plotlyjs())),
+        script=script,
+    )
+
+
+@cache
+def part(package: str, name: str) -> str:
+    """The text of a file that comes with a package."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def script_json(value: object) -> str:
+    """JSON that cannot end the script element it stands in, nor begin a comment there."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _script_text(text: str) -> str:
+    """A script whose texts cannot end the element it stands in."""
+    return text.replace("</script", "<\\/script")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file under a temporary name and rename it, so that nobody ever reads half of it.
+
+    A path may hold bytes that are no text; they are written as escapes, which JSON reads back.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        raise UserError(f'"{path}" could not be written: {error.strerror}; make room or give another folder') from None
+    finally:
+        unfinished.unlink(missing_ok=True)
