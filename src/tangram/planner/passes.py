@@ -1,8 +1,17 @@
-"""What each pass of a micro-batch through one block takes, for every configuration of a grid at once.
+"""Seconds of one pass of a micro-batch through one block, for every configuration of a grid at once.
 
-A pass takes as long as its operators one after another on the device, or as the host needs to start them all, whichever
-is longer (`planner.time` says how they make a step). Context ranks cut a sequence; `ulysses` of them have instead all
-tokens of their group and a part of the heads while attention works (Jacobs et al. 2023), the others send keys around.
+A block's pass takes as long as its operators one after another on the device, or as the host needs to start them all,
+whichever is longer:
+
+    products      by the curve of the device for their shape; the backward multiplies twice, by the other two shapes
+    attention     by the curve of the fused kernel; unfused, as products and sequence x sequence numbers through memory
+    streams       bytes by the rate of memory; fused or not as the framework has them
+    tensor        two exchanges of a block's hidden states in the forward and two in the backward
+    expert        tokens to their experts' ranks and back, forward and backward
+    context       keys and values around, as far as attention does not cover it; ranks that exchange heads (`ulysses`)
+                  have all tokens of their group and a part of the heads while attention works (Jacobs et al. 2023)
+
+Each is an array over the grid; `planner.time` makes a step of them.
 """
 
 from __future__ import annotations

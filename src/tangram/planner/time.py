@@ -5,15 +5,8 @@ A step is so many micro-batches through a pipeline, then what data ranks still h
     step = M max_i(s_i) + (sum_i(s_i) - max_i(s_i)) / v  +  exposed data traffic  +  optimiser
 
 with s_i the forward and backward of a micro-batch on stage i and v chunks a rank (Narayanan et al. 2021, 2.2, for equal
-stages); what this is above a stage's own share of the work is idle. A block's pass takes as long as its operators one
-after another on the device, or as the host needs to start them all, whichever is longer:
-
-    products      by the curve of the device for their shape; the backward multiplies twice, by the other two shapes
-    attention     by the curve of the fused kernel; unfused, as products and sequence x sequence numbers through memory
-    streams       bytes by the rate of memory; fused or not as the framework has them
-    tensor        two exchanges of a block's hidden states in the forward and two in the backward
-    expert        tokens to their experts' ranks and back, forward and backward
-    context       keys and values around, as far as attention does not cover it
+stages); what this is above a stage's own share of the work is idle. What a pass through a block takes is
+`planner.passes`.
 
 What runs beside (gradients summed under the backward, parameters gathered under computation) counts as far as it does
 not fit under. Every part is an array of seconds on the longest way through the step; they add up to the step.
