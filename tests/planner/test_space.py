@@ -1,5 +1,6 @@
 """The joint space, its rules, and the search: what is legal, why not, and that nothing better is missed."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.rules import RULES, legal, reasons
 from tangram.planner.search import exhaustive, search
 from tangram.planner.setting import Setting
-from tangram.planner.space import Request, meshes, of_mesh
+from tangram.planner.space import Able, Mesh, Request, meshes, of_mesh
 from tangram.planner.time import seconds
 
 DENSE = decoder(Dims(12, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")
@@ -29,6 +30,8 @@ MIXED = decoder(
     Dims(6, 512, 8, 32000, ffn=2048, experts=16, per_token=2, expert_ffn=512, shared_ffn=512, dense_layers=1), "mixed"
 )
 SETTING = Setting(device("h100"), framework("megatron-core"))
+HEADS = Able(ulysses=0)
+"""With ranks that exchange heads."""
 DRAWN = st.tuples(
     st.sampled_from([DENSE, MIXED]),
     st.sampled_from([1, 2, 4, 8, 12, 16, 48]),
@@ -55,28 +58,25 @@ def test_all_of_a_space_is_legal_by_words_of_its_own(drawn: tuple[Outline, int, 
     experts = max(block.experts for block, _ in outline.runs)
     for i in np.random.default_rng(0).permutation(len(g))[:40]:
         at = {name: values[i] for name, values in vars(g).items()}
-        assert at["pipeline"] * at["data"] * at["context"] * at["tensor"] == devices
-        assert outline.runs[0][0].scores[0].heads % at["tensor"] == 0
+        assert at["pipeline"] * at["data"] * at["context"] * at["ulysses"] * at["tensor"] == devices
+        assert outline.runs[0][0].scores[0].heads % (at["tensor"] * at["ulysses"]) == 0
         assert batch % (at["data"] * at["micro"]) == 0
-        assert at["context"] == 1 or sequence % (2 * at["context"]) == 0
+        assert at["context"] == 1 or sequence % (2 * at["context"] * at["ulysses"]) == 0
+        assert sequence % (at["context"] * at["ulysses"]) == 0 or at["ulysses"] == 1
         assert at["expert"] == 1 or experts % at["expert"] == 0
-        assert (at["data"] * at["context"] * at["tensor"]) % (at["expert"] * at["expert_tensor"]) == 0
+        assert (at["data"] * at["context"] * at["ulysses"] * at["tensor"]) % (at["expert"] * at["expert_tensor"]) == 0
         assert at["pipeline"] * at["virtual"] <= outline.layers
         assert at["virtual"] == 1 or (batch / at["data"] / at["micro"]) % at["pipeline"] == 0
 
 
 def test_no_configuration_comes_twice_and_none_is_forgotten() -> None:
-    request = Request(8, 16, 512)
+    request = Request(8, 16, 512, able=HEADS)
     g = every(DENSE, request)
     rows = list(zip(*(values.tolist() for values in vars(g).values()), strict=True))
     assert len(set(rows)) == len(rows)
-    axes = zip(g.pipeline.tolist(), g.tensor.tolist(), g.context.tolist(), g.data.tolist(), strict=True)
-    found = set(axes)
-    tried = {
-        (p, t, c, d)
-        for p in range(1, 9) for t in range(1, 9) for c in range(1, 9) for d in range(1, 9)
-        if p * t * c * d == 8
-    }  # fmt: skip
+    axes = (g.pipeline, g.tensor, g.context, g.ulysses, g.data)
+    found = set(zip(*(sizes.tolist() for sizes in axes), strict=True))
+    tried = {sizes for sizes in itertools.product(range(1, 9), repeat=5) if math.prod(sizes) == 8}
     assert found == tried
 
 
@@ -86,6 +86,10 @@ REFUSED = {
     "chunks": ({"pipeline": 4, "virtual": 2, "batch": 6}, "interleaved chunks need micro-batches that 4 stages divide"),
     "batch": ({"data": 3, "batch": 16}, "3 data ranks of micro-batches of 1 do not divide 16 samples"),
     "tokens": ({"context": 3}, "3 context ranks do not cut 512 tokens into twice as many parts"),
+    "tokens of heads ranks": (
+        {"ulysses": 8, "context": 64, "batch": 16},
+        "8 ranks that exchange heads do not divide the tokens of 64 context ranks",
+    ),
     "experts": ({"expert": 4, "data": 4}, "4 expert ranks do not divide 0 experts"),
 }
 
@@ -138,6 +142,7 @@ def test_bounds_that_are_none_lose_the_best(monkeypatch: pytest.MonkeyPatch) -> 
                 (every.pipeline[end - 1] == right.grid.pipeline[0])
                 & (every.tensor[end - 1] == right.grid.tensor[0])
                 & (every.context[end - 1] == right.grid.context[0])
+                & (every.ulysses[end - 1] == right.grid.ulysses[0])
             )
             for end in ends
         ]
@@ -179,7 +184,7 @@ def test_what_is_left_out_is_never_better(drawn: tuple[Outline, int, int, int]) 
 
 
 def test_a_sequence_that_tensor_ranks_do_not_divide_is_planned_without() -> None:
-    g = of_mesh(DENSE, Request(16, 16, 1000), (1, 16, 1, 1))
+    g = of_mesh(DENSE, Request(16, 16, 1000), Mesh(1, 16, 1, 1, 1))
     assert len(g)
     assert not g.sequence_parallel.any()
 

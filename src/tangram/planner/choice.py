@@ -22,7 +22,18 @@ from tangram.planner.setting import Precision, Setting
 from tangram.planner.space import ALL, EXPLAINED, Able
 from tangram.planner.time import seconds
 
-__all__ = ["Ask", "Choice", "described", "figures", "limit_of", "probability", "safe", "setting_of", "unlike"]
+__all__ = [
+    "Ask",
+    "Choice",
+    "described",
+    "figures",
+    "limit_of",
+    "mesh_of",
+    "probability",
+    "safe",
+    "setting_of",
+    "unlike",
+]
 
 SURE = 1.6449
 """Standard deviations to each side of the middle 90 of 100 of a normal."""
@@ -55,7 +66,7 @@ class Choice:
     """One strategy, with what it is predicted to need."""
 
     mesh: str
-    """As everywhere: pipeline, data, context, tensor ranks."""
+    """As everywhere: pipeline, data, context, tensor ranks; and heads ranks where there are several."""
     micro: int
     micros: int
     virtual: int
@@ -93,7 +104,8 @@ class Choice:
     @property
     def devices(self) -> int:
         """All ranks."""
-        return int(self.at["pipeline"] * self.at["data"] * self.at["context"] * self.at["tensor"])
+        axes = ("pipeline", "data", "context", "ulysses", "tensor")
+        return math.prod(int(self.at[name]) for name in axes)
 
 
 def figures(cluster: Cluster) -> Figures:
@@ -175,7 +187,7 @@ def _choice(
     need = float(np.broadcast_to(needs.device, len(g))[i])
     again = next(name for name, group, share in EXPLAINED if int(group) == at["recompute"] and share == g.recomputed[i])
     return Choice(
-        mesh=f"pp={at['pipeline']} dp={at['data']} cp={at['context']} tp={at['tensor']}",
+        mesh=mesh_of(at),
         micro=at["micro"],
         micros=int(g.micros[i]),
         virtual=at["virtual"],
@@ -195,6 +207,12 @@ def _choice(
         held={**held, "reserve": sum(held.values()) * needs.reserve, "context": needs.context},
         at={name: float(values[i]) for name, values in vars(g).items()},
     )
+
+
+def mesh_of(at: Mapping[str, int]) -> str:
+    """A mesh in words, from the sizes of a grid's axes; ranks that exchange heads only where there are several."""
+    heads = f" heads={at['ulysses']}" if at["ulysses"] > 1 else ""
+    return f"pp={at['pipeline']} dp={at['data']} cp={at['context']}{heads} tp={at['tensor']}"
 
 
 def unlike(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:

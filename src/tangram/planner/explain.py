@@ -21,7 +21,7 @@ from tangram.planner.space import EXPLAINED
 
 __all__ = ["Explained", "Given", "explain"]
 
-AXES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}
+AXES = {"pp": "pipeline", "dp": "data", "cp": "context", "heads": "ulysses", "tp": "tensor"}
 """What axes of a mesh are for, by their names."""
 
 
@@ -30,7 +30,7 @@ class Given:
     """A strategy as a person gives it."""
 
     mesh: str
-    """Of the axes pp, dp, cp and tp; those that are not named have one rank."""
+    """Of the axes pp, dp, cp, heads (ranks that exchange heads for tokens) and tp; one rank where not named."""
     micro: int = 1
     chunks: int = 1
     schedule: str = "1F1B"
@@ -40,7 +40,7 @@ class Given:
     experts: str = "1 x 1"
     """Expert ranks x the experts' tensor ranks."""
     shard: int = 0
-    """Over how many of the data and context ranks states are divided; 0: all."""
+    """Over how many of the data, context and heads ranks states are divided; 0: all."""
     sequence_parallel: bool = True
     """Whether tensor ranks divide the tokens of what they do not divide otherwise."""
 
@@ -98,5 +98,5 @@ def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
         zero=given.zero,
         recompute=int(group), recomputed=share, expert=expert, expert_tensor=expert_tensor,
         sequence_parallel=float(given.sequence_parallel and sizes.get("tensor", 1) > 1),
-        shard=given.shard or sizes.get("data", 1) * sizes.get("context", 1), **sizes,
+        shard=given.shard or sizes.get("data", 1) * sizes.get("context", 1) * sizes.get("ulysses", 1), **sizes,
     )  # fmt: skip

@@ -32,15 +32,18 @@ class Grid:
     schedule: Array
     """Of the pipeline, a code (`planner.pipelines`)."""
     context: Array
+    """Ranks that divide tokens, and of which each gathers the keys and values of all."""
+    ulysses: Array
+    """Ranks that divide tokens, and in attention divide heads instead (Jacobs et al. 2023, DeepSpeed-Ulysses)."""
     expert: Array
     expert_tensor: Array
     """Tensor ranks of the experts."""
     data: Array
-    """Ranks that take different samples: of all ranks what tensor, pipeline and context ranks leave."""
+    """Ranks that take different samples: of all ranks what tensor, pipeline, context and heads ranks leave."""
     zero: Array
     """What data ranks divide: 0 nothing, 1 the optimiser's states, 2 gradients too, 3 parameters too."""
     shard: Array
-    """Over how many of the data (and context) ranks they are divided; copies beyond it."""
+    """Over how many of the ranks with the same parameters (`alike`) they are divided; copies beyond it."""
     micro: Array
     """Samples of a micro-batch."""
     batch: Array
@@ -55,7 +58,17 @@ class Grid:
     @property
     def ranks(self) -> Array:
         """All devices."""
-        return self.tensor * self.pipeline * self.context * self.data
+        return self.tensor * self.pipeline * self.alike
+
+    @property
+    def cuts(self) -> Array:
+        """Ranks that the tokens of a sample are divided over: of context and of heads."""
+        return self.context * self.ulysses
+
+    @property
+    def alike(self) -> Array:
+        """Ranks that have the same parameters, those of experts aside: of data, context and heads."""
+        return self.data * self.cuts
 
     @property
     def micros(self) -> Array:
@@ -65,7 +78,7 @@ class Grid:
     @property
     def tokens(self) -> Array:
         """Of a micro-batch on one rank."""
-        return self.micro * self.sequence / self.context
+        return self.micro * self.sequence / self.cuts
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -76,14 +89,14 @@ class Grid:
 
 
 _CODES = ("recompute", "schedule")
-_ONES = ("tensor", "pipeline", "virtual", "context", "expert", "data", "micro")
+_ONES = ("tensor", "pipeline", "virtual", "context", "ulysses", "expert", "data", "micro")
 
 
 def grid(*, batch: Any, sequence: Any, **given: Any) -> Grid:
     """A grid of numbers and arrays that go together; what is not given is 1, or off.
 
-    `shard` is all data and context ranks by default, `expert_tensor` 1, `recomputed` 1. Raises UserError for numbers
-    that cannot be (ranks, samples, tokens below 1).
+    `shard` is all data, context and heads ranks by default, `expert_tensor` 1, `recomputed` 1. Raises UserError for
+    numbers that cannot be (ranks, samples, tokens below 1).
     """
     known = {one.name for one in fields(Grid)}
     if unknown := sorted(set(given) - known):
@@ -91,7 +104,8 @@ def grid(*, batch: Any, sequence: Any, **given: Any) -> Grid:
     values: dict[str, Any] = dict.fromkeys((*_ONES, "expert_tensor", "recomputed"), 1.0)
     values |= {"sequence_parallel": 0.0, "zero": 0.0, "recompute": 0, "batch": batch, "sequence": sequence} | given
     values.setdefault("schedule", np.where(np.asarray(values["virtual"]) > 1, 1, 0))  # as chunks go by custom
-    values.setdefault("shard", np.asarray(values["data"]) * np.asarray(values["context"]))
+    data, context, ulysses = (np.asarray(values[name]) for name in ("data", "context", "ulysses"))
+    values.setdefault("shard", data * context * ulysses)
     arrays = dict(zip(values, np.broadcast_arrays(*map(np.atleast_1d, values.values())), strict=True))
     found = {
         name: array.astype(np.int64 if name in ("recompute", "schedule") else np.float64)

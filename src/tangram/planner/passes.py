@@ -8,7 +8,7 @@ after another on the device, or as the host needs to start them all, whichever i
     streams       bytes by the rate of memory; fused or not as the framework has them
     tensor        two exchanges of a block's hidden states in the forward and two in the backward
     expert        tokens to their experts' ranks and back, forward and backward
-    context       keys and values around, as far as attention does not cover it
+    context       keys and values around, as far as attention does not cover it; heads exchanged for tokens (Ulysses)
 
 Each is an array over the grid; `planner.time` makes a step of them.
 """
@@ -117,7 +117,9 @@ class Ways:
         streams = sum((self.stream(one, one.backward) for one in block.streams), self.nothing) + casts
         started = sum((2 * times for _, times in self.kernels()), self.nothing)
         tensor, expert = self.exchanges()
-        return self.waiting(started, products, attention, streams, tensor, expert, 2 * self.around(attention / 2))
+        return self.waiting(
+            started, products, attention, streams, tensor, expert, 2 * self.keys(attention / 2) + self.heads()
+        )
 
     @property
     def nothing(self) -> Array:
@@ -182,7 +184,8 @@ class Ways:
     def scores(self, one: Scores, *, backward: bool) -> Array:
         """Of attention on this rank's heads and queries."""
         g, setting = self.g, self.setting
-        heads, kv_heads = np.maximum(one.heads / g.tensor, 1.0), np.maximum(one.kv_heads / g.tensor, 1.0)
+        over = g.tensor * g.ulysses
+        heads, kv_heads = np.maximum(one.heads / over, 1.0), np.maximum(one.kv_heads / over, 1.0)
         queries, keys = g.sequence / g.context, g.sequence
         width = (one.qk_dim + one.v_dim) / 2
         kind = "fp32" if setting.precision == "fp32" else "bf16"
@@ -242,14 +245,43 @@ class Ways:
         return over / 2 + over / 2 * (g.expert_tensor > 1), 2 * to * (1 - setting.framework.overlap_expert)
 
     def around(self, attention: Array) -> Array:
-        """Keys and values over context ranks, as far as attention does not cover them."""
+        """What cut tokens move: keys and values over context ranks, as far as attention does not cover them, and heads
+        for tokens, which nothing covers."""
+        return self.keys(attention) + self.heads()
+
+    def keys(self, attention: Array) -> Array:
+        """Keys and values of a rank's heads over context ranks, each of which gets those of all tokens."""
         g, setting = self.g, self.setting
         if not (g.context > 1).any() or not self.block.scores:
             return self.nothing
-        numbers = sum(one.kv_heads * (one.qk_dim + one.v_dim) for one in self.block.scores)
-        nbytes = setting.flow_bytes * g.micro * g.sequence * numbers / g.tensor
-        all_keys = exchange(setting, "all-gather", nbytes, g.context, g.tensor)
+        numbers = sum((_kv_heads(one, g) * (one.qk_dim + one.v_dim) for one in self.block.scores), self.nothing)
+        nbytes = setting.flow_bytes * g.micro * g.sequence * numbers
+        all_keys = exchange(setting, "all-gather", nbytes, g.context, g.tensor * g.ulysses)
         return np.maximum(all_keys - 0.5 * attention, 0.1 * all_keys)
+
+    def heads(self) -> Array:
+        """Queries, keys and values to the ranks of their heads, and what attention gives back to those of its tokens.
+
+        A rank sends and gets `ulysses` times fewer heads of `ulysses` times more tokens, all but its own part; in the
+        backward the gradients of all of them go the other way (Jacobs et al. 2023, 3). Key-value heads that are
+        fewer than the ranks go to several of them.
+        """
+        g, setting = self.g, self.setting
+        if not (g.ulysses > 1).any() or not self.block.scores:
+            return self.nothing
+        found = self.nothing
+        for one in self.block.scores:
+            wide = one.qk_dim + one.v_dim
+            numbers = (one.heads / (g.tensor * g.ulysses) + _kv_heads(one, g)) * wide
+            nbytes = setting.flow_bytes * g.micro * g.sequence / g.context * numbers
+            found = found + exchange(setting, "all-to-all", nbytes, g.ulysses, g.tensor)
+        return found
+
+
+def _kv_heads(one: Scores, g: Grid) -> Array:
+    """That a rank has in attention: over heads ranks at least a whole one, as several then have the same."""
+    each = one.kv_heads / (g.tensor * g.ulysses)
+    return np.where(g.ulysses > 1, np.maximum(each, 1.0), each)
 
 
 def _chosen(groups: Array, group: Group) -> Array:

@@ -1,7 +1,7 @@
 """What a configuration has to satisfy to be run at all: a table of rules, each with its reason in words.
 
 Every rule is asked for all configurations of a grid at once. The rules of experts are Megatron's: expert ranks and the
-experts' tensor ranks are made of data, context and tensor ranks, so that the fewest devices are
+experts' tensor ranks are made of data, context, heads and tensor ranks, so that the fewest devices are
 stages x max(tensor x context, expert x expert tensor), not the product of all (Megatron-Bridge pull request 3509).
 """
 
@@ -20,6 +20,7 @@ from tangram.planner.pipelines import SCHEDULES, folded, least, many
 
 __all__ = ["RULES", "Rule", "legal", "reasons"]
 
+Array = NDArray[Any]
 Mask = NDArray[np.bool_]
 
 
@@ -42,6 +43,25 @@ def _heads(outline: Outline) -> list[int]:
 
 def _kv_heads(outline: Outline) -> list[int]:
     return sorted({scores.kv_heads for block, _ in outline.runs for scores in block.scores})
+
+
+def _either(some: int, others: Array) -> Mask:
+    return _divides(some, others) | _divides(others, some)
+
+
+def _over(at: dict[str, int]) -> str:
+    """Who has different heads in attention."""
+    if at["ulysses"] == 1:
+        return f"{at['tensor']} tensor ranks"
+    return f"{at['tensor']} tensor x {at['ulysses']} heads ranks"
+
+
+def _cuts(at: dict[str, int]) -> str:
+    return f"{at['context']} context" if at["ulysses"] == 1 else f"{at['context']} context x {at['ulysses']} heads"
+
+
+def _alike(at: dict[str, int]) -> int:
+    return at["data"] * at["context"] * at["ulysses"]
 
 
 def _experts(outline: Outline) -> int:
@@ -68,13 +88,18 @@ def _every(masks: Iterator[Mask], g: Grid) -> Mask:
 RULES = (
     Rule(
         "heads",
-        lambda o, g: _every((_divides(heads, g.tensor) for heads in _heads(o)), g),
-        lambda o, at: f"{at['tensor']} tensor ranks do not divide the {_heads(o)[0]} heads",
+        lambda o, g: _every((_divides(heads, g.tensor * g.ulysses) for heads in _heads(o)), g),
+        lambda o, at: f"{_over(at)} do not divide the {_heads(o)[0]} heads",
     ),
     Rule(
         "key-value heads",
-        lambda o, g: _every((_divides(kv, g.tensor) | _divides(g.tensor, kv) for kv in _kv_heads(o)), g),
-        lambda o, at: f"{at['tensor']} tensor ranks and {_kv_heads(o)[0]} key-value heads: neither divides the other",
+        lambda o, g: _every((_either(kv, g.tensor * g.ulysses) for kv in _kv_heads(o)), g),
+        lambda o, at: f"{_over(at)} and {_kv_heads(o)[0]} key-value heads: neither divides the other",
+    ),
+    Rule(
+        "heads to exchange",
+        lambda o, g: (g.ulysses == 1) | all(bool(block.scores) for block, _ in o.runs),
+        lambda o, at: f"{at['ulysses']} ranks cannot exchange the heads of blocks that have no attention",
     ),
     Rule(
         "stages",
@@ -107,9 +132,16 @@ RULES = (
         lambda o, at: f"{at['context']} context ranks do not cut {at['sequence']} tokens into twice as many parts",
     ),
     Rule(
+        "tokens of heads ranks",
+        lambda o, g: (g.ulysses == 1) | _divides(g.sequence, np.where(g.context > 1, 2, 1) * g.cuts),
+        lambda o, at: (
+            f"{at['ulysses']} ranks that exchange heads do not divide the tokens of {at['context']} context ranks"
+        ),
+    ),
+    Rule(
         "tokens of tensor ranks",
-        lambda o, g: (g.sequence_parallel == 0) | _divides(g.sequence, g.context * g.tensor),
-        lambda o, at: f"{at['tensor']} tensor ranks do not divide the tokens that {at['context']} context ranks have",
+        lambda o, g: (g.sequence_parallel == 0) | _divides(g.sequence, g.cuts * g.tensor),
+        lambda o, at: f"{at['tensor']} tensor ranks do not divide the tokens that {_cuts(at)} ranks have",
     ),
     Rule(
         "experts",
@@ -118,16 +150,16 @@ RULES = (
     ),
     Rule(
         "expert ranks",
-        lambda o, g: _divides(g.data * g.context * g.tensor, g.expert * g.expert_tensor),
+        lambda o, g: _divides(g.alike * g.tensor, g.expert * g.expert_tensor),
         lambda o, at: (
             f"{at['expert']} x {at['expert_tensor']} expert ranks are not made of the "
-            f"{at['data'] * at['context'] * at['tensor']} ranks of a stage"
+            f"{_alike(at) * at['tensor']} ranks of a stage"
         ),
     ),
     Rule(
         "shards",
-        lambda o, g: _divides(g.data * g.context, g.shard),
-        lambda o, at: f"{at['shard']} ranks to divide states over are no part of {at['data'] * at['context']}",
+        lambda o, g: _divides(g.alike, g.shard),
+        lambda o, at: f"{at['shard']} ranks to divide states over are no part of {_alike(at)}",
     ),
 )
 

@@ -1,11 +1,11 @@
 """The best configurations of the joint space: branch and bound over meshes, equal to trying everything.
 
-A mesh (pipeline, tensor, context and data ranks) is a branch. Its bound is the shortest step of its configurations in
-which nothing is computed again and the optimiser's states are divided, memory and exposed data traffic left aside: by
-the model of time every other part is at least as long where something is computed again or divided otherwise, whatever
-each part is multiplied by (`tests/planner/test_space.py` draws configurations and factors). Branches are taken by their
-bound; when it is longer than the last of the best found, the rest cannot hold a better one. So what is returned is what
-trying all would return.
+A mesh (pipeline, tensor, context, heads and data ranks) is a branch. Its bound is the shortest step of its
+configurations in which nothing is computed again and the optimiser's states are divided, memory and exposed data
+traffic left aside: by the model of time every other part is at least as long where something is computed again or
+divided otherwise, whatever each part is multiplied by (`tests/planner/test_space.py` draws configurations and
+factors). Branches are taken by their bound; when it is longer than the last of the best found, the rest cannot hold a
+better one. So what is returned is what trying all would return.
 """
 
 from __future__ import annotations

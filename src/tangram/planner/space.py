@@ -1,9 +1,9 @@
 """The joint space of strategies for a model, a cluster and a batch, as grids of legal configurations.
 
-Every way to make the devices of stages, tensor, context and data ranks, times what is folded into them (experts), how
-states are divided, micro-batches, chunks of stages, and what is computed again. Nothing is left out because it seldom
-wins; what is left out is what the models say is never better (`DOMINATED`, which tests prove), and the rest is laid
-down in tables here.
+Every way to make the devices of stages, tensor, context, heads and data ranks, times what is folded into them
+(experts), how states are divided, micro-batches, chunks of stages, and what is computed again. Nothing is left out
+because it seldom wins; what is left out is what the models say is never better (`DOMINATED`, which tests prove), and
+the rest is laid down in tables here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from tangram.planner.grid import Grid, grid
 from tangram.planner.pipelines import SCHEDULES, code
 from tangram.planner.rules import legal
 
-__all__ = ["ALL", "EXPLAINED", "RECOMPUTED", "Able", "Request", "Rule", "meshes", "of_mesh"]
+__all__ = ["ALL", "EXPLAINED", "RECOMPUTED", "Able", "Mesh", "Request", "Rule", "meshes", "of_mesh"]
 
 RECOMPUTED: tuple[tuple[str, Group, float], ...] = (
     ("nothing", Group.NONE, 1.0),
@@ -70,6 +71,9 @@ class Able:
     """Tensor ranks at most; 0: any number."""
     context: int = 0
     """Context ranks at most; 0: any number."""
+    ulysses: int = 1
+    """Ranks that exchange heads for tokens (Ulysses) at most; 0: any number. None usually: with any number there are
+    four times as many meshes to bound."""
     expert: int = 0
     """Expert ranks at most; 0: any number."""
     rules: tuple[Rule, ...] = ()
@@ -101,8 +105,18 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // n for n in low)})
 
 
-def meshes(outline: Outline, request: Request) -> Iterator[tuple[int, int, int, int]]:
-    """Pipeline, tensor, context and data ranks that make all devices."""
+class Mesh(NamedTuple):
+    """How many ranks there are of each kind; their product is all devices."""
+
+    pipeline: int
+    tensor: int
+    context: int
+    ulysses: int
+    data: int
+
+
+def meshes(outline: Outline, request: Request) -> Iterator[Mesh]:
+    """Ranks of every kind that make all devices, so that heads, tokens and samples divide."""
     heads = min((scores.heads for block, _ in outline.runs for scores in block.scores), default=1)
     for pipeline in divisors(request.devices):
         if pipeline > outline.layers:
@@ -120,9 +134,23 @@ def meshes(outline: Outline, request: Request) -> Iterator[tuple[int, int, int, 
                     break
                 if context > 1 and request.sequence % (2 * context):
                     continue
-                data = rest // tensor // context
-                if request.batch % data == 0:
-                    yield pipeline, tensor, context, data
+                for ulysses in _exchanging(outline, request, rest // tensor // context, context, heads // tensor):
+                    data = rest // tensor // context // ulysses
+                    if request.batch % data == 0:
+                        yield Mesh(pipeline, tensor, context, ulysses, data)
+
+
+def _exchanging(outline: Outline, request: Request, ranks: int, context: int, heads: int) -> list[int]:
+    """Of so many ranks, how many may exchange so many heads for tokens, of which each has as many as the others."""
+    most = request.able.ulysses or ranks
+    if not all(block.scores for block, _ in outline.runs):
+        most = 1
+    pieces = 2 if context > 1 else 1
+    return [
+        n
+        for n in divisors(ranks)
+        if n == 1 or (n <= most and heads % n == 0 and request.sequence % (pieces * context * n) == 0)
+    ]
 
 
 NEVER_QUICKER = {"Interleaved1F1B": "InterleavedZeroBubble", "DualPipeV": "ZBVZeroBubble"}
@@ -143,11 +171,12 @@ def _staged(outline: Outline, pipeline: int, schedules: tuple[str, ...], *, boun
     return found
 
 
-def of_mesh(outline: Outline, request: Request, mesh: tuple[int, int, int, int], *, bound: bool = False) -> Grid:
+def of_mesh(outline: Outline, request: Request, mesh: Mesh, *, bound: bool = False) -> Grid:
     """All legal configurations of a mesh; with `bound` those of which one is as fast as any."""
-    pipeline, tensor, context, data = mesh
+    pipeline, tensor, context, ulysses, data = mesh
     experts = max((block.experts for block, _ in outline.runs), default=0)
-    stage = tensor * context * data
+    alike = context * ulysses * data
+    stage = tensor * alike
     folded = [
         (expert, over)
         for over in sorted({1, tensor})
@@ -159,7 +188,7 @@ def of_mesh(outline: Outline, request: Request, mesh: tuple[int, int, int, int],
     micros = [n for n in divisors(request.batch // data) if n <= request.most_micro]
     staged = _staged(outline, pipeline, request.schedules, bound=bound)
     divided = request.able.staged if pipeline > 1 else request.able.zero
-    zero = (divided if not bound else (FASTEST_ZERO,)) if data * context > 1 else (0,)
+    zero = (divided if not bound else (FASTEST_ZERO,)) if alike > 1 else (0,)
     again = RECOMPUTED[:1] if bound else tuple(row for row in RECOMPUTED if row[0] in request.able.again)
     axes = [range(len(part)) for part in (folded, micros, staged, zero, again)]
     at = np.array(list(itertools.product(*axes)))
@@ -170,8 +199,9 @@ def of_mesh(outline: Outline, request: Request, mesh: tuple[int, int, int, int],
         sequence=request.sequence,
         pipeline=pipeline,
         tensor=tensor,
-        sequence_parallel=float(tensor > 1 and request.sequence % (context * tensor) == 0),
+        sequence_parallel=float(tensor > 1 and request.sequence % (context * ulysses * tensor) == 0),
         context=context,
+        ulysses=ulysses,
         data=data,
         expert=np.array([one for one, _ in folded])[at[:, 0]],
         expert_tensor=np.array([one for _, one in folded])[at[:, 0]],

@@ -166,6 +166,6 @@ def _hop(outline: Outline, g: Grid, setting: Setting) -> Array:
     """What a stage hands on of a micro-batch and gets back of it, as far as computation does not cover it."""
     cut = np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     nbytes = g.tokens * outline.hidden * setting.flow_bytes / cut
-    stride = g.tensor * g.context * g.data
+    stride = g.tensor * g.alike
     one = exchange(setting, "p2p", nbytes, np.where(g.pipeline > 1, 2.0, 1.0), stride)
     return 2 * one * g.virtual * np.where(g.virtual > 1, 0.5, 1.0)

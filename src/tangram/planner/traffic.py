@@ -1,8 +1,8 @@
 """What a step moves: collectives over the axes of a mesh, gradients and parameters over data ranks, the optimiser.
 
 Seconds for every configuration of a grid at once. Ranks lie as Megatron's do: tensor ranks next to each other, then
-context, data, and pipeline ranks, so that an axis of `k` ranks, each `stride` after the one before, has as many at one
-fast link as fit there.
+those that exchange heads, context, data, and pipeline ranks, so that an axis of `k` ranks, each `stride` after the one
+before, has as many at one fast link as fit there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def exchange(setting: Setting, what: str, nbytes: Array, ranks: Array, stride: A
 
 
 def numbers_held(outline: Outline, g: Grid) -> tuple[Array, Array]:
-    """Of a rank's stage: numbers that data and context ranks have alike, and those of its experts."""
+    """Of a rank's stage: numbers that data, context and heads ranks have alike, and those of its experts."""
     dense, routed = np.zeros(len(g)), np.zeros(len(g))
     for block, count in outline.runs:
         one = block.numbers
@@ -49,8 +49,8 @@ def data_seconds(outline: Outline, g: Grid, setting: Setting, ahead: Array, micr
     """Gradients and parameters over data ranks, beyond what runs under computation."""
     framework, flow = setting.framework, setting.flow_bytes
     dense, routed = numbers_held(outline, g)
-    over, stride = g.data * g.context, g.tensor
-    experts_over = np.maximum(g.data * g.context * g.tensor / (g.expert * g.expert_tensor), 1.0)
+    over, stride = g.alike, g.tensor
+    experts_over = np.maximum(g.alike * g.tensor / (g.expert * g.expert_tensor), 1.0)
     reduce = exchange(setting, "reduce-scatter", dense * framework.reduce_bytes, over, stride)
     reduce = reduce + exchange(
         setting, "reduce-scatter", routed * framework.reduce_bytes, experts_over, g.expert * g.expert_tensor
@@ -73,7 +73,7 @@ def beyond(traffic: Array, work: Array, share: float, parts: Array) -> Array:
 def optimiser_seconds(outline: Outline, g: Grid, setting: Setting) -> Array:
     """AdamW on what a rank updates."""
     dense, routed = numbers_held(outline, g)
-    experts_over = np.maximum(g.data * g.context * g.tensor / (g.expert * g.expert_tensor), 1.0)
+    experts_over = np.maximum(g.alike * g.tensor / (g.expert * g.expert_tensor), 1.0)
     divided = g.zero >= 1
     mine = dense / np.where(divided, g.shard, 1.0) + routed / np.where(divided, np.minimum(experts_over, g.shard), 1.0)
     return curves.moved_seconds(setting.device, OPTIMISER_BYTES * mine)

@@ -21,6 +21,7 @@ RULES = (
         "its schedule does backwards in two parts, and would compute blocks again for each of them",
         lambda g: ~(splits(g.schedule) & (g.pipeline > 1) & (g.recompute > 0)),
     ),
+    Rule("it has no way yet from a row to ranks that exchange heads for tokens", lambda g: g.ulysses == 1),
     Rule(
         "states are divided over data ranks alone, and not over those of a context axis",
         lambda g: (g.context == 1) | (g.zero == 0) | (g.shard <= g.data),
@@ -49,7 +50,7 @@ def rules(outline: Outline) -> tuple[Rule, ...]:
 
 def runs(outline: Outline) -> Able:
     """For the search."""
-    return Able(staged=(0, 1), again=WHOLE, expert=1, rules=rules(outline))
+    return Able(staged=(0, 1), again=WHOLE, ulysses=1, expert=1, rules=rules(outline))
 
 
 def grid_of(choice: Choice) -> Grid:

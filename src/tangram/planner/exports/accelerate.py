@@ -14,7 +14,7 @@ from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Group, Outline
 from tangram.planner.choice import node
-from tangram.planner.exports.numbers import Numbers, Written, comment, experts_of, recomputed
+from tangram.planner.exports.numbers import Numbers, Written, comment, experts_of, recomputed, without_heads
 
 __all__ = ["accelerate"]
 
@@ -23,6 +23,7 @@ PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
 def accelerate(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     """The YAML. Raises UserError for what it cannot say."""
+    without_heads(one, "accelerate exchanges heads with DeepSpeed alone, and not beside FSDP")
     if one.pipeline > 1:
         raise UserError("accelerate has no pipelines beside FSDP: plan without stages")
     if one.precision not in PRECISIONS:

@@ -12,7 +12,7 @@ from typing import Any
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Group, Outline
-from tangram.planner.exports.numbers import Numbers, Written, experts_of, recomputed
+from tangram.planner.exports.numbers import Numbers, Written, experts_of, recomputed, without_heads
 
 __all__ = ["deepspeed"]
 
@@ -25,6 +25,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 def deepspeed(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     """The JSON. Raises UserError for what it cannot say."""
+    without_heads(one, "DeepSpeed exchanges heads (Ulysses) in a program's code and not by its JSON")
     if one.pipeline > 1:
         raise UserError(
             "DeepSpeed's JSON says nothing of pipelines, those are in a program's code: plan without stages"

@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Group, Outline
-from tangram.planner.exports.numbers import Numbers, Written, chunk_blocks, comment, experts_of, recomputed
+from tangram.planner.exports.numbers import (
+    Numbers,
+    Written,
+    chunk_blocks,
+    comment,
+    experts_of,
+    recomputed,
+    without_heads,
+)
 
 __all__ = ["STRATEGIES", "layout_text", "megatron"]
 
@@ -32,6 +40,7 @@ PRECISIONS: Mapping[str, Arguments] = {
 
 def megatron(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     """The arguments. Raises UserError for what Megatron-LM has no argument for."""
+    without_heads(one, "Megatron-LM's ranks that exchange heads (--cp-comm-type a2a) are not written yet")
     told: list[str] = []
     arguments: Arguments = {
         "tensor-model-parallel-size": one.tensor,

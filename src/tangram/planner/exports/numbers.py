@@ -10,12 +10,22 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.models.outline import Group, Outline
-from tangram.planner.choice import Ask, Choice
+from tangram.planner.choice import Ask, Choice, mesh_of
 from tangram.planner.explain import Given
 from tangram.planner.setting import Precision
 from tangram.planner.space import EXPLAINED
 
-__all__ = ["Numbers", "Written", "chunk_blocks", "comment", "experts_of", "given_of", "numbers_of", "recomputed"]
+__all__ = [
+    "Numbers",
+    "Written",
+    "chunk_blocks",
+    "comment",
+    "experts_of",
+    "given_of",
+    "numbers_of",
+    "recomputed",
+    "without_heads",
+]
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class Numbers:
     zero: int
     """What is divided: 0 nothing, 1 the optimiser's states, 2 gradients too, 3 parameters too."""
     shard: int
-    """Over how many of the data and context ranks; copies beyond it."""
+    """Over how many of the data, context and heads ranks; copies beyond it."""
     micro: int
     """Samples of a micro-batch."""
     batch: int
@@ -45,6 +55,8 @@ class Numbers:
     again: str
     """What is computed again, as `planner.space` names it."""
     precision: Precision
+    ulysses: int = 1
+    """Ranks that exchange heads for tokens."""
 
     @property
     def micros(self) -> int:
@@ -54,12 +66,12 @@ class Numbers:
     @property
     def ranks(self) -> int:
         """All devices."""
-        return self.pipeline * self.tensor * self.context * self.data
+        return self.pipeline * self.tensor * self.context * self.ulysses * self.data
 
     @property
     def copies(self) -> int:
         """How often the divided states are there."""
-        return self.data * self.context // self.shard
+        return self.data * self.context * self.ulysses // self.shard
 
 
 @dataclass(frozen=True)
@@ -78,13 +90,14 @@ def numbers_of(choice: Choice, ask: Ask) -> Numbers:
         sequence_parallel=bool(at["sequence_parallel"]), context=at["context"], expert=at["expert"],
         expert_tensor=at["expert_tensor"], data=at["data"], zero=at["zero"], shard=at["shard"], micro=at["micro"],
         batch=at["batch"], sequence=at["sequence"], again=choice.again, precision=ask.precision,
+        ulysses=at["ulysses"],
     )  # fmt: skip
 
 
 def given_of(one: Numbers) -> Given:
     """As a person would give it to `--explain`."""
     return Given(
-        mesh=f"pp={one.pipeline} dp={one.data} cp={one.context} tp={one.tensor}",
+        mesh=mesh_of(vars(one)),
         micro=one.micro,
         chunks=one.virtual,
         schedule=one.schedule or "1F1B",
@@ -104,6 +117,12 @@ def recomputed(one: Numbers) -> tuple[Group, float]:
 def experts_of(outline: Outline) -> int:
     """Experts of the widest mixture; 0 where there is none."""
     return max((block.experts for block, _ in outline.runs), default=0)
+
+
+def without_heads(one: Numbers, why: str) -> None:
+    """Raises UserError for a strategy whose ranks exchange heads for tokens."""
+    if one.ulysses > 1:
+        raise UserError(f"{why}, and the plan has {one.ulysses} such ranks: plan without them")
 
 
 def chunk_blocks(one: Numbers, outline: Outline) -> list[int]:

@@ -14,7 +14,15 @@ import yaml
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Group, Outline
-from tangram.planner.exports.numbers import Numbers, Written, chunk_blocks, comment, experts_of, recomputed
+from tangram.planner.exports.numbers import (
+    Numbers,
+    Written,
+    chunk_blocks,
+    comment,
+    experts_of,
+    recomputed,
+    without_heads,
+)
 
 __all__ = ["paddleformers"]
 
@@ -28,6 +36,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 def paddleformers(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     """The YAML. Raises UserError for what PaddleFormers cannot run."""
+    without_heads(one, "PaddleFormers' ranks that exchange heads (sep_parallel_size) are not written yet")
     if one.precision not in PRECISIONS:
         raise UserError(f"PaddleFormers' configuration is not written with {one.precision} products: plan with bf16")
     told: list[str] = []

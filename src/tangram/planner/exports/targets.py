@@ -36,21 +36,31 @@ class Target:
 
 def _megatron(outline: Outline) -> Able:
     mixtures = all(block.experts for block, _ in outline.runs)
-    return Able(staged=(0, 1), again=(*WHOLE, "half of the blocks", *(("norms and activations",) if mixtures else ())))
+    return Able(
+        ulysses=1,
+        staged=(0, 1),
+        again=(*WHOLE, "half of the blocks", *(("norms and activations",) if mixtures else ())),
+    )
 
 
 EXPORTS: Mapping[str, Target] = {
     "megatron-lm": Target(megatron, "megatron-core", _megatron),
     "torchtitan": Target(
-        torchtitan, "torchtitan", lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=(*WHOLE, "half of the blocks"))
+        torchtitan,
+        "torchtitan",
+        lambda _: Able(ulysses=1, zero=(0, 2, 3), staged=(0, 2, 3), again=(*WHOLE, "half of the blocks")),
     ),
-    "torchtitan-options": Target(options, "torchtitan", lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=WHOLE)),
-    "deepspeed": Target(deepspeed, "deepspeed", lambda _: Able(again=WHOLE, pipeline=1, context=1, tensor=1)),
+    "torchtitan-options": Target(
+        options, "torchtitan", lambda _: Able(ulysses=1, zero=(0, 2, 3), staged=(0, 2, 3), again=WHOLE)
+    ),
+    "deepspeed": Target(
+        deepspeed, "deepspeed", lambda _: Able(ulysses=1, again=WHOLE, pipeline=1, context=1, tensor=1)
+    ),
     "accelerate": Target(
-        accelerate, "fsdp", lambda _: Able(zero=(0, 2, 3), again=WHOLE, pipeline=1, tensor=1, expert=1)
+        accelerate, "fsdp", lambda _: Able(ulysses=1, zero=(0, 2, 3), again=WHOLE, pipeline=1, tensor=1, expert=1)
     ),
     "paddleformers": Target(
-        paddleformers, "paddlenlp", lambda _: Able(staged=(0, 1), again=(*WHOLE, "half of the blocks"))
+        paddleformers, "paddlenlp", lambda _: Able(ulysses=1, staged=(0, 1), again=(*WHOLE, "half of the blocks"))
     ),
 }
 """By what they are called on the command line."""

@@ -16,7 +16,15 @@ import tomli_w
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Group, Outline
-from tangram.planner.exports.numbers import Numbers, Written, chunk_blocks, comment, experts_of, recomputed
+from tangram.planner.exports.numbers import (
+    Numbers,
+    Written,
+    chunk_blocks,
+    comment,
+    experts_of,
+    recomputed,
+    without_heads,
+)
 
 __all__ = ["options", "sections", "torchtitan"]
 
@@ -75,6 +83,7 @@ def options(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
 
 def sections(one: Numbers, outline: Outline, told: list[str]) -> Sections:
     """What both versions have. Raises UserError."""
+    without_heads(one, "torchtitan has no ranks that exchange heads for tokens")
     if one.precision not in FULL_PRECISION:
         raise UserError(f"torchtitan computes products in bfloat16, float32 or 8 bits, and not in {one.precision}")
     if one.tensor > 1 and not one.sequence_parallel:
