@@ -31,7 +31,7 @@ from tangram.planner.plan import Plan
 from tangram.planner.read import load
 from tangram.planner.runnable import plan_to_train
 from tangram.planner.search import exhaustive, joined, search
-from tangram.planner.space import Request, meshes, of_mesh
+from tangram.planner.space import Able, Request, meshes, of_mesh
 from tangram.planner.trainer import RULES, WHOLE, runs, why_not
 from tests.training.small import small_tables, write_text
 
@@ -56,7 +56,7 @@ def model() -> tuple[Job, Outline, Counted]:
 @cache
 def every() -> Grid:
     """All configurations over eight devices."""
-    request = Request(8, 16, 32, schedules=tuple(one.name for one in SCHEDULES))
+    request = Request(8, 16, 32, schedules=tuple(one.name for one in SCHEDULES), able=Able(ulysses=0))
     return joined([of_mesh(model()[1], request, mesh) for mesh in meshes(model()[1], request)])
 
 
