@@ -177,7 +177,7 @@ def test_a_strategy_that_cannot_run_is_told_every_reason(capsys: pytest.CaptureF
     ("arguments", "said"),
     [
         (("--explain", "pp=4 dp=2 tp=6"), 'the mesh "pp=4 dp=2 tp=6" has 48 ranks, and there are 64 devices'),
-        (("--explain", "pp=4 ep=16"), "has the axis ep: axes are named pp, dp, cp, tp"),
+        (("--explain", "pp=4 ep=16"), "has the axis ep: axes are named pp, dp, cp, heads, tp"),
         (("--explain", "pp=4 dp"), '"pp=4 dp" is no mesh'),
         (("--explain", "dp=64", "--again", "some"), 'nothing is known of "some": what is computed again is one of'),
         (("--explain", "dp=64", "--experts", "many"), '"many" are no expert ranks: write 8 x 1'),
