@@ -24,7 +24,7 @@ ZERO = ("nothing", "optimiser", "and gradients", "and parameters")
 PARTS = {
     "products": "matrix products", "attention": "attention", "streams": "norms, activations, casts",
     "head": "logits and loss", "launch": "waiting for the host", "tensor": "over tensor ranks",
-    "expert": "to experts and back", "context": "keys over context ranks", "stages": "between stages",
+    "expert": "to experts and back", "context": "keys or heads over context ranks", "stages": "between stages",
     "idle": "waiting for other stages", "data": "gradients and parameters", "optimiser": "optimiser",
 }  # fmt: skip
 HELD = {

@@ -305,10 +305,28 @@ def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> t
         full, left = full + masks, left + masks
     full = full + scores
     left = left + scores * ((g.recompute & int(Group.SCORES | Group.ATTENTION)) == 0)
+    if (g.ulysses > 1).any():
+        more = _exchanged(block, g, setting)
+        full, left = full + more, left + more * ((g.recompute & int(Group.ATTENTION)) == 0)
     blocks = (g.recompute & int(Group.BLOCK)) == int(Group.BLOCK)
     inputs = setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     mean = np.where(blocks, g.recomputed * inputs + (1 - g.recomputed) * full, left)
     return mean, np.where(g.recompute > 0, np.maximum(full - np.where(blocks, inputs, left), 0.0), 0.0)
+
+
+def _exchanged(block: Block, g: Grid, setting: Setting) -> Array:
+    """Bytes that are kept beside a block's rows where ranks exchange heads for tokens.
+
+    What attention gives is kept twice, by heads for its own backward and by tokens for the product after it; of
+    key-value heads that are fewer than the ranks each rank keeps a whole one.
+    """
+    found = np.zeros(len(g))
+    over = g.tensor * g.ulysses
+    for one in block.scores:
+        again = one.heads * one.v_dim / g.tensor
+        copied = np.maximum(1.0 - one.kv_heads / over, 0.0) * (one.qk_dim + one.v_dim) * g.ulysses
+        found = found + setting.flow_bytes * g.tokens * (again + copied)
+    return np.where(g.ulysses > 1, found, 0.0)
 
 
 def block_backward(block: Block, hidden: int, g: Grid, setting: Setting) -> Array:
