@@ -108,6 +108,14 @@ def test_from_a_job_to_a_model_in_one_command(job: Path, capsys: pytest.CaptureF
     assert entries[1].outcome == "measured"
 
 
+def test_a_history_that_cannot_be_read_stops_nobody(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (job.parent / "h.sqlite").write_text("no database, but long enough for a header to be read of it" * 40)
+    assert main(["plan", str(job), "-n", "2"]) == 0
+    assert "planned without what was measured before" in capsys.readouterr().out
+    assert main(["plan", "--history"]) == 2
+    assert "cannot be used" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["--resume"], []])
 def test_what_auto_cannot_do_is_said(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]

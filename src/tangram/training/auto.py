@@ -10,6 +10,7 @@ from tangram.planner.history import Entry, History
 from tangram.planner.rank import Ranked
 from tangram.planner.trials import Trial, Tried, tried
 from tangram.training.choosing import Planned
+from tangram.training.data import load_tokens, prepare
 from tangram.training.events import Doing, Note
 from tangram.training.remembered import entry_of, remember
 from tangram.training.trial import LIMIT, measured
@@ -20,7 +21,14 @@ OnEvent = Callable[[object], None]
 
 
 def try_plans(planned: Planned, most: int, name: str, on_event: OnEvent, *, limit: float = LIMIT) -> Tried:
-    """Really run the best plans of a ranking, at most so many, and write what came of each into the history."""
+    """Really run the best plans of a ranking, at most so many, and write what came of each into the history.
+
+    Their text is read and kept before, so that no trial's time goes there.
+    """
+    if planned.ranking.fitting:
+        plan = planned.ranking.fitting[0].taken
+        on_event(Doing("reading the text"))
+        prepare(plan.data, load_tokens(plan.data, plan.model.path), on_event)
 
     def tell(ranked: Ranked, number: int) -> None:
         on_event(Doing(f"trial {number} of {most}: {words_of(ranked)}"))

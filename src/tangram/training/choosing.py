@@ -1,7 +1,7 @@
 """The plans for a job on the machine at hand: its tokens and model, the machine's rates, the planner's ranking, and
 what this machine's history says of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
 from tangram.hardware.rates import rates
@@ -42,7 +42,7 @@ def planned(job: Job, processes: int, *, stages: int = 1, schedule: str = PIPELI
     """The same with what it was made with, for who goes on from there."""
     if not 1 <= processes <= MOST_PROCESSES:
         raise UserError(f"--processes {processes}: plans are made for 1 to {MOST_PROCESSES}")
-    history = known()
+    history, lost = _known()
     config = source_of(job, load_tokens(job.data, job.model.path)).config
     device = pick_device(job.run.device, 0, 1).type
     found, one = rates(device, processes, anew=anew), rates(device, 1, anew=anew)
@@ -51,4 +51,12 @@ def planned(job: Job, processes: int, *, stages: int = 1, schedule: str = PIPELI
     alone = rank(job, 1, one, config, counted)[0] if processes > 1 else None
     here = here_of(found)
     ranking = by_history(Ranking(processes, ranked, alone, found), history, here, here_of(one))
-    return Planned(ranking, here, history)
+    return Planned(replace(ranking, notes=(*ranking.notes, *lost)), here, history)
+
+
+def _known() -> tuple[History, tuple[str, ...]]:
+    """The history; one that cannot be read is told of and stops nobody from planning and training."""
+    try:
+        return known(), ()
+    except UserError as error:
+        return History(), (f"planned without what was measured before: {error}",)

@@ -23,7 +23,6 @@ from tangram.models.costs import costs as model_costs
 from tangram.models.source import Source
 from tangram.planner import figures
 from tangram.planner.estimate import Estimate
-from tangram.planner.job import Job
 from tangram.planner.plan import Plan
 from tangram.training import loads, loop
 from tangram.training.boards import TensorBoard
@@ -114,7 +113,7 @@ def train_job(job: RankJob, chosen: Chosen, ready: Prepared, on_event: OnEvent, 
     return finish(job, chosen, ready, record, report, on_event)
 
 
-def prepare_text(plan: Job, on_event: OnEvent) -> None:
+def prepare_text(plan: Plan, on_event: OnEvent) -> None:
     """Make the tokens that the ranks of this machine will read, unless they are there."""
     on_event(Doing("reading the text"))
     prepare(plan.data, load_tokens(plan.data, plan.model.path), on_event)

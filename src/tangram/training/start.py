@@ -148,6 +148,8 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
         return Chosen(job, predict(job, found, config), processes * found.peak_flops(job.precision.compute))
     ranking = _ranked(job, processes, asked, on_event) if asked.trials else plans_of(job, processes)
     on_event(_shown(ranking))
+    for note in ranking.notes:
+        on_event(Note(note))
     first = ranking.ranked[0]
     if first.plan is None or not first.fits:
         raise UserError(
@@ -165,7 +167,6 @@ def _refuse_trials(asked: Asked, meeting: Meeting | None) -> None:
 
 def _ranked(job: Job, processes: int, asked: Asked, on_event: OnEvent) -> Ranking:
     """With and without stages, the best of them tried."""
-    prepare_text(job, on_event)  # before the clock of a trial runs
     tried = try_plans(planned(job, processes, stages=0), asked.trials, asked.name, on_event)
     on_event(Note(f"trials     {count(len(tried.trials), 'plan')} measured; {tried.ended}"))
     return tried.ranking
