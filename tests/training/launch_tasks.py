@@ -2,6 +2,7 @@
 
 import atexit
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import time
@@ -55,6 +56,18 @@ def abort_at_exit(rank: Rank, payload: None) -> None:
     """The interpreter's own end would abort, as threads of torch make it do now and then."""
     print(f"rank {rank.index} prints", end="")
     atexit.register(os.abort)
+
+
+def be_slow(rank: Rank, folder: Path) -> None:
+    """Rank 0 is done a while after the others; every rank says when it was done, and when its process ended."""
+    multiprocessing.util.Finalize(None, write_time, args=(folder / f"left{rank.index}",), exitpriority=1)
+    if rank.index == 0:
+        time.sleep(1)
+    write_time(folder / f"done{rank.index}")
+
+
+def write_time(path: Path) -> None:
+    path.write_text(str(time.monotonic()))
 
 
 def wait_for_ever(rank: Rank, payload: None) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tangram.errors import UserError
 from tangram.training import launch
 from tangram.training.launch import RankError, refuse_too_many, run_ranks
-from tests.training.launch_tasks import abort_at_exit, add_up, fail, hang
+from tests.training.launch_tasks import abort_at_exit, add_up, be_slow, fail, hang
 
 SOON = 30.0  # seconds, of which nearly all is the start of two processes on a busy machine
 
@@ -60,6 +60,12 @@ def test_a_rank_that_is_done_leaves_without_the_interpreters_own_end(
     out, err = capfd.readouterr()
     assert sorted(out.split("rank ")) == ["", "0 prints", "1 prints"]
     assert err == ""
+
+
+def test_no_rank_leaves_while_another_is_at_work(tmp_path: Path) -> None:
+    run_ranks(be_slow, tmp_path, world=2, on_event=print, device="cpu")
+    done, left = ([float((tmp_path / f"{what}{rank}").read_text()) for rank in range(2)] for what in ("done", "left"))
+    assert done[1] < done[0] <= min(left)
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1.5, 1), (8.0, 4), (0.5, 1)])

@@ -32,6 +32,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import cast
 
+from tangram.hardware.after_fork import settle_torch
+
 __all__ = ["Channel", "Detached", "Job", "Json", "Outcome", "command", "forked", "run", "start_detached"]
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
@@ -360,6 +362,7 @@ def forked(act: Callable[[], Json], limit: float) -> Json:
     if not child:
         try:
             os.close(reading)
+            settle_torch()
             with os.fdopen(writing, "wb") as stream:
                 stream.write(json.dumps(act()).encode())
         finally:

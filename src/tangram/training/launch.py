@@ -292,15 +292,17 @@ def _rank_main(
             here = pick_device(device, index, world)
             if here.type != "cpu":
                 torch.accelerator.set_device_index(index)
+            met = dist.FileStore(str(store), world)
             dist.init_process_group(
                 dist.get_default_backend_for_device(here),
-                store=dist.FileStore(str(store), world),
+                store=met,
                 rank=index,
                 world_size=world,
                 timeout=COLLECTIVE_TIMEOUT,
             )
             result = task(Rank(index, world, here, lambda value: line.send(_Event(value)), stop), payload)
             line.send(_Done(result))
+            _leave_together(met, index, world)
             dist.destroy_process_group()
             # Locks that a library has made, as torch's compiler does, are given back as in any end of a process.
             cast(Any, multiprocessing.util)._run_finalizers(0)
@@ -313,6 +315,16 @@ def _rank_main(
         with contextlib.suppress(OSError):  # the parent may be gone; then nobody is left to tell
             line.send(failure)
         leave(1)  # not a normal exit: tearing down a broken process group may wait for ranks that are gone
+
+
+def _leave_together(met: dist.Store, index: int, world: int) -> None:
+    """Wait until every rank is done with its task.
+
+    A rank that is gone breaks what the others still do with its connections: a group that is being made, a message on
+    its way. Where one of them fails instead, the parent ends this one, too: hence a wait of any length.
+    """
+    met.set(f"done/{index}", "")
+    met.wait([f"done/{rank}" for rank in range(world)], timedelta(days=365))
 
 
 def leave(code: int) -> NoReturn:
