@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ def test_a_machine_is_measured_written_read_and_planned_with(
     assert main(["doctor", "--measure", "--out", str(out), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {one["kind"] for one in told["curves"]} == {"product", "attention", "moved", "collective"}
+    assert {one["of"] for one in told["curves"] if one["kind"] == "attention"} == {"bf16", "fp32"}
     here = cluster.load(out)
     assert here.ranks == 2
     own = figures(here)
@@ -140,5 +142,34 @@ def test_mistakes_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["doctor", "--measure"]) == 2
     assert main(["doctor", "--measure", "--out", str(tmp_path)]) == 2
     assert main(["doctor", "--measure", "--out", str(tmp_path / "x.toml"), "--ranks", "99"]) == 2
-    assert main(["doctor", "--measure", "--out", str(tmp_path / "x.toml"), "--ranks", "1"]) == 2
-    assert "two or more" in capsys.readouterr().err
+    assert "measure for 1 to" in capsys.readouterr().err
+
+
+def test_one_rank_has_no_collectives_and_is_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in FEW.items():
+        monkeypatch.setattr(sweep, name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    out = tmp_path / "one.toml"
+    assert main(["doctor", "--measure", "--out", str(out), "--ranks", "1"]) == 0
+    here = cluster.load(out)
+    assert here.ranks == 1
+    assert "collective" not in here.curves
+    assert main(["plan", "qwen3-1m", "--cluster", str(out), "--seq", "128", "--tokens-per-batch", "2048"]) == 0
+
+
+def test_more_ranks_than_accelerators_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "accelerators", lambda: [SimpleNamespace(kind="cuda")] * 4)
+    with pytest.raises(UserError, match="there are 4 accelerators"):
+        measured.measured("cuda", 8)
+
+
+def test_attention_of_32_bits_has_its_own_curve_where_it_was_measured() -> None:
+    h100, sizes = device("h100"), (1, 4096, 4096, 32, 8, 128)
+    slow = {**curves.ATTENTION, "reach": 0.01, "spread": 0.1, "backward": 3.0}
+    own = replace(h100, curves={"attention": {"fp32": slow}})
+
+    def slower(kind: str) -> float:
+        return float(curves.attention_seconds(own, kind, *sizes) / curves.attention_seconds(h100, kind, *sizes))
+
+    assert slower("fp32") > 5
+    assert slower("bf16") == 1

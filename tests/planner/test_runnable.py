@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -23,16 +24,20 @@ from tangram.models.source import read_source
 from tangram.planner.choice import Ask, Choice, described, setting_of
 from tangram.planner.counted import Counted
 from tangram.planner.estimate import BYTES, numbers_held
+from tangram.planner.explain import laid_out
+from tangram.planner.exports.numbers import given_of
 from tangram.planner.grid import Grid, joined
+from tangram.planner.imports.files import strategy_of
 from tangram.planner.job import Job
 from tangram.planner.learn import published
 from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.plan import Plan
-from tangram.planner.read import load
+from tangram.planner.read import dumps, load
+from tangram.planner.rules import Rule
 from tangram.planner.runnable import plan_to_train
 from tangram.planner.search import exhaustive, search
 from tangram.planner.space import Request, meshes, of_mesh
-from tangram.planner.trainer import RULES, WHOLE, runs, why_not
+from tangram.planner.trainer import RULES, RUNS, WHOLE, why_not
 from tests.training.small import small_tables, write_text
 
 H100 = builtin("h100-8x8")
@@ -87,6 +92,23 @@ def test_what_the_table_allows_is_a_legal_plan_of_the_same_numbers(share: float)
     assert len(plan.run.recompute) == {WHOLE[0]: 0, WHOLE[1]: 2, WHOLE[2]: 4}[one.again]
     assert plan.run.steps == job.run.steps
     _same_division(plan, one, counted)
+    _read_back(plan, one, outline)
+
+
+def _read_back(plan: Plan, one: Choice, outline: Outline) -> None:
+    """What `--explain` makes of the plan is the choice."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "plan.toml")
+        path.write_text(dumps(plan))
+        found = strategy_of(path, outline, 0, 8)
+    assert found.framework == "tangram"
+    assert found.told == ()
+    assert found.numbers.precision == ASK.precision
+    g = laid_out(H100, ASK, given_of(found.numbers))
+    read, was = {name: float(values[0]) for name, values in vars(g).items()}, dict(one.at)
+    if one.zero == 0 or one.at["shard"] == 1:  # nothing is divided, over however many
+        read, was = ({**of, "shard": 0.0, "zero": 0.0} for of in (read, was))
+    assert read == was
 
 
 def _same_division(plan: Plan, one: Choice, counted: Counted) -> None:
@@ -106,14 +128,14 @@ def _same_division(plan: Plan, one: Choice, counted: Counted) -> None:
         assert kept == ("after step", "step" if one.zero == 1 else "micro-batch")
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.why[:20])
-def test_each_rule_refuses_some_and_not_all(rule: Any) -> None:
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_each_rule_refuses_some_and_not_all(rule: Rule) -> None:
     from dataclasses import replace
 
     g = every()
-    if "experts" in rule.why:  # of a dense model there are none
+    if rule.name == "expert ranks":  # of a dense model there are none
         g = replace(g, expert=np.where(np.arange(len(g)) % 2, 2.0, 1.0))
-    keeps = rule.holds(g)
+    keeps = rule.holds(model()[1], g)
     assert 0 < keeps.sum() < len(g)
 
 
@@ -121,7 +143,7 @@ def test_a_search_of_what_runs_equals_trying_everything() -> None:
     _, outline, _ = model()
     setting = setting_of(H100, ASK)
     names = tuple(one.name for one in SCHEDULES)
-    request = Request(8, 16, 32, schedules=names, able=runs(outline))
+    request = Request(8, 16, 32, schedules=names, able=RUNS)
     found, tried = (way(outline, request, setting, 80e9, 20) for way in (search, exhaustive))
     np.testing.assert_allclose(found.step, tried.step, rtol=1e-12)
     chosen = described(outline, found.grid, setting, ASK, 80e9, published())
@@ -151,6 +173,16 @@ def test_a_job_is_planned_for_a_cluster_and_dry_run(file: Path, capsys: pytest.C
     assert (plan.ranks, plan.data.sequence, plan.data.global_batch) == (8, 32, 16)
     assert main(["train", str(out), "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
+    explained = ["plan", str(file), "--cluster", "h100-8x8", "--explain", str(out), "--json"]
+    assert main(explained) == 0
+    again: Any = json.loads(capsys.readouterr().out)
+    assert again["chosen"]["mesh"] == told["choices"][0]["mesh"]
+    assert again["chosen"]["step_seconds"] == pytest.approx(told["choices"][0]["step_seconds"], rel=0.01)
+    assert main([*explained, "--gpus", "4"]) == 2
+    assert "is for 8 ranks" in capsys.readouterr().err
+    explained[explained.index(str(out))] = str(file)
+    assert main(explained) == 2
+    assert "a job without a strategy" in capsys.readouterr().err
 
     assert main(["plan", str(file), "--cluster", "h100-8x8", "--gpus", "8"]) == 0
     said = capsys.readouterr().out
@@ -166,6 +198,12 @@ def test_mistakes_of_a_job_and_a_cluster(file: Path, capsys: pytest.CaptureFixtu
     assert "says batch, sequence and precision itself" in refused(str(file), *cluster, "--seq", "64")
     assert "a folder that is there" in refused(str(file), *cluster, "--out", str(file.parent))
     assert "are for a job" in refused("qwen3-1m", *cluster, "--out", "plan.toml")
+    assert "a model has none" in refused("qwen3-1m", *cluster, "--set", "data.sequence=64")
+    assert "data.sequences" in refused(str(file), *cluster, "--set", "data.sequences=64")
+    for word in (["--measure", "2"], ["--processes", "4"], ["--stages", "0"], ["--anew"], ["--show"]):
+        assert f"{word[0]} is of a job on this machine" in refused(str(file), *cluster, *word)
+    for word in (["--explain", "dp=2"], ["--timeline", "t.json"], ["--runs"]):
+        assert "are of a cluster" in refused(str(file), *word)
     plan = file.parent / "made.toml"
     assert "rows of the ranking are" in refused(str(file), *cluster, "--out", str(plan), "--pick", "99")
     assert main(["plan", str(file), *cluster, "--runs", "--out", str(plan)]) == 0

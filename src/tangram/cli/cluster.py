@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
@@ -39,7 +40,7 @@ from tangram.planner.page import need_plotly
 from tangram.planner.report import Shown, write_report, write_step
 from tangram.planner.table import Titled
 from tangram.planner.timeline import as_trace, timeline
-from tangram.planner.trainer import runs
+from tangram.planner.trainer import RUNS
 
 __all__ = ["Look", "answered"]
 
@@ -84,13 +85,13 @@ class Look:
 
 def answered(
     model: str, cluster: str, typed: Typed, one: Strategy | None, look: Look, wanted: Wanted | None, taking: Taking,
-    *, json: bool,
+    changes: Mapping[str, str], *, json: bool,
 ) -> int:  # fmt: skip
     """One strategy explained, or how long a training takes, or the ranking; exit code 1 where nothing fits."""
     if wanted is not None:
         checked(wanted)
     _files(look, wanted, taking)
-    where, job = clusters.load(cluster), job_in(model, taking, typed[:3])
+    where, job = clusters.load(cluster), job_in(model, taking, typed[:3], changes)
     outline = outlined(model) if job is None else job.outline
     read = None if one is None else given_in(one[0], outline, typed[4], where)
     asked = _asked(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
@@ -185,7 +186,7 @@ def _asked(outline: Outline, typed: Typed, read: Found | None, wanted: Wanted | 
     asked = asked_of(*asked_typed(typed, read, wanted))
     if wanted is not None:
         asked = replace(asked, able=wanted.able(outline))
-    return replace(asked, able=runs(outline)) if taking.runs else asked
+    return replace(asked, able=RUNS) if taking.runs else asked
 
 
 def _draw(shown: Shown, path: Path) -> None:

@@ -52,14 +52,14 @@ def _measure(ranks: int, out: Path | None, *, json: bool) -> int:
     if out is None or not out.resolve().parent.is_dir() or out.is_dir():
         raise UserError("--measure writes a cluster's file: give one with --out, in a folder that is there")
     if ranks < 0 or ranks > MOST_RANKS:
-        raise UserError(f"--ranks {ranks}: measure for 2 to {MOST_RANKS}")
+        raise UserError(f"--ranks {ranks}: measure for 1 to {MOST_RANKS}")
     with progress("loading torch") as status:
         from tangram.hardware.machine import accelerators
         from tangram.hardware.measured import measured
 
         kinds = [one.kind for one in accelerators()]
         device = kinds[0] if kinds else "cpu"
-        found = measured(device, ranks or max(2, len(kinds)), lambda what: status.update(f"measuring {what}"))
+        found = measured(device, ranks or len(kinds) or 2, lambda what: status.update(f"measuring {what}"))
     try:
         out.write_text(found.text(), encoding="utf-8")
     except OSError as error:

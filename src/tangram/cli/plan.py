@@ -31,7 +31,8 @@ def plan(
     memory: Annotated[float, typer.Option(help="GB that a device may use; 0: all that it has.")] = 0.0,
     top: Annotated[int, typer.Option(min=1, help="How many strategies to name.")] = 8,
     explain: Annotated[
-        str | None, typer.Option(help='Explain one mesh, as "pp=8 dp=2 tp=4", or a Megatron-LM or torchtitan file.')
+        str | None,
+        typer.Option(help='Explain one mesh, as "pp=8 dp=2 tp=4", a plan, or a Megatron-LM or torchtitan file.'),
     ] = None,
     micro: Annotated[int, typer.Option(min=1, help="Of --explain: samples of a micro-batch.")] = 1,
     chunks: Annotated[int, typer.Option(min=1, help="Of --explain: interleaved chunks of a rank.")] = 1,
@@ -102,11 +103,23 @@ def plan(
         file_wanted = export is not None or emit is not None
         wanted = Wanted(export or "", emit or "", out, pick, run, image, submit) if file_wanted else None
         taking = Taking(None if file_wanted else out, pick, runs)
-        return answered(str(file), cluster, typed, one, look, wanted, taking, json=json)
+        here = {
+            "--measure": measure,
+            "--processes": processes != 1,
+            "--stages": stages != 1,
+            "--anew": anew,
+            "--show": show,
+        }
+        if given := [name for name, value in here.items() if value]:
+            raise UserError(f"{given[0]} is of a job on this machine: leave it or --cluster out")
+        return answered(str(file), cluster, typed, one, look, wanted, taking, changes_of(change or []), json=json)
     if export is not None or emit is not None:
         raise UserError("--export and --emit write what is planned for a cluster: give one with --cluster")
-    if objective is not None or pareto or mtbf is not None or report is not None:
-        raise UserError("--objective, --pareto, --mtbf and --report are of a cluster: give one with --cluster")
+    if runs or explain or timeline or objective is not None or pareto or mtbf is not None or report is not None:
+        raise UserError(
+            "--explain, --timeline, --objective, --pareto, --mtbf, --report and --runs are of a cluster: give one with "
+            "--cluster"
+        )
     job = load(file, changes_of(change or []))
     if show:
         from tangram.planner.show import rows

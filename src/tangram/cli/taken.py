@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from tangram.models.outline import Outline
 from tangram.models.outlined import outline_of
 from tangram.planner.choice import Choice
 from tangram.planner.counted import Counted
+from tangram.planner.imports.tangram import TYPES
 from tangram.planner.job import Job
 from tangram.planner.plan import Plan
 from tangram.planner.read import dumps, load
@@ -22,8 +23,6 @@ from tangram.training.building import source_of
 from tangram.training.data import load_tokens
 
 __all__ = ["Given", "Taking", "job_in", "not_run"]
-
-TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -82,18 +81,22 @@ class Given:
         return True
 
 
-def job_in(file: str, taking: Taking, typed: Sequence[object]) -> Given | None:
+def job_in(file: str, taking: Taking, typed: Sequence[object], changes: Mapping[str, str]) -> Given | None:
     """The job in a file; None where a model was given. `typed`: what a job says by itself. Raises UserError."""
     path = Path(file)
     if path.suffix != ".toml":
         if taking.out is not None or taking.runs:
             raise UserError("--out and --runs are for a job, which a plan is written of: give its .toml, or --export")
+        if changes:
+            raise UserError("--set changes keys of a job or a plan, and a model has none: give a job's .toml")
         return None
     if any(one is not None for one in typed):
-        raise UserError(f"{file} says batch, sequence and precision itself: leave them out, or change the file")
+        raise UserError(
+            f"{file} says batch, sequence and precision itself: leave them out, or change its keys with --set"
+        )
     if taking.out is not None and (not taking.out.resolve().parent.is_dir() or taking.out.is_dir()):
         raise UserError(f"the plan cannot be written to {taking.out}: give a file in a folder that is there")
-    job = load(path)
+    job = load(path, changes)
     if isinstance(job, Plan):
         raise UserError(f"{file} is a plan already: `tangram plan --show {file}` explains it, `tangram train` runs it")
     config = source_of(job, load_tokens(job.data, job.model.path)).config

@@ -76,8 +76,10 @@ def _product(device: Figures, kind: str) -> Values:
     return _own(device, "product", kind) or _values("product", device.name, _typed(kind))
 
 
-def _attention(device: Figures) -> Values:
-    return _own(device, "attention", "bf16") or _values("attention", device.name, "bf16")
+def _attention(device: Figures, kind: str = "bf16") -> Values:
+    """Tables have 16 bits alone, a cluster's own curves 32, too."""
+    own = _own(device, "attention", "fp32") if kind == "fp32" else None
+    return own or _own(device, "attention", "bf16") or _values("attention", device.name, "bf16")
 
 
 def _moved(device: Figures) -> Values:
@@ -143,7 +145,7 @@ def attention_seconds(
     backward: bool = False,
 ) -> Array:
     """Of one call of fused attention; `width` is the mean of the heads' dims of keys and of values."""
-    p = _attention(device)
+    p = _attention(device, kind)
     return attention(p, device, kind, batch, queries, keys, heads, kv_heads, width, causal=causal, backward=backward)
 
 

@@ -18,6 +18,7 @@ from tangram.hardware import sweep
 from tangram.hardware.curves import ATTENTION, COLLECTIVE, MOVED, PRODUCT, attention, collective, moved, product
 from tangram.hardware.devices import Figures
 from tangram.hardware.fit import Call, Fit, fit
+from tangram.hardware.machine import accelerators
 from tangram.hardware.owncurves import text_of
 from tangram.hardware.rates import rates
 from tangram.hardware.sweep import Point
@@ -60,14 +61,20 @@ class Measured:
 
 
 def measured(device: str, ranks: int, tell: Tell = lambda what: None) -> Measured:
-    """Measure, and fit. Raises UserError for fewer than two ranks, where ranks cannot meet, and without scipy."""
-    if ranks < 2:
-        raise UserError(f"{ranks} rank has no collectives: measure for two or more")
+    """Measure, and fit. Raises UserError for more ranks than accelerators, where ranks cannot meet, without scipy.
+
+    One rank has no collectives: then its link is the catalogue's, or what gloo reaches here.
+    """
+    there = sum(one.kind == device for one in accelerators())
+    if device != "cpu" and ranks > there:
+        raise UserError(f"{ranks} ranks cannot be measured: there are {there} accelerators")
     known = rates(device, ranks)
     tell("matrix products")
     products = {kind: sweep.products(device, kind, ranks) for kind in sweep.TYPES}
     tell("attention")
-    ahead, back = (sweep.attention(device, ranks, backward=way) for way in (False, True))
+    scores = {
+        kind: tuple(sweep.attention(device, kind, ranks, backward=way) for way in (False, True)) for kind in sweep.TYPES
+    }
     tell("what moves through memory")
     streams = sweep.moved(device, ranks)
     tell(f"collectives of up to {ranks} ranks")
@@ -76,12 +83,13 @@ def measured(device: str, ranks: int, tell: Tell = lambda what: None) -> Measure
     figures = Figures(
         "here", known.name, bf16=best["bf16"], fp32=best["fp32"], memory_bytes=known.memory,
         memory_bandwidth=max(one.sizes["nbytes"] / one.seconds for one in streams[-2:]),
-        link_bandwidth=max(_received(one) / one.seconds for one in together["all-gather"]), link_domain=ranks,
+        link_bandwidth=max((_received(one) / one.seconds for one in together["all-gather"]), default=known.links.peak),
+        link_domain=ranks,
     )  # fmt: skip
     fits = [_product(figures, kind, points) for kind, points in products.items()]
-    fits += [_attention(figures, ahead, back), _moved(figures, streams)]
-    fits += [_collective(figures, name, points) for name, points in together.items()]
-    latency = min(one.seconds for one in together["all-reduce"])
+    fits += [_attention(figures, kind, *points) for kind, points in scores.items()]
+    fits += [_moved(figures, streams), *(_collective(figures, name, of) for name, of in together.items() if of)]
+    latency = min((one.seconds for one in together["all-reduce"]), default=known.latency)
     return Measured(known.name, ranks, figures, tuple(fits), "gloo" if device == "cpu" else "links", latency)
 
 
@@ -111,9 +119,8 @@ def _product(figures: Figures, kind: str, points: Sequence[Point]) -> Fit:
     return _fit("product", kind, PRODUCT, call, [one for one in points if _flops(one) >= LEAST])
 
 
-def _attention(figures: Figures, ahead: Sequence[Point], back: Sequence[Point]) -> Fit:
+def _attention(figures: Figures, kind: str, ahead: Sequence[Point], back: Sequence[Point]) -> Fit:
     """The forward's curve, and by how much an operation of the backward is slower: the median of the same shapes."""
-    kind = "bf16" if figures.name != "here" else "fp32"
 
     def call(p: Mapping[str, float], x: Any, *, backward: bool = False) -> Floats:
         return attention(
@@ -121,7 +128,7 @@ def _attention(figures: Figures, ahead: Sequence[Point], back: Sequence[Point]) 
             backward=backward,
         )  # fmt: skip
 
-    found = _fit("attention", "bf16", ATTENTION, call, ahead)
+    found = _fit("attention", kind, ATTENTION, call, ahead)
     x, t = _columns(back)
     slower = float(np.median(t / call({**found.values, "backward": 1.0}, x, backward=True)))
     return Fit(

@@ -1,7 +1,7 @@
 """Curves of a cluster's own device, as a part of its file: read with every mistake named, and written.
 
 [curves.product.bf16]          by type
-[curves.attention.bf16]        forward, in 16 bits; `backward`: how much slower an operation of the backward is
+[curves.attention.bf16]        forward, by type; `backward`: how much slower an operation of the backward is
 [curves.moved.any]
 [curves.collective.all-gather] by operation
 """
@@ -21,7 +21,7 @@ __all__ = ["curves_in", "text_of"]
 Curves = Mapping[str, Mapping[str, Mapping[str, float]]]
 KNOWN: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "product": (("bf16", "fp16", "fp32", "fp8", "fp4"), (*PRODUCT, "spread"), ()),
-    "attention": (("bf16",), (*ATTENTION, "spread"), ("backward",)),
+    "attention": (("bf16", "fp32"), (*ATTENTION, "spread"), ("backward",)),
     "moved": (("any",), (*MOVED, "spread"), ()),
     "collective": (tuple(name for name in SHARES if name != "p2p"), (*COLLECTIVE, "spread"), ("crowd",)),
 }

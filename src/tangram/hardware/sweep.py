@@ -79,17 +79,17 @@ def _shapes() -> Iterator[tuple[int, int, int]]:
     yield from sorted(shapes, key=lambda shape: (shape[0] * shape[1] * shape[2], shape))
 
 
-def attention(device: str, processes: int, *, backward: bool = False) -> list[Point]:
+def attention(device: str, kind: str, processes: int, *, backward: bool = False) -> list[Point]:
     """Of one sample, with as many heads of keys as of queries; with `backward`, of the backward alone."""
     found: list[Point] = []
-    kind = torch.bfloat16 if device != "cpu" else torch.float32
     with threads_of_one_of(processes):
         for (heads, width), length in itertools.product(HEADS, LENGTHS):
             before = next((one.seconds for one in reversed(found) if one.sizes["queries"] < length), 0.0)
             if before > LONGEST / 4:
                 continue
             given = [
-                torch.ones(1, heads, length, width, device=device, dtype=kind, requires_grad=backward) for _ in range(3)
+                torch.ones(1, heads, length, width, device=device, dtype=TYPES[kind], requires_grad=backward)
+                for _ in range(3)
             ]
             sizes = {"batch": 1, "queries": length, "keys": length, "heads": heads, "width": width}
             found.append(Point(dict(sizes), _attention_seconds(given, device, backward=backward)))
@@ -124,7 +124,7 @@ def moved(device: str, processes: int) -> list[Point]:
 
 
 def collectives(device: str, most: int) -> dict[str, list[Point]]:
-    """By operation, over two, four ... up to `most` ranks. Raises UserError where ranks cannot meet."""
+    """By operation, over two, four ... up to `most` ranks; nothing of one. Raises UserError where ranks cannot meet."""
     found: dict[str, list[Point]] = {name: [] for name in OPS}
     ranks = [2**power for power in range(1, most.bit_length()) if 2**power <= most]
     for world in sorted({*ranks, most} - {1}):

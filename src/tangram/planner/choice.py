@@ -15,7 +15,7 @@ from tangram.hardware.devices import Figures, device
 from tangram.models.outline import Outline
 from tangram.planner.framework import framework
 from tangram.planner.grid import Grid, grid
-from tangram.planner.learn import Learned, Run
+from tangram.planner.learn import SURE, Learned, Run
 from tangram.planner.memory import Memory, memory
 from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.setting import Precision, Setting
@@ -35,8 +35,6 @@ __all__ = [
     "unlike",
 ]
 
-SURE = 1.6449
-"""Standard deviations to each side of the middle 90 of 100 of a normal."""
 MEMORY_SPREAD = 0.06
 """Standard deviation of the logarithm of memory: of published runs of a billion parameters or more, held out."""
 

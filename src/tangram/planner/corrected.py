@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from tangram.planner.history import Entry
-from tangram.planner.learn import Learned, Run, learn
+from tangram.planner.learn import SURE, Learned, Run, learn
 
 __all__ = ["Asked", "Here", "Likely", "hopeless", "learned_of", "likely"]
 
-SURE = 1.6449
-"""Standard deviations to each side of the middle 90 of 100 of a normal."""
 NOISE = 0.08
 """Standard deviation of the logarithm of one run's median step, run again on the same machine."""
 MOST = 500

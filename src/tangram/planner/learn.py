@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from tangram.planner.setting import Setting
 from tangram.planner.time import Seconds
 
-__all__ = ["Learned", "Run", "features", "learn", "load", "published", "save"]
+__all__ = ["SURE", "Learned", "Run", "features", "learn", "load", "published", "save"]
 
 Array = NDArray[Any]
 
@@ -47,6 +47,8 @@ WIDTHS = {
 }
 """How large effects of each family are: the standard deviation of a weight before anything is seen."""
 PARTS = tuple(one.name for one in fields(Seconds))
+SURE = 1.6449
+"""Standard deviations to each side of the middle 90 of 100 of a normal."""
 TAILS = 4.0
 TURNS = 4
 

@@ -9,18 +9,17 @@ down in tables here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tangram.models.outline import Group, Outline
 from tangram.planner.grid import Grid, grid, joined
 from tangram.planner.pipelines import SCHEDULES, code
-from tangram.planner.rules import legal
+from tangram.planner.rules import Rule, legal
 
-__all__ = ["ALL", "EXPLAINED", "RECOMPUTED", "Able", "Request", "Rule", "expanded", "meshes", "of_mesh"]
+__all__ = ["ALL", "EXPLAINED", "RECOMPUTED", "Able", "Request", "expanded", "meshes", "of_mesh"]
 
 RECOMPUTED: tuple[tuple[str, Group, float], ...] = (
     ("nothing", Group.NONE, 1.0),
@@ -42,16 +41,6 @@ DOMINATED = (
     "states divided over one rank: the same as not divided",
 )
 """What is left out, since the models of time and memory say that it is never better."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What configurations have to keep to be run by somebody."""
-
-    why: str
-    """Why others are not run, in words that follow "since"."""
-    holds: Callable[[Grid], NDArray[np.bool_]]
-    """Of each configuration."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +191,7 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
     )
     keep = legal(outline, found)
     for rule in () if bound else request.able.rules:
-        keep = keep & rule.holds(found)
+        keep = keep & rule.holds(outline, found)
     return found.take(keep)
 
 
@@ -229,5 +218,5 @@ def expanded(outline: Outline, request: Request, rows: Grid) -> Grid:
     staged = np.where(found.pipeline > 1, np.isin(zero, request.able.staged), np.isin(zero, request.able.zero))
     keep = np.where(divides, staged, zero == 0) & legal(outline, found)
     for rule in request.able.rules:
-        keep = keep & rule.holds(found)
+        keep = keep & rule.holds(outline, found)
     return found.take(keep)

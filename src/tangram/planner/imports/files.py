@@ -1,4 +1,4 @@
-"""A file of another project as a strategy: whose it is, by its names. What `tangram plan --explain FILE` reads."""
+"""A file as a strategy, Tangram's own or another project's, by its names: what `tangram plan --explain FILE` reads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tangram.errors import UserError
 from tangram.models.outline import Outline
 from tangram.planner.imports.found import Found
 from tangram.planner.imports.megatron import megatron
+from tangram.planner.imports.tangram import tangram
 from tangram.planner.imports.torchtitan import is_torchtitan, torchtitan
 from tangram.planner.imports.words import words_of
 
@@ -19,8 +20,10 @@ def strategy_of(path: Path, outline: Outline, devices: int, most: int) -> Found:
     kind, words = words_of(path)
     if is_torchtitan(words):
         return torchtitan(words, outline, devices, most, toml=kind == "toml")
+    if kind == "toml" and words.has("version"):
+        return tangram(path, outline, devices)
     if kind == "toml":
-        raise UserError(f"{path} has none of torchtitan's tables [training] and [parallelism]")
+        raise UserError(f"{path} is no plan of Tangram, and has none of torchtitan's tables [training], [parallelism]")
     if not words.values:
         raise UserError(f"{path} has no arguments of Megatron-LM or torchtitan in it")
     return megatron(words, outline, devices, most)

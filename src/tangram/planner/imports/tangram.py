@@ -1,0 +1,94 @@
+"""A plan of Tangram's own as a strategy of the joint space: what `tangram plan --explain plan.toml` reads.
+
+The other way of `planner.runnable`, which tests hold it to. What blocks are computed again is seen by names that end in
+a number; modules inside of blocks are told and taken as kept.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+
+from tangram.errors import UserError
+from tangram.layout import Mesh
+from tangram.models.outline import Group, Outline
+from tangram.planner.axes import marked
+from tangram.planner.estimate import shard_size
+from tangram.planner.exports.numbers import Numbers
+from tangram.planner.imports.found import Found, nearest
+from tangram.planner.pipelines import code
+from tangram.planner.plan import Plan
+from tangram.planner.read import load
+from tangram.planner.setting import Precision
+
+__all__ = ["TYPES", "tangram"]
+
+TYPES: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""What a job's precision is called by the search."""
+DIVIDED = {("after step", "step"): 1, ("after step", "micro-batch"): 2, ("after backward", "micro-batch"): 2}
+"""What data ranks divide beside copies, by run.reshard and run.reduce_every; else all of it."""
+
+
+def tangram(path: Path, outline: Outline, devices: int) -> Found:
+    """The strategy of a plan's file. Raises UserError for a job, and for what the space has no numbers for."""
+    plan = load(path)
+    if not isinstance(plan, Plan):
+        raise UserError(f"{path} is a job without a strategy: plan it with --cluster, instead of --explain")
+    if devices and devices != plan.ranks:
+        raise UserError(f"{path} is for {plan.ranks} ranks, and {devices} devices are asked for: leave --gpus out")
+    sizes = {axis: size for axis, (size, _) in Mesh.parse(plan.mesh).axes.items()}
+    if prod(sizes[axis] for axis in plan.axes.expert) > 1:
+        raise UserError(f"{path} has expert ranks of an axis of their own, which the planner's model of time has not")
+    name = plan.pipeline.schedule if plan.pipeline else "1F1B"
+    if code(name) < 0:
+        raise UserError(f"{path}: the planner's model of time knows no schedule {name}")
+    told: list[str] = []
+    tensor, over = prod(sizes[axis] for axis in plan.axes.tensor), shard_size(plan)
+    one = Numbers(
+        pipeline=plan.stage_ranks,
+        virtual=len(plan.pipeline.stages) // plan.stage_ranks if plan.pipeline else 1,
+        schedule=name if plan.pipeline else "",
+        tensor=tensor,
+        sequence_parallel=tensor > 1 and _cut(plan, plan.axes.tensor, "s"),
+        context=plan.context_ranks,
+        ulysses=plan.context_ranks if _cut(plan, plan.axes.context, "out") else 1,
+        expert=1,
+        expert_tensor=tensor,
+        data=plan.data_ranks,
+        zero=_zero(plan) if over > 1 else 0,
+        shard=over if over > 1 else plan.data_ranks * plan.context_ranks,
+        micro=plan.data.micro_batch,
+        batch=plan.data.global_batch,
+        sequence=plan.data.sequence,
+        again=_again(plan, outline, told),
+        precision=TYPES[plan.precision.compute],
+    )
+    return Found(one, "tangram", tuple(told), ())
+
+
+def _cut(plan: Plan, axes: tuple[str, ...], dim: str) -> bool:
+    """Whether marks cut a dim that is called so over one of the axes."""
+    return any(
+        f"{dim}/{axis}" in text.split() for text in plan.layouts.marks.values() for axis in axes if marked(text).axes
+    )
+
+
+def _zero(plan: Plan) -> int:
+    if plan.pipeline is not None:  # gathered and reduced once a step
+        return 1
+    return DIVIDED.get((plan.run.reshard, plan.run.reduce_every), 3)
+
+
+def _again(plan: Plan, outline: Outline, told: list[str]) -> str:
+    blocks: set[int] = set()
+    for pattern in plan.run.recompute:
+        stem = pattern.rpartition(".")[0]
+        found = {at for at in range(outline.layers) if fnmatchcase(f"{stem}.{at}", pattern)}
+        if not found:
+            told.append(f"run.recompute: {pattern} is taken as kept")
+        blocks |= found
+    if plan.run.recompute_keep and blocks:
+        told.append(f"run.recompute_keep: {', '.join(plan.run.recompute_keep)} are taken to be computed again")
+    share = len(blocks) / outline.layers
+    return nearest(Group.BLOCK if blocks else Group.NONE, share if blocks else 1.0, told, "run.recompute")
