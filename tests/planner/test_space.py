@@ -12,31 +12,42 @@ from hypothesis import strategies as st
 
 from tangram.errors import UserError
 from tangram.hardware.devices import device
+from tangram.models.adapted import adapted
 from tangram.models.outline import Dims, Outline, decoder
 from tangram.models.outlined import outlined
 from tangram.planner import search as searching
 from tangram.planner.framework import framework, frameworks
 from tangram.planner.grid import Grid, grid
 from tangram.planner.learn import PARTS
+from tangram.planner.means import offloads_of
 from tangram.planner.memory import memory
 from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.rules import RULES, legal, reasons
 from tangram.planner.search import exhaustive, search
 from tangram.planner.setting import Setting
-from tangram.planner.space import Request, meshes, of_mesh
+from tangram.planner.space import Request, expanded, meshes, of_mesh
 from tangram.planner.time import seconds
 
 DENSE = decoder(Dims(12, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")
 MIXED = decoder(
     Dims(6, 512, 8, 32000, ffn=2048, experts=16, per_token=2, expert_ffn=512, shared_ffn=512, dense_layers=1), "mixed"
 )
+ADAPTED = adapted(DENSE, 8)
 SETTING = Setting(device("h100"), framework("megatron-core"))
 DRAWN = st.tuples(
-    st.sampled_from([DENSE, MIXED]),
+    st.sampled_from([DENSE, MIXED, ADAPTED]),
     st.sampled_from([1, 2, 4, 8, 12, 16, 48]),
     st.sampled_from([16, 48, 96, 240]),
     st.sampled_from([512, 2048]),
 )
+
+
+WIDER = st.fixed_dictionaries({
+    "node": st.sampled_from([0, 2, 4]),
+    "optimisers": st.sampled_from([(0,), (0, 2), (2, 6), (1, 3)]),
+    "offloads": st.sampled_from(["", "optimiser", "activations", "optimiser,parameters"]).map(offloads_of),
+})  # fmt: skip
+"""What may be used beside the usual; kinds of optimisers by their place."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -113,13 +124,14 @@ def test_each_refusal_has_its_reason(name: str) -> None:
 SCALES = st.none() | st.fixed_dictionaries({name: st.floats(0.3, 3.0) for name in PARTS})
 
 
-@given(DRAWN, st.floats(0.2, 4.0), st.integers(1, 12), SCALES)
+@given(DRAWN, WIDER, st.floats(0.2, 4.0), st.integers(1, 12), SCALES)
 @settings(deadline=None)
 def test_the_search_finds_what_trying_everything_finds(
-    drawn: tuple[Outline, int, int, int], room: float, most: int, scales: dict[str, float] | None
+    drawn: tuple[Outline, int, int, int], wider: dict[str, Any], room: float, most: int, scales: dict[str, float] | None
 ) -> None:
     outline, devices, batch, sequence = drawn
-    request = Request(devices, batch, sequence, schedules=tuple(one.name for one in SCHEDULES))
+    devices = min(devices, 16)  # there is more to try
+    request = Request(devices, batch, sequence, schedules=tuple(one.name for one in SCHEDULES), **wider)
     if not list(meshes(outline, request)):
         with pytest.raises(UserError, match="have no legal layout"):
             search(outline, request, SETTING, 80e9)
@@ -150,13 +162,14 @@ def test_bounds_that_are_none_lose_the_best(monkeypatch: pytest.MonkeyPatch) -> 
     assert search(MIXED, request, SETTING, 6e9, 1).step[0] > right.step[0]
 
 
-@given(DRAWN, SCALES)
-@settings(deadline=None)
+@given(DRAWN, WIDER, SCALES)
+@settings(deadline=None, max_examples=40)
 def test_no_configuration_of_a_branch_is_below_its_bound(
-    drawn: tuple[Outline, int, int, int], scales: dict[str, float] | None
+    drawn: tuple[Outline, int, int, int], wider: dict[str, Any], scales: dict[str, float] | None
 ) -> None:
     outline, devices, batch, sequence = drawn
-    request = Request(devices, batch, sequence, schedules=tuple(one.name for one in SCHEDULES))
+    devices = min(devices, 16)
+    request = Request(devices, batch, sequence, schedules=tuple(one.name for one in SCHEDULES), **wider)
     for mesh in meshes(outline, request):
         bound = of_mesh(outline, request, mesh, bound=True)
         if not len(bound):
@@ -164,6 +177,21 @@ def test_no_configuration_of_a_branch_is_below_its_bound(
         (least,) = searching.bounds_of(outline, bound, [len(bound)], SETTING, scales)
         steps = searching.scaled(seconds(outline, of_mesh(outline, request, mesh), SETTING), scales)
         assert steps.min() >= least * (1 - 1e-12)
+
+
+@given(DRAWN, WIDER)
+@settings(deadline=None, max_examples=12)
+def test_a_bounds_rows_make_all_of_a_mesh(drawn: tuple[Outline, int, int, int], wider: dict[str, Any]) -> None:
+    """What the search lays out of its branches is what the space has, each once."""
+    outline, devices, batch, sequence = drawn
+    request = Request(min(devices, 8), batch, sequence, schedules=tuple(one.name for one in SCHEDULES), **wider)
+    for mesh in meshes(outline, request):
+        rows = [
+            of_mesh(outline, request, mesh),
+            expanded(outline, request, of_mesh(outline, request, mesh, bound=True)),
+        ]
+        whole, made = (sorted(zip(*(v.tolist() for v in vars(g).values()), strict=True)) for g in rows)
+        assert whole == made
 
 
 @given(DRAWN)

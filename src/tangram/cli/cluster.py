@@ -13,6 +13,7 @@ from tangram.cli.taken import Taking, job_in
 from tangram.errors import UserError
 from tangram.hardware import cluster as clusters
 from tangram.hardware.cluster import Cluster
+from tangram.models.adapted import adapted
 from tangram.models.outline import Outline
 from tangram.models.outlined import outlined
 from tangram.planner.across import best
@@ -35,6 +36,7 @@ from tangram.planner.front import Fronts, fronts
 from tangram.planner.goodput import Goodput
 from tangram.planner.imports.found import Found
 from tangram.planner.learn import published
+from tangram.planner.means import FULL, base_of, offloads_of, optimisers_of
 from tangram.planner.objectives import Terms, aim_of
 from tangram.planner.page import need_plotly
 from tangram.planner.report import Shown, write_report, write_step
@@ -42,7 +44,7 @@ from tangram.planner.table import Titled
 from tangram.planner.timeline import as_trace, timeline
 from tangram.planner.trainer import RUNS
 
-__all__ = ["Look", "answered"]
+__all__ = ["Lean", "Look", "answered"]
 
 PAGES = (".html", ".htm")
 THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
@@ -51,6 +53,23 @@ THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 Strategy = tuple[str, int, int, str, int, str, str]
 """Mesh, micro-batch, chunks, schedule, what is divided, what is made again, experts."""
+
+
+@dataclass(frozen=True)
+class Lean:
+    """Ways to train in less memory that may be taken; as typed."""
+
+    optimiser: str = "adamw"
+    lora: int = 0
+    base: str = "bf16"
+    offload: str = ""
+
+    def of(self, asked: Ask) -> Ask:
+        """With what is asked. Raises UserError."""
+        base = base_of(self.base)
+        if base is not FULL and not self.lora:
+            raise UserError(f"--base {self.base} is of frozen weights: give --lora, the rank of what is trained")
+        return replace(asked, optimisers=optimisers_of(self.optimiser), offloads=offloads_of(self.offload), base=base)
 
 
 @dataclass(frozen=True)
@@ -85,16 +104,17 @@ class Look:
 
 def answered(
     model: str, cluster: str, typed: Typed, one: Strategy | None, look: Look, wanted: Wanted | None, taking: Taking,
-    changes: Mapping[str, str], *, json: bool,
+    changes: Mapping[str, str], lean: Lean, *, json: bool,
 ) -> int:  # fmt: skip
     """One strategy explained, or how long a training takes, or the ranking; exit code 1 where nothing fits."""
     if wanted is not None:
         checked(wanted)
     _files(look, wanted, taking)
     where, job = clusters.load(cluster), job_in(model, taking, typed[:3], changes)
-    outline = outlined(model) if job is None else job.outline
+    outline = adapted(outlined(model) if job is None else job.outline, lean.lora)
     read = None if one is None else given_in(one[0], outline, typed[4], where)
     asked = _asked(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
+    asked = lean.of(asked)
     terms = look.terms(asked)
     if look.train_tokens is not None and not look.objective:
         if look.report is not None:

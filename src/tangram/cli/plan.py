@@ -29,6 +29,14 @@ def plan(
     ] = None,
     framework: Annotated[str | None, typer.Option(help="What will run it, tangram or as in megatron-core.")] = None,
     memory: Annotated[float, typer.Option(help="GB that a device may use; 0: all that it has.")] = 0.0,
+    optimiser: Annotated[
+        str | None, typer.Option(help="Of a model on a cluster: kinds that may be used, as adamw,adamw-8bit.")
+    ] = None,
+    offload: Annotated[
+        str | None, typer.Option(help="What may wait on the host: optimiser, parameters, activations.")
+    ] = None,
+    lora: Annotated[int, typer.Option(help="Train adapters of this rank alone, beside frozen weights.")] = 0,
+    base: Annotated[str | None, typer.Option(help="Of --lora: what these are kept in: bf16, int8, nf4.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many strategies to name.")] = 8,
     explain: Annotated[
         str | None,
@@ -92,7 +100,7 @@ def plan(
     if file is None:
         raise UserError("give a job, as in examples/quickstart/job.toml, or a model with --cluster")
     if cluster is not None:
-        from tangram.cli.cluster import Look, answered
+        from tangram.cli.cluster import Lean, Look, answered
         from tangram.cli.exports import Wanted
         from tangram.cli.taken import Taking
 
@@ -112,7 +120,8 @@ def plan(
         }
         if given := [name for name, value in here.items() if value]:
             raise UserError(f"{given[0]} is of a job on this machine: leave it or --cluster out")
-        return answered(str(file), cluster, typed, one, look, wanted, taking, changes_of(change or []), json=json)
+        lean = Lean(optimiser or "adamw", lora, base or "bf16", offload or "")
+        return answered(str(file), cluster, typed, one, look, wanted, taking, changes_of(change or []), lean, json=json)
     if export is not None or emit is not None:
         raise UserError("--export and --emit write what is planned for a cluster: give one with --cluster")
     if runs or explain or timeline or objective is not None or pareto or mtbf is not None or report is not None:
@@ -120,6 +129,8 @@ def plan(
             "--explain, --timeline, --objective, --pareto, --mtbf, --report and --runs are of a cluster: give one with "
             "--cluster"
         )
+    if optimiser or offload or lora or base:
+        raise UserError("--optimiser, --offload, --lora and --base are of a cluster: give one with --cluster")
     job = load(file, changes_of(change or []))
     if show:
         from tangram.planner.show import rows

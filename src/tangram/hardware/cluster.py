@@ -42,6 +42,8 @@ __all__ = [
 
 VERSION = 1
 TYPES = ("bf16", "fp32")
+HOST = ("rate", "bandwidth", "memory_bytes")
+"""Bytes per second to and from a device; that its part of the processors moves; bytes of memory for each device."""
 SHARES = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "all-to-all": 1.0, "permute": 1.0}
 """How often a rank receives (k - 1) / k of a collective's tensor: for an all-to-all that is what it has of it."""
 
@@ -101,6 +103,8 @@ class Cluster:
         default_factory=dict[str, Mapping[str, Mapping[str, float]]]
     )
     """Of its device, where the file has some: by kind and type the values of `hardware.curves`."""
+    host: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What a device has of its host, as far as the file says: `HOST`."""
 
     def link(self, k: int, stride: int = 1) -> Link:
         """What `k` ranks of which each is `stride` after the one before meet at.
@@ -200,7 +204,7 @@ def _cluster(text: str, name: str) -> Cluster:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{name}: this is not TOML: {error}") from None
     needed = ("version", "ranks", "device", "links")
-    _keys(name, "", tables, needed, (*needed, "curves"))
+    _keys(name, "", tables, needed, (*needed, "curves", "host"))
     if tables["version"] != VERSION:
         raise UserError(f"{name}: version is {tables['version']}; this Tangram reads {VERSION}")
     ranks = _count(name, "ranks", tables["ranks"])
@@ -214,7 +218,10 @@ def _cluster(text: str, name: str) -> Cluster:
     if links[-1].ranks != ranks:
         raise UserError(f"{name}: there are {ranks} ranks, and the last link joins {links[-1].ranks}; make them equal")
     device = _device(name, _table(name, "device", tables["device"]))
-    return Cluster(name, ranks, device, links, curves_in(name, tables.get("curves", {})))
+    host = _table(name, "host", tables.get("host", {}))
+    _keys(name, "host.", host, (), HOST)
+    own = {key: _above(name, f"host.{key}", value) for key, value in host.items()}
+    return Cluster(name, ranks, device, links, curves_in(name, tables.get("curves", {})), own)
 
 
 _FIGURES = ("memory_bytes", "memory_bandwidth")

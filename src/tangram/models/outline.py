@@ -15,6 +15,7 @@ experts, and tensor ranks are those of the experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntFlag
 from typing import Literal
@@ -59,6 +60,8 @@ class Product:
     experts: int = 0
     """Of how many experts each has such a map; 0 where it is no expert's."""
     bias: bool = False
+    frozen: bool = False
+    """Whether its weights are not trained."""
 
     @property
     def numbers(self) -> int:
@@ -139,10 +142,24 @@ class Block:
     @property
     def numbers(self) -> Numbers:
         """Of its weights."""
-        routed = sum(one.numbers for one in self.products if one.experts)
-        cut = sum(one.numbers for one in self.products if one.cut and not one.experts)
-        whole = sum(one.numbers for one in self.products if not one.cut and not one.experts)
-        return Numbers(cut, whole + self.vectors, routed)
+        return _numbers(self.products, self.vectors)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether it has frozen products beside what is trained; vectors are frozen then, too."""
+        return any(one.frozen for one in self.products)
+
+    @property
+    def trained(self) -> Numbers:
+        """Of the weights that are trained."""
+        return _numbers([one for one in self.products if not one.frozen], 0 if self.adapted else self.vectors)
+
+
+def _numbers(products: Sequence[Product], vectors: int) -> Numbers:
+    routed = sum(one.numbers for one in products if one.experts)
+    cut = sum(one.numbers for one in products if one.cut and not one.experts)
+    whole = sum(one.numbers for one in products if not one.cut and not one.experts)
+    return Numbers(cut, whole + vectors, routed)
 
 
 @dataclass(frozen=True)
@@ -160,6 +177,11 @@ class Outline:
     """Learned ones: their number."""
     predictors: int = 0
     """Further blocks after the last that predict tokens farther ahead, each with a pass through the head."""
+
+    @property
+    def adapted(self) -> bool:
+        """Whether blocks have frozen products; embedding and head are frozen then, too."""
+        return any(block.adapted for block, _ in self.runs)
 
     @property
     def layers(self) -> int:

@@ -8,9 +8,10 @@ from dataclasses import asdict
 
 from tangram.planner.ask import Answer
 from tangram.planner.budget import Budget, Duration, fewest
-from tangram.planner.choice import Choice, safe
+from tangram.planner.choice import Ask, Choice, safe
 from tangram.planner.explain import Explained
 from tangram.planner.front import REACH, Fronts, Place
+from tangram.planner.means import OPTIMISERS, offload_words
 from tangram.planner.objectives import TIME, Aim
 from tangram.planner.table import Titled
 
@@ -26,6 +27,7 @@ PARTS = {
     "head": "logits and loss", "launch": "waiting for the host", "tensor": "over tensor ranks",
     "expert": "to experts and back", "context": "keys or heads over context ranks", "stages": "between stages",
     "idle": "waiting for other stages", "data": "gradients and parameters", "optimiser": "optimiser",
+    "host": "waiting for the host's memory",
 }  # fmt: skip
 HELD = {
     "parameters": "parameters", "gradients": "gradients", "optimiser": "optimiser's states",
@@ -143,7 +145,7 @@ def as_json(answer: Answer) -> dict[str, object]:
         "model": answer.outline.name,
         "parameters": answer.outline.numbers,
         "cluster": answer.cluster,
-        "ask": {name: value for name, value in vars(answer.ask).items() if name != "able"},
+        "ask": asked_json(answer.ask),
         "memory_limit": answer.limit,
         "looked_at": answer.looked,
         "choices": [asdict(one) for one in answer.choices],
@@ -154,6 +156,16 @@ def as_json(answer: Answer) -> dict[str, object]:
         "otherwise": {name: asdict(one) if one else None for name, one in answer.otherwise.items()},
         "objective": None if answer.aim is None else _aimed(answer, answer.aim),
         "missed": answer.missed or None,
+    }
+
+
+def asked_json(ask: Ask) -> dict[str, object]:
+    """What was asked, by names."""
+    return {
+        **{name: value for name, value in vars(ask).items() if name != "able"},
+        "optimisers": [OPTIMISERS[code].name for code in ask.optimisers],
+        "offloads": [offload_words(bits) for bits in ask.offloads],
+        "base": ask.base.name,
     }
 
 
@@ -262,7 +274,7 @@ def _row(place: str, one: Choice) -> tuple[str, ...]:
         f"{one.micro} x {one.micros}",
         f"{one.schedule} x {one.virtual}" if one.virtual > 1 else one.schedule,
         experts,
-        ZERO[one.zero],
+        divided_words(one),
         one.again,
         f"{one.memory / 1e9:.1f} GB",
         f"{one.fits:.0%}",
@@ -271,6 +283,14 @@ def _row(place: str, one: Choice) -> tuple[str, ...]:
         f"{one.tokens_per_device:,.0f}",
         f"{one.utilisation:.1%}",
     )
+
+
+def divided_words(one: Choice) -> str:
+    """What data ranks divide, over how many where not all; another optimiser than AdamW, what waits on the host."""
+    near = f" over {one.at['shard']:.0f}" if one.zero and one.at["shard"] < one.at["data"] * one.at["context"] else ""
+    kind = "" if one.optimiser == "adamw" else one.optimiser
+    away = f"on the host: {one.offload}" if one.offload else ""
+    return "; ".join(word for word in (ZERO[one.zero] + near, kind, away) if word)
 
 
 def _shares(

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
-from tangram.hardware import curves
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Outline
-from tangram.planner.choice import Ask, Choice, described, limit_of, safe, setting_of, unlike
+from tangram.planner.choice import Ask, Choice, assumed, described, limit_of, safe, setting_of, unlike
 from tangram.planner.framework import framework
 from tangram.planner.learn import Learned, published
 from tangram.planner.objectives import Aim
@@ -92,7 +91,7 @@ def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) 
     enough = 0 if choices or not what_if else _enough(outline, request, setting, limit)
     return Answer(
         outline, cluster.name, ask, limit, unlike(choices)[: ask.most], smallest, found.looked,
-        tuple(curves.assumed(setting.device)), otherwise, enough,
+        assumed(cluster, ask), otherwise, enough,
     )  # fmt: skip
 
 
@@ -123,8 +122,9 @@ def requested(cluster: Cluster, ask: Ask) -> Request:
             f"{ask.tokens} tokens are not samples of {ask.sequence}: the nearest batches are {below} and {above}"
         )
     return Request(
-        devices, ask.tokens // ask.sequence, ask.sequence, schedules=framework(ask.framework).schedules, able=ask.able
-    )
+        devices, ask.tokens // ask.sequence, ask.sequence, schedules=framework(ask.framework).schedules, able=ask.able,
+        node=cluster.links[0].ranks if len(cluster.links) > 1 else 0, optimisers=ask.optimisers, offloads=ask.offloads,
+    )  # fmt: skip
 
 
 def _otherwise(

@@ -10,21 +10,25 @@ from typing import Any, cast
 import numpy as np
 
 from tangram.errors import UserError
+from tangram.hardware import curves
 from tangram.hardware.cluster import Cluster
 from tangram.hardware.devices import Figures, device
+from tangram.models.adapted import frozen_flops
 from tangram.models.outline import Outline
 from tangram.planner.framework import framework
 from tangram.planner.grid import Grid, grid
 from tangram.planner.learn import SURE, Learned, Run
+from tangram.planner.means import FULL, OPTIMISERS, Base, offload_words
 from tangram.planner.memory import Memory, memory
 from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.setting import Precision, Setting
+from tangram.planner.setting import Host, Precision, Setting
 from tangram.planner.space import ALL, EXPLAINED, Able
 from tangram.planner.time import seconds
 
 __all__ = [
     "Ask",
     "Choice",
+    "assumed",
     "described",
     "figures",
     "limit_of",
@@ -35,6 +39,8 @@ __all__ = [
     "unlike",
 ]
 
+COPIED = 0.8
+"""Of a link to the host what copies reach."""
 MEMORY_SPREAD = 0.06
 """Standard deviation of the logarithm of memory: of published runs of a billion parameters or more, held out."""
 
@@ -57,6 +63,12 @@ class Ask:
     """How many strategies to name."""
     able: Able = ALL
     """What may be looked at, where not everything can be run."""
+    optimisers: tuple[int, ...] = (0,)
+    """Codes of kinds that may be used (`planner.means`)."""
+    offloads: tuple[int, ...] = (0,)
+    """What may wait on the host (`means.Offload`)."""
+    base: Base = FULL
+    """What frozen weights are kept in, where an outline has some (`models.adapted`)."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +106,15 @@ class Choice:
     """Bytes of that rank, by what they are of."""
     at: Mapping[str, float]
     """All numbers of the configuration (`planner.grid`)."""
+    optimiser: str = "adamw"
+    offload: str = ""
+    """What waits in the host's memory."""
+    host: float = 0.0
+    """Bytes that do, of the rank that has most there."""
 
     def grid(self) -> Grid:
         """As a grid of one."""
-        return grid(**{name: int(value) if name == "recompute" else value for name, value in self.at.items()})
+        return grid(**self.at)
 
     @property
     def devices(self) -> int:
@@ -128,7 +145,32 @@ def node(cluster: Cluster) -> int:
 
 def setting_of(cluster: Cluster, ask: Ask) -> Setting:
     """What all configurations have in common. Raises UserError for a framework that is not known."""
-    return Setting(figures(cluster), framework(ask.framework), ask.precision, node(cluster), cluster.links[-1].rate)
+    own = figures(cluster)
+    known = {} if own.pcie_bandwidth is None else {"rate": COPIED * own.pcie_bandwidth}
+    return Setting(
+        own, framework(ask.framework), ask.precision, node(cluster), cluster.links[-1].rate, base=ask.base,
+        host=Host(**{**known, **cluster.host}),
+    )  # fmt: skip
+
+
+def assumed(cluster: Cluster, ask: Ask) -> tuple[str, ...]:
+    """What neither the catalogue nor the cluster's file says, and what was taken in its place."""
+    own = figures(cluster)
+    found = curves.assumed(own)
+    if any(ask.offloads):
+        usual = Host()
+        if own.pcie_bandwidth is None and "rate" not in cluster.host:
+            found.append(
+                f"{usual.rate / 1e9:g} GB/s between a device and its host: give host.rate in the cluster's file"
+            )
+        if "bandwidth" not in cluster.host:
+            found.append(
+                f"{usual.bandwidth / 1e9:g} GB/s that a device's part of its host moves through memory: host.bandwidth"
+            )
+        if "memory_bytes" not in cluster.host:
+            found.append("as much memory of the host as is needed: host.memory_bytes")
+        found.append("what waits on the host was never compared with runs: intervals do not know it")
+    return tuple(found)
 
 
 def limit_of(cluster: Cluster, ask: Ask) -> float:
@@ -158,7 +200,7 @@ def described(
     parts, needs = seconds(outline, g, setting).parts(), memory(outline, g, setting)
     scales = learned.scales(setting.device.name, setting)
     parts = {name: np.broadcast_to(values, len(g)) * scales[name] for name, values in parts.items()}
-    held = needs.worst.parts()
+    held = {name: part for name, part in needs.worst.parts().items() if name != "host"}
     runs = [
         Run(
             {name: float(values[i]) for name, values in parts.items()},
@@ -180,7 +222,7 @@ def _choice(
 ) -> Choice:  # fmt: skip
     at = {name: int(values[i]) for name, values in vars(g).items()}
     ranks, step = float(g.ranks[i]), run.predicted
-    flops = 3 * outline.flops(ask.sequence) * at["batch"] * ask.sequence
+    flops = (3 * outline.flops(ask.sequence) - frozen_flops(outline)) * at["batch"] * ask.sequence
     need = float(np.broadcast_to(needs.device, len(g))[i])
     again = next(name for name, group, share in EXPLAINED if int(group) == at["recompute"] and share == g.recomputed[i])
     return Choice(
@@ -203,6 +245,9 @@ def _choice(
         parts=run.parts,
         held={**held, "reserve": sum(held.values()) * needs.reserve, "context": needs.context},
         at={name: float(values[i]) for name, values in vars(g).items()},
+        optimiser=OPTIMISERS[at["optimiser"]].name,
+        offload=offload_words(at["offload"]),
+        host=float(np.broadcast_to(needs.host, len(g))[i]),
     )
 
 
@@ -224,6 +269,8 @@ def unlike(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
             one.expert,
             one.expert_tensor,
             one.again,
+            one.optimiser,
+            one.offload,
             round(one.step, 6),
         )
         if key not in found or one.memory < found[key].memory:

@@ -67,6 +67,13 @@ def explain(outline: Outline, cluster: Cluster, ask: Ask, given: Given) -> Expla
     return Explained((), described(outline, g, setting, ask, limit, published())[0], best)
 
 
+def _only(kinds: tuple[int, ...]) -> int:
+    """Of the kinds of optimisers that may be used the one."""
+    if len(kinds) != 1:
+        raise UserError("--explain looks at one strategy: give one --optimiser with it")
+    return next(iter(kinds))
+
+
 def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
     """As a grid of one."""
     request = requested(cluster, ask)
@@ -100,5 +107,6 @@ def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
         zero=given.zero,
         recompute=int(group), recomputed=share, expert=expert, expert_tensor=expert_tensor,
         sequence_parallel=float(given.sequence_parallel and sizes.get("tensor", 1) > 1),
-        shard=given.shard or sizes.get("data", 1) * sizes.get("context", 1), **sizes,
+        shard=given.shard or sizes.get("data", 1) * sizes.get("context", 1),
+        optimiser=_only(ask.optimisers), offload=max(ask.offloads), **sizes,
     )  # fmt: skip

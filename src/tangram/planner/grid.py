@@ -55,6 +55,10 @@ class Grid:
     """Which groups (`models.outline.Group`) are computed again in the backward, as bits."""
     recomputed: Array
     """In which share of the layers: 0 to 1."""
+    optimiser: Array
+    """A code (`planner.means`)."""
+    offload: Array
+    """What waits in the host's memory (`means.Offload`), as bits."""
 
     @property
     def ranks(self) -> Array:
@@ -79,7 +83,7 @@ class Grid:
         return Grid(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
 
 
-_CODES = ("recompute", "schedule")
+_CODES = ("recompute", "schedule", "optimiser", "offload")
 _ONES = ("tensor", "pipeline", "virtual", "context", "ulysses", "expert", "data", "micro")
 
 
@@ -93,14 +97,12 @@ def grid(*, batch: Any, sequence: Any, **given: Any) -> Grid:
     if unknown := sorted(set(given) - known):
         raise UserError(f"a grid has no {', '.join(unknown)}: it has {', '.join(sorted(known))}")
     values: dict[str, Any] = dict.fromkeys((*_ONES, "expert_tensor", "recomputed"), 1.0)
-    values |= {"sequence_parallel": 0.0, "zero": 0.0, "recompute": 0, "batch": batch, "sequence": sequence} | given
+    values |= {"sequence_parallel": 0.0, "zero": 0.0, "recompute": 0, "optimiser": 0, "offload": 0}
+    values |= {"batch": batch, "sequence": sequence} | given
     values.setdefault("schedule", np.where(np.asarray(values["virtual"]) > 1, 1, 0))  # as chunks go by custom
     values.setdefault("shard", np.asarray(values["data"]) * np.asarray(values["context"]))
     arrays = dict(zip(values, np.broadcast_arrays(*map(np.atleast_1d, values.values())), strict=True))
-    found = {
-        name: array.astype(np.int64 if name in ("recompute", "schedule") else np.float64)
-        for name, array in arrays.items()
-    }
+    found = {name: array.astype(np.int64 if name in _CODES else np.float64) for name, array in arrays.items()}
     for name in (*_ONES, "expert_tensor", "shard", "batch", "sequence"):
         if not (found[name] >= 1).all():
             raise UserError(f"{name} is {found[name].min():g} in a configuration: it is at least 1")

@@ -35,8 +35,10 @@ from numpy.typing import NDArray
 
 from tangram.models.outline import Block, Group, Kept, Outline
 from tangram.planner.grid import Grid
+from tangram.planner.means import Offload
 from tangram.planner.pipelines import beyond, folded, splits
 from tangram.planner.setting import Setting
+from tangram.planner.states import held, held_bytes
 
 __all__ = ["Memory", "Rank", "Stage", "counts_of", "memory", "stage"]
 
@@ -54,11 +56,13 @@ class Rank:
     activations: Array
     passing: Array
     """The largest of what comes and goes: logits, a block made again, what is gathered."""
+    host: Array
+    """In the host's memory."""
 
     @property
     def allocated(self) -> Array:
-        """The sum."""
-        return sum((getattr(self, one.name) for one in fields(self)), np.zeros(()))
+        """The sum of what is on the device."""
+        return sum((part for name, part in self.parts().items() if name != "host"), np.zeros(()))
 
     def parts(self) -> dict[str, Array]:
         """By name."""
@@ -85,6 +89,11 @@ class Memory:
     def allocated(self) -> Array:
         """Of the rank that needs most."""
         return self.worst.allocated
+
+    @property
+    def host(self) -> Array:
+        """In the host's memory, of the rank that has most there."""
+        return np.maximum.reduce([one.host for one in (self.first, self.last, *self.between)])
 
     @property
     def reserved(self) -> Array:
@@ -138,7 +147,22 @@ def _rank(outline: Outline, g: Grid, setting: Setting, place: Array) -> Rank:
     has = stage(outline, g, setting, _dealt(outline, g, place), embeds * 1.0, heads)
     flying = _in_flight(g, place) / g.virtual
     passing = np.maximum(has.logits, has.again) + has.spare + has.workspace + has.gathered_behind
-    return Rank(has.parameters, has.gradients, has.optimiser, has.kept * flying + has.embedded * flying, passing)
+    kept = has.kept * flying + has.embedded * flying
+    one = Rank(has.parameters, has.gradients, has.optimiser, kept, passing, np.zeros(len(g)))
+    return _offloaded(one, g, has.largest) if g.offload.any() else one
+
+
+def _offloaded(one: Rank, g: Grid, largest: Array) -> Rank:
+    """With what waits in the host's memory there; of activations those of two blocks are on their way."""
+    states, flows = (g.offload & int(Offload.OPTIMISER)) > 0, (g.offload & int(Offload.ACTIVATIONS)) > 0
+    weights = (g.offload & int(Offload.PARAMETERS)) == int(Offload.PARAMETERS)
+    staying = np.minimum(one.activations, 2 * largest)
+    host = np.where(weights, one.parameters + one.gradients, 0.0) + np.where(states, one.optimiser, 0.0)
+    return Rank(
+        np.where(weights, 0.0, one.parameters), np.where(weights, 0.0, one.gradients),
+        np.where(states, 0.0, one.optimiser), np.where(flows, staying, one.activations), one.passing,
+        host + np.where(flows, one.activations - staying, 0.0),
+    )  # fmt: skip
 
 
 def _cut(outline: Outline, g: Grid) -> tuple[Array, Array]:
@@ -200,6 +224,8 @@ class Stage:
     optimiser: Array
     kept: Array
     """Of each micro-batch, from its forward to the end of its backward."""
+    largest: Array
+    """Of it the most that one block keeps."""
     embedded: Array
     """The same, of the embedding."""
     logits: Array
@@ -218,28 +244,27 @@ class Stage:
 def stage(outline: Outline, g: Grid, setting: Setting, counts: list[Array], embeds: Array, heads: Any) -> Stage:
     """Of so many blocks of each run; `embeds`, `heads`: 1 with the embedding, the head, else 0."""
     framework = setting.framework
-    dense, routed = np.zeros(len(g)), np.zeros(len(g))
-    kept, again, whole, scratch = (np.zeros(len(g)) for _ in range(4))
+    kept, again, whole, scratch, largest = (np.zeros(len(g)) for _ in range(5))
     for (block, _), count in zip(outline.runs, counts, strict=True):
         numbers = block.numbers
-        dense = dense + count * (numbers.tensor / g.tensor + numbers.whole)
-        routed = routed + count * numbers.experts / (g.expert * g.expert_tensor)
         left, remade = block_activations(block, outline.hidden, g, setting)
         remade = remade + block_backward(block, outline.hidden, g, setting)
         kept, again = kept + count * left, np.maximum(again, np.where(count > 0, remade, 0.0))
+        largest = np.maximum(largest, np.where(count > 0, left, 0.0))
         scratch = np.maximum(scratch, np.where(count > 0, weights_of_shapes(block, g), 0.0))
         gathered = numbers.tensor / g.tensor + numbers.whole + numbers.experts / (g.expert * g.expert_tensor)
         whole = np.maximum(whole, np.where(count > 0, gathered, 0.0))
     ends = outline.vocab * outline.hidden / g.tensor
-    dense = dense + ends * np.maximum(embeds, heads) if outline.tied else dense + ends * (embeds + heads)
-    dense = dense + outline.positions * outline.hidden * embeds
+    beside = ends * np.maximum(embeds, heads) if outline.tied else ends * (embeds + heads)
+    numbers = held(outline, g, counts, beside + outline.positions * outline.hidden * embeds)
     each = setting.flow_bytes * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     embedded = embeds * each * outline.hidden * (0.5 if framework.dropout else 0.0)
     # The head's weight has its gradient made while logits and theirs are there.
     head = logits(outline, g, setting) + ends * framework.scratch_bytes
     wide, cut = max(framework.gathered_bytes, setting.flow_bytes), g.zero >= 3
     return Stage(
-        *_states(g, setting, dense, routed), kept, embedded, heads * head, again, scratch * framework.scratch_bytes,
+        *held_bytes(g, setting, *numbers), kept, largest, embedded, heads * head, again,
+        scratch * framework.scratch_bytes,
         framework.workspace,
         np.where(cut, whole * (2 * wide) + ends * wide, 0.0),
         np.where(cut, whole * (2 * wide + framework.reduce_bytes) + ends * wide, 0.0),
@@ -254,26 +279,6 @@ def counts_of(outline: Outline, start: Array, end: Array) -> list[Array]:
         found.append(np.maximum(np.minimum(end, at + count) - np.maximum(start, at), 0.0))
         at += count
     return found
-
-
-def _states(g: Grid, setting: Setting, dense: Array, routed: Array) -> tuple[Array, Array, Array]:
-    """Parameters, gradients and the optimiser's states."""
-    framework = setting.framework
-    experts_over = np.maximum(g.data * g.context * g.tensor / (g.expert * g.expert_tensor), 1.0)
-
-    def divided(level: int) -> Array:
-        cut = g.zero >= level
-        return dense / np.where(cut, g.shard, 1.0) + routed / np.where(cut, np.minimum(experts_over, g.shard), 1.0)
-
-    alone = setting.precision == "fp32"  # what is computed with is what is updated: no masters beside it
-    kept = 4.0 if alone else framework.parameter_bytes
-    states = min(framework.optimiser_bytes, 8.0) if alone else framework.optimiser_bytes
-    low = 1.0 if setting.precision in ("fp8", "fp4") and framework.keeps_low_weights else 0.0
-    return (
-        divided(3) * kept + (dense + routed) * low * (g.zero < 3),
-        divided(2 if framework.divides_gradients else 3) * framework.gradient_bytes,
-        divided(1) * states,
-    )
 
 
 def _in_flight(g: Grid, place: Array) -> Array:

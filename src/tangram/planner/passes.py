@@ -163,6 +163,8 @@ class Ways:
         if way == "forward":
             return curves.product_seconds(device, kind, m, n, k, count) / SUSTAINED
         inputs = curves.product_seconds(device, kind, m, k, n, count)
+        if one.frozen:
+            return inputs / SUSTAINED
         return (inputs + curves.product_seconds(device, kind, k, n, m, count)) / SUSTAINED
 
     def kind(self, one: Product) -> str:
@@ -171,7 +173,19 @@ class Ways:
         return "bf16" if low and not one.cut and not one.experts else self.setting.precision
 
     def casts(self, one: Product, way: str) -> Array:
-        """To bring what enters a product to 8 bits."""
+        """To bring what enters a product to 8 bits, and frozen weights that are kept in fewer to 16."""
+        return self.lowered(one, way) + self.unpacked(one)
+
+    def unpacked(self, one: Product) -> Array:
+        """Frozen weights, read in what they are kept in and written in 16 bits."""
+        base = self.setting.base
+        if not (one.frozen and base.unpacked):
+            return self.nothing
+        (k, n), count = self.sizes(one), np.maximum(one.experts / self.g.expert, 1.0)
+        return curves.moved_seconds(self.setting.device, (base.nbytes + 2.0) * count * k * n)
+
+    def lowered(self, one: Product, way: str) -> Array:
+        """What enters a product, to 8 bits."""
         if self.setting.precision not in ("fp8", "fp4") or self.kind(one) == "bf16":
             return self.nothing
         (m, count), (k, n) = self.rows(one), self.sizes(one)

@@ -150,6 +150,11 @@ RULES = (
         ),
     ),
     Rule(
+        "offloaded parameters",
+        lambda o, g: ((g.offload & 2) == 0) | (g.zero >= 3),
+        lambda o, at: "parameters wait on the host only where data ranks divide them",
+    ),
+    Rule(
         "shards",
         lambda o, g: _divides(g.data * g.context, g.shard),
         lambda o, at: f"{at['shard']} ranks to divide states over are no part of {at['data'] * at['context']}",

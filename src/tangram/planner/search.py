@@ -89,7 +89,7 @@ def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales) -> 
     found: list[Floats] = []
     for start in range(0, len(rows), CACHED):  # so many stay in a processor's caches
         parts = seconds(outline, rows.take(slice(start, start + CACHED)), setting).parts()
-        del parts["data"]
+        del parts["data"], parts["host"]
         found.append(np.asarray(sum((scales[name] if scales else 1.0) * part for name, part in parts.items())))
     return np.concatenate(found)
 
@@ -129,11 +129,12 @@ def _take(
         if not len(g):
             continue
         looked += len(g)
-        need = memory(outline, g, setting).device
+        of = memory(outline, g, setting)
+        need = of.device
         at = int(np.argmin(need))
         if smallest is None or need[at] < smallest[0]:
             smallest = (float(need[at]), g.take(slice(at, at + 1)))
-        fits = need <= limit
+        fits = (need <= limit) & (of.host <= setting.host.memory_bytes)
         if not fits.any():
             continue
         g, need = g.take(fits), need[fits]

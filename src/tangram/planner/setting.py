@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tangram.planner.framework import Framework
+from tangram.planner.means import FULL, Base
 
-__all__ = ["Precision", "Setting"]
+__all__ = ["Host", "Precision", "Setting"]
 
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "fp32"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """What each device has of its host."""
+
+    rate: float = 25e9
+    """Bytes per second to a device, and as many from it; if nothing is known what copies reach of PCIe 4.0 x16."""
+    bandwidth: float = 40e9
+    """Bytes per second that its part of the host's processors moves through memory; if nothing is known a tenth of
+    two processors of eight channels of DDR5."""
+    memory_bytes: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -27,6 +41,15 @@ class Setting:
     """Bytes per second that a device receives from other nodes; None: as the catalogue says."""
     graphs: bool = False
     """Whether kernels are started from captured graphs, so that the host starts none of them."""
+
+    base: Base = FULL
+    """What frozen weights are kept in."""
+    host: Host = Host()
+
+    @property
+    def base_bytes(self) -> float:
+        """Of a frozen number."""
+        return max(self.base.nbytes, self.flow_bytes) if self.base is FULL else self.base.nbytes
 
     @property
     def flow_bytes(self) -> float:

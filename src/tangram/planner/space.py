@@ -9,6 +9,7 @@ down in tables here.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from tangram.models.outline import Group, Outline
 from tangram.planner.grid import Grid, grid, joined
+from tangram.planner.means import Offload, moved_of
 from tangram.planner.pipelines import SCHEDULES, code
 from tangram.planner.rules import Rule, legal
 
@@ -63,6 +65,8 @@ class Able:
     """Of them those that exchange heads at most; 0: any number."""
     expert: int = 0
     """Expert ranks at most; 0: any number."""
+    near: bool = True
+    """Whether states may be divided over a part of the ranks that have them alike (HSDP)."""
     rules: tuple[Rule, ...] = ()
     """And what else; bounds do not look at them."""
 
@@ -84,6 +88,18 @@ class Request:
     schedules: tuple[str, ...] = ("1F1B", "Interleaved1F1B")
     """Of pipelines, what may be used."""
     able: Able = ALL
+    node: int = 0
+    """Devices at the same fast link: states are divided over those of a rank's copies there, too; 0: over all."""
+    optimisers: tuple[int, ...] = (0,)
+    """Codes of kinds that may be used (`planner.means`)."""
+    offloads: tuple[int, ...] = (0,)
+    """What may wait on the host, as bits of `means.Offload`; each of these may be taken."""
+
+    @property
+    def least_moved(self) -> tuple[int, int]:
+        """The optimiser and what waits on the host with which the device itself updates quickest."""
+        away = any(one & int(Offload.OPTIMISER) for one in self.offloads)
+        return min(self.optimisers, key=moved_of), int(Offload.OPTIMISER) if away else 0
 
 
 def divisors(number: int) -> list[int]:
@@ -167,7 +183,9 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
     divided = request.able.staged if pipeline > 1 else request.able.zero
     zero = (divided if not bound else (FASTEST_ZERO,)) if data * context > 1 else (0,)
     again = RECOMPUTED[:1] if bound else tuple(row for row in RECOMPUTED if row[0] in request.able.again)
-    axes = [range(len(part)) for part in (folded, micros, staged, zero, again)]
+    divides = [(level, shard) for level in zero for shard in _shards(request, mesh, level, bound=bound)]
+    ways = [request.least_moved] if bound else list(itertools.product(request.optimisers, request.offloads))
+    axes = [range(len(part)) for part in (folded, micros, staged, divides, again, ways)]
     at = np.array(list(itertools.product(*axes)))
     if not len(at):
         return grid(batch=request.batch, sequence=request.sequence).take(slice(0, 0))
@@ -185,14 +203,29 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
         micro=np.array(micros)[at[:, 1]],
         virtual=np.array([one for one, _ in staged])[at[:, 2]],
         schedule=np.array([one for _, one in staged])[at[:, 2]],
-        zero=np.array(zero)[at[:, 3]],
+        zero=np.array([one for one, _ in divides])[at[:, 3]],
+        shard=np.array([one for _, one in divides])[at[:, 3]],
         recompute=np.array([int(group) for _, group, _ in again])[at[:, 4]],
         recomputed=np.array([share for _, _, share in again])[at[:, 4]],
+        optimiser=np.array([one for one, _ in ways])[at[:, 5]],
+        offload=np.array([one for _, one in ways])[at[:, 5]],
     )
     keep = legal(outline, found)
     for rule in () if bound else request.able.rules:
         keep = keep & rule.holds(outline, found)
     return found.take(keep)
+
+
+def _shards(request: Request, mesh: MeshSizes, level: int, *, bound: bool) -> list[int]:
+    """Over how many of the data and context ranks states may be divided: all, or those at the same fast link (HSDP)."""
+    _, tensor, context, data, _ = mesh
+    over = context * data
+    near = math.gcd(over, max(request.node // tensor, 1)) if request.able.near else 1
+    return [over, near] if level and not bound and 1 < near < over else [over]
+
+
+def _near(request: Request, level: int) -> tuple[bool, ...]:
+    return (False, True) if level and request.node and request.able.near else (False,)
 
 
 def expanded(outline: Outline, request: Request, rows: Grid) -> Grid:
@@ -204,19 +237,27 @@ def expanded(outline: Outline, request: Request, rows: Grid) -> Grid:
     schedules = np.array([slower[found] for found in other.schedule.tolist()], dtype=np.int64)
     found = joined([rows, replace(other, schedule=schedules)])
     count = len(found)
-    ways = list(itertools.product(ZERO, range(len(again))))
+    levels = [(level, near) for level in ZERO for near in _near(request, level)]
+    ways = list(itertools.product(levels, range(len(again)), request.optimisers, request.offloads))
     found = found.take(np.tile(np.arange(count), len(ways)))
-    zero = np.repeat([float(level) for level, _ in ways], count)
-    kind = np.repeat([at for _, at in ways], count)
+    zero = np.repeat([float(level) for (level, _), *_ in ways], count)
+    near = np.repeat([near for (_, near), *_ in ways], count)
+    kind = np.repeat([at for _, at, *_ in ways], count)
+    over = found.data * found.context
+    there = np.maximum(request.node // found.tensor, 1)
+    shard = np.where(near, np.gcd(over.astype(np.int64), there.astype(np.int64)), over)
     found = replace(
         found,
         zero=zero,
+        shard=shard,
+        optimiser=np.repeat([one for *_, one, _ in ways], count),
+        offload=np.repeat([one for *_, one in ways], count),
         recompute=np.array([int(group) for _, group, _ in again], dtype=np.int64)[kind],
         recomputed=np.array([share for _, _, share in again], dtype=float)[kind],
     )
     divides = found.data * found.context > 1
     staged = np.where(found.pipeline > 1, np.isin(zero, request.able.staged), np.isin(zero, request.able.zero))
-    keep = np.where(divides, staged, zero == 0) & legal(outline, found)
+    keep = np.where(divides, staged, zero == 0) & (~near | ((shard > 1) & (shard < over))) & legal(outline, found)
     for rule in request.able.rules:
         keep = keep & rule.holds(outline, found)
     return found.take(keep)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from tangram.hardware import curves
 from tangram.models.outline import Outline
 from tangram.planner.grid import Grid
+from tangram.planner.offload import host_seconds
 from tangram.planner.passes import Pass, Ways, none
 from tangram.planner.pipelines import splits
 from tangram.planner.setting import Setting
@@ -56,6 +57,8 @@ class Seconds:
     data: Array
     """Gradients and parameters over data ranks, as far as nothing covers them."""
     optimiser: Array
+    host: Array
+    """In which devices wait for what is in their hosts' memory."""
 
     @property
     def step(self) -> Array:
@@ -93,7 +96,7 @@ def passes_of(outline: Outline, g: Grid, setting: Setting) -> Passes:
     return Passes(
         {one.name: getattr(ahead, one.name) for one in fields(ahead)},
         {one.name: getattr(rest, one.name) for one in fields(rest)},
-        _weights(back),
+        _weights(outline, back),
         _head(outline, g, setting),
         _hop(outline, g, setting),
     )
@@ -118,7 +121,7 @@ def seconds(outline: Outline, g: Grid, setting: Setting) -> Seconds:
     head = _head(outline, g, setting)
     hop = _hop(outline, g, setting)
     micros = g.micros
-    way = pipeline_seconds(outline, g, whole.total, head, _weights(back) / np.maximum(whole.total, 1e-30))
+    way = pipeline_seconds(outline, g, whole.total, head, _weights(outline, back) / np.maximum(whole.total, 1e-30))
     way = way + 2 * hop * (g.pipeline - 1) / g.virtual
     return Seconds(
         **{one.name: getattr(body, one.name) * micros for one in fields(body)},
@@ -127,12 +130,13 @@ def seconds(outline: Outline, g: Grid, setting: Setting) -> Seconds:
         idle=way - (body.total + head / g.pipeline) * micros,
         data=data_seconds(outline, g, setting, ahead.total / g.pipeline, body.total + head / g.pipeline),
         optimiser=optimiser_seconds(outline, g, setting),
+        host=host_seconds(outline, g, setting, ahead.total / g.pipeline, body.total + head / g.pipeline),
     )
 
 
-def _weights(back: Pass) -> Array:
-    """Of the backward, what makes gradients of weights: one of the two products of each map."""
-    return back.products / 2
+def _weights(outline: Outline, back: Pass) -> Array:
+    """Of the backward, what makes gradients of weights: one of the two products of each map, if they are trained."""
+    return back.products * (0.0 if outline.adapted else 0.5)
 
 
 def pipeline_seconds(outline: Outline, g: Grid, blocks: Array, head: Array, weights: Any = 0.0) -> Array:
@@ -156,7 +160,8 @@ def _head(outline: Outline, g: Grid, setting: Setting) -> Array:
     kind = "fp32" if setting.precision == "fp32" else "bf16"
     products = curves.product_seconds(device, kind, g.tokens, vocab, hidden)
     products = products + curves.product_seconds(device, kind, g.tokens, hidden, vocab)
-    products = products + curves.product_seconds(device, kind, hidden, vocab, g.tokens)
+    if not outline.adapted:  # a frozen head has no gradient
+        products = products + curves.product_seconds(device, kind, hidden, vocab, g.tokens)
     loss = curves.moved_seconds(device, LOGIT_BYTES * g.tokens * vocab)
     over = exchange(setting, "all-reduce", g.tokens * hidden * setting.flow_bytes, g.tensor, np.ones(len(g)))
     return (products + loss + over) * (1 + outline.predictors)

@@ -15,15 +15,13 @@ from numpy.typing import NDArray
 from tangram.hardware import curves
 from tangram.models.outline import Outline
 from tangram.planner.grid import Grid
+from tangram.planner.means import Offload, moved_of
 from tangram.planner.setting import Setting
+from tangram.planner.states import Held, divided, experts_over, held
 
 __all__ = ["beyond", "data_seconds", "exchange", "numbers_held", "optimiser_seconds"]
 
 Array = NDArray[Any]
-
-OPTIMISER_BYTES = 34.0
-"""Moved by AdamW for each number that a rank updates: gradient, master and two moments read and written, parameter
-written, and once more the gradient for its norm."""
 
 
 def exchange(setting: Setting, what: str, nbytes: Array, ranks: Array, stride: Array) -> Array:
@@ -33,36 +31,60 @@ def exchange(setting: Setting, what: str, nbytes: Array, ranks: Array, stride: A
     return curves.collective_seconds(device, what, nbytes, ranks, near=np.minimum(near, ranks), nic=setting.nic)
 
 
-def numbers_held(outline: Outline, g: Grid) -> tuple[Array, Array]:
-    """Of a rank's stage: numbers that data and context ranks have alike, and those of its experts."""
-    dense, routed = np.zeros(len(g)), np.zeros(len(g))
-    for block, count in outline.runs:
-        one = block.numbers
-        dense = dense + count * (one.tensor / g.tensor + one.whole)
-        routed = routed + count * one.experts / (g.expert * g.expert_tensor)
+def numbers_held(outline: Outline, g: Grid) -> tuple[Held, Held]:
+    """Of a rank's stage on the mean: all numbers, and those that are trained."""
     ends = outline.vocab * outline.hidden / g.tensor
     ends = np.where(g.pipeline > 1, ends, ends * (1 if outline.tied else 2))
-    return dense / g.pipeline + ends, routed / g.pipeline
+    return held(outline, g, [count / g.pipeline for _, count in outline.runs], ends)
 
 
 def data_seconds(outline: Outline, g: Grid, setting: Setting, ahead: Array, micro: Array) -> Array:
     """Gradients and parameters over data ranks, beyond what runs under computation."""
-    framework, flow = setting.framework, setting.flow_bytes
-    dense, routed = numbers_held(outline, g)
-    over, stride = g.data * g.context, g.tensor
-    experts_over = np.maximum(g.data * g.context * g.tensor / (g.expert * g.expert_tensor), 1.0)
-    reduce = exchange(setting, "reduce-scatter", dense * framework.reduce_bytes, over, stride)
-    reduce = reduce + exchange(
-        setting, "reduce-scatter", routed * framework.reduce_bytes, experts_over, g.expert * g.expert_tensor
-    )
-    gather = exchange(setting, "all-gather", dense * flow, over, stride)
-    gather = gather + exchange(setting, "all-gather", routed * flow, experts_over, g.expert * g.expert_tensor)
-    backward = micro - ahead
+    framework = setting.framework
+    whole, trained = numbers_held(outline, g)
+    reduce = _summed(setting, g, trained, framework.reduce_bytes)
+    gather = _gathered(setting, g, trained, setting.flow_bytes)
     parts = np.maximum(outline.layers / g.pipeline, 1.0)
+    backward = micro - ahead
     once = beyond(reduce, backward, framework.overlap_reduce, parts)
     once = once + beyond(gather, ahead, framework.overlap_gather, parts)
+    if trained is not whole:  # what is frozen is gathered where parameters are divided, and never summed
+        frozen = Held(whole.dense - trained.dense, whole.routed - trained.routed)
+        gather = gather + _gathered(setting, g, frozen, setting.base_bytes)
     each = beyond(gather, ahead, 1.0, parts) + beyond(gather + reduce, backward, 1.0, parts)
     return np.where(g.zero >= 3, each * g.micros, once)
+
+
+def _shards(g: Grid, over: Array) -> Array:
+    """Of ranks that have the same numbers, those that divide them; all where nothing is divided."""
+    return np.where(g.zero >= 1, np.minimum(over, g.shard), over)
+
+
+def _ways(g: Grid, numbers: Held) -> list[tuple[Array, Array, Array]]:
+    """Numbers, the ranks that have them alike, and how far each of these is from the next."""
+    return [
+        (numbers.dense, g.data * g.context, g.tensor),
+        (numbers.routed, experts_over(g), g.expert * g.expert_tensor),
+    ]
+
+
+def _summed(setting: Setting, g: Grid, numbers: Held, nbytes: float) -> Array:
+    """Gradients: scattered over those that divide, then summed over copies of these."""
+    found = np.zeros(len(g))
+    for count, over, stride in _ways(g, numbers):
+        shards = _shards(g, over)
+        found = found + exchange(setting, "reduce-scatter", count * nbytes, shards, stride)
+        if (shards < over).any():
+            found = found + exchange(setting, "all-reduce", count * nbytes / shards, over / shards, stride * shards)
+    return found
+
+
+def _gathered(setting: Setting, g: Grid, numbers: Held, nbytes: float) -> Array:
+    """Parameters, from those that divide them."""
+    found = np.zeros(len(g))
+    for count, over, stride in _ways(g, numbers):
+        found = found + exchange(setting, "all-gather", count * nbytes, _shards(g, over), stride)
+    return found
 
 
 def beyond(traffic: Array, work: Array, share: float, parts: Array) -> Array:
@@ -71,9 +93,7 @@ def beyond(traffic: Array, work: Array, share: float, parts: Array) -> Array:
 
 
 def optimiser_seconds(outline: Outline, g: Grid, setting: Setting) -> Array:
-    """AdamW on what a rank updates."""
-    dense, routed = numbers_held(outline, g)
-    experts_over = np.maximum(g.data * g.context * g.tensor / (g.expert * g.expert_tensor), 1.0)
-    divided = g.zero >= 1
-    mine = dense / np.where(divided, g.shard, 1.0) + routed / np.where(divided, np.minimum(experts_over, g.shard), 1.0)
-    return curves.moved_seconds(setting.device, OPTIMISER_BYTES * mine)
+    """The update of what a rank updates itself; what its host updates is `planner.offload`'s."""
+    _, trained = numbers_held(outline, g)
+    here = curves.moved_seconds(setting.device, moved_of(g.optimiser) * divided(g, trained, 1))
+    return np.where((g.offload & int(Offload.OPTIMISER)) == 0, here, 0.0)

@@ -6,6 +6,8 @@ reason for those that do not; when the trainer learns something, its row goes.
 
 from __future__ import annotations
 
+import numpy as np
+
 from tangram.models.outline import Outline
 from tangram.planner.choice import Choice
 from tangram.planner.pipelines import splits
@@ -21,6 +23,21 @@ RULES = (
         "blocks of split backwards",
         lambda o, g: ~(splits(g.schedule) & (g.pipeline > 1) & (g.recompute > 0)),
         lambda o, at: "its schedule does backwards in two parts, and would compute blocks again for each of them",
+    ),
+    Rule(
+        "AdamW",
+        lambda o, g: g.optimiser == 0,
+        lambda o, at: "its optimiser is AdamW, with states as parameters are kept",
+    ),
+    Rule(
+        "on devices",
+        lambda o, g: g.offload == 0,
+        lambda o, at: "everything is kept on devices",
+    ),
+    Rule(
+        "all is trained",
+        lambda o, g: np.full(len(g), not o.adapted),
+        lambda o, at: "adapters and frozen bases are not trained from a plan",
     ),
     Rule(
         "states of context ranks",

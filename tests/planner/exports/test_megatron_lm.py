@@ -163,7 +163,7 @@ def test_contradictions_are_one_sentence(text: str, said: str, tmp_path: Path) -
         ("a.yaml", b"- 1\n- 2", "has no names with values in it"),
         ("a.json", b'{"a": ', "is damaged"),
         ("a.toml", b"[training", "is damaged"),
-        ("a.toml", b"[model]\nname = 'x'", "has none of torchtitan's tables [training] and [parallelism]"),
+        ("a.toml", b"[model]\nname = 'x'", "has none of torchtitan's tables [training], [parallelism]"),
         ("a.sh", b"\xff\xfe\x00", "cannot be read: it is no text in UTF-8"),
     ],
 )

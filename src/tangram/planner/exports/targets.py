@@ -49,12 +49,16 @@ EXPORTS: Mapping[str, Target] = {
     "torchtitan-options": Target(
         options, "torchtitan", lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=WHOLE, ulysses=1)
     ),
-    "deepspeed": Target(deepspeed, "deepspeed", lambda _: Able(again=WHOLE, pipeline=1, context=1, tensor=1)),
+    "deepspeed": Target(
+        deepspeed, "deepspeed", lambda _: Able(again=WHOLE, pipeline=1, context=1, tensor=1, near=False)
+    ),
     "accelerate": Target(
         accelerate, "fsdp", lambda _: Able(zero=(0, 2, 3), again=WHOLE, pipeline=1, tensor=1, expert=1, ulysses=1)
     ),
     "paddleformers": Target(
-        paddleformers, "paddlenlp", lambda _: Able(staged=(0, 1), again=(*WHOLE, "half of the blocks"), ulysses=1)
+        paddleformers,
+        "paddlenlp",
+        lambda _: Able(staged=(0, 1), again=(*WHOLE, "half of the blocks"), ulysses=1, near=False),
     ),
 }
 """By what they are called on the command line."""
@@ -62,6 +66,11 @@ EXPORTS: Mapping[str, Target] = {
 
 def export(name: str, choice: Choice, outline: Outline, ask: Ask, cluster: Cluster) -> Written:
     """A choice for a project. Raises UserError for one that is not known, or cannot run it so."""
+    target(name)
+    kind = f"the optimiser {choice.optimiser}" if choice.optimiser != "adamw" else ""
+    away = f"{choice.offload} on the host" if choice.offload else ""
+    if said := kind or away or ("low-rank adapters" if outline.adapted else ""):
+        raise UserError(f"what is written for {name} does not say {said}: plan without")
     return written(name, numbers_of(choice, ask), outline, cluster)
 
 

@@ -1,0 +1,148 @@
+"""Ways to train in less memory: kinds of optimisers, frozen bases in fewer bits, what waits on the host.
+
+Tables of bytes. What an optimiser keeps is said beside the master of a parameter; its update moves the gradient (read,
+and once more for its norm), the master (read and written) and the parameter (written): 18 bytes a number with masters
+in float32, and each state twice.
+
+The trade-off: how well a kind trains is not known here. A plan compares what was allowed by time and memory alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import Any
+
+import numpy as np
+
+from tangram.errors import UserError
+
+__all__ = [
+    "BASES",
+    "FULL",
+    "OFFLOADS",
+    "OPTIMISERS",
+    "Base",
+    "Offload",
+    "Optimiser",
+    "base_of",
+    "moved_of",
+    "offload_words",
+    "offloads_of",
+    "optimisers_of",
+    "states_of",
+]
+
+UPDATE_BYTES = 18.0
+"""Moved for each number that is updated, without states."""
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """One kind."""
+
+    name: str
+    nbytes: float
+    """Of its states of a number, beside the master."""
+    source: str
+
+
+OPTIMISERS = (
+    Optimiser("adamw", 8.0, "two moments in float32"),
+    Optimiser("adamw-bf16", 4.0, "two moments in bfloat16"),
+    Optimiser("adamw-8bit", 2 + 2 * 4 / 256, "Dettmers et al. 2022: 8 bits, a float32 for each 256 of a moment"),
+    Optimiser("adamw-4bit", 1 + 2 * 4 / 128, "Li, Chen, Zhu 2023, as torchao has it: a float32 for each 128"),
+    Optimiser("lion", 4.0, "Chen et al. 2023: one moment in float32"),
+    Optimiser("sgd-momentum", 4.0, "one moment in float32"),
+    Optimiser("sgd", 0.0, "no states"),
+)
+"""By code: their place here."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """What frozen weights of products are kept in."""
+
+    name: str
+    nbytes: float
+    """Of a number."""
+    unpacked: bool
+    """Whether they are brought to 16 bits before each product."""
+    source: str
+
+
+BASES = (
+    Base("bf16", 2.0, unpacked=False, source="16 bits"),
+    Base("int8", 1.0 + 4 / 4096, unpacked=True, source="Dettmers et al. 2022: a float32 for each row"),
+    Base(
+        "nf4", 0.5 + (1 + 4 / 256) / 64, unpacked=True, source="Dettmers et al. 2023: double quantisation, 4.127 bits"
+    ),
+)
+FULL = BASES[0]
+
+
+class Offload(IntFlag):
+    """What waits in the host's memory."""
+
+    NONE = 0
+    OPTIMISER = 1
+    """Masters and states, which the host updates."""
+    PARAMETERS = 3
+    """And parameters with their gradients, which are brought block by block."""
+    ACTIVATIONS = 4
+    """What the forward keeps for the backward."""
+
+
+OFFLOADS: dict[str, Offload] = {
+    "optimiser": Offload.OPTIMISER,
+    "parameters": Offload.PARAMETERS,
+    "activations": Offload.ACTIVATIONS,
+}
+_STATES = np.array([one.nbytes for one in OPTIMISERS])
+
+
+def states_of(codes: Any) -> Any:
+    """Bytes of the states of a number, by the kinds' codes."""
+    return _STATES[codes]
+
+
+def moved_of(codes: Any) -> Any:
+    """Bytes that the update of a number moves."""
+    return UPDATE_BYTES + 2 * _STATES[codes]
+
+
+def base_of(name: str) -> Base:
+    """By name. Raises UserError."""
+    found = next((one for one in BASES if one.name == name), None)
+    if found is None:
+        raise UserError(f'there is no base "{name}": frozen weights are kept in {", ".join(one.name for one in BASES)}')
+    return found
+
+
+def optimisers_of(text: str) -> tuple[int, ...]:
+    """Codes of kinds as typed, with commas between. Raises UserError."""
+    known = {one.name: code for code, one in enumerate(OPTIMISERS)}
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f'there is no optimiser "{unknown[0]}": there are {", ".join(known)}')
+    return tuple(sorted({known[name] for name in names}))
+
+
+def offloads_of(text: str) -> tuple[int, ...]:
+    """What may wait on the host, of what is typed: nothing, each of them, and activations beside the others.
+
+    Raises UserError.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in OFFLOADS]:
+        raise UserError(f'"{unknown[0]}" is not offloaded: what may be is {", ".join(OFFLOADS)}')
+    states = {0, *(int(OFFLOADS[name]) for name in names if name != "activations")}
+    flows = {0, *(int(OFFLOADS[name]) for name in names if name == "activations")}
+    return tuple(sorted(a | b for a in states for b in flows))
+
+
+def offload_words(bits: int) -> str:
+    """In words; "" for nothing."""
+    states = {0: "", 1: "optimiser", 3: "parameters and optimiser"}[bits & 3]
+    flows = "activations" if bits & int(Offload.ACTIVATIONS) else ""
+    return " and ".join(word for word in (states, flows) if word).replace(" and optimiser and", ", optimiser and")
