@@ -32,6 +32,10 @@ class Grid:
     """Chunks of layers that each pipeline rank has; 1: no interleaving."""
     schedule: Array
     """Of the pipeline, a code (`planner.pipelines`)."""
+    ahead: Array
+    """How many blocks fewer the first chunk has than an even cut gives it (`planner.dealt`)."""
+    behind: Array
+    """The same of the last chunk."""
     context: Array
     """Ranks that cut a sequence."""
     ulysses: Array
@@ -93,7 +97,15 @@ def grid(*, batch: Any, sequence: Any, **given: Any) -> Grid:
     if unknown := sorted(set(given) - known):
         raise UserError(f"a grid has no {', '.join(unknown)}: it has {', '.join(sorted(known))}")
     values: dict[str, Any] = dict.fromkeys((*_ONES, "expert_tensor", "recomputed"), 1.0)
-    values |= {"sequence_parallel": 0.0, "zero": 0.0, "recompute": 0, "batch": batch, "sequence": sequence} | given
+    values |= {
+        "sequence_parallel": 0.0,
+        "zero": 0.0,
+        "recompute": 0,
+        "ahead": 0.0,
+        "behind": 0.0,
+        "batch": batch,
+        "sequence": sequence,
+    } | given
     values.setdefault("schedule", np.where(np.asarray(values["virtual"]) > 1, 1, 0))  # as chunks go by custom
     values.setdefault("shard", np.asarray(values["data"]) * np.asarray(values["context"]))
     arrays = dict(zip(values, np.broadcast_arrays(*map(np.atleast_1d, values.values())), strict=True))
@@ -104,6 +116,9 @@ def grid(*, batch: Any, sequence: Any, **given: Any) -> Grid:
     for name in (*_ONES, "expert_tensor", "shard", "batch", "sequence"):
         if not (found[name] >= 1).all():
             raise UserError(f"{name} is {found[name].min():g} in a configuration: it is at least 1")
+    for name in ("ahead", "behind"):
+        if not (found[name] >= 0).all():
+            raise UserError(f"{name} is {found[name].min():g} in a configuration: it is at least 0")
     return Grid(**found)
 
 
