@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, Outline, decoder
 from tangram.models.outlined import outlined
-from tangram.planner import memory as closed
+from tangram.planner.dealt import dealt, fewer, sizes
 from tangram.planner.footprint import PARTS, Footprint, footprints
 from tangram.planner.framework import framework
 from tangram.planner.grid import Grid, grid, joined
@@ -48,37 +48,76 @@ def of(outline: Outline, one: Grid, name: str) -> list[Footprint]:
     return footprints(outline, one, found, play(outline, one, found))
 
 
-@given(st.integers(0, 2), st.floats(0, 0.999999), st.sampled_from(FRAMEWORKS))
-@settings(deadline=None, max_examples=150)
-def test_the_peak_is_that_of_the_closed_form(at: int, share: float, name: str) -> None:
+@given(
+    st.integers(0, 2), st.floats(0, 0.999999), st.sampled_from(FRAMEWORKS), st.sampled_from([0, 0, 1, 2, 3, 5]),
+    st.sampled_from([0, 0, 1, 2, 4]),
+)  # fmt: skip
+@settings(deadline=None, max_examples=250)
+def test_the_peak_is_that_of_the_closed_form(at: int, share: float, name: str, ahead: int, behind: int) -> None:
     outline, g = (ALIKE, MIXED, HEAVY)[at], every(at)
+    g = g.take(g.pipeline > 1)
     one = g.take(slice(place := int(share * len(g)), place + 1))
-    assume(one.pipeline[0] > 1)
+    if min(sizes(outline.layers, int(one.pipeline[0] * one.virtual[0]), ahead, behind)) > 0:
+        one = replace(one, ahead=np.full(1, float(ahead)), behind=np.full(1, float(behind)))
     peak = max(part.peak for part in of(outline, one, name))
     need = float(memory(outline, one, setting(name)).device[0])
     schedule = SCHEDULES[int(one.schedule[0])].name
     chunks = int(one.pipeline[0] * one.virtual[0])
     if schedule == "ZBVZeroBubble" and one.micros[0] < 2 * one.pipeline[0]:
         assert peak <= need * 1.15  # a pipeline that is not filled; the closed form takes it as full
-    elif one.virtual[0] > 1 and (outline.layers % chunks or len(outline.runs) > 1):
+    elif one.virtual[0] > 1 and (one.ahead[0] or one.behind[0] or outline.layers % chunks or len(outline.runs) > 1):
         assert need * 0.85 <= peak <= need * 1.15  # chunks unlike each other: the closed form takes their mean
     else:
         assert peak == pytest.approx(need, rel=1e-9)
 
 
-@given(st.integers(1, 16), st.integers(1, 3), st.sampled_from([0, 1, 3]), st.integers(1, 40), st.integers(0, 39))
+@given(st.integers(1, 16), st.integers(2, 4), st.sampled_from([0, 1, 3]), st.data())
 @settings(deadline=None)
-def test_blocks_of_a_rank_are_those_of_its_chunks(ranks: int, own: int, code: int, layers: int, small: int) -> None:
-    own = 1 if code == 0 else 2 if code == 3 else own + 1
-    assume(0 < small < layers and ranks * own <= layers and (ranks > 1 or code == 0))
+def test_blocks_of_a_rank_are_those_of_its_chunks(ranks: int, own: int, code: int, data: st.DataObject) -> None:
+    own = 1 if code == 0 else 2 if code == 3 else own
+    assume(ranks > 1 or code == 0)
+    layers = data.draw(st.integers(max(ranks * own, 2), 5 * ranks * own + 2))
+    small = data.draw(st.integers(1, layers - 1))
+    ahead, behind = (data.draw(st.integers(0, 5)) if ranks > 1 else 0 for _ in range(2))
     outline = decoder(Dims(layers, 64, 4, 100, ffn=64, experts=4, per_token=2, expert_ffn=64, dense_layers=small))
-    one = grid(batch=4 * ranks, sequence=64, pipeline=ranks, virtual=own, schedule=code)
+    given = {"pipeline": ranks, "virtual": own, "schedule": code, "ahead": ahead, "behind": behind}
+    one = grid(batch=4 * ranks, sequence=64, **given)
+    blocks = sizes(layers, ranks * own, ahead, behind)
+    assume(min(blocks) > 0)
     rank_of = play(outline, one, setting("tangram")).rank_of
-    chunks = np.array_split(np.arange(layers), ranks * own)
+    slots = np.array_split(np.arange(-ahead, layers + behind), ranks * own)  # those of nothing are left out
+    chunks = [slot[(slot >= 0) & (slot < layers)] for slot in slots]
+    assert [len(chunk) for chunk in chunks] == blocks
     for rank in range(ranks):
         its = np.concatenate([chunk for chunk, where in zip(chunks, rank_of, strict=True) if where == rank])
-        (dense,), (mixed,) = closed._dealt(outline, one, np.full(1, float(rank)))  # pyright: ignore[reportPrivateUsage]
+        (dense,), (mixed,) = dealt(outline, one, np.full(1, float(rank)))
         assert (dense, mixed) == (int((its < small).sum()), int((its >= small).sum()))
+
+
+def test_a_first_rank_with_fewer_blocks_needs_less_until_the_second_needs_most() -> None:
+    """16 blocks on four ranks: of the first what it keeps of four micro-batches, of the others of three and fewer."""
+    found = setting("megatron-core")
+    cuts = [grid(batch=32, sequence=4096, pipeline=4, ahead=ahead) for ahead in (0, 1, 4)]
+    peaks = [[part.peak for part in footprints(ALIKE, one, found, play(ALIKE, one, found))] for one in cuts]
+    assert [sizes(16, 4, ahead, 0) for ahead in (0, 1, 4)] == [[4, 4, 4, 4], [4, 4, 4, 4], [1, 5, 5, 5]]
+    assert peaks[0] == peaks[1]
+    assert int(np.argmax(peaks[0])) == 0
+    assert int(np.argmax(peaks[2])) == 1
+    assert peaks[2][0] < peaks[0][0]
+    for one, most in zip(cuts, peaks, strict=True):
+        assert float(memory(ALIKE, one, found).device[0]) == pytest.approx(max(most))
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 12), st.integers(0, 12))
+def test_sizes_of_chunks_say_how_they_were_cut(blocks: int, chunks: int, ahead: int, behind: int) -> None:
+    found = sizes(blocks, chunks, ahead, behind)
+    assert sum(found) == blocks
+    assume(min(found) > 0)
+    said = fewer(found)
+    assert said is not None
+    assert said <= (ahead, behind) or sum(said) <= ahead + behind
+    assert sizes(blocks, chunks, *said) == found
+    assert chunks < 4 or fewer([*found[:-2], found[-2] + 5, found[-1]]) is None
 
 
 def test_a_mixtures_second_stage_may_need_most() -> None:

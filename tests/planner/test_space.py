@@ -102,6 +102,10 @@ def test_no_configuration_comes_twice_and_none_is_forgotten() -> None:
 
 
 REFUSED = {
+    "blocks of the first and the last chunk": (
+        {"pipeline": 4, "ahead": 4},
+        "4 and 0 blocks fewer of the first and the last of 4 chunks leave one of them without any of the 12 blocks",
+    ),
     "heads": ({"tensor": 3}, "3 tensor ranks do not divide the 16 heads"),
     "stages": ({"pipeline": 8, "virtual": 2, "batch": 16}, "8 stages of 2 chunks are more than the 12 blocks"),
     "chunks": ({"pipeline": 4, "virtual": 2, "batch": 6}, "interleaved chunks need micro-batches that 4 stages divide"),

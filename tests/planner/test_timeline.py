@@ -1,25 +1,30 @@
 """The timeline of a step: what is played event by event takes what the closed form says."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from tangram.cli import main
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, decoder
 from tangram.planner.actions import simulate
+from tangram.planner.dealt import sizes
 from tangram.planner.framework import framework
 from tangram.planner.grid import Grid, grid
 from tangram.planner.memory import memory
 from tangram.planner.pipelines import SCHEDULES
+from tangram.planner.rules import legal
 from tangram.planner.schedules import MAKERS
 from tangram.planner.schedules import schedule as by_name
 from tangram.planner.setting import Setting
-from tangram.planner.time import pipeline_seconds, seconds
+from tangram.planner.time import loads, pipeline_seconds, seconds
 from tangram.planner.timeline import MOST, as_trace, timeline
 
 SETTING = Setting(device("h100"), framework("megatron-core"))
@@ -52,6 +57,13 @@ def one(**given: Any) -> Grid:
         ({"batch": 64, "pipeline": 8, "virtual": 2, "schedule": 3}, 0.05),
         ({"batch": 64, "pipeline": 8, "virtual": 2, "schedule": 4}, 0.05),
         ({"batch": 2, "pipeline": 4}, 0.05),
+        ({"batch": 64, "pipeline": 8, "behind": 1}, 0.04),
+        ({"batch": 64, "pipeline": 4, "ahead": 2, "behind": 3}, 0.03),
+        ({"batch": 64, "pipeline": 4, "virtual": 3}, 0.03),
+        ({"batch": 64, "pipeline": 4, "virtual": 2, "behind": 1}, 0.03),
+        ({"batch": 64, "pipeline": 4, "virtual": 3, "schedule": 2, "ahead": 1}, 0.05),
+        ({"batch": 64, "pipeline": 4, "virtual": 2, "schedule": 3, "behind": 1}, 0.05),
+        ({"batch": 64, "pipeline": 4, "virtual": 2, "schedule": 4, "ahead": 1, "behind": 1}, 0.05),
     ],
 )
 def test_played_and_closed_agree(given: dict[str, Any], near: float) -> None:
@@ -67,6 +79,40 @@ def test_played_and_closed_agree(given: dict[str, Any], near: float) -> None:
     for rank in range(int(g.pipeline[0])):
         row = sorted((event.start, event.start + event.seconds) for event in events if event.rank == rank)
         assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(row))
+
+
+def test_a_head_as_long_as_blocks_is_balanced_by_fewer_of_them() -> None:
+    """Of 16 blocks over four stages and a head of almost four; so that the last stage has one, three fewer are best."""
+    model = decoder(Dims(16, 2048, 16, 400_000, ffn=8192, kv_heads=4), "headed")
+    steps = [float(seconds(model, one(batch=64, pipeline=4, behind=behind), SETTING).step[0]) for behind in range(4)]
+    played = [
+        max(event.start + event.seconds for event in timeline(model, one(batch=64, pipeline=4, behind=behind), SETTING))
+        for behind in range(4)
+    ]
+    assert int(np.argmin(steps)) == int(np.argmin(played)) > 0
+    assert min(steps) < 0.85 * steps[0]
+
+
+@given(st.integers(2, 8), st.integers(1, 3), st.sampled_from(range(len(SCHEDULES))), st.integers(0, 30), st.data())
+@settings(deadline=None)
+def test_the_slowest_rank_is_that_of_the_blocks_dealt(
+    ranks: int, own: int, schedule: int, more: int, data: st.DataObject
+) -> None:
+    own = SCHEDULES[schedule].chunks or own + 1
+    layers = ranks * own + more
+    ahead, behind = (data.draw(st.integers(0, 6)) for _ in range(2))
+    model = decoder(Dims(layers, 64, 4, 100, ffn=64), "model")
+    g = one(batch=ranks, pipeline=ranks, virtual=own, schedule=schedule, ahead=ahead, behind=behind)
+    assume(legal(model, replace(g, batch=np.full(1, 4.0 * ranks)))[0])
+    most, head = (float(part[0]) for part in loads(model, g))
+    blocks = [0] * ranks
+    for count, rank in zip(
+        sizes(layers, ranks * own, ahead, behind), rank_of(SCHEDULES[schedule].name, ranks, own), strict=True
+    ):
+        blocks[rank] += count
+    last = 0 if SCHEDULES[schedule].folded else ranks - 1
+    assert head == blocks[last]
+    assert most == max(count for rank, count in enumerate(blocks) if rank != last)
 
 
 def test_a_schedule_that_idles_more_is_seen() -> None:

@@ -51,8 +51,8 @@ THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 """Of tokens to train on, as papers count them."""
 
 
-Strategy = tuple[str, int, int, str, int, str, str]
-"""Mesh, micro-batch, chunks, schedule, what is divided, what is made again, experts."""
+Strategy = tuple[str, int, int, str, int, str, str, str]
+"""Mesh, micro-batch, chunks, schedule, what is divided, what is made again, experts, fewer blocks."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def answered(
         if look.report is not None:
             raise UserError("--report is of a ranking: give --objective devices with --train-tokens and --hours")
         return _budgeted(outline, where, asked, terms, json=json)
-    given = None if one is None else Given(*one) if read is None else given_of(read.numbers)
+    given = None if one is None else Given(*one[:7], uneven=one[7]) if read is None else given_of(read.numbers)
     with progress("laying the model out, searching"):
         found = _found(outline, where, asked, given, look, terms)
     document, shown, choices = found.document(), found.tables(), found.choices

@@ -106,6 +106,7 @@ def read_table(path: str, found: Found) -> Titled:
         ("mesh", given.mesh),
         ("micro-batch", f"{given.micro} of {found.numbers.batch} samples"),
         ("schedule", f"{given.schedule} x {given.chunks}" if given.chunks > 1 else given.schedule),
+        ("fewer blocks of the first and the last chunk", given.uneven),
         ("experts", given.experts),
         ("divided", f"{ZERO[given.zero]}, over {given.shard} ranks"),
         ("made again", given.again),

@@ -47,6 +47,9 @@ def plan(
     zero: Annotated[int, typer.Option(min=0, max=3, help="Of --explain: what data ranks divide, 0 to 3.")] = 1,
     again: Annotated[str, typer.Option(help='Of --explain: what is computed again, as "all blocks".')] = "nothing",
     experts: Annotated[str, typer.Option(help='Of --explain: expert ranks x their tensor ranks, "8 x 1".')] = "1 x 1",
+    uneven: Annotated[
+        str, typer.Option(help='Of --explain: blocks fewer of the first and the last chunk, "1 1".')
+    ] = "0 0",
     timeline: Annotated[
         Path | None, typer.Option(help="Write the best step's (or the explained one's): .html a page, else Perfetto's.")
     ] = None,
@@ -105,7 +108,7 @@ def plan(
         from tangram.cli.taken import Taking
 
         typed = (tokens_per_batch, seq, precision, framework, gpus, memory, top)
-        one = None if explain is None else (explain, micro, chunks, schedule, zero, again, experts)
+        one = None if explain is None else (explain, micro, chunks, schedule, zero, again, experts, uneven)
         failures = (mtbf, checkpoint_s, restart_s)
         look = Look(objective or "", pareto, train_tokens, hours, price, failures, timeline, report)
         file_wanted = export is not None or emit is not None

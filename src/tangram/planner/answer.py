@@ -272,7 +272,7 @@ def _row(place: str, one: Choice) -> tuple[str, ...]:
         place,
         one.mesh,
         f"{one.micro} x {one.micros}",
-        f"{one.schedule} x {one.virtual}" if one.virtual > 1 else one.schedule,
+        one.stages,
         experts,
         divided_words(one),
         one.again,
@@ -352,8 +352,8 @@ def _changed(now: Choice, one: Choice) -> str:
     told = [one.mesh] if one.mesh != now.mesh else []
     if one.micro != now.micro:
         told.append(f"micro-batches of {one.micro}")
-    if (one.schedule, one.virtual) != (now.schedule, now.virtual) and one.schedule:
-        told.append(f"{one.schedule} x {one.virtual}" if one.virtual > 1 else one.schedule)
+    if one.stages != now.stages and one.schedule:
+        told.append(one.stages)
     if (one.expert, one.expert_tensor) != (now.expert, now.expert_tensor):
         told.append(f"experts {one.expert} x {one.expert_tensor}")
     if one.zero != now.zero:

@@ -82,6 +82,10 @@ class Choice:
     virtual: int
     schedule: str
     """Of the pipeline."""
+    ahead: int
+    """How many blocks fewer the first chunk of the model has than an even cut gives it."""
+    behind: int
+    """The same of the last one."""
     expert: int
     expert_tensor: int
     zero: int
@@ -115,6 +119,13 @@ class Choice:
     def grid(self) -> Grid:
         """As a grid of one."""
         return grid(**self.at)
+
+    @property
+    def stages(self) -> str:
+        """The schedule, chunks of each rank where they are several, and where they have fewer blocks; "" without."""
+        several = f" x {self.virtual}" if self.virtual > 1 else ""
+        fewer = f", {self.ahead} and {self.behind} fewer" if self.ahead or self.behind else ""
+        return f"{self.schedule}{several}{fewer}"
 
     @property
     def devices(self) -> int:
@@ -231,6 +242,8 @@ def _choice(
         micros=int(g.micros[i]),
         virtual=at["virtual"],
         schedule=SCHEDULES[at["schedule"]].name if at["pipeline"] > 1 else "",
+        ahead=at["ahead"],
+        behind=at["behind"],
         expert=at["expert"],
         expert_tensor=at["expert_tensor"],
         zero=at["zero"],
@@ -266,6 +279,8 @@ def unlike(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
             one.micro,
             one.virtual,
             one.schedule,
+            one.ahead,
+            one.behind,
             one.expert,
             one.expert_tensor,
             one.again,

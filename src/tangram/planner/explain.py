@@ -44,6 +44,8 @@ class Given:
     """Over how many of the data and context ranks states are divided; 0: all."""
     sequence_parallel: bool = True
     """Whether tensor ranks divide the tokens of what they do not divide otherwise."""
+    uneven: str = "0 0"
+    """How many blocks fewer the first chunk of the model has, and the last one."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,12 @@ def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
         expert, expert_tensor = (int(part) for part in given.experts.split("x"))
     except ValueError:
         raise UserError(f'"{given.experts}" are no expert ranks: write 8 x 1') from None
+    try:
+        ahead, behind = (int(part) for part in given.uneven.split())
+    except ValueError:
+        ahead = behind = -1
+    if min(ahead, behind) < 0:
+        raise UserError(f'"{given.uneven}" are no numbers of blocks fewer of the first and the last chunk: write 1 1')
     schedule = code("Interleaved1F1B" if given.schedule == "1F1B" and given.chunks > 1 else given.schedule)
     if schedule < 0:
         names = ", ".join(one.name for one in SCHEDULES)
@@ -104,7 +112,7 @@ def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
     group, share = known[given.again]
     return grid(
         batch=request.batch, sequence=request.sequence, micro=given.micro, virtual=given.chunks, schedule=schedule,
-        zero=given.zero,
+        zero=given.zero, ahead=ahead, behind=behind,
         recompute=int(group), recomputed=share, expert=expert, expert_tensor=expert_tensor,
         sequence_parallel=float(given.sequence_parallel and sizes.get("tensor", 1) > 1),
         shard=given.shard or sizes.get("data", 1) * sizes.get("context", 1),

@@ -32,6 +32,10 @@ class Grid:
     """Chunks of layers that each pipeline rank has; 1: no interleaving."""
     schedule: Array
     """Of the pipeline, a code (`planner.pipelines`)."""
+    ahead: Array
+    """How many blocks fewer the first chunk has than an even cut gives it (`planner.dealt`)."""
+    behind: Array
+    """The same of the last chunk."""
     context: Array
     """Ranks that cut a sequence."""
     ulysses: Array
@@ -97,7 +101,7 @@ def grid(*, batch: Any, sequence: Any, **given: Any) -> Grid:
     if unknown := sorted(set(given) - known):
         raise UserError(f"a grid has no {', '.join(unknown)}: it has {', '.join(sorted(known))}")
     values: dict[str, Any] = dict.fromkeys((*_ONES, "expert_tensor", "recomputed"), 1.0)
-    values |= {"sequence_parallel": 0.0, "zero": 0.0, "recompute": 0, "optimiser": 0, "offload": 0}
+    values |= dict.fromkeys(("sequence_parallel", "zero", "recompute", "optimiser", "offload", "ahead", "behind"), 0)
     values |= {"batch": batch, "sequence": sequence} | given
     values.setdefault("schedule", np.where(np.asarray(values["virtual"]) > 1, 1, 0))  # as chunks go by custom
     values.setdefault("shard", np.asarray(values["data"]) * np.asarray(values["context"]))
@@ -106,6 +110,9 @@ def grid(*, batch: Any, sequence: Any, **given: Any) -> Grid:
     for name in (*_ONES, "expert_tensor", "shard", "batch", "sequence"):
         if not (found[name] >= 1).all():
             raise UserError(f"{name} is {found[name].min():g} in a configuration: it is at least 1")
+    for name in ("ahead", "behind"):
+        if not (found[name] >= 0).all():
+            raise UserError(f"{name} is {found[name].min():g} in a configuration: it is at least 0")
     return Grid(**found)
 
 

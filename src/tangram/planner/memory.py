@@ -13,9 +13,9 @@ products write beside the kept ones.
     activations  a block's `Kept` rows that are not made again; of a block that is made again as a whole its input
 
 Of a pipeline the first rank is looked at, the last, and those where blocks of other sizes begin: a mixture's second
-rank may need more than its first, which has the dense blocks. Which blocks a rank's chunks have is exact; where chunks
-are not alike, those in flight are taken as the mean of the rank's, which is up to 14 % off what playing the schedule
-gives (`planner.footprint`), else nothing.
+rank may need more than its first, which has the dense blocks; and the second where the first has fewer blocks. Which
+blocks a rank's chunks have is exact (`planner.dealt`); where chunks are not alike, those in flight are taken as the
+mean of the rank's, which is up to 14 % off what playing the schedule gives (`planner.footprint`), else nothing.
 
 Three totals: what tensors take (`allocated`), what the allocator holds for them (`reserved`), and what the device shows
 (`device`), with the context and the libraries' workspaces, which are no tensors.
@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.models.outline import Block, Group, Kept, Outline
+from tangram.planner.dealt import chunk_of, dealt
 from tangram.planner.grid import Grid
 from tangram.planner.means import Offload
 from tangram.planner.pipelines import beyond, folded, splits
@@ -122,13 +123,16 @@ def memory(outline: Outline, g: Grid, setting: Setting) -> Memory:
 
 
 def _unlike(outline: Outline, g: Grid) -> list[Array]:
-    """Pipeline ranks about each place where blocks of other sizes begin, as after a mixture's first dense blocks."""
+    """Pipeline ranks about each place where blocks of other sizes begin, as after a mixture's first dense blocks; and
+    the second, which may have more than the first where that has fewer blocks."""
     found: list[Array] = []
+    if (g.ahead + g.behind).any():
+        found.append(np.minimum(g.pipeline - 1, 1.0))
     at = 0
     for (block, count), (after, _) in pairwise(outline.runs):
         at += count
         if block.numbers != after.numbers and (g.pipeline > 1).any():
-            chunk, beyond_it = _chunk_of(outline, g, at)
+            chunk, beyond_it = chunk_of(outline, g, at)
             chunk = chunk + (beyond_it > 0)
             place = np.where(folded(g.schedule), np.minimum(chunk, g.pipeline - 1), chunk % g.pipeline)
             found += [place, np.maximum(place - 1, 0)]
@@ -144,7 +148,7 @@ def _rank(outline: Outline, g: Grid, setting: Setting, place: Array) -> Rank:
     """One of the pipeline's ranks at its peak."""
     embeds, last = place == 0, place == g.pipeline - 1
     heads: Array = np.asarray(np.where(folded(g.schedule), embeds, last), dtype=float)
-    has = stage(outline, g, setting, _dealt(outline, g, place), embeds * 1.0, heads)
+    has = stage(outline, g, setting, dealt(outline, g, place), embeds * 1.0, heads)
     flying = _in_flight(g, place) / g.virtual
     passing = np.maximum(has.logits, has.again) + has.spare + has.workspace + has.gathered_behind
     kept = has.kept * flying + has.embedded * flying
@@ -163,56 +167,6 @@ def _offloaded(one: Rank, g: Grid, largest: Array) -> Rank:
         np.where(states, 0.0, one.optimiser), np.where(flows, staying, one.activations), one.passing,
         host + np.where(flows, one.activations - staying, 0.0),
     )  # fmt: skip
-
-
-def _cut(outline: Outline, g: Grid) -> tuple[Array, Array]:
-    """Blocks of each chunk, and how many of the first chunks have one more.
-
-    Of a model with fewer blocks than chunks one each, as far as they go.
-    """
-    chunks = g.pipeline * g.virtual
-    each = np.floor(outline.layers / chunks)
-    return np.maximum(each, 1.0), np.where(each < 1, 0.0, outline.layers % chunks)
-
-
-def _chunk_of(outline: Outline, g: Grid, block: int) -> tuple[Array, Array]:
-    """The chunk of the model that has a block, and how many of its blocks lie before that one."""
-    each, more = _cut(outline, g)
-    beyond_them = block - more * (each + 1)
-    chunk = np.where(beyond_them < 0, np.floor(block / (each + 1)), more + np.floor(beyond_them / each))
-    return chunk, block - chunk * each - np.minimum(chunk, more)
-
-
-def _dealt(outline: Outline, g: Grid, place: Array) -> list[Array]:
-    """How many blocks of each run the chunks of a pipeline rank have."""
-    before = [np.zeros(len(g))]
-    at = 0
-    for _, count in outline.runs:
-        at += count
-        before.append(
-            np.where(folded(g.schedule), _before_folded(outline, g, place, at), _before(outline, g, place, at))
-        )
-    return [end - start for start, end in pairwise(before)]
-
-
-def _before(outline: Outline, g: Grid, place: Array, block: int) -> Array:
-    """Blocks of a rank before a block of the model, where chunks are dealt out in turn."""
-    each, more = _cut(outline, g)
-    chunk, into = _chunk_of(outline, g, block)
-    whole = np.maximum(np.ceil((chunk - place) / g.pipeline), 0.0)
-    larger = np.maximum(np.ceil((more - place) / g.pipeline), 0.0)
-    there = (chunk >= place) & ((chunk - place) % g.pipeline == 0)
-    return whole * each + np.minimum(whole, larger) + np.where(there, into, 0.0)
-
-
-def _before_folded(outline: Outline, g: Grid, place: Array, block: int) -> Array:
-    """The same where two chunks of each rank go down the ranks and up again."""
-    each, more = _cut(outline, g)
-    found = np.zeros(len(g))
-    for chunk in (place, 2 * g.pipeline - 1 - place):
-        start = chunk * each + np.minimum(chunk, more)
-        found = found + np.clip(block - start, 0.0, each + (chunk < more))
-    return found
 
 
 @dataclass(frozen=True)

@@ -219,10 +219,9 @@ def _cards(shown: Shown) -> str:
     who = "The strategy that is explained" if shown.explained and shown.explained.choice else "The best strategy"
     if not answer.choices and not (shown.explained and shown.explained.choice):
         who = "The quickest" if answer.quickest else "What needs least memory"
-    schedule = f"{one.schedule} x {one.virtual}" if one.virtual > 1 else one.schedule
     experts = f"experts {one.expert} x {one.expert_tensor}" if one.expert > 1 else ""
     told = [
-        f"{one.micros:,} micro-batches of {one.micro}", schedule, experts, DIVIDED[one.zero],
+        f"{one.micros:,} micro-batches of {one.micro}", one.stages, experts, DIVIDED[one.zero],
         again_words(one.again),
     ]  # fmt: skip
     mesh = (

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.models.outline import Outline
+from tangram.planner.dealt import ends
 from tangram.planner.grid import Grid
 from tangram.planner.pipelines import SCHEDULES, folded, least, many
 
@@ -52,6 +53,12 @@ def _taken(g: Grid) -> Mask:
     """Where the schedule takes as many chunks as there are."""
     several = (g.pipeline > 1) & (g.virtual > 1) & ((many(g.schedule) == 0) | (g.virtual == many(g.schedule)))
     return np.asarray(np.where(g.schedule == 0, g.virtual == 1, several), dtype=bool)
+
+
+def _some(outline: Outline, g: Grid) -> Mask:
+    """Where the first and the last chunk have a block at least, as far as they have fewer than an even cut gives."""
+    first, last = ends(outline, g)
+    return np.asarray((g.ahead + g.behind == 0) | ((first >= 1) & (last >= 1)), dtype=bool)
 
 
 def _named(at: dict[str, int]) -> str:
@@ -105,6 +112,16 @@ RULES = (
         "stages",
         lambda o, g: g.pipeline * g.virtual <= o.layers,
         lambda o, at: f"{at['pipeline']} stages of {at['virtual']} chunks are more than the {o.layers} blocks",
+    ),
+    Rule(
+        "blocks of the first and the last chunk",
+        lambda o, g: ((g.ahead + g.behind == 0) | (g.pipeline > 1)) & _some(o, g),
+        lambda o, at: (
+            f"{at['ahead']} and {at['behind']} blocks fewer of the first and the last of "
+            f"{at['pipeline'] * at['virtual']} chunks leave one of them without any of the {o.layers} blocks"
+            if at["pipeline"] > 1
+            else "without stages no chunk has fewer blocks than others"
+        ),
     ),
     Rule(
         "chunks",

@@ -24,14 +24,15 @@ from numpy.typing import NDArray
 
 from tangram.hardware import curves
 from tangram.models.outline import Outline
+from tangram.planner.dealt import cut
 from tangram.planner.grid import Grid
 from tangram.planner.offload import host_seconds
 from tangram.planner.passes import Pass, Ways, none
-from tangram.planner.pipelines import splits
+from tangram.planner.pipelines import folded, splits
 from tangram.planner.setting import Setting
 from tangram.planner.traffic import data_seconds, exchange, optimiser_seconds
 
-__all__ = ["Passes", "Seconds", "passes_of", "pipeline_seconds", "seconds"]
+__all__ = ["Passes", "Seconds", "loads", "passes_of", "pipeline_seconds", "seconds"]
 
 Array = NDArray[Any]
 
@@ -143,15 +144,30 @@ def pipeline_seconds(outline: Outline, g: Grid, blocks: Array, head: Array, weig
     """All micro-batches through all stages: the slowest each time, the others once.
 
     `weights`: which share of a micro-batch's work makes gradients of weights; a schedule that splits the backward fills
-    its waits with them, twice as many as there are (`planner.pipelines`). Blocks are dealt as evenly as they go; where
-    they do not, the last stage, which has the head, has one chunk less.
+    its waits with them, twice as many as there are (`planner.pipelines`).
     """
-    chunks = g.pipeline * g.virtual
-    most, fewest = np.ceil(outline.layers / chunks) * g.virtual, np.floor(outline.layers / chunks) * g.virtual
+    most, last = loads(outline, g)
     each = blocks / outline.layers
-    slowest = np.maximum(most * each, fewest * each + head)
+    slowest = np.maximum(most * each, last * each + head)
     waits = np.where(splits(g.schedule), np.maximum(1 - 2 * weights, 0.0), 1.0)
     return slowest * g.micros + np.maximum(blocks + head - slowest, 0.0) / g.virtual * waits
+
+
+def loads(outline: Outline, g: Grid) -> tuple[Array, Array]:
+    """Blocks of the rank that has most of those without the head, and of the rank with the head.
+
+    Of ranks between the first and the last, or behind the first where chunks go down the ranks and up again, the second
+    has most, or the one that has two of the first chunks after each other.
+    """
+    (each, more), ranks = cut(outline, g), g.pipeline
+    dealt_out, even = ~folded(g.schedule), g.virtual * each
+    first = even + np.ceil(more / ranks) - g.ahead
+    between = even + np.maximum(np.ceil((more - 1) / ranks), 0.0)
+    last = even + np.floor(more / ranks) - g.behind
+    turning = even + np.where(more > ranks, 2.0, np.where(more > 1, 1.0, 0.0))
+    both = even + (more > 0) - g.ahead - g.behind
+    looped = np.where(ranks > 2, np.maximum(first, between), np.where(ranks > 1, first, 0.0))
+    return np.where(dealt_out, looped, turning), np.where(dealt_out, last, both)
 
 
 def _head(outline: Outline, g: Grid, setting: Setting) -> Array:

@@ -15,6 +15,7 @@ import numpy as np
 
 from tangram.models.outline import Outline
 from tangram.planner.actions import Action, Schedule, played
+from tangram.planner.dealt import sizes
 from tangram.planner.grid import Grid
 from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.schedules import MAKERS
@@ -79,7 +80,7 @@ def play(
     ranks, own, micros = int(one.pipeline[0]), int(one.virtual[0]), int(shown.micros[0])
     hop = known.get("stages", 1.0) * float(passes.hop[0]) / (2 * own)
     chunks = ranks * own
-    blocks = [outline.layers // chunks + (i < outline.layers % chunks) for i in range(chunks)]
+    blocks = sizes(outline.layers, chunks, int(one.ahead[0]), int(one.behind[0]))
 
     weights = min(known.get("products", 1.0) * float(passes.weights[0]) / outline.layers, back)
 

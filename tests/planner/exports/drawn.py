@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from tangram.hardware.cluster import Cluster, builtin
 from tangram.models.outline import Dims, Outline, decoder
+from tangram.planner.dealt import fewer, sizes
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.exports.targets import EXPORTS
 from tangram.planner.framework import framework
@@ -29,6 +30,9 @@ def drawn(draw: st.DrawFn, name: str) -> tuple[Outline, Numbers]:
     row = draw(st.sampled_from([one for one in SCHEDULES if rarely or one.name in few]))
     virtual = (row.chunks or draw(st.integers(2, 4))) if pipeline > 1 else 1
     together = data * context
+    ahead, behind = (draw(st.sampled_from([0, 0, 0, 1, 2])) if pipeline > 1 else 0 for _ in range(2))
+    if (blocks := sizes(outline.layers, pipeline * virtual, ahead, behind)) and min(blocks) > 0:
+        ahead, behind = fewer(blocks) or (0, 0)
     expert = min(draw(st.sampled_from([1, 2, 4])), able.expert or 4) if outline is MIXED else 1
     return outline, Numbers(
         pipeline=pipeline,
@@ -50,4 +54,6 @@ def drawn(draw: st.DrawFn, name: str) -> tuple[Outline, Numbers]:
         sequence=draw(st.sampled_from([2048, 8192])),
         again=draw(st.sampled_from([one for one, _, _ in RECOMPUTED if rarely or one in able.again])),
         precision=draw(st.sampled_from(["fp16", "fp4", "fp8"] if rarely else ["bf16", "bf16", "fp32"])),
+        ahead=ahead,
+        behind=behind,
     )

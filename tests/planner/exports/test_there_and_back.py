@@ -93,9 +93,9 @@ def test_a_layout_of_a_pipeline_has_its_chunks(chunks: int, blocks: int) -> None
     if chunks <= blocks:
         even, more = divmod(blocks, chunks)
         sizes = [even + (place < more) for place in range(chunks)]
-        assert chunks_of(layout_text(sizes)) == chunks
+        assert chunks_of(layout_text(sizes)) == sizes
         assert layout_text(sizes).count("|") == chunks - 1
-    assert chunks_of("Et*3|(tt|)*14,m|L") == 17  # one of Megatron-Bridge's for DeepSeek-V3
+    assert chunks_of("Et*3|(tt|)*14,m|L") == [3, *[2] * 14, 0, 0]  # one of Megatron-Bridge's for DeepSeek-V3
 
 
 REFUSED: list[tuple[str, Outline, dict[str, object], str]] = [
@@ -137,6 +137,44 @@ def test_uneven_stages_are_written_and_told(blocks: tuple[int, ...], written: st
     else:
         assert f"--pipeline-model-parallel-layout {written}\n" in found.text
         assert found.told == ("the 8 blocks are uneven over 3 chunks: the first ones have one more",)
+
+
+FEWER: list[tuple[dict[str, int], tuple[str, ...]]] = [
+    ({"pipeline": 7, "ahead": 1, "behind": 1}, ("account-for-embedding-in", "account-for-loss-in")),
+    ({"pipeline": 2, "behind": 1}, ("pipeline-model-parallel-layout 'Et*7|t*5L'",)),
+    ({"pipeline": 4, "ahead": 1, "behind": 2}, ("pipeline-model-parallel-layout 'Et*3|t*4|t*4|tL'",)),
+]
+
+
+@pytest.mark.parametrize(("changed", "written"), FEWER)
+def test_fewer_blocks_at_the_ends_are_written_and_come_back(
+    changed: dict[str, int], written: tuple[str, ...], tmp_path: Path
+) -> None:
+    one = replace(USUAL, zero=1, **changed)  # type: ignore[arg-type]
+    text = EXPORTS["megatron-lm"].write(one, DENSE, CLUSTER).text
+    assert all(part in text for part in written)
+    (path := tmp_path / "args.sh").write_text(text)
+    assert strategy_of(path, DENSE, one.ranks, 64).numbers == one
+
+
+@pytest.mark.parametrize(
+    ("said", "found", "told"),
+    [
+        ("--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 1", (1, 2), ()),
+        ("--decoder-last-pipeline-num-layers 3", (0, 0), ()),
+        ("--decoder-last-pipeline-num-layers 2", (0, 0), ("num-layers: stages are taken as even",)),
+        ("--pipeline-model-parallel-layout 'Et*2|t*5|t*3|t*2L'", (0, 0), ("-layout: stages are taken as even",)),
+        ("--pipeline-model-parallel-layout 'Et*2|t*4|t*4|t*2L'", (2, 1), ()),
+    ],
+)  # fmt: skip
+def test_ends_of_a_pipeline_are_read(said: str, found: tuple[int, int], told: tuple[str, ...], tmp_path: Path) -> None:
+    (path := tmp_path / "args.sh").write_text(
+        f"--micro-batch-size 1 --global-batch-size 16 --seq-length 2048 --pipeline-model-parallel-size 4 --bf16 {said}"
+    )
+    read = strategy_of(path, DENSE, 8, 64)
+    assert (read.numbers.ahead, read.numbers.behind) == found
+    assert len(read.told) == len(told)
+    assert all(part in one for part, one in zip(told, read.told, strict=True))
 
 
 @pytest.mark.parametrize("name", EXPORTS)

@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Group, Outline
-from tangram.planner.exports.numbers import Numbers, Written, chunk_blocks, comment, experts_of, recomputed
+from tangram.planner.exports.numbers import (
+    Numbers,
+    Written,
+    chunk_blocks,
+    comment,
+    experts_of,
+    recomputed,
+    uneven_words,
+)
 
 __all__ = ["STRATEGIES", "layout_text", "megatron"]
 
@@ -89,9 +97,16 @@ def _stages(one: Numbers, outline: Outline, told: list[str]) -> Arguments:
                 f"{outline.layers} blocks in {len(chunks)} chunks are uneven, and where Megatron-LM then puts the "
                 f"blocks that predict further tokens is not written yet: take stages that divide the blocks"
             )
-        told.append(f"the {outline.layers} blocks are uneven over {len(chunks)} chunks: the first ones have one more")
-        found["pipeline-model-parallel-layout"] = f"'{layout_text(chunks)}'"
-    elif one.virtual > 1:
+        if (
+            max(one.ahead, one.behind) <= 1
+            and len({*chunks[1:-1], chunks[0] + one.ahead, chunks[-1] + one.behind}) == 1
+        ):
+            accounted = {"embedding": one.ahead, "loss": one.behind}
+            found |= {f"account-for-{what}-in-pipeline-split": True for what, blocks in accounted.items() if blocks}
+        else:
+            told.append(uneven_words(one, outline))
+            return found | {"pipeline-model-parallel-layout": f"'{layout_text(chunks)}'"}
+    if one.virtual > 1:
         found["num-virtual-stages-per-pipeline-rank"] = one.virtual
     return found
 
@@ -151,7 +166,7 @@ def _blocks(one: Numbers, outline: Outline, share: float, told: list[str]) -> Ar
         return full | {"recompute-method": "uniform", "recompute-num-layers": 1}
     if min(chunks) == 1:
         raise UserError("Megatron-LM computes whole blocks again, and chunks of one block have no half of them")
-    count = -(-chunks[0] // 2)  # of each chunk
+    count = -(-max(chunks) // 2)  # of each chunk
     if any(size % 2 for size in chunks):
-        told.append(f"{count} of the {chunks[0]} blocks of each chunk are computed again, not exactly half of them")
+        told.append(f"{count} of the {max(chunks)} blocks of each chunk are computed again, not exactly half of them")
     return full | {"recompute-method": "block", "recompute-num-layers": count}

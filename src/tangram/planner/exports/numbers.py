@@ -11,11 +11,22 @@ from dataclasses import dataclass
 from tangram.errors import UserError
 from tangram.models.outline import Group, Outline
 from tangram.planner.choice import Ask, Choice, mesh_of
+from tangram.planner.dealt import sizes
 from tangram.planner.explain import Given
 from tangram.planner.setting import Precision
 from tangram.planner.space import EXPLAINED
 
-__all__ = ["Numbers", "Written", "chunk_blocks", "comment", "experts_of", "given_of", "numbers_of", "recomputed"]
+__all__ = [
+    "Numbers",
+    "Written",
+    "chunk_blocks",
+    "comment",
+    "experts_of",
+    "given_of",
+    "numbers_of",
+    "recomputed",
+    "uneven_words",
+]
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,10 @@ class Numbers:
     precision: Precision
     ulysses: int = 1
     """Of the context ranks those that exchange heads."""
+    ahead: int = 0
+    """How many blocks fewer the first chunk has."""
+    behind: int = 0
+    """And the last one."""
 
     @property
     def micros(self) -> int:
@@ -80,7 +95,7 @@ def numbers_of(choice: Choice, ask: Ask) -> Numbers:
         sequence_parallel=bool(at["sequence_parallel"]), context=at["context"], expert=at["expert"],
         expert_tensor=at["expert_tensor"], data=at["data"], zero=at["zero"], shard=at["shard"], micro=at["micro"],
         batch=at["batch"], sequence=at["sequence"], again=choice.again, precision=ask.precision,
-        ulysses=at["ulysses"],
+        ulysses=at["ulysses"], ahead=at["ahead"], behind=at["behind"],
     )  # fmt: skip
 
 
@@ -96,6 +111,7 @@ def given_of(one: Numbers) -> Given:
         experts=f"{one.expert} x {one.expert_tensor}",
         shard=one.shard,
         sequence_parallel=one.sequence_parallel,
+        uneven=f"{one.ahead} {one.behind}",
     )
 
 
@@ -110,15 +126,28 @@ def experts_of(outline: Outline) -> int:
 
 
 def chunk_blocks(one: Numbers, outline: Outline) -> list[int]:
-    """Blocks of each chunk in the order in which they run: as even as they can be, the longer ones first.
+    """Blocks of each chunk in the order in which they run: as `planner.dealt` cuts them.
 
-    Raises UserError where there are more chunks than blocks.
+    Raises UserError where a chunk would have none.
     """
     chunks = one.pipeline * one.virtual
     if chunks > outline.layers:
         raise UserError(f"{chunks} chunks are more than the {outline.layers} blocks of {outline.name}")
-    each, more = divmod(outline.layers, chunks)
-    return [each + (place < more) for place in range(chunks)]
+    found = sizes(outline.layers, chunks, one.ahead, one.behind)
+    if min(found) < 1:
+        raise UserError(
+            f"{one.ahead} and {one.behind} blocks fewer of the first and the last of {chunks} chunks leave one of them "
+            f"without any of the {outline.layers} blocks"
+        )
+    return found
+
+
+def uneven_words(one: Numbers, outline: Outline) -> str:
+    """How blocks are uneven over chunks, as a sentence."""
+    less = [(one.ahead, "first"), (one.behind, "last")]
+    fewer = [f"the {which} has {blocks} fewer" for blocks, which in less if blocks]
+    said = " and ".join(fewer) or "the first ones have one more"
+    return f"the {outline.layers} blocks are uneven over {one.pipeline * one.virtual} chunks: {said}"
 
 
 def comment(lines: tuple[str, ...]) -> str:

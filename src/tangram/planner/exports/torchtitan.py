@@ -16,7 +16,15 @@ import tomli_w
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Group, Outline
-from tangram.planner.exports.numbers import Numbers, Written, chunk_blocks, comment, experts_of, recomputed
+from tangram.planner.exports.numbers import (
+    Numbers,
+    Written,
+    chunk_blocks,
+    comment,
+    experts_of,
+    recomputed,
+    uneven_words,
+)
 
 __all__ = ["options", "sections", "torchtitan"]
 
@@ -125,18 +133,20 @@ def _stages(one: Numbers, outline: Outline, told: list[str]) -> dict[str, Any]:
     if one.pipeline == 1:
         return found
     chunks = chunk_blocks(one, outline)
-    if -(-outline.layers // chunks[0]) != len(chunks):
+    blocks = outline.layers + one.ahead + one.behind
+    each = -(-blocks // len(chunks))
+    if -(-blocks // each) != len(chunks):
         raise UserError(
-            f"torchtitan cuts {outline.layers} blocks by how many a chunk has, which never makes {len(chunks)} of them"
+            f"torchtitan cuts {blocks} blocks by how many a chunk has, which never makes {len(chunks)} of them"
         )
     if len(set(chunks)) > 1:
-        told.append(f"the {outline.layers} blocks are uneven over {len(chunks)} chunks: the first ones have one more")
+        told.append(uneven_words(one, outline))
     return found | {
         "pipeline_parallel_schedule": one.schedule,
         "pipeline_parallel_microbatch_size": one.micro,
-        "pipeline_parallel_layers_per_stage": chunks[0],
-        "pipeline_parallel_first_stage_less_layers": 0,
-        "pipeline_parallel_last_stage_less_layers": 0,
+        "pipeline_parallel_layers_per_stage": each,
+        "pipeline_parallel_first_stage_less_layers": one.ahead,
+        "pipeline_parallel_last_stage_less_layers": one.behind,
     }
 
 

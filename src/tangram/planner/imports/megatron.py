@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from tangram.errors import UserError
 from tangram.models.outline import Group, Outline
+from tangram.planner.dealt import fewer, sizes
 from tangram.planner.exports.megatron import STRATEGIES
 from tangram.planner.exports.numbers import Numbers, experts_of
 from tangram.planner.imports.found import Found, nearest
@@ -26,13 +27,11 @@ READ = (
     "num-distributed-optimizer-instances", "micro-batch-size", "global-batch-size", "seq-length", "bf16", "fp16",
     "fp8", "fp8-format", "fp4", "fp4-format", "recompute-granularity", "recompute-method", "recompute-num-layers",
     "recompute-modules", "recompute-activations", "num-layers", "world-size", "nnodes", "nproc-per-node",
-    "cp-comm-type", "hierarchical-context-parallel-sizes",
+    "cp-comm-type", "hierarchical-context-parallel-sizes", "decoder-first-pipeline-num-layers",
+    "decoder-last-pipeline-num-layers", "account-for-embedding-in-pipeline-split",
+    "account-for-loss-in-pipeline-split",
 )  # fmt: skip
 TOLD: Mapping[str, str] = {
-    "decoder-first-pipeline-num-layers": "stages are taken as even",
-    "decoder-last-pipeline-num-layers": "stages are taken as even",
-    "account-for-embedding-in-pipeline-split": "stages are taken as even",
-    "account-for-loss-in-pipeline-split": "stages are taken as even",
     "cpu-offloading": "nothing is taken to be offloaded",
     "optimizer-cpu-offload": "nothing is taken to be offloaded",
     "fine-grained-activation-offloading": "nothing is taken to be offloaded",
@@ -74,6 +73,7 @@ def megatron(words: Words, outline: Outline, devices: int, most: int) -> Found:
             "devices; give as many with --gpus as it is for"
         )
     virtual = _virtual(words, outline, pipeline)
+    ahead, behind = _fewer(words, outline, pipeline, virtual, told)
     instances = words.count("num-distributed-optimizer-instances", 1)
     if data * context % instances:
         raise UserError(
@@ -101,6 +101,8 @@ def megatron(words: Words, outline: Outline, devices: int, most: int) -> Found:
         again=_again(words, outline, pipeline * virtual, told),
         precision=_precision(words),
         ulysses=_ulysses(words, context, told),
+        ahead=ahead,
+        behind=behind,
     )
     told += [f"{name}: {taken}" for name, taken in TOLD.items() if words.has(name)]
     graphs = tuple(name for name in words.values if "-graph" in name)
@@ -138,15 +140,43 @@ def _started(words: Words) -> int:
     return words.count("world-size", nodes * each, 0)
 
 
-def chunks_of(layout: str) -> int:
-    """How many chunks a layout of a pipeline has. Raises ValueError for one that cannot be read."""
+def chunks_of(layout: str) -> list[int]:
+    """Blocks of each chunk of a layout of a pipeline. Raises ValueError for one that cannot be read."""
     text = re.sub(r"[\s,]", "", layout)
     while inner := re.search(r"\(([^()]*)\)\*(\d+)", text):
         text = text[: inner.start()] + inner[1] * int(inner[2]) + text[inner.end() :]
     text = re.sub(r"([A-Za-z])\*(\d+)", lambda found: found[1] * int(found[2]), text)
     if re.search(r"[^A-Za-z|]", text):
         raise ValueError(layout)
-    return text.count("|") + 1
+    return [part.count("t") for part in text.split("|")]
+
+
+ENDS = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+
+
+def _fewer(words: Words, outline: Outline, pipeline: int, virtual: int, told: list[str]) -> tuple[int, int]:
+    """How many blocks fewer the first chunk and the last one have; what no such numbers say is told."""
+    chunks, layout = pipeline * virtual, "pipeline-model-parallel-layout"
+    ends = [name for name in ENDS if words.has(name)]
+    accounted = [int(words.has(name)) for name in ACCOUNTED]
+    if pipeline == 1 or not (words.has(layout) or ends or any(accounted)):
+        return 0, 0
+    found: tuple[int, int] | None = None
+    if words.has(layout):
+        blocks, named = chunks_of(words.text(layout)), layout
+        found = fewer(blocks) if sum(blocks) == outline.layers else None
+    elif ends:
+        said, named = [words.count(name, 0) for name in ENDS], ends[0]
+        inner, left = divmod(outline.layers - sum(said), max(chunks - len(ends), 1))
+        if virtual == 1 and not left:
+            found = fewer([said[0] or inner, *[inner] * (chunks - 2), said[1] or inner])
+    else:
+        found, named = (accounted[0], accounted[1]), next(name for name in ACCOUNTED if words.has(name))
+    if found is None or min(sizes(outline.layers, chunks, *found)) < 1:
+        told.append(f"{named}: stages are taken as even")
+        return 0, 0
+    return found
 
 
 def _virtual(words: Words, outline: Outline, pipeline: int) -> int:
@@ -156,11 +186,13 @@ def _virtual(words: Words, outline: Outline, pipeline: int) -> int:
     if words.has("pipeline-model-parallel-layout"):
         layout = words.text("pipeline-model-parallel-layout")
         try:
-            virtual, left = divmod(chunks_of(layout), pipeline)
+            virtual, left = divmod(len(chunks_of(layout)), pipeline)
         except ValueError:
             raise UserError(f"{words.path}: {layout!r} is no layout of a pipeline") from None
         if left:
-            raise UserError(f"{words.path}: {layout!r} has {chunks_of(layout)} chunks for {pipeline} pipeline ranks")
+            raise UserError(
+                f"{words.path}: {layout!r} has {len(chunks_of(layout))} chunks for {pipeline} pipeline ranks"
+            )
         return virtual
     if words.has("num-layers-per-virtual-pipeline-stage"):
         each = words.count("num-layers-per-virtual-pipeline-stage", 1)

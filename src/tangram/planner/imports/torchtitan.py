@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.models.outline import Group, Outline
+from tangram.planner.dealt import sizes
 from tangram.planner.exports.numbers import Numbers, experts_of
 from tangram.planner.imports.found import Found, nearest
 from tangram.planner.imports.words import Words
@@ -80,7 +81,7 @@ def torchtitan(words: Words, outline: Outline, devices: int, most: int, *, toml:
     told: list[str] = []
     at = _degrees(words, devices, most)
     data, together = at.replicate * at.shard, at.replicate * at.shard * at.context
-    schedule, virtual = _stages(words, outline, at.pipeline, told)
+    schedule, virtual, (ahead, behind) = _stages(words, outline, at.pipeline, told)
     local = words.count("training.local_batch_size", 8)
     micro = words.count("parallelism.pipeline_parallel_microbatch_size", 1) if at.pipeline > 1 else local
     said = str(words.values.get("training.global_batch_size", -1))
@@ -110,6 +111,8 @@ def torchtitan(words: Words, outline: Outline, devices: int, most: int, *, toml:
         sequence=words.count("training.seq_len", 2048),
         again=_again(words, toml, told),
         precision=_precision(words),
+        ahead=ahead,
+        behind=behind,
     )
     told += [
         f"{name}: {taken}"
@@ -142,9 +145,9 @@ def _degrees(words: Words, devices: int, most: int) -> _Degrees:
     return _Degrees(replicate, shard, tensor, context, pipeline)
 
 
-def _stages(words: Words, outline: Outline, pipeline: int, told: list[str]) -> tuple[str, int]:
+def _stages(words: Words, outline: Outline, pipeline: int, told: list[str]) -> tuple[str, int, tuple[int, int]]:
     if pipeline == 1:
-        return "", 1
+        return "", 1, (0, 0)
     said = words.text("parallelism.pipeline_parallel_schedule", "1F1B")
     row = next((one for one in SCHEDULES if one.name.lower() == said.lower()), None)
     if row is None:
@@ -164,9 +167,12 @@ def _stages(words: Words, outline: Outline, pipeline: int, told: list[str]) -> t
         chunks = -(-(outline.layers + first + last) // each)
     if chunks % pipeline:
         raise UserError(f"{words.path}: {chunks} chunks of the model are not as many for each of {pipeline} ranks")
-    if first or last:
+    if isinstance(parts, list):
+        return row.name, chunks // pipeline, (0, 0)
+    if (first or last) and min(sizes(outline.layers, chunks, first, last)) < 1:
         told.append("parallelism.pipeline_parallel_first_stage_less_layers: stages are taken as even")
-    return row.name, chunks // pipeline
+        first = last = 0
+    return row.name, chunks // pipeline, (first, last)
 
 
 def _divides_tokens(words: Words) -> bool:
