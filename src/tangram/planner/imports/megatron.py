@@ -98,7 +98,7 @@ def megatron(words: Words, outline: Outline, devices: int, most: int) -> Found:
         micro=micro,
         batch=words.count("global-batch-size", micro * data),
         sequence=words.count("seq-length", 0, 0),
-        again=_again(words, outline, pipeline * virtual, told),
+        again=_again(words, max(1, *sizes(outline.layers, pipeline * virtual, ahead, behind)), told),
         precision=_precision(words),
         ulysses=_ulysses(words, context, told),
         ahead=ahead,
@@ -219,14 +219,15 @@ def _zero(words: Words) -> int:
     return int(words.has("use-distributed-optimizer"))
 
 
-def _again(words: Words, outline: Outline, chunks: int, told: list[str]) -> str:
+def _again(words: Words, each: int, told: list[str]) -> str:
+    """`each`: blocks of the largest chunk."""
     granularity = words.text("recompute-granularity", "selective" if words.has("recompute-activations") else "")
     if not granularity:
         return "nothing"
     if granularity not in ("full", "selective"):
         raise UserError(f"{words.path}: recompute-granularity is {granularity!r}; write full or selective")
     if granularity == "full":
-        count, each = words.count("recompute-num-layers", 1), -(-outline.layers // chunks)
+        count = words.count("recompute-num-layers", 1)
         if words.text("recompute-method", "uniform") == "uniform":
             if count > 1:
                 told.append(f"recompute-num-layers {count}: blocks are taken to be kept one by one")
