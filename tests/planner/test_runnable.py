@@ -113,6 +113,8 @@ def test_each_rule_refuses_some_and_not_all(rule: Any) -> None:
     g = every()
     if "experts" in rule.why:  # of a dense model there are none
         g = replace(g, expert=np.where(np.arange(len(g)) % 2, 2.0, 1.0))
+    if "blocks fewer" in rule.why:  # of even cuts there are none
+        g = replace(g, ahead=np.where(np.arange(len(g)) % 2, 1.0, 0.0))
     keeps = rule.holds(g)
     assert 0 < keeps.sum() < len(g)
 

@@ -26,10 +26,10 @@ from tangram.planner.grid import Grid, joined
 from tangram.planner.learn import published
 from tangram.planner.memory import memory
 from tangram.planner.objectives import Terms, objective
-from tangram.planner.search import Scales, bounds_of, scaled, search
+from tangram.planner.search import bounds_of, search
 from tangram.planner.setting import Setting
 from tangram.planner.space import Request, meshes, of_mesh
-from tangram.planner.time import seconds
+from tangram.planner.time import Scales, scaled, seconds
 
 __all__ = ["REACH", "Fronts", "Place", "front", "fronts", "memory_front"]
 

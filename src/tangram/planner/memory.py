@@ -39,7 +39,7 @@ from tangram.planner.grid import Grid
 from tangram.planner.pipelines import beyond, folded, splits
 from tangram.planner.setting import Setting
 
-__all__ = ["Memory", "Rank", "Stage", "counts_of", "memory", "stage"]
+__all__ = ["Memory", "Rank", "Stage", "at_rank", "counts_of", "memory", "stage"]
 
 Array = NDArray[Any]
 MIB = 2.0**20
@@ -113,6 +113,13 @@ def memory(outline: Outline, g: Grid, setting: Setting) -> Memory:
     return Memory(first, last, between, setting.framework.reserve, setting.framework.context)
 
 
+def at_rank(outline: Outline, g: Grid, setting: Setting, place: Array, counts: list[Array] | None = None) -> Array:
+    """Bytes that the device of a rank of the pipeline shows, for each configuration that of its own; `counts`: if it
+    had so many blocks of each run. With more blocks it is never less."""
+    framework = setting.framework
+    return _rank(outline, g, setting, place, counts).allocated * (1 + framework.reserve) + framework.context
+
+
 def _unlike(outline: Outline, g: Grid) -> list[Array]:
     """Pipeline ranks about each place where blocks of other sizes begin, as after a mixture's first dense blocks; and
     the second, which may have more than the first where that has fewer blocks."""
@@ -135,11 +142,11 @@ def _where(mask: Array, one: Rank, other: Rank) -> Rank:
     return Rank(**{name: np.where(mask, of[name], rest[name]) for name in of})
 
 
-def _rank(outline: Outline, g: Grid, setting: Setting, place: Array) -> Rank:
+def _rank(outline: Outline, g: Grid, setting: Setting, place: Array, counts: list[Array] | None = None) -> Rank:
     """One of the pipeline's ranks at its peak."""
     embeds, last = place == 0, place == g.pipeline - 1
     heads: Array = np.asarray(np.where(folded(g.schedule), embeds, last), dtype=float)
-    has = stage(outline, g, setting, dealt(outline, g, place), embeds * 1.0, heads)
+    has = stage(outline, g, setting, counts or dealt(outline, g, place), embeds * 1.0, heads)
     flying = _in_flight(g, place) / g.virtual
     passing = np.maximum(has.logits, has.again) + has.spare + has.workspace + has.gathered_behind
     return Rank(has.parameters, has.gradients, has.optimiser, has.kept * flying + has.embedded * flying, passing)

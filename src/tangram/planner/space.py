@@ -74,6 +74,8 @@ class Able:
     """Of them those that exchange heads at most; 0: any number."""
     expert: int = 0
     """Expert ranks at most; 0: any number."""
+    uneven: int = 4
+    """Blocks fewer of the first and the last chunk that are tried at most: a limit of the search, not a theorem."""
     rules: tuple[Rule, ...] = ()
     """And what else; bounds do not look at them."""
 

@@ -35,6 +35,10 @@ RULES = (
         lambda g: (g.pipeline == 1) | (g.zero <= 1),
     ),
     Rule(
+        "its stages are cut by work, not so that the first and the last have so many blocks fewer",
+        lambda g: (g.ahead + g.behind) == 0,
+    ),
+    Rule(
         "1F1B is run with as many micro-batches as stages, or more",
         lambda g: (g.virtual > 1) | (g.micros >= g.pipeline),
     ),
@@ -54,7 +58,7 @@ def rules(outline: Outline) -> tuple[Rule, ...]:
 
 def runs(outline: Outline) -> Able:
     """For the search."""
-    return Able(staged=(0, 1), again=WHOLE, expert=1, rules=rules(outline))
+    return Able(staged=(0, 1), again=WHOLE, expert=1, uneven=0, rules=rules(outline))
 
 
 def grid_of(choice: Choice) -> Grid:

@@ -54,7 +54,9 @@ EXPORTS: Mapping[str, Target] = {
         accelerate, "fsdp", lambda _: Able(zero=(0, 2, 3), again=WHOLE, pipeline=1, tensor=1, expert=1, ulysses=1)
     ),
     "paddleformers": Target(
-        paddleformers, "paddlenlp", lambda _: Able(staged=(0, 1), again=(*WHOLE, "half of the blocks"), ulysses=1)
+        paddleformers,
+        "paddlenlp",
+        lambda _: Able(staged=(0, 1), again=(*WHOLE, "half of the blocks"), ulysses=1, uneven=0),
     ),
 }
 """By what they are called on the command line."""
