@@ -26,10 +26,10 @@ from tangram.planner.learn import PARTS, published
 from tangram.planner.memory import memory
 from tangram.planner.objectives import OBJECTIVES, Aim, Terms, aim_of, objective
 from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.search import exhaustive, scaled
+from tangram.planner.search import exhaustive
 from tangram.planner.setting import Setting
 from tangram.planner.space import Request, meshes, of_mesh
-from tangram.planner.time import seconds
+from tangram.planner.time import scaled, seconds
 
 DENSE = decoder(Dims(12, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")
 MIXED = decoder(

@@ -69,12 +69,16 @@ def chunk_of(outline: Outline, g: Grid, block: int) -> tuple[Array, Array]:
 
 def dealt(outline: Outline, g: Grid, place: Array) -> list[Array]:
     """How many blocks of each run the chunks of a pipeline rank have."""
-    bounds = np.cumsum([0, *(count for _, count in outline.runs)]).tolist()
-    before = [
-        np.where(folded(g.schedule), _before_folded(outline, g, place, at), _before(outline, g, place, at))
-        for at in bounds
-    ]
-    return [end - start for start, end in pairwise(before)]
+    bounds: list[int] = np.cumsum([count for _, count in outline.runs]).tolist()
+    turns = folded(g.schedule)
+    many = turns.any()
+
+    def before(at: int) -> Array:
+        found = _before(outline, g, place, at)
+        return np.where(turns, _before_folded(outline, g, place, at), found) if many else found
+
+    start = before(0) if g.ahead.any() else np.zeros(len(g))
+    return [end - start for start, end in pairwise([start, *map(before, bounds)])]
 
 
 def _before(outline: Outline, g: Grid, place: Array, block: int) -> Array:

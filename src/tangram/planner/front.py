@@ -24,12 +24,12 @@ from tangram.planner.ask import requested
 from tangram.planner.choice import Ask, Choice, described, limit_of, safe, setting_of
 from tangram.planner.grid import Grid, joined
 from tangram.planner.learn import published
-from tangram.planner.memory import memory
+from tangram.planner.memory import needs
 from tangram.planner.objectives import Terms, objective
-from tangram.planner.search import Scales, bounds_of, scaled, search
+from tangram.planner.search import bounds_of, search
 from tangram.planner.setting import Setting
 from tangram.planner.space import Request, meshes, of_mesh
-from tangram.planner.time import seconds
+from tangram.planner.time import Scales, scaled, seconds
 
 __all__ = ["REACH", "Fronts", "Place", "front", "fronts", "memory_front"]
 
@@ -74,7 +74,7 @@ def memory_front(
         if bounds[at] > most:
             break
         g = of_mesh(outline, request, branches[at][0])
-        need = memory(outline, g, setting).device
+        need = needs(outline, g, setting)
         known = points[points[:, 0] <= bounds[at], 1].min(initial=np.inf)
         few = (need <= limit) & (need < known)
         if not few.any():

@@ -41,7 +41,7 @@ from tangram.planner.pipelines import beyond, folded, splits
 from tangram.planner.setting import Setting
 from tangram.planner.states import held, held_bytes
 
-__all__ = ["Memory", "Rank", "Stage", "counts_of", "memory", "stage"]
+__all__ = ["Memory", "Rank", "Stage", "at_rank", "counts_of", "memory", "needs", "stage"]
 
 Array = NDArray[Any]
 MIB = 2.0**20
@@ -122,6 +122,20 @@ def memory(outline: Outline, g: Grid, setting: Setting) -> Memory:
     return Memory(first, last, between, setting.framework.reserve, setting.framework.context)
 
 
+def needs(outline: Outline, g: Grid, setting: Setting) -> Array:
+    """Bytes that the device of the fullest rank shows; infinite where a host has not the memory for what waits there."""
+    of = memory(outline, g, setting)
+    return np.where(of.host <= setting.host.memory_bytes, of.device, np.inf)
+
+
+def at_rank(outline: Outline, g: Grid, setting: Setting, place: Array, counts: list[Array] | None = None) -> Array:
+    """`needs` of one rank of the pipeline, for each configuration that of its own; `counts`: if it had so many blocks
+    of each run. With more blocks it is never less."""
+    framework, one = setting.framework, _rank(outline, g, setting, place, counts)
+    shown = one.allocated * (1 + framework.reserve) + framework.context
+    return np.where(one.host <= setting.host.memory_bytes, shown, np.inf)
+
+
 def _unlike(outline: Outline, g: Grid) -> list[Array]:
     """Pipeline ranks about each place where blocks of other sizes begin, as after a mixture's first dense blocks; and
     the second, which may have more than the first where that has fewer blocks."""
@@ -144,11 +158,11 @@ def _where(mask: Array, one: Rank, other: Rank) -> Rank:
     return Rank(**{name: np.where(mask, of[name], rest[name]) for name in of})
 
 
-def _rank(outline: Outline, g: Grid, setting: Setting, place: Array) -> Rank:
+def _rank(outline: Outline, g: Grid, setting: Setting, place: Array, counts: list[Array] | None = None) -> Rank:
     """One of the pipeline's ranks at its peak."""
     embeds, last = place == 0, place == g.pipeline - 1
     heads: Array = np.asarray(np.where(folded(g.schedule), embeds, last), dtype=float)
-    has = stage(outline, g, setting, dealt(outline, g, place), embeds * 1.0, heads)
+    has = stage(outline, g, setting, counts or dealt(outline, g, place), embeds * 1.0, heads)
     flying = _in_flight(g, place) / g.virtual
     passing = np.maximum(has.logits, has.again) + has.spare + has.workspace + has.gathered_behind
     kept = has.kept * flying + has.embedded * flying

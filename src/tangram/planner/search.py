@@ -6,11 +6,14 @@ states are divided, exposed data traffic left aside: by the model of time every 
 something is computed again or divided otherwise, whatever each part is multiplied by (`tests/planner/test_space.py`
 draws configurations and factors). Branches are taken by their bound; when it is longer than the last of the best found,
 the rest cannot hold a better one. So what is returned is what trying all would return.
+
+Of each configuration that is looked at, the quickest cut of the blocks into chunks that fits is taken
+(`planner.uneven`); bounds are of the best that any cut could be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,18 +22,15 @@ from numpy.typing import NDArray
 from tangram.errors import UserError
 from tangram.models.outline import Outline
 from tangram.planner.grid import Grid, joined
-from tangram.planner.memory import memory
+from tangram.planner.memory import needs as needs_of
 from tangram.planner.setting import Setting
 from tangram.planner.space import Request, expanded, meshes, of_mesh
-from tangram.planner.time import Seconds, seconds
+from tangram.planner.time import Scales, scaled, seconds
+from tangram.planner.uneven import Wanted, all_cuts, best_cuts
 
-__all__ = ["Found", "Scales", "bounds_of", "exhaustive", "least_of", "scaled", "search"]
+__all__ = ["Found", "bounds_of", "exhaustive", "least_of", "search"]
 
 Floats = NDArray[np.float64]
-Scales = Mapping[str, float] | None
-"""By what each part of a step is multiplied (`planner.learn`); None: by one."""
-
-
 BLOCK = 2048
 """Branches that are looked at together."""
 CACHED = 16384
@@ -50,7 +50,7 @@ class Found:
     of: int
     """Configurations in the space; -1 where branches were cut before they were laid out."""
     smallest: Grid
-    """Of those looked at, the one that needs least memory."""
+    """Of those looked at, cut evenly, the one that needs least memory."""
     smallest_memory: float
 
 
@@ -77,7 +77,8 @@ def search(
             few = order[start : start + BLOCK]
             yield float(bounds[few[0]]), expanded(outline, request, every.take(few))
 
-    return _take(outline, setting, limit, most, len(every), branches(), scales, within)
+    wanted = Wanted(outline, setting, limit, scales, request.able.uneven)
+    return _take(wanted, most, len(every), branches(), within)
 
 
 def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales) -> Floats:
@@ -88,7 +89,7 @@ def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales) -> 
     """
     found: list[Floats] = []
     for start in range(0, len(rows), CACHED):  # so many stay in a processor's caches
-        parts = seconds(outline, rows.take(slice(start, start + CACHED)), setting).parts()
+        parts = seconds(outline, rows.take(slice(start, start + CACHED)), setting, least=True).parts()
         del parts["data"], parts["host"]
         found.append(np.asarray(sum((scales[name] if scales else 1.0) * part for name, part in parts.items())))
     return np.concatenate(found)
@@ -105,19 +106,16 @@ def exhaustive(
 ) -> Found:
     """The same by trying everything."""
     every = ((0.0, of_mesh(outline, request, mesh)) for mesh in meshes(outline, request))
-    return _take(outline, setting, limit, most, 0, every, scales)
+    wanted = Wanted(outline, setting, limit, scales, request.able.uneven)
+    return _take(wanted, most, 0, every, whole=True)
 
 
 def _take(
-    outline: Outline,
-    setting: Setting,
-    limit: float,
-    most: int,
-    looked: int,
-    branches: Iterator[tuple[float, Grid]],
-    scales: Scales,
-    within: float = np.inf,
-) -> Found:
+    wanted: Wanted, most: int, looked: int, branches: Iterator[tuple[float, Grid]], within: float = np.inf,
+    *, whole: bool = False,
+) -> Found:  # fmt: skip
+    """`whole`: all cuts of all configurations are evaluated."""
+    outline, setting, limit, scales = wanted.outline, wanted.setting, wanted.limit, wanted.scales
     best: list[Grid] = []
     steps: list[Floats] = []
     needs: list[Floats] = []
@@ -129,16 +127,19 @@ def _take(
         if not len(g):
             continue
         looked += len(g)
-        of = memory(outline, g, setting)
-        need = of.device
+        need = needs_of(outline, g, setting)
         at = int(np.argmin(need))
         if smallest is None or need[at] < smallest[0]:
             smallest = (float(need[at]), g.take(slice(at, at + 1)))
-        fits = (need <= limit) & (of.host <= setting.host.memory_bytes)
+        step, fits = np.full(len(g), np.inf), need <= limit
+        if fits.any():
+            step[fits] = scaled(seconds(outline, g.take(fits), setting), scales)
+        cuts = all_cuts(wanted, g, step, need) if whole else best_cuts(wanted, g, step, need, last)
+        looked += cuts.looked
+        fits = np.isfinite(cuts.step)
         if not fits.any():
             continue
-        g, need = g.take(fits), need[fits]
-        step = scaled(seconds(outline, g, setting), scales)
+        g, need, step = cuts.grid.take(fits), cuts.need[fits], cuts.step[fits]
         keep = np.argsort(step, kind="stable")[:most]
         keep = keep[step[keep] <= within]
         best, steps, needs = [*best, g.take(keep)], [*steps, step[keep]], [*needs, need[keep]]
@@ -151,9 +152,3 @@ def _take(
     step, need, g = np.concatenate(steps), np.concatenate(needs), joined(best)
     order = np.lexsort((need, step))[:most]
     return Found(g.take(order), step[order], need[order], looked, -1, smallest[1], smallest[0])
-
-
-def scaled(one: Seconds, scales: Scales) -> Floats:
-    """Seconds of steps, each part multiplied: what is longer in every part stays longer."""
-    parts = one.parts()
-    return np.asarray(sum((scales[name] if scales else 1.0) * part for name, part in parts.items()))

@@ -67,6 +67,8 @@ class Able:
     """Expert ranks at most; 0: any number."""
     near: bool = True
     """Whether states may be divided over a part of the ranks that have them alike (HSDP)."""
+    uneven: int = 4
+    """Blocks fewer of the first and the last chunk that are tried at most: a limit of the search, not a theorem."""
     rules: tuple[Rule, ...] = ()
     """And what else; bounds do not look at them."""
 

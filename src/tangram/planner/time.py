@@ -16,6 +16,7 @@ The trade-off: a closed form knows no jitter and no imbalance of real schedules;
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -32,7 +33,9 @@ from tangram.planner.pipelines import folded, splits
 from tangram.planner.setting import Setting
 from tangram.planner.traffic import data_seconds, exchange, optimiser_seconds
 
-__all__ = ["Passes", "Seconds", "loads", "passes_of", "pipeline_seconds", "seconds"]
+__all__ = [
+    "Passes", "Scales", "Seconds", "loads", "passes_of", "pipeline_seconds", "scaled", "seconds", "slowest_rank",
+]  # fmt: skip
 
 Array = NDArray[Any]
 
@@ -69,6 +72,16 @@ class Seconds:
     def parts(self) -> dict[str, Array]:
         """By name."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+Scales = Mapping[str, float] | None
+"""By what each part of a step is multiplied (`planner.learn`); None: by one."""
+
+
+def scaled(one: Seconds, scales: Scales) -> Array:
+    """Seconds of steps, each part multiplied: what is longer in every part stays longer."""
+    parts = one.parts()
+    return np.asarray(sum((scales[name] if scales else 1.0) * part for name, part in parts.items()))
 
 
 LOGIT_BYTES = 24.0
@@ -114,15 +127,17 @@ def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pa
     return ahead, back, again
 
 
-def seconds(outline: Outline, g: Grid, setting: Setting) -> Seconds:
-    """Of a step of each configuration of the grid."""
+def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False) -> Seconds:
+    """Of a step of each configuration of the grid; with `least` what no cut of the blocks into chunks is quicker than,
+    and what is never less where blocks take longer."""
     ahead, back, again = _passes(outline, g, setting)
     whole = ahead + back + again
     body = whole * (1 / g.pipeline)
     head = _head(outline, g, setting)
     hop = _hop(outline, g, setting)
     micros = g.micros
-    way = pipeline_seconds(outline, g, whole.total, head, _weights(outline, back) / np.maximum(whole.total, 1e-30))
+    weights = _weights(outline, back) / np.maximum(whole.total, 1e-30)
+    way = pipeline_seconds(outline, g, whole.total, head, weights, least=least)
     way = way + 2 * hop * (g.pipeline - 1) / g.virtual
     return Seconds(
         **{one.name: getattr(body, one.name) * micros for one in fields(body)},
@@ -140,17 +155,27 @@ def _weights(outline: Outline, back: Pass) -> Array:
     return back.products * (0.0 if outline.adapted else 0.5)
 
 
-def pipeline_seconds(outline: Outline, g: Grid, blocks: Array, head: Array, weights: Any = 0.0) -> Array:
+def pipeline_seconds(
+    outline: Outline, g: Grid, blocks: Array, head: Array, weights: Any = 0.0, *, least: bool = False
+) -> Array:
     """All micro-batches through all stages: the slowest each time, the others once.
 
     `weights`: which share of a micro-batch's work makes gradients of weights; a schedule that splits the backward fills
     its waits with them, twice as many as there are (`planner.pipelines`).
     """
-    most, last = loads(outline, g)
-    each = blocks / outline.layers
-    slowest = np.maximum(most * each, last * each + head)
+    slowest = slowest_rank(outline, g, blocks, head, least=least)
     waits = np.where(splits(g.schedule), np.maximum(1 - 2 * weights, 0.0), 1.0)
     return slowest * g.micros + np.maximum(blocks + head - slowest, 0.0) / g.virtual * waits
+
+
+def slowest_rank(outline: Outline, g: Grid, blocks: Array, head: Array, *, least: bool = False) -> Array:
+    """Seconds of a micro-batch on it; with `least` on that of the best cut or less: some rank has as many blocks as the
+    mean, rounded up, and some takes as long as the mean with the head."""
+    each = blocks / outline.layers
+    if least:
+        return np.maximum(np.ceil(outline.layers / g.pipeline) * each, (blocks + head) / g.pipeline)
+    most, last = loads(outline, g)
+    return np.maximum(most * each, last * each + head)
 
 
 def loads(outline: Outline, g: Grid) -> tuple[Array, Array]:

@@ -71,9 +71,14 @@ RULES = (
         lambda o, g: (_kv_heads(o) % (g.tensor * g.ulysses)) == 0,
         lambda o, at: f"its {_kv_heads(o)} key-value heads are not copied to more ranks",
     ),
+    Rule(
+        "stages cut by work",
+        lambda o, g: (g.ahead + g.behind) == 0,
+        lambda o, at: "its stages are cut by work, not so that the first and the last have so many blocks fewer",
+    ),
 )
 """Beside those of `planner.rules`."""
-RUNS = Able(staged=(0, 1), again=WHOLE, expert=1, rules=RULES)
+RUNS = Able(staged=(0, 1), again=WHOLE, expert=1, uneven=0, rules=RULES)
 """For the search."""
 
 

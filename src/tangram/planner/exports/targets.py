@@ -58,7 +58,7 @@ EXPORTS: Mapping[str, Target] = {
     "paddleformers": Target(
         paddleformers,
         "paddlenlp",
-        lambda _: Able(staged=(0, 1), again=(*WHOLE, "half of the blocks"), ulysses=1, near=False),
+        lambda _: Able(staged=(0, 1), again=(*WHOLE, "half of the blocks"), ulysses=1, near=False, uneven=0),
     ),
 }
 """By what they are called on the command line."""

@@ -1,0 +1,105 @@
+"""Cuts of blocks into chunks that are chosen: the quickest that fits, as trying every cut finds it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tangram.hardware.devices import device
+from tangram.models.outline import Dims, decoder
+from tangram.planner import uneven
+from tangram.planner.framework import framework
+from tangram.planner.grid import Grid, joined
+from tangram.planner.learn import PARTS
+from tangram.planner.memory import memory
+from tangram.planner.pipelines import SCHEDULES
+from tangram.planner.search import least_of, search
+from tangram.planner.setting import Setting
+from tangram.planner.space import Able, Request, meshes, of_mesh
+from tangram.planner.time import scaled, seconds
+from tangram.planner.uneven import Best, Wanted, all_cuts, best_cuts
+
+SETTING = Setting(device("h100"), framework("megatron-core"))
+ALIKE = decoder(Dims(11, 1024, 16, 32000, ffn=4096, kv_heads=4), "alike")
+HEADED = decoder(Dims(12, 512, 8, 250_000, ffn=2048), "headed")
+MIXED = decoder(Dims(13, 512, 8, 32000, ffn=512, experts=32, per_token=4, expert_ffn=1024, dense_layers=3), "mixed")
+MODELS = (ALIKE, HEADED, MIXED)
+SCALES = st.none() | st.fixed_dictionaries({name: st.floats(0.3, 3.0) for name in PARTS})
+
+
+@cache
+def pipelines(at: int) -> Grid:
+    """Configurations with stages of one of the models over 8 ranks."""
+    request = Request(8, 32, 1024, schedules=tuple(one.name for one in SCHEDULES))
+    every = joined([of_mesh(MODELS[at], request, mesh) for mesh in meshes(MODELS[at], request)])
+    return every.take(every.pipeline > 1)
+
+
+def both(at: int, limit: float, most: int, scales: dict[str, float] | None, rows: Grid) -> tuple[Best, Best, Wanted]:
+    wanted = Wanted(MODELS[at], SETTING, limit, scales, most)
+    step, need = wanted.evaluated(rows)
+    return all_cuts(wanted, rows, step, need), best_cuts(wanted, rows, step, need), wanted
+
+
+@given(st.integers(0, 2), st.floats(0, 1), st.integers(0, 6), SCALES, st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=60)
+def test_the_best_cut_is_that_of_trying_all(
+    at: int, room: float, most: int, scales: dict[str, float] | None, seed: int
+) -> None:
+    g = pipelines(at)
+    rows = g.take(np.random.default_rng(seed).choice(len(g), 60, replace=False))
+    needs = memory(MODELS[at], rows, SETTING).device
+    limit = float(np.quantile(needs, room))
+    tried, found, _ = both(at, limit, most, scales, rows)
+    assert found.step.tolist() == tried.step.tolist()
+    fits = np.isfinite(found.step)
+    assert (found.need[fits] <= limit).all()
+    assert (memory(MODELS[at], found.grid, SETTING).device[fits] <= limit).all()
+    assert (np.maximum(found.grid.ahead, found.grid.behind) <= most).all()
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_few_of_the_cuts_are_looked_at_and_many_help(at: int) -> None:
+    """Of some the even cut does not fit and another does, of some it fits and another is quicker."""
+    g = pipelines(at)
+    limit = float(np.quantile(memory(MODELS[at], g, SETTING).device, 0.3))
+    tried, found, wanted = both(at, limit, 3, None, g)
+    even, _ = wanted.evaluated(g)
+    assert found.step.tolist() == tried.step.tolist()
+    assert found.looked < 0.4 * tried.looked
+    assert (np.isinf(even) & np.isfinite(found.step)).any()
+    assert (np.isfinite(even) & (found.step < even)).any()
+
+
+@pytest.mark.parametrize("name", ["_never", "_some"], ids=["never", "some"])
+def test_a_wrong_step_loses_the_best(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted mistakes: a rank between is always said to be too full; cuts without blocks are taken."""
+    g, wrong = pipelines(2), name == "_never"
+    limit = float(np.quantile(memory(MIXED, g, SETTING).device, 0.3))
+    right = both(2, limit, 3, None, g)[1]
+    monkeypatch.setattr(uneven, name, lambda _, g: np.ones(len(g), dtype=bool))
+    changed = both(2, limit, 3, None, g)[1]
+    assert (changed.step > right.step).any() if wrong else (changed.step < right.step).any()
+
+
+@given(st.integers(0, 2), st.integers(0, 6), st.integers(0, 6), SCALES)
+@settings(deadline=None, max_examples=30)
+def test_no_cut_is_below_the_bound(at: int, ahead: int, behind: int, scales: dict[str, float] | None) -> None:
+    g = pipelines(at)
+    cut = uneven._cut(g, np.full(len(g), ahead), np.full(len(g), behind))  # pyright: ignore[reportPrivateUsage]
+    some = uneven._some(MODELS[at], cut)  # pyright: ignore[reportPrivateUsage]
+    parts = seconds(MODELS[at], cut.take(some), SETTING)
+    least = least_of(MODELS[at], g.take(some), SETTING, scales)
+    assert (scaled(parts, scales) >= least * (1 - 1e-12)).all()
+
+
+def test_a_search_with_uneven_stages_is_never_slower() -> None:
+    steps: list[float] = []
+    for most in (0, 2, 4):
+        request = Request(8, 32, 1024, able=Able(uneven=most))
+        steps.append(float(search(HEADED, request, SETTING, 4.2e9, 1).step[0]))
+    assert steps == sorted(steps, reverse=True)
