@@ -28,7 +28,7 @@ from tangram.planner.objectives import OBJECTIVES, Aim, Terms, aim_of, objective
 from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.search import exhaustive
 from tangram.planner.setting import Setting
-from tangram.planner.space import Request, meshes, of_mesh
+from tangram.planner.space import Able, Request, meshes, of_mesh
 from tangram.planner.time import scaled, seconds
 
 DENSE = decoder(Dims(12, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")
@@ -140,7 +140,7 @@ def test_what_an_objective_needs_is_said() -> None:
 
 # ------------------------------------------------------------------------------------------------------------ the sizes
 CLUSTER = builtin("h100-8x8")
-ASK = Ask(48 * 2048, 2048, framework="megatron-core", devices=8, memory=6e9, most=6)
+ASK = Ask(48 * 2048, 2048, framework="megatron-core", devices=8, memory=6e9, most=6, able=Able(uneven=1))
 
 
 def everything(outline: Outline, cluster: Cluster, ask: Ask, aim: Aim) -> list[tuple[float, float]]:
@@ -241,7 +241,8 @@ def test_no_member_of_a_front_is_dominated_and_every_other_is(drawn: list[tuple[
 def test_the_front_of_time_and_memory_is_that_of_everything(
     outline: Outline, devices: int, batch: int, room: float, scales: dict[str, float] | None, reach: float
 ) -> None:
-    request = Request(devices, batch, 2048, schedules=tuple(one.name for one in SCHEDULES))
+    names = tuple(one.name for one in SCHEDULES)
+    request = Request(devices, batch, 2048, schedules=names, able=Able(uneven=0))
     limit = 3e9 + room * 2e9
     branches = [of_mesh(outline, request, mesh) for mesh in meshes(outline, request)]
     if not branches:

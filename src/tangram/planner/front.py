@@ -56,7 +56,8 @@ def memory_front(
 ) -> Grid:  # fmt: skip
     """Of configurations that need at most `limit` bytes, the front of steps and memory, the quickest first.
 
-    Only of steps up to `reach` times the shortest; empty where nothing fits. `quickest`: where it is known already.
+    Of even cuts and the quickest, and only of steps up to `reach` times the shortest; empty where nothing fits.
+    `quickest`: where it is known already.
     Raises UserError where there is no legal layout.
     """
     if quickest is None:

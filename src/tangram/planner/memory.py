@@ -123,7 +123,7 @@ def memory(outline: Outline, g: Grid, setting: Setting) -> Memory:
 
 
 def needs(outline: Outline, g: Grid, setting: Setting) -> Array:
-    """Bytes that the device of the fullest rank shows; infinite where a host has not the memory for what waits there."""
+    """Bytes that the device of the fullest rank shows; infinite where a host has not the memory for what waits."""
     of = memory(outline, g, setting)
     return np.where(of.host <= setting.host.memory_bytes, of.device, np.inf)
 

@@ -5,7 +5,8 @@ common. Its bound is the step of that one of its configurations in which nothing
 states are divided, exposed data traffic left aside: by the model of time every other part is at least as long where
 something is computed again or divided otherwise, whatever each part is multiplied by (`tests/planner/test_space.py`
 draws configurations and factors). Branches are taken by their bound; when it is longer than the last of the best found,
-the rest cannot hold a better one. So what is returned is what trying all would return.
+the rest cannot hold a better one. Of the branches that are left each way of computing again has a bound of its own.
+So what is returned is what trying all would return.
 
 Of each configuration that is looked at, the quickest cut of the blocks into chunks that fits is taken
 (`planner.uneven`); bounds are of the best that any cut could be.
@@ -13,7 +14,7 @@ Of each configuration that is looked at, the quickest cut of the blocks into chu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ from tangram.models.outline import Outline
 from tangram.planner.grid import Grid, joined
 from tangram.planner.memory import needs as needs_of
 from tangram.planner.setting import Setting
-from tangram.planner.space import Request, expanded, meshes, of_mesh
+from tangram.planner.space import Request, expanded, meshes, of_mesh, remade
 from tangram.planner.time import Scales, scaled, seconds
 from tangram.planner.uneven import Wanted, all_cuts, best_cuts
 
@@ -75,10 +76,16 @@ def search(
     def branches() -> Iterator[tuple[float, Grid]]:
         for start in range(0, len(order), BLOCK):
             few = order[start : start + BLOCK]
-            yield float(bounds[few[0]]), expanded(outline, request, every.take(few))
+            yield float(bounds[few[0]]), every.take(few)
+
+    def laid_out(rows: Grid, last: float) -> Grid:
+        found = remade(request, rows)
+        if np.isfinite(last):
+            found = found.take(least_of(outline, found, setting, scales) <= last * (1 + 1e-12))
+        return expanded(outline, request, found)
 
     wanted = Wanted(outline, setting, limit, scales, request.able.uneven)
-    return _take(wanted, most, len(every), branches(), within)
+    return _take(wanted, most, len(every), branches(), laid_out, within)
 
 
 def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales) -> Floats:
@@ -107,23 +114,25 @@ def exhaustive(
     """The same by trying everything."""
     every = ((0.0, of_mesh(outline, request, mesh)) for mesh in meshes(outline, request))
     wanted = Wanted(outline, setting, limit, scales, request.able.uneven)
-    return _take(wanted, most, 0, every, whole=True)
+    return _take(wanted, most, 0, every, lambda rows, last: rows, whole=True)
 
 
 def _take(
-    wanted: Wanted, most: int, looked: int, branches: Iterator[tuple[float, Grid]], within: float = np.inf,
-    *, whole: bool = False,
+    wanted: Wanted, most: int, looked: int, branches: Iterator[tuple[float, Grid]],
+    laid_out: Callable[[Grid, float], Grid], within: float = np.inf, *, whole: bool = False,
 ) -> Found:  # fmt: skip
-    """`whole`: all cuts of all configurations are evaluated."""
+    """`laid_out`: of a branch all configurations that may be as quick as some seconds; `whole`: all cuts of all
+    configurations are evaluated."""
     outline, setting, limit, scales = wanted.outline, wanted.setting, wanted.limit, wanted.scales
     best: list[Grid] = []
     steps: list[Floats] = []
     needs: list[Floats] = []
     last = within
     smallest: tuple[float, Grid] | None = None
-    for bound, g in branches:
+    for bound, rows in branches:
         if bound > last and smallest is not None:
             break
+        g = laid_out(rows, last if smallest is not None else np.inf)
         if not len(g):
             continue
         looked += len(g)

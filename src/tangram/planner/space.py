@@ -21,7 +21,7 @@ from tangram.planner.means import Offload, moved_of
 from tangram.planner.pipelines import SCHEDULES, code
 from tangram.planner.rules import Rule, legal
 
-__all__ = ["ALL", "EXPLAINED", "RECOMPUTED", "Able", "Request", "expanded", "meshes", "of_mesh"]
+__all__ = ["ALL", "EXPLAINED", "RECOMPUTED", "Able", "Request", "expanded", "meshes", "of_mesh", "remade"]
 
 RECOMPUTED: tuple[tuple[str, Group, float], ...] = (
     ("nothing", Group.NONE, 1.0),
@@ -67,7 +67,7 @@ class Able:
     """Expert ranks at most; 0: any number."""
     near: bool = True
     """Whether states may be divided over a part of the ranks that have them alike (HSDP)."""
-    uneven: int = 4
+    uneven: int = 2
     """Blocks fewer of the first and the last chunk that are tried at most: a limit of the search, not a theorem."""
     rules: tuple[Rule, ...] = ()
     """And what else; bounds do not look at them."""
@@ -230,8 +230,8 @@ def _near(request: Request, level: int) -> tuple[bool, ...]:
     return (False, True) if level and request.node and request.able.near else (False,)
 
 
-def expanded(outline: Outline, request: Request, rows: Grid) -> Grid:
-    """All legal configurations of rows that `of_mesh` laid out with `bound`: those of which each is as fast as any."""
+def remade(request: Request, rows: Grid) -> Grid:
+    """Rows that `of_mesh` laid out with `bound`, by every schedule, with everything that may be computed again."""
     again = [row for row in RECOMPUTED if row[0] in request.able.again]
     slower = {code(quick): code(name) for name, quick in NEVER_QUICKER.items() if name in request.schedules}
     twice = np.array([found in slower for found in rows.schedule.tolist()]) & (rows.pipeline > 1)
@@ -239,12 +239,22 @@ def expanded(outline: Outline, request: Request, rows: Grid) -> Grid:
     schedules = np.array([slower[found] for found in other.schedule.tolist()], dtype=np.int64)
     found = joined([rows, replace(other, schedule=schedules)])
     count = len(found)
+    found = found.take(np.tile(np.arange(count), len(again)))
+    return replace(
+        found,
+        recompute=np.repeat(np.array([int(group) for _, group, _ in again], dtype=np.int64), count),
+        recomputed=np.repeat(np.array([share for _, _, share in again], dtype=float), count),
+    )
+
+
+def expanded(outline: Outline, request: Request, found: Grid) -> Grid:
+    """All legal configurations of rows that `remade` laid out: those of which each is as fast as any."""
+    count = len(found)
     levels = [(level, near) for level in ZERO for near in _near(request, level)]
-    ways = list(itertools.product(levels, range(len(again)), request.optimisers, request.offloads))
+    ways = list(itertools.product(levels, request.optimisers, request.offloads))
     found = found.take(np.tile(np.arange(count), len(ways)))
     zero = np.repeat([float(level) for (level, _), *_ in ways], count)
     near = np.repeat([near for (_, near), *_ in ways], count)
-    kind = np.repeat([at for _, at, *_ in ways], count)
     over = found.data * found.context
     there = np.maximum(request.node // found.tensor, 1)
     shard = np.where(near, np.gcd(over.astype(np.int64), there.astype(np.int64)), over)
@@ -252,10 +262,8 @@ def expanded(outline: Outline, request: Request, rows: Grid) -> Grid:
         found,
         zero=zero,
         shard=shard,
-        optimiser=np.repeat([one for *_, one, _ in ways], count),
+        optimiser=np.repeat([one for _, one, _ in ways], count),
         offload=np.repeat([one for *_, one in ways], count),
-        recompute=np.array([int(group) for _, group, _ in again], dtype=np.int64)[kind],
-        recomputed=np.array([share for _, _, share in again], dtype=float)[kind],
     )
     divides = found.data * found.context > 1
     staged = np.where(found.pipeline > 1, np.isin(zero, request.able.staged), np.isin(zero, request.able.zero))
