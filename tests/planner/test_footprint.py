@@ -17,6 +17,7 @@ from tangram.planner.dealt import dealt, fewer, sizes
 from tangram.planner.footprint import PARTS, Footprint, footprints
 from tangram.planner.framework import framework
 from tangram.planner.grid import Grid, grid, joined
+from tangram.planner.means import offloads_of
 from tangram.planner.memory import memory
 from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.setting import Setting
@@ -50,15 +51,18 @@ def of(outline: Outline, one: Grid, name: str) -> list[Footprint]:
 
 @given(
     st.integers(0, 2), st.floats(0, 0.999999), st.sampled_from(FRAMEWORKS), st.sampled_from([0, 0, 1, 2, 3, 5]),
-    st.sampled_from([0, 0, 1, 2, 4]),
+    st.sampled_from([0, 0, 1, 2, 4]), st.sampled_from([0, 0, *offloads_of("optimiser,parameters,activations")]),
 )  # fmt: skip
 @settings(deadline=None, max_examples=250)
-def test_the_peak_is_that_of_the_closed_form(at: int, share: float, name: str, ahead: int, behind: int) -> None:
+def test_the_peak_is_that_of_the_closed_form(
+    at: int, share: float, name: str, ahead: int, behind: int, bits: int
+) -> None:
     outline, g = (ALIKE, MIXED, HEAVY)[at], every(at)
     g = g.take(g.pipeline > 1)
     one = g.take(slice(place := int(share * len(g)), place + 1))
     if min(sizes(outline.layers, int(one.pipeline[0] * one.virtual[0]), ahead, behind)) > 0:
         one = replace(one, ahead=np.full(1, float(ahead)), behind=np.full(1, float(behind)))
+    one = replace(one, offload=np.array([bits]))
     peak = max(part.peak for part in of(outline, one, name))
     need = float(memory(outline, one, setting(name)).device[0])
     schedule = SCHEDULES[int(one.schedule[0])].name

@@ -2,8 +2,9 @@
 
 import resource
 from collections.abc import Generator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tangram.hardware.cluster import builtin
 from tangram.models.outline import Dims, decoder
 from tangram.planner import drawn, page
 from tangram.planner.across import best
+from tangram.planner.answer import HELD
 from tangram.planner.choice import Ask
 from tangram.planner.drawn import Picture
 from tangram.planner.explain import Given, explain
@@ -27,6 +29,7 @@ from tangram.planner.goodput import Goodput
 from tangram.planner.objectives import Terms, aim_of
 from tangram.planner.page import write_whole
 from tangram.planner.report import Shown, as_html, pictures_of, step_as_html
+from tangram.planner.time import Seconds
 from tangram.planner.timeline import MOST, events_of
 from tests.planner.commands import refused
 from tests.training.browser import Browser, browser
@@ -177,6 +180,12 @@ def test_the_timeline_alone(tmp_path: Path, window: Browser) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- what is drawn
+def test_every_part_has_its_colour() -> None:
+    css = resources.files("tangram.planner").joinpath("report.css").read_text(encoding="utf-8")
+    parts = [f"--part-{one.name}: var(--" for one in fields(Seconds)]
+    assert not [one for one in [*parts, *(f"--held-{name}: var(--" for name in HELD)] if one not in css]
+
+
 def test_bars_of_rows_add_up_to_their_steps_and_memory() -> None:
     choices = list(shown("long").answer.choices[:5])
     names = [f"row {i}" for i in range(5)]

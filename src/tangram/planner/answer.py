@@ -49,7 +49,7 @@ def tables(answer: Answer) -> list[Titled]:
         (
             f"Its memory, of {answer.limit / 1e9:.0f} GB",
             ("", "GB", "share"),
-            _shares(best.held, HELD, best.memory, "{:.1f}", 1e-9),
+            held_rows(best),
         ),
         ("What the others lose", ("", *lost_by(answer)), losses(answer)),
         ("If it were otherwise", ("", "step", "than now", "by"), otherwise(answer)),
@@ -195,7 +195,7 @@ def explained_tables(found: Explained) -> list[Titled]:
         (f"{found.best.outline.name}: MFU {one.utilisation:.1%} is to be expected, and {fits}", HEADERS, rows),
         ("Its step", ("", "seconds", "share"), _shares(one.parts, PARTS, one.step, "{:.2f}", 1.0)),
         (f"Its memory, of {found.best.limit / 1e9:.0f} GB", ("", "GB", "share"),
-         _shares(one.held, HELD, one.memory, "{:.1f}", 1e-9)),
+         held_rows(one)),
     ]  # fmt: skip
     if best:
         more = {name: part - best.parts[name] for name, part in one.parts.items()}
@@ -286,11 +286,25 @@ def _row(place: str, one: Choice) -> tuple[str, ...]:
 
 
 def divided_words(one: Choice) -> str:
-    """What data ranks divide, over how many where not all; another optimiser than AdamW, what waits on the host."""
-    near = f" over {one.at['shard']:.0f}" if one.zero and one.at["shard"] < one.at["data"] * one.at["context"] else ""
+    """What data ranks divide, over how many where not all, and by what ways less memory is needed."""
+    return "; ".join([ZERO[one.zero] + near_words(one), *lean_words(one)])
+
+
+def near_words(one: Choice) -> str:
+    """Over how many ranks states are divided, where not over all."""
+    return f" over {one.at['shard']:.0f}" if one.zero and one.at["shard"] < one.at["data"] * one.at["context"] else ""
+
+
+def lean_words(one: Choice) -> list[str]:
+    """Another optimiser than AdamW, what waits on the host."""
     kind = "" if one.optimiser == "adamw" else one.optimiser
-    away = f"on the host: {one.offload}" if one.offload else ""
-    return "; ".join(word for word in (ZERO[one.zero] + near, kind, away) if word)
+    return [word for word in (kind, f"on the host: {one.offload}" if one.offload else "") if word]
+
+
+def held_rows(one: Choice) -> list[tuple[str, ...]]:
+    """What the fullest rank's GB are for, the largest first, and what is beside them in its host's memory."""
+    rows = _shares(one.held, HELD, one.memory, "{:.1f}", 1e-9)
+    return [*rows, ("beside it, in the host's memory", f"{one.host / 1e9:.1f}", "")] if one.host else rows
 
 
 def _shares(
@@ -307,7 +321,7 @@ def shares(one: Choice) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """Rows of what a step's seconds and the fullest rank's GB are for, the largest first."""
     return (
         _shares(one.parts, PARTS, one.step, "{:.2f}", 1.0),
-        _shares(one.held, HELD, one.memory, "{:.1f}", 1e-9),
+        held_rows(one),
     )
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from tangram.models.outline import Outline
 from tangram.planner.actions import Action
 from tangram.planner.grid import Grid
+from tangram.planner.means import away
 from tangram.planner.memory import Stage, counts_of, stage
 from tangram.planner.setting import Setting
 from tangram.planner.timeline import Play
@@ -77,7 +78,7 @@ def footprints(outline: Outline, one: Grid, setting: Setting, found: Play) -> li
         its = [i for i, where in enumerate(found.rank_of) if where == rank]
         ranges = [(ends[i] - found.blocks[i], ends[i]) for i in its]
         whole = _stage(outline, one, setting, ranges, 0 in its, len(ends) - 1 in its)
-        made.append(_over_time(rank, whole, chunks, row, found.step, setting))
+        made.append(_over_time(rank, whole, chunks, row, found.step, setting, int(one.offload[0])))
     return made
 
 
@@ -94,8 +95,10 @@ def _stage(
 
 def _over_time(
     rank: int, whole: Stage, chunks: list[Stage], row: tuple[tuple[float, float, Action], ...], end: float,
-    setting: Setting,
+    setting: Setting, bits: int,
 ) -> Footprint:  # fmt: skip
+    states, weights, flows = away(bits)  # what waits on the host
+    most = 2 * float(whole.largest[0]) if flows else np.inf
     at: list[float] = [0.0]
     flying: list[float] = [0.0]
     working: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
@@ -111,10 +114,10 @@ def _over_time(
     logits, again, gathered = np.array(working).T
     ones = np.ones(len(at))
     parts = {
-        "parameters": ones * whole.parameters[0],
-        "gradients": ones * whole.gradients[0],
-        "optimiser": ones * whole.optimiser[0],
-        "activations": np.maximum(np.array(flying), 0.0),  # what is left of adding and taking away
+        "parameters": ones * whole.parameters[0] * (not weights),
+        "gradients": ones * whole.gradients[0] * (not weights),
+        "optimiser": ones * whole.optimiser[0] * (not states),
+        "activations": np.clip(np.array(flying), 0.0, most),  # what is left of adding and taking away
         "logits": logits,
         "again": again,
         "gathered": gathered,

@@ -25,6 +25,7 @@ __all__ = [
     "Base",
     "Offload",
     "Optimiser",
+    "away",
     "base_of",
     "moved_of",
     "offload_words",
@@ -109,6 +110,12 @@ def states_of(codes: Any) -> Any:
 def moved_of(codes: Any) -> Any:
     """Bytes that the update of a number moves."""
     return UPDATE_BYTES + 2 * _STATES[codes]
+
+
+def away(bits: Any) -> tuple[Any, Any, Any]:
+    """Whether masters and states, parameters with gradients, activations wait on the host, by the bits of `Offload`."""
+    weights = (bits & int(Offload.PARAMETERS)) == int(Offload.PARAMETERS)
+    return (bits & int(Offload.OPTIMISER)) > 0, weights, (bits & int(Offload.ACTIVATIONS)) > 0
 
 
 def base_of(name: str) -> Base:

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from tangram.models.outline import Block, Group, Kept, Outline
 from tangram.planner.dealt import chunk_of, dealt
 from tangram.planner.grid import Grid
-from tangram.planner.means import Offload
+from tangram.planner.means import away
 from tangram.planner.pipelines import beyond, folded, splits
 from tangram.planner.setting import Setting
 from tangram.planner.states import held, held_bytes
@@ -172,8 +172,7 @@ def _rank(outline: Outline, g: Grid, setting: Setting, place: Array, counts: lis
 
 def _offloaded(one: Rank, g: Grid, largest: Array) -> Rank:
     """With what waits in the host's memory there; of activations those of two blocks are on their way."""
-    states, flows = (g.offload & int(Offload.OPTIMISER)) > 0, (g.offload & int(Offload.ACTIVATIONS)) > 0
-    weights = (g.offload & int(Offload.PARAMETERS)) == int(Offload.PARAMETERS)
+    states, weights, flows = away(g.offload)
     staying = np.minimum(one.activations, 2 * largest)
     host = np.where(weights, one.parameters + one.gradients, 0.0) + np.where(states, one.optimiser, 0.0)
     return Rank(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tangram.models.outline import Outline
 from tangram.planner.grid import Grid
-from tangram.planner.means import Offload, moved_of
+from tangram.planner.means import away, moved_of
 from tangram.planner.memory import block_activations
 from tangram.planner.setting import Setting
 from tangram.planner.states import divided
@@ -36,8 +36,7 @@ def host_seconds(outline: Outline, g: Grid, setting: Setting, ahead: Array, micr
         return np.zeros(len(g))
     host, back = setting.host, micro - ahead
     whole, trained = numbers_held(outline, g)
-    states, flows = (g.offload & int(Offload.OPTIMISER)) > 0, (g.offload & int(Offload.ACTIVATIONS)) > 0
-    weights = (g.offload & int(Offload.PARAMETERS)) == int(Offload.PARAMETERS)
+    states, weights, flows = away(g.offload)
     mine = divided(g, trained, 1)
     gradients, parameters = mine * setting.framework.gradient_bytes / host.rate, mine * setting.flow_bytes / host.rate
     update = mine * moved_of(g.optimiser) / host.bandwidth

@@ -22,8 +22,10 @@ from tangram.planner.answer import (
     explained_tables,
     front_tables,
     interruptions,
+    lean_words,
     losses,
     lost_by,
+    near_words,
     otherwise,
     ranking,
     shares,
@@ -221,8 +223,8 @@ def _cards(shown: Shown) -> str:
         who = "The quickest" if answer.quickest else "What needs least memory"
     experts = f"experts {one.expert} x {one.expert_tensor}" if one.expert > 1 else ""
     told = [
-        f"{one.micros:,} micro-batches of {one.micro}", one.stages, experts, DIVIDED[one.zero],
-        again_words(one.again),
+        f"{one.micros:,} micro-batches of {one.micro}", one.stages, experts, DIVIDED[one.zero] + near_words(one),
+        again_words(one.again), *lean_words(one),
     ]  # fmt: skip
     mesh = (
         f'<div class="card verdict"><div class="head"><h3>{who}</h3></div><p class="big mesh">{escape(one.mesh)}</p>'

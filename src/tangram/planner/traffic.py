@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tangram.hardware import curves
 from tangram.models.outline import Outline
 from tangram.planner.grid import Grid
-from tangram.planner.means import Offload, moved_of
+from tangram.planner.means import away, moved_of
 from tangram.planner.setting import Setting
 from tangram.planner.states import Held, divided, experts_over, held
 
@@ -96,4 +96,4 @@ def optimiser_seconds(outline: Outline, g: Grid, setting: Setting) -> Array:
     """The update of what a rank updates itself; what its host updates is `planner.offload`'s."""
     _, trained = numbers_held(outline, g)
     here = curves.moved_seconds(setting.device, moved_of(g.optimiser) * divided(g, trained, 1))
-    return np.where((g.offload & int(Offload.OPTIMISER)) == 0, here, 0.0)
+    return np.where(away(g.offload)[0], 0.0, here)
