@@ -215,6 +215,8 @@ def test_mistakes_of_a_job_and_a_cluster(file: Path, capsys: pytest.CaptureFixtu
         assert f"{word[0]} is of a job on this machine" in refused(str(file), *cluster, *word)
     for word in (["--explain", "dp=2"], ["--timeline", "t.json"], ["--runs"]):
         assert "are of a cluster" in refused(str(file), *word)
+    assert "nothing that is allowed" in refused(str(file), *cluster, "--runs", "--optimiser", "lion")
+    assert "nothing that is allowed" in refused(str(file), *cluster, "--runs", "--lora", "4")
     plan = file.parent / "made.toml"
     assert "rows of the ranking are" in refused(str(file), *cluster, "--out", str(plan), "--pick", "99")
     assert main(["plan", str(file), *cluster, "--runs", "--out", str(plan)]) == 0

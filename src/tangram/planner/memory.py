@@ -316,7 +316,7 @@ def weights_of_shapes(block: Block, g: Grid) -> Array:
     Transformer Engine adds to the kept gradient inside the product and gives autograd an empty gradient in its stead,
     one for each shape, which stays (`get_dummy_wgrad`).
     """
-    shapes = {(one.inputs, one.outputs, one.cut, one.experts > 0) for one in block.products}
+    shapes = {(one.inputs, one.outputs, one.cut, one.experts > 0) for one in block.products if not one.frozen}
     found = np.zeros(len(g))
     for inputs, outputs, cut, routed in sorted(shapes):
         ranks = np.ones(len(g)) if not cut else g.expert_tensor if routed else g.tensor

@@ -154,7 +154,11 @@ def _take(
         best, steps, needs = [*best, g.take(keep)], [*steps, step[keep]], [*needs, need[keep]]
         if sum(map(len, steps)) >= most:
             last = min(last, float(np.sort(np.concatenate(steps))[most - 1]))
-    assert smallest is not None
+    if smallest is None:
+        raise UserError(
+            f"nothing that is allowed of {outline.name} can be run: rules leave no configuration of any mesh; allow more "
+            "(kinds of optimisers, what waits on the host, all but what --runs runs)"
+        )
     if not best:
         empty = smallest[1].take(slice(0, 0))
         return Found(empty, np.zeros(0), np.zeros(0), looked, -1, smallest[1], smallest[0])
