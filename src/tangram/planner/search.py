@@ -156,8 +156,8 @@ def _take(
             last = min(last, float(np.sort(np.concatenate(steps))[most - 1]))
     if smallest is None:
         raise UserError(
-            f"nothing that is allowed of {outline.name} can be run: rules leave no configuration of any mesh; allow more "
-            "(kinds of optimisers, what waits on the host, all but what --runs runs)"
+            f"nothing that is allowed of {outline.name} can be run: rules leave no configuration of any mesh; allow "
+            "more (kinds of optimisers, what waits on the host, all but what --runs runs)"
         )
     if not best:
         empty = smallest[1].take(slice(0, 0))
