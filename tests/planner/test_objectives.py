@@ -15,6 +15,7 @@ from tangram.hardware.devices import device
 from tangram.models.outline import Dims, Outline, decoder
 from tangram.planner import across
 from tangram.planner.across import best, by_size, sizes
+from tangram.planner.again import is_free
 from tangram.planner.ask import requested
 from tangram.planner.budget import Budget, durations, fewest
 from tangram.planner.choice import Ask, Choice, described, limit_of, safe, setting_of, unlike
@@ -26,7 +27,7 @@ from tangram.planner.learn import PARTS, published
 from tangram.planner.memory import memory
 from tangram.planner.objectives import OBJECTIVES, Aim, Terms, aim_of, objective
 from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.search import exhaustive
+from tangram.planner.search import exhaustive, search
 from tangram.planner.setting import Setting
 from tangram.planner.space import Able, Request, meshes, of_mesh
 from tangram.planner.time import scaled, seconds
@@ -249,7 +250,11 @@ def test_the_front_of_time_and_memory_is_that_of_everything(
         return
     g = memory_front(outline, request, SETTING, limit, scales, reach)
     points = np.stack([scaled(seconds(outline, g, SETTING), scales), memory(outline, g, SETTING).device], axis=1)
+    ladder = request.able.ladder
+    assert ladder is not None
     every = joined(branches)
+    every = ladder.coarse.all_of(outline, every, is_free(every))
+    every = joined([every, search(outline, request, SETTING, limit, 1, scales).grid])
     step, need = scaled(seconds(outline, every, SETTING), scales), memory(outline, every, SETTING).device
     step, need = step[need <= limit], need[need <= limit]
     if not len(step):

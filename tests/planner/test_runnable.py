@@ -22,6 +22,7 @@ from tangram.models.adapted import adapted
 from tangram.models.outline import Outline
 from tangram.models.outlined import outline_of
 from tangram.models.source import read_source
+from tangram.planner.again import Ladder, again_of, is_free, spread
 from tangram.planner.choice import Ask, Choice, described, setting_of
 from tangram.planner.counted import Counted
 from tangram.planner.estimate import BYTES, numbers_held
@@ -38,7 +39,7 @@ from tangram.planner.rules import Rule
 from tangram.planner.runnable import plan_to_train
 from tangram.planner.search import exhaustive, search
 from tangram.planner.space import Request, meshes, of_mesh
-from tangram.planner.trainer import RULES, RUNS, WHOLE, why_not
+from tangram.planner.trainer import RULES, RUNS, why_not
 from tests.training.small import small_tables, write_text
 
 H100 = builtin("h100-8x8")
@@ -63,7 +64,8 @@ def model() -> tuple[Job, Outline, Counted]:
 def every() -> Grid:
     """All configurations over eight devices."""
     request = Request(8, 16, 32, schedules=tuple(one.name for one in SCHEDULES))
-    return joined([of_mesh(model()[1], request, mesh) for mesh in meshes(model()[1], request)])
+    g, ladder = joined([of_mesh(model()[1], request, mesh) for mesh in meshes(model()[1], request)]), Ladder()
+    return ladder.all_of(model()[1], g, is_free(g))
 
 
 def choice(at: int) -> Choice:
@@ -90,7 +92,8 @@ def test_what_the_table_allows_is_a_legal_plan_of_the_same_numbers(share: float)
     assert (len(plan.pipeline.stages) if plan.pipeline else 1) == at["pipeline"] * (
         at["virtual"] if one.schedule else 1
     )
-    assert len(plan.run.recompute) == {WHOLE[0]: 0, WHOLE[1]: 2, WHOLE[2]: 4}[one.again]
+    groups, of = again_of(one.again)
+    assert len(plan.run.recompute) == len(spread(4, of if groups else 0.0))
     assert plan.run.steps == job.run.steps
     _same_division(plan, one, counted)
     _read_back(plan, one, outline)

@@ -158,11 +158,13 @@ def test_bounds_that_are_none_lose_the_best(monkeypatch: pytest.MonkeyPatch) -> 
     right = exhaustive(MIXED, request, SETTING, 6e9, 1)
     least = searching.least_of
 
-    def longer(outline: Outline, rows: Grid, setting: Setting, scales: None) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def longer(
+        outline: Outline, rows: Grid, setting: Setting, scales: None, **how: bool
+    ) -> np.ndarray[Any, np.dtype[np.float64]]:
         of_best = np.ones(len(rows), dtype=bool)
         for name in ("pipeline", "tensor", "context", "ulysses"):
             of_best &= getattr(rows, name) == getattr(right.grid, name)[0]
-        return least(outline, rows, setting, scales) * np.where(of_best, 10, 1)
+        return least(outline, rows, setting, scales, **how) * np.where(of_best, 10, 1)
 
     monkeypatch.setattr(searching, "least_of", longer)
     assert search(MIXED, request, SETTING, 6e9, 1).step[0] > right.step[0]
@@ -194,7 +196,7 @@ def test_a_bounds_rows_make_all_of_a_mesh(drawn: tuple[Outline, int, int, int], 
     for mesh in meshes(outline, request):
         rows = [
             of_mesh(outline, request, mesh),
-            expanded(outline, request, remade(request, of_mesh(outline, request, mesh, bound=True))),
+            expanded(outline, request, remade(outline, request, of_mesh(outline, request, mesh, bound=True))),
         ]
         whole, made = (sorted(zip(*(v.tolist() for v in vars(g).values()), strict=True)) for g in rows)
         assert whole == made

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, decoder
 from tangram.planner import uneven
+from tangram.planner import wanted as wanting
 from tangram.planner.framework import framework
 from tangram.planner.grid import Grid, joined
 from tangram.planner.learn import PARTS
@@ -21,7 +24,8 @@ from tangram.planner.search import least_of, search
 from tangram.planner.setting import Setting
 from tangram.planner.space import Able, Request, meshes, of_mesh
 from tangram.planner.time import scaled, seconds
-from tangram.planner.uneven import Best, Wanted, all_cuts, best_cuts
+from tangram.planner.uneven import Best, all_cuts, best_cuts
+from tangram.planner.wanted import Wanted, some_blocks
 
 SETTING = Setting(device("h100"), framework("megatron-core"))
 ALIKE = decoder(Dims(11, 1024, 16, 32000, ffn=4096, kv_heads=4), "alike")
@@ -40,13 +44,12 @@ def pipelines(at: int) -> Grid:
 
 
 def both(at: int, limit: float, most: int, scales: dict[str, float] | None, rows: Grid) -> tuple[Best, Best, Wanted]:
-    wanted = Wanted(MODELS[at], SETTING, limit, scales, most)
-    step, need = wanted.evaluated(rows)
-    return all_cuts(wanted, rows, step, need), best_cuts(wanted, rows, step, need), wanted
+    wanted = Wanted(MODELS[at], SETTING, limit, scales, Able(uneven=most))
+    return all_cuts(wanted, *wanted.tried(rows)), best_cuts(wanted, *wanted.evaluated(rows)), wanted
 
 
 @given(st.integers(0, 2), st.floats(0, 1), st.integers(0, 6), SCALES, st.integers(0, 2**32 - 1))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_the_best_cut_is_that_of_trying_all(
     at: int, room: float, most: int, scales: dict[str, float] | None, seed: int
 ) -> None:
@@ -68,20 +71,24 @@ def test_few_of_the_cuts_are_looked_at_and_many_help(at: int) -> None:
     g = pipelines(at)
     limit = float(np.quantile(memory(MODELS[at], g, SETTING).device, 0.3))
     tried, found, wanted = both(at, limit, 3, None, g)
-    even, _ = wanted.evaluated(g)
+    _, even, _ = wanted.evaluated(g)
     assert found.step.tolist() == tried.step.tolist()
     assert found.looked < 0.4 * tried.looked
     assert (np.isinf(even) & np.isfinite(found.step)).any()
     assert (np.isfinite(even) & (found.step < even)).any()
 
 
-@pytest.mark.parametrize("name", ["_never", "_some"], ids=["never", "some"])
-def test_a_wrong_step_loses_the_best(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("module", "name"), [(uneven, "_never"), (wanting, "some_blocks")], ids=["never", "some"])
+def test_a_wrong_step_loses_the_best(module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted mistakes: a rank between is always said to be too full; cuts without blocks are taken."""
     g, wrong = pipelines(2), name == "_never"
     limit = float(np.quantile(memory(MIXED, g, SETTING).device, 0.3))
     right = both(2, limit, 3, None, g)[1]
-    monkeypatch.setattr(uneven, name, lambda _, g: np.ones(len(g), dtype=bool))
+
+    def always(_: Any, g: Grid) -> Any:
+        return np.ones(len(g), dtype=bool)
+
+    monkeypatch.setattr(module, name, always)
     changed = both(2, limit, 3, None, g)[1]
     assert (changed.step > right.step).any() if wrong else (changed.step < right.step).any()
 
@@ -91,7 +98,7 @@ def test_a_wrong_step_loses_the_best(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_no_cut_is_below_the_bound(at: int, ahead: int, behind: int, scales: dict[str, float] | None) -> None:
     g = pipelines(at)
     cut = uneven._cut(g, np.full(len(g), ahead), np.full(len(g), behind))  # pyright: ignore[reportPrivateUsage]
-    some = uneven._some(MODELS[at], cut)  # pyright: ignore[reportPrivateUsage]
+    some = some_blocks(MODELS[at], cut)
     parts = seconds(MODELS[at], cut.take(some), SETTING)
     least = least_of(MODELS[at], g.take(some), SETTING, scales)
     assert (scaled(parts, scales) >= least * (1 - 1e-12)).all()

@@ -29,7 +29,7 @@ from tangram.planner.answer import (
 )
 from tangram.planner.ask import Answer, asked_of, count_of
 from tangram.planner.budget import Budget, durations, fewest
-from tangram.planner.choice import Ask, Choice, safe, setting_of
+from tangram.planner.choice import Ask, Choice, safe
 from tangram.planner.explain import Explained, Given, explain
 from tangram.planner.exports.numbers import given_of
 from tangram.planner.front import Fronts, fronts
@@ -214,7 +214,7 @@ def _draw(shown: Shown, path: Path) -> None:
     if path.suffix in PAGES:
         write_step(path, shown)
         return
-    setting, chosen = setting_of(shown.cluster, shown.ask), shown.chosen
+    setting, chosen = shown.setting(), shown.chosen
     scales = published().scales(setting.device.name, setting)
     trace = as_trace(timeline(shown.answer.outline, chosen.grid(), setting, scales))
     try:

@@ -25,7 +25,7 @@ def plan(
     seq: Annotated[int | None, typer.Option(help="Tokens of a sample, usually 8192.")] = None,
     gpus: Annotated[int, typer.Option(help="How many devices of the cluster; 0: all.")] = 0,
     precision: Annotated[
-        str | None, typer.Option(help="What products are computed in: bf16 (usually), fp8, fp4, fp32.")
+        str | None, typer.Option(help="What products may be computed in: bf16 (usually), fp8, fp4, fp32, or several.")
     ] = None,
     framework: Annotated[str | None, typer.Option(help="What will run it, tangram or as in megatron-core.")] = None,
     memory: Annotated[float, typer.Option(help="GB that a device may use; 0: all that it has.")] = 0.0,

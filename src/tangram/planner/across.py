@@ -15,10 +15,10 @@ from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Outline
 from tangram.planner.ask import Answer, plan, requested
-from tangram.planner.choice import Ask, Choice, described, limit_of, safe, setting_of, unlike
+from tangram.planner.choice import Ask, Choice, limit_of, setting_of, unlike
 from tangram.planner.learn import published
 from tangram.planner.objectives import Aim
-from tangram.planner.search import search
+from tangram.planner.ranked import ranked
 
 __all__ = ["Sized", "best", "by_size", "sizes"]
 
@@ -82,19 +82,18 @@ def _told(cluster: Cluster, ask: Ask) -> None:
 
 
 def _over_sizes(outline: Outline, cluster: Cluster, ask: Ask, aim: Aim) -> tuple[tuple[Choice, ...], int]:
-    setting, limit, learned = setting_of(cluster, ask), limit_of(cluster, ask), published()
-    scales = learned.scales(setting.device.name, setting)
+    limit, learned = limit_of(cluster, ask), published()
     kept: list[tuple[float, float, float, Choice]] = []
     looked, bar = 0, math.inf
     for devices in reversed(list(sizes(ask.devices or cluster.ranks))):
         longest = math.inf if math.isinf(bar) else aim.longest(devices, bar)
         request = requested(cluster, replace(ask, devices=devices))
         try:
-            found = search(outline, request, setting, safe(limit), 4 * ask.most, scales, within=longest)
+            found = ranked(outline, cluster, ask, request, limit, 4 * ask.most, learned, longest)
         except UserError:  # no legal layout of so many devices
             continue
         looked += found.looked
-        for one in unlike(described(outline, found.grid, setting, ask, limit, learned)):
+        for one in unlike(found.choices):
             value = aim.value(devices, one.step)
             if math.isfinite(value):
                 kept.append((value, one.step, one.memory, one))

@@ -162,10 +162,11 @@ def as_json(answer: Answer) -> dict[str, object]:
 def asked_json(ask: Ask) -> dict[str, object]:
     """What was asked, by names."""
     return {
-        **{name: value for name, value in vars(ask).items() if name != "able"},
+        **{name: value for name, value in vars(ask).items() if name not in ("able", "precision", "others")},
         "optimisers": [OPTIMISERS[code].name for code in ask.optimisers],
         "offloads": [offload_words(bits) for bits in ask.offloads],
         "base": ask.base.name,
+        "precisions": [ask.precision, *ask.others],
     }
 
 
@@ -296,9 +297,10 @@ def near_words(one: Choice) -> str:
 
 
 def lean_words(one: Choice) -> list[str]:
-    """Another optimiser than AdamW, what waits on the host."""
+    """Another optimiser than AdamW, what waits on the host, products of fewer than 16 bits."""
+    low = f"{one.precision} products" if one.precision in ("fp8", "fp4") else ""
     kind = "" if one.optimiser == "adamw" else one.optimiser
-    return [word for word in (kind, f"on the host: {one.offload}" if one.offload else "") if word]
+    return [word for word in (kind, f"on the host: {one.offload}" if one.offload else "", low) if word]
 
 
 def held_rows(one: Choice) -> list[tuple[str, ...]]:
@@ -374,6 +376,8 @@ def _changed(now: Choice, one: Choice) -> str:
         told.append(f"{ZERO[one.zero]} divided")
     if one.again != now.again:
         told.append(again_words(one.again))
+    if one.precision != now.precision:
+        told.append(f"{one.precision} products")
     return ", ".join(told) or "the same strategy"
 
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Outline
-from tangram.planner.choice import Ask, Choice, assumed, described, limit_of, safe, setting_of, unlike
+from tangram.planner.choice import Ask, Choice, assumed, limit_of, unlike
 from tangram.planner.framework import framework
 from tangram.planner.learn import Learned, published
 from tangram.planner.objectives import Aim
-from tangram.planner.search import search
-from tangram.planner.setting import Precision, Setting
+from tangram.planner.ranked import ranked
+from tangram.planner.setting import Precision
 from tangram.planner.space import Request, meshes
 
 __all__ = ["Answer", "asked_of", "count_of", "plan", "requested"]
@@ -39,14 +39,17 @@ def count_of(text: str, units: Mapping[str, int]) -> int:
 
 
 def asked_of(tokens: str, sequence: int, precision: str, framework: str, devices: int, memory: float, most: int) -> Ask:
-    """As typed: "4M" tokens (of 1,024 x 1,024), memory in GB. Raises UserError."""
+    """As typed: "4M" tokens (of 1,024 x 1,024), "bf16,fp8", memory in GB. Raises UserError."""
     count = count_of(tokens, UNITS)
     types: dict[str, Precision] = {one: one for one in PRECISIONS}
-    if precision not in types:
-        raise UserError(f'there is no precision "{precision}": give one of {", ".join(PRECISIONS)}')
+    names = tuple(dict.fromkeys(one.strip() for one in precision.split(",")))
+    for name in names:
+        if name not in types:
+            raise UserError(f'there is no precision "{name}": give one of {", ".join(PRECISIONS)}, or several')
     if devices < 0 or not memory >= 0 or math.isinf(memory):
         raise UserError("--gpus and --memory are numbers from 0")
-    return Ask(count, sequence, types[precision], framework, devices, memory * 1e9, most)
+    kinds: tuple[Precision, ...] = tuple(types[name] for name in names)
+    return Ask(count, sequence, kinds[0], framework, devices, memory * 1e9, most, others=kinds[1:])
 
 
 @dataclass(frozen=True)
@@ -82,15 +85,13 @@ class Answer:
 
 def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) -> Answer:
     """The best strategies; `what_if`: and what they would be otherwise. Raises UserError where numbers cannot be."""
-    request, setting, limit = requested(cluster, ask), setting_of(cluster, ask), limit_of(cluster, ask)
-    learned = published()
-    found = search(outline, request, setting, safe(limit), 4 * ask.most, learned.scales(setting.device.name, setting))
-    choices = described(outline, found.grid, setting, ask, limit, learned)
-    smallest = described(outline, found.smallest, setting, ask, limit, learned)[0]
+    request, limit, learned = requested(cluster, ask), limit_of(cluster, ask), published()
+    found = ranked(outline, cluster, ask, request, limit, 4 * ask.most, learned)
+    choices = found.choices
     otherwise = _otherwise(outline, request, limit, ask, learned, cluster) if choices and what_if else {}
-    enough = 0 if choices or not what_if else _enough(outline, request, setting, limit)
+    enough = 0 if choices or not what_if else _enough(outline, request, limit, ask, learned, cluster)
     return Answer(
-        outline, cluster.name, ask, limit, unlike(choices)[: ask.most], smallest, found.looked,
+        outline, cluster.name, ask, limit, unlike(choices)[: ask.most], found.smallest, found.looked,
         assumed(cluster, ask), otherwise, enough,
     )  # fmt: skip
 
@@ -99,11 +100,11 @@ MOST_TIMES = 64
 """As many times more devices are tried where nothing fits."""
 
 
-def _enough(outline: Outline, request: Request, setting: Setting, limit: float) -> int:
+def _enough(outline: Outline, request: Request, limit: float, ask: Ask, learned: Learned, cluster: Cluster) -> int:
     times = 2
     while times <= MOST_TIMES:
         more = replace(request, devices=times * request.devices)
-        if any(True for _ in meshes(outline, more)) and len(search(outline, more, setting, safe(limit), 1).step):
+        if any(True for _ in meshes(outline, more)) and ranked(outline, cluster, ask, more, limit, 1, learned).choices:
             return more.devices
         times *= 2
     return 0
@@ -143,14 +144,11 @@ def _otherwise(
         cases["at twice the sequence, the same tokens"] = (longer, cluster, limit)
     found: dict[str, Choice | None] = {}
     for name, (other, where, most) in cases.items():
-        setting = setting_of(where, ask)
-        scales = learned.scales(setting.device.name, setting)
-        try:
-            best = search(outline, other, setting, safe(most), 1, scales).grid if most > 0 else None
-        except UserError:
-            best = None
         # What it says of FLOPs and tokens is of its own sequence.
         asked = replace(ask, sequence=other.sequence)
-        shown = described(outline, best, setting, asked, most, learned) if best is not None else ()
+        try:
+            shown = ranked(outline, where, asked, other, most, 1, learned).choices if most > 0 else ()
+        except UserError:
+            shown = ()
         found[name] = shown[0] if shown else None
     return found

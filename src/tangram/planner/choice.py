@@ -15,6 +15,7 @@ from tangram.hardware.cluster import Cluster
 from tangram.hardware.devices import Figures, device
 from tangram.models.adapted import frozen_flops
 from tangram.models.outline import Outline
+from tangram.planner.again import again_name
 from tangram.planner.framework import framework
 from tangram.planner.grid import Grid, grid
 from tangram.planner.learn import SURE, Learned, Run
@@ -22,7 +23,7 @@ from tangram.planner.means import FULL, OPTIMISERS, Base, offload_words
 from tangram.planner.memory import Memory, memory
 from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.setting import Host, Precision, Setting
-from tangram.planner.space import ALL, EXPLAINED, Able
+from tangram.planner.space import ALL, Able
 from tangram.planner.time import seconds
 
 __all__ = [
@@ -69,6 +70,16 @@ class Ask:
     """What may wait on the host (`means.Offload`)."""
     base: Base = FULL
     """What frozen weights are kept in, where an outline has some (`models.adapted`)."""
+    others: tuple[Precision, ...] = ()
+    """What products may be computed in as well."""
+
+    def each(self) -> tuple[Ask, ...]:
+        """By each type that products may be computed in, alone."""
+        return tuple(replace(self, precision=one, others=()) for one in (self.precision, *self.others))
+
+    def of(self, choice: Choice) -> Ask:
+        """With the type alone that a choice has."""
+        return replace(self, precision=choice.precision, others=())
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,8 @@ class Choice:
     """What waits in the host's memory."""
     host: float = 0.0
     """Bytes that do, of the rank that has most there."""
+    precision: Precision = "bf16"
+    """What products are computed in."""
 
     def grid(self) -> Grid:
         """As a grid of one."""
@@ -235,7 +248,6 @@ def _choice(
     ranks, step = float(g.ranks[i]), run.predicted
     flops = (3 * outline.flops(ask.sequence) - frozen_flops(outline)) * at["batch"] * ask.sequence
     need = float(np.broadcast_to(needs.device, len(g))[i])
-    again = next(name for name, group, share in EXPLAINED if int(group) == at["recompute"] and share == g.recomputed[i])
     return Choice(
         mesh=mesh_of(at["pipeline"], at["data"], at["context"], at["ulysses"], at["tensor"]),
         micro=at["micro"],
@@ -247,7 +259,7 @@ def _choice(
         expert=at["expert"],
         expert_tensor=at["expert_tensor"],
         zero=at["zero"],
-        again=again,
+        again=again_name(at["recompute"], float(g.recomputed[i])),
         step=step,
         low=step * math.exp(-SURE * spread),
         high=step * math.exp(SURE * spread),
@@ -261,6 +273,7 @@ def _choice(
         optimiser=OPTIMISERS[at["optimiser"]].name,
         offload=offload_words(at["offload"]),
         host=float(np.broadcast_to(needs.host, len(g))[i]),
+        precision=ask.precision,
     )
 
 
@@ -286,6 +299,7 @@ def unlike(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
             one.again,
             one.optimiser,
             one.offload,
+            one.precision,
             round(one.step, 6),
         )
         if key not in found or one.memory < found[key].memory:

@@ -11,13 +11,13 @@ from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.layout import LayoutError, Mesh
 from tangram.models.outline import Outline
+from tangram.planner.again import again_of
 from tangram.planner.ask import Answer, plan, requested
 from tangram.planner.choice import Ask, Choice, described, limit_of, setting_of
 from tangram.planner.grid import Grid, grid
 from tangram.planner.learn import published
 from tangram.planner.pipelines import SCHEDULES, code
 from tangram.planner.rules import reasons
-from tangram.planner.space import EXPLAINED
 
 __all__ = ["Explained", "Given", "explain"]
 
@@ -78,6 +78,8 @@ def _only(kinds: tuple[int, ...]) -> int:
 
 def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
     """As a grid of one."""
+    if ask.others:
+        raise UserError("--explain looks at one strategy: give one --precision with it")
     request = requested(cluster, ask)
     try:
         axes = Mesh.parse(given.mesh).axes
@@ -92,9 +94,7 @@ def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
     if ranks != request.devices:
         raise UserError(f'the mesh "{given.mesh}" has {ranks} ranks, and there are {request.devices} devices')
     sizes["context"] = sizes.get("context", 1) * sizes.get("ulysses", 1)
-    known = {name: (group, share) for name, group, share in EXPLAINED}
-    if given.again not in known:
-        raise UserError(f'nothing is known of "{given.again}": what is computed again is one of {", ".join(known)}')
+    group, share = again_of(given.again)
     try:
         expert, expert_tensor = (int(part) for part in given.experts.split("x"))
     except ValueError:
@@ -109,7 +109,6 @@ def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
     if schedule < 0:
         names = ", ".join(one.name for one in SCHEDULES)
         raise UserError(f'the search knows no schedule "{given.schedule}": give one of {names}')
-    group, share = known[given.again]
     return grid(
         batch=request.batch, sequence=request.sequence, micro=given.micro, virtual=given.chunks, schedule=schedule,
         zero=given.zero, ahead=ahead, behind=behind,

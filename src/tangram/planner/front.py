@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Outline
 from tangram.planner.across import Sized, by_size
+from tangram.planner.again import is_free
 from tangram.planner.ask import requested
 from tangram.planner.choice import Ask, Choice, described, limit_of, safe, setting_of
 from tangram.planner.grid import Grid, joined
 from tangram.planner.learn import published
 from tangram.planner.memory import needs
 from tangram.planner.objectives import Terms, objective
+from tangram.planner.ranked import by_step
 from tangram.planner.search import bounds_of, search
 from tangram.planner.setting import Setting
 from tangram.planner.space import Request, meshes, of_mesh
@@ -56,7 +58,8 @@ def memory_front(
 ) -> Grid:  # fmt: skip
     """Of configurations that need at most `limit` bytes, the front of steps and memory, the quickest first.
 
-    Of even cuts and the quickest, and only of steps up to `reach` times the shortest; empty where nothing fits.
+    Of even cuts and the quickest, of blocks computed again in quarters, and only of steps up to `reach` times the
+    shortest; empty where nothing fits.
     `quickest`: where it is known already.
     Raises UserError where there is no legal layout.
     """
@@ -74,7 +77,7 @@ def memory_front(
     for at in sorted(range(len(bounds)), key=bounds.__getitem__):
         if bounds[at] > most:
             break
-        g = of_mesh(outline, request, branches[at][0])
+        g = laddered(outline, request, of_mesh(outline, request, branches[at][0]))
         need = needs(outline, g, setting)
         known = points[points[:, 0] <= bounds[at], 1].min(initial=np.inf)
         few = (need <= limit) & (need < known)
@@ -88,6 +91,15 @@ def memory_front(
         on = front(points)
         kept, points = kept.take(on), points[on]
     return kept.take(np.argsort(points[:, 0], kind="stable"))
+
+
+def laddered(outline: Outline, request: Request, g: Grid) -> Grid:
+    """Configurations with each share of blocks computed again that is looked at here."""
+    ladder = request.able.ladder
+    g = g if ladder is None else ladder.coarse.all_of(outline, g, is_free(g))
+    for rule in request.able.rules:
+        g = g.take(rule.holds(outline, g))
+    return g
 
 
 @dataclass(frozen=True)
@@ -117,12 +129,19 @@ class Fronts:
 def fronts(outline: Outline, cluster: Cluster, ask: Ask, terms: Terms, first: Choice | None = None) -> Fronts:
     """Of a model on a cluster; `first`: the best of a ranking, which is not searched again. Raises UserError."""
     quickest = first if first is not None and first.devices == (ask.devices or cluster.ranks) else None
-    request, setting, limit = requested(cluster, ask), setting_of(cluster, ask), limit_of(cluster, ask)
-    learned = published()
-    scales = learned.scales(setting.device.name, setting)
-    g = memory_front(outline, request, setting, safe(limit), scales, quickest=quickest)
-    places = _places(by_size(outline, cluster, ask, quickest), terms)
-    return Fronts(described(outline, g, setting, ask, limit, learned), places)
+    request, limit, learned = requested(cluster, ask), limit_of(cluster, ask), published()
+    found: list[Choice] = []
+    for one in ask.each():
+        setting = setting_of(cluster, one)
+        scales = learned.scales(setting.device.name, setting)
+        known = quickest if not ask.others else None
+        g = memory_front(outline, request, setting, safe(limit), scales, quickest=known)
+        found += described(outline, g, setting, one, limit, learned)
+    shortest = min((one.step for one in found), default=0.0)
+    choices = [one for one in by_step(found) if one.step <= REACH * shortest]
+    on = front(np.array([[one.step, one.memory] for one in choices]).reshape(-1, 2))
+    memory = tuple(one for one, good in zip(choices, on.tolist(), strict=True) if good)
+    return Fronts(memory, _places(by_size(outline, cluster, ask, quickest), terms))
 
 
 def _places(found: list[Sized], terms: Terms) -> tuple[Place, ...]:

@@ -84,7 +84,7 @@ class Shown:
 
     def setting(self) -> Setting:
         """What is computed with."""
-        return setting_of(self.cluster, self.ask)
+        return setting_of(self.cluster, self.ask.of(self.chosen))
 
     def played(self) -> Play:
         """The step of what is shown, with as many micro-batches as can be told from each other."""
@@ -202,7 +202,7 @@ def _head(shown: Shown, title: str) -> str:
         one.mesh,
         f"{ask.tokens:,} tokens a step",
         f"samples of {ask.sequence:,}",
-        ask.precision,
+        one.precision,
         ask.framework,
     ]
     if aim is not None:
@@ -324,7 +324,7 @@ def _asked(shown: Shown) -> str:
         ("devices", f"{ask.devices or shown.cluster.ranks:,}"),
         ("tokens of a step", f"{ask.tokens:,}"),
         ("tokens of a sample", f"{ask.sequence:,}"),
-        ("products computed in", ask.precision),
+        ("products computed in", " or ".join((ask.precision, *ask.others))),
         ("run by", ask.framework),
         ("memory of a rank", f"{answer.limit / 1e9:g} GB"),
     ]

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from tangram.errors import UserError
 from tangram.models.outline import Outline
+from tangram.planner.again import again_of, spread
 from tangram.planner.choice import Choice
 from tangram.planner.counted import Counted
 from tangram.planner.derived import ModelAxis
@@ -24,7 +25,7 @@ from tangram.planner.job import Job, RunPlan
 from tangram.planner.plan import Plan
 from tangram.planner.read import mistakes
 from tangram.planner.strategies import PIPELINE, TENSOR, Strategy, plan_of
-from tangram.planner.trainer import WHOLE, why_not
+from tangram.planner.trainer import why_not
 
 __all__ = ["plan_to_train", "strategy_of"]
 
@@ -79,7 +80,8 @@ def strategy_of(choice: Choice, job: Job) -> Strategy:
 
 def _with_run(choice: Choice, job: Job, counted: Counted) -> Job:
     blocks = [part.name for part in counted.costs(1, False, 1).blocks]
-    again = {WHOLE[0]: [], WHOLE[1]: blocks[::2], WHOLE[2]: blocks}[choice.again]
+    group, share = again_of(choice.again)
+    again = [blocks[at] for at in spread(len(blocks), share if group else 0.0)]
     reshard, reduce = KEPT[0] if choice.at["pipeline"] > 1 else KEPT[choice.zero]
     changes: dict[str, Any] = {"recompute": tuple(again), "reshard": reshard, "reduce_every": reduce}
     if not again:

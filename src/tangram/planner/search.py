@@ -9,7 +9,8 @@ the rest cannot hold a better one. Of the branches that are left each way of com
 So what is returned is what trying all would return.
 
 Of each configuration that is looked at, the quickest cut of the blocks into chunks that fits is taken
-(`planner.uneven`); bounds are of the best that any cut could be.
+(`planner.uneven`), with as few blocks computed again as fit or more where that is quicker (`planner.again`); bounds are
+of the best that any could be.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from numpy.typing import NDArray
 from tangram.errors import UserError
 from tangram.models.outline import Outline
 from tangram.planner.grid import Grid, joined
-from tangram.planner.memory import needs as needs_of
 from tangram.planner.setting import Setting
 from tangram.planner.space import Request, expanded, meshes, of_mesh, remade
-from tangram.planner.time import Scales, scaled, seconds
-from tangram.planner.uneven import Wanted, all_cuts, best_cuts
+from tangram.planner.time import Scales, seconds
+from tangram.planner.uneven import all_cuts, best_cuts
+from tangram.planner.wanted import Wanted
 
 __all__ = ["Found", "bounds_of", "exhaustive", "least_of", "search"]
 
 Floats = NDArray[np.float64]
-BLOCK = 2048
-"""Branches that are looked at together."""
+FIRST, BLOCK = 32, 2048
+"""Branches that are looked at together: few at first, until something is known that others have to be quicker than."""
 CACHED = 16384
 
 
@@ -70,33 +71,36 @@ def search(
             f"for {outline.name}: change the batch to a multiple of the devices"
         )
     every = joined(rows)
-    bounds = least_of(outline, every, setting, scales)
+    bounds = least_of(outline, every, setting, scales, fewer=True)
     order = np.argsort(bounds, kind="stable")
 
     def branches() -> Iterator[tuple[float, Grid]]:
-        for start in range(0, len(order), BLOCK):
-            few = order[start : start + BLOCK]
+        start, count = 0, FIRST
+        while start < len(order):
+            few = order[start : start + count]
             yield float(bounds[few[0]]), every.take(few)
+            start, count = start + count, min(2 * count, BLOCK)
 
     def laid_out(rows: Grid, last: float) -> Grid:
-        found = remade(request, rows)
+        found = remade(outline, request, rows)
         if np.isfinite(last):
             found = found.take(least_of(outline, found, setting, scales) <= last * (1 + 1e-12))
         return expanded(outline, request, found)
 
-    wanted = Wanted(outline, setting, limit, scales, request.able.uneven)
+    wanted = Wanted(outline, setting, limit, scales, request.able)
     return _take(wanted, most, len(every), branches(), laid_out, within)
 
 
-def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales) -> Floats:
-    """Of each row that `of_mesh` laid out with `bound`, what none of its configurations is quicker than.
+def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales, *, fewer: bool = False) -> Floats:
+    """Of each row that `remade` laid out what none of its configurations is quicker than; with `fewer`, of each that
+    `of_mesh` laid out with `bound`.
 
     Without what data ranks move beyond computation: of that more hides where more is computed again, and with parts
     multiplied unlike each other the one could outweigh the other.
     """
     found: list[Floats] = []
     for start in range(0, len(rows), CACHED):  # so many stay in a processor's caches
-        parts = seconds(outline, rows.take(slice(start, start + CACHED)), setting, least=True).parts()
+        parts = seconds(outline, rows.take(slice(start, start + CACHED)), setting, least=True, fewer=fewer).parts()
         del parts["data"], parts["host"]
         found.append(np.asarray(sum((scales[name] if scales else 1.0) * part for name, part in parts.items())))
     return np.concatenate(found)
@@ -105,7 +109,7 @@ def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales) -> 
 def bounds_of(outline: Outline, every: Grid, sizes: Sequence[int], setting: Setting, scales: Scales) -> list[float]:
     """Of each mesh, what none of its configurations is quicker than; `every` has their rows one after the other."""
     starts = np.cumsum([0, *sizes])[:-1]
-    return np.minimum.reduceat(least_of(outline, every, setting, scales), starts).tolist()
+    return np.minimum.reduceat(least_of(outline, every, setting, scales, fewer=True), starts).tolist()
 
 
 def exhaustive(
@@ -113,7 +117,7 @@ def exhaustive(
 ) -> Found:
     """The same by trying everything."""
     every = ((0.0, of_mesh(outline, request, mesh)) for mesh in meshes(outline, request))
-    wanted = Wanted(outline, setting, limit, scales, request.able.uneven)
+    wanted = Wanted(outline, setting, limit, scales, request.able)
     return _take(wanted, most, 0, every, lambda rows, last: rows, whole=True)
 
 
@@ -123,7 +127,6 @@ def _take(
 ) -> Found:  # fmt: skip
     """`laid_out`: of a branch all configurations that may be as quick as some seconds; `whole`: all cuts of all
     configurations are evaluated."""
-    outline, setting, limit, scales = wanted.outline, wanted.setting, wanted.limit, wanted.scales
     best: list[Grid] = []
     steps: list[Floats] = []
     needs: list[Floats] = []
@@ -136,13 +139,12 @@ def _take(
         if not len(g):
             continue
         looked += len(g)
-        need = needs_of(outline, g, setting)
+        g, step, need = wanted.tried(g) if whole else wanted.evaluated(g, last)
         at = int(np.argmin(need))
         if smallest is None or need[at] < smallest[0]:
             smallest = (float(need[at]), g.take(slice(at, at + 1)))
-        step, fits = np.full(len(g), np.inf), need <= limit
-        if fits.any():
-            step[fits] = scaled(seconds(outline, g.take(fits), setting), scales)
+        if (step <= last).sum() >= most:  # a better cut of these is as quick at least
+            last = min(last, float(np.partition(step, most - 1)[most - 1]))
         cuts = all_cuts(wanted, g, step, need) if whole else best_cuts(wanted, g, step, need, last)
         looked += cuts.looked
         fits = np.isfinite(cuts.step)
@@ -156,8 +158,8 @@ def _take(
             last = min(last, float(np.sort(np.concatenate(steps))[most - 1]))
     if smallest is None:
         raise UserError(
-            f"nothing that is allowed of {outline.name} can be run: rules leave no configuration of any mesh; allow "
-            "more (kinds of optimisers, what waits on the host, all but what --runs runs)"
+            f"nothing that is allowed of {wanted.outline.name} can be run: rules leave no configuration of any mesh; "
+            "allow more (kinds of optimisers, what waits on the host, all but what --runs runs)"
         )
     if not best:
         empty = smallest[1].take(slice(0, 0))

@@ -16,26 +16,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tangram.models.outline import Group, Outline
+from tangram.planner.again import ALL_BLOCKS, NOTHING, SETS, SOME, Ladder
 from tangram.planner.grid import Grid, grid, joined
-from tangram.planner.means import Offload, moved_of
-from tangram.planner.pipelines import SCHEDULES, code
+from tangram.planner.means import Offload, away, moved_of
+from tangram.planner.pipelines import SCHEDULES, code, many
 from tangram.planner.rules import Rule, legal
 
-__all__ = ["ALL", "EXPLAINED", "RECOMPUTED", "Able", "Request", "expanded", "meshes", "of_mesh", "remade"]
+__all__ = ["ALL", "Able", "Request", "expanded", "meshes", "of_mesh", "remade"]
 
-RECOMPUTED: tuple[tuple[str, Group, float], ...] = (
-    ("nothing", Group.NONE, 1.0),
-    ("norms and activations", Group.NORM | Group.ACTIVATION, 1.0),
-    ("half of the blocks", Group.BLOCK, 0.5),
-    ("all blocks", Group.BLOCK, 1.0),
-)
-"""What may be computed again in the backward: in words, its groups, in which share of the blocks."""
-EXPLAINED: tuple[tuple[str, Group, float], ...] = (
-    *RECOMPUTED,
-    ("attention", Group.SCORES, 1.0),
-    ("every second product", Group.ALTERNATE, 1.0),
-)
-"""And what else is explained where a strategy is given, as other projects have it, but not searched."""
 ZERO = (0, 1, 2, 3)
 FASTEST_ZERO = 1
 DOMINATED = (
@@ -53,8 +41,10 @@ class Able:
     """What data ranks may divide."""
     staged: tuple[int, ...] = ZERO
     """The same, of stages of a pipeline."""
-    again: tuple[str, ...] = tuple(name for name, _, _ in RECOMPUTED)
-    """What may be computed again, by its name."""
+    again: tuple[str, ...] = (NOTHING, *SETS, SOME, ALL_BLOCKS)
+    """What may be computed again, by its name (`planner.again`)."""
+    shares: tuple[float, ...] | None = None
+    """Of blocks that are, where some are, between none and all; None: any number of a chunk's blocks."""
     pipeline: int = 0
     """Stages at most; 0: any number."""
     tensor: int = 0
@@ -71,6 +61,11 @@ class Able:
     """Blocks fewer of the first and the last chunk that are tried at most: a limit of the search, not a theorem."""
     rules: tuple[Rule, ...] = ()
     """And what else; bounds do not look at them."""
+
+    @property
+    def ladder(self) -> Ladder | None:
+        """Of shares of blocks that may be computed again."""
+        return Ladder.of(self.again, self.shares)
 
 
 ALL = Able()
@@ -163,12 +158,13 @@ def _staged(outline: Outline, pipeline: int, schedules: tuple[str, ...], *, boun
         row = SCHEDULES[code(name)]
         most = outline.layers // pipeline
         counts = range(2, most + 1) if row.chunks == 0 else range(row.chunks, min(row.chunks, most) + 1)
+        counts = counts[-1:] if bound else counts
         found += [(chunks, code(name)) for chunks in counts]
     return found
 
 
 def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool = False) -> Grid:
-    """All legal configurations of a mesh; with `bound` those of which one is as fast as any."""
+    """All legal configurations of a mesh; with `bound` those of which one is as fast as any, with most chunks."""
     pipeline, tensor, context, data, ulysses = mesh
     experts = max((block.experts for block, _ in outline.runs), default=0)
     stage = tensor * context * data
@@ -184,7 +180,7 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
     staged = _staged(outline, pipeline, request.schedules, bound=bound)
     divided = request.able.staged if pipeline > 1 else request.able.zero
     zero = (divided if not bound else (FASTEST_ZERO,)) if data * context > 1 else (0,)
-    again = RECOMPUTED[:1] if bound else tuple(row for row in RECOMPUTED if row[0] in request.able.again)
+    again = [0] if bound else _again(request)
     divides = [(level, shard) for level in zero for shard in _shards(request, mesh, level, bound=bound)]
     ways = [request.least_moved] if bound else list(itertools.product(request.optimisers, request.offloads))
     axes = [range(len(part)) for part in (folded, micros, staged, divides, again, ways)]
@@ -207,15 +203,43 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
         schedule=np.array([one for _, one in staged])[at[:, 2]],
         zero=np.array([one for one, _ in divides])[at[:, 3]],
         shard=np.array([one for _, one in divides])[at[:, 3]],
-        recompute=np.array([int(group) for _, group, _ in again])[at[:, 4]],
-        recomputed=np.array([share for _, _, share in again])[at[:, 4]],
+        recompute=np.array(again)[at[:, 4]],
         optimiser=np.array([one for one, _ in ways])[at[:, 5]],
         offload=np.array([one for _, one in ways])[at[:, 5]],
     )
+    if not bound:
+        found = _by_share(outline, request, found)
     keep = legal(outline, found)
     for rule in () if bound else request.able.rules:
         keep = keep & rule.holds(outline, found)
     return found.take(keep)
+
+
+def _again(request: Request) -> list[int]:
+    """Groups that are computed again; 0, where it is whole blocks, of which the least share stands for all."""
+    able = request.able
+    return [*([0] if able.ladder else []), *(int(group) for name, group in SETS.items() if name in able.again)]
+
+
+def _least(outline: Outline, request: Request, found: Grid) -> Grid:
+    """With the least share of blocks that may be computed again, where that is not none of them."""
+    ladder = request.able.ladder
+    if ladder is None or ladder.steps is None or not ladder.steps[0]:
+        return found
+    rows = ladder.taken(outline, found, np.zeros(len(found), dtype=np.int64))
+    nothing = found.recompute == 0
+    return replace(
+        found,
+        recompute=np.where(nothing, rows.recompute, found.recompute),
+        recomputed=np.where(nothing, rows.recomputed, found.recomputed),
+    )
+
+
+def _by_share(outline: Outline, request: Request, found: Grid) -> Grid:
+    """The same; where activations wait on the host each share, in quarters, is a configuration of its own."""
+    found, ladder = _least(outline, request, found), request.able.ladder
+    own = away(found.offload)[2] & ((found.recompute == 0) | (found.recompute == int(Group.BLOCK)))
+    return found if ladder is None or not own.any() else ladder.coarse.all_of(outline, found, own)
 
 
 def _shards(request: Request, mesh: MeshSizes, level: int, *, bound: bool) -> list[int]:
@@ -230,21 +254,28 @@ def _near(request: Request, level: int) -> tuple[bool, ...]:
     return (False, True) if level and request.node and request.able.near else (False,)
 
 
-def remade(request: Request, rows: Grid) -> Grid:
-    """Rows that `of_mesh` laid out with `bound`, by every schedule, with everything that may be computed again."""
-    again = [row for row in RECOMPUTED if row[0] in request.able.again]
+def remade(outline: Outline, request: Request, rows: Grid) -> Grid:
+    """Rows that `of_mesh` laid out with `bound`, by every schedule, with any number of chunks, and with everything that
+    may be computed again."""
+    again = _again(request)
     slower = {code(quick): code(name) for name, quick in NEVER_QUICKER.items() if name in request.schedules}
     twice = np.array([found in slower for found in rows.schedule.tolist()]) & (rows.pipeline > 1)
     other = rows.take(twice)
     schedules = np.array([slower[found] for found in other.schedule.tolist()], dtype=np.int64)
-    found = joined([rows, replace(other, schedule=schedules)])
+    found = _chunked(joined([rows, replace(other, schedule=schedules)]))
     count = len(found)
     found = found.take(np.tile(np.arange(count), len(again)))
-    return replace(
-        found,
-        recompute=np.repeat(np.array([int(group) for _, group, _ in again], dtype=np.int64), count),
-        recomputed=np.repeat(np.array([share for _, _, share in again], dtype=float), count),
-    )
+    found = replace(found, recompute=np.repeat(np.array(again, dtype=np.int64), count))
+    return _least(outline, request, found)
+
+
+def _chunked(rows: Grid) -> Grid:
+    """With each number of chunks from two to theirs, of schedules that take any."""
+    any_ = (many(rows.schedule) == 0) & (rows.virtual > 1)
+    counts = np.where(any_, rows.virtual - 1, 1).astype(np.int64)
+    found = rows.take(np.repeat(np.arange(len(rows)), counts))
+    place = np.arange(len(found)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return replace(found, virtual=found.virtual - place)
 
 
 def expanded(outline: Outline, request: Request, found: Grid) -> Grid:
@@ -268,6 +299,7 @@ def expanded(outline: Outline, request: Request, found: Grid) -> Grid:
     divides = found.data * found.context > 1
     staged = np.where(found.pipeline > 1, np.isin(zero, request.able.staged), np.isin(zero, request.able.zero))
     keep = np.where(divides, staged, zero == 0) & (~near | ((shard > 1) & (shard < over))) & legal(outline, found)
+    found = _by_share(outline, request, found.take(keep))
     for rule in request.able.rules:
-        keep = keep & rule.holds(outline, found)
-    return found.take(keep)
+        found = found.take(rule.holds(outline, found))
+    return found

@@ -17,7 +17,7 @@ The trade-off: a closed form knows no jitter and no imbalance of real schedules;
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -127,18 +127,19 @@ def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pa
     return ahead, back, again
 
 
-def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False) -> Seconds:
+def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False, fewer: bool = False) -> Seconds:
     """Of a step of each configuration of the grid; with `least` what no cut of the blocks into chunks is quicker than,
-    and what is never less where blocks take longer."""
+    and what is never less where blocks take longer; with `fewer`, nor with fewer chunks, from two on."""
     ahead, back, again = _passes(outline, g, setting)
     whole = ahead + back + again
     body = whole * (1 / g.pipeline)
     head = _head(outline, g, setting)
-    hop = _hop(outline, g, setting)
+    chunks = np.minimum(g.virtual, 2.0) if fewer else g.virtual
+    hop = _hop(outline, replace(g, virtual=chunks), setting)
     micros = g.micros
     weights = _weights(outline, back) / np.maximum(whole.total, 1e-30)
     way = pipeline_seconds(outline, g, whole.total, head, weights, least=least)
-    way = way + 2 * hop * (g.pipeline - 1) / g.virtual
+    way = way + 2 * hop * (g.pipeline - 1) / chunks
     return Seconds(
         **{one.name: getattr(body, one.name) * micros for one in fields(body)},
         head=head * micros / g.pipeline,

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from tangram.models.outline import Outline
+from tangram.models.outline import Group, Outline
+from tangram.planner.again import WHOLE, again_of
 from tangram.planner.choice import Choice
 from tangram.planner.pipelines import splits
 from tangram.planner.rules import Rule
 from tangram.planner.space import Able
 
-__all__ = ["RULES", "RUNS", "WHOLE", "why_not"]
+__all__ = ["RULES", "RUNS", "why_not"]
 
-WHOLE = ("nothing", "half of the blocks", "all blocks")
-"""What can be computed again."""
 RULES = (
     Rule(
         "blocks of split backwards",
@@ -88,7 +87,7 @@ def _kv_heads(outline: Outline) -> int:
 
 def why_not(choice: Choice, outline: Outline) -> str:
     """Why `tangram train` does not run a choice of a model; "" where it does."""
-    if choice.again not in WHOLE:
+    if again_of(choice.again)[0] not in (Group.NONE, Group.BLOCK):
         return f"{choice.again} are not computed again by themselves: blocks are"
     one, at = choice.grid(), {name: int(value) for name, value in choice.at.items()}
     return next((rule.says(outline, at) for rule in RULES if not rule.holds(outline, one).all()), "")

@@ -9,9 +9,11 @@ left out cannot be the best:
     does not fit on a rank between                          nor does anything after it, where that rank's blocks are
                                                             of one kind in all cuts
     does not fit on the first or the last alone             what fits takes one more from it, where all are of one kind
+    fits only with blocks computed again                    one more from either may need fewer of them
     no cut at all would be as quick as what is wanted       none is tried
 
-Otherwise both ways are gone. Tests compare with trying all cuts, and plant a mistake.
+Otherwise both ways are gone. "Fits" is: with as few blocks computed again as fit, or more where
+that is quicker (`planner.again`). Tests compare with trying all cuts, and plant a mistake.
 """
 
 from __future__ import annotations
@@ -23,38 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.models.outline import Outline
-from tangram.planner.dealt import ends
 from tangram.planner.grid import Grid, joined
-from tangram.planner.memory import at_rank, needs
+from tangram.planner.memory import at_rank
 from tangram.planner.pipelines import folded
-from tangram.planner.setting import Setting
-from tangram.planner.time import Scales, Seconds, loads, scaled, seconds
+from tangram.planner.time import Seconds, loads, scaled, seconds
+from tangram.planner.wanted import Wanted, some_blocks
 
-__all__ = ["Best", "Wanted", "all_cuts", "best_cuts"]
+__all__ = ["Best", "all_cuts", "best_cuts"]
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What cuts are chosen for."""
-
-    outline: Outline
-    setting: Setting
-    limit: float
-    """Bytes of a device."""
-    scales: Scales
-    most: int
-    """Blocks fewer of the first and the last chunk that are tried at most."""
-
-    def evaluated(self, g: Grid) -> tuple[Array, Array]:
-        """Seconds of a step, infinite where it does not fit or a chunk has no block, and bytes."""
-        need, step = np.full(len(g), np.inf), np.full(len(g), np.inf)
-        if (some := _some(self.outline, g)).any():
-            need[some] = needs(self.outline, g.take(some), self.setting)
-        if (fits := need <= self.limit).any():
-            step[fits] = scaled(seconds(self.outline, g.take(fits), self.setting), self.scales)
-        return step, need
 
 
 @dataclass
@@ -76,7 +55,8 @@ class Best:
         order = order[step[order] < self.step[at[order]]]
         own = at[order]
         self.step[own], self.need[own] = step[order], need[order]
-        self.grid.ahead[own], self.grid.behind[own] = found.ahead[order], found.behind[order]
+        for name in INNER:
+            getattr(self.grid, name)[own] = getattr(found, name)[order]
 
 
 def all_cuts(wanted: Wanted, g: Grid, step: Array, need: Array) -> Best:
@@ -86,7 +66,7 @@ def all_cuts(wanted: Wanted, g: Grid, step: Array, need: Array) -> Best:
     for ahead in range(wanted.most + 1):
         for behind in range(wanted.most + 1):
             found = _cut(g.take(at), np.full(len(at), ahead), np.full(len(at), behind))
-            best.take(at, found, *wanted.evaluated(found))
+            best.take(at, *wanted.tried(wanted.least_again(found)))
     return best
 
 
@@ -97,33 +77,29 @@ def best_cuts(wanted: Wanted, g: Grid, step: Array, need: Array, last: float = n
     fits = need[at] <= wanted.limit
     if (~fits).any():
         at, fits = _dropped(~fits, _never(wanted, g.take(at[~fits])), at, fits)
-    parts = seconds(wanted.outline, g.take(at), wanted.setting, least=True)
+    rows = wanted.least_again(g.take(at))
+    parts = seconds(wanted.outline, rows, wanted.setting, least=True)
     least = scaled(parts, wanted.scales)
     hopes = (least <= last) & (least < step[at])
-    paces = _Paces.of(wanted.outline, parts, g.take(at), hopes, at[hopes], len(g))
+    paces = _Paces.of(wanted.outline, parts, rows, hopes, at[hopes], len(g))
     at, fits = at[hopes], fits[hopes]
     found = g.take(at)
     while len(at):
-        fewer = _further(wanted, at, found, fits, paces.slow(found, at), paces.hopes(found, best, at))
+        hopes = paces.hopes(found, best, at) | wanted.most_again(best.grid.take(at))
+        fewer = _further(wanted, at, found, fits, paces.slow(found, at), hopes)
         at, found = _children(wanted, at, found, *fewer)
-        steps, needs = wanted.evaluated(found)
+        found, steps, needs = wanted.evaluated(wanted.least_again(found), last)
         fits = needs <= wanted.limit
         best.take(at, found, steps, needs)
     return best
 
 
 def _even(g: Grid, step: Array, need: Array) -> Best:
-    return Best(replace(g, ahead=g.ahead.copy(), behind=g.behind.copy()), step.copy(), need.copy())
+    return Best(replace(g, **{name: getattr(g, name).copy() for name in INNER}), step.copy(), need.copy())
 
 
 def _cut(g: Grid, ahead: Array, behind: Array) -> Grid:
     return replace(g, ahead=ahead.astype(float), behind=behind.astype(float))
-
-
-def _some(outline: Outline, g: Grid) -> Array:
-    """Where each chunk has a block."""
-    first, last = ends(outline, g)
-    return (first >= 1) & (last >= 1)
 
 
 def _dropped(of: Array, drop: Array, *arrays: Array) -> list[Array]:
@@ -192,13 +168,15 @@ class _Paces:
         return ~np.isfinite(best.step[at]) | (most * self.each[at] < pace)
 
 
+INNER = ("ahead", "behind", "recompute", "recomputed")
+"""Of a configuration what is chosen here."""
 BLOCKS = ("products", "attention", "streams", "launch", "tensor", "expert", "context")
 """Parts of a step that blocks take."""
 
 
 def _further(wanted: Wanted, at: Array, found: Grid, fits: Array, slow: Array, hopes: Array) -> tuple[Array, Array]:
     """Of which cuts one is tried with a block fewer in the first chunk, and of which in the last one."""
-    turns, some = folded(found.schedule), _some(wanted.outline, found)
+    turns, some = folded(found.schedule), some_blocks(wanted.outline, found)
     first, last = ~fits, ~fits
     if len(wanted.outline.runs) == 1 and (known := ~fits & some).any():
         g = found.take(known)
@@ -213,7 +191,8 @@ def _further(wanted: Wanted, at: Array, found: Grid, fits: Array, slow: Array, h
         never = np.zeros(len(found), dtype=bool)
         never[known] = _never(wanted, found.take(known))
         hopes = hopes & ~never
-    return hopes & (first | (fits & slow & turns)), hopes & (last | (fits & slow))
+    again = fits & wanted.most_again(found)
+    return hopes & (first | again | (fits & slow & turns)), hopes & (last | again | (fits & slow))
 
 
 def _children(wanted: Wanted, at: Array, found: Grid, first: Array, last: Array) -> tuple[Array, Grid]:

@@ -3,13 +3,13 @@
 from hypothesis import strategies as st
 
 from tangram.hardware.cluster import Cluster, builtin
-from tangram.models.outline import Dims, Outline, decoder
+from tangram.models.outline import Dims, Group, Outline, decoder
+from tangram.planner.again import ALL_BLOCKS, NOTHING, SETS, SOME, again_name
 from tangram.planner.dealt import fewer, sizes
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.exports.targets import EXPORTS
 from tangram.planner.framework import framework
 from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.space import RECOMPUTED
 
 CLUSTER: Cluster = builtin("h100-8x8")
 DENSE = decoder(Dims(12, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")
@@ -33,6 +33,12 @@ def drawn(draw: st.DrawFn, name: str) -> tuple[Outline, Numbers]:
     ahead, behind = (draw(st.sampled_from([0, 0, 0, 1, 2])) if pipeline > 1 else 0 for _ in range(2))
     if (blocks := sizes(outline.layers, pipeline * virtual, ahead, behind)) and min(blocks) > 0:
         ahead, behind = fewer(blocks) or (0, 0)
+    names = (NOTHING, SOME, ALL_BLOCKS, *SETS) if rarely else able.again
+    again = draw(st.sampled_from(names))
+    if again == SOME:
+        each = max(sizes(outline.layers, pipeline * virtual, ahead, behind), default=1)
+        shares = able.shares or [count / each for count in range(1, each)] or [0.5]
+        again = again_name(int(Group.BLOCK), draw(st.sampled_from(shares)))
     expert = min(draw(st.sampled_from([1, 2, 4])), able.expert or 4) if outline is MIXED else 1
     return outline, Numbers(
         pipeline=pipeline,
@@ -52,7 +58,7 @@ def drawn(draw: st.DrawFn, name: str) -> tuple[Outline, Numbers]:
         micro=micro,
         batch=data * micro * micros,
         sequence=draw(st.sampled_from([2048, 8192])),
-        again=draw(st.sampled_from([one for one, _, _ in RECOMPUTED if rarely or one in able.again])),
+        again=again,
         precision=draw(st.sampled_from(["fp16", "fp4", "fp8"] if rarely else ["bf16", "bf16", "fp32"])),
         ahead=ahead,
         behind=behind,

@@ -72,7 +72,7 @@ REFUSED: list[tuple[str, Outline, Numbers, str]] = [
     ("deepspeed", DENSE, replace(FLAT, tensor=2, sequence_parallel=True), "tensor ranks do not divide tokens"),
     ("deepspeed", DENSE, replace(FLAT, shard=8), "divides states over all 16 data ranks, the plan over 8"),
     ("deepspeed", DENSE, replace(FLAT, precision="fp8"), "has no fp8 products"),
-    ("deepspeed", DENSE, replace(FLAT, again="half of the blocks"), "computes all blocks again or none"),
+    ("deepspeed", DENSE, replace(FLAT, again="1 of 2 blocks"), "computes all blocks again or none"),
     ("deepspeed", MIXED, replace(FLAT, expert_tensor=2), "does not cut experts over tensor ranks"),
     ("accelerate", DENSE, replace(FLAT, pipeline=2, schedule="1F1B"), "has no pipelines beside FSDP"),
     ("accelerate", DENSE, replace(FLAT, zero=1), "divides gradients wherever it divides the optimiser's states"),

@@ -19,6 +19,7 @@ from tangram.planner.exports.numbers import (
     comment,
     experts_of,
     recomputed,
+    some_blocks,
     uneven_words,
 )
 
@@ -164,9 +165,4 @@ def _blocks(one: Numbers, outline: Outline, share: float, told: list[str]) -> Ar
     full: Arguments = {"recompute-granularity": "full"}
     if share == 1:
         return full | {"recompute-method": "uniform", "recompute-num-layers": 1}
-    if min(chunks) == 1:
-        raise UserError("Megatron-LM computes whole blocks again, and chunks of one block have no half of them")
-    count = -(-max(chunks) // 2)  # of each chunk
-    if any(size % 2 for size in chunks):
-        told.append(f"{count} of the {max(chunks)} blocks of each chunk are computed again, not exactly half of them")
-    return full | {"recompute-method": "block", "recompute-num-layers": count}
+    return full | {"recompute-method": "block", "recompute-num-layers": some_blocks(one, chunks, told)}

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.models.outline import Group, Outline
+from tangram.planner.again import again_of
 from tangram.planner.choice import Ask, Choice, mesh_of
 from tangram.planner.dealt import sizes
 from tangram.planner.explain import Given
 from tangram.planner.setting import Precision
-from tangram.planner.space import EXPLAINED
 
 __all__ = [
     "Numbers",
@@ -25,6 +25,7 @@ __all__ = [
     "given_of",
     "numbers_of",
     "recomputed",
+    "some_blocks",
     "uneven_words",
 ]
 
@@ -54,7 +55,7 @@ class Numbers:
     """Samples of a step over all ranks."""
     sequence: int
     again: str
-    """What is computed again, as `planner.space` names it."""
+    """What is computed again, as `planner.again` names it."""
     precision: Precision
     ulysses: int = 1
     """Of the context ranks those that exchange heads."""
@@ -94,7 +95,7 @@ def numbers_of(choice: Choice, ask: Ask) -> Numbers:
         pipeline=at["pipeline"], virtual=at["virtual"], schedule=choice.schedule, tensor=at["tensor"],
         sequence_parallel=bool(at["sequence_parallel"]), context=at["context"], expert=at["expert"],
         expert_tensor=at["expert_tensor"], data=at["data"], zero=at["zero"], shard=at["shard"], micro=at["micro"],
-        batch=at["batch"], sequence=at["sequence"], again=choice.again, precision=ask.precision,
+        batch=at["batch"], sequence=at["sequence"], again=choice.again, precision=choice.precision,
         ulysses=at["ulysses"], ahead=at["ahead"], behind=at["behind"],
     )  # fmt: skip
 
@@ -117,7 +118,18 @@ def given_of(one: Numbers) -> Given:
 
 def recomputed(one: Numbers) -> tuple[Group, float]:
     """Which groups are computed again, and in which share of the blocks."""
-    return next((group, share) for name, group, share in EXPLAINED if name == one.again)
+    return again_of(one.again)
+
+
+def some_blocks(one: Numbers, chunks: list[int], told: list[str]) -> int:
+    """How many blocks of each chunk are computed again, where some are. Raises UserError where that is none or all."""
+    _, share = recomputed(one)
+    count = math.ceil(round(share * max(chunks), 9))
+    if count >= max(chunks):
+        raise UserError(f"whole blocks are computed again, and chunks of {max(chunks)} have no {one.again}")
+    if any(not math.isclose(share * size, count) for size in chunks):
+        told.append(f"{count} of the {max(chunks)} blocks of each chunk are computed again, not exactly {one.again}")
+    return count
 
 
 def experts_of(outline: Outline) -> int:

@@ -14,7 +14,7 @@ import yaml
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Group, Outline
-from tangram.planner.exports.numbers import Numbers, Written, chunk_blocks, comment, experts_of, recomputed
+from tangram.planner.exports.numbers import Numbers, Written, chunk_blocks, comment, experts_of, recomputed, some_blocks
 
 __all__ = ["paddleformers"]
 
@@ -100,9 +100,7 @@ def _again(one: Numbers, outline: Outline, told: list[str]) -> dict[str, Any]:
     full = {"recompute_granularity": "full"}
     if (group, share) == (Group.BLOCK, 1.0):
         return full | {"recompute_method": "uniform", "recompute_num_layers": 1}
-    blocks = chunk_blocks(one, outline)[0]
-    if group != Group.BLOCK or one.virtual > 1 or blocks < 2:
+    if group != Group.BLOCK or one.virtual > 1:
         raise UserError(f"PaddleFormers cannot be told to compute again: {one.again}")
-    if blocks % 2:
-        told.append(f"{-(-blocks // 2)} of the {blocks} blocks of each stage are computed again, not exactly half")
-    return full | {"recompute_method": "block", "recompute_num_layers": -(-blocks // 2)}
+    count = some_blocks(one, chunk_blocks(one, outline), told)
+    return full | {"recompute_method": "block", "recompute_num_layers": count}

@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Outline
+from tangram.planner.again import ALL_BLOCKS, NOTHING, SETS, WHOLE
 from tangram.planner.choice import Ask, Choice
 from tangram.planner.exports.accelerate import accelerate
 from tangram.planner.exports.deepspeed import deepspeed
 from tangram.planner.exports.megatron import megatron
 from tangram.planner.exports.numbers import Numbers, Written, numbers_of
 from tangram.planner.exports.paddleformers import paddleformers
-from tangram.planner.exports.torchtitan import options, torchtitan
+from tangram.planner.exports.torchtitan import SHARES, options, torchtitan
 from tangram.planner.space import Able
 
 __all__ = ["EXPORTS", "Target", "export", "picked", "written"]
 
-WHOLE = ("nothing", "all blocks")
+ENDS = (NOTHING, ALL_BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Target:
 
 def _megatron(outline: Outline) -> Able:
     mixtures = all(block.experts for block, _ in outline.runs)
-    return Able(staged=(0, 1), again=(*WHOLE, "half of the blocks", *(("norms and activations",) if mixtures else ())))
+    return Able(staged=(0, 1), again=(*WHOLE, *(SETS if mixtures else ())))
 
 
 EXPORTS: Mapping[str, Target] = {
@@ -44,21 +45,21 @@ EXPORTS: Mapping[str, Target] = {
     "torchtitan": Target(
         torchtitan,
         "torchtitan",
-        lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=(*WHOLE, "half of the blocks"), ulysses=1),
+        lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=WHOLE, shares=SHARES, ulysses=1),
     ),
     "torchtitan-options": Target(
-        options, "torchtitan", lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=WHOLE, ulysses=1)
+        options, "torchtitan", lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=ENDS, ulysses=1)
     ),
     "deepspeed": Target(
-        deepspeed, "deepspeed", lambda _: Able(again=WHOLE, pipeline=1, context=1, tensor=1, near=False)
+        deepspeed, "deepspeed", lambda _: Able(again=ENDS, pipeline=1, context=1, tensor=1, near=False)
     ),
     "accelerate": Target(
-        accelerate, "fsdp", lambda _: Able(zero=(0, 2, 3), again=WHOLE, pipeline=1, tensor=1, expert=1, ulysses=1)
+        accelerate, "fsdp", lambda _: Able(zero=(0, 2, 3), again=ENDS, pipeline=1, tensor=1, expert=1, ulysses=1)
     ),
     "paddleformers": Target(
         paddleformers,
         "paddlenlp",
-        lambda _: Able(staged=(0, 1), again=(*WHOLE, "half of the blocks"), ulysses=1, near=False, uneven=0),
+        lambda _: Able(staged=(0, 1), again=WHOLE, ulysses=1, near=False, uneven=0),
     ),
 }
 """By what they are called on the command line."""

@@ -28,6 +28,8 @@ from tangram.planner.exports.numbers import (
 
 __all__ = ["options", "sections", "torchtitan"]
 
+SHARES = tuple(1 / every for every in (8, 6, 5, 4, 3, 2))
+"""Of blocks that are computed again: every second, third ... one."""
 Sections = dict[str, dict[str, Any]]
 FULL_PRECISION = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
 
@@ -40,7 +42,7 @@ def torchtitan(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     modes: Mapping[tuple[Group, float], dict[str, Any]] = {
         (Group.NONE, 1.0): {"mode": "none"},
         (Group.BLOCK, 1.0): {"mode": "full"},
-        (Group.BLOCK, 0.5): {"mode": "selective", "selective_ac_option": "2"},
+        **{(Group.BLOCK, of): {"mode": "selective", "selective_ac_option": f"{1 / of:.0f}"} for of in SHARES},
         (Group.ALTERNATE, 1.0): {"mode": "selective", "selective_ac_option": "op"},
     }
     if (group, share) not in modes:

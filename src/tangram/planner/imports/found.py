@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tangram.models.outline import Group
+from tangram.planner.again import EXPLAINED, again_name
 from tangram.planner.exports.numbers import Numbers
-from tangram.planner.space import EXPLAINED
 
 __all__ = ["Found", "nearest"]
 
@@ -26,16 +26,12 @@ class Found:
 
 
 def nearest(groups: Group, share: float, told: list[str], said: str) -> str:
-    """The row of what can be computed again that is nearest; where it is not the same, that is told."""
-    blocks = groups == Group.BLOCK
-
-    def far(row: tuple[str, Group, float]) -> float:
-        _, group, of = row
-        if blocks:
-            return abs((of if group else 0.0) - share) if group in (Group.BLOCK, Group.NONE) else 1.0
-        return int(group ^ groups).bit_count() if of == share else 32.0
-
-    name, group, of = min(EXPLAINED, key=far)
-    if (group and (group, of) != (groups, share)) or (not group and groups):
+    """What is computed again; of sets of operators that have no name the nearest that has one, which is told."""
+    if groups in (Group.NONE, Group.BLOCK):
+        return again_name(int(groups), share)
+    name = min(EXPLAINED, key=lambda one: int(EXPLAINED[one] ^ groups).bit_count())
+    if groups.bit_count() < int(EXPLAINED[name] ^ groups).bit_count():
+        name = again_name(0, 1.0)
+    if EXPLAINED.get(name) != groups:
         told.append(f"{said}: taken as {name}, computed again")
     return name

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from tangram.errors import UserError
 from tangram.models.outline import Group, Outline
+from tangram.planner.again import again_name
 from tangram.planner.dealt import fewer, sizes
 from tangram.planner.exports.megatron import STRATEGIES
 from tangram.planner.exports.numbers import Numbers, experts_of
@@ -234,7 +235,7 @@ def _again(words: Words, each: int, told: list[str]) -> str:
             return "all blocks"
         if count >= each:
             return "all blocks"
-        return nearest(Group.BLOCK, 0.5 if count == -(-each // 2) else count / each, told, f"{count} of {each} blocks")
+        return again_name(int(Group.BLOCK), count / each)
     names = words.text("recompute-modules", "core_attn").replace(",", " ").strip("[]").split()
     groups = Group.NONE
     for name in (one.strip("'\"") for one in names):

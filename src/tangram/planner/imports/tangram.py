@@ -13,10 +13,11 @@ from pathlib import Path
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.outline import Group, Outline
+from tangram.planner.again import again_name, spread
 from tangram.planner.axes import marked
 from tangram.planner.estimate import shard_size
 from tangram.planner.exports.numbers import Numbers
-from tangram.planner.imports.found import Found, nearest
+from tangram.planner.imports.found import Found
 from tangram.planner.pipelines import code
 from tangram.planner.plan import Plan
 from tangram.planner.read import load
@@ -90,5 +91,8 @@ def _again(plan: Plan, outline: Outline, told: list[str]) -> str:
         blocks |= found
     if plan.run.recompute_keep and blocks:
         told.append(f"run.recompute_keep: {', '.join(plan.run.recompute_keep)} are taken to be computed again")
-    share = len(blocks) / outline.layers
-    return nearest(Group.BLOCK if blocks else Group.NONE, share if blocks else 1.0, told, "run.recompute")
+    each = -(-outline.layers // (len(plan.pipeline.stages) if plan.pipeline else 1))
+    shares = [count / each for count in range(1, each + 1)]  # of a chunk's blocks, as the search has them
+    like = (share for share in shares if set(spread(outline.layers, share)) == blocks)
+    share = next(like, len(blocks) / outline.layers)
+    return again_name(int(Group.BLOCK if blocks else Group.NONE), share)

@@ -1,0 +1,75 @@
+"""Several types that products may be computed in, searched together."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tangram.__main__ import main
+from tangram.errors import UserError
+from tangram.hardware.cluster import builtin
+from tangram.models.outline import Dims, decoder
+from tangram.planner.ask import asked_of, plan
+from tangram.planner.choice import Ask
+from tangram.planner.explain import Given, explain
+from tangram.planner.front import fronts
+from tangram.planner.objectives import Terms
+from tangram.planner.ranked import by_step
+from tangram.planner.report import Shown
+
+CLUSTER = builtin("h100-8x8")
+MODEL = decoder(Dims(12, 2048, 16, 32000, ffn=8192, kv_heads=4), "small")
+ASK = Ask(48 * 2048, 2048, framework="megatron-core", devices=8, most=6, others=("fp8",))
+
+
+@pytest.mark.parametrize("memory", [0.0, 9e9])
+def test_together_they_are_ranked_as_apart(memory: float) -> None:
+    asks = replace(ASK, memory=memory).each()
+    assert [one.precision for one in asks] == ["bf16", "fp8"]
+    apart = [plan(MODEL, CLUSTER, replace(one, most=40), what_if=False) for one in asks]
+    found = plan(MODEL, CLUSTER, replace(ASK, memory=memory), what_if=False)
+    assert [one.step for one in found.choices] == [
+        one.step for one in by_step([one for answer in apart for one in answer.choices])[: len(found.choices)]
+    ]
+    assert len(found.choices) == 6
+
+
+def test_where_nothing_fits_the_smallest_is_of_any_type() -> None:
+    apart = [plan(MODEL, CLUSTER, replace(one, memory=2e9), what_if=False) for one in ASK.each()]
+    found = plan(MODEL, CLUSTER, replace(ASK, memory=2e9))
+    assert not found.choices
+    assert found.smallest.memory == min(one.smallest.memory for one in apart)
+    assert found.enough == min(plan(MODEL, CLUSTER, replace(one, memory=2e9)).enough for one in ASK.each())
+
+
+def test_what_a_choice_has_is_what_it_is_shown_with() -> None:
+    for ask in ASK.each():
+        found = plan(MODEL, CLUSTER, ask, what_if=False)
+        one = found.choices[0]
+        assert one.precision == ask.precision
+        assert ASK.of(one) == ask
+        assert Shown(replace(found, ask=ASK), CLUSTER).setting().precision == ask.precision
+
+
+def test_the_front_of_both_is_that_of_all() -> None:
+    terms = Terms(ASK.tokens)
+    apart = [one for ask in ASK.each() for one in fronts(MODEL, CLUSTER, ask, terms).memory]
+    both = fronts(MODEL, CLUSTER, ASK, terms).memory
+    assert {one.precision for one in both} <= {"bf16", "fp8"}
+    assert all(not any(b.step <= a.step and b.memory < a.memory for b in apart) for a in both)
+    assert min(one.step for one in apart) == both[0].step
+
+
+def test_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert asked_of("4M", 8192, "bf16, fp8,bf16", "tangram", 0, 0.0, 8).others == ("fp8",)
+    with pytest.raises(UserError, match='no precision "fp7"'):
+        asked_of("4M", 8192, "bf16,fp7", "tangram", 0, 0.0, 8)
+    with pytest.raises(UserError, match="--explain looks at one strategy: give one --precision"):
+        explain(MODEL, CLUSTER, ASK, Given("dp=8"))
+    said = ("plan", "llama-3-8b", "--cluster", "h100-8x8", "--gpus", "8", "--precision", "bf16,fp8", "--json")
+    assert main([*said, "--top", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ask"]["precisions"] == ["bf16", "fp8"]
+    assert found["choices"][0]["precision"] == "fp8"
