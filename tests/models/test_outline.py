@@ -57,12 +57,6 @@ def test_the_outline_of_a_type_has_its_models_parameters(kind: str) -> None:
     assert abs(found.numbers / numbers - 1) <= 0.005
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "jamba", "llama4_text"])
-def test_a_type_of_other_blocks_is_refused(kind: str) -> None:
-    with pytest.raises(UserError, match="are made of others, which are not planned yet"):
-        outline_of(AutoConfig.for_model(kind), kind)
-
-
 def whole_flops(outline: Outline, sequence: int) -> float:
     """Of a sample's forward as torch counts it: attention in full, hidden or not."""
     found = 2.0 * outline.vocab * outline.hidden * sequence

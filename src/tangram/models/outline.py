@@ -8,158 +8,34 @@ layers. Any other block is a table of its own.
 The trade-off: a table of a dozen rows a block is evaluated for a hundred thousand configurations a second, where a
 captured graph has thousands of nodes; the two are compared in tests (`tangram.models.costs`).
 
-Sizes are numbers a token unless said otherwise. Of `cut`: "tensor" is what tensor ranks divide between them, "tokens"
-what they divide only under sequence parallelism, "" what each has whole. Of `routed`: rows are those of the tokens'
-experts, and tensor ranks are those of the experts.
+The rows of a table are in `models.blocks`. Any other model's outline comes from its captured graph
+(`models.outlined_graph`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntFlag
-from typing import Literal
+from functools import cached_property
+from typing import Any
 
 from tangram.errors import UserError
+from tangram.models.blocks import Batched, Block, Group, Kept, Numbers, Product, Scores, Stream
 
-__all__ = ["Block", "Dims", "Group", "Kept", "Numbers", "Outline", "Product", "Scores", "Stream", "decoder"]
-
-Cut = Literal["tensor", "tokens", ""]
-
-
-class Group(IntFlag):
-    """What can be computed again in the backward; a choice of recomputation is a set of these."""
-
-    NONE = 0
-    NORM = 1
-    """Norms: their outputs are made again."""
-    SCORES = 2
-    """What attention makes of queries, keys and values."""
-    ACTIVATION = 4
-    """The function between the two halves of an MLP."""
-    ATTENTION = 8
-    """All of attention, projections too."""
-    MLP = 16
-    """All of the MLP, or of the experts and their router."""
-    BLOCK = 31
-    """Whole blocks: only their input is kept."""
-    ALTERNATE = 32
-    """Every second product: torch's selective checkpointing by operator, as torchtitan has it."""
-
-
-@dataclass(frozen=True)
-class Product:
-    """A linear map of each token, of `inputs` to `outputs` numbers."""
-
-    name: str
-    inputs: int
-    outputs: int
-    cut: Literal["out", "in", ""]
-    """Which dim tensor ranks divide."""
-    group: Group
-    experts: int = 0
-    """Of how many experts each has such a map; 0 where it is no expert's."""
-    bias: bool = False
-    frozen: bool = False
-    """Whether its weights are not trained."""
-
-    @property
-    def numbers(self) -> int:
-        """In all of its weights."""
-        return (self.inputs * self.outputs + (self.outputs if self.bias else 0)) * max(self.experts, 1)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Softmax attention of `heads` queries of `qk_dim` numbers over keys before them."""
-
-    heads: int
-    kv_heads: int
-    qk_dim: int
-    v_dim: int
-    window: int = 0
-    """How many keys each query sees at most; 0: all before it."""
-    group: Group = Group.SCORES
-
-
-@dataclass(frozen=True)
-class Stream:
-    """An operator that memory bounds: how many numbers of `width` it reads and writes, per token."""
-
-    name: str
-    width: int
-    forward: float
-    backward: float
-    cut: Cut
-    group: Group
-    routed: bool = False
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What the backward needs of the forward: numbers a token."""
-
-    name: str
-    width: float
-    cut: Cut
-    group: Group
-    nbytes: float = 0.0
-    """Of a number; 0: those of the type that is computed in."""
-    routed: bool = False
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """How many numbers a block's weights are, by who divides them."""
-
-    tensor: int
-    """Divided by tensor ranks."""
-    whole: int
-    experts: int
-    """Divided by expert ranks and the experts' tensor ranks."""
-
-    @property
-    def total(self) -> int:
-        """All."""
-        return self.tensor + self.whole + self.experts
-
-
-@dataclass(frozen=True)
-class Block:
-    """One repeated block as a table of operators."""
-
-    name: str
-    products: tuple[Product, ...]
-    scores: tuple[Scores, ...]
-    streams: tuple[Stream, ...]
-    kept: tuple[Kept, ...]
-    vectors: int
-    """Numbers in norms and the like, which nobody divides."""
-    experts: int = 0
-    per_token: int = 1
-    """Experts that a token goes to."""
-
-    @property
-    def numbers(self) -> Numbers:
-        """Of its weights."""
-        return _numbers(self.products, self.vectors)
-
-    @property
-    def adapted(self) -> bool:
-        """Whether it has frozen products beside what is trained; vectors are frozen then, too."""
-        return any(one.frozen for one in self.products)
-
-    @property
-    def trained(self) -> Numbers:
-        """Of the weights that are trained."""
-        return _numbers([one for one in self.products if not one.frozen], 0 if self.adapted else self.vectors)
-
-
-def _numbers(products: Sequence[Product], vectors: int) -> Numbers:
-    routed = sum(one.numbers for one in products if one.experts)
-    cut = sum(one.numbers for one in products if one.cut and not one.experts)
-    whole = sum(one.numbers for one in products if not one.cut and not one.experts)
-    return Numbers(cut, whole + vectors, routed)
+__all__ = [
+    "Batched",
+    "Block",
+    "Dims",
+    "Group",
+    "Kept",
+    "Numbers",
+    "Outline",
+    "Product",
+    "Scores",
+    "Stream",
+    "decoder",
+    "runs_of",
+]
 
 
 @dataclass(frozen=True)
@@ -176,14 +52,67 @@ class Outline:
     positions: int = 0
     """Learned ones: their number."""
     predictors: int = 0
-    """Further blocks after the last that predict tokens farther ahead, each with a pass through the head."""
+    """Further blocks after the last that predict tokens farther ahead, each with a pass through the head; no
+    parameters of theirs are among `numbers`."""
+    further: int = 0
+    """Parameters beside blocks, embedding, positions, last norm and head, as a part of the embedding's; below 0 where a
+    model lacks a norm."""
+    graph: bool = False
+    """Whether it was made from a captured graph, not from a configuration."""
 
     @property
+    def said(self) -> str:
+        """Its name, and where it is from if that is no configuration."""
+        return f"{self.name} (from its graph)" if self.graph else self.name
+
+    @cached_property
     def adapted(self) -> bool:
         """Whether blocks have frozen products; embedding and head are frozen then, too."""
-        return any(block.adapted for block, _ in self.runs)
+        return any(block.adapted for block, _ in self.kinds)
 
-    @property
+    @cached_property
+    def kinds(self) -> tuple[tuple[Block, int], ...]:
+        """Each block once, and how many there are of it: for sums in which order does not matter."""
+        return tuple(self.by_kind([count for _, count in self.runs]))
+
+    @cached_property
+    def _places(self) -> tuple[int, ...]:
+        """For each run, which of the kinds it is of."""
+        seen: dict[Block, int] = {}
+        return tuple(seen.setdefault(block, len(seen)) for block, _ in self.runs)
+
+    def by_kind(self, counts: Sequence[Any]) -> list[tuple[Block, Any]]:
+        """Each block once, with the sum of what is given for its runs, numbers or arrays."""
+        found: dict[int, tuple[Block, Any]] = {}
+        for at, (block, _), count in zip(self._places, self.runs, counts, strict=True):
+            found[at] = (block, found[at][1] + count) if at in found else (block, count)
+        return list(found.values())
+
+    @cached_property
+    def predicting(self) -> Outline:
+        """With the blocks that predict further tokens as a run after the last; itself where there are none.
+
+        Such a block is the last one of the model, behind a product that joins the hidden states with the embedding of
+        the next token, and norms of both and of what it gives (DeepSeek-AI 2024, 2.2).
+        """
+        if not self.predictors:
+            return self
+        last, h = self.runs[-1][0], self.hidden
+        block = replace(
+            last,
+            name="predictor",
+            products=(*last.products, Product("join", 2 * h, h, "out", Group.NONE)),
+            streams=(*last.streams, Stream("norms of the join", h, 6.0, 12.0, "tokens", Group.NORM)),
+            kept=(
+                *last.kept,
+                Kept("inputs of the join's norms", 2 * h, "tokens", Group.NONE),
+                Kept("input of the join", 2 * h, "tokens", Group.NORM),
+            ),
+            vectors=last.vectors + 3 * h,
+        )
+        return replace(self, runs=(*self.runs, (block, self.predictors)), predictors=0)
+
+    @cached_property
     def layers(self) -> int:
         """Blocks in all."""
         return sum(count for _, count in self.runs)
@@ -192,20 +121,12 @@ class Outline:
     def numbers(self) -> int:
         """Parameters of the model."""
         ends = self.vocab * self.hidden * (1 if self.tied else 2) + (self.positions + 1) * self.hidden
-        return ends + sum(block.numbers.total * count for block, count in self.runs)
+        return ends + self.further + sum(block.numbers.total * count for block, count in self.runs)
 
     def flops(self, sequence: int) -> float:
         """Of a token's forward in sequences of so many tokens; of attention what causal masks leave."""
         found = 2.0 * self.vocab * self.hidden
-        for block, count in self.runs:
-            each = sum(
-                2.0 * one.inputs * one.outputs * (block.per_token if one.experts else 1) for one in block.products
-            )
-            for one in block.scores:
-                seen = min(one.window or sequence, sequence)
-                keys = seen - seen * seen / (2 * sequence)  # those before: a triangle, then a band
-                each += 2.0 * keys * one.heads * (one.qk_dim + one.v_dim)
-            found += each * count
+        found += sum(block.flops(sequence) * count for block, count in self.runs)
         return found
 
 
@@ -254,13 +175,18 @@ def decoder(dims: Dims, name: str = "decoder") -> Outline:
         raise UserError(f"{name}: {dims.dense_layers} dense layers of {dims.layers}: there are not so many")
     mixed = dims.layers - dims.dense_layers if dims.experts > 1 else 0
     kinds = [_block(dims, mixture=i >= dims.layers - mixed, window=i < dims.windowed) for i in range(dims.layers)]
-    runs: list[tuple[Block, int]] = []
-    for one in kinds:
-        if runs and runs[-1][0] == one:
-            runs[-1] = (one, runs[-1][1] + 1)
+    return Outline(name, dims.hidden, dims.vocab, dims.tied, runs_of(kinds), dims.positions, dims.predictors)
+
+
+def runs_of(blocks: Sequence[Block]) -> tuple[tuple[Block, int], ...]:
+    """Blocks in order as runs of equal ones."""
+    found: list[tuple[Block, int]] = []
+    for one in blocks:
+        if found and found[-1][0] == one:
+            found[-1] = (one, found[-1][1] + 1)
         else:
-            runs.append((one, 1))
-    return Outline(name, dims.hidden, dims.vocab, dims.tied, tuple(runs), dims.positions, dims.predictors)
+            found.append((one, 1))
+    return tuple(found)
 
 
 def _block(dims: Dims, *, mixture: bool, window: bool) -> Block:

@@ -2,21 +2,41 @@
 
 A configuration says sizes under names that types of models share (`FIELDS`); what it does not say (whether an MLP is
 gated) is seen on the model, built without memory. The outline then has to have the model's parameters, to a part in
-two hundred: a type of model with blocks that are not known here is refused and never guessed.
+two hundred. A model with blocks that are not known here gets its outline from its own code (`models.outlined_graph`):
+each kind of block is captured once, in all sizes that it has.
+
+What a graph does not show is told by the configuration: which layers have windows or see only their own chunk, and how
+many further tokens are predicted, which the classes of Hugging Face do not build.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta, presets
+from tangram.models.capture import CaptureError, capture, quiet
+from tangram.models.costs import block_names
+from tangram.models.fold import folded
+from tangram.models.graph import Graph
+from tangram.models.once import kinds_of, run_once
 from tangram.models.outline import Dims, Outline, decoder
-from tangram.models.source import read_source
+from tangram.models.outlined_graph import Masks, outline_of_graph
+from tangram.models.source import CAUSAL, read_source
 
-__all__ = ["dims_of", "outline_of", "outlined"]
+__all__ = ["captured", "dims_of", "outline_of", "outlined"]
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -40,12 +60,21 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 POSITIONS = ("wpe.weight", "embed_positions.weight")
 TOLERATED = 0.005
 """By which share parameters may differ: norms of heads, biases, sinks."""
+MASKED = cast("Mapping[str, str]", MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+PAIRED = cast("Mapping[str, str]", MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+ATTENDING = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers that `decoder` makes."""
+SHORTEST = 64
+"""Tokens of a capture, of models without chunks."""
+
+
+KNOWN = frozenset({*CAUSAL, *MASKED, *PAIRED})
 
 
 def outlined(name: str) -> Outline:
     """Of a preset, or of a Hugging Face directory or configuration. Raises UserError."""
     known = name in presets()
-    source = read_source(name, None, {}) if known else read_source(None, str(_existing(name)), {})
+    source = read_source(name, None, {}) if known else read_source(None, str(_existing(name)), {}, known=KNOWN)
     return outline_of(source.config, name if known else Path(name).stem)
 
 
@@ -60,18 +89,112 @@ def _existing(name: str) -> Path:
 
 
 def outline_of(config: Any, name: str) -> Outline:
-    """Of a configuration. Raises UserError where the model is made of other blocks."""
+    """Of a configuration: by the usual decoder's table where it has the model's parameters, else from its graph.
+
+    Raises UserError for an encoder-decoder, and for a model that cannot be captured, which says why.
+    """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    model = build_on_meta(config)
-    sizes = {key: tuple(one.shape) for key, one in model.named_parameters()}
-    found = decoder(dims_of(text, sizes), name)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"{name} is an encoder with a decoder that reads it: a pipeline's stages would hand on two results, which "
+            "is not planned yet; plan either of them by a configuration of its own"
+        )
+    model = build_on_meta(config) if _head(config) is AutoModelForCausalLM else None
+    if model is not None and _attends(text):
+        sizes = {key: tuple(one.shape) for key, one in model.named_parameters()}
+        numbers = sum(one.numel() for one in model.parameters())
+        try:
+            found = decoder(dims_of(text, sizes), name)
+        except UserError:
+            found = None  # it says no such sizes
+        if found is not None and abs(found.numbers / numbers - 1) <= TOLERATED:
+            return found
+    found = captured(config, name)
+    return replace(found, predictors=_predictors(text))
+
+
+def _head(config: Any) -> Any:
+    kind = str(config.model_type)
+    decodes = kind in CAUSAL and (kind not in MASKED or bool(getattr(config, "is_decoder", True)))
+    return AutoModelForCausalLM if decodes else AutoModelForMaskedLM
+
+
+def _attends(config: Any) -> bool:
+    """Whether all layers are of the kinds that `decoder` makes, as far as the configuration says kinds."""
+    kinds = set(cast("Sequence[str]", getattr(config, "layer_types", None) or ()))
+    scans = any("mamba" in name or name.startswith("linear_") for name in config.to_dict())
+    return kinds <= ATTENDING and not scans
+
+
+def captured(config: Any, name: str) -> Outline:
+    """From the graph of the configuration's model, whatever its blocks are. Raises UserError where it has none."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for key, value in text.to_dict().items():
+        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
+            setattr(text, key, 0.0)  # what it takes is the framework's, which the planner adds
+    model = build_on_meta(config, _head(config))
     numbers = sum(one.numel() for one in model.parameters())
+    blocks = block_names(model)
+    if not blocks:
+        raise UserError(f"{name} has no list of blocks: an outline is a table for each of them")
+    tokens = _tokens(text)
+    try:
+        kinds = kinds_of(model, blocks)
+        left = run_once(model, blocks, kinds)
+        graph = folded(_graph(model, tokens), left)
+    except CaptureError:  # perhaps of blocks that give more than hidden states
+        model = build_on_meta(config, _head(config))
+        kinds, left = [*range(len(blocks))], blocks
+        graph = folded(_graph(model, tokens), blocks)
+    paths = [one.path for one in graph.blocks]
+    if missing := next((path for path in left if path not in paths), None):
+        raise UserError(f"{missing} of {name} does not run once and in one piece: it is no block that can be planned")
+    order = [paths.index(blocks[kind]) for kind in kinds]
+    masks = {blocks[kind]: _masks(text, kind, model.get_submodule(blocks[kind])) for kind in sorted({*kinds})}
+    found = outline_of_graph(graph, name, masks={key: one for key, one in masks.items() if one}, order=order)
     if abs(found.numbers / numbers - 1) > TOLERATED:
         raise UserError(
-            f"{name} has {numbers:,} parameters, and blocks as the planner knows them would have {found.numbers:,}: "
-            f"{text.model_type} models are made of others, which are not planned yet"
+            f"{name} has {numbers:,} parameters, and its graph shows {found.numbers:,}: some are in blocks that do not "
+            "run"
         )
     return found
+
+
+def _graph(model: nn.Module, tokens: int) -> Graph:
+    given: dict[str, Any] = {"input_ids": torch.zeros(1, tokens, dtype=torch.long, device="meta")}
+    if _head(model.config) is AutoModelForCausalLM:
+        given["use_cache"] = False
+    with quiet("transformers"):  # of kernels that are not installed: what they would compute is captured
+        return capture(model, given, loss=_loss, dtype=torch.bfloat16)
+
+
+def _loss(output: Any) -> Tensor:
+    logits: Tensor = output.logits
+    return logits.float().sum()
+
+
+def _tokens(config: Any) -> int:
+    """Two chunks of the largest that the model cuts a sequence into, so that what passes between them is seen."""
+    sizes = [getattr(config, name, 0) for name in ("chunk_size", "mamba_chunk_size")]
+    return 2 * max([*(size for size in sizes if isinstance(size, int)), SHORTEST // 2])
+
+
+def _masks(config: Any, at: int, block: nn.Module) -> Masks | None:
+    """What the configuration says of a layer's attention; None where the graph shows all of it."""
+    kinds = cast("Sequence[str]", getattr(config, "layer_types", None) or ())
+    kind = kinds[at] if at < len(kinds) else ""
+    window, chunk = (int(getattr(config, name, 0) or 0) for name in ("sliding_window", "attention_chunk_size"))
+    causal = all(bool(one.is_causal) for one in block.modules() if hasattr(one, "is_causal"))
+    everywhere = bool(window) and not kinds and getattr(config, "use_sliding_window", True) is not False
+    window = window if kind == "sliding_attention" or everywhere else 0
+    chunk = chunk if kind == "chunked_attention" else 0
+    return Masks(window, chunk, causal) if window or chunk or not causal else None
+
+
+def _predictors(config: Any) -> int:
+    """How many tokens further than the next are predicted, each by a block of its own."""
+    return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
 
 
 def dims_of(config: Any, sizes: Mapping[str, tuple[int, ...]]) -> Dims:
@@ -99,4 +222,5 @@ def dims_of(config: Any, sizes: Mapping[str, tuple[int, ...]]) -> Dims:
         positions=next((shape[0] for key, shape in sizes.items() if key.endswith(POSITIONS)), 0),
         window=int(window) if window and windows else 0,
         windowed=sum(kind == "sliding_attention" for kind in windows) if window else 0,
+        predictors=_predictors(config),
     )

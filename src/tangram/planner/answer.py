@@ -64,7 +64,7 @@ def tables(answer: Answer) -> list[Titled]:
 def ranking_title(answer: Answer) -> str:
     """What is ranked, and by what."""
     by = "" if answer.aim is None or answer.aim.objective is TIME else f", by {answer.aim.objective.title}"
-    name = answer.outline.name
+    name = answer.outline.said
     return f"{name} on {answer.cluster}, predicted{by} ({answer.looked:,} configurations looked at)"
 
 
@@ -143,6 +143,7 @@ def as_json(answer: Answer) -> dict[str, object]:
     """The same for programs: bytes and seconds."""
     return {
         "model": answer.outline.name,
+        "from": "its graph" if answer.outline.graph else "its configuration",
         "parameters": answer.outline.numbers,
         "cluster": answer.cluster,
         "ask": asked_json(answer.ask),
@@ -193,7 +194,7 @@ def explained_tables(found: Explained) -> list[Titled]:
     rows = [_row("given", one), *([_row("best", best)] if best else [])]
     fits = "it fits" if one.fits >= FITS else f"it fits in {one.fits:.0%} of such runs"
     tables: list[Titled] = [
-        (f"{found.best.outline.name}: MFU {one.utilisation:.1%} is to be expected, and {fits}", HEADERS, rows),
+        (f"{found.best.outline.said}: MFU {one.utilisation:.1%} is to be expected, and {fits}", HEADERS, rows),
         ("Its step", ("", "seconds", "share"), _shares(one.parts, PARTS, one.step, "{:.2f}", 1.0)),
         (f"Its memory, of {found.best.limit / 1e9:.0f} GB", ("", "GB", "share"),
          held_rows(one)),

@@ -136,15 +136,23 @@ def at_rank(outline: Outline, g: Grid, setting: Setting, place: Array, counts: l
     return np.where(one.host <= setting.host.memory_bytes, shown, np.inf)
 
 
+BORDERS = 4
+"""How many places where other blocks begin are looked at, the first of a model whose kinds alternate: after these its
+pattern begins anew on ranks that have fewer micro-batches in flight, with at most one block more of a kind."""
+
+
 def _unlike(outline: Outline, g: Grid) -> list[Array]:
     """Pipeline ranks about each place where blocks of other sizes begin, as after a mixture's first dense blocks; and
     the second, which may have more than the first where that has fewer blocks."""
     found: list[Array] = []
     if (g.ahead + g.behind).any():
         found.append(np.minimum(g.pipeline - 1, 1.0))
-    at = 0
+    at, looked = 0, 0
     for (block, count), (after, _) in pairwise(outline.runs):
         at += count
+        looked += block.numbers != after.numbers
+        if looked > BORDERS:
+            break
         if block.numbers != after.numbers and (g.pipeline > 1).any():
             chunk, beyond_it = chunk_of(outline, g, at)
             chunk = chunk + (beyond_it > 0)
@@ -212,7 +220,9 @@ def stage(outline: Outline, g: Grid, setting: Setting, counts: list[Array], embe
     """Of so many blocks of each run; `embeds`, `heads`: 1 with the embedding, the head, else 0."""
     framework = setting.framework
     kept, again, whole, scratch, largest = (np.zeros(len(g)) for _ in range(5))
-    for (block, _), count in zip(outline.runs, counts, strict=True):
+    tied, predictors, further = outline.tied, outline.predictors, outline.further + outline.positions * outline.hidden
+    outline, counts = outline.predicting, [*counts, *([heads * predictors] if predictors else [])]
+    for block, count in outline.by_kind(counts):
         numbers = block.numbers
         left, remade = block_activations(block, outline.hidden, g, setting)
         remade = remade + block_backward(block, outline.hidden, g, setting)
@@ -222,12 +232,12 @@ def stage(outline: Outline, g: Grid, setting: Setting, counts: list[Array], embe
         gathered = numbers.tensor / g.tensor + numbers.whole + numbers.experts / (g.expert * g.expert_tensor)
         whole = np.maximum(whole, np.where(count > 0, gathered, 0.0))
     ends = outline.vocab * outline.hidden / g.tensor
-    beside = ends * np.maximum(embeds, heads) if outline.tied else ends * (embeds + heads)
-    numbers = held(outline, g, counts, beside + outline.positions * outline.hidden * embeds)
+    beside = ends * np.maximum(embeds, heads) if tied else ends * (embeds + heads)
+    numbers = held(outline, g, counts, beside + further * embeds)
     each = setting.flow_bytes * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     embedded = embeds * each * outline.hidden * (0.5 if framework.dropout else 0.0)
     # The head's weight has its gradient made while logits and theirs are there.
-    head = logits(outline, g, setting) + ends * framework.scratch_bytes
+    head = logits(outline, g, setting) * (1 + predictors) + ends * framework.scratch_bytes
     wide, cut = max(framework.gathered_bytes, setting.flow_bytes), g.zero >= 3
     return Stage(
         *held_bytes(g, setting, *numbers), kept, largest, embedded, heads * head, again,

@@ -46,7 +46,7 @@ def host_seconds(outline: Outline, g: Grid, setting: Setting, ahead: Array, micr
     passes = np.maximum(brought - ahead, 0.0) + np.maximum(brought + gradients - back, 0.0)
     found = found + np.where(weights, passes * g.micros, 0.0)
     kept = np.zeros(len(g))
-    for block, count in outline.runs:
+    for block, count in outline.predicting.kinds:
         kept = kept + count * block_activations(block, outline.hidden, g, setting)[0] / g.pipeline
     moved = kept / host.rate
     waits = np.maximum(moved - ahead, 0.0) + np.maximum(moved - back, 0.0)

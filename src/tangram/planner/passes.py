@@ -4,7 +4,8 @@ A block's pass takes as long as its operators one after another on the device, o
 whichever is longer:
 
     products      by the curve of the device for their shape; the backward multiplies twice, by the other two shapes
-    attention     by the curve of the fused kernel; unfused, as products and sequence x sequence numbers through memory
+    attention     by the curve of the fused kernel; unfused, as products and sequence x sequence numbers through memory;
+                  of scans the products of two results, which have no weights to make gradients of
     streams       bytes by the rate of memory; fused or not as the framework has them
     tensor        two exchanges of a block's hidden states in the forward and two in the backward
     expert        tokens to their experts' ranks and back, forward and backward
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.hardware import curves
-from tangram.models.outline import Block, Group, Product, Scores, Stream
+from tangram.models.outline import Batched, Block, Group, Product, Scores, Stream
 from tangram.planner.grid import Grid
 from tangram.planner.setting import Setting
 from tangram.planner.traffic import exchange
@@ -93,12 +94,15 @@ class Ways:
         products = sum((times * self.product(one, "forward") for one, times in run), self.nothing)
         casts = sum((times * self.casts(one, "forward") for one, times in run), self.nothing)
         attention = sum((share(one.group) * self.scores(one, backward=False) for one in block.scores), self.nothing)
+        scans = sum((share(one.group) * self.scan(one) for one in block.batched), self.nothing)
         streams = sum((share(one.group) * self.stream(one, one.forward) for one in block.streams), self.nothing) + casts
         started = sum((share(group) * times for group, times in self.kernels()), self.nothing)
         tensor, expert = self.exchanges()
         a, m = share(Group.ATTENTION), share(Group.MLP)
         context = self.around(attention) + self.dealt()
-        return self.waiting(started, products, attention, streams, tensor * (a + m) / 2, expert * m, a * context)
+        return self.waiting(
+            started, products, attention + scans, streams, tensor * (a + m) / 2, expert * m, a * context
+        )
 
     def repeated(self, forward: Pass) -> Pass:
         """What is computed again in the backward of each configuration, by its groups."""
@@ -112,11 +116,12 @@ class Ways:
         products = sum((self.product(one, "backward") for one in block.products), self.nothing)
         casts = sum((self.casts(one, "backward") for one in block.products), self.nothing)
         attention = sum((self.scores(one, backward=True) for one in block.scores), self.nothing)
+        scans = sum((2 * self.scan(one) for one in block.batched), self.nothing)
         streams = sum((self.stream(one, one.backward) for one in block.streams), self.nothing) + casts
         started = sum((2 * times for _, times in self.kernels()), self.nothing)
         tensor, expert = self.exchanges()
         context = 2 * self.around(attention / 2) + self.dealt()
-        return self.waiting(started, products, attention, streams, tensor, expert, context)
+        return self.waiting(started, products, attention + scans, streams, tensor, expert, context)
 
     @property
     def nothing(self) -> Array:
@@ -201,23 +206,31 @@ class Ways:
         width = (one.qk_dim + one.v_dim) / 2
         kind = "fp32" if setting.precision == "fp32" else "bf16"
         if setting.framework.fused_attention:
-            seen = np.minimum(keys, float(one.window or np.inf))
+            pieces = keys / np.minimum(keys, float(one.chunk or np.inf))  # that see nothing of each other
+            seen = np.minimum(keys / pieces, float(one.window or np.inf))
             return curves.attention_seconds(
                 setting.device,
                 kind,
-                g.micro,
-                queries,
+                g.micro * pieces,
+                queries / pieces,
                 seen,
                 heads,
                 kv_heads,
                 width,
-                causal=seen >= keys,
+                causal=one.causal & (seen >= keys / pieces),
                 backward=backward,
             )
         times = 2.0 if backward else 1.0
         flops = curves.product_seconds(setting.device, kind, queries, keys, width, 2 * times * g.micro * heads)
         numbers = g.micro * heads * queries * keys
         return flops + curves.moved_seconds(setting.device, times * SCORE_PASSES * setting.flow_bytes * numbers)
+
+    def scan(self, one: Batched) -> Array:
+        """Products of two results, forward; the backward has two for each."""
+        g, setting = self.g, self.setting
+        kind = "fp32" if setting.precision == "fp32" else "bf16"
+        count = g.tokens * one.times / (g.tensor if one.cut == "tensor" else 1.0)
+        return curves.product_seconds(setting.device, kind, one.rows, one.outputs, one.inputs, count)
 
     def stream(self, one: Stream, passes: float) -> Array:
         """Of an operator that memory bounds."""
@@ -237,6 +250,7 @@ class Ways:
         scores, streams = "scores" if alone else "unfused scores", "stream" if fused else "unfused stream"
         found = [(one.group, KERNELS["product"]) for one in self.block.products]
         found += [(one.group, KERNELS[scores]) for one in self.block.scores]
+        found += [(one.group, KERNELS["product"]) for one in self.block.batched]
         found += [(one.group, KERNELS[streams]) for one in self.block.streams]
         over = np.where(self.g.tensor > 1, KERNELS["exchange"], 0.0)
         dealt = np.where(self.g.ulysses > 1, KERNELS["exchange"], 0.0)
@@ -245,16 +259,18 @@ class Ways:
     # ------------------------------------------------------------ exchanges
 
     def exchanges(self) -> tuple[Array, Array]:
-        """Of a pass: hidden states over tensor ranks, and tokens over expert ranks."""
+        """Of a pass: hidden states over tensor ranks, by as many halves of the block as are cut, and tokens over expert
+        ranks."""
         g, setting = self.g, self.setting
         hidden = g.tokens * self.hidden * setting.flow_bytes
         over = exchange(setting, "all-reduce", hidden, g.tensor, np.ones(len(g)))
         over = 2 * over * (1 - setting.framework.overlap_tensor)
         if not self.block.experts:
-            return over, self.nothing
+            return over * self.block.halves / 2, self.nothing
         sent = hidden * self.block.per_token * g.expert_tensor / g.tensor
         to = exchange(setting, "all-to-all", sent, g.expert, g.expert_tensor)
-        return over / 2 + over / 2 * (g.expert_tensor > 1), 2 * to * (1 - setting.framework.overlap_expert)
+        alone = (self.block.halves - 1) / 2
+        return over * alone + over / 2 * (g.expert_tensor > 1), 2 * to * (1 - setting.framework.overlap_expert)
 
     def around(self, attention: Array) -> Array:
         """Keys and values over the context ranks that have the same heads, as far as attention does not cover them."""

@@ -318,7 +318,7 @@ def _assumed(answer: Answer) -> str:
 def _asked(shown: Shown) -> str:
     ask, aim, answer = shown.ask, shown.answer.aim, shown.answer
     rows = [
-        ("model", f"{answer.outline.name}, {answer.outline.numbers:,} parameters, {answer.outline.layers} blocks"),
+        ("model", f"{answer.outline.said}, {answer.outline.numbers:,} parameters, {answer.outline.layers} blocks"),
         ("cluster", f"{shown.cluster.name}, {shown.cluster.ranks:,} x {shown.cluster.device.name}"),
         ("links", ", ".join(f"{one.name}: {one.rate / 1e9:g} GB/s among {one.ranks:,}" for one in shown.cluster.links)),
         ("devices", f"{ask.devices or shown.cluster.ranks:,}"),

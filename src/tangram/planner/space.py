@@ -105,13 +105,19 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // n for n in low)})
 
 
+def equal_parts(outline: Outline) -> int:
+    """The most tensor ranks that all products which are cut have equal parts for: of models without heads."""
+    cut = [one for block, _ in outline.kinds for one in block.products if one.cut]
+    return math.gcd(*(one.outputs if one.cut == "out" else one.inputs for one in cut)) if cut else 1
+
+
 MeshSizes = tuple[int, int, int, int, int]
 """Pipeline, tensor, context and data ranks, and how many of the context ranks exchange heads."""
 
 
 def meshes(outline: Outline, request: Request) -> Iterator[MeshSizes]:
     """All that make all devices."""
-    heads = min((scores.heads for block, _ in outline.runs for scores in block.scores), default=1)
+    heads = min((scores.heads for block, _ in outline.kinds for scores in block.scores), default=equal_parts(outline))
     for pipeline in divisors(request.devices):
         if pipeline > outline.layers:
             break

@@ -35,7 +35,7 @@ def held(outline: Outline, g: Grid, counts: Any, ends: Any) -> tuple[Held, Held]
     """
     over = g.expert * g.expert_tensor
     dense, routed, trained, taught = (np.zeros(len(g)) for _ in range(4))
-    for (block, _), count in zip(outline.runs, counts, strict=True):
+    for block, count in outline.by_kind(counts):
         one = block.numbers
         dense = dense + count * (one.tensor / g.tensor + one.whole)
         routed = routed + count * one.experts / over

@@ -119,7 +119,7 @@ def passes_of(outline: Outline, g: Grid, setting: Setting) -> Passes:
 def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pass]:
     """All blocks forward, backward, and what of them is made again."""
     ahead, back, again = (none(g) for _ in range(3))
-    for block, count in outline.runs:
+    for block, count in outline.kinds:
         passes = Ways(block, outline.hidden, g, setting)
         forward = passes.forward()
         ahead, back = ahead + forward * count, back + passes.backward() * count
@@ -197,7 +197,7 @@ def loads(outline: Outline, g: Grid) -> tuple[Array, Array]:
 
 
 def _head(outline: Outline, g: Grid, setting: Setting) -> Array:
-    """Logits and loss of a micro-batch, forward and backward, with the further passes of predictors."""
+    """Logits and loss of a micro-batch, forward and backward, with the blocks and further passes of predictors."""
     device, vocab, hidden = setting.device, outline.vocab / g.tensor, float(outline.hidden)
     kind = "fp32" if setting.precision == "fp32" else "bf16"
     products = curves.product_seconds(device, kind, g.tokens, vocab, hidden)
@@ -206,7 +206,14 @@ def _head(outline: Outline, g: Grid, setting: Setting) -> Array:
         products = products + curves.product_seconds(device, kind, hidden, vocab, g.tokens)
     loss = curves.moved_seconds(device, LOGIT_BYTES * g.tokens * vocab)
     over = exchange(setting, "all-reduce", g.tokens * hidden * setting.flow_bytes, g.tensor, np.ones(len(g)))
-    return (products + loss + over) * (1 + outline.predictors)
+    whole = (products + loss + over) * (1 + outline.predictors)
+    if not outline.predictors:
+        return whole
+    block, count = outline.predicting.runs[-1]
+    passes = Ways(block, outline.hidden, g, setting)
+    forward = passes.forward()
+    again = passes.repeated(forward) * g.recomputed
+    return whole + count * (forward.total + passes.backward().total + again.total)
 
 
 def _hop(outline: Outline, g: Grid, setting: Setting) -> Array:

@@ -35,7 +35,8 @@ def numbers_held(outline: Outline, g: Grid) -> tuple[Held, Held]:
     """Of a rank's stage on the mean: all numbers, and those that are trained."""
     ends = outline.vocab * outline.hidden / g.tensor
     ends = np.where(g.pipeline > 1, ends, ends * (1 if outline.tied else 2))
-    return held(outline, g, [count / g.pipeline for _, count in outline.runs], ends)
+    whole = outline.predicting
+    return held(whole, g, [count / g.pipeline for _, count in whole.runs], ends + outline.further / g.pipeline)
 
 
 def data_seconds(outline: Outline, g: Grid, setting: Setting, ahead: Array, micro: Array) -> Array:
