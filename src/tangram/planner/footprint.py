@@ -25,7 +25,7 @@ from tangram.models.outline import Outline
 from tangram.planner.actions import Action
 from tangram.planner.grid import Grid
 from tangram.planner.means import away
-from tangram.planner.memory import Stage, counts_of, stage
+from tangram.planner.memory import Stage, counts_of, stage, takes_of
 from tangram.planner.setting import Setting
 from tangram.planner.timeline import Play
 
@@ -90,7 +90,8 @@ def _stage(
     for start, end in ranges:
         more = counts_of(outline, np.full(1, float(start)), np.full(1, float(end)))
         counts = [count + other for count, other in zip(counts, more, strict=True)]
-    return stage(outline, one, setting, counts, np.full(1, float(embeds)), np.full(1, float(heads)))
+    takes = takes_of(outline, one, setting)
+    return stage(outline, one, setting, counts, np.full(1, float(embeds)), np.full(1, float(heads)), takes)
 
 
 def _over_time(

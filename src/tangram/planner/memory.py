@@ -26,6 +26,7 @@ frameworks' entries say.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -41,7 +42,7 @@ from tangram.planner.pipelines import beyond, folded, splits
 from tangram.planner.setting import Setting
 from tangram.planner.states import held, held_bytes
 
-__all__ = ["Memory", "Rank", "Stage", "at_rank", "counts_of", "memory", "needs", "stage"]
+__all__ = ["Memory", "Rank", "Stage", "at_rank", "counts_of", "memory", "needs", "stage", "takes_of"]
 
 Array = NDArray[Any]
 MIB = 2.0**20
@@ -117,8 +118,9 @@ class Memory:
 
 def memory(outline: Outline, g: Grid, setting: Setting) -> Memory:
     """Of each configuration of the grid."""
-    first, last = (_rank(outline, g, setting, place) for place in (np.zeros(len(g)), g.pipeline - 1))
-    between = tuple(_rank(outline, g, setting, place) for place in _unlike(outline, g))
+    takes = takes_of(outline, g, setting)
+    first, last = (_rank(outline, g, setting, place, takes) for place in (np.zeros(len(g)), g.pipeline - 1))
+    between = tuple(_rank(outline, g, setting, place, takes) for place in _unlike(outline, g))
     return Memory(first, last, between, setting.framework.reserve, setting.framework.context)
 
 
@@ -131,7 +133,8 @@ def needs(outline: Outline, g: Grid, setting: Setting) -> Array:
 def at_rank(outline: Outline, g: Grid, setting: Setting, place: Array, counts: list[Array] | None = None) -> Array:
     """`needs` of one rank of the pipeline, for each configuration that of its own; `counts`: if it had so many blocks
     of each run. With more blocks it is never less."""
-    framework, one = setting.framework, _rank(outline, g, setting, place, counts)
+    framework, takes = setting.framework, takes_of(outline, g, setting)
+    one = _rank(outline, g, setting, place, takes, counts)
     shown = one.allocated * (1 + framework.reserve) + framework.context
     return np.where(one.host <= setting.host.memory_bytes, shown, np.inf)
 
@@ -166,11 +169,14 @@ def _where(mask: Array, one: Rank, other: Rank) -> Rank:
     return Rank(**{name: np.where(mask, of[name], rest[name]) for name in of})
 
 
-def _rank(outline: Outline, g: Grid, setting: Setting, place: Array, counts: list[Array] | None = None) -> Rank:
+def _rank(
+    outline: Outline, g: Grid, setting: Setting, place: Array, takes: Sequence[Takes],
+    counts: list[Array] | None = None,
+) -> Rank:  # fmt: skip
     """One of the pipeline's ranks at its peak."""
     embeds, last = place == 0, place == g.pipeline - 1
     heads: Array = np.asarray(np.where(folded(g.schedule), embeds, last), dtype=float)
-    has = stage(outline, g, setting, counts or dealt(outline, g, place), embeds * 1.0, heads)
+    has = stage(outline, g, setting, counts or dealt(outline, g, place), embeds * 1.0, heads, takes)
     flying = _in_flight(g, place) / g.virtual
     passing = np.maximum(has.logits, has.again) + has.spare + has.workspace + has.gathered_behind
     kept = has.kept * flying + has.embedded * flying
@@ -216,21 +222,47 @@ class Stage:
     """While a backward works: the same, and gradients that are not divided yet."""
 
 
-def stage(outline: Outline, g: Grid, setting: Setting, counts: list[Array], embeds: Array, heads: Any) -> Stage:
+@dataclass(frozen=True)
+class Takes:
+    """What one block takes, wherever it lies."""
+
+    left: Array
+    """Bytes that stay for the backward of a micro-batch."""
+    again: Array
+    """Bytes while its backward works."""
+    shapes: Array
+    """Numbers of a rank's weights, each shape once."""
+    gathered: Array
+    """Numbers of a rank's weights where data ranks divide nothing."""
+
+
+def takes_of(outline: Outline, g: Grid, setting: Setting) -> list[Takes]:
+    """Of each kind of block."""
+    found: list[Takes] = []
+    for block, _ in outline.predicting.by_kind([count for _, count in outline.predicting.runs]):
+        numbers = block.numbers
+        left, remade = block_activations(block, outline.hidden, g, setting)
+        again = remade + block_backward(block, outline.hidden, g, setting)
+        gathered = numbers.tensor / g.tensor + numbers.whole + numbers.experts / (g.expert * g.expert_tensor)
+        found.append(Takes(left, again, weights_of_shapes(block, g), gathered))
+    return found
+
+
+def stage(
+    outline: Outline, g: Grid, setting: Setting, counts: list[Array], embeds: Array, heads: Any,
+    takes: Sequence[Takes],
+) -> Stage:  # fmt: skip
     """Of so many blocks of each run; `embeds`, `heads`: 1 with the embedding, the head, else 0."""
     framework = setting.framework
     kept, again, whole, scratch, largest = (np.zeros(len(g)) for _ in range(5))
     tied, predictors, further = outline.tied, outline.predictors, outline.further + outline.positions * outline.hidden
     outline, counts = outline.predicting, [*counts, *([heads * predictors] if predictors else [])]
-    for block, count in outline.by_kind(counts):
-        numbers = block.numbers
-        left, remade = block_activations(block, outline.hidden, g, setting)
-        remade = remade + block_backward(block, outline.hidden, g, setting)
-        kept, again = kept + count * left, np.maximum(again, np.where(count > 0, remade, 0.0))
-        largest = np.maximum(largest, np.where(count > 0, left, 0.0))
-        scratch = np.maximum(scratch, np.where(count > 0, weights_of_shapes(block, g), 0.0))
-        gathered = numbers.tensor / g.tensor + numbers.whole + numbers.experts / (g.expert * g.expert_tensor)
-        whole = np.maximum(whole, np.where(count > 0, gathered, 0.0))
+    for (_, count), one in zip(outline.by_kind(counts), takes, strict=True):
+        there = count > 0
+        kept, again = kept + count * one.left, np.maximum(again, np.where(there, one.again, 0.0))
+        largest = np.maximum(largest, np.where(there, one.left, 0.0))
+        scratch = np.maximum(scratch, np.where(there, one.shapes, 0.0))
+        whole = np.maximum(whole, np.where(there, one.gathered, 0.0))
     ends = outline.vocab * outline.hidden / g.tensor
     beside = ends * np.maximum(embeds, heads) if tied else ends * (embeds + heads)
     numbers = held(outline, g, counts, beside + further * embeds)
