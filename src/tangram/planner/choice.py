@@ -87,7 +87,8 @@ class Choice:
     """One strategy, with what it is predicted to need."""
 
     mesh: str
-    """As everywhere: pipeline, data, context, tensor ranks; heads: further context ranks, which exchange heads."""
+    """As everywhere: pipeline, data, context, tensor ranks, those first that are farthest apart; heads: further context
+    ranks, which exchange heads."""
     micro: int
     micros: int
     virtual: int
@@ -249,7 +250,7 @@ def _choice(
     flops = (3 * outline.flops(ask.sequence) - frozen_flops(outline)) * at["batch"] * ask.sequence
     need = float(np.broadcast_to(needs.device, len(g))[i])
     return Choice(
-        mesh=mesh_of(at["pipeline"], at["data"], at["context"], at["ulysses"], at["tensor"]),
+        mesh=mesh_of(at["pipeline"], at["data"], at["context"], at["ulysses"], at["tensor"], inner=at["inner"] > 0),
         micro=at["micro"],
         micros=int(g.micros[i]),
         virtual=at["virtual"],
@@ -277,10 +278,12 @@ def _choice(
     )
 
 
-def mesh_of(pipeline: int, data: int, context: int, ulysses: int, tensor: int) -> str:
-    """As everywhere; context ranks that exchange heads have an axis of their own, where there are any."""
+def mesh_of(pipeline: int, data: int, context: int, ulysses: int, tensor: int, *, inner: bool = False) -> str:
+    """As everywhere, the axis first whose ranks are farthest apart; context ranks that exchange heads have an axis of
+    their own, where there are any. `inner`: pipeline ranks within data ranks."""
     heads = f" heads={ulysses}" if ulysses > 1 else ""
-    return f"pp={pipeline} dp={data} cp={context // ulysses}{heads} tp={tensor}"
+    outer = f"dp={data} pp={pipeline}" if inner else f"pp={pipeline} dp={data}"
+    return f"{outer} cp={context // ulysses}{heads} tp={tensor}"
 
 
 def unlike(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:

@@ -76,6 +76,18 @@ def _only(kinds: tuple[int, ...]) -> int:
     return next(iter(kinds))
 
 
+def ordered(mesh: str, axes: list[str]) -> bool:
+    """Whether pipeline ranks lie within data ranks. Raises UserError for an order that is not known."""
+    orders = {"pp dp cp heads tp": False, "dp pp cp heads tp": True}
+    for order, inner in orders.items():
+        if axes == [name for name in order.split() if name in axes]:
+            return inner
+    raise UserError(
+        f'the mesh "{mesh}" has axes in an order that is not priced: those farthest apart come first, as in '
+        f"{' or '.join(orders)}"
+    )
+
+
 def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
     """As a grid of one."""
     if ask.others:
@@ -93,6 +105,7 @@ def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
         ranks *= size
     if ranks != request.devices:
         raise UserError(f'the mesh "{given.mesh}" has {ranks} ranks, and there are {request.devices} devices')
+    inner = ordered(given.mesh, [name for name, (size, _) in axes.items() if size > 1])
     sizes["context"] = sizes.get("context", 1) * sizes.get("ulysses", 1)
     group, share = again_of(given.again)
     try:
@@ -115,5 +128,5 @@ def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
         recompute=int(group), recomputed=share, expert=expert, expert_tensor=expert_tensor,
         sequence_parallel=float(given.sequence_parallel and sizes.get("tensor", 1) > 1),
         shard=given.shard or sizes.get("data", 1) * sizes.get("context", 1),
-        optimiser=_only(ask.optimisers), offload=max(ask.offloads), **sizes,
+        optimiser=_only(ask.optimisers), offload=max(ask.offloads), inner=float(inner), **sizes,
     )  # fmt: skip

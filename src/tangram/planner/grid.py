@@ -43,6 +43,8 @@ class Grid:
     expert: Array
     expert_tensor: Array
     """Tensor ranks of the experts."""
+    inner: Array
+    """Whether pipeline ranks lie within data ranks, which are then farthest apart: 0 or 1; 0: the other way around."""
     data: Array
     """Ranks that take different samples: of all ranks what tensor, pipeline and context ranks leave."""
     zero: Array
@@ -101,7 +103,9 @@ def grid(*, batch: Any, sequence: Any, **given: Any) -> Grid:
     if unknown := sorted(set(given) - known):
         raise UserError(f"a grid has no {', '.join(unknown)}: it has {', '.join(sorted(known))}")
     values: dict[str, Any] = dict.fromkeys((*_ONES, "expert_tensor", "recomputed"), 1.0)
-    values |= dict.fromkeys(("sequence_parallel", "zero", "recompute", "optimiser", "offload", "ahead", "behind"), 0)
+    values |= dict.fromkeys(
+        ("sequence_parallel", "zero", "recompute", "optimiser", "offload", "ahead", "behind", "inner"), 0
+    )
     values |= {"batch": batch, "sequence": sequence} | given
     values.setdefault("schedule", np.where(np.asarray(values["virtual"]) > 1, 1, 0))  # as chunks go by custom
     values.setdefault("shard", np.asarray(values["data"]) * np.asarray(values["context"]))

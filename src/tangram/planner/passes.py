@@ -268,7 +268,7 @@ class Ways:
         if not self.block.experts:
             return over * self.block.halves / 2, self.nothing
         sent = hidden * self.block.per_token * g.expert_tensor / g.tensor
-        to = exchange(setting, "all-to-all", sent, g.expert, g.expert_tensor)
+        to = exchange(setting, "all-to-all", sent, g.expert, g.expert_tensor, g)
         alone = (self.block.halves - 1) / 2
         return over * alone + over / 2 * (g.expert_tensor > 1), 2 * to * (1 - setting.framework.overlap_expert)
 

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,8 @@ FASTEST_ZERO = 1
 DOMINATED = (
     "tensor ranks that do not divide the tokens between their products: never faster, never smaller",
     "states divided over one rank: the same as not divided",
+    "pipeline ranks within data ranks, of pipelines that do not fit a fast link, or of a cluster that does: what "
+    "stages send goes as far, and what data ranks do is never nearer",
 )
 """What is left out, since the models of time and memory say that it is never better."""
 
@@ -55,6 +58,8 @@ class Able:
     """Of them those that exchange heads at most; 0: any number."""
     expert: int = 0
     """Expert ranks at most; 0: any number."""
+    inner: bool = True
+    """Whether pipeline ranks may lie within data ranks."""
     near: bool = True
     """Whether states may be divided over a part of the ranks that have them alike (HSDP)."""
     uneven: int = 2
@@ -189,7 +194,8 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
     again = [0] if bound else _again(request)
     divides = [(level, shard) for level in zero for shard in _shards(request, mesh, level, bound=bound)]
     ways = [request.least_moved] if bound else list(itertools.product(request.optimisers, request.offloads))
-    axes = [range(len(part)) for part in (folded, micros, staged, divides, again, ways)]
+    places = [0, 1] if not bound and _placed(request, pipeline * tensor * context, pipeline, data) else [0]
+    axes = [range(len(part)) for part in (folded, micros, staged, divides, again, ways, places)]
     at = np.array(list(itertools.product(*axes)))
     if not len(at):
         return grid(batch=request.batch, sequence=request.sequence).take(slice(0, 0))
@@ -212,6 +218,7 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
         recompute=np.array(again)[at[:, 4]],
         optimiser=np.array([one for one, _ in ways])[at[:, 5]],
         offload=np.array([one for _, one in ways])[at[:, 5]],
+        inner=np.array(places)[at[:, 6]],
     )
     if not bound:
         found = _by_share(outline, request, found)
@@ -219,6 +226,13 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
     for rule in () if bound else request.able.rules:
         keep = keep & rule.holds(outline, found)
     return found.take(keep)
+
+
+def _placed(request: Request, together: Any, pipeline: Any, data: Any) -> Any:
+    """Whether pipeline ranks are tried within data ranks: where a pipeline of so many ranks fits a fast link, and not
+    all do."""
+    fits = (together <= request.node) & (request.node < request.devices) & request.able.inner
+    return (pipeline > 1) & (data > 1) & fits
 
 
 def _again(request: Request) -> list[int]:
@@ -261,8 +275,8 @@ def _near(request: Request, level: int) -> tuple[bool, ...]:
 
 
 def remade(outline: Outline, request: Request, rows: Grid) -> Grid:
-    """Rows that `of_mesh` laid out with `bound`, by every schedule, with any number of chunks, and with everything that
-    may be computed again."""
+    """Rows that `of_mesh` laid out with `bound`, by every schedule, with any number of chunks, with everything that may
+    be computed again, and in any order of the axes."""
     again = _again(request)
     slower = {code(quick): code(name) for name, quick in NEVER_QUICKER.items() if name in request.schedules}
     twice = np.array([found in slower for found in rows.schedule.tolist()]) & (rows.pipeline > 1)
@@ -272,7 +286,9 @@ def remade(outline: Outline, request: Request, rows: Grid) -> Grid:
     count = len(found)
     found = found.take(np.tile(np.arange(count), len(again)))
     found = replace(found, recompute=np.repeat(np.array(again, dtype=np.int64), count))
-    return _least(outline, request, found)
+    placed = _placed(request, found.pipeline * found.tensor * found.context, found.pipeline, found.data)
+    within = found.take(placed)
+    return _least(outline, request, joined([found, replace(within, inner=np.ones(len(within)))]))
 
 
 def _chunked(rows: Grid) -> Grid:

@@ -129,13 +129,14 @@ def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pa
 
 def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False, fewer: bool = False) -> Seconds:
     """Of a step of each configuration of the grid; with `least` what no cut of the blocks into chunks is quicker than,
-    and what is never less where blocks take longer; with `fewer`, nor with fewer chunks, from two on."""
+    and what is never less where blocks take longer; with `fewer`, nor with fewer chunks, from two on, or where
+    pipeline ranks lie within data ranks."""
     ahead, back, again = _passes(outline, g, setting)
     whole = ahead + back + again
     body = whole * (1 / g.pipeline)
     head = _head(outline, g, setting)
     chunks = np.minimum(g.virtual, 2.0) if fewer else g.virtual
-    hop = _hop(outline, replace(g, virtual=chunks), setting)
+    hop = _hop(outline, replace(g, virtual=chunks, inner=np.ones(len(g))) if fewer else g, setting)
     micros = g.micros
     weights = _weights(outline, back) / np.maximum(whole.total, 1e-30)
     way = pipeline_seconds(outline, g, whole.total, head, weights, least=least)
@@ -220,6 +221,7 @@ def _hop(outline: Outline, g: Grid, setting: Setting) -> Array:
     """What a stage hands on of a micro-batch and gets back of it, as far as computation does not cover it."""
     cut = np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     nbytes = g.tokens * outline.hidden * setting.flow_bytes / cut
-    stride = g.tensor * g.context * g.data
-    one = exchange(setting, "p2p", nbytes, np.where(g.pipeline > 1, 2.0, 1.0), stride)
+    stride = g.tensor * g.context * np.where(g.inner > 0, 1.0, g.data)
+    far = stride * g.pipeline > setting.node  # of a stage's two neighbours one is at another link, for some
+    one = exchange(setting, "p2p", nbytes, np.where(g.pipeline > 1, 2.0, 1.0), np.where(far, setting.node, stride))
     return 2 * one * g.virtual * np.where(g.virtual > 1, 0.5, 1.0)

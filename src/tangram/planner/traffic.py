@@ -2,7 +2,7 @@
 
 Seconds for every configuration of a grid at once. Ranks lie as Megatron's do: tensor ranks next to each other, then
 context, data, and pipeline ranks, so that an axis of `k` ranks, each `stride` after the one before, has as many at one
-fast link as fit there.
+fast link as fit there. Or pipeline ranks lie before data ranks (`Grid.inner`), and pull those of a stage apart.
 """
 
 from __future__ import annotations
@@ -24,11 +24,23 @@ __all__ = ["beyond", "data_seconds", "exchange", "numbers_held", "optimiser_seco
 Array = NDArray[Any]
 
 
-def exchange(setting: Setting, what: str, nbytes: Array, ranks: Array, stride: Array) -> Array:
-    """Seconds of a collective of `ranks`, each `stride` after the one before; 0 for one rank."""
+def exchange(setting: Setting, what: str, nbytes: Array, ranks: Array, stride: Array, g: Grid | None = None) -> Array:
+    """Seconds of a collective of `ranks`, each `stride` after the one before; 0 for one rank. With `g` those are places
+    within a stage."""
     device = setting.device
     near = np.clip(np.floor(setting.node / stride), 1, None)  # ranks of the group at the same fast link
+    if g is not None and g.inner.any():
+        near = np.where(g.inner > 0, apart(g, setting.node, stride), near)
     return curves.collective_seconds(device, what, nbytes, ranks, near=np.minimum(near, ranks), nic=setting.nic)
+
+
+def apart(g: Grid, node: int, stride: Array) -> Array:
+    """How many of a stage's ranks, each `stride` after the one before, meet at a fast link where pipeline ranks lie
+    within data ranks: of each data rank's places those that are next to each other, times data ranks that meet."""
+    together = g.tensor * g.context
+    each = np.clip(np.minimum(np.floor(together / stride), np.floor(node / stride)), 1, None)
+    copies = np.floor(node / (np.maximum(together, stride) * g.pipeline))
+    return each * np.clip(copies, 1, None)
 
 
 def numbers_held(outline: Outline, g: Grid) -> tuple[Held, Held]:
@@ -74,9 +86,10 @@ def _summed(setting: Setting, g: Grid, numbers: Held, nbytes: float) -> Array:
     found = np.zeros(len(g))
     for count, over, stride in _ways(g, numbers):
         shards = _shards(g, over)
-        found = found + exchange(setting, "reduce-scatter", count * nbytes, shards, stride)
+        found = found + exchange(setting, "reduce-scatter", count * nbytes, shards, stride, g)
         if (shards < over).any():
-            found = found + exchange(setting, "all-reduce", count * nbytes / shards, over / shards, stride * shards)
+            copies = over / shards
+            found = found + exchange(setting, "all-reduce", count * nbytes / shards, copies, stride * shards, g)
     return found
 
 
@@ -84,7 +97,7 @@ def _gathered(setting: Setting, g: Grid, numbers: Held, nbytes: float) -> Array:
     """Parameters, from those that divide them."""
     found = np.zeros(len(g))
     for count, over, stride in _ways(g, numbers):
-        found = found + exchange(setting, "all-gather", count * nbytes, _shards(g, over), stride)
+        found = found + exchange(setting, "all-gather", count * nbytes, _shards(g, over), stride, g)
     return found
 
 

@@ -71,13 +71,18 @@ RULES = (
         lambda o, at: f"its {_kv_heads(o)} key-value heads are not copied to more ranks",
     ),
     Rule(
+        "data ranks within stages",
+        lambda o, g: (g.inner == 0) | (g.pipeline == 1),
+        lambda o, at: "its pipeline ranks are farthest apart, and data ranks lie within",
+    ),
+    Rule(
         "stages cut by work",
         lambda o, g: (g.ahead + g.behind) == 0,
         lambda o, at: "its stages are cut by work, not so that the first and the last have so many blocks fewer",
     ),
 )
 """Beside those of `planner.rules`."""
-RUNS = Able(staged=(0, 1), again=WHOLE, expert=1, uneven=0, rules=RULES)
+RUNS = Able(staged=(0, 1), again=WHOLE, expert=1, uneven=0, inner=False, rules=RULES)
 """For the search."""
 
 

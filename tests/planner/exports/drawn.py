@@ -62,4 +62,5 @@ def drawn(draw: st.DrawFn, name: str) -> tuple[Outline, Numbers]:
         precision=draw(st.sampled_from(["fp16", "fp4", "fp8"] if rarely else ["bf16", "bf16", "fp32"])),
         ahead=ahead,
         behind=behind,
+        inner=pipeline > 1 and (rarely or able.inner) and draw(st.booleans()),
     )

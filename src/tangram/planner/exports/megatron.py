@@ -47,6 +47,7 @@ def megatron(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
         **({"sequence-parallel": True} if one.sequence_parallel and one.tensor > 1 else {}),
         **_context(one),
         **_stages(one, outline, told),
+        **_order(one),
         **_experts(one, outline),
         **_divided(one),
         "micro-batch-size": one.micro,
@@ -110,6 +111,10 @@ def _stages(one: Numbers, outline: Outline, told: list[str]) -> Arguments:
     if one.virtual > 1:
         found["num-virtual-stages-per-pipeline-rank"] = one.virtual
     return found
+
+
+def _order(one: Numbers) -> Arguments:
+    return {"use-tp-pp-dp-mapping": True} if one.inner and one.pipeline > 1 else {}
 
 
 def _experts(one: Numbers, outline: Outline) -> Arguments:

@@ -63,6 +63,8 @@ class Numbers:
     """How many blocks fewer the first chunk has."""
     behind: int = 0
     """And the last one."""
+    inner: bool = False
+    """Whether pipeline ranks lie within data ranks, which are then farthest apart."""
 
     @property
     def micros(self) -> int:
@@ -96,14 +98,14 @@ def numbers_of(choice: Choice, ask: Ask) -> Numbers:
         sequence_parallel=bool(at["sequence_parallel"]), context=at["context"], expert=at["expert"],
         expert_tensor=at["expert_tensor"], data=at["data"], zero=at["zero"], shard=at["shard"], micro=at["micro"],
         batch=at["batch"], sequence=at["sequence"], again=choice.again, precision=choice.precision,
-        ulysses=at["ulysses"], ahead=at["ahead"], behind=at["behind"],
+        ulysses=at["ulysses"], ahead=at["ahead"], behind=at["behind"], inner=at["inner"] > 0,
     )  # fmt: skip
 
 
 def given_of(one: Numbers) -> Given:
     """As a person would give it to `--explain`."""
     return Given(
-        mesh=mesh_of(one.pipeline, one.data, one.context, one.ulysses, one.tensor),
+        mesh=mesh_of(one.pipeline, one.data, one.context, one.ulysses, one.tensor, inner=one.inner),
         micro=one.micro,
         chunks=one.virtual,
         schedule=one.schedule or "1F1B",

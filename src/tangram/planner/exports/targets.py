@@ -45,10 +45,10 @@ EXPORTS: Mapping[str, Target] = {
     "torchtitan": Target(
         torchtitan,
         "torchtitan",
-        lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=WHOLE, shares=SHARES, ulysses=1),
+        lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=WHOLE, shares=SHARES, ulysses=1, inner=False),
     ),
     "torchtitan-options": Target(
-        options, "torchtitan", lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=ENDS, ulysses=1)
+        options, "torchtitan", lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=ENDS, ulysses=1, inner=False)
     ),
     "deepspeed": Target(
         deepspeed, "deepspeed", lambda _: Able(again=ENDS, pipeline=1, context=1, tensor=1, near=False)
@@ -59,7 +59,7 @@ EXPORTS: Mapping[str, Target] = {
     "paddleformers": Target(
         paddleformers,
         "paddlenlp",
-        lambda _: Able(staged=(0, 1), again=WHOLE, ulysses=1, near=False, uneven=0),
+        lambda _: Able(staged=(0, 1), again=WHOLE, ulysses=1, near=False, uneven=0, inner=False),
     ),
 }
 """By what they are called on the command line."""
@@ -79,6 +79,8 @@ def written(name: str, one: Numbers, outline: Outline, cluster: Cluster) -> Writ
     """The numbers of a strategy for a project, the same way."""
     if one.ulysses > 1 and target(name).able(outline).ulysses == 1:
         raise UserError(f"what is written for {name} has no context ranks that exchange heads: plan with rings alone")
+    if one.inner and one.pipeline > 1 and not target(name).able(outline).inner:
+        raise UserError(f"what is written for {name} has data ranks within pipeline ranks: plan for it with --export")
     return target(name).write(one, outline, cluster)
 
 

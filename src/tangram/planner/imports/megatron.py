@@ -30,7 +30,7 @@ READ = (
     "recompute-modules", "recompute-activations", "num-layers", "world-size", "nnodes", "nproc-per-node",
     "cp-comm-type", "hierarchical-context-parallel-sizes", "decoder-first-pipeline-num-layers",
     "decoder-last-pipeline-num-layers", "account-for-embedding-in-pipeline-split",
-    "account-for-loss-in-pipeline-split",
+    "account-for-loss-in-pipeline-split", "use-tp-pp-dp-mapping",
 )  # fmt: skip
 TOLD: Mapping[str, str] = {
     "cpu-offloading": "nothing is taken to be offloaded",
@@ -104,6 +104,7 @@ def megatron(words: Words, outline: Outline, devices: int, most: int) -> Found:
         ulysses=_ulysses(words, context, told),
         ahead=ahead,
         behind=behind,
+        inner=words.has("use-tp-pp-dp-mapping"),
     )
     told += [f"{name}: {taken}" for name, taken in TOLD.items() if words.has(name)]
     graphs = tuple(name for name in words.values if "-graph" in name)
