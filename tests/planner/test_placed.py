@@ -59,7 +59,7 @@ def test_where_it_is_not_tried_it_is_never_quicker(devices: int, node: int) -> N
     g = joined([of_mesh(MODEL, request, mesh) for mesh in meshes(MODEL, request)])
     outer = g.take(g.inner == 0)
     inner = replace(outer, inner=np.ones(len(outer)))
-    tried = (outer.pipeline > 1) & (outer.data > 1) & (outer.pipeline * outer.tensor * outer.context <= node)
+    tried = (outer.pipeline > 1) & (outer.data > 1) & (2 * outer.tensor * outer.context <= node)
     before, after = seconds(MODEL, outer, setting), seconds(MODEL, inner, setting)
     assert (after.step[~tried] >= before.step[~tried] * (1 - 1e-12)).all()
     assert (after.stages[tried] <= before.stages[tried]).all()

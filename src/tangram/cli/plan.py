@@ -37,6 +37,10 @@ def plan(
     ] = None,
     lora: Annotated[int, typer.Option(help="Train adapters of this rank alone, beside frozen weights.")] = 0,
     base: Annotated[str | None, typer.Option(help="Of --lora: what these are kept in: bf16, int8, nf4.")] = None,
+    imbalance: Annotated[
+        float, typer.Option(help="Of a mixture: how unlike experts' loads are, standard deviation over mean; 0: alike.")
+    ] = 0.0,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.")] = 0,
     top: Annotated[int, typer.Option(min=1, help="How many strategies to name.")] = 8,
     explain: Annotated[
         str | None,
@@ -123,7 +127,7 @@ def plan(
         }
         if given := [name for name, value in here.items() if value]:
             raise UserError(f"{given[0]} is of a job on this machine: leave it or --cluster out")
-        lean = Lean(optimiser or "adamw", lora, base or "bf16", offload or "")
+        lean = Lean(optimiser or "adamw", lora, base or "bf16", offload or "", imbalance, checkpoint_every)
         return answered(str(file), cluster, typed, one, look, wanted, taking, changes_of(change or []), lean, json=json)
     if export is not None or emit is not None:
         raise UserError("--export and --emit write what is planned for a cluster: give one with --cluster")
@@ -132,8 +136,11 @@ def plan(
             "--explain, --timeline, --objective, --pareto, --mtbf, --report and --runs are of a cluster: give one with "
             "--cluster"
         )
-    if optimiser or offload or lora or base:
-        raise UserError("--optimiser, --offload, --lora and --base are of a cluster: give one with --cluster")
+    if optimiser or offload or lora or base or imbalance or checkpoint_every:
+        raise UserError(
+            "--optimiser, --offload, --lora, --base, --imbalance and --checkpoint-every are of a cluster: give one "
+            "with --cluster"
+        )
     job = load(file, changes_of(change or []))
     if show:
         from tangram.planner.show import rows

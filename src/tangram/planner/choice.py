@@ -72,6 +72,10 @@ class Ask:
     """What frozen weights are kept in, where an outline has some (`models.adapted`)."""
     others: tuple[Precision, ...] = ()
     """What products may be computed in as well."""
+    unlike: float = 0.0
+    """How unlike experts' loads are: their standard deviation over their mean."""
+    save_every: int = 0
+    """Steps between two checkpoints; 0: none."""
 
     def each(self) -> tuple[Ask, ...]:
         """By each type that products may be computed in, alone."""
@@ -174,7 +178,7 @@ def setting_of(cluster: Cluster, ask: Ask) -> Setting:
     known = {} if own.pcie_bandwidth is None else {"rate": COPIED * own.pcie_bandwidth}
     return Setting(
         own, framework(ask.framework), ask.precision, node(cluster), cluster.links[-1].rate, base=ask.base,
-        host=Host(**{**known, **cluster.host}),
+        host=Host(**{**known, **cluster.host}), unlike=ask.unlike, save_every=ask.save_every,
     )  # fmt: skip
 
 
@@ -182,8 +186,10 @@ def assumed(cluster: Cluster, ask: Ask) -> tuple[str, ...]:
     """What neither the catalogue nor the cluster's file says, and what was taken in its place."""
     own = figures(cluster)
     found = curves.assumed(own)
+    usual = Host()
+    if ask.save_every and not any(ask.offloads) and own.pcie_bandwidth is None and "rate" not in cluster.host:
+        found.append(f"{usual.rate / 1e9:g} GB/s from a device to its host, for checkpoints: give host.rate")
     if any(ask.offloads):
-        usual = Host()
         if own.pcie_bandwidth is None and "rate" not in cluster.host:
             found.append(
                 f"{usual.rate / 1e9:g} GB/s between a device and its host: give host.rate in the cluster's file"

@@ -41,6 +41,7 @@ from tangram.planner.means import away
 from tangram.planner.pipelines import beyond, folded, splits
 from tangram.planner.setting import Setting
 from tangram.planner.states import held, held_bytes
+from tangram.planner.unlike import SURE, busiest
 
 __all__ = ["Memory", "Rank", "Stage", "at_rank", "counts_of", "memory", "needs", "stage", "takes_of"]
 
@@ -375,7 +376,9 @@ def stays(one: Kept, g: Grid) -> Array:
 
 def kept_bytes(one: Kept, block: Block, g: Grid, setting: Setting) -> Array:
     """Of one row of a block, for a micro-batch."""
-    rows = g.tokens * (block.per_token * g.expert_tensor / g.tensor if one.routed else 1.0)
+    rows = g.tokens
+    if one.routed:
+        rows = rows * block.per_token * g.expert_tensor / g.tensor * busiest(block.experts, g, setting, SURE)
     ranks = g.expert_tensor if one.routed else g.tensor
     if one.cut == "tensor":
         rows = rows / ranks

@@ -18,6 +18,7 @@ Each is an array over the grid; `planner.time` makes a step of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from tangram.models.outline import Batched, Block, Group, Product, Scores, Strea
 from tangram.planner.grid import Grid
 from tangram.planner.setting import Setting
 from tangram.planner.traffic import exchange
+from tangram.planner.unlike import busiest
 
 __all__ = ["Pass", "Ways", "none"]
 
@@ -123,6 +125,11 @@ class Ways:
         context = 2 * self.around(attention / 2) + self.dealt()
         return self.waiting(started, products, attention + scans, streams, tensor, expert, context)
 
+    @cached_property
+    def busy(self) -> Array:
+        """Of what goes to experts the part of the busiest rank, for which the others wait."""
+        return busiest(self.block.experts, self.g, self.setting)
+
     @property
     def nothing(self) -> Array:
         return np.zeros(len(self.g))
@@ -153,7 +160,7 @@ class Ways:
             return g.tokens / whole, np.ones(len(g))
         local = np.maximum(one.experts / g.expert, 1.0)
         routed = g.tokens * self.block.per_token * g.expert_tensor / g.tensor
-        return np.maximum(routed / local, 1.0), local
+        return np.maximum(routed / local * self.busy, 1.0), local
 
     def sizes(self, one: Product) -> tuple[Array, Array]:
         """Inputs and outputs of what a rank has of a product."""
@@ -235,7 +242,7 @@ class Ways:
     def stream(self, one: Stream, passes: float) -> Array:
         """Of an operator that memory bounds."""
         g, setting = self.g, self.setting
-        rows = g.tokens * (self.block.per_token * g.expert_tensor / g.tensor if one.routed else 1.0)
+        rows = g.tokens * (self.block.per_token * g.expert_tensor / g.tensor * self.busy if one.routed else 1.0)
         ranks = g.expert_tensor if one.routed else g.tensor
         if one.cut == "tensor":
             rows = rows / ranks
@@ -267,7 +274,7 @@ class Ways:
         over = 2 * over * (1 - setting.framework.overlap_tensor)
         if not self.block.experts:
             return over * self.block.halves / 2, self.nothing
-        sent = hidden * self.block.per_token * g.expert_tensor / g.tensor
+        sent = hidden * self.block.per_token * g.expert_tensor / g.tensor * self.busy
         to = exchange(setting, "all-to-all", sent, g.expert, g.expert_tensor, g)
         alone = (self.block.halves - 1) / 2
         return over * alone + over / 2 * (g.expert_tensor > 1), 2 * to * (1 - setting.framework.overlap_expert)

@@ -45,6 +45,10 @@ class Setting:
     base: Base = FULL
     """What frozen weights are kept in."""
     host: Host = Host()
+    unlike: float = 0.0
+    """How unlike experts' loads are: their standard deviation over their mean."""
+    save_every: int = 0
+    """Steps between two checkpoints; 0: none."""
 
     @property
     def base_bytes(self) -> float:

@@ -30,8 +30,8 @@ FASTEST_ZERO = 1
 DOMINATED = (
     "tensor ranks that do not divide the tokens between their products: never faster, never smaller",
     "states divided over one rank: the same as not divided",
-    "pipeline ranks within data ranks, of pipelines that do not fit a fast link, or of a cluster that does: what "
-    "stages send goes as far, and what data ranks do is never nearer",
+    "pipeline ranks within data ranks, where no two stages fit a fast link, or all devices do: what stages send goes "
+    "as far, and what data ranks do is never nearer",
 )
 """What is left out, since the models of time and memory say that it is never better."""
 
@@ -194,7 +194,7 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
     again = [0] if bound else _again(request)
     divides = [(level, shard) for level in zero for shard in _shards(request, mesh, level, bound=bound)]
     ways = [request.least_moved] if bound else list(itertools.product(request.optimisers, request.offloads))
-    places = [0, 1] if not bound and _placed(request, pipeline * tensor * context, pipeline, data) else [0]
+    places = [0, 1] if not bound and _placed(request, tensor * context, pipeline, data) else [0]
     axes = [range(len(part)) for part in (folded, micros, staged, divides, again, ways, places)]
     at = np.array(list(itertools.product(*axes)))
     if not len(at):
@@ -229,9 +229,9 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
 
 
 def _placed(request: Request, together: Any, pipeline: Any, data: Any) -> Any:
-    """Whether pipeline ranks are tried within data ranks: where a pipeline of so many ranks fits a fast link, and not
-    all do."""
-    fits = (together <= request.node) & (request.node < request.devices) & request.able.inner
+    """Whether pipeline ranks are tried within data ranks: where two stages, of so many ranks of a data rank, fit a fast
+    link, and not all devices do."""
+    fits = (2 * together <= request.node) & (request.node < request.devices) & request.able.inner
     return (pipeline > 1) & (data > 1) & fits
 
 
@@ -286,7 +286,7 @@ def remade(outline: Outline, request: Request, rows: Grid) -> Grid:
     count = len(found)
     found = found.take(np.tile(np.arange(count), len(again)))
     found = replace(found, recompute=np.repeat(np.array(again, dtype=np.int64), count))
-    placed = _placed(request, found.pipeline * found.tensor * found.context, found.pipeline, found.data)
+    placed = _placed(request, found.tensor * found.context, found.pipeline, found.data)
     within = found.take(placed)
     return _least(outline, request, joined([found, replace(within, inner=np.ones(len(within)))]))
 

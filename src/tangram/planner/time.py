@@ -218,10 +218,15 @@ def _head(outline: Outline, g: Grid, setting: Setting) -> Array:
 
 
 def _hop(outline: Outline, g: Grid, setting: Setting) -> Array:
-    """What a stage hands on of a micro-batch and gets back of it, as far as computation does not cover it."""
+    """What a stage hands on of a micro-batch and gets back of it, as far as computation does not cover it; the mean of
+    stages whose neighbour is at the same fast link and of others."""
     cut = np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     nbytes = g.tokens * outline.hidden * setting.flow_bytes / cut
     stride = g.tensor * g.context * np.where(g.inner > 0, 1.0, g.data)
-    far = stride * g.pipeline > setting.node  # of a stage's two neighbours one is at another link, for some
-    one = exchange(setting, "p2p", nbytes, np.where(g.pipeline > 1, 2.0, 1.0), np.where(far, setting.node, stride))
+    two = np.where(g.pipeline > 1, 2.0, 1.0)
+    far = exchange(setting, "p2p", nbytes, two, np.full(len(g), float(setting.node)))
+    one = np.where(stride * 2 <= setting.node, exchange(setting, "p2p", nbytes, two, stride), far)
+    crossing = np.ceil(g.pipeline / np.maximum(np.floor(setting.node / stride), 1.0)) - 1
+    share = crossing / np.maximum(g.pipeline - 1, 1.0)
+    one = share * far + (1 - share) * one
     return 2 * one * g.virtual * np.where(g.virtual > 1, 0.5, 1.0)
