@@ -89,26 +89,36 @@ class Outline:
         return list(found.values())
 
     @cached_property
-    def predicting(self) -> Outline:
-        """With the blocks that predict further tokens as a run after the last; itself where there are none.
-
-        Such a block is the last one of the model, behind a product that joins the hidden states with the embedding of
-        the next token, and norms of both and of what it gives (DeepSeek-AI 2024, 2.2).
-        """
-        if not self.predictors:
-            return self
-        last, h = self.runs[-1][0], self.hidden
-        block = replace(
-            last,
-            name="predictor",
-            products=(*last.products, Product("join", 2 * h, h, "out", Group.NONE)),
-            streams=(*last.streams, Stream("norms of the join", h, 6.0, 12.0, "tokens", Group.NORM)),
-            kept=(
-                *last.kept,
+    def join(self) -> Block:
+        """What stands before a block that predicts further tokens: hidden states and the next token's embedding, each
+        through a norm, and a product of both; a norm of what the block gives, too (DeepSeek-AI 2024, 2.2)."""
+        h = self.hidden
+        return Block(
+            "join",
+            (Product("join", 2 * h, h, "out", Group.NONE),),
+            (),
+            (Stream("norms of the join", h, 6.0, 12.0, "tokens", Group.NORM),),
+            (
                 Kept("inputs of the join's norms", 2 * h, "tokens", Group.NONE),
                 Kept("input of the join", 2 * h, "tokens", Group.NORM),
             ),
-            vectors=last.vectors + 3 * h,
+            3 * h,
+        )
+
+    @cached_property
+    def predicting(self) -> Outline:
+        """With the blocks that predict further tokens as a run after the last, each the model's last one behind a
+        `join`; itself where there are none."""
+        if not self.predictors:
+            return self
+        last, join = self.runs[-1][0], self.join
+        block = replace(
+            last,
+            name="predictor",
+            products=last.products + join.products,
+            streams=last.streams + join.streams,
+            kept=last.kept + join.kept,
+            vectors=last.vectors + join.vectors,
         )
         return replace(self, runs=(*self.runs, (block, self.predictors)), predictors=0)
 

@@ -105,36 +105,42 @@ class Passes:
 
 def passes_of(outline: Outline, g: Grid, setting: Setting) -> Passes:
     """Of each configuration of the grid."""
-    ahead, back, again = _passes(outline, g, setting)
+    ahead, back, again, further = _passes(outline, g, setting)
     rest = back + again
     return Passes(
         {one.name: getattr(ahead, one.name) for one in fields(ahead)},
         {one.name: getattr(rest, one.name) for one in fields(rest)},
         _weights(outline, back),
-        _head(outline, g, setting),
+        _head(outline, g, setting) + further,
         _hop(outline, g, setting),
     )
 
 
-def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pass]:
-    """All blocks forward, backward, and what of them is made again."""
+def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pass, Array]:
+    """All blocks forward, backward, and what of them is made again; and seconds of all that of predictors' blocks."""
     ahead, back, again = (none(g) for _ in range(3))
+    further = np.zeros(len(g))
     for block, count in outline.kinds:
         passes = Ways(block, outline.hidden, g, setting)
         forward = passes.forward()
-        ahead, back = ahead + forward * count, back + passes.backward() * count
-        again = again + passes.repeated(forward) * (count * g.recomputed)
-    return ahead, back, again
+        backward, repeated = passes.backward(), passes.repeated(forward) * g.recomputed
+        ahead, back, again = ahead + forward * count, back + backward * count, again + repeated * count
+        if outline.predictors and block == outline.runs[-1][0]:
+            further = (forward + backward + repeated).total
+    if outline.predictors:
+        join = Ways(outline.join, outline.hidden, g, setting)
+        further = (further + (join.forward() + join.backward()).total) * outline.predictors
+    return ahead, back, again, further
 
 
 def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False, fewer: bool = False) -> Seconds:
     """Of a step of each configuration of the grid; with `least` what no cut of the blocks into chunks is quicker than,
     and what is never less where blocks take longer; with `fewer`, nor with fewer chunks, from two on, or where
     pipeline ranks lie within data ranks."""
-    ahead, back, again = _passes(outline, g, setting)
+    ahead, back, again, further = _passes(outline, g, setting)
     whole = ahead + back + again
     body = whole * (1 / g.pipeline)
-    head = _head(outline, g, setting)
+    head = _head(outline, g, setting) + further
     chunks = np.minimum(g.virtual, 2.0) if fewer else g.virtual
     hop = _hop(outline, replace(g, virtual=chunks, inner=np.ones(len(g))) if fewer else g, setting)
     micros = g.micros
@@ -198,7 +204,7 @@ def loads(outline: Outline, g: Grid) -> tuple[Array, Array]:
 
 
 def _head(outline: Outline, g: Grid, setting: Setting) -> Array:
-    """Logits and loss of a micro-batch, forward and backward, with the blocks and further passes of predictors."""
+    """Logits and loss of a micro-batch, forward and backward, with the further passes of predictors."""
     device, vocab, hidden = setting.device, outline.vocab / g.tensor, float(outline.hidden)
     kind = "fp32" if setting.precision == "fp32" else "bf16"
     products = curves.product_seconds(device, kind, g.tokens, vocab, hidden)
@@ -207,14 +213,7 @@ def _head(outline: Outline, g: Grid, setting: Setting) -> Array:
         products = products + curves.product_seconds(device, kind, hidden, vocab, g.tokens)
     loss = curves.moved_seconds(device, LOGIT_BYTES * g.tokens * vocab)
     over = exchange(setting, "all-reduce", g.tokens * hidden * setting.flow_bytes, g.tensor, np.ones(len(g)))
-    whole = (products + loss + over) * (1 + outline.predictors)
-    if not outline.predictors:
-        return whole
-    block, count = outline.predicting.runs[-1]
-    passes = Ways(block, outline.hidden, g, setting)
-    forward = passes.forward()
-    again = passes.repeated(forward) * g.recomputed
-    return whole + count * (forward.total + passes.backward().total + again.total)
+    return (products + loss + over) * (1 + outline.predictors)
 
 
 def _hop(outline: Outline, g: Grid, setting: Setting) -> Array:
