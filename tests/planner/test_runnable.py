@@ -109,7 +109,7 @@ def _read_back(plan: Plan, one: Choice, outline: Outline) -> None:
     assert found.told == ()
     assert found.numbers.precision == ASK.precision
     g = laid_out(H100, ASK, given_of(found.numbers))
-    read, was = {name: float(values[0]) for name, values in vars(g).items()}, dict(one.at)
+    read, was = {name: float(values[0]) for name, values in g.columns().items()}, dict(one.at)
     if one.zero == 0 or one.at["shard"] == 1:  # nothing is divided, over however many
         read, was = ({**of, "shard": 0.0, "zero": 0.0} for of in (read, was))
     assert read == was

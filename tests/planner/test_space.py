@@ -77,7 +77,7 @@ def test_all_of_a_space_is_legal_by_words_of_its_own(drawn: tuple[Outline, int, 
     g = every(outline, request)
     experts = max(block.experts for block, _ in outline.runs)
     for i in np.random.default_rng(0).permutation(len(g))[:40]:
-        at = {name: values[i] for name, values in vars(g).items()}
+        at = {name: values[i] for name, values in g.columns().items()}
         assert at["pipeline"] * at["data"] * at["context"] * at["tensor"] == devices
         assert outline.runs[0][0].scores[0].heads % at["tensor"] == 0
         assert batch % (at["data"] * at["micro"]) == 0
@@ -91,7 +91,7 @@ def test_all_of_a_space_is_legal_by_words_of_its_own(drawn: tuple[Outline, int, 
 def test_no_configuration_comes_twice_and_none_is_forgotten() -> None:
     request = Request(8, 16, 512)
     g = every(DENSE, request)
-    rows = list(zip(*(values.tolist() for values in vars(g).values()), strict=True))
+    rows = list(zip(*(values.tolist() for values in g.columns().values()), strict=True))
     assert len(set(rows)) == len(rows)
     axes = zip(g.pipeline.tolist(), g.tensor.tolist(), g.context.tolist(), g.data.tolist(), strict=True)
     found = set(axes)
@@ -198,7 +198,7 @@ def test_a_bounds_rows_make_all_of_a_mesh(drawn: tuple[Outline, int, int, int], 
             of_mesh(outline, request, mesh),
             expanded(outline, request, remade(outline, request, of_mesh(outline, request, mesh, bound=True))),
         ]
-        whole, made = (sorted(zip(*(v.tolist() for v in vars(g).values()), strict=True)) for g in rows)
+        whole, made = (sorted(zip(*(v.tolist() for v in g.columns().values()), strict=True)) for g in rows)
         assert whole == made
 
 

@@ -251,7 +251,7 @@ def _choice(
     outline: Outline, g: Grid, i: int, run: Run, spread: float, needs: Memory, held: dict[str, float],
     setting: Setting, ask: Ask, limit: float,
 ) -> Choice:  # fmt: skip
-    at = {name: int(values[i]) for name, values in vars(g).items()}
+    at = {name: int(values[i]) for name, values in g.columns().items()}
     ranks, step = float(g.ranks[i]), run.predicted
     flops = (3 * outline.flops(ask.sequence) - frozen_flops(outline)) * at["batch"] * ask.sequence
     need = float(np.broadcast_to(needs.device, len(g))[i])
@@ -276,7 +276,7 @@ def _choice(
         fits=probability(need, limit),
         parts=run.parts,
         held={**held, "reserve": sum(held.values()) * needs.reserve, "context": needs.context},
-        at={name: float(values[i]) for name, values in vars(g).items()},
+        at={name: float(values[i]) for name, values in g.columns().items()},
         optimiser=OPTIMISERS[at["optimiser"]].name,
         offload=offload_words(at["offload"]),
         host=float(np.broadcast_to(needs.host, len(g))[i]),

@@ -47,7 +47,7 @@ def cut(outline: Outline, g: Grid) -> tuple[Array, Array]:
     chunks = g.pipeline * g.virtual
     blocks = outline.layers + g.ahead + g.behind
     each = np.floor(blocks / chunks)
-    return np.maximum(each, 1.0), np.where(each < 1, 0.0, blocks % chunks)
+    return np.maximum(each, 1.0), np.where(each < 1, 0.0, blocks - each * chunks)
 
 
 def ends(outline: Outline, g: Grid) -> tuple[Array, Array]:
@@ -85,9 +85,11 @@ def _before(outline: Outline, g: Grid, place: Array, block: int) -> Array:
     """Blocks of a rank (of nothing, too) before a block of the model, where chunks are dealt out in turn."""
     each, more = cut(outline, g)
     chunk, into = chunk_of(outline, g, block)
-    whole = np.maximum(np.ceil((chunk - place) / g.pipeline), 0.0)
+    turns = (chunk - place) / g.pipeline
+    up = np.ceil(turns)
+    whole = np.maximum(up, 0.0)
     larger = np.maximum(np.ceil((more - place) / g.pipeline), 0.0)
-    there = (chunk >= place) & ((chunk - place) % g.pipeline == 0)
+    there = (turns >= 0) & (up == turns)
     return whole * each + np.minimum(whole, larger) + np.where(there, into, 0.0)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -71,15 +72,19 @@ class Grid:
         """All devices."""
         return self.tensor * self.pipeline * self.context * self.data
 
-    @property
+    @cached_property
     def micros(self) -> Array:
         """Micro-batches of a step on each rank, at least one."""
         return np.maximum(np.ceil(self.batch / (self.data * self.micro)), 1.0)
 
-    @property
+    @cached_property
     def tokens(self) -> Array:
         """Of a micro-batch on one rank."""
         return self.micro * self.sequence / self.context
+
+    def columns(self) -> dict[str, Array]:
+        """Its arrays, by name."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def __len__(self) -> int:
         return len(self.tensor)

@@ -34,7 +34,8 @@ class Rule:
 
 
 def _divides(whole: Any, parts: Any) -> Mask:
-    return np.asarray(np.mod(whole, parts) == 0)
+    times = np.asarray(whole / parts)
+    return np.asarray(np.floor(times) == times)
 
 
 def _heads(outline: Outline) -> list[int]:
@@ -186,5 +187,5 @@ def legal(outline: Outline, g: Grid) -> Mask:
 
 def reasons(outline: Outline, g: Grid) -> list[str]:
     """Of a grid of one configuration, why it cannot be run; empty where it can."""
-    at = {name: int(values[0]) for name, values in vars(g).items()}
+    at = {name: int(values[0]) for name, values in g.columns().items()}
     return [rule.says(outline, at) for rule in RULES if not rule.holds(outline, g)[0]]

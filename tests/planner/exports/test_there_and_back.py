@@ -84,7 +84,7 @@ def test_what_is_planned_for_a_project_comes_back_to_the_same_grid(name: str, tm
         path.write_text(text)
         read = strategy_of(path, model, 32, 64).numbers
         g = laid_out(CLUSTER, ask, given_of(read))
-        assert {key: float(values[0]) for key, values in vars(g).items()} == dict(choice.at)
+        assert {key: float(values[0]) for key, values in g.columns().items()} == dict(choice.at)
         written += 1
     assert written >= len(choices) / 2
 
