@@ -49,7 +49,7 @@ def declared() -> set[str]:
     """The packages that pyproject.toml asks for, extras too."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
-    return {re.split(r"[\[<>=~! ]", one)[0] for one in (*project["dependencies"], *chain.from_iterable(extras))}
+    return {re.split(r"[\[<>=~! ;]", one)[0] for one in (*project["dependencies"], *chain.from_iterable(extras))}
 
 
 def test_every_dependency_has_a_row_and_every_row_a_dependency() -> None:
