@@ -139,7 +139,7 @@ def case(row: Row) -> Case:
         as_flagged(_framework(row["framework"], date if re.match(r"\d{4}", date) else ""), row),
         row["gpu"],
         precision(row["precision"]),
-        int(number(row, "gpus_per_node", 8)),
+        int(number(row, "gpus_per_node", 8)) or 8,
         "full_iteration" in row["extra"],
         number(row, "step_s", math.nan),
     )

@@ -151,5 +151,6 @@ def test_damaged_rows_are_left_out_or_predicted_and_never_break() -> None:
         for i in chance.integers(len(rows), size=300).tolist()
     ]
     some = predictable(list(cases(damaged)))
+    assert min(case.node for case in some) >= 1
     assert 30 < len(some) < 250
     assert all(np.isfinite(run.predicted) and run.predicted > 0 for run in HeldOut(some).runs)

@@ -65,3 +65,8 @@ def test_every_published_stage_is_near() -> None:
     assert len(off) == 44
     assert np.median(off) <= 0.006
     assert max(off) <= 0.015
+
+
+def test_a_fast_link_has_the_device_itself() -> None:
+    with pytest.raises(ValueError, match="0 devices at a fast link"):
+        Setting(None, CORE, node=0)

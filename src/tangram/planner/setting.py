@@ -50,6 +50,10 @@ class Setting:
     save_every: int = 0
     """Steps between two checkpoints; 0: none."""
 
+    def __post_init__(self) -> None:
+        if self.node < 1:
+            raise ValueError(f"{self.node} devices at a fast link; at least 1, the device itself")
+
     @property
     def base_bytes(self) -> float:
         """Of a frozen number."""
