@@ -8,6 +8,7 @@ import pytest
 
 from tangram.errors import UserError
 from tangram.hardware import cluster as c
+from tangram.hardware.devices import tables
 from tangram.layout import Layout, Mesh
 from tangram.relayout.sequences import Link, sequence
 from tangram.sharding.derive.derive import Rates
@@ -158,3 +159,19 @@ def test_a_device_of_the_catalogue_may_be_corrected(tmp_path: Path) -> None:
     assert read(tmp_path, device).device.flops["bf16"] == 989e12
     corrected = read(tmp_path, device.replace('name = "h100"', 'name = "h100"\nbf16 = 756e12')).device
     assert (corrected.flops["bf16"], corrected.flops["fp32"], corrected.name) == (756e12, 67e12, "h100")
+
+
+@pytest.mark.parametrize("name", tables())
+def test_every_device_of_the_catalogue_may_be_named(tmp_path: Path, name: str) -> None:
+    """What it knows no memory of needs that from the file; products in 32 bits nothing needs but what asks for them."""
+    text = GOOD.replace("bf16 = 10e9\nfp32 = 5e9\nmemory_bytes = 1e9\nmemory_bandwidth = 2e9\n", f'name = "{name}"\n')
+    lacks = [one for one in ("memory_bytes", "memory_bandwidth") if one not in tables()[name]]
+    for one in lacks:
+        with pytest.raises(UserError, match=f'the key "device.{one}" is missing'):
+            read(tmp_path, text)
+        text = text.replace("[device]\n", f"[device]\n{one} = 1e12\n")
+    cluster = read(tmp_path, text)
+    assert set(cluster.device.flops) == {"bf16", "fp32"} & set(tables()[name])
+    if "fp32" not in tables()[name]:
+        with pytest.raises(UserError, match=r"has no rate of fp32 products: it has .*; give device.fp32 in its file"):
+            c.product_seconds(cluster, 1e12, "fp32")

@@ -8,6 +8,7 @@ from json import dumps
 from pathlib import Path
 
 from tangram.cli.exports import Typed, Wanted, asked_typed, checked, given_in, read_table, said_json, write
+from tangram.cli.lean import Lean
 from tangram.cli.output import print_json, print_table, progress
 from tangram.cli.taken import Taking, job_in
 from tangram.errors import UserError
@@ -36,7 +37,6 @@ from tangram.planner.front import Fronts, fronts
 from tangram.planner.goodput import Goodput
 from tangram.planner.imports.found import Found
 from tangram.planner.learn import published
-from tangram.planner.means import FULL, base_of, offloads_of, optimisers_of
 from tangram.planner.objectives import Terms, aim_of
 from tangram.planner.page import need_plotly
 from tangram.planner.report import Shown, write_report, write_step
@@ -44,7 +44,7 @@ from tangram.planner.table import Titled
 from tangram.planner.timeline import as_trace, timeline
 from tangram.planner.trainer import RUNS
 
-__all__ = ["Lean", "Look", "answered"]
+__all__ = ["Look", "answered"]
 
 PAGES = (".html", ".htm")
 THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
@@ -53,35 +53,6 @@ THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 Strategy = tuple[str, int, int, str, int, str, str, str]
 """Mesh, micro-batch, chunks, schedule, what is divided, what is made again, experts, fewer blocks."""
-
-
-@dataclass(frozen=True)
-class Lean:
-    """Ways to train in less memory that may be taken, how experts are used and how often is saved; as typed."""
-
-    optimiser: str = "adamw"
-    lora: int = 0
-    base: str = "bf16"
-    offload: str = ""
-    imbalance: float = 0.0
-    """Of experts' loads the standard deviation over the mean."""
-    checkpoint_every: int = 0
-
-    def of(self, asked: Ask) -> Ask:
-        """With what is asked. Raises UserError."""
-        base = base_of(self.base)
-        if base is not FULL and not self.lora:
-            raise UserError(f"--base {self.base} is of frozen weights: give --lora, the rank of what is trained")
-        if not 0 <= self.imbalance <= 10:
-            raise UserError(
-                "--imbalance is a number from 0 to 10: of experts' loads the standard deviation over the mean"
-            )
-        if self.checkpoint_every < 0:
-            raise UserError("--checkpoint-every is a number of steps from 0, which is never")
-        return replace(
-            asked, optimisers=optimisers_of(self.optimiser), offloads=offloads_of(self.offload), base=base,
-            unlike=self.imbalance, save_every=self.checkpoint_every,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ def plan(
         typer.Argument(metavar="FILE|MODEL", help="A job; a plan to --show; or, with --cluster, a job or a model."),
     ] = None,
     cluster: Annotated[str | None, typer.Option(help="Plan a model for a cluster: its name, or its file.")] = None,
+    between: Annotated[
+        float | None, typer.Option(help="Of a cluster of several parts, as a.toml,b.toml: GB/s from one to another.")
+    ] = None,
     tokens_per_batch: Annotated[
         str | None, typer.Option(help="Of a step over all devices, as in 4M (which is usual).")
     ] = None,
@@ -107,8 +110,10 @@ def plan(
     if file is None:
         raise UserError("give a job, as in examples/quickstart/job.toml, or a model with --cluster")
     if cluster is not None:
-        from tangram.cli.cluster import Lean, Look, answered
+        from tangram.cli.cluster import Look, answered
         from tangram.cli.exports import Wanted
+        from tangram.cli.lean import Lean
+        from tangram.cli.parts import answered_over_parts
         from tangram.cli.taken import Taking
 
         typed = (tokens_per_batch, seq, precision, framework, gpus, memory, top)
@@ -128,6 +133,17 @@ def plan(
         if given := [name for name, value in here.items() if value]:
             raise UserError(f"{given[0]} is of a job on this machine: leave it or --cluster out")
         lean = Lean(optimiser or "adamw", lora, base or "bf16", offload or "", imbalance, checkpoint_every)
+        if "," in cluster:
+            whole = {
+                "--explain": explain, "--timeline": timeline, "--report": report, "--objective": objective,
+                "--train-tokens": train_tokens, "--pareto": pareto, "--mtbf": mtbf, "--export": export, "--emit": emit,
+                "--runs": runs, "--out": out, "--set": change,
+            }  # fmt: skip
+            if given := [name for name, value in whole.items() if value]:
+                raise UserError(f"{given[0]} is of a cluster of one part: leave it out, or name one cluster")
+            return answered_over_parts(str(file), cluster, between, typed, lean, json=json)
+        if between is not None:
+            raise UserError("--between is of a cluster of several parts: name their files with commas between")
         return answered(str(file), cluster, typed, one, look, wanted, taking, changes_of(change or []), lean, json=json)
     if export is not None or emit is not None:
         raise UserError("--export and --emit write what is planned for a cluster: give one with --cluster")
@@ -136,10 +152,10 @@ def plan(
             "--explain, --timeline, --objective, --pareto, --mtbf, --report and --runs are of a cluster: give one with "
             "--cluster"
         )
-    if optimiser or offload or lora or base or imbalance or checkpoint_every:
+    if between is not None or optimiser or offload or lora or base or imbalance or checkpoint_every:
         raise UserError(
-            "--optimiser, --offload, --lora, --base, --imbalance and --checkpoint-every are of a cluster: give one "
-            "with --cluster"
+            "--optimiser, --offload, --lora, --base, --imbalance, --checkpoint-every and --between are of a cluster: "
+            "give one with --cluster"
         )
     job = load(file, changes_of(change or []))
     if show:

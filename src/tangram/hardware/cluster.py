@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from tangram.errors import UserError
+from tangram.hardware.devices import tables as catalogue
 from tangram.hardware.owncurves import curves_in
-from tangram.hardware.rates import catalogue
 from tangram.layout import Mesh
 
 __all__ = [
@@ -150,9 +150,16 @@ def product_seconds(cluster: Cluster, flops: float, kind: str = "bf16") -> float
 
     Raises UserError for a type that the device has no rate of.
     """
+    return flops / (_flops(cluster, kind) * cluster.device.reaches)
+
+
+def _flops(cluster: Cluster, kind: str) -> float:
     if kind not in cluster.device.flops:
-        raise UserError(f"{cluster.name} has no rate of {kind} products: it has {', '.join(cluster.device.flops)}")
-    return flops / (cluster.device.flops[kind] * cluster.device.reaches)
+        known = ", ".join(cluster.device.flops) or "none"
+        raise UserError(
+            f"{cluster.name} has no rate of {kind} products: it has {known}; give device.{kind} in its file"
+        )
+    return cluster.device.flops[kind]
 
 
 def moved_seconds(cluster: Cluster, nbytes: float) -> float:
@@ -166,7 +173,7 @@ def rates(cluster: Cluster, axis_size: int, stride: int = 1, kind: str = "bf16")
     Of the best rates of all three: what programs reach is much the same share of each.
     """
     rate = cluster.link(axis_size, stride).rate
-    return cluster.device.flops[kind] / rate, cluster.device.memory_bandwidth / rate
+    return _flops(cluster, kind) / rate, cluster.device.memory_bandwidth / rate
 
 
 # ---------------------------------------------------------------- files
@@ -240,12 +247,14 @@ def _device(name: str, table: dict[str, Any]) -> Device:
             )
         known = catalogue()[given]
     allowed = ("name", *TYPES, *_FIGURES, "reaches", "memory_reaches")
-    needed = [key for key in (*TYPES, *_FIGURES) if key not in known]
+    # A device of the catalogue may lack products in 32 bits, which training seldom needs; nothing else.
+    needed = [key for key in (*(TYPES if not known else ()), *_FIGURES) if key not in known]
     _keys(name, "device.", table, (*needed, "reaches", "memory_reaches"), allowed)
-    figures = {key: _above(name, f"device.{key}", table.get(key, known.get(key))) for key in (*TYPES, *_FIGURES)}
+    there = [key for key in (*TYPES, *_FIGURES) if key in table or key in known]
+    figures = {key: _above(name, f"device.{key}", table.get(key, known.get(key))) for key in there}
     return Device(
         str(table.get("name", name)),
-        {kind: figures[kind] for kind in TYPES},
+        {kind: figures[kind] for kind in TYPES if kind in figures},
         figures["memory_bytes"],
         figures["memory_bandwidth"],
         _share(name, "device.reaches", table["reaches"]),

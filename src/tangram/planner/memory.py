@@ -131,10 +131,13 @@ def needs(outline: Outline, g: Grid, setting: Setting) -> Array:
     return np.where(of.host <= setting.host.memory_bytes, of.device, np.inf)
 
 
-def at_rank(outline: Outline, g: Grid, setting: Setting, place: Array, counts: list[Array] | None = None) -> Array:
+def at_rank(
+    outline: Outline, g: Grid, setting: Setting, place: Array, counts: list[Array] | None = None,
+    takes: Sequence[Takes] | None = None,
+) -> Array:  # fmt: skip
     """`needs` of one rank of the pipeline, for each configuration that of its own; `counts`: if it had so many blocks
-    of each run. With more blocks it is never less."""
-    framework, takes = setting.framework, takes_of(outline, g, setting)
+    of each run. With more blocks it is never less. A grid of one is of all places. `takes`: `takes_of`, if known."""
+    framework, takes = setting.framework, takes_of(outline, g, setting) if takes is None else takes
     one = _rank(outline, g, setting, place, takes, counts)
     shown = one.allocated * (1 + framework.reserve) + framework.context
     return np.where(one.host <= setting.host.memory_bytes, shown, np.inf)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.hardware import curves
-from tangram.models.outline import Outline
+from tangram.models.outline import Block, Outline
 from tangram.planner.dealt import cut
 from tangram.planner.grid import Grid
 from tangram.planner.offload import host_seconds
@@ -34,7 +34,8 @@ from tangram.planner.setting import Setting
 from tangram.planner.traffic import data_seconds, exchange, optimiser_seconds
 
 __all__ = [
-    "Passes", "Scales", "Seconds", "loads", "passes_of", "pipeline_seconds", "scaled", "seconds", "slowest_rank",
+    "Passes", "Scales", "Seconds", "block_seconds", "loads", "passes_of", "pipeline_seconds", "scaled", "seconds",
+    "slowest_rank",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -116,14 +117,25 @@ def passes_of(outline: Outline, g: Grid, setting: Setting) -> Passes:
     )
 
 
+def block_seconds(outline: Outline, g: Grid, setting: Setting) -> list[Array]:
+    """Of a micro-batch through one block of each run, forward, backward and what is made again."""
+    kinds = {block: sum(_of_block(block, outline, g, setting), none(g)).total for block, _ in outline.kinds}
+    return [kinds[block] for block, _ in outline.runs]
+
+
+def _of_block(block: Block, outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pass]:
+    """Forward, backward, and what is made again, on the mean of all blocks."""
+    passes = Ways(block, outline.hidden, g, setting)
+    forward = passes.forward()
+    return forward, passes.backward(), passes.repeated(forward) * g.recomputed
+
+
 def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pass, Array]:
     """All blocks forward, backward, and what of them is made again; and seconds of all that of predictors' blocks."""
     ahead, back, again = (none(g) for _ in range(3))
     further = np.zeros(len(g))
     for block, count in outline.kinds:
-        passes = Ways(block, outline.hidden, g, setting)
-        forward = passes.forward()
-        backward, repeated = passes.backward(), passes.repeated(forward) * g.recomputed
+        forward, backward, repeated = _of_block(block, outline, g, setting)
         ahead, back, again = ahead + forward * count, back + backward * count, again + repeated * count
         if outline.predictors and block == outline.runs[-1][0]:
             further = (forward + backward + repeated).total

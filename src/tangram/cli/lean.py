@@ -1,0 +1,40 @@
+"""What is typed about training in less memory, unlike experts and checkpoints, as part of what is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tangram.errors import UserError
+from tangram.planner.choice import Ask
+from tangram.planner.means import FULL, base_of, offloads_of, optimisers_of
+
+__all__ = ["Lean"]
+
+
+@dataclass(frozen=True)
+class Lean:
+    """Ways to train in less memory that may be taken, how experts are used and how often is saved; as typed."""
+
+    optimiser: str = "adamw"
+    lora: int = 0
+    base: str = "bf16"
+    offload: str = ""
+    imbalance: float = 0.0
+    """Of experts' loads the standard deviation over the mean."""
+    checkpoint_every: int = 0
+
+    def of(self, asked: Ask) -> Ask:
+        """With what is asked. Raises UserError."""
+        base = base_of(self.base)
+        if base is not FULL and not self.lora:
+            raise UserError(f"--base {self.base} is of frozen weights: give --lora, the rank of what is trained")
+        if not 0 <= self.imbalance <= 10:
+            raise UserError(
+                "--imbalance is a number from 0 to 10: of experts' loads the standard deviation over the mean"
+            )
+        if self.checkpoint_every < 0:
+            raise UserError("--checkpoint-every is a number of steps from 0, which is never")
+        return replace(
+            asked, optimisers=optimisers_of(self.optimiser), offloads=offloads_of(self.offload), base=base,
+            unlike=self.imbalance, save_every=self.checkpoint_every,
+        )  # fmt: skip
