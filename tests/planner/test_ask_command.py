@@ -15,6 +15,7 @@ from tangram.planner.choice import Ask, probability, safe
 from tests.planner.commands import refused
 
 SPINE = ("llama-3-70b", "--cluster", "h100-8x8", "--tokens-per-batch", "4M", "--seq", "8192")
+SMALL = ("llama-3-8b", "--cluster", "h100-8x8", "--gpus", "8", "--tokens-per-batch", "4M", "--seq", "8192")
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
@@ -44,9 +45,9 @@ def test_llama_70b_on_64_h100(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_tables_say_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *SPINE, "--top", "3"]) == 0
+    assert main(["plan", *SMALL, "--top", "3"]) == 0
     said = capsys.readouterr().out
-    for title in ("llama-3-70b on h100-8x8, predicted", "Why the first: its step", "Its memory, of 80 GB",
+    for title in ("llama-3-8b on h100-8x8, predicted", "Why the first: its step", "Its memory, of 80 GB",
                   "What the others lose", "If it were otherwise"):  # fmt: skip
         assert title in said
     assert "matrix products" in said
@@ -163,13 +164,13 @@ def test_one_strategy_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_strategy_that_cannot_run_is_told_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    found = asked(capsys, *SPINE, "--explain", "pp=2 dp=32", "--micro", "7", "--experts", "4 x 1", code=1)
+    found = asked(capsys, *SMALL, "--explain", "pp=2 dp=4", "--micro", "7", "--experts", "4 x 1", code=1)
     assert found["given"] is None
     assert found["refused"] == [
-        "32 data ranks of micro-batches of 7 do not divide 512 samples",
+        "4 data ranks of micro-batches of 7 do not divide 512 samples",
         "4 expert ranks do not divide 0 experts",
     ]
-    assert main(["plan", *SPINE, "--explain", "pp=2 dp=32", "--micro", "7"]) == 1
+    assert main(["plan", *SMALL, "--explain", "pp=2 dp=4", "--micro", "7"]) == 1
     assert "It cannot run" in capsys.readouterr().out
 
 

@@ -154,7 +154,7 @@ def plan(
         )
     if between is not None or optimiser or offload or lora or base or imbalance or checkpoint_every:
         raise UserError(
-            "--optimiser, --offload, --lora, --base, --imbalance, --checkpoint-every and --between are of a cluster: "
+            "--optimiser, --offload, --lora, --base, --between, --imbalance and --checkpoint-every are of a cluster: "
             "give one with --cluster"
         )
     job = load(file, changes_of(change or []))
