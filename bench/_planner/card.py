@@ -38,6 +38,16 @@ MISSES = """
   stages, so that memory is overestimated.
 - Latent attention of `mcore_golden` of a billion parameters and more (7 runs) is priced with scores kept. Its other
   large misses are older runs with up to 1.6 times the memory of later ones of the same configuration.
+- `torchtitan`, allocated: four runs of one page, which does not name its model (it is taken as Llama-3-8B). Other runs
+  of torchtitan with that model and the same recomputation held 77 GiB with two samples and 16 bytes a number divided by
+  8, which makes 46 with one; this page says 31, and what is predicted, 37, lies between. What the newer version keeps
+  less is not understood.
+- `bigscience_1b3`: figures are whole GB that nvidia-smi showed. Pipelines are predicted about 1 GB too high in every
+  row: context and communicators of a V100 take less than the 3 GB taken for every device. One stage alone is predicted
+  too low, by more with larger micro-batches: from one stage to two 6 GB less were measured, of which divided parameters
+  and gradients explain 2.6; the rest is not understood.
+- `paddlenlp`: two runs, whose micro-batch and recomputation are not said by the source but taken from files of a nearby
+  version.
 - Intervals: more runs lie within than the 90 of 100 that are meant; by source it is about right.
 - Collectives: the medians above are from 64 KiB; from 1 MB those of A100, H100 and B200 are 14% to 18% but for
   all-to-all (5% to 13%). Networks between nodes have one curve for all devices.

@@ -218,7 +218,7 @@ def test_mistakes_are_a_sentence(name: str, capsys: pytest.CaptureFixture[str]) 
     assert main(["plan", "llama-3-8b", "--cluster", "h100-8x8", *words]) == 2
     assert said in capsys.readouterr().err
     assert main(["plan", "job.toml", "--optimiser", "lion"]) == 2
-    assert "are of a cluster" in capsys.readouterr().err
+    assert "--optimiser is of what is planned for a cluster" in capsys.readouterr().err
 
 
 def test_what_no_other_project_is_told_is_not_written(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,6 +124,19 @@ def test_a_quicker_part_or_link_never_makes_the_best_longer() -> None:
     assert steps[0] > 1.2 * steps[-1]
 
 
+def test_within_a_part_a_hop_is_as_far_as_between_its_own_stages() -> None:
+    """A part of one stage has nothing to hand on within it, however many stages the others have."""
+    ask = replace(ASK, most=1)
+    single, several = sized(8, name="single"), sized(24, name="several")
+    near, far = single.links[0], WHOLE.links[-1]
+    slow = replace(single, links=(replace(near, ranks=4), replace(far, ranks=8, rate=far.rate / 1e4)))
+    for order in ([single, several], [slow, several]):
+        parts = parts_of(order, ask)
+        g = grid(batch=16, sequence=1024, pipeline=4, data=1, tensor=8, sequence_parallel=1.0)
+        hop = mixed._prices(MODEL, g, parts[0], NIC).hop  # pyright: ignore[reportPrivateUsage]
+        assert hop == pytest.approx(mixed._prices(MODEL, g, parts[1], NIC).hop)  # pyright: ignore[reportPrivateUsage]
+
+
 def test_a_part_alone_is_planned_over_the_whole_space() -> None:
     quick, odd = parts_of([sized(8), sized(7, name="odd")], ASK)
     one = alone(MODEL, quick, ASK)
@@ -200,6 +213,24 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "times the memory of every part something fits" in capsys.readouterr().out
 
 
+def test_a_job_over_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Batch, sequence and precision are the job's, with its changed keys."""
+    parts = ",".join(str(written(tmp_path / f"{name}.toml", name, 2)) for name in ("a100", "l40s"))
+    typed = ["plan", "examples/quickstart/job.toml", "--cluster", parts, "--between", "25", "--json"]
+    steps: list[float] = []
+    for batch in ("64", "128"):
+        assert main([*typed, "--set", f"data.global_batch={batch}"]) == 0
+        steps.append(json.loads(capsys.readouterr().out)["strategies"][0]["step"])
+    assert steps[0] < steps[1]
+    assert "says batch, sequence and precision itself" in refused(capsys, *typed[1:], "--seq", "64")
+
+
+def test_a_name_with_a_comma_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path / "a,b.toml", "a100", 8)
+    assert main(["plan", "llama-3-8b", "--cluster", str(file), "--json", "--top", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["choices"]
+
+
 def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two = ("llama-3-8b", "--cluster", f"h100-8x8,{written(tmp_path / 'a100.toml', 'a100', 8)}")
     assert "give --between in GB/s" in refused(capsys, *two)
@@ -207,4 +238,6 @@ def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "--report is of a cluster of one part" in refused(capsys, *two, "--between", "25", "--report", "x.html")
     assert "--explain is of" in refused(capsys, *two, "--between", "25", "--explain", "pp=8 dp=2 tp=4")
     assert "there is no cluster 'nothing'" in refused(capsys, "llama-3-8b", "--cluster", "h100-8x8,nothing")
+    assert "a part between the commas has no name" in refused(capsys, "llama-3-8b", "--cluster", "h100-8x8, ")
+    assert "--set changes keys of a job" in refused(capsys, *two, "--between", "25", "--set", "run.steps=3")
     assert "--between is of" in refused(capsys, "llama-3-8b", "--cluster", "h100-8x8", "--between", "25")

@@ -91,6 +91,19 @@ def test_what_would_be_otherwise_says_by_what(capsys: pytest.CaptureFixture[str]
     assert "at twice the sequence, the same tokens" not in odd["otherwise"]
 
 
+def test_power_is_a_part_of_the_price(capsys: pytest.CaptureFixture[str]) -> None:
+    """1.2 kW at 0.25 and 2 an hour without it are 2.3 an hour."""
+    long = ("--train-tokens", "2B")
+    powered = asked(capsys, *long, "--watts", "1200", "--kwh", "0.25", "--price", "2")["sizes"][0]
+    priced = asked(capsys, *long, "--price", "2.3")["sizes"][0]
+    assert powered["cost"] == pytest.approx(priced["cost"])
+    assert powered["kwh"] == pytest.approx(1.2 * powered["device_hours"])
+    assert priced["kwh"] is None
+    energy = asked(capsys, "--objective", "cost", "--watts", "1200", "--kwh", "0.25")
+    price = asked(capsys, "--objective", "cost", "--price", "0.3")
+    assert energy["choices"] == price["choices"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -100,6 +113,9 @@ def test_what_would_be_otherwise_says_by_what(capsys: pytest.CaptureFixture[str]
         (("--objective", "devices", "--hours", "3"), "the objective devices needs --train-tokens"),
         (("--objective", "per-device", "--explain", "dp=16"), "--objective ranks strategies, and --explain looks at"),
         (("--price", "-1"), "--price one from 0"),
+        (("--kwh", "0.2"), "--kwh is a price from 0 of what --watts take: give both"),
+        (("--watts", "nan", "--kwh", "0.2"), "is a number above 0"),
+        (("--watts", "700", "--kwh", "-1"), "--kwh is a price from 0"),
         (("--mtbf", "3"), "failures need all of --mtbf, --checkpoint-s and --restart-s"),
         ((*FAILURES[:4], "--restart-s", "-1"), "--restart-s is a number of seconds from 0"),
         (("--mtbf", "0", *FAILURES[2:]), "--mtbf is a number of hours above 0"),

@@ -51,15 +51,21 @@ def test_who_meets_is_who_is_counted(
     assert min(float(apart(g, node, np.array([float(stride)]))[0]), ranks) == met
 
 
-@given(st.sampled_from([16, 32]), st.sampled_from([2, 4, 8]))
-@settings(deadline=None, max_examples=6)
-def test_where_it_is_not_tried_it_is_never_quicker(devices: int, node: int) -> None:
-    setting = Setting(device("h100"), framework("megatron-core"), node=node)
-    request = Request(devices, 64, 1024, node=node, able=Able(near=False))
+@given(st.sampled_from([16, 32]), st.sampled_from([2, 4, 8]), st.sampled_from([1, 2]))
+@settings(deadline=None, max_examples=12)
+def test_where_it_is_not_tried_it_is_never_quicker(devices: int, node: int, nodes: int) -> None:
+    """Also with islands of several nodes and a slow network between them."""
+    islands = ((node * nodes, 5e9),) if nodes > 1 else ()
+    setting = Setting(device("h100"), framework("megatron-core"), node=node, islands=islands)
+    request = Request(devices, 64, 1024, node=node, islands=tuple(size for size, _ in islands), able=Able(near=False))
     g = joined([of_mesh(MODEL, request, mesh) for mesh in meshes(MODEL, request)])
     outer = g.take(g.inner == 0)
     inner = replace(outer, inner=np.ones(len(outer)))
-    tried = (outer.pipeline > 1) & (outer.data > 1) & (2 * outer.tensor * outer.context <= node)
+    tried = (
+        (outer.pipeline > 1)
+        & (outer.data > 1)
+        & (2 * outer.tensor * outer.context <= (node * nodes if node * nodes < devices else node))
+    )
     before, after = seconds(MODEL, outer, setting), seconds(MODEL, inner, setting)
     assert (after.step[~tried] >= before.step[~tried] * (1 - 1e-12)).all()
     assert (after.stages[tried] <= before.stages[tried]).all()

@@ -218,8 +218,8 @@ def test_mistakes_of_a_job_and_a_cluster(file: Path, capsys: pytest.CaptureFixtu
     assert "data.sequences" in refused(str(file), *cluster, "--set", "data.sequences=64")
     for word in (["--measure", "2"], ["--processes", "4"], ["--stages", "0"], ["--anew"], ["--show"]):
         assert f"{word[0]} is of a job on this machine" in refused(str(file), *cluster, *word)
-    for word in (["--explain", "dp=2"], ["--timeline", "t.json"], ["--runs"]):
-        assert "are of a cluster" in refused(str(file), *word)
+    for word in (["--explain", "dp=2"], ["--timeline", "t.json"], ["--runs"], ["--seq", "64"], ["--gpus", "4"]):
+        assert f"{word[0]} is of what is planned for a cluster" in refused(str(file), *word)
     assert "nothing that is allowed" in refused(str(file), *cluster, "--runs", "--optimiser", "lion")
     assert "nothing that is allowed" in refused(str(file), *cluster, "--runs", "--lora", "4")
     plan = file.parent / "made.toml"

@@ -106,7 +106,7 @@ def test_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("--imbalance", "-1", "--cluster", "h100-8x8"), "--imbalance is a number from 0 to 10"),
         (("--imbalance", "nan", "--cluster", "h100-8x8"), "--imbalance is a number from 0 to 10"),
         (("--checkpoint-every", "-3", "--cluster", "h100-8x8"), "--checkpoint-every is a number of steps from 0"),
-        (("--imbalance", "0.3"), "--imbalance and --checkpoint-every are of a cluster"),
+        (("--imbalance", "0.3"), "--imbalance is of what is planned for a cluster"),
     ],
 )
 def test_mistakes(said: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:

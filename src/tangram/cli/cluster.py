@@ -37,7 +37,7 @@ from tangram.planner.front import Fronts, fronts
 from tangram.planner.goodput import Goodput
 from tangram.planner.imports.found import Found
 from tangram.planner.learn import published
-from tangram.planner.objectives import Terms, aim_of
+from tangram.planner.objectives import Terms, aim_of, hour_price
 from tangram.planner.page import need_plotly
 from tangram.planner.report import Shown, write_report, write_step
 from tangram.planner.table import Titled
@@ -64,7 +64,8 @@ class Look:
     pareto: bool
     train_tokens: str | None
     hours: float | None
-    price: float | None
+    price: tuple[float | None, float | None, float | None]
+    """Of a device's hour, watts of a device, and of a kWh."""
     failures: tuple[float | None, float | None, float | None]
     """Hours between two of one device, seconds of a checkpoint, seconds until training runs again."""
     timeline: Path | None
@@ -82,7 +83,7 @@ class Look:
     def terms(self, asked: Ask) -> Terms:
         """What values are made of. Raises UserError."""
         training = None if self.train_tokens is None else count_of(self.train_tokens, THOUSANDS)
-        return Terms(asked.tokens, self.price, training, self.hours, self.goodput())
+        return Terms(asked.tokens, hour_price(*self.price), training, self.hours, self.goodput())
 
 
 def answered(
@@ -102,7 +103,7 @@ def answered(
     if look.train_tokens is not None and not look.objective:
         if look.report is not None:
             raise UserError("--report is of a ranking: give --objective devices with --train-tokens and --hours")
-        return _budgeted(outline, where, asked, terms, json=json)
+        return _budgeted(outline, where, asked, terms, look.price[1], json=json)
     given = None if one is None else Given(*one[:7], uneven=one[7]) if read is None else given_of(read.numbers)
     with progress("laying the model out, searching"):
         found = _found(outline, where, asked, given, look, terms)
@@ -219,8 +220,8 @@ def _files(look: Look, wanted: Wanted | None, taking: Taking) -> None:
         raise UserError("the report, the timeline and what is written with --out are files of their own: name each")
 
 
-def _budgeted(outline: Outline, where: Cluster, asked: Ask, terms: Terms, *, json: bool) -> int:
-    budget = Budget(terms.training or 0, terms.hours, terms.price, terms.goodput)
+def _budgeted(outline: Outline, where: Cluster, asked: Ask, terms: Terms, watts: float | None, *, json: bool) -> int:
+    budget = Budget(terms.training or 0, terms.hours, terms.price, terms.goodput, watts)
     with progress("laying the model out, searching"):
         found = durations(outline, where, asked, budget)
     _print(duration_json(found, budget), duration_tables(found, budget), json=json)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from tangram.cli.exports import Typed, asked_typed
 from tangram.cli.lean import Lean
 from tangram.cli.output import print_json, print_table, progress
+from tangram.cli.taken import Taking, job_in
 from tangram.errors import UserError
 from tangram.hardware import cluster as clusters
 from tangram.models.adapted import adapted
@@ -15,16 +18,30 @@ from tangram.planner.ask import asked_of
 from tangram.planner.mixed import alone, enough, over_parts, parts_of
 from tangram.planner.mixed_tables import OverParts
 
-__all__ = ["answered_over_parts"]
+__all__ = ["answered_over_parts", "names_of_parts"]
 
 
-def answered_over_parts(model: str, names: str, between: float | None, typed: Typed, lean: Lean, *, json: bool) -> int:
+def names_of_parts(cluster: str) -> tuple[str, ...]:
+    """The parts' names; none where one cluster is named. Raises UserError where one of several has no name."""
+    if "," not in cluster or Path(cluster).exists():
+        return ()
+    names = tuple(name.strip() for name in cluster.split(","))
+    if not all(names):
+        raise UserError(f"--cluster {cluster}: a part between the commas has no name")
+    return names
+
+
+def answered_over_parts(
+    model: str, names: Sequence[str], between: float | None, typed: Typed, changes: Mapping[str, str], lean: Lean, *,
+    json: bool,
+) -> int:  # fmt: skip
     """The ranking, the stages of the first, and each part alone; exit code 1 where nothing fits. Raises UserError."""
-    where = [clusters.load(name.strip()) for name in names.split(",")]
+    where = [clusters.load(name) for name in names]
     if between is None:
         raise UserError("what a device gets from another part is not said: give --between in GB/s")
-    outline = adapted(outlined(model), lean.lora)
-    asked = lean.of(asked_of(*asked_typed(typed, None, None)))
+    job = job_in(model, Taking(None, 1, runs=False), typed[:3], changes)
+    outline = adapted(outlined(model) if job is None else job.outline, lean.lora)
+    asked = lean.of(asked_of(*asked_typed(typed if job is None else job.typed(typed), None, None)))
     parts, rate = parts_of(where, asked), between * 1e9
     with progress("laying the model out, searching"):
         found = over_parts(outline, parts, asked, rate)

@@ -1,5 +1,6 @@
 """`tangram plan`: which strategies a job has on this machine, what each is predicted to need, and the one to take."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -66,6 +67,8 @@ def plan(
     ] = None,
     hours: Annotated[float | None, typer.Option(help="Of --train-tokens: the deadline.")] = None,
     price: Annotated[float | None, typer.Option(help="Of a device's hour.")] = None,
+    watts: Annotated[float | None, typer.Option(help="Of a device, with its part of the host and of cooling.")] = None,
+    kwh: Annotated[float | None, typer.Option(help="Price of a kWh of --watts, which --price is without.")] = None,
     objective: Annotated[
         str | None, typer.Option(help="What is best: time (usual), per-device, cost, devices (fewest for a deadline).")
     ] = None,
@@ -109,54 +112,47 @@ def plan(
         return show_history(json=json)
     if file is None:
         raise UserError("give a job, as in examples/quickstart/job.toml, or a model with --cluster")
+    here = {
+        "--measure": measure, "--processes": processes != 1, "--stages": stages != 1, "--anew": anew, "--show": show,
+    }  # fmt: skip
+    whole = {
+        "--explain": explain, "--timeline": timeline, "--report": report, "--objective": objective,
+        "--train-tokens": train_tokens, "--hours": hours, "--price": price, "--watts": watts, "--kwh": kwh,
+        "--pareto": pareto, "--mtbf": mtbf, "--checkpoint-s": checkpoint_s, "--restart-s": restart_s,
+        "--export": export, "--emit": emit, "--runs": runs,
+    }  # fmt: skip
+    lean_typed = {
+        "--optimiser": optimiser, "--offload": offload, "--lora": lora, "--base": base, "--imbalance": imbalance,
+        "--checkpoint-every": checkpoint_every,
+    }  # fmt: skip
+    asked = {
+        "--tokens-per-batch": tokens_per_batch, "--seq": seq, "--precision": precision, "--framework": framework,
+        "--gpus": gpus, "--memory": memory,
+    }  # fmt: skip
     if cluster is not None:
         from tangram.cli.cluster import Look, answered
         from tangram.cli.exports import Wanted
         from tangram.cli.lean import Lean
-        from tangram.cli.parts import answered_over_parts
+        from tangram.cli.parts import answered_over_parts, names_of_parts
         from tangram.cli.taken import Taking
 
+        _refuse(here, "is of a job on this machine: leave it or --cluster out")
         typed = (tokens_per_batch, seq, precision, framework, gpus, memory, top)
+        changes = changes_of(change or [])
+        lean = Lean(optimiser or "adamw", lora, base or "bf16", offload or "", imbalance, checkpoint_every)
+        if names := names_of_parts(cluster):
+            _refuse({**whole, "--out": out}, "is of a cluster of one part: leave it out, or name one cluster")
+            return answered_over_parts(str(file), names, between, typed, changes, lean, json=json)
+        _refuse({"--between": between is not None}, "is of a cluster of several parts: name their files with commas")
         one = None if explain is None else (explain, micro, chunks, schedule, zero, again, experts, uneven)
         failures = (mtbf, checkpoint_s, restart_s)
-        look = Look(objective or "", pareto, train_tokens, hours, price, failures, timeline, report)
+        look = Look(objective or "", pareto, train_tokens, hours, (price, watts, kwh), failures, timeline, report)
         file_wanted = export is not None or emit is not None
         wanted = Wanted(export or "", emit or "", out, pick, run, image, submit) if file_wanted else None
         taking = Taking(None if file_wanted else out, pick, runs)
-        here = {
-            "--measure": measure,
-            "--processes": processes != 1,
-            "--stages": stages != 1,
-            "--anew": anew,
-            "--show": show,
-        }
-        if given := [name for name, value in here.items() if value]:
-            raise UserError(f"{given[0]} is of a job on this machine: leave it or --cluster out")
-        lean = Lean(optimiser or "adamw", lora, base or "bf16", offload or "", imbalance, checkpoint_every)
-        if "," in cluster:
-            whole = {
-                "--explain": explain, "--timeline": timeline, "--report": report, "--objective": objective,
-                "--train-tokens": train_tokens, "--pareto": pareto, "--mtbf": mtbf, "--export": export, "--emit": emit,
-                "--runs": runs, "--out": out, "--set": change,
-            }  # fmt: skip
-            if given := [name for name, value in whole.items() if value]:
-                raise UserError(f"{given[0]} is of a cluster of one part: leave it out, or name one cluster")
-            return answered_over_parts(str(file), cluster, between, typed, lean, json=json)
-        if between is not None:
-            raise UserError("--between is of a cluster of several parts: name their files with commas between")
-        return answered(str(file), cluster, typed, one, look, wanted, taking, changes_of(change or []), lean, json=json)
-    if export is not None or emit is not None:
-        raise UserError("--export and --emit write what is planned for a cluster: give one with --cluster")
-    if runs or explain or timeline or objective is not None or pareto or mtbf is not None or report is not None:
-        raise UserError(
-            "--explain, --timeline, --objective, --pareto, --mtbf, --report and --runs are of a cluster: give one with "
-            "--cluster"
-        )
-    if between is not None or optimiser or offload or lora or base or imbalance or checkpoint_every:
-        raise UserError(
-            "--optimiser, --offload, --lora, --base, --between, --imbalance and --checkpoint-every are of a cluster: "
-            "give one with --cluster"
-        )
+        return answered(str(file), cluster, typed, one, look, wanted, taking, changes, lean, json=json)
+    elsewhere = {**whole, **lean_typed, **asked, "--between": between is not None}
+    _refuse(elsewhere, "is of what is planned for a cluster: give one with --cluster, or leave it out")
     job = load(file, changes_of(change or []))
     if show:
         from tangram.planner.show import rows
@@ -166,3 +162,9 @@ def plan(
         return 0
     wish = Wish(processes, stages, schedule, anew, measure, limit, out, pick)
     return planned_here(check(file, job, wish), file.stem, wish, json=json)
+
+
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    """Raise UserError where one of these is given."""
+    if given := [name for name, value in options.items() if value]:
+        raise UserError(f"{given[0]} {why}")

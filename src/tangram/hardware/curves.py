@@ -32,7 +32,8 @@ from numpy.typing import NDArray
 from tangram.errors import UserError
 from tangram.hardware.devices import Figures
 
-__all__ = ["assumed", "attention_seconds", "collective_seconds", "moved_seconds", "product_seconds", "spread"]
+__all__ = ["assumed", "attention_seconds", "collective_seconds", "far_seconds", "moved_seconds", "product_seconds",
+           "spread"]  # fmt: skip
 
 Array = NDArray[Any]
 Values = Mapping[str, float]
@@ -197,7 +198,7 @@ def collective_seconds(
     if not (ranks > 1).any():
         return np.zeros(np.broadcast(nbytes, ranks).shape)
     inside = collective(_collective(device, what), device, what, nbytes, ranks, near)
-    far = _far(device, what, nbytes, ranks, near, nic) if (near < ranks).any() else inside
+    far = far_seconds(device, what, nbytes, ranks, near, nic) if (near < ranks).any() else inside
     return np.where(ranks > 1, np.where(near >= ranks, inside, np.maximum(far, inside)), 0.0)
 
 
@@ -213,7 +214,9 @@ def collective(p: Values, device: Figures, what: str, nbytes: Any, ranks: Any, n
     return p["start"] + p["hop"] * (ranks - 1) + SHARES[what] * nbytes * part / (rate * p["reach"] * crowded)
 
 
-def _far(device: Figures, what: str, nbytes: Any, ranks: Array, near: Array, nic: float | None) -> Array:
+def far_seconds(device: Figures, what: str, nbytes: Any, ranks: Array, near: Array, nic: float | None) -> Array:
+    """Over a network alone, of which each device brings its own part: of a ring through groups of `near` ranks each,
+    these carry together what goes from group to group."""
     rate = nic or device.nic_bandwidth or NIC
     if what == "p2p":
         return FAR["start"] + nbytes / (rate * FAR["reach"])

@@ -227,6 +227,7 @@ def duration_tables(found: list[Duration], budget: Budget) -> list[Titled]:
             f"{one.hours:,.1f}" if one.choice else "",
             f"{one.device_hours:,.0f}" if one.choice else "",
             f"{one.cost:,.0f}" if one.cost is not None else "",
+            f"{one.energy / 1000:,.1f}" if one.energy is not None else "",
         )
         for one in found
     ]
@@ -235,7 +236,7 @@ def duration_tables(found: list[Duration], budget: Budget) -> list[Titled]:
     if budget.hours is not None:
         kept = f"{least.devices} devices at least" if least else "no part of this cluster does"
         title += f" in {budget.hours:g} hours: {kept}"
-    return [(title, ("devices", "best mesh", "step", "hours", "device hours", "cost"), rows)]
+    return [(title, ("devices", "best mesh", "step", "hours", "device hours", "cost", "MWh"), rows)]
 
 
 def duration_json(found: list[Duration], budget: Budget) -> dict[str, object]:
@@ -251,6 +252,7 @@ def duration_json(found: list[Duration], budget: Budget) -> dict[str, object]:
                 "hours": one.hours if one.choice else None,
                 "device_hours": one.device_hours if one.choice else None,
                 "cost": one.cost,
+                "kwh": one.energy,
                 "choice": asdict(one.choice) if one.choice else None,
             }
             for one in found

@@ -124,7 +124,8 @@ def requested(cluster: Cluster, ask: Ask) -> Request:
         )
     return Request(
         devices, ask.tokens // ask.sequence, ask.sequence, schedules=framework(ask.framework).schedules, able=ask.able,
-        node=cluster.links[0].ranks if len(cluster.links) > 1 else 0, optimisers=ask.optimisers, offloads=ask.offloads,
+        node=cluster.links[0].ranks if len(cluster.links) > 1 else 0,
+        islands=tuple(link.ranks for link in cluster.links[1:-1]), optimisers=ask.optimisers, offloads=ask.offloads,
     )  # fmt: skip
 
 
@@ -132,8 +133,8 @@ def _otherwise(
     outline: Outline, request: Request, limit: float, ask: Ask, learned: Learned, cluster: Cluster
 ) -> dict[str, Choice | None]:
     """The best if memory, network or the sequence were otherwise; None where nothing fits."""
-    *near, far = cluster.links
-    half = replace(cluster, links=(*near, replace(far, rate=far.rate / 2)))
+    near = cluster.links[: len(cluster.links) > 1]  # one link alone is all the network there is
+    half = replace(cluster, links=(*near, *(replace(far, rate=far.rate / 2) for far in cluster.links[len(near) :])))
     cases = {
         "with 5 GB more memory": (request, cluster, limit + 5e9),
         "with 5 GB less memory": (request, cluster, limit - 5e9),

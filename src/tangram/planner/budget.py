@@ -30,6 +30,8 @@ class Budget:
     """Of a device's hour, in the user's money."""
     goodput: Goodput | None = None
     """What interrupts it."""
+    watts: float | None = None
+    """Of a device with its part of the host and of cooling; the price is with them."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Duration:
     hours: float
     """Infinite where nothing fits."""
     cost: float | None
+    energy: float | None = None
+    """In kWh; None where watts are not told, or nothing fits."""
 
     @property
     def device_hours(self) -> float:
@@ -56,7 +60,8 @@ def durations(outline: Outline, cluster: Cluster, ask: Ask, budget: Budget) -> l
     for one in by_size(outline, cluster, ask):
         hours = terms.took(one.devices, one.choice.step) if one.choice else float("inf")
         cost = one.devices * hours * budget.price if budget.price is not None and one.choice else None
-        found.append(Duration(one.devices, one.choice, hours, cost))
+        energy = one.devices * hours * budget.watts / 1000 if budget.watts is not None and one.choice else None
+        found.append(Duration(one.devices, one.choice, hours, cost, energy))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -158,7 +159,7 @@ def figures(cluster: Cluster) -> Figures:
         **{name: own.flops[name] for name in ("bf16", "fp32") if name in own.flops},
         "memory_bytes": own.memory_bytes, "memory_bandwidth": own.memory_bandwidth,
         "link_bandwidth": cluster.links[0].rate, "link_domain": cluster.links[0].ranks,
-        "nic_bandwidth": cluster.links[-1].rate, "curves": cluster.curves,
+        "nic_bandwidth": cluster.links[1 if len(cluster.links) > 1 else 0].rate, "curves": cluster.curves,
     }  # fmt: skip
     try:
         known = device(own.name)
@@ -176,8 +177,9 @@ def setting_of(cluster: Cluster, ask: Ask) -> Setting:
     """What all configurations have in common. Raises UserError for a framework that is not known."""
     own = figures(cluster)
     known = {} if own.pcie_bandwidth is None else {"rate": COPIED * own.pcie_bandwidth}
+    islands = tuple((here.ranks, farther.rate) for here, farther in pairwise(cluster.links[1:]))
     return Setting(
-        own, framework(ask.framework), ask.precision, node(cluster), cluster.links[-1].rate, base=ask.base,
+        own, framework(ask.framework), ask.precision, node(cluster), own.nic_bandwidth, islands, base=ask.base,
         host=Host(**{**known, **cluster.host}), unlike=ask.unlike, save_every=ask.save_every,
     )  # fmt: skip
 

@@ -37,7 +37,7 @@ from tangram.planner.memory import Takes, at_rank, counts_of, takes_of
 from tangram.planner.ranked import ranked
 from tangram.planner.setting import Setting
 from tangram.planner.space import Able, Request, meshes, of_mesh
-from tangram.planner.time import block_seconds, passes_of
+from tangram.planner.time import block_seconds, hop_seconds, passes_of
 from tangram.planner.traffic import data_seconds, optimiser_seconds
 
 __all__ = ["MOST_PARTS", "Mixed", "Part", "alone", "enough", "over_parts", "parts_of"]
@@ -172,7 +172,7 @@ def _roomy(outline: Outline, parts: Sequence[Part], g: Grid) -> Places:
         for part in parts:
             places = (np.maximum(g.pipeline - 2.0, 0.0), g.pipeline - 1.0)
             most = [_most(outline, part, g, place, runs.index(block), total) for place in places]
-            room = room + part.cluster.ranks / (g.tensor * g.context * g.data) * np.maximum.reduce(most)
+            room = room + _stages(part, g) * np.maximum.reduce(most)
         keep &= room >= total
     return np.flatnonzero(keep)
 
@@ -189,6 +189,11 @@ def _most(outline: Outline, part: Part, g: Grid, place: Floats, run: int, total:
         low, high = np.where(fits, middle, low), np.where(fits, high, np.minimum(middle - 1, high))
         high = np.maximum(low, high)
     return low
+
+
+def _stages(part: Part, g: Grid) -> Floats:
+    """How many a part has."""
+    return part.cluster.ranks / (g.tensor * g.context * g.data)
 
 
 def _orders(parts: Sequence[Part]) -> list[tuple[int, ...]]:
@@ -224,6 +229,7 @@ def _prices(outline: Outline, g: Grid, part: Part, between: float) -> _Prices:
     ahead = np.asarray(sum(passes.forward.values())) / g.pipeline
     micro = ahead + (np.asarray(sum(passes.backward.values())) + passes.head) / g.pipeline
     nbytes = g.tokens * outline.hidden * setting.flow_bytes / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    own = replace(g, pipeline=_stages(part, g))  # between these a micro-batch stays within the part
     far = 2 * curves.collective_seconds(
         setting.device, "p2p", nbytes, np.full(len(g), 2.0), near=np.ones(len(g)), nic=between
     )
@@ -231,7 +237,7 @@ def _prices(outline: Outline, g: Grid, part: Part, between: float) -> _Prices:
         tuple(block_seconds(outline, g, setting)),
         passes.head,
         data_seconds(outline, g, setting, ahead, micro) + optimiser_seconds(outline, g, setting),
-        np.maximum(passes.hop, far),
+        np.maximum(hop_seconds(outline, own, setting), far),
     )
 
 
@@ -253,7 +259,7 @@ def _bounds(outline: Outline, parts: Sequence[Part], prices: Sequence[_Prices], 
         np.minimum.reduce([own / first * whole for own, first in zip(each.blocks, prices[0].blocks, strict=True)])
         for each in prices
     ]
-    stages = [part.cluster.ranks / (g.tensor * g.context * g.data) for part in parts]
+    stages = [_stages(part, g) for part in parts]
     rate = np.asarray(sum(count / all_ for count, all_ in zip(stages, least, strict=True)))
     longest = np.maximum(1 / rate, _whole(stages, [np.minimum.reduce(each.blocks) for each in prices], outline.layers))
     through = (g.micros - 1) * longest + np.minimum.reduce(least)
@@ -296,13 +302,13 @@ class _Priced:
         pieces = list(pairwise([0, *ends]))
         took = [float(cost[piece]) for cost, piece in zip(costs, pieces, strict=True)]
         step = through + float(_hops(self.prices)[0]) * (2 * (len(of) - 1) + micros)
-        at_ = {name: int(values[0]) for name, values in one.columns().items()}
+        said = {name: int(values[0]) for name, values in one.columns().items()}
         stages = [slice(of.index(at), of.index(at) + self._stages(at)) for at in order]
         return Mixed(
             order,
-            mesh_of(at_["pipeline"], at_["data"], at_["context"], at_["ulysses"], at_["tensor"]),
-            at_["micro"], micros, at_["expert"], at_["expert_tensor"], at_["zero"],
-            again_name(at_["recompute"], float(one.recomputed[0])),
+            mesh_of(said["pipeline"], said["data"], said["context"], said["ulysses"], said["tensor"]),
+            said["micro"], micros, said["expert"], said["expert_tensor"], said["zero"],
+            again_name(said["recompute"], float(one.recomputed[0])),
             tuple(tuple(end - start for start, end in pieces[each]) for each in stages),
             tuple(max(took[each]) for each in stages),
             tuple(self._fullest(at, each.start, pieces[each]) for at, each in zip(order, stages, strict=True)),
@@ -310,8 +316,7 @@ class _Priced:
         )  # fmt: skip
 
     def _stages(self, part: int) -> int:
-        """How many a part has."""
-        return self.parts[part].cluster.ranks // int(self.one.tensor[0] * self.one.context[0] * self.one.data[0])
+        return int(_stages(self.parts[part], self.one)[0])
 
     def _costs(self, part: int) -> Floats:
         """Shape (blocks + 1, blocks + 1): seconds of a stage from the row's block to before the column's."""

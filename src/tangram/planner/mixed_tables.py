@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from tangram.models.outline import Outline
+from tangram.planner.answer import ZERO
 from tangram.planner.choice import Ask, Choice
 from tangram.planner.mixed import Mixed, Part
 from tangram.planner.table import Titled
 
 __all__ = ["OverParts"]
-
-ZERO = ("nothing", "optimiser")
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,24 @@ from dataclasses import dataclass
 from tangram.errors import UserError
 from tangram.planner.goodput import Goodput
 
-__all__ = ["OBJECTIVES", "TIME", "Aim", "Objective", "Terms", "aim_of", "objective"]
+__all__ = ["OBJECTIVES", "TIME", "Aim", "Objective", "Terms", "aim_of", "hour_price", "objective"]
 
 ROUNDING = 1 + 1e-9
 """By how much a step that a value is turned into may be off."""
+
+
+def hour_price(price: float | None, watts: float | None, kwh: float | None) -> float | None:
+    """Of a device's hour with its power: `price` without it, `watts` of a device, `kwh` the price of 1,000 watt hours.
+
+    None where neither is told. Raises UserError for one of the two without the other, and for numbers that cannot be.
+    """
+    if watts is not None and not 0 < watts < math.inf:
+        raise UserError("--watts, of a device with its part of the host and of cooling, is a number above 0")
+    if kwh is None:
+        return price
+    if watts is None or not 0 <= kwh < math.inf:
+        raise UserError("--kwh is a price from 0 of what --watts take: give both")
+    return (price or 0.0) + watts * kwh / 1000
 
 
 @dataclass(frozen=True)
@@ -163,5 +177,5 @@ def aim_of(name: str, terms: Terms) -> Aim:
     if lacking:
         raise UserError(f"the objective {name} needs {' and '.join(lacking)}")
     if name == "cost" and not terms.price:
-        raise UserError("the objective cost needs a --price above 0, of a device's hour")
+        raise UserError("the objective cost needs a --price above 0, of a device's hour, or --watts and --kwh")
     return Aim(found, terms)

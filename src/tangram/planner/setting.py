@@ -39,6 +39,9 @@ class Setting:
     """Devices that meet at the fast link, which may be those of several machines."""
     nic: float | None = None
     """Bytes per second that a device receives from other nodes; None: as the catalogue says."""
+    islands: tuple[tuple[int, float], ...] = ()
+    """Beyond the nodes' network, the smallest first: so many devices meet before a farther one, of which each receives
+    so many bytes per second over that one."""
     graphs: bool = False
     """Whether kernels are started from captured graphs, so that the host starts none of them."""
 

@@ -92,6 +92,8 @@ class Request:
     able: Able = ALL
     node: int = 0
     """Devices at the same fast link: states are divided over those of a rank's copies there, too; 0: over all."""
+    islands: tuple[int, ...] = ()
+    """Devices that meet before each farther network."""
     optimisers: tuple[int, ...] = (0,)
     """Codes of kinds that may be used (`planner.means`)."""
     offloads: tuple[int, ...] = (0,)
@@ -229,9 +231,10 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
 
 
 def _placed(request: Request, together: Any, pipeline: Any, data: Any) -> Any:
-    """Whether pipeline ranks are tried within data ranks: where two stages, of so many ranks of a data rank, fit a fast
-    link, and not all devices do."""
-    fits = (2 * together <= request.node) & (request.node < request.devices) & request.able.inner
+    """Whether pipeline ranks are tried within data ranks: where two stages, of so many ranks of a data rank, fit where
+    not all devices do, at a fast link or on an island."""
+    widest = max((size for size in (request.node, *request.islands) if size < request.devices), default=0)
+    fits = (2 * together <= widest) & request.able.inner
     return (pipeline > 1) & (data > 1) & fits
 
 

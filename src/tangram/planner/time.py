@@ -34,8 +34,8 @@ from tangram.planner.setting import Setting
 from tangram.planner.traffic import data_seconds, exchange, optimiser_seconds
 
 __all__ = [
-    "Passes", "Scales", "Seconds", "block_seconds", "loads", "passes_of", "pipeline_seconds", "scaled", "seconds",
-    "slowest_rank",
+    "Passes", "Scales", "Seconds", "block_seconds", "hop_seconds", "loads", "passes_of", "pipeline_seconds", "scaled",
+    "seconds", "slowest_rank",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -113,7 +113,7 @@ def passes_of(outline: Outline, g: Grid, setting: Setting) -> Passes:
         {one.name: getattr(rest, one.name) for one in fields(rest)},
         _weights(outline, back),
         _head(outline, g, setting) + further,
-        _hop(outline, g, setting),
+        hop_seconds(outline, g, setting),
     )
 
 
@@ -154,7 +154,7 @@ def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False,
     body = whole * (1 / g.pipeline)
     head = _head(outline, g, setting) + further
     chunks = np.minimum(g.virtual, 2.0) if fewer else g.virtual
-    hop = _hop(outline, replace(g, virtual=chunks, inner=np.ones(len(g))) if fewer else g, setting)
+    hop = hop_seconds(outline, replace(g, virtual=chunks, inner=np.ones(len(g))) if fewer else g, setting)
     micros = g.micros
     weights = _weights(outline, back) / np.maximum(whole.total, 1e-30)
     way = pipeline_seconds(outline, g, whole.total, head, weights, least=least)
@@ -228,7 +228,12 @@ def _head(outline: Outline, g: Grid, setting: Setting) -> Array:
     return (products + loss + over) * (1 + outline.predictors)
 
 
-def _hop(outline: Outline, g: Grid, setting: Setting) -> Array:
+def _leaving(size: int, g: Grid, stride: Array) -> Array:
+    """Of the ways from stage to stage the share between other groups of `size` devices."""
+    return (np.ceil(g.pipeline / np.maximum(np.floor(size / stride), 1.0)) - 1) / np.maximum(g.pipeline - 1, 1.0)
+
+
+def hop_seconds(outline: Outline, g: Grid, setting: Setting) -> Array:
     """What a stage hands on of a micro-batch and gets back of it, as far as computation does not cover it; the mean of
     stages whose neighbour is at the same fast link and of others."""
     cut = np.where(g.sequence_parallel > 0, g.tensor, 1.0)
@@ -237,7 +242,10 @@ def _hop(outline: Outline, g: Grid, setting: Setting) -> Array:
     two = np.where(g.pipeline > 1, 2.0, 1.0)
     far = exchange(setting, "p2p", nbytes, two, np.full(len(g), float(setting.node)))
     one = np.where(stride * 2 <= setting.node, exchange(setting, "p2p", nbytes, two, stride), far)
-    crossing = np.ceil(g.pipeline / np.maximum(np.floor(setting.node / stride), 1.0)) - 1
-    share = crossing / np.maximum(g.pipeline - 1, 1.0)
+    share = _leaving(setting.node, g, stride)
     one = share * far + (1 - share) * one
+    for size, _ in setting.islands:  # those that go farther than what was priced so far
+        farther = exchange(setting, "p2p", nbytes, two, np.full(len(g), float(size)))
+        one = one + _leaving(size, g, stride) * np.maximum(farther - far, 0.0)
+        far = np.maximum(farther, far)
     return 2 * one * g.virtual * np.where(g.virtual > 1, 0.5, 1.0)

@@ -28,10 +28,21 @@ def exchange(setting: Setting, what: str, nbytes: Array, ranks: Array, stride: A
     """Seconds of a collective of `ranks`, each `stride` after the one before; 0 for one rank. With `g` those are places
     within a stage."""
     device = setting.device
-    near = np.clip(np.floor(setting.node / stride), 1, None)  # ranks of the group at the same fast link
+    took = curves.collective_seconds(device, what, nbytes, ranks, near=_near(setting.node, ranks, stride, g),
+                                     nic=setting.nic)  # fmt: skip
+    for size, rate in setting.islands:  # all networks carry it at the same time, so the slowest of them counts
+        near = _near(size, ranks, stride, g)
+        farther = curves.far_seconds(device, what, nbytes, ranks, near, rate)
+        took = np.where(near < ranks, np.maximum(took, farther), took)
+    return took
+
+
+def _near(size: int, ranks: Array, stride: Array, g: Grid | None) -> Array:
+    """How many ranks of a group are among the same `size` devices."""
+    near = np.clip(np.floor(size / stride), 1, None)
     if g is not None and g.inner.any():
-        near = np.where(g.inner > 0, apart(g, setting.node, stride), near)
-    return curves.collective_seconds(device, what, nbytes, ranks, near=np.minimum(near, ranks), nic=setting.nic)
+        near = np.where(g.inner > 0, apart(g, size, stride), near)
+    return np.minimum(near, ranks)
 
 
 def apart(g: Grid, node: int, stride: Array) -> Array:
