@@ -56,6 +56,7 @@ def plain_run(case: Case) -> Trace:
     norms: list[float] = []
     routers: list[float] = []
     dropped: list[float] = []
+    margins: list[float] = []
     gradients: dict[int, Tensors] = {}
     values: dict[int, Tensors] = {}
     for step in range(case.until):
@@ -63,9 +64,10 @@ def plain_run(case: Case) -> Trace:
         if _dropout(model):
             loss = _by_micro_batch(model, case, step)
         elif plan.run.router_loss or plan.run.expert_capacity:
-            loss, of_routers, lost = _of_experts(model, case, step)
+            loss, of_routers, lost, margin = _of_experts(model, case, step)
             routers.append(of_routers)
             dropped.append(lost)
+            margins.append(margin)
         elif plan.precision.compute != "float32":
             loss = _rounded(model, case, step, low)
         else:
@@ -81,7 +83,8 @@ def plain_run(case: Case) -> Trace:
         if step + 1 in CAPTURED:
             gradients[step + 1] = {name: _kept(p.grad) for name, p in trained}
             values[step + 1] = {name: _kept(p.to(kept).float()) for name, p in model.named_parameters()}
-    return Trace(tuple(losses), tuple(norms), gradients, values, routers=tuple(routers), dropped=tuple(dropped))
+    told = {"routers": tuple(routers), "dropped": tuple(dropped), "margins": tuple(margins)}
+    return Trace(tuple(losses), tuple(norms), gradients, values, **told)
 
 
 def rate(plan: Plan, step: int) -> float:
@@ -177,18 +180,19 @@ def _by_micro_batch(model: nn.Module, case: Case, step: int) -> Tensor:
     return total
 
 
-def _of_experts(model: Any, case: Case, step: int) -> tuple[Tensor, float, float]:
+def _of_experts(model: Any, case: Case, step: int) -> tuple[Tensor, float, float, float]:
     """What is defined of a global micro-batch, of what all data ranks take at once: the loss of routers as transformers
     has it, and what experts have no room for.
 
-    Gives the loss without it, what it adds, and the share of choices that were dropped, the mean over what ran.
+    Gives the loss without it, what it adds, the share of choices that were dropped, the mean over what ran, and the
+    smallest margin by which any was.
     """
     plan, rows = case.plan, _rows(case.plan, step)
     ranks, size = plan.data_ranks, plan.data.micro_batch
     ends = [len(rows) * rank // ranks for rank in range(ranks + 1)]
     shares = [rows[start:stop] for start, stop in pairwise(ends)]
     counted = int((whole_batch(plan, step).labels_BS >= 0).sum())
-    total, added, lost, tokens = torch.zeros(()), 0.0, 0.0, 0
+    total, added, lost, tokens, margin = torch.zeros(()), 0.0, 0.0, 0, math.inf
     for at in range(0, max(map(len, shares)), size):
         batch = _collated(plan, [row for share in shares for row in share[at : at + size]])
         told = {"position_ids": batch.positions_BS, "attention_mask": _masks(model, batch), "use_cache": False}
@@ -204,12 +208,13 @@ def _of_experts(model: Any, case: Case, step: int) -> tuple[Tensor, float, float
             whole, added = loss + routers, added + routers.item()
         whole.backward()
         total, tokens = total + loss.detach(), tokens + batch.inputs_BS.numel()
-        lost += batch.inputs_BS.numel() * sum(shares_of_layers) / max(1, len(shares_of_layers))
-    return total, added, lost / tokens
+        lost += batch.inputs_BS.numel() * sum(share for share, _ in shares_of_layers) / max(1, len(shares_of_layers))
+        margin = min([margin, *(each for _, each in shares_of_layers)])
+    return total, added, lost / tokens, margin
 
 
 @contextlib.contextmanager
-def _nothing() -> Iterator[list[float]]:
+def _nothing() -> Iterator[list[tuple[float, float]]]:
     yield []
 
 

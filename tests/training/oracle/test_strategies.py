@@ -1,5 +1,6 @@
 """Every strategy trains as one process does: every parameter's gradient and value, and every loss."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from tests.training.oracle.cases import FEW, HANDS, LONG, OTHER_QUICK, SHORT, Case, cases
 from tests.training.oracle.compare import Bounds, completed, findings
 from tests.training.oracle.conftest import Oracle
+from tests.training.oracle.trace import Trace
 from tests.training.oracle.warm import Measured, measure_one
 from tests.training.small import SMALL_MODEL
 from tests.training.strategies import STRATEGIES
@@ -21,6 +23,12 @@ ALL_NAMES = tuple(ALL)
 # 1.3 % at the fifth and by 8 % at the twentieth, for steps in another direction add to it.
 LOW = Bounds(gradients=5e-2, values=5e-3, losses=1e-3)
 LOW_LONG = Bounds(gradients=0.2, values=1e-2, losses=1e-3, later=1e-3)  # measured: 8.4e-2, 4.0e-3 and 1.9e-4
+
+# Experts keep the most probable choices. Two that are as probable but for rounding fall to either side, for both sum in
+# another order; what follows is another token's gradient. Over 20 steps about a thousand choices are made, with margins
+# of 1e-3: a run meets such a pair, or does not. Measured where it does: gradients 5.7e-4, values 9.3e-5.
+NEAR = 1e-5
+NEARLY_TIED = Bounds(gradients=2e-3, values=3e-4)
 
 
 def bounds_of(name: str) -> Bounds:
@@ -144,4 +152,13 @@ def test_every_case_under_every_strategy(name: str, tmp_path: Path, oracle: Orac
     case, traces = measure_one(tmp_path, name)
     bounds = LOW_LONG if name.startswith(("bfloat16", "float16")) else Bounds()
     for trace in completed(traces):
-        assert findings(trace, oracle(case), bounds) == []
+        right = oracle(case)
+        assert findings(until(trace, 5), until(right, 5), bounds) == []
+        late = NEARLY_TIED if min(right.margins[5:20], default=1.0) < NEAR else bounds
+        assert findings(trace, right, late) == []
+
+
+def until(trace: Trace, last: int) -> Trace:
+    """The first steps of it."""
+    early = [{step: of[step] for step in of if step <= last} for of in (trace.gradients, trace.values)]
+    return replace(trace, losses=trace.losses[:last], gradients=early[0], values=early[1])

@@ -31,3 +31,5 @@ class Trace:
     """The loss of routers step by step, where there is one; of ranks, rank 0 alone has it."""
     dropped: tuple[float, ...] = ()
     """The share of tokens' choices that experts had no room for, likewise."""
+    margins: tuple[float, ...] = ()
+    """Of the oracle: the smallest relative margin by which any such choice was kept and the next dropped, likewise."""
