@@ -13,7 +13,7 @@ from bench._planner.rows import cases, read
 from tangram.models.outline import Dims, decoder
 from tangram.planner.framework import framework
 from tangram.planner.grid import grid
-from tangram.planner.memory import block_backward, memory, weights_of_shapes
+from tangram.planner.memory import block_activations, block_backward, memory, weights_of_shapes
 from tangram.planner.setting import Setting
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +41,17 @@ def test_a_backward_holds_the_widest_gradient_and_the_streams() -> None:
     tokens, up, hidden = 4096 * 2, 28672, 4096
     expected = [tokens * (up + hidden), tokens * (up / 2 + hidden), tokens * (up / 2 + hidden / 2)]
     assert block_backward(block, LLAMA.hidden, g, setting).tolist() == expected
+
+
+@pytest.mark.parametrize(("dropout", "each"), [(False, 2.0), (True, 5.0)])
+def test_scores_are_kept_once_without_dropout(dropout: bool, each: float) -> None:
+    block, _ = LLAMA.runs[0]
+    g = grid(batch=8, sequence=4096, tensor=[1, 4])
+    fused = replace(CORE, fused_attention=True, dropout=dropout)
+    without, _ = block_activations(block, LLAMA.hidden, g, Setting(None, fused))
+    plain, _ = block_activations(block, LLAMA.hidden, g, Setting(None, replace(fused, fused_attention=False)))
+    numbers = 32 * 4096 * 4096
+    assert (plain - without).tolist() == pytest.approx([each * numbers, each * numbers / 4])
 
 
 def test_the_heads_gradient_is_there_with_the_logits() -> None:

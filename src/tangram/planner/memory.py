@@ -314,10 +314,13 @@ def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> t
         left = left + nbytes * stays(one, g)
     scores = np.zeros(len(g))
     if not setting.framework.fused_attention:
+        # Softmax's output is kept once: its backward and the product with the values take the same tensor. Dropout
+        # keeps its mask and its own output beside it.
+        each = 2 * setting.flow_bytes + 1.0 if setting.framework.dropout else setting.flow_bytes
         for one in block.scores:
             heads = np.maximum(one.heads / g.tensor, 1.0)
             numbers = g.micro * heads * g.sequence / g.context * g.sequence
-            scores = scores + numbers * (2 * setting.flow_bytes + (1.0 if setting.framework.dropout else 0.0))
+            scores = scores + numbers * each
     if setting.framework.dropout:
         masks = 2.0 * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
         full, left = full + masks, left + masks
