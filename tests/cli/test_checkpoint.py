@@ -137,7 +137,7 @@ def test_convert(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["verify", "RUNS/empty"], "is no checkpoint and holds none"),
         (["diff", "RUNS", "RUNS/step-1"], "holds several checkpoints, give one of them"),
         (["convert", "RUNS/step-1", "RUNS/hf"], "Missing option '--to'"),
-        (["convert", "RUNS/step-1", "RUNS/hf", "--to", "onnx"], "is hf"),
+        (["convert", "RUNS/step-1", "RUNS/hf", "--to", "onnx"], "give one of hf, torch_dist, dcp"),
         (["convert", "RUNS/step-1", "RUNS/step-2", "--to", "hf"], "is there already"),
         (["convert", "RUNS/step-1", "RUNS/hf", "--to", "hf", "--memory", "lots"], "'lots' is no size"),
         (["convert", "RUNS/step-1", "RUNS/hf", "--to", "hf", "--memory", "1MB"], "give 44 MiB or more"),

@@ -10,8 +10,6 @@ under a temporary name and appears by one rename.
 
 import json
 import re
-import secrets
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +20,8 @@ import torch
 
 from tangram.checkpoint import ahead, commits, digest, header
 from tangram.checkpoint.ahead import Ahead
-from tangram.checkpoint.commits import MANIFEST, MARKER, PARTIAL
+from tangram.checkpoint.appearing import appearing
+from tangram.checkpoint.commits import MANIFEST, MARKER
 from tangram.checkpoint.digest import Bytes, Sums
 from tangram.checkpoint.image import Image, Outgoing, images
 from tangram.checkpoint.manifest import BLOCK, DTYPES, Manifest, StoredTensor, checksums
@@ -95,37 +94,25 @@ def to_hugging_face(
     converted, DamagedError for bytes that are not those that were saved; nothing is left of the target then.
     """
     begin = time.perf_counter()
-    if target.exists() or target.is_symlink():
-        raise UserError(f'"{target}" is there already: give the name of a new directory')
     if memory < LEAST:
         raise UserError(f"{memory:,} bytes of memory are too few: give {LEAST >> 20} MiB or more")
     manifest = commits.read_manifest(source)
     tensors = _model(source, manifest)
     specs = {tensor.name: TensorSpec(tensor.spec.shape, _type(tensor, dtype)) for tensor in tensors}
     small = _small_files(source, manifest, config, dtype)
-    planned = _images(specs, shard, manifest.id)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}-{secrets.token_hex(6)}{PARTIAL}")
-    partial.mkdir()
-    try:
+    planned = planned_images(specs, shard, manifest.id)
+    nbytes = sum(placed.piece.nbytes for image in planned for placed in image.placed)
+    with appearing(target, nbytes) as partial:
         sums = _write(source, manifest, partial, planned, memory, told or (lambda count: None))
         _prove(source, manifest, specs, sums)
         if len(planned) > 1:
-            small[INDEX] = _index(planned)
+            small[INDEX] = index_of(planned)
         for name, data in small.items():
             commits.write_file(partial / name, data)
-        commits.flush_folder(partial)
-        if target.exists():
-            raise UserError(f'"{target}" has appeared meanwhile: give the name of a new directory')
-        partial.rename(target)
-        commits.flush_folder(target.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return Converted(
         path=target,
         tensors=len(specs),
-        nbytes=sum(placed.piece.nbytes for image in planned for placed in image.placed),
+        nbytes=nbytes,
         files=(*(image.name for image in planned), *small),
         cast=sum(manifest.tensors[name].spec != spec for name, spec in specs.items()),
         configured="config.json" in small,
@@ -174,7 +161,7 @@ def _is_float(dtype: str) -> bool:
     return getattr(torch, dtype).is_floating_point
 
 
-def _images(specs: Mapping[str, TensorSpec], shard: int, save_id: str) -> list[Image]:
+def planned_images(specs: Mapping[str, TensorSpec], shard: int, save_id: str) -> list[Image]:
     """The files: tensors in the order in which they are read, in as many files as `shard` asks for."""
     files: list[list[Outgoing]] = [[]]
     room = shard
@@ -189,7 +176,7 @@ def _images(specs: Mapping[str, TensorSpec], shard: int, save_id: str) -> list[I
     return made if len(made) > 1 else [replace(made[0], name=SINGLE)]
 
 
-def _index(planned: Sequence[Image]) -> bytes:
+def index_of(planned: Sequence[Image]) -> bytes:
     table = {placed.piece.key: image.name for image in planned for placed in image.placed}
     size = sum(placed.piece.nbytes for image in planned for placed in image.placed)
     return json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(table.items()))}, indent=2).encode()
@@ -213,11 +200,11 @@ def _small_files(source: Path, manifest: Manifest, config: Path | None, dtype: s
             if file.suffix in SMALL and file.is_file() and not ours:
                 found[file.name] = commits.read_bounded(file.resolve(), LARGEST_SMALL)
     if dtype is not None and "config.json" in found:
-        found["config.json"] = _with_dtype(found["config.json"], dtype)
+        found["config.json"] = with_dtype(found["config.json"], dtype)
     return found
 
 
-def _with_dtype(data: bytes, dtype: str) -> bytes:
+def with_dtype(data: bytes, dtype: str) -> bytes:
     """A configuration that says the type of the weights, where it says any."""
     try:
         fields = json.loads(data)

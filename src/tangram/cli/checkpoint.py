@@ -19,6 +19,8 @@ __all__ = ["checkpoint"]
 ROWS = 30
 """Of a table of what is wrong or differs; --json has all."""
 
+TE = "transformer_engine"
+
 checkpoint = typer.Typer()
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
@@ -164,32 +166,31 @@ def diff(
 
 @checkpoint.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format that is read.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="A new directory.")],
-    to: Annotated[str, typer.Option(help="The format: hf, the directory that transformers loads.")],
+    to: Annotated[str, typer.Option(help="The format: hf, torch_dist (Megatron-core's) or dcp (torch's).")],
     dtype: Annotated[str | None, typer.Option(help="Cast floating point to it, as bfloat16.")] = None,
     shard_size: Annotated[str, typer.Option(help="The largest file.")] = "5GB",
     memory: Annotated[str, typer.Option(help="For all buffers.")] = "512MiB",
     config: Annotated[Path | None, typer.Option(metavar="DIR", help="Where configuration and tokenizer lie.")] = None,
+    mapping: Annotated[Path | None, typer.Option(metavar="FILE", help="A mapping of your own.")] = None,
+    sizes: Annotated[list[str] | None, typer.Option("--size", help="A size that shapes leave open: g=8.")] = None,
+    family: Annotated[Path | None, typer.Option(metavar="FILE", help="A family of your own.")] = None,
+    transformer_impl: Annotated[str, typer.Option(help="Whose names: transformer_engine or local.")] = TE,
+    pad_vocabulary: Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of it.")] = 1,
+    apart: Annotated[bool, typer.Option("--apart", help="Layers of a torch_dist one by one, not stacked.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
     json: Json = False,
 ) -> None:
-    """Export the model of a checkpoint, as a stream; what is not cast is proved to be equal."""
-    from tangram.checkpoint import convert as of
+    """Convert a checkpoint to another format and structure, as a stream; what is not cast has the same bits."""
+    from tangram.cli.convert import Asked, run
 
-    if to != "hf":
-        raise UserError(f"--to {to}: the one format that is written so far is hf")
-    sizes = {"shard": of.bytes_of(shard_size), "memory": of.bytes_of(memory)}
-    with _files(), byte_bar("exporting", of.size_of(source, dtype)) as told:
-        made = of.to_hugging_face(source, target, dtype=dtype, config=config, told=told, **sizes)
-    if json:
-        print_json(made.as_json())
-        return
-    proof = f"{count(made.tensors - made.cast, 'tensor')} proved equal to the checkpoint by their digests"
-    cast = f", {made.cast:,} cast to {dtype}" if made.cast else ""
-    rate = size(made.nbytes / made.seconds)
-    print(f"{target}: {size(made.nbytes)} in {count(len(made.files), 'file')}, {rate}/s; {proof}{cast}")
-    if not made.configured:
-        print("there is no config.json: transformers needs one, which --config DIR copies")
+    asked = Asked(
+        to, dtype, shard_size, memory, config, mapping, tuple(sizes or ()), family, transformer_impl, pad_vocabulary,
+        not apart, dry_run, json,
+    )  # fmt: skip
+    with _files():
+        run(source, target, asked)
 
 
 @checkpoint.command()

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,  # pyright: ignore[reportPrivateUsage]  what torch's own reader unpickles
 )
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -32,6 +33,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tangram.checkpoint.formats.archive import Place, read_archive
+from tangram.checkpoint.formats.mapped import Maps
+from tangram.checkpoint.formats.opened import Opened
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
@@ -94,6 +98,30 @@ def _span(path: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata
 
 def _region(chunk: ChunkStorageMetadata) -> Region:
     return Region.box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def open_folder(path: Path) -> Opened:
+    """A directory, whose chunks are mapped. Raises UserError for one that is not whole."""
+    index = read_index(path)
+    maps = Maps(path)
+    return Opened("dcp", path, index.specs, index.pieces, mapped_chunks(maps), maps.release, index.opaque)
+
+
+def mapped_chunks(maps: Maps) -> Callable[[Hashable, str], Tensor]:
+    """A function from the place and tensor of a piece to a view of its values in the mapped file."""
+    places: dict[Span, Place] = {}
+
+    def read(span: Hashable, name: str) -> Tensor:
+        assert isinstance(span, Span)
+        if span not in places:
+            found = read_archive(maps, span.file, span.offset, span.length)
+            if not isinstance(found, Place):
+                raise UserError(f'"{name}" in "{maps.folder / span.file}" is no tensor')
+            places[span] = found
+        place = places[span]
+        return maps.view(place.file, place.offset, place.dtype, place.shape, place.stride)
+
+    return read
 
 
 def chunk_reader(path: Path, sums: Mapping[str, Mapping[int, int]] | None = None) -> Callable[[Hashable, str], Tensor]:
@@ -185,8 +213,25 @@ class _Sink:
         """Nothing to do here: the file is flushed once, at its end."""
 
 
-def write_index(path: Path, specs: Mapping[str, TensorSpec], written: Iterable[Written]) -> tuple[int, int]:
-    """Write the `.metadata` of the directory `path`, as torch's own reader wants it; its size and crc32."""
+def write_object(file: Path, value: object) -> Span:
+    """Write something that is no tensor into a new file, as DCP has it."""
+    with file.open("xb") as stream:
+        torch.save(value, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+        return Span(file.name, 0, stream.tell())
+
+
+def write_index(
+    path: Path,
+    specs: Mapping[str, TensorSpec],
+    written: Iterable[Written],
+    objects: Mapping[str, Span] | None = None,
+) -> tuple[int, int]:
+    """Write the `.metadata` of the directory `path`, as torch's own reader wants it; its size and crc32.
+
+    `objects`: what is no tensor, by name; several may lie in the same bytes.
+    """
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in specs}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     for block in written:
@@ -197,7 +242,11 @@ def write_index(path: Path, specs: Mapping[str, TensorSpec], written: Iterable[W
         name: TensorStorageMetadata(TensorProperties(getattr(torch, spec.dtype)), torch.Size(spec.shape), chunks[name])
         for name, spec in specs.items()
     }
-    data = pickle.dumps(Metadata(dict(entries), {name: (name,) for name in specs}, stored, version=CURRENT_DCP_VERSION))
+    known: dict[str, Any] = dict(entries)
+    for name, at in (objects or {}).items():
+        known[name] = BytesStorageMetadata()
+        stored[MetadataIndex(name)] = _StorageInfo(at.file, at.offset, at.length)
+    data = pickle.dumps(Metadata(known, {name: (name,) for name in known}, stored, version=CURRENT_DCP_VERSION))
     with (path / INDEX).open("xb") as stream:
         stream.write(data)
         stream.flush()

@@ -14,12 +14,20 @@ from typing import Any, cast
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tangram.checkpoint import header
+from tangram.checkpoint.commits import read_bounded
+from tangram.checkpoint.formats.mapped import Maps
+from tangram.checkpoint.formats.opened import Opened
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+LARGEST_SMALL = 1 << 28
+"""Bytes of a configuration or tokenizer file that is read."""
+SMALL = (".json", ".txt", ".model", ".jinja")
+"""How the names of those files end."""
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # safetensors' names of the types, and torch's.
 DTYPES = {
@@ -132,3 +140,31 @@ def mapped_reader(path: Path) -> Callable[[Hashable, str], Tensor]:
         return files[place].get_tensor(name)
 
     return read
+
+
+def open_folder(path: Path) -> Opened:
+    """A directory with its configuration. Raises UserError for one that is not whole."""
+    index = read_index(path)
+    maps = Maps(path)
+    slots: dict[tuple[str, str], header.Slot] = {}
+    for file in dict.fromkeys(str(piece.place) for piece in index.pieces):
+        size = (path / file).stat().st_size
+        data = maps.data(file)
+        found, _ = header.parse(data[: 8 + header.header_length(data[:8], size, file)], size, file)
+        slots.update({(file, slot.name): slot for slot in found})
+
+    def read(place: Hashable, name: str) -> Tensor:
+        slot = slots[str(place), name]
+        return maps.view(str(place), slot.offset, slot.dtype, slot.shape)
+
+    return Opened("hf", path, index.specs, index.pieces, read, maps.release, small=small_files(path))
+
+
+def small_files(path: Path) -> dict[str, bytes]:
+    """Configuration and tokenizer of a directory."""
+    found: dict[str, bytes] = {}
+    for file in sorted(path.iterdir()):
+        ours = file.name.endswith(".index.json") or file.name.startswith(".")
+        if file.suffix in SMALL and file.is_file() and not ours:
+            found[file.name] = read_bounded(file.resolve(), LARGEST_SMALL)
+    return found

@@ -1,0 +1,68 @@
+"""Files that are mapped and seen as tensors: nothing is read before it is used, and what was read can be let go.
+
+Maps are read-only and shared with the page cache, so a file of any size costs no memory that the system could not take
+back; `release` gives it back at once, for who works under a limit.
+"""
+
+import math
+import mmap
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tangram.checkpoint.manifest import DTYPES
+from tangram.errors import UserError
+
+
+class Maps:
+    """The files of one checkpoint, mapped when first asked for. Threads may share it once a file is mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, mmap.mmap] = {}
+
+    def data(self, file: str) -> mmap.mmap:
+        """All bytes of a file. Raises UserError for one that is not there, or empty."""
+        if file not in self._open:
+            path = self.folder / file
+            try:
+                with path.open("rb") as stream:
+                    self._open[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            except FileNotFoundError:
+                raise UserError(f'"{self.folder}" is not whole: its file {file} is not there') from None
+            except ValueError:  # of length 0
+                raise UserError(f'"{path}" is empty') from None
+        return self._open[file]
+
+    def view(
+        self, file: str, offset: int, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """The elements that begin at a byte of a file, row by row or with strides in elements.
+
+        Raises UserError where the file ends before them.
+        """
+        strides = stride if stride is not None else _rows(shape)
+        size = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if math.prod(shape) else 0
+        kind = getattr(torch, dtype)
+        if not size:
+            return torch.empty(shape, dtype=kind)
+        data = self.data(file)
+        if offset < 0 or min(strides, default=0) < 0 or offset + size * DTYPES[dtype] > len(data):
+            raise UserError(f'"{self.folder / file}" is cut off: it has {len(data):,} bytes, and more are asked for')
+        with warnings.catch_warnings():  # torch warns of read-only buffers; this one is only read
+            warnings.simplefilter("ignore", UserWarning)
+            flat = torch.frombuffer(data, dtype=torch.uint8, count=size * DTYPES[dtype], offset=offset)
+            if flat.data_ptr() % DTYPES[dtype]:
+                flat = flat.clone()  # torch takes no view of elements that lie across their own size
+            return flat.view(kind).as_strided(shape, strides)
+
+    def release(self) -> None:
+        """Let go of what was read; it is read again where it is used again."""
+        for data in self._open.values():
+            data.madvise(mmap.MADV_DONTNEED)
+
+
+def _rows(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,0 +1,277 @@
+"""From a checkpoint of any format and structure to another, as a stream: a mapping says what becomes of what.
+
+    opened source -> mapping, bound: coverage proved before a byte moves -> boxes of each new tensor, filled by relayout
+    -> blocks of the new files
+
+Memory is what the buffers and the pages that were just read take, a setting; what was read is let go as it is used.
+Everything is written under a temporary name and appears by one rename.
+
+Trade-off: a tensor of the source is read where the new order of bytes wants it, through maps, not in its files' order;
+where a mapping scatters (experts from many small tensors into one), the disk sees small requests.
+"""
+
+import json
+import math
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tangram.checkpoint import commits
+from tangram.checkpoint.appearing import appearing
+from tangram.checkpoint.convert import SHARD, index_of, planned_images, with_dtype
+from tangram.checkpoint.digest import Bytes
+from tangram.checkpoint.formats import torch_dist
+from tangram.checkpoint.formats.huggingface import INDEX, small_files
+from tangram.checkpoint.formats.opened import Opened
+from tangram.checkpoint.header import NAMES
+from tangram.checkpoint.image import Image, parts
+from tangram.checkpoint.manifest import BLOCK, DTYPES
+from tangram.checkpoint.parts import MODEL
+from tangram.checkpoint.write import RING, Ring, write_from
+from tangram.errors import UserError
+from tangram.layout import Region
+from tangram.layout.intervals import span
+from tangram.layout.region import stretch
+from tangram.relayout import Bound, Piece, PieceIndex, TensorSpec, bind, execute, plan
+
+__all__ = ["IDENTITY", "LEAST", "MEMORY", "TARGETS", "Restructured", "Way", "restructure", "steps_of"]
+
+IDENTITY = "{name*} -> {name*}"
+"""The mapping that leaves everything as it is."""
+MEMORY = 512 << 20
+LEAST = RING * BLOCK + (64 << 20)
+"""Bytes of memory without which nothing can be converted."""
+CHUNK = 64 << 20
+"""Bytes of a chunk of a DCP at most."""
+TARGETS = ("hf", "torch_dist", "dcp")
+_OUT = "out"
+
+
+@dataclass(frozen=True)
+class Way:
+    """What becomes of a tensor."""
+
+    name: str
+    spec: TensorSpec
+    sources: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return math.prod(self.spec.shape) * DTYPES[self.spec.dtype]
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        spec = {"shape": list(self.spec.shape), "dtype": self.spec.dtype}
+        return {"name": self.name, **spec, "of": list(self.sources)}
+
+
+@dataclass(frozen=True)
+class Restructured:
+    """What has been written."""
+
+    path: Path
+    format: str
+    tensors: int
+    nbytes: int
+    files: tuple[str, ...]
+    cast: int
+    configured: bool
+    """Whether the configuration is there."""
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {**vars(self), "path": str(self.path), "files": list(self.files), "seconds": round(self.seconds, 3)}
+
+
+def bound_of(source: Opened, mapping: str, sizes: Mapping[str, int]) -> Bound:
+    """A mapping bound to a checkpoint's tensors. Raises UserError for one that does not fit."""
+    return bind(mapping, source.specs, sizes=sizes)
+
+
+def cast_specs(bound: Bound, dtype: str | None) -> dict[str, TensorSpec]:
+    """The tensors that are made, floating-point ones of another type where that is wanted, in a natural order."""
+    if dtype is not None and not (dtype in DTYPES and getattr(torch, dtype).is_floating_point):
+        known = ", ".join(name for name in DTYPES if getattr(torch, name).is_floating_point)
+        raise UserError(f"--dtype {dtype}: give one of {known}")
+    made: dict[str, TensorSpec] = {}
+    for name, spec in sorted(bound.target.specs.items(), key=lambda item: _natural(item[0])):
+        cast = dtype is not None and getattr(torch, spec.dtype).is_floating_point
+        made[name] = TensorSpec(spec.shape, dtype) if cast and dtype else spec
+    return made
+
+
+def steps_of(bound: Bound, dtype: str | None) -> list[Way]:
+    """Every new tensor and what it is made of."""
+    made = cast_specs(bound, dtype)
+    found: list[Way] = []
+    for name, spec in made.items():
+        family, region = bound.target.lift(name, Region.full(spec.shape))
+        sources: dict[str, None] = {}
+        for cell in bound.cells[family.name]:
+            hit = any(cell.target.boxes(box) for box in region.boxes)
+            if hit and cell.source is not None:
+                sources[cell.source.tensor] = None
+        found.append(Way(name, spec, tuple(sources)))
+    return found
+
+
+def restructure(
+    source: Opened,
+    bound: Bound,
+    target: Path,
+    to: str,
+    *,
+    dtype: str | None = None,
+    shard: int = SHARD,
+    memory: int = MEMORY,
+    stack: bool = True,
+    small: Mapping[str, bytes] | None = None,
+    told: Callable[[int], None] | None = None,
+) -> Restructured:
+    """Write what a mapping makes of a checkpoint as the new directory `target`.
+
+    `to`: one of TARGETS. `dtype`: floating-point tensors are cast to it. `shard`: bytes of a safetensors file at most.
+    `memory`: bytes for all buffers. `stack`: layers that are alike lie stacked in a torch_dist, as Megatron-core has
+    them. `small`: configuration and tokenizer, the source's own unless given. `told` hears how many more bytes are
+    written. Raises UserError for what cannot be done and DamagedError for damage; nothing is left of the target then.
+    """
+    begin = time.perf_counter()
+    if to not in TARGETS:
+        raise UserError(f"--to {to}: give one of {', '.join(TARGETS)}")
+    if memory < LEAST:
+        raise UserError(f"{memory:,} bytes of memory are too few: give {LEAST >> 20} MiB or more")
+    specs = cast_specs(bound, dtype)
+    if not specs:
+        raise UserError(f'"{source.path}" has no tensors to convert')
+    _refuse_names(specs, to)
+    beside = dict(source.small if small is None else small)
+    if dtype is not None and "config.json" in beside:
+        beside["config.json"] = with_dtype(beside["config.json"], dtype)
+    nbytes = sum(math.prod(spec.shape) * DTYPES[spec.dtype] for spec in specs.values())
+    filler = _Filler(source, bound, specs, max(1, memory // 4))
+    hear = told or _deaf
+    with appearing(target, nbytes + sum(map(len, beside.values()))) as partial:
+        if to == "hf":
+            files = _safetensors(partial, specs, filler, shard, hear)
+            for name, data in beside.items():
+                commits.write_file(partial / name, data)
+            files += list(beside)
+        else:
+            chunk = min(CHUNK, (memory - LEAST) // 4 + BLOCK)
+            core = to == "torch_dist"
+            files = torch_dist.write(partial, specs, filler.fill, chunk, stack and core, core, hear)
+            files += torch_dist.write_beside(partial, beside) if core else []
+    cast = sum(bound.target.specs[name] != spec for name, spec in specs.items())
+    configured = "config.json" in beside
+    return Restructured(target, to, len(specs), nbytes, tuple(files), cast, configured, time.perf_counter() - begin)
+
+
+def small_of(folder: Path) -> dict[str, bytes]:
+    """Configuration and tokenizer of a directory. Raises UserError for one without a config.json."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f'--config "{folder}": give a directory with a config.json')
+    return small_files(folder)
+
+
+def config_of(small: Mapping[str, bytes]) -> dict[str, Any] | None:
+    """The configuration among small files. Raises UserError for one that is no table."""
+    if "config.json" not in small:
+        return None
+    try:
+        fields: Any = json.loads(small["config.json"])
+    except ValueError as error:
+        raise UserError(f"the config.json cannot be read: {error}") from None
+    if not isinstance(fields, dict):
+        raise UserError("the config.json is no table")
+    return cast("dict[str, Any]", fields)
+
+
+# ---------------------------------------------------------------- filling
+
+
+def _deaf(_: int) -> None:
+    """Nobody wants to hear."""
+
+
+class _Filler:
+    """Boxes of new tensors, made of what a source's pieces have."""
+
+    def __init__(self, source: Opened, bound: Bound, specs: Mapping[str, TensorSpec], keep: int) -> None:
+        """`keep`: bytes that are read before what was read is let go."""
+        self._source, self._bound, self._specs, self._keep = source, bound, specs, keep
+        self._holders = PieceIndex(source.pieces, bound.source)
+        self._own = bound.target.specs
+        self._read = 0
+
+    def fill(self, name: str, region: Region, out: Tensor) -> None:
+        """A box of a tensor into memory of its shape."""
+        own = getattr(torch, self._own[name].dtype)
+        into = out if out.dtype == own else torch.empty(out.shape, dtype=own)
+        steps = plan(self._bound, self._holders, [Piece(_OUT, name, region)])
+        execute(steps, self._source.read, {(_OUT, name): into})
+        if into is not out:
+            out.copy_(into)
+        self._read += into.nbytes
+        if self._read > self._keep:
+            self._source.release()
+            self._read = 0
+
+    def bytes_of(self, name: str, first: int, out: Bytes) -> None:
+        """Bytes of a tensor in row-major order, from the byte `first` on."""
+        spec = self._specs[name]
+        itemsize = DTYPES[spec.dtype]
+        flat = torch.from_numpy(out).view(getattr(torch, spec.dtype))
+        at = 0
+        for box in stretch(tuple(span(0, n) for n in spec.shape), first // itemsize, (first + len(out)) // itemsize):
+            shape = [b - a for ((a, b),) in box]
+            size = math.prod(shape)
+            self.fill(name, Region.of([box]), flat[at : at + size].view(shape))
+            at += size
+
+
+def _safetensors(
+    folder: Path, specs: Mapping[str, TensorSpec], filler: _Filler, shard: int, told: Callable[[int], None]
+) -> list[str]:
+    ring = Ring()
+    planned = planned_images({f"{MODEL}.{name}": spec for name, spec in specs.items()}, shard, secrets.token_hex(8))
+    for image in planned:
+        write_from(folder, image, _taking(image, filler, told), ring, checked=False)
+    files = [image.name for image in planned]
+    if len(planned) > 1:
+        commits.write_file(folder / INDEX, index_of(planned))
+        files.append(INDEX)
+    return files
+
+
+def _taking(image: Image, filler: _Filler, told: Callable[[int], None]) -> Callable[[int, Bytes], Bytes]:
+    def take(start: int, out: Bytes) -> Bytes:
+        head = image.head[start : start + len(out)]
+        out[: len(head)] = np.frombuffer(head, np.uint8)
+        for placed, first, last in parts(image, start, start + len(out)):
+            begin = placed.offset + first - start
+            filler.bytes_of(placed.piece.name.removeprefix(f"{MODEL}."), first, out[begin : begin + last - first])
+        told(len(out))
+        return out
+
+    return take
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Names with their numbers in order: layer 2 before layer 10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def _refuse_names(specs: Mapping[str, TensorSpec], to: str) -> None:
+    for name, spec in specs.items():
+        if to == "hf" and spec.dtype not in NAMES:
+            raise UserError(f"{name} is {spec.dtype}, which safetensors has no name for: give a --dtype")

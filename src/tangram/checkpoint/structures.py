@@ -1,0 +1,116 @@
+"""Which mapping leads from a checkpoint to a format: a user's own, the family's, its inverse, or none.
+
+Hugging Face directories and Tangram's checkpoints have a model's tensors by transformers' names, Megatron-core's by its
+own. A family (`tangram.models.families`) says what becomes of what, from the configuration that lies with the weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tangram.checkpoint.formats.opened import Opened
+from tangram.checkpoint.restructure import IDENTITY
+from tangram.errors import UserError
+from tangram.layout.syntax import Mapping as MappingText
+from tangram.models.families import Family, family_of, mapping_of
+from tangram.relayout import Bound, RelayoutError, bind, inverse
+
+WORDS = "embedding.word_embeddings.weight"
+"""A tensor that every model of Megatron-core has on its first stage."""
+STATES = ("optimizer.", "chained_")
+"""How the names of optimiser states begin in a torch_dist."""
+SAID = 5
+"""Tensors that a sentence names."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A mapping that fits, and where it comes from."""
+
+    bound: Bound
+    said: str
+    left: tuple[str, ...]
+    """Tensors that are not converted: optimiser states."""
+
+
+def model_of(source: Opened) -> tuple[Opened, tuple[str, ...]]:
+    """A checkpoint without optimiser states, and the names of those."""
+    left = tuple(name for name in source.specs if name.startswith(STATES))
+    if not left:
+        return source, ()
+    gone = set(left)
+    specs = {name: spec for name, spec in source.specs.items() if name not in gone}
+    pieces = tuple(piece for piece in source.pieces if piece.tensor not in gone)
+    return replace(source, specs=specs, pieces=pieces), left
+
+
+def choose(
+    source: Opened,
+    to: str,
+    config: Mapping[str, Any] | None,
+    *,
+    text: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+    family: Family | None = None,
+    local: bool = False,
+    divisor: int = 1,
+) -> Chosen:
+    """The mapping to a format, bound to the checkpoint's tensors.
+
+    `text` and `sizes`: a mapping of the user's own. `family`: instead of the one that the configuration names.
+    `local`: write the names of Megatron-core's layers without Transformer Engine; those that are read are told apart by
+    themselves. `divisor`: pad the vocabulary to a multiple of it. Raises UserError where no mapping fits.
+    """
+    model, left = model_of(source)
+    core = WORDS in model.specs
+    if text is not None:
+        return Chosen(bind(text, model.specs, sizes=sizes or {}), "the mapping that was given", left)
+    if core == (to == "torch_dist") or to == "dcp":
+        return Chosen(bind(IDENTITY, model.specs), "no mapping: every tensor as it is", left)
+    if config is None:
+        raise UserError("there is no config.json, which says what the model is: give --config DIR")
+    known = family or family_of(config)
+    if core:
+        bound = _from_core(model, known, config)
+        return Chosen(bound, f"the family {known.name}, read backwards", left)
+    rows = config.get("vocab_size")
+    padded = -(-rows // divisor) * divisor if isinstance(rows, int) else None
+    mapped = mapping_of(known, config, vocabulary=padded, names=model.specs, local=local)
+    return Chosen(_bound(model, mapped.text, mapped.sizes, known), f"the family {known.name}", left)
+
+
+def _from_core(model: Opened, known: Family, config: Mapping[str, Any]) -> Bound:
+    """The way back, by whichever names the layers have."""
+    rows = model.specs[WORDS].shape[0]
+    errors: list[UserError] = []
+    for local in (False, True) if known.local else (False,):
+        mapped = mapping_of(known, config, vocabulary=rows, names=model.specs, local=local)
+        try:
+            return _bound(model, str(inverse(mapped.text)), mapped.sizes, known)
+        except UserError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _bound(model: Opened, text: str, sizes: Mapping[str, int], known: Family) -> Bound:
+    try:
+        bound = bind(text, model.specs, partial=True, sizes=sizes)
+    except RelayoutError as error:
+        raise UserError(f'"{model.path}" is not what the family {known.name} says: {error}') from None
+    unknown = uncovered(bound, model)
+    if unknown:
+        more = f" and {len(unknown) - SAID:,} more" if len(unknown) > SAID else ""
+        names = ", ".join(unknown[:SAID])
+        raise UserError(f"the family {known.name} does not say where these tensors go: {names}{more}")
+    return bound
+
+
+def uncovered(bound: Bound, model: Opened) -> list[str]:
+    """The tensors of a checkpoint that a mapping does not name."""
+    named = bound.source.specs
+    return [name for name in model.specs if name not in named]
+
+
+def statements(text: str) -> int:
+    """How many statements a mapping has. Raises LayoutError where it is none."""
+    return len(MappingText.parse(text).statements)

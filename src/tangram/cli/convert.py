@@ -1,0 +1,182 @@
+"""`tangram checkpoint convert`: from any format and structure that is read to any that is written."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tangram.cli.output import byte_bar, print_json, print_table, size
+from tangram.errors import UserError
+from tangram.training.tables import count, printable
+
+if TYPE_CHECKING:
+    from tangram.checkpoint.formats.opened import Opened
+    from tangram.checkpoint.restructure import Restructured, Way
+    from tangram.checkpoint.structures import Chosen
+
+__all__ = ["Asked", "run"]
+
+NAMES = ("transformer_engine", "local")
+ROWS = 40
+"""Of the table of a dry run; --json has all."""
+SAMPLE = 64 << 20
+"""Bytes that are read and written to see how fast the disk is."""
+UNCONFIGURED = "there is no config.json: transformers needs one, which --config DIR copies"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of the command."""
+
+    to: str
+    dtype: str | None
+    shard_size: str
+    memory: str
+    config: Path | None
+    mapping: Path | None
+    sizes: Sequence[str]
+    family: Path | None
+    transformer_impl: str
+    pad_vocabulary: int
+    stack: bool
+    dry_run: bool
+    json: bool
+
+
+def run(source: Path, target: Path, asked: Asked) -> None:
+    """Convert, and say what was done. Raises UserError for what cannot be."""
+    from tangram.checkpoint.convert import bytes_of
+    from tangram.checkpoint.formats.detect import open_any
+    from tangram.checkpoint.formats.own import is_own
+    from tangram.checkpoint.restructure import TARGETS
+
+    if asked.to not in TARGETS:
+        raise UserError(f"--to {asked.to}: give one of {', '.join(TARGETS)}")
+    if asked.transformer_impl not in NAMES:
+        raise UserError(f"--transformer-impl {asked.transformer_impl}: give {' or '.join(NAMES)}")
+    room = {"shard": bytes_of(asked.shard_size), "memory": bytes_of(asked.memory)}
+    if target.exists() or target.is_symlink():
+        raise UserError(f'"{target}" is there already: give the name of a new directory')
+    if asked.to == "hf" and is_own(source) and asked.mapping is None and not asked.dry_run:
+        _export(source, target, asked, room)
+    else:
+        _convert(open_any(source), target, asked, room)
+
+
+def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -> None:
+    """The model of one of Tangram's checkpoints as it is: proved by digests."""
+    from tangram.checkpoint import convert as of
+
+    with byte_bar("exporting", of.size_of(source, asked.dtype)) as told:
+        made = of.to_hugging_face(source, target, dtype=asked.dtype, config=asked.config, told=told, **room)
+    if asked.json:
+        print_json(made.as_json())
+        return
+    proof = f"{count(made.tensors - made.cast, 'tensor')} proved equal to the checkpoint by their digests"
+    cast = f", {made.cast:,} cast to {asked.dtype}" if made.cast else ""
+    rate = size(made.nbytes / made.seconds)
+    print(f"{target}: {size(made.nbytes)} in {count(len(made.files), 'file')}, {rate}/s; {proof}{cast}")
+    if not made.configured:
+        print(UNCONFIGURED)
+
+
+def _convert(source: "Opened", target: Path, asked: Asked, room: Mapping[str, int]) -> None:
+    from tangram.checkpoint.restructure import config_of, restructure, small_of, steps_of
+    from tangram.checkpoint.structures import choose
+    from tangram.models.families import read_family
+
+    small = small_of(asked.config) if asked.config else dict(source.small)
+    chosen = choose(
+        source,
+        asked.to,
+        config_of(small),
+        text=_text(asked.mapping),
+        sizes=_sizes(asked.sizes),
+        family=read_family(asked.family) if asked.family else None,
+        local=asked.transformer_impl == "local",
+        divisor=asked.pad_vocabulary,
+    )
+    ways = steps_of(chosen.bound, asked.dtype)
+    total = sum(way.nbytes for way in ways)
+    if asked.dry_run:
+        _planned(source, target, asked, chosen, ways, total)
+        return
+    with byte_bar("converting", total) as told:
+        made = restructure(
+            source, chosen.bound, target, asked.to, dtype=asked.dtype, stack=asked.stack, small=small, told=told, **room
+        )
+    if asked.json:
+        print_json({**made.as_json(), "by": chosen.said, "left_out": len(chosen.left)})
+    else:
+        _said(made, chosen, asked)
+
+
+def _said(made: "Restructured", chosen: "Chosen", asked: Asked) -> None:
+    cast = f", {made.cast:,} cast to {asked.dtype}" if made.cast else ""
+    rate = size(made.nbytes / made.seconds)
+    tensors = count(made.tensors, "tensor")
+    print(f"{made.path}: {made.format}, {tensors}, {size(made.nbytes)}, {rate}/s; by {chosen.said}{cast}")
+    if chosen.left:
+        print(f"{count(len(chosen.left), 'tensor')} of optimiser states not converted")
+    if made.format == "hf" and not made.configured:
+        print(UNCONFIGURED)
+
+
+def _planned(source: "Opened", target: Path, asked: Asked, chosen: "Chosen", ways: Sequence["Way"], total: int) -> None:
+    """What would be done, and how long it would take on this disk."""
+    rate = _disk(source, target)
+    fields: dict[str, Any] = {
+        "from": source.format, "to": asked.to, "by": chosen.said, "tensors": len(ways), "bytes": total,
+        "left_out": list(chosen.left), "seconds": round(total / rate, 1) if rate else None,
+    }  # fmt: skip
+    if asked.json:
+        print_json({"dry_run": True, **fields, "ways": [way.as_json() for way in ways]})
+        return
+    time_ = f"about {total / rate:,.1f} s at {size(rate)}/s, read and written, as measured here" if rate else "no time"
+    rows = [
+        (way.name, way.spec.dtype, " ".join(map(str, way.spec.shape)) or "scalar", ", ".join(way.sources) or "filled")
+        for way in ways[:ROWS]
+    ]
+    print_table(str(target), ("tensor", "dtype", "shape", "made of"), [[printable(c) for c in row] for row in rows])
+    if len(ways) > ROWS:
+        print(f"and {len(ways) - ROWS:,} more, which --json lists")
+    print(f"{source.format} to {asked.to}, by {chosen.said}: {count(len(ways), 'tensor')}, {size(total)}; {time_}")
+    if chosen.left:
+        print(f"{count(len(chosen.left), 'tensor')} of optimiser states would not be converted")
+
+
+def _disk(source: "Opened", target: Path) -> float | None:
+    """Bytes a second that go from the source to where the target will lie; None where nothing is there to read."""
+    import os
+    import tempfile
+
+    files = sorted((f for f in source.path.iterdir() if f.is_file()), key=lambda f: f.stat().st_size)
+    folder = next((one for one in (target.parent, *target.parent.parents) if one.is_dir()), None)
+    if not files or folder is None or not files[-1].stat().st_size:
+        return None
+    begin = time.perf_counter()
+    with files[-1].open("rb") as stream, tempfile.TemporaryFile(dir=folder) as out:
+        data = stream.read(SAMPLE)
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    return len(data) / (time.perf_counter() - begin)
+
+
+def _text(file: Path | None) -> str | None:
+    """A mapping of the user's own: statements, and lines that begin with #."""
+    if file is None:
+        return None
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))
+
+
+def _sizes(given: Sequence[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in given:
+        name, _, number = one.partition("=")
+        if not name.isidentifier() or not number.isdigit():
+            raise UserError(f"--size {one}: give a name and a number, as g=8")
+        found[name] = int(number)
+    return found

@@ -1,0 +1,211 @@
+"""How families of models are called and cut in other frameworks: one data file each, and a mapping for a configuration.
+
+    architectures = [...]         whose config.json this is
+    [sizes]                       factors of the notation, by names of the configuration or arithmetic on them
+    [[part]]                      statements from Hugging Face to Megatron-core; `when` says for which configurations
+
+A mapping is written once; the way back is its inverse. Where a statement depends on a number, `$name` stands for it.
+Nothing here knows a model: what differs between families is in their files.
+"""
+
+import ast
+import re
+import tomllib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any, cast
+
+from tangram.errors import UserError
+
+__all__ = ["Family", "Mapped", "Part", "families", "family_of", "mapping_of", "read_family"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Statements that hold for some configurations."""
+
+    when: str
+    mapping: str
+    of: tuple[tuple[str, ...], ...] = ((),)
+    """Names that `$hf` and `$mc` stand for, and when; the statements are there once for each."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A data file."""
+
+    name: str
+    architectures: tuple[str, ...]
+    sizes: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    """What a configuration means that does not say it."""
+    parts: tuple[Part, ...]
+    local: Mapping[str, str]
+    """What Megatron-core's layers without Transformer Engine call a tensor, where that is another name."""
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A family's mapping for one configuration."""
+
+    family: str
+    text: str
+    sizes: Mapping[str, int]
+
+
+@lru_cache(maxsize=1)
+def families() -> tuple[Family, ...]:
+    """All that are known."""
+    folder = resources.files(__name__)
+    files = sorted((one for one in folder.iterdir() if one.name.endswith(".toml")), key=lambda one: one.name)
+    return tuple(_family(one.name.removesuffix(".toml"), one.read_text(encoding="utf-8")) for one in files)
+
+
+def read_family(path: Path) -> Family:
+    """One of a user's own. Raises UserError for what is none."""
+    try:
+        return _family(path.stem, path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f'"{path}" cannot be read: {error.strerror}') from None
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a configuration. Raises UserError where there is none."""
+    asked = [str(one) for one in config.get("architectures") or ()]
+    for family in families():
+        if set(family.architectures) & set(asked):
+            return family
+    known = ", ".join(one.name for one in families())
+    said = ", ".join(asked) or f"none (its model_type is {config.get('model_type')!r})"
+    raise UserError(f"no family has the architecture {said}; there are {known}: give a --family FILE of your own")
+
+
+def mapping_of(
+    family: Family,
+    config: Mapping[str, Any],
+    *,
+    vocabulary: int | None = None,
+    names: Collection[str] = (),
+    local: bool = False,
+) -> Mapped:
+    """The mapping from Hugging Face to Megatron-core.
+
+    `vocabulary`: rows of Megatron's embeddings where they are padded. `names`: tensors that are there, for a part that
+    asks for one with `has`. `local`: with the names of layers without Transformer Engine. Raises UserError where the
+    configuration does not say a size.
+    """
+    known = {**family.defaults, **{k: v for k, v in config.items() if v is not None}}
+    sizes: dict[str, int] = {}
+    for name, size in family.sizes.items():
+        sizes[name] = _number(family, name, size, {**known, **sizes})
+    rows = sizes.get("v")
+    padded = vocabulary is not None and rows is not None and vocabulary > rows
+    if vocabulary is not None and rows is not None and vocabulary < rows:
+        raise UserError(f"{vocabulary} rows are fewer than the {rows} of the vocabulary")
+    words: dict[str, Any] = {**sizes, "vocab": f"(v + _={(vocabulary or 0) - (rows or 0)})" if padded else "v"}
+    holds = partial(_holds, known=known, sizes=sizes, names=names)
+    lines = [
+        part.mapping.replace("$hf", hf).replace("$mc", mc)
+        for part in family.parts
+        if holds(part.when)
+        for hf, mc, when in ((*of, "", "", "")[:3] for of in part.of)
+        if holds(when)
+    ]
+    try:
+        text = Template("\n".join(lines)).substitute({key: str(value) for key, value in words.items()})
+    except (KeyError, ValueError) as error:
+        raise UserError(f"the family {family.name} names ${error}, which its sizes do not have") from None
+    if local and family.local:
+        text = re.sub("|".join(map(re.escape, family.local)), lambda match: family.local[match[0]], text)
+    return Mapped(family.name, text, {name: n for name, n in sizes.items() if len(name) == 1})
+
+
+def _family(name: str, text: str) -> Family:
+    try:
+        fields: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"the family {name} is no TOML: {error}") from None
+    surplus = fields.keys() - {"architectures", "sizes", "defaults", "part", "local"}
+    if surplus or not fields.get("architectures") or not fields.get("part"):
+        what = f"it has {', '.join(sorted(surplus))}" if surplus else "it needs architectures and a [[part]]"
+        raise UserError(f"the family {name} is none: {what}")
+    parts = cast("list[dict[str, Any]]", fields["part"])
+    return Family(
+        name,
+        tuple(fields["architectures"]),
+        {key: str(value) for key, value in fields.get("sizes", {}).items()},
+        fields.get("defaults", {}),
+        tuple(Part(str(one.get("when", "")), str(one["mapping"]), _pairs(one.get("of"))) for one in parts),
+        fields.get("local", {}),
+    )
+
+
+def _pairs(of: Any) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(map(str, one)) for one in of) if of else ((),)
+
+
+def _add(a: int, b: int) -> int:
+    return a + b
+
+
+def _subtract(a: int, b: int) -> int:
+    return a - b
+
+
+def _multiply(a: int, b: int) -> int:
+    return a * b
+
+
+def _divide(a: int, b: int) -> int:
+    return a // b
+
+
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: _add,
+    ast.Sub: _subtract,
+    ast.Mult: _multiply,
+    ast.FloorDiv: _divide,
+}
+
+
+def _number(family: Family, name: str, text: str, known: Mapping[str, Any]) -> int:
+    """A size: names of the configuration, whole numbers, + - * //, and `a or b` where a may be absent."""
+
+    def of(node: ast.expr) -> int | None:
+        match node:
+            case ast.Constant(value=int(value)):
+                return value
+            case ast.Name(id=key):
+                value = known.get(key)
+                return value if isinstance(value, int) else None
+            case ast.BoolOp(op=ast.Or(), values=values):
+                return next((n for n in map(of, values) if n is not None), None)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                a, b = of(left), of(right)
+                return None if a is None or b is None else _OPERATORS[type(op)](a, b)
+            case _:
+                raise UserError(f"the family {family.name} has the size {name} = {text!r}, which is no sum of names")
+
+    found = of(ast.parse(text, mode="eval").body)
+    if found is None:
+        raise UserError(f"the configuration does not say the size {name} of the family {family.name}: {text}")
+    return found
+
+
+def _holds(when: str, known: Mapping[str, Any], sizes: Mapping[str, int], names: Collection[str]) -> bool:
+    """`key`, `not key`, `has PATTERN` and several of them with `and`."""
+    for word in when.split(" and ") if when else ():
+        wanted = not word.startswith("not ")
+        key = word.removeprefix("not ").strip()
+        if key.startswith("has "):
+            pattern = re.compile(re.escape(key.removeprefix("has ")).replace(r"\*", ".*"))
+            there = any(pattern.fullmatch(name) for name in names)
+        else:
+            there = bool(sizes.get(key, known.get(key)))
+        if there != wanted:
+            return False
+    return True

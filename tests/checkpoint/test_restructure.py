@@ -1,0 +1,347 @@
+"""Any format in, any structure out: the same bits, in bounded memory, there whole or not at all."""
+
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed import checkpoint as torch_checkpoint
+
+from tangram.checkpoint.convert import bytes_of
+from tangram.checkpoint.formats import torch_dist
+from tangram.checkpoint.formats.archive import Opaque, Place, read_archive, tensors
+from tangram.checkpoint.formats.detect import open_any
+from tangram.checkpoint.formats.mapped import Maps
+from tangram.checkpoint.restructure import IDENTITY, LEAST, restructure
+from tangram.checkpoint.structures import choose
+from tangram.cli import main
+from tangram.errors import UserError
+from tangram.models.families import families, family_of, mapping_of
+from tangram.relayout import TensorSpec, bind
+from tests.checkpoint.making import make
+from tests.checkpoint.peers.models import save
+
+TENSORS = {
+    "wide": torch.randn(300, 1000),
+    "half": torch.randn(33, 7).to(torch.bfloat16),
+    "bytes": torch.arange(7, dtype=torch.uint8),
+    "scale": torch.tensor(2.0),
+    "none": torch.empty(0, 4),
+}
+
+
+def folder_of(path: Path, found: Mapping[str, Tensor] = TENSORS, config: Mapping[str, Any] | None = None) -> Path:
+    path.mkdir()
+    save_file(dict(found), path / "model.safetensors")
+    if config is not None:
+        (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    assert set(a) == set(b)
+    return all(a[n].dtype == b[n].dtype and a[n].shape == b[n].shape and torch.equal(a[n], b[n]) for n in a)
+
+
+# ------------------------------------------------------------ formats
+
+
+def test_each_format_is_known_by_what_lies_there(tmp_path: Path) -> None:
+    hf = folder_of(tmp_path / "hf")
+    for to in ("dcp", "torch_dist", "hf"):
+        restructure(open_any(hf), bind(IDENTITY, open_any(hf).specs), tmp_path / to / "out", to)
+        found = open_any(tmp_path / to / "out")
+        assert found.format == to
+        restructure(found, bind(IDENTITY, found.specs), tmp_path / to / "back", "hf")
+        assert same(load_file(tmp_path / to / "back" / "model.safetensors"), TENSORS)
+    make(tmp_path / "step-1", {f"model.{name}": t for name, t in TENSORS.items()}, {})
+    own = open_any(tmp_path / "step-1")
+    assert own.format == "tangram"
+    restructure(own, bind(IDENTITY, own.specs), tmp_path / "own", "hf")
+    assert same(load_file(tmp_path / "own" / "model.safetensors"), TENSORS)
+
+
+def test_torch_itself_loads_what_is_written(tmp_path: Path) -> None:
+    hf = open_any(folder_of(tmp_path / "hf"))
+    restructure(hf, bind(IDENTITY, hf.specs), tmp_path / "dcp", "dcp", memory=LEAST)
+    into = {name: torch.zeros_like(t) for name, t in TENSORS.items()}
+    with warnings.catch_warnings():  # torch says that there is one process only
+        warnings.simplefilter("ignore")
+        torch_checkpoint.load(into, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert same(into, TENSORS)
+
+
+def test_files_of_a_size_and_their_index(tmp_path: Path) -> None:
+    many = {f"model.layers.{i}.w": torch.randn(100, 100) for i in range(11)}
+    hf = open_any(folder_of(tmp_path / "hf", many))
+    made = restructure(hf, bind(IDENTITY, hf.specs), tmp_path / "out", "hf", shard=100_000)
+    assert len([name for name in made.files if name.endswith(".safetensors")]) == 6
+    again = open_any(tmp_path / "out")
+    assert list(again.specs) == sorted(many, key=lambda name: int(name.split(".")[2]))
+    assert all(torch.equal(again.read(p.place, p.tensor), many[p.tensor]) for p in again.pieces)
+
+
+@given(st.lists(st.integers(0, 9), max_size=4), st.integers(1, 40))
+def test_boxes_tile_a_tensor(shape: list[int], most: int) -> None:
+    seen = torch.zeros(shape, dtype=torch.int32)
+    for box in torch_dist.boxes(tuple(shape), most):
+        part = seen[tuple(slice(a, b) for a, b in box)]
+        assert part.numel() <= most
+        part += 1
+    assert bool((seen == 1).all())
+
+
+def test_layers_are_stacked_only_where_all_are_alike() -> None:
+    alike = {f"decoder.layers.{i}.w": TensorSpec((2, 3)) for i in range(3)}
+    assert set(torch_dist.stacked(alike, alike)) == set(alike)
+    for other in ({"decoder.layers.1.w": TensorSpec((2, 4))}, {"decoder.layers.1.b": TensorSpec((2,))}):
+        assert not torch_dist.stacked({**alike, **other}, {**alike, **other})
+    gap = {name: spec for name, spec in alike.items() if ".1." not in name}
+    assert not torch_dist.stacked(gap, gap)
+
+
+# ------------------------------------------------------------ what torch.save wrote
+
+
+class Strange:
+    """Something of another framework."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.ones(3)
+
+
+class Evil:
+    """Would run when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch ran",)
+
+
+def test_an_archive_is_read_and_nothing_of_it_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = torch.arange(24.0).reshape(4, 6)
+    tree = {
+        "state": {0: {"exp_avg": base[1:3, ::2], "step": torch.tensor(7)}},
+        "flags": torch.tensor([True, False]),
+        "low": [torch.ones(2, dtype=torch.bfloat16), torch.nn.Parameter(base.T)],
+        "evil": Evil(), "strange": Strange(), "text": "hello",
+    }  # fmt: skip
+    torch.save(tree, tmp_path / "x.pt")
+    maps = Maps(tmp_path)
+    found = read_archive(maps, "x.pt")
+    assert not (tmp_path / "ran").exists()
+    assert isinstance(found["evil"], Opaque)
+    assert found["evil"].kind == "posix.system"
+    assert found["text"] == "hello"
+    views = {n: maps.view(p.file, p.offset, p.dtype, p.shape, p.stride) for n, p in tensors(found)}
+    expected = {
+        "state.0.exp_avg": base[1:3, ::2], "state.0.step": torch.tensor(7), "flags": tree["flags"],
+        "low.0": tree["low"][0], "low.1": base.T,
+    }  # fmt: skip
+    assert same(views, {name: t.detach() for name, t in expected.items()})
+    assert isinstance(found["strange"].state["tensor"], Place)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=6), st.integers(0, 10_000))
+def test_a_damaged_archive_is_refused_or_read(tmp_path: Path, noise: bytes, at: int) -> None:
+    torch.save({"a": torch.ones(5), "b": [1, "x"]}, tmp_path / "good.pt")
+    data = bytearray((tmp_path / "good.pt").read_bytes())
+    at %= len(data)
+    data[at : at + len(noise)] = noise
+    (tmp_path / "bad.pt").write_bytes(data)
+    with contextlib.suppress(UserError):  # and nothing else is raised
+        list(tensors(read_archive(Maps(tmp_path), "bad.pt")))
+
+
+# ------------------------------------------------------------ families
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from([family.name for family in families()]),
+    st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3),
+    st.integers(1, 9), st.booleans(), st.booleans(), st.sampled_from([1, 8, 64]),
+)  # fmt: skip
+def test_there_and_back_for_any_configuration(
+    tmp_path_factory: pytest.TempPathFactory, name: str, layers: int, groups: int, repeats: int, size: int,
+    experts: int, dense: int, words: int, tied: bool, local: bool, divisor: int,
+) -> None:  # fmt: skip
+    """Heads, groups, experts, vocabulary and layers of every family: the same bits, whoever's names and padding."""
+    family = next(one for one in families() if one.name == name)
+    config = {
+        "architectures": list(family.architectures[:1]), "num_hidden_layers": layers, "num_key_value_heads": groups,
+        "num_attention_heads": groups * repeats, "head_dim": size, "vocab_size": words, "num_experts": experts,
+        "first_k_dense_replace": min(dense, layers), "tie_word_embeddings": tied and name != "deepseek_v3",
+    }  # fmt: skip
+    specs = invented(name, config, size, experts, predictor=tied)
+    values = {key: torch.randn(spec.shape) for key, spec in specs.items()}
+    if name == "deepseek_v3" and tied:  # the predictor's copies
+        values[f"model.layers.{layers}.embed_tokens.weight"] = values["model.embed_tokens.weight"].clone()
+        values[f"model.layers.{layers}.shared_head.head.weight"] = values["lm_head.weight"].clone()
+    folder = tmp_path_factory.mktemp("any")
+    hf = open_any(folder_of(folder / "hf", values, config))
+    there = choose(hf, "torch_dist", config, local=local, divisor=divisor)
+    restructure(hf, there.bound, folder / "core", "torch_dist")
+    core = open_any(folder / "core")
+    rows = core.specs["embedding.word_embeddings.weight"].shape[0]
+    assert rows % divisor == 0
+    assert rows - words < divisor
+    restructure(core, choose(core, "hf", config).bound, folder / "back", "hf")
+    assert same(load_file(folder / "back" / "model.safetensors"), values)
+
+
+def invented(name: str, config: Mapping[str, Any], size: int, experts: int, predictor: bool) -> dict[str, TensorSpec]:
+    """The tensors of a Hugging Face directory of a configuration, which a family's own statements do not make."""
+    heads, groups, h, f, q, c = config["num_attention_heads"], config["num_key_value_heads"], 5, 3, 4, 6
+    found = {"model.embed_tokens.weight": (config["vocab_size"], h), "model.norm.weight": (h,)}
+    if not config["tie_word_embeddings"]:
+        found["lm_head.weight"] = (config["vocab_size"], h)
+    latent = name == "deepseek_v3"
+    count = config["num_hidden_layers"] + (latent and predictor)
+    for i in range(count):
+        at = f"model.layers.{i}."
+        mlp = {"gate_proj": (f, h), "up_proj": (f, h), "down_proj": (h, f)}
+        found |= {at + "input_layernorm.weight": (h,), at + "post_attention_layernorm.weight": (h,)}
+        if latent:
+            attention = {
+                "q_a_proj": (q, h), "q_a_layernorm": (q,), "q_b_proj": (heads * size, q),
+                "kv_a_proj_with_mqa": (c + 2, h), "kv_a_layernorm": (c,), "kv_b_proj": (heads * size * 2, c),
+                "o_proj": (h, heads * size),
+            }  # fmt: skip
+        else:
+            attention = {"q_proj": (heads * size, h), "k_proj": (groups * size, h), "v_proj": (groups * size, h)}
+            attention |= {"o_proj": (h, heads * size)}
+            attention |= {"q_norm": (size,), "k_norm": (size,)} if name.startswith("qwen3") else {}
+        found |= {f"{at}self_attn.{key}.weight": shape for key, shape in attention.items()}
+        if name == "qwen3_moe" or (latent and i >= config["first_k_dense_replace"]):
+            found[at + "mlp.gate.weight"] = (experts, h)
+            found |= {f"{at}mlp.experts.{e}.{k}.weight": s for e in range(experts) for k, s in mlp.items()}
+            if latent:
+                found[at + "mlp.gate.e_score_correction_bias"] = (experts,)
+                found |= {f"{at}mlp.shared_experts.{k}.weight": s for k, s in mlp.items()}
+        else:
+            found |= {f"{at}mlp.{k}.weight": s for k, s in mlp.items()}
+    if latent and predictor:
+        at = f"model.layers.{count - 1}."
+        found |= {at + "enorm.weight": (h,), at + "hnorm.weight": (h,), at + "eh_proj.weight": (h, 2 * h)}
+        found |= {at + "shared_head.norm.weight": (h,), at + "embed_tokens.weight": (config["vocab_size"], h)}
+        found |= {at + "shared_head.head.weight": (config["vocab_size"], h)}
+    return {key: TensorSpec(shape) for key, shape in found.items()}
+
+
+def test_a_family_is_a_short_file_that_covers_transformers_own_model(tmp_path: Path) -> None:
+    for family in families():
+        folder = Path(__file__).parents[2] / "src/tangram/models/families"
+        assert len((folder / f"{family.name}.toml").read_text().splitlines()) <= 40
+        save(family.name, tmp_path / family.name)
+        source = open_any(tmp_path / family.name)
+        config = json.loads(source.small["config.json"])
+        assert family_of(config) == family
+        mapped = mapping_of(family, config, names=source.specs)
+        assert not set(source.specs) - set(bind(mapped.text, source.specs, sizes=mapped.sizes).source.specs)
+
+
+# ------------------------------------------------------------ the command, and what it refuses
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    assert main(["checkpoint", "convert", *map(str, arguments)]) == code
+    out = capsys.readouterr()
+    return out.out if code == 0 else out.err
+
+
+def test_the_dry_run_says_every_tensors_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save("qwen3", tmp_path / "hf")
+    capsys.readouterr()
+    plan = json.loads(said(capsys, tmp_path / "hf", tmp_path / "x", "--to", "torch_dist", "--dry-run", "--json"))
+    ways = {way["name"]: way for way in plan["ways"]}
+    qkv = ways["decoder.layers.1.self_attention.linear_qkv.weight"]
+    assert qkv["shape"] == [128, 32]
+    assert [name.split(".")[4] for name in qkv["of"]] == ["q_proj", "k_proj", "v_proj"]
+    assert plan["bytes"] == sum(t.nbytes for t in load_file(tmp_path / "hf/model.safetensors").values())
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_mapping_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder_of(tmp_path / "hf", {"gate": torch.randn(4, 3), "up": torch.randn(4, 3), "old": torch.ones(2)})
+    (tmp_path / "mine").write_text("# both\ngate: f h, up: f h -> both: (f (gate + up)) h\n\nold -> _\n")
+    said(capsys, tmp_path / "hf", tmp_path / "out", "--to", "hf", "--mapping", tmp_path / "mine", "--dtype", "float64")
+    before, after = load_file(tmp_path / "hf/model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    expected = torch.stack([before["gate"], before["up"]], 1).reshape(8, 3).double()
+    assert same(after, {"both": expected})
+
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["NOWHERE", "OUT", "--to", "dcp"], "is not there"),
+        (["EMPTY", "OUT", "--to", "dcp"], "is in no format that is read: tangram"),
+        (["HF", "OUT", "--to", "onnx"], "give one of hf, torch_dist, dcp"),
+        (["HF", "HF", "--to", "dcp"], "is there already"),
+        (["HF", "OUT", "--to", "dcp", "--memory", "1MiB"], "are too few"),
+        (["HF", "OUT", "--to", "dcp", "--dtype", "int8"], "--dtype int8: give one of"),
+        (["HF", "OUT", "--to", "dcp", "--transformer-impl", "te"], "give transformer_engine or local"),
+        (["HF", "OUT", "--to", "torch_dist"], "no config.json"),
+        (["CONFIGURED", "OUT", "--to", "torch_dist"], "does not say the size v of the family llama"),
+        (["HF", "OUT", "--to", "torch_dist", "--config", "OTHER"], "no family has the architecture Strange"),
+        (["LLAMA", "OUT", "--to", "torch_dist"], "does not say where these tensors go: model.extra"),
+        (["FEW", "OUT", "--to", "torch_dist"], "is not what the family llama says"),
+        (["CUT", "OUT", "--to", "dcp"], "is damaged or cut off"),
+        (["LOST", "OUT", "--to", "dcp"], "its file model-00002-of-00002.safetensors is not there"),
+        (["HF", "OUT", "--to", "hf", "--mapping", "BAD"], "no statement names the source tensor"),
+        (["HF", "OUT", "--to", "hf", "--mapping", "BAD", "--size", "g"], "--size g: give a name and a number"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "BAD").write_text("wide -> other")
+    folder_of(tmp_path / "HF")
+    folder_of(tmp_path / "CONFIGURED", TENSORS, CONFIG)
+    folder_of(tmp_path / "OTHER", TENSORS, {"architectures": ["Strange"]})
+    model = save("llama", tmp_path / "LLAMA").state_dict()
+    (tmp_path / "LLAMA" / "model.safetensors").unlink()
+    save_file({**model, "model.extra": torch.ones(1)}, tmp_path / "LLAMA" / "model.safetensors")
+    save("llama", tmp_path / "FEW")
+    save_file({k: t for k, t in model.items() if "up_proj" not in k}, tmp_path / "FEW" / "model.safetensors")
+    folder_of(tmp_path / "CUT")
+    whole = (tmp_path / "CUT" / "model.safetensors").read_bytes()
+    (tmp_path / "CUT" / "model.safetensors").write_bytes(whole[:-100])
+    (tmp_path / "LOST").mkdir()
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    save_file({"a": torch.ones(1)}, tmp_path / "LOST" / names["a"])
+    (tmp_path / "LOST" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    capsys.readouterr()
+    before = sorted(tmp_path.iterdir())
+    arguments = [str(tmp_path / one) if (tmp_path / one).exists() or one.isupper() else one for one in options]
+    told = said(capsys, *arguments, code=2)
+    assert words in told
+    assert told.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_torch_dist_that_is_cut_off_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save("qwen3", tmp_path / "hf")
+    said(capsys, tmp_path / "hf", tmp_path / "core", "--to", "torch_dist")
+    file = tmp_path / "core" / torch_dist.TENSORS
+    file.write_bytes(file.read_bytes()[:-5000])
+    assert "is cut off" in said(capsys, tmp_path / "core", tmp_path / "back", "--to", "hf", code=2)
+    assert not [path for path in tmp_path.iterdir() if "back" in path.name]
+
+
+def test_least_memory_is_below_the_default() -> None:
+    assert bytes_of("512MiB") > LEAST
