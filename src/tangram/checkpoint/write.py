@@ -98,6 +98,48 @@ def write_from(
     return Written(image.name, StoredFile(image.size, tuple(found)), sums)
 
 
+class Stream:
+    """A new file that is written in its order, by writes of any size that are gathered into blocks."""
+
+    def __init__(self, path: Path, ring: Ring) -> None:
+        self._sink = _Sink(path, ring)
+        self._room: Bytes | None = None
+        self._at = 0
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sink.__exit__()
+
+    def tell(self) -> int:
+        """The bytes that were written."""
+        return self._at
+
+    def write(self, data: bytes) -> int:
+        """Take the next bytes. Raises OSError as the disk does, perhaps for bytes before these."""
+        left = np.frombuffer(data, np.uint8)
+        while len(left):
+            used = self._at % BLOCK
+            if self._room is None:
+                self._room = self._sink.room()
+            count = min(len(left), BLOCK - used)
+            self._room[used : used + count] = left[:count]
+            self._at, left = self._at + count, left[count:]
+            if self._at % BLOCK == 0:
+                self._sink.put(self._at - BLOCK, self._room, self._room)
+                self._room = None
+        return memoryview(data).nbytes
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk."""
+        if self._room is not None:
+            used = self._at % BLOCK
+            self._sink.put(self._at - used, self._room, self._room[:used])
+            self._room = None
+        self._sink.finish(self._at)
+
+
 class _Sink:
     """A new file that threads write blocks into."""
 

@@ -36,11 +36,14 @@ from torch.distributed.checkpoint.metadata import (
 from tangram.checkpoint.formats.archive import Place, read_archive
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.opened import Opened
+from tangram.checkpoint.write import Ring, Stream
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
 
 INDEX = ".metadata"
+ALIGNED = 64
+"""Bytes of which each chunk begins at a multiple: elements then do as well, in a map of the file."""
 
 
 @dataclass(frozen=True)
@@ -170,19 +173,33 @@ class Written:
 
 def write_chunks(file: Path, chunks: Iterable[Chunk]) -> list[Written]:
     """Write blocks one behind the other into a new file, and wait until they are on the disk."""
-    written: list[Written] = []
     with file.open("xb") as stream:
-        for chunk in chunks:
-            start = stream.tell()
-            sink = _Sink(stream)
-            torch.save(chunk.values, cast(IO[bytes], sink))
-            if sink.error is not None:
-                raise sink.error
-            span = Span(file.name, start, sink.size)
-            written.append(Written(chunk.name, chunk.offsets, tuple(chunk.values.shape), span, sink.crc32))
+        written = _written(stream, file.name, chunks, summed=True)
         stream.flush()
         os.fsync(stream.fileno())
     return written
+
+
+def stream_chunks(file: Path, chunks: Iterable[Chunk]) -> list[Written]:
+    """The same past the page cache, for more than fits in it; without the crc32 of each."""
+    with Stream(file, Ring()) as stream:
+        written = _written(stream, file.name, chunks, summed=False)
+        stream.finish()
+    return written
+
+
+def _written(stream: Any, name: str, chunks: Iterable[Chunk], summed: bool) -> list[Written]:
+    found: list[Written] = []
+    for chunk in chunks:
+        stream.write(bytes(-stream.tell() % ALIGNED))
+        start = stream.tell()
+        sink = _Sink(stream, summed)
+        torch.save(chunk.values, cast(IO[bytes], sink))
+        if sink.error is not None:
+            raise sink.error
+        span = Span(name, start, sink.size)
+        found.append(Written(chunk.name, chunk.offsets, tuple(chunk.values.shape), span, sink.crc32))
+    return found
 
 
 class _Sink:
@@ -191,8 +208,9 @@ class _Sink:
     An error of the disk is kept for after torch.save, whose writer in C++ is not made to be left in the middle.
     """
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: Any, summed: bool) -> None:
         self.stream = stream
+        self.summed = summed
         self.size = 0
         self.crc32 = 0
         self.error: OSError | None = None
@@ -206,7 +224,7 @@ class _Sink:
             except OSError as error:
                 self.error = error
             self.size += n
-            self.crc32 = zlib.crc32(data, self.crc32)
+            self.crc32 = zlib.crc32(data, self.crc32) if self.summed else 0
         return n
 
     def flush(self) -> None:

@@ -15,6 +15,9 @@ from torch import Tensor
 from tangram.checkpoint.manifest import DTYPES
 from tangram.errors import UserError
 
+AHEAD = 256 << 20
+"""Bytes that the disk is asked for at once; they lie in the page cache, not in the process."""
+
 
 class Maps:
     """The files of one checkpoint, mapped when first asked for. Threads may share it once a file is mapped."""
@@ -22,6 +25,7 @@ class Maps:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, mmap.mmap] = {}
+        self._asked: set[tuple[str, int]] = set()
 
     def data(self, file: str) -> mmap.mmap:
         """All bytes of a file. Raises UserError for one that is not there, or empty."""
@@ -54,14 +58,21 @@ class Maps:
         with warnings.catch_warnings():  # torch warns of read-only buffers; this one is only read
             warnings.simplefilter("ignore", UserWarning)
             flat = torch.frombuffer(data, dtype=torch.uint8, count=size * DTYPES[dtype], offset=offset)
-            if flat.data_ptr() % DTYPES[dtype]:
-                flat = flat.clone()  # torch takes no view of elements that lie across their own size
+            self._ahead(file, data, offset, len(flat))
             return flat.view(kind).as_strided(shape, strides)
+
+    def _ahead(self, file: str, data: mmap.mmap, offset: int, nbytes: int) -> None:
+        """Have the disk read what is about to be used, in large requests; once, until it is let go."""
+        if (file, offset) not in self._asked:
+            self._asked.add((file, offset))
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            data.madvise(mmap.MADV_WILLNEED, start, min(offset + nbytes - start, AHEAD))
 
     def release(self) -> None:
         """Let go of what was read; it is read again where it is used again."""
         for data in self._open.values():
             data.madvise(mmap.MADV_DONTNEED)
+        self._asked.clear()
 
 
 def _rows(shape: tuple[int, ...]) -> tuple[int, ...]:

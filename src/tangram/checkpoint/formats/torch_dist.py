@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tangram.checkpoint.fetched import fetched
 from tangram.checkpoint.formats import dcp
 from tangram.checkpoint.formats.archive import read_archive
 from tangram.checkpoint.formats.huggingface import small_files
@@ -170,7 +171,8 @@ def write(
                     yield dcp.Chunk(name, offsets, values)
                 told(values.nbytes)
 
-    written = dcp.write_chunks(folder / TENSORS, chunks())
+    with fetched(chunks()) as made:
+        written = dcp.stream_chunks(folder / TENSORS, made)
     files = [TENSORS]
     objects: dict[str, dcp.Span] = {}
     if extra:

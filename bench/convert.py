@@ -1,0 +1,182 @@
+"""Hugging Face to Megatron-core's torch_dist and back, under a limit of memory, beside a raw copy of the same bytes.
+
+A model of Qwen3's shape with random bfloat16 weights, written by safetensors. Each direction runs in a process whose
+data segment may grow by `--memory`'s default and no more (RLIMIT_DATA: what it allocates; maps of files are the page
+cache's). Contenders take turns, files are put out of the page cache before each, figures are medians, and at the end
+every tensor that came back is compared with what went. The raw copy reads all bytes and writes them, around the page
+cache, in one process: what a conversion at least has to do.
+
+`--size`: gigabytes of the model (4). `--repeats`: turns. `--folder`: on the disk that is meant, with room for four
+times the size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+
+from bench._checkpoint import disk
+from tangram.checkpoint.formats.detect import open_any
+from tangram.checkpoint.restructure import MEMORY, config_of, restructure
+from tangram.checkpoint.structures import choose
+from tangram.errors import UserError
+from tangram.hardware.measure import Row
+from tangram.training.launch import Rank, run_ranks
+
+SIZE = 4.0
+TURNS = 3
+SHARD = 1_000_000_000
+HIDDEN, FFN, HEADS, GROUPS, DIM, WORDS = 2048, 6144, 16, 8, 128, 65_536
+
+
+@dataclass(frozen=True)
+class Task:
+    """One conversion in a process of its own."""
+
+    source: str
+    target: str
+    to: str
+    memory: int
+    config: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """What it took."""
+
+    seconds: float
+    peak: int
+    """Bytes of resident memory beyond what the process had, pages of mapped files included."""
+    nbytes: int
+
+
+def rows(
+    quick: bool, *, size: float | None = None, repeats: int | None = None, folder: Path | None = None
+) -> Iterable[Row]:
+    """The figures; `quick` takes a small model and one turn."""
+    gigabytes = size or (0.2 if quick else SIZE)
+    free = shutil.disk_usage(folder or Path.cwd()).free
+    if free < 4 * gigabytes * 1e9:
+        raise UserError(f"there is room for {free / 1e9:.1f} GB, and four times {gigabytes} GB are needed")
+    with tempfile.TemporaryDirectory(dir=folder or Path.cwd(), prefix=".bench-convert-") as made:
+        root = Path(made)
+        nbytes = _model(root / "hf", gigabytes * 1e9)
+        out: dict[str, list[Done]] = {"there": [], "back": []}
+        raw: list[float] = []
+        for turn in range(repeats or (1 if quick else TURNS)):
+            if turn % 2:
+                raw.append(_raw(root))
+            for name, source, target, to in (("there", "hf", "core", "torch_dist"), ("back", "core", "again", "hf")):
+                shutil.rmtree(root / target, ignore_errors=True)
+                disk.evict(root / source)
+                task = Task(str(root / source), str(root / target), to, MEMORY, str(root / "hf"))
+                out[name] += run_ranks(_run, task, world=1, on_event=lambda _: None, device="cpu")
+            if not turn % 2:
+                raw.append(_raw(root))
+        _compare(root / "hf", root / "again")
+    limit = statistics.median(raw)
+    for name, what in (("there", "Hugging Face to torch_dist"), ("back", "torch_dist to Hugging Face")):
+        seconds = statistics.median(done.seconds for done in out[name])
+        peak = max(done.peak for done in out[name])
+        yield Row(f"convert {nbytes / 1e9:.1f} GB, {what}, of {len(raw)} turns", "s", seconds, limit=limit,
+                  target_ratio=1.3)  # fmt: skip
+        yield Row(f"memory of it at its peak, mapped pages included, allocations limited to {MEMORY >> 20} MiB", "MiB",
+                  peak / 2**20, target=MEMORY / 2**20)  # fmt: skip
+
+
+def _run(_: Rank, task: Task) -> Done:
+    """In a process that may allocate so much more than it has."""
+    source = open_any(Path(task.source))
+    small = open_any(Path(task.config)).small
+    with Path("/proc/self/status").open(encoding="ascii") as stream:
+        data = next(int(line.split()[1]) << 10 for line in stream if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (data + task.memory, data + task.memory))
+    peak = disk.Peak()
+    begin = time.monotonic()
+    chosen = choose(source, task.to, config_of(small))
+    made = restructure(source, chosen.bound, Path(task.target), task.to, memory=task.memory, small=small)
+    return Done(time.monotonic() - begin, peak.extra(), made.nbytes)
+
+
+def _raw(root: Path) -> float:
+    """Seconds of a cold read of the model and a write of as many bytes."""
+    disk.evict(root / "hf")
+    files = [file for file in disk.files_of(root / "hf") if file.suffix == ".safetensors"]
+    largest = disk.pages(max(file.stat().st_size for file in files))
+    begin = time.monotonic()
+    for i, file in enumerate(files):
+        part = largest[: file.stat().st_size // disk.mmap.PAGESIZE * disk.mmap.PAGESIZE]
+        disk.read_raw(file, 0, part)
+        disk.write_raw(root / f"raw-{i}", part)
+    seconds = time.monotonic() - begin
+    for i, _ in enumerate(files):
+        (root / f"raw-{i}").unlink()
+    return seconds
+
+
+def _model(folder: Path, nbytes: float) -> int:
+    """A directory as transformers writes it; its bytes of tensors."""
+    folder.mkdir()
+    layer = {
+        "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,), "self_attn.q_norm": (DIM,),
+        "self_attn.k_norm": (DIM,), "self_attn.q_proj": (HEADS * DIM, HIDDEN),
+        "self_attn.k_proj": (GROUPS * DIM, HIDDEN),
+        "self_attn.v_proj": (GROUPS * DIM, HIDDEN), "self_attn.o_proj": (HIDDEN, HEADS * DIM),
+        "mlp.gate_proj": (FFN, HIDDEN), "mlp.up_proj": (FFN, HIDDEN), "mlp.down_proj": (HIDDEN, FFN),
+    }  # fmt: skip
+    words = {
+        "model.embed_tokens.weight": (WORDS, HIDDEN),
+        "lm_head.weight": (WORDS, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
+    fixed, each = (2 * sum(map(math.prod, some.values())) for some in (words, layer))
+    layers = max(1, round((nbytes - fixed) / each))
+    shapes = words | {f"model.layers.{i}.{k}.weight": s for i in range(layers) for k, s in layer.items()}
+    torch.manual_seed(0)
+    home: dict[str, str] = {}
+    files: list[dict[str, torch.Tensor]] = [{}]
+    room = SHARD
+
+    def write() -> None:
+        name = f"model-{len(set(home.values())) + 1:05d}.safetensors"
+        save_file(files[-1], folder / name)
+        home.update(dict.fromkeys(files[-1], name))
+        files[-1].clear()
+
+    for name, shape in shapes.items():
+        files[-1][name] = torch.empty(shape, dtype=torch.bfloat16).normal_()
+        room -= files[-1][name].nbytes
+        if room < 0:
+            write()
+            room = SHARD
+    if files[-1]:
+        write()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": home}))
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": layers, "hidden_size": HIDDEN, "head_dim": DIM,
+        "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "vocab_size": WORDS,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return fixed + each * layers
+
+
+def _compare(one: Path, other: Path) -> None:
+    """Every tensor of both. Raises RuntimeError where one differs."""
+    a, b = open_any(one), open_any(other)
+    if a.specs != b.specs:
+        raise RuntimeError("other tensors came back than went")
+    theirs = {piece.tensor: piece.place for piece in b.pieces}
+    for piece in a.pieces:
+        if not torch.equal(a.read(piece.place, piece.tensor), b.read(theirs[piece.tensor], piece.tensor)):
+            raise RuntimeError(f"{piece.tensor} is another after the way there and back")
