@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 
 from tangram.checkpoint.convert import bytes_of
+from tangram.checkpoint.fetched import fetched
 from tangram.checkpoint.formats import torch_dist
 from tangram.checkpoint.formats.archive import Opaque, Place, read_archive, tensors
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.formats.mapped import Maps
+from tangram.checkpoint.manifest import BLOCK
 from tangram.checkpoint.restructure import IDENTITY, LEAST, restructure
 from tangram.checkpoint.structures import choose
+from tangram.checkpoint.write import Ring, Stream
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.models.families import families, family_of, mapping_of
@@ -98,6 +101,40 @@ def test_boxes_tile_a_tensor(shape: list[int], most: int) -> None:
         assert part.numel() <= most
         part += 1
     assert bool((seen == 1).all())
+
+
+@given(st.lists(st.binary(max_size=50), max_size=20), st.integers(0, 3))
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_stream_of_small_writes_is_a_file(
+    tmp_path_factory: pytest.TempPathFactory, some: list[bytes], n: int
+) -> None:
+    data = [*some, bytes(n * BLOCK), *some]
+    file = tmp_path_factory.mktemp("stream") / "x"
+    with Stream(file, Ring()) as stream:
+        for one in data:
+            assert stream.write(one) == len(one)
+        assert stream.tell() == sum(map(len, data))
+        stream.finish()
+    assert file.read_bytes() == b"".join(data)
+
+
+def test_what_is_fetched_ahead_comes_in_order_with_its_error() -> None:
+    made: list[int] = []
+
+    def items() -> Iterator[int]:
+        for i in range(100):
+            made.append(i)
+            yield i
+        raise ValueError("at the end")
+
+    seen: list[int] = []
+    with pytest.raises(ValueError, match="at the end"), fetched(items()) as some:
+        seen += some
+        seen.append(-1)
+    made.clear()
+    with fetched(items()) as some:
+        assert next(some) == 0
+    assert len(made) < 5  # nobody wanted more
 
 
 def test_layers_are_stacked_only_where_all_are_alike() -> None:
