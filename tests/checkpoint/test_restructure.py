@@ -129,8 +129,8 @@ def test_what_is_fetched_ahead_comes_in_order_with_its_error() -> None:
 
     seen: list[int] = []
     with pytest.raises(ValueError, match="at the end"), fetched(items()) as some:
-        seen += some
-        seen.append(-1)
+        seen.extend(one for one in some)
+    assert seen == list(range(100))
     made.clear()
     with fetched(items()) as some:
         assert next(some) == 0
