@@ -105,7 +105,7 @@ def test_each_expert_takes_its_share_and_no_more(kind: str, run: dict[str, Any],
             logits = right(input_ids=batch.inputs_BS[:rows], use_cache=False).logits
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels_BS[:rows].flatten(), reduction="sum")
         (loss / batches.counted).backward()
-        shares += [rows * share / len(found) for share in found]
+        shares += [rows * share / len(found) for share, _ in found]
 
     ours = apply(model, plan, world)
     done = loop.train_step(ours, make_adamw(ours, plan.optimiser), batches, plan, world, lr=0.0)
