@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tangram.checkpoint.formats.naming import split
 from tangram.checkpoint.formats.opened import Opened
-from tangram.checkpoint.restructure import IDENTITY
+from tangram.checkpoint.restructure import IDENTITY, target_of
 from tangram.errors import UserError
 from tangram.layout.syntax import Mapping as MappingText
 from tangram.models.families import Family, family_of, mapping_of
 from tangram.relayout import Bound, RelayoutError, bind, inverse
+from tangram.relayout.states import with_states
 
 WORDS = "embedding.word_embeddings.weight"
 """A tensor that every model of Megatron-core has on its first stage."""
-STATES = ("optimizer.", "chained_")
-"""How the names of optimiser states begin in a torch_dist."""
 SAID = 5
 """Tensors that a sentence names."""
 
@@ -27,21 +27,21 @@ SAID = 5
 class Chosen:
     """A mapping that fits, and where it comes from."""
 
+    source: Opened
+    """Without what is left."""
     bound: Bound
     said: str
     left: tuple[str, ...]
-    """Tensors that are not converted: optimiser states."""
+    """Tensors that are not converted: the optimiser's states, where the format has no place for them."""
 
 
 def model_of(source: Opened) -> tuple[Opened, tuple[str, ...]]:
     """A checkpoint without optimiser states, and the names of those."""
-    left = tuple(name for name in source.specs if name.startswith(STATES))
-    if not left:
-        return source, ()
-    gone = set(left)
-    specs = {name: spec for name, spec in source.specs.items() if name not in gone}
-    pieces = tuple(piece for piece in source.pieces if piece.tensor not in gone)
-    return replace(source, specs=specs, pieces=pieces), left
+    owners = split(source.specs, source.states)
+    left = tuple(name for name in source.specs if owners[name][1])
+    specs = {name: spec for name, spec in source.specs.items() if not owners[name][1]}
+    pieces = tuple(piece for piece in source.pieces if piece.tensor in specs)
+    return replace(source, specs=specs, pieces=pieces, states={}), left
 
 
 def choose(
@@ -54,29 +54,39 @@ def choose(
     family: Family | None = None,
     local: bool = False,
     divisor: int = 1,
+    states: bool = True,
 ) -> Chosen:
     """The mapping to a format, bound to the checkpoint's tensors.
 
     `text` and `sizes`: a mapping of the user's own. `family`: instead of the one that the configuration names.
     `local`: write the names of Megatron-core's layers without Transformer Engine; those that are read are told apart by
-    themselves. `divisor`: pad the vocabulary to a multiple of it. Raises UserError where no mapping fits.
+    themselves. `divisor`: pad the vocabulary to a multiple of it. `states`: with the optimiser's, where the format has
+    a place for them. Raises UserError where no mapping fits.
     """
-    model, left = model_of(source)
+    target = target_of(to)
+    model, left = (source, ()) if states and target.states else model_of(source)
     core = WORDS in model.specs
     if text is not None:
-        return Chosen(bind(text, model.specs, sizes=sizes or {}), "the mapping that was given", left)
-    if core == (to == "torch_dist") or to == "dcp":
-        return Chosen(bind(IDENTITY, model.specs), "no mapping: every tensor as it is", left)
+        return Chosen(model, _followed(model, text, sizes or {}), "the mapping that was given", left)
+    if not target.structure or core == (target.structure == "core"):
+        return Chosen(model, bind(IDENTITY, model.specs), "no mapping: every tensor as it is", left)
     if config is None:
         raise UserError("there is no config.json, which says what the model is: give --config DIR")
     known = family or family_of(config)
     if core:
         bound = _from_core(model, known, config)
-        return Chosen(bound, f"the family {known.name}, read backwards", left)
+        return Chosen(model, bound, f"the family {known.name}, read backwards", left)
     rows = config.get("vocab_size")
     padded = -(-rows // divisor) * divisor if isinstance(rows, int) else None
     mapped = mapping_of(known, config, vocabulary=padded, names=model.specs, local=local)
-    return Chosen(_bound(model, mapped.text, mapped.sizes, known), f"the family {known.name}", left)
+    return Chosen(model, _bound(model, mapped.text, mapped.sizes, known), f"the family {known.name}", left)
+
+
+def _followed(model: Opened, text: str, sizes: Mapping[str, int], partial: bool = False) -> Bound:
+    """A mapping of a model, bound, with the optimiser's states behind it."""
+    keys: dict[str, Any] = dict(sizes)
+    mapping = with_states(text, model.specs, model.states, **keys) if model.states else text
+    return bind(mapping, model.specs, partial=partial, sizes=sizes)
 
 
 def _from_core(model: Opened, known: Family, config: Mapping[str, Any]) -> Bound:
@@ -94,7 +104,7 @@ def _from_core(model: Opened, known: Family, config: Mapping[str, Any]) -> Bound
 
 def _bound(model: Opened, text: str, sizes: Mapping[str, int], known: Family) -> Bound:
     try:
-        bound = bind(text, model.specs, partial=True, sizes=sizes)
+        bound = _followed(model, text, sizes, partial=True)
     except RelayoutError as error:
         raise UserError(f'"{model.path}" is not what the family {known.name} says: {error}') from None
     unknown = uncovered(bound, model)

@@ -168,8 +168,9 @@ def diff(
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format that is read.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="A new directory.")],
-    to: Annotated[str, typer.Option(help="The format: hf, torch_dist (Megatron-core's) or dcp (torch's).")],
+    to: Annotated[str, typer.Option(help="The format: hf, torch_dist (Megatron-core's), dcp (torch's) or tangram.")],
     dtype: Annotated[str | None, typer.Option(help="Cast floating point to it, as bfloat16.")] = None,
+    rounded: Annotated[bool, typer.Option("--round", help="The cast may lose bits.")] = False,
     shard_size: Annotated[str, typer.Option(help="The largest file.")] = "5GB",
     memory: Annotated[str, typer.Option(help="For all buffers.")] = "512MiB",
     config: Annotated[Path | None, typer.Option(metavar="DIR", help="Where configuration and tokenizer lie.")] = None,
@@ -179,6 +180,7 @@ def convert(
     transformer_impl: Annotated[str, typer.Option(help="Whose names: transformer_engine or local.")] = TE,
     pad_vocabulary: Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of it.")] = 1,
     apart: Annotated[bool, typer.Option("--apart", help="Layers of a torch_dist one by one, not stacked.")] = False,
+    model_only: Annotated[bool, typer.Option("--model-only", help="Leave the optimiser's states out.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
     json: Json = False,
 ) -> None:
@@ -186,8 +188,8 @@ def convert(
     from tangram.cli.convert import Asked, run
 
     asked = Asked(
-        to, dtype, shard_size, memory, config, mapping, tuple(sizes or ()), family, transformer_impl, pad_vocabulary,
-        not apart, dry_run, json,
+        to, dtype, rounded, shard_size, memory, config, mapping, tuple(sizes or ()), family, transformer_impl,
+        pad_vocabulary, not apart, not model_only, dry_run, json,
     )  # fmt: skip
     with _files():
         run(source, target, asked)

@@ -31,6 +31,7 @@ class Asked:
 
     to: str
     dtype: str | None
+    rounded: bool
     shard_size: str
     memory: str
     config: Path | None
@@ -40,6 +41,7 @@ class Asked:
     transformer_impl: str
     pad_vocabulary: int
     stack: bool
+    states: bool
     dry_run: bool
     json: bool
 
@@ -49,10 +51,9 @@ def run(source: Path, target: Path, asked: Asked) -> None:
     from tangram.checkpoint.convert import bytes_of
     from tangram.checkpoint.formats.detect import open_any
     from tangram.checkpoint.formats.own import is_own
-    from tangram.checkpoint.restructure import TARGETS
+    from tangram.checkpoint.restructure import target_of
 
-    if asked.to not in TARGETS:
-        raise UserError(f"--to {asked.to}: give one of {', '.join(TARGETS)}")
+    target_of(asked.to)
     if asked.transformer_impl not in NAMES:
         raise UserError(f"--transformer-impl {asked.transformer_impl}: give {' or '.join(NAMES)}")
     room = {"shard": bytes_of(asked.shard_size), "memory": bytes_of(asked.memory)}
@@ -68,8 +69,10 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
     """The model of one of Tangram's checkpoints as it is: proved by digests."""
     from tangram.checkpoint import convert as of
 
-    with byte_bar("exporting", of.size_of(source, asked.dtype)) as told:
-        made = of.to_hugging_face(source, target, dtype=asked.dtype, config=asked.config, told=told, **room)
+    with byte_bar("exporting", of.size_of(source, asked.dtype, asked.rounded)) as told:
+        made = of.to_hugging_face(
+            source, target, dtype=asked.dtype, rounded=asked.rounded, config=asked.config, told=told, **room
+        )
     if asked.json:
         print_json(made.as_json())
         return
@@ -82,7 +85,7 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
 
 
 def _convert(source: "Opened", target: Path, asked: Asked, room: Mapping[str, int]) -> None:
-    from tangram.checkpoint.restructure import config_of, restructure, small_of, steps_of
+    from tangram.checkpoint.restructure import cast_specs, config_of, restructure, small_of, steps_of
     from tangram.checkpoint.structures import choose
     from tangram.models.families import read_family
 
@@ -96,16 +99,18 @@ def _convert(source: "Opened", target: Path, asked: Asked, room: Mapping[str, in
         family=read_family(asked.family) if asked.family else None,
         local=asked.transformer_impl == "local",
         divisor=asked.pad_vocabulary,
+        states=asked.states,
     )
-    ways = steps_of(chosen.bound, asked.dtype)
+    ways = steps_of(chosen.bound, cast_specs(chosen.bound, asked.dtype, chosen.source.states, asked.rounded))
     total = sum(way.nbytes for way in ways)
     if asked.dry_run:
         _planned(source, target, asked, chosen, ways, total)
         return
     with byte_bar("converting", total) as told:
         made = restructure(
-            source, chosen.bound, target, asked.to, dtype=asked.dtype, stack=asked.stack, small=small, told=told, **room
-        )
+            chosen.source, chosen.bound, target, asked.to, dtype=asked.dtype, rounded=asked.rounded, stack=asked.stack,
+            small=small, told=told, **room,
+        )  # fmt: skip
     if asked.json:
         print_json({**made.as_json(), "by": chosen.said, "left_out": len(chosen.left)})
     else:
