@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tangram.checkpoint.formats.naming import split
+from tangram.checkpoint.formats.naming import MASTER, split
 from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.restructure import IDENTITY, target_of
 from tangram.errors import UserError
 from tangram.layout.syntax import Mapping as MappingText
+from tangram.layout.syntax import TensorPattern
 from tangram.models.families import Family, family_of, mapping_of
-from tangram.relayout import Bound, RelayoutError, bind, inverse
+from tangram.relayout import Bound, RelayoutError, TensorSpec, bind, inverse
+from tangram.relayout.names import NameTable, template_of
 from tangram.relayout.states import with_states
 
 WORDS = "embedding.word_embeddings.weight"
@@ -84,9 +86,25 @@ def choose(
 
 def _followed(model: Opened, text: str, sizes: Mapping[str, int], partial: bool = False) -> Bound:
     """A mapping of a model, bound, with the optimiser's states behind it."""
+    if not model.states:
+        return bind(text, model.specs, partial=partial, sizes=sizes)
+    copies = {n: spec for n, spec in model.specs.items() if model.specs.get(f"{n}.{MASTER}") == spec}
+    gone = {f"{name}.{MASTER}" for name in copies}
+    specs = {name: spec for name, spec in model.specs.items() if name not in gone}
     keys: dict[str, Any] = dict(sizes)
-    mapping = with_states(text, model.specs, model.states, **keys) if model.states else text
-    return bind(mapping, model.specs, partial=partial, sizes=sizes)
+    mapping = with_states(text, specs, model.states, **keys)
+    return bind(_tied(mapping, copies), model.specs, partial=partial, sizes=sizes)
+
+
+def _tied(mapping: MappingText, copies: Mapping[str, TensorSpec]) -> MappingText:
+    """A mapping in which parameters that have a copy of their own type are tied to it: it is compared, and goes."""
+    table = NameTable.of(copies)
+
+    def group(some: tuple[TensorPattern, ...]) -> tuple[TensorPattern, ...]:
+        found = [t for t in some if t.name in copies or table.members(template_of(t)[0])]
+        return (*some, *(replace(t, parts=(*t.parts, f".{MASTER}")) for t in found))
+
+    return MappingText(tuple(replace(s, source=tuple(map(group, s.source))) for s in mapping.statements))
 
 
 def _from_core(model: Opened, known: Family, config: Mapping[str, Any]) -> Bound:

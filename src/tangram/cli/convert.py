@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ ROWS = 40
 """Of the table of a dry run; --json has all."""
 SAMPLE = 64 << 20
 """Bytes that are read and written to see how fast the disk is."""
+UNSET = "the settings of the optimiser are not known, which Megatron-core needs to go on: --optimiser FILE gives them"
 UNCONFIGURED = "there is no config.json: transformers needs one, which --config DIR copies"
 
 
@@ -38,6 +39,7 @@ class Asked:
     mapping: Path | None
     sizes: Sequence[str]
     family: Path | None
+    optimiser: Path | None
     transformer_impl: str
     pad_vocabulary: int
     stack: bool
@@ -89,6 +91,8 @@ def _convert(source: "Opened", target: Path, asked: Asked, room: Mapping[str, in
     from tangram.checkpoint.structures import choose
     from tangram.models.families import read_family
 
+    if asked.optimiser:
+        source = replace(source, objects={**source.objects, "settings": _settings(asked.optimiser)})
     small = small_of(asked.config) if asked.config else dict(source.small)
     chosen = choose(
         source,
@@ -126,6 +130,8 @@ def _said(made: "Restructured", chosen: "Chosen", asked: Asked) -> None:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states not converted")
     if made.format == "hf" and not made.configured:
         print(UNCONFIGURED)
+    if made.format == "torch_dist" and chosen.source.states and "settings" not in chosen.source.objects:
+        print(UNSET)
 
 
 def _planned(source: "Opened", target: Path, asked: Asked, chosen: "Chosen", ways: Sequence["Way"], total: int) -> None:
@@ -175,6 +181,22 @@ def _text(file: Path | None) -> str | None:
         return None
     lines = file.read_text(encoding="utf-8").splitlines()
     return "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """Of the table `optimiser` of a plan or job. Raises UserError for a file that has none."""
+    import tomllib
+
+    from tangram.checkpoint.formats.opened import SETTINGS
+
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8")).get("optimiser", {})
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f'"{file}" is no TOML: {error}') from None
+    found = {key: table[key] for key in SETTINGS if key in table}
+    if not found:
+        raise UserError(f'"{file}" has no table [optimiser] with {", ".join(SETTINGS)}')
+    return found
 
 
 def _sizes(given: Sequence[str]) -> dict[str, int]:

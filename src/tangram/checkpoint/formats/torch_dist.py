@@ -241,8 +241,8 @@ def _beside(task: Task) -> list[str]:
 
 def _common(task: Task) -> dict[str, Any]:
     """What all ranks have in common: of the optimiser its settings by group, and the step."""
-    counts, settings = task.steps(), task.objects.get("settings")
-    if not counts or settings is None:
+    counts, settings = task.steps(), task.objects.get("settings", {})
+    if not counts:
         return {}
     step = common_step(counts, "Megatron-core")
     groups = [
