@@ -5,7 +5,7 @@ JOB ?= examples/quickstart/job.toml
 PROCESSES ?= 2
 SAMPLE ?= 8
 CELLS ?= 72
-EXTRAS := hf,data,report,dev
+EXTRAS := hf,data,report,remote,dev
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -32,8 +32,9 @@ train: ## train the quickstart on two processes (another job or plan: JOB=... PR
 	  ready=$$(date +%s); echo "installation: $$((ready - begin)) s"; \
 	  $(BIN)/tangram train $(JOB) --processes $(PROCESSES); echo "job: $$(($$(date +%s) - ready)) s"
 
+# Compiled modules are kept, whatever the environment says: hundreds of processes import them.
 test: $(STAMP) ## run the tests (those that run ranks start processes of their own)
-	@$(BIN)/python -m pytest -n 2
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
 
 slow: $(STAMP) ## run some of the slow tests, others with every commit (SAMPLE=1000 for all)
 	@$(BIN)/python -m pytest -n 2 -m slow --sample $(SAMPLE)

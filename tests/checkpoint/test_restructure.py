@@ -375,7 +375,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(
 def test_a_torch_dist_that_is_cut_off_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save("qwen3", tmp_path / "hf")
     said(capsys, tmp_path / "hf", tmp_path / "core", "--to", "torch_dist")
-    file = tmp_path / "core" / torch_dist.TENSORS
+    file = tmp_path / "core" / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-5000])
     assert "is cut off" in said(capsys, tmp_path / "core", tmp_path / "back", "--to", "hf", code=2)
     assert not [path for path in tmp_path.iterdir() if "back" in path.name]

@@ -148,13 +148,13 @@ def _compared(a: Side, b: Side, differing: Sequence[StoredTensor], told: Callabl
         found[one.name] = Change(one.name, kind, _said(one), _said(other))
     for batch in batches(in_file_order(differing), CHUNK):
         for span, left, right in zip(batch, read_spans(*a, batch), read_spans(*b, batch), strict=True):
-            found[span.name] = _more(found[span.name], left, right)
+            found[span.name] = compared(found[span.name], left, right)
             told(left.nbytes + right.nbytes)
     return list(found.values())
 
 
-def _more(found: Change, left: Tensor, right: Tensor) -> Change:
-    """What is known, with some more elements."""
+def compared(found: Change, left: Tensor, right: Tensor) -> Change:
+    """What is known of a tensor, with some more elements of both sides."""
     wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
     if left.dtype == right.dtype:
         differs = _bits(left).ne(_bits(right))

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from tangram import __version__
-from tangram.checkpoint.appearing import appearing
 from tangram.checkpoint.convert import SHARD, cast_of, with_dtype
 from tangram.checkpoint.digest import Bytes
 from tangram.checkpoint.formats.naming import split
@@ -32,6 +31,7 @@ from tangram.checkpoint.formats.outgoing import Task
 from tangram.checkpoint.formats.small import small_files, with_provenance
 from tangram.checkpoint.formats.targets import TARGETS, Target
 from tangram.checkpoint.manifest import BLOCK, DTYPES
+from tangram.checkpoint.remote import placing
 from tangram.checkpoint.write import RING
 from tangram.errors import UserError
 from tangram.layout import Region
@@ -40,7 +40,7 @@ from tangram.layout.region import stretch
 from tangram.relayout import Bound, Piece, PieceIndex, TensorSpec, bind, execute, plan
 from tangram.relayout.states import States
 
-__all__ = ["IDENTITY", "LEAST", "MEMORY", "TARGETS", "Restructured", "Way", "restructure", "steps_of"]
+__all__ = ["IDENTITY", "LEAST", "MEMORY", "TARGETS", "Filler", "Restructured", "Way", "restructure", "steps_of"]
 
 IDENTITY = "{name*} -> {name*}"
 """The mapping that leaves everything as it is."""
@@ -75,7 +75,7 @@ class Way:
 class Restructured:
     """What has been written."""
 
-    path: Path
+    path: str
     format: str
     tensors: int
     nbytes: int
@@ -87,7 +87,7 @@ class Restructured:
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
-        return {**vars(self), "path": str(self.path), "files": list(self.files), "seconds": round(self.seconds, 3)}
+        return {**vars(self), "files": list(self.files), "seconds": round(self.seconds, 3)}
 
 
 def bound_of(source: Opened, mapping: str, sizes: Mapping[str, int]) -> Bound:
@@ -126,7 +126,7 @@ def steps_of(bound: Bound, made: Mapping[str, TensorSpec]) -> list[Way]:
 def restructure(
     source: Opened,
     bound: Bound,
-    target: Path,
+    target: Path | str,
     to: str,
     *,
     dtype: str | None = None,
@@ -137,7 +137,7 @@ def restructure(
     small: Mapping[str, bytes] | None = None,
     told: Callable[[int], None] | None = None,
 ) -> Restructured:
-    """Write what a mapping makes of a checkpoint as the new directory `target`.
+    """Write what a mapping makes of a checkpoint as the new directory `target`, or at an address of an object store.
 
     `to`: one of TARGETS. `dtype`: floating-point tensors of the model are cast to it; `rounded` says that this may lose
     bits. `shard`: bytes of a safetensors file at most. `memory`: bytes for all buffers. `stack`: layers that are alike
@@ -161,17 +161,19 @@ def restructure(
     made = {"from": source.format, "folder": source.path.name, "to": to, "dtype": dtype, "tangram": __version__}
     beside = with_provenance(beside, {**made, "mapping": str(bound.mapping).splitlines()})
     nbytes = sum(math.prod(spec.shape) * DTYPES[spec.dtype] for spec in specs.values())
-    filler = _Filler(source, bound, specs, max(1, memory // 4))
+    filler = Filler(source, bound, specs, max(1, memory // 4))
     chunk = min(CHUNK, (memory - LEAST) // 4 + BLOCK)
-    with appearing(target, nbytes + sum(map(len, beside.values()))) as folder:
+    with placing(str(target), nbytes + sum(map(len, beside.values()))) as (folder, done):
         task = Task(
             folder, specs, source.states, filler.fill, filler.bytes_of, chunk, shard, stack, beside, source.objects,
-            told or _deaf,
+            told or _deaf, done,
         )  # fmt: skip
         files = writer.write(task)
     cast = sum(bound.target.specs[name] != spec for name, spec in specs.items())
     configured = "config.json" in beside
-    return Restructured(target, to, len(specs), nbytes, tuple(files), cast, configured, time.perf_counter() - begin)
+    return Restructured(
+        str(target), to, len(specs), nbytes, tuple(files), cast, configured, time.perf_counter() - begin
+    )
 
 
 def target_of(to: str) -> Target:
@@ -208,7 +210,7 @@ def _deaf(_: int) -> None:
     """Nobody wants to hear."""
 
 
-class _Filler:
+class Filler:
     """Boxes of new tensors, made of what a source's pieces have."""
 
     def __init__(self, source: Opened, bound: Bound, specs: Mapping[str, TensorSpec], keep: int) -> None:

@@ -123,20 +123,18 @@ def verify(
 
 @checkpoint.command()
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another, of any layout.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format; also s3://...")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another, of any layout, format and structure.")],
     pattern: Pattern = "*",
+    config: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the model's config.json lies.")] = None,
     json: Json = False,
 ) -> int:
     """Compare names, shapes, types, values and objects of two checkpoints; exit code 1 when something differs."""
-    from tangram.checkpoint import commits
-    from tangram.checkpoint import diff as of
     from tangram.checkpoint.tree import short
+    from tangram.cli.convert import compared
 
     with _files():
-        sides = ((a, commits.read_manifest(a)), (b, commits.read_manifest(b)))
-        with byte_bar("comparing", of.to_read(sides[0][1], sides[1][1], pattern)) as told:
-            found = of.compare(*sides, pattern, told)
+        found = compared(a, b, pattern, config)
     if json:
         print_json({"a": str(a), "b": str(b), **found.as_json()})
         return 0 if found.same else 1
@@ -166,8 +164,10 @@ def diff(
 
 @checkpoint.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format that is read.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="A new directory.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A checkpoint of any format that is read; also s3://...")
+    ],
+    target: Annotated[str, typer.Argument(metavar="DST", help="A new directory, or the address of an object store.")],
     to: Annotated[str, typer.Option(help="The format: hf, torch_dist (Megatron-core's), dcp (torch's) or tangram.")],
     dtype: Annotated[str | None, typer.Option(help="Cast floating point to it, as bfloat16.")] = None,
     rounded: Annotated[bool, typer.Option("--round", help="The cast may lose bits.")] = False,

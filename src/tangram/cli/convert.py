@@ -11,11 +11,12 @@ from tangram.errors import UserError
 from tangram.training.tables import count, printable
 
 if TYPE_CHECKING:
+    from tangram.checkpoint.diff import Comparison
     from tangram.checkpoint.formats.opened import Opened
     from tangram.checkpoint.restructure import Restructured, Way
     from tangram.checkpoint.structures import Chosen
 
-__all__ = ["Asked", "run"]
+__all__ = ["Asked", "compared", "run"]
 
 NAMES = ("transformer_engine", "local")
 ROWS = 40
@@ -48,23 +49,48 @@ class Asked:
     json: bool
 
 
-def run(source: Path, target: Path, asked: Asked) -> None:
+def run(source: str, target: str, asked: Asked) -> None:
     """Convert, and say what was done. Raises UserError for what cannot be."""
     from tangram.checkpoint.convert import bytes_of
-    from tangram.checkpoint.formats.detect import open_any
     from tangram.checkpoint.formats.own import is_own
+    from tangram.checkpoint.remote import is_remote, opening
     from tangram.checkpoint.restructure import target_of
 
     target_of(asked.to)
     if asked.transformer_impl not in NAMES:
         raise UserError(f"--transformer-impl {asked.transformer_impl}: give {' or '.join(NAMES)}")
     room = {"shard": bytes_of(asked.shard_size), "memory": bytes_of(asked.memory)}
-    if target.exists() or target.is_symlink():
+    if not is_remote(target) and (Path(target).exists() or Path(target).is_symlink()):
         raise UserError(f'"{target}" is there already: give the name of a new directory')
-    if asked.to == "hf" and is_own(source) and asked.mapping is None and not asked.dry_run:
-        _export(source, target, asked, room)
-    else:
-        _convert(open_any(source), target, asked, room)
+    local = not is_remote(source) and not is_remote(target)
+    if local and asked.to == "hf" and is_own(Path(source)) and asked.mapping is None and not asked.dry_run:
+        _export(Path(source), Path(target), asked, room)
+        return
+    with opening(source) as opened:
+        _convert(opened, target, asked, room, local)
+
+
+def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
+    """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
+    from tangram.checkpoint import commits, diff, diff_structures
+    from tangram.checkpoint.formats.detect import FORMATS
+    from tangram.checkpoint.formats.own import is_own
+    from tangram.checkpoint.remote import is_remote, opening
+    from tangram.checkpoint.restructure import config_of, small_of
+
+    def foreign(place: str) -> bool:
+        path = Path(place)
+        return is_remote(place) or (not is_own(path) and any(known.fits(path) for known in FORMATS.values()))
+
+    if not (foreign(a) or foreign(b)):
+        one, other = ((Path(path), commits.read_manifest(Path(path))) for path in (a, b))
+        with byte_bar("comparing", diff.to_read(one[1], other[1], pattern)) as told:
+            return diff.compare(one, other, pattern, told)
+    with opening(a) as left, opening(b) as right:
+        small = small_of(config) if config else {**right.small, **left.small}
+        way, other_side = diff_structures.seen_as(left, right, config_of(small))
+        with byte_bar("comparing", diff_structures.to_read(way, other_side, pattern)) as told:
+            return diff_structures.compare(way, other_side, pattern, told)
 
 
 def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -> None:
@@ -86,7 +112,7 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
         print(UNCONFIGURED)
 
 
-def _convert(source: "Opened", target: Path, asked: Asked, room: Mapping[str, int]) -> None:
+def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int], local: bool) -> None:
     from tangram.checkpoint.restructure import cast_specs, config_of, restructure, small_of, steps_of
     from tangram.checkpoint.structures import choose
     from tangram.models.families import read_family
@@ -108,7 +134,7 @@ def _convert(source: "Opened", target: Path, asked: Asked, room: Mapping[str, in
     ways = steps_of(chosen.bound, cast_specs(chosen.bound, asked.dtype, chosen.source.states, asked.rounded))
     total = sum(way.nbytes for way in ways)
     if asked.dry_run:
-        _planned(source, target, asked, chosen, ways, total)
+        _planned(source, target, asked, chosen, ways, total, _disk(source, Path(target)) if local else None)
         return
     with byte_bar("converting", total) as told:
         made = restructure(
@@ -134,9 +160,10 @@ def _said(made: "Restructured", chosen: "Chosen", asked: Asked) -> None:
         print(UNSET)
 
 
-def _planned(source: "Opened", target: Path, asked: Asked, chosen: "Chosen", ways: Sequence["Way"], total: int) -> None:
-    """What would be done, and how long it would take on this disk."""
-    rate = _disk(source, target)
+def _planned(
+    source: "Opened", target: str, asked: Asked, chosen: "Chosen", ways: Sequence["Way"], total: int, rate: float | None
+) -> None:
+    """What would be done, and how long it would take at so many bytes a second."""
     fields: dict[str, Any] = {
         "from": source.format, "to": asked.to, "by": chosen.said, "tensors": len(ways), "bytes": total,
         "left_out": list(chosen.left), "seconds": round(total / rate, 1) if rate else None,
@@ -149,7 +176,7 @@ def _planned(source: "Opened", target: Path, asked: Asked, chosen: "Chosen", way
         (way.name, way.spec.dtype, " ".join(map(str, way.spec.shape)) or "scalar", ", ".join(way.sources) or "filled")
         for way in ways[:ROWS]
     ]
-    print_table(str(target), ("tensor", "dtype", "shape", "made of"), [[printable(c) for c in row] for row in rows])
+    print_table(target, ("tensor", "dtype", "shape", "made of"), [[printable(c) for c in row] for row in rows])
     if len(ways) > ROWS:
         print(f"and {len(ways) - ROWS:,} more, which --json lists")
     print(f"{source.format} to {asked.to}, by {chosen.said}: {count(len(ways), 'tensor')}, {size(total)}; {time_}")

@@ -93,7 +93,7 @@ def read_archive(maps: Maps, file: str, start: int = 0, length: int | None = Non
     if stop > len(data):
         raise UserError(f'"{path}" is cut off: it has {len(data):,} bytes, not {stop:,}')
     try:
-        with zipfile.ZipFile(_Part(data, start, stop)) as found:
+        with zipfile.ZipFile(_Part(maps, file, start, stop)) as found:
             members = {one.filename.partition("/")[2]: one for one in found.infolist()}
             if "data.pkl" not in members:
                 raise UserError(f'"{path}" is not what torch.save writes: it has no data.pkl')
@@ -106,7 +106,7 @@ def read_archive(maps: Maps, file: str, start: int = 0, length: int | None = Non
         old = data[start : start + 1] == b"\x80"
         legacy = " (what torch before 1.6 wrote is not read: save it again)" if old else ""
         raise UserError(f'"{path}" is damaged, or nothing that torch.save wrote: {error}{legacy}') from None
-    places = {name: _begin(data, start + one.header_offset) for name, one in members.items()}
+    places = {name: _begin(maps, file, start + one.header_offset) for name, one in members.items()}
     sizes = {name: one.file_size for name, one in members.items()}
     try:
         return _Reader(io.BytesIO(tree), file, places, sizes).load()
@@ -127,8 +127,10 @@ def tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Place]]:
         yield from tensors(value, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _begin(data: Any, head: int) -> int:
+def _begin(maps: Maps, file: str, head: int) -> int:
     """The first byte of a member's contents."""
+    maps.ensure(file, head, head + LOCAL)
+    data = maps.data(file)
     name, extra = (int.from_bytes(data[head + at : head + at + 2], "little") for at in (26, 28))
     return head + LOCAL + name + extra
 
@@ -136,8 +138,8 @@ def _begin(data: Any, head: int) -> int:
 class _Part(io.RawIOBase):
     """Some bytes of a map as a file."""
 
-    def __init__(self, data: Any, start: int, stop: int) -> None:
-        self._data, self._start, self._stop, self._at = data, start, stop, start
+    def __init__(self, maps: Maps, file: str, start: int, stop: int) -> None:
+        self._maps, self._file, self._start, self._stop, self._at = maps, file, start, stop, start
 
     def readable(self) -> bool:
         return True
@@ -155,7 +157,8 @@ class _Part(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         stop = self._stop if size is None or size < 0 else min(self._at + size, self._stop)
-        found = bytes(self._data[self._at : stop])
+        self._maps.ensure(self._file, self._at, stop)
+        found = bytes(self._maps.data(self._file)[self._at : stop])
         self._at = stop
         return found
 

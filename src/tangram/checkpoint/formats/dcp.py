@@ -47,7 +47,7 @@ from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
 
 INDEX = ".metadata"
-TENSORS = "__0_0.distcp"
+DATA = "__0_{}.distcp"
 NAMING = Naming("state.{param}.{state}", front="optimizer.", lead=r"(?:optim|optimizer)\.")
 """As torch's `get_optimizer_state_dict` names states, under torchtitan's key."""
 WRAPPERS = ("model.", "state_dict.", "module.")
@@ -112,10 +112,9 @@ def _region(chunk: ChunkStorageMetadata) -> Region:
     return Region.box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def open_folder(path: Path) -> Opened:
+def open_folder(path: Path, maps: Maps) -> Opened:
     """A directory, whose chunks are mapped. Raises UserError for one that is not whole."""
     index = read_index(path)
-    maps = Maps(path)
     raw = Opened(
         "dcp", path, index.specs, index.pieces, mapped_chunks(maps), maps.release, index.opaque, small_files(path)
     )
@@ -188,11 +187,11 @@ def write(task: Task) -> list[str]:
                 yield Chunk(own, offsets, values)
 
     with fetched(chunks()) as made:
-        written = stream_chunks(task.folder / TENSORS, made)
+        written, files = stream_chunks(task, made)
     write_index(task.folder, {own: task.specs[name] for name, own in names.items()}, written)
     for name, data in task.small.items():  # which torch's reader does not look at
         write_file(task.folder / name, data)
-    return [TENSORS, INDEX, *task.small]
+    return [*files, INDEX, *task.small]
 
 
 @dataclass(frozen=True)
@@ -224,12 +223,33 @@ def write_chunks(file: Path, chunks: Iterable[Chunk]) -> list[Written]:
     return written
 
 
-def stream_chunks(file: Path, chunks: Iterable[Chunk]) -> list[Written]:
-    """The same past the page cache, for more than fits in it; without the crc32 of each."""
-    with Stream(file, Ring()) as stream:
-        written = _written(stream, file.name, chunks, summed=False)
-        stream.finish()
-    return written
+def stream_chunks(task: Task, chunks: Iterator[Chunk]) -> tuple[list[Written], list[str]]:
+    """The same past the page cache, for more than fits in it, in files of a task's size; without the crc32 of each.
+
+    Returns the names of the files, too.
+    """
+    written: list[Written] = []
+    files: list[str] = []
+    ring, first = Ring(), next(chunks, None)
+    while first is not None:
+        name, after = DATA.format(len(files)), list[Chunk]()
+        with Stream(task.folder / name, ring) as stream:
+            written += _written(stream, name, _until(stream, first, chunks, task.shard, after), summed=False)
+            stream.finish()
+        task.done(name)
+        files.append(name)
+        first = after[0] if after else None
+    return written, files
+
+
+def _until(stream: Stream, first: Chunk, chunks: Iterator[Chunk], most: int, after: list[Chunk]) -> Iterator[Chunk]:
+    """A chunk and those that follow it, until a file has its size; the one that no longer fits is left in `after`."""
+    yield first
+    for chunk in chunks:
+        if stream.tell() + chunk.values.nbytes > most:
+            after.append(chunk)
+            return
+        yield chunk
 
 
 def _written(stream: Any, name: str, chunks: Iterable[Chunk], summed: bool) -> list[Written]:

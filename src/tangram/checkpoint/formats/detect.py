@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tangram.checkpoint.formats import dcp, huggingface, own, torch_dist
+from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.opened import Opened
 from tangram.errors import UserError
 
@@ -15,7 +16,7 @@ class Format:
 
     said: str
     fits: Callable[[Path], bool]
-    open: Callable[[Path], Opened]
+    open: Callable[[Path, Maps], Opened]
 
 
 FORMATS: Mapping[str, Format] = {
@@ -27,13 +28,16 @@ FORMATS: Mapping[str, Format] = {
 """By name; the first that fits is it."""
 
 
-def open_any(path: Path) -> Opened:
-    """A checkpoint of whichever format. Raises UserError where none fits, or what is there is not whole."""
+def open_any(path: Path, maps: Maps | None = None) -> Opened:
+    """A checkpoint of whichever format. Raises UserError where none fits, or what is there is not whole.
+
+    `maps`: how its files are looked into, where they are not simply there.
+    """
     if not path.is_dir():
         raise UserError(f'"{path}" is no directory' if path.exists() else f'"{path}" is not there')
     for known in FORMATS.values():
         if known.fits(path):
-            return known.open(path)
+            return known.open(path, maps or Maps(path))
     pickled = [name for name in huggingface.PICKLED if (path / name).exists()]
     if pickled:
         huggingface.read_index(path)  # says why it is not read

@@ -144,10 +144,9 @@ def mapped_reader(path: Path) -> Callable[[Hashable, str], Tensor]:
     return read
 
 
-def open_folder(path: Path) -> Opened:
+def open_folder(path: Path, maps: Maps) -> Opened:
     """A directory with its configuration. Raises UserError for one that is not whole."""
     index = read_index(path)
-    maps = Maps(path)
     slots: dict[tuple[str, str], header.Slot] = {}
     for file in dict.fromkeys(str(piece.place) for piece in index.pieces):
         size = (path / file).stat().st_size
@@ -169,6 +168,7 @@ def write(task: Task) -> list[str]:
     planned = planned_images({own: task.specs[name] for own, name in names.items()}, task.shard, secrets.token_hex(8))
     for image in planned:
         write_from(task.folder, image, taking(image, task, names), ring, checked=False)
+        task.done(image.name)
     files = [image.name for image in planned]
     small = {**task.small, **({INDEX: index_of(planned)} if len(planned) > 1 else {})}
     for name, data in small.items():

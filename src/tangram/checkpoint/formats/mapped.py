@@ -40,6 +40,9 @@ class Maps:
                 raise UserError(f'"{path}" is empty') from None
         return self._open[file]
 
+    def ensure(self, file: str, start: int, stop: int) -> None:
+        """See to it that bytes of a file are there before they are looked at. Of a local file they are."""
+
     def view(
         self, file: str, offset: int, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...] | None = None
     ) -> Tensor:
@@ -53,6 +56,7 @@ class Maps:
         if not size:
             return torch.empty(shape, dtype=kind)
         data = self.data(file)
+        self.ensure(file, offset, offset + size * DTYPES[dtype])
         if offset < 0 or min(strides, default=0) < 0 or offset + size * DTYPES[dtype] > len(data):
             raise UserError(f'"{self.folder / file}" is cut off: it has {len(data):,} bytes, and more are asked for')
         with warnings.catch_warnings():  # torch warns of read-only buffers; this one is only read

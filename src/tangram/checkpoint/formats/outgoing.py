@@ -48,6 +48,8 @@ class Task:
     objects: Mapping[str, Any]
     told: Callable[[int], None]
     """Hears of bytes that are written."""
+    done: Callable[[str], None]
+    """Hears of each data file that is whole, which may go elsewhere then."""
 
     @cached_property
     def owners(self) -> Mapping[str, tuple[str, str]]:

@@ -24,7 +24,7 @@ from tangram.checkpoint.image import Outgoing, images
 from tangram.checkpoint.manifest import BLOCK, StoredPiece, checksum, checksums
 from tangram.checkpoint.parts import INDEX, MODEL, merged, part_of, with_small_files
 from tangram.checkpoint.source import DamagedError
-from tangram.checkpoint.write import Ring, write_from
+from tangram.checkpoint.write import Ring, Written, write_from
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
 
@@ -43,13 +43,12 @@ def is_own(path: Path) -> bool:
     return (path / commits.MARKER).exists()
 
 
-def open_folder(path: Path) -> Opened:
+def open_folder(path: Path, maps: Maps) -> Opened:
     """Model and optimiser of a checkpoint, by the names that the module has. Raises UserError for a torn one.
 
     Other sections, and states of optimisers that are not known, are skipped.
     """
     manifest = commits.read_manifest(path)
-    maps = Maps(path)
     proved: set[tuple[str, int]] = set()
     found: dict[tuple[_Place, str], tuple[StoredPiece, str]] = {}
     specs, pieces = dict[str, TensorSpec](), list[Piece]()
@@ -70,6 +69,7 @@ def open_folder(path: Path) -> Opened:
         shape = piece.region.local_shape if piece.region.local_shape is not None else (piece.region.size,)
         view = maps.view(place.file, place.offset, dtype, shape)
         data, stored = memoryview(maps.data(place.file)), manifest.files[place.file]
+        maps.ensure(place.file, place.offset // BLOCK * BLOCK, -(-(place.offset + view.nbytes) // BLOCK) * BLOCK)
         for block in range(place.offset // BLOCK, -(-(place.offset + view.nbytes) // BLOCK)):
             if (place.file, block) in proved:
                 continue
@@ -119,7 +119,10 @@ def write(task: Task) -> list[str]:
     save_id, ring, back = secrets.token_hex(16), Ring(), {own: name for name, own in names.items()}
     pieces = [Outgoing(name, spec, Region.full(spec.shape)) for name, spec in specs.items() if name not in empty]
     files = images(pieces, 0, 1, save_id)
-    written = [write_from(task.folder, image, taking(image, task, back), ring) for image in files]
+    written: list[Written] = []
+    for image in files:
+        written.append(write_from(task.folder, image, taking(image, task, back), ring))
+        task.done(image.name)
     manifest = merged(
         [part_of(files, written, empty, {"imported": dict(task.objects)})],
         id=save_id,

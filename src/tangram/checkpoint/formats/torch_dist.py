@@ -39,7 +39,7 @@ CONFIG = "metadata.json"
 COMMON = "common.pt"
 SOURCE = "source"
 """A folder for the configuration and tokenizer that the checkpoint was made with; Megatron-core does not look at it."""
-TENSORS, OBJECTS = "__0_0.distcp", "__0_1.distcp"
+OBJECTS = "__1_0.distcp"
 NAMING = Naming("optimizer.state.{state}.{param}", {"param": MASTER, "fp32_param": MASTER}, lead=r"(?:chained_\d+\.)?")
 """The distributed optimiser calls its copies of parameters `param`, the other one `fp32_param`."""
 EXPERTS = ".experts.experts."
@@ -66,17 +66,16 @@ def is_torch_dist(path: Path) -> bool:
     return isinstance(fields, dict) and cast("dict[str, Any]", fields).get("sharded_backend") == "torch_dist"
 
 
-def open_folder(path: Path) -> Opened:
+def open_folder(path: Path, maps: Maps) -> Opened:
     """A directory, stacked layers taken apart. Raises UserError for one that is not whole."""
-    whole = _apart(path)
-    step, settings = _of_optimiser(path) if (path / COMMON).is_file() else (None, None)
+    whole = _apart(path, maps)
+    step, settings = _of_optimiser(path, maps) if (path / COMMON).is_file() else (None, None)
     known = with_steps(named(whole, NAMING), step)
     return replace(known, objects={"settings": settings}) if settings else known
 
 
-def _apart(path: Path) -> Opened:
+def _apart(path: Path, maps: Maps) -> Opened:
     index = dcp.read_index(path)
-    maps = Maps(path)
     whole = dcp.mapped_chunks(maps)
     specs: dict[str, TensorSpec] = {}
     pieces: list[Piece] = []
@@ -106,12 +105,11 @@ def _apart(path: Path) -> Opened:
     return Opened("torch_dist", path, specs, tuple(pieces), read, maps.release, index.opaque, small)
 
 
-def _of_optimiser(path: Path) -> tuple[float | None, dict[str, Any] | None]:
+def _of_optimiser(path: Path, maps: Maps) -> tuple[float | None, dict[str, Any] | None]:
     """The step that the groups of parameters are at, and their settings; None where there are none.
 
     Groups differ in weight decay, and experts may have an optimiser of their own; the step is one.
     """
-    maps = Maps(path)
     tree = read_archive(maps, COMMON)
     groups: list[Mapping[str, Any]] = []
     steps: list[float] = []
@@ -174,12 +172,12 @@ def write(task: Task) -> list[str]:
                 yield dcp.Chunk(own, (index, *offsets), made[None]) if count else dcp.Chunk(own, offsets, made)
 
     with fetched(chunks()) as made:
-        written = dcp.stream_chunks(task.folder / TENSORS, made)
+        written, files = dcp.stream_chunks(task, made)
     blank = dcp.write_object(task.folder / OBJECTS, [None])
     params = {name: spec for name, spec in whole.items() if not NAMING.read(name)}
     objects = dict.fromkeys(extra_states(params, {home[0] for home in homes.values()}), blank)
     dcp.write_index(task.folder, whole, written, objects)
-    return [TENSORS, OBJECTS, dcp.INDEX, *_beside(task)]
+    return [*files, OBJECTS, dcp.INDEX, *_beside(task)]
 
 
 def _homes(task: Task) -> dict[str, tuple[str, int, int]]:
