@@ -5,6 +5,7 @@ set) runs the same for the same test, so that what fails there is the change's, 
 draws new ones. None has a deadline: a busy machine is no bug. A failure prints how to repeat it.
 """
 
+import gc
 import os
 import random
 import subprocess
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = _sample(items, size, random.Random(commit))  # alike in every worker
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def pytest_collection_finish() -> None:
+    """What stands after the collection, stays: the collector of garbage need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _sample(items: list[pytest.Item], size: int, dice: random.Random) -> set[str]:

@@ -22,6 +22,7 @@ from tangram.checkpoint.windows import Shape, Window
 from tangram.hardware import shared
 from tangram.layout import Region, intervals
 from tangram.relayout.peers import Peers
+from tangram.training.forks import context_of_ranks
 from tests.checkpoint.loading import LARGE, large
 from tests.checkpoint.stored import store, with_small_blocks
 
@@ -210,8 +211,7 @@ def _said(folder: Path, layout: str, nodes: str, how: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         with_small_blocks(patch)
         store(folder / "large", {"model.large": large()}, {})
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(i, str(folder), layout, nodes, how)) for i in range(3)]
+    ranks = [context_of_ranks().Process(target=_rank, args=(i, str(folder), layout, nodes, how)) for i in range(3)]
     for process in ranks:
         process.start()
     for process in (ranks[0], ranks[2], ranks[1]):

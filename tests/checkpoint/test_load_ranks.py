@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
 from torch import nn
 
 from tangram.checkpoint.save import save
@@ -14,6 +13,7 @@ from tangram.layout import Region
 from tests.checkpoint import loading
 from tests.checkpoint.loading import LAYOUTS, NODES, RANKS, large, play
 from tests.checkpoint.stored import store, with_small_blocks
+from tests.ranks import start
 
 Played = Any
 
@@ -33,7 +33,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     data = bytearray(file.read_bytes())
     data[70_001] ^= 4
     file.write_bytes(data)
-    mp.spawn(play, (str(folder),), nprocs=RANKS)
+    start(play, str(folder), ranks=RANKS)
     return lambda scene: [json.loads((folder / f"{scene.__name__}-{rank}.json").read_text()) for rank in range(RANKS)]
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from tangram.checkpoint.state import Held
 from tangram.errors import UserError
 from tangram.layout import Region
 from tests.checkpoint.saving import RANKS, STATES, meshes, trained, whole_values
+from tests.ranks import start
 
 
 def _rank(rank: int, folder: str) -> None:
@@ -43,7 +43,7 @@ def _rank(rank: int, folder: str) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where four ranks saved every state."""
     folder = tmp_path_factory.mktemp("saved")
-    mp.spawn(_rank, (str(folder),), nprocs=RANKS)
+    start(_rank, str(folder), ranks=RANKS)
     return folder
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tangram.layout import Layout, LayoutError, Mesh, region
 from tangram.layout.placements import from_placements
 from tangram.relayout.dtensor import layout_of, local_shapes, mesh_of, placements_of
+from tests.ranks import start
 
 CASES = {  # name: (global shape, placements over tp, whether FSDP2 cuts it over dp as well)
     "rows": ((7, 3), Shard(0), True),
@@ -53,7 +53,7 @@ def _rank(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, str, list[int], list[float]]]]:
     """What each of six ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(_rank, (str(folder),), nprocs=6)
+    start(_rank, str(folder), ranks=6)
     return [json.loads((folder / f"{r}.json").read_text()) for r in range(6)]
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
 from bench._sharding import database, gaps, ours, sides
 from bench._sharding.cases import Case, Sample, samples
@@ -13,6 +12,8 @@ DOUBLE = 8
 
 
 def entry(name: str) -> object:
+    from torch.testing._internal.common_methods_invocations import op_db  # takes some seconds, of one worker only
+
     return next(info for info in op_db if info.name == name)
 
 
