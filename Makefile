@@ -43,8 +43,8 @@ matrix: $(STAMP) ## run some cells of the capability matrix, others with every c
 	@$(BIN)/python -m pytest -p no:xdist -m matrix --sample $(CELLS) tests/matrix
 
 # Never a sample: what another project loads, computes and saves is the proof of every family.
-peers: $(STAMP) ## the families that make test leaves out, through megatron-core's own code
-	@$(BIN)/python -m pytest -p no:xdist -m slow tests/checkpoint/test_megatron.py
+peers: $(STAMP) ## families and optimiser states that make test leaves out, through megatron-core
+	@$(BIN)/python -m pytest -p no:xdist -m slow tests/checkpoint/test_megatron.py tests/checkpoint/test_optimiser_states.py
 
 # In an environment of their own: transformers loads torchao wherever it is installed, with warnings, and Paddle is large.
 interop: ## compare with Paddle, bitsandbytes, torchao and what parses our exports (about 500 MB, into .venv-interop)

@@ -16,9 +16,8 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,19 +39,21 @@ class Nothing(nn.Module):
         super().__init__()
 
 
-def build(row: Mapping[str, Any]) -> nn.Module:
+def build(name: str, tp: int, ep: int) -> nn.Module:
+    """megatron-core's own model of a row; experts are dealt out where it has any."""
     from megatron.core.activations import quick_gelu
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    row = CORE[name]
     own = dict(row["core"])
     latent, experts, normed = "kv_lora_rank" in own, own.get("num_moe_experts"), own.get("qk_layernorm", False)
     fields: dict[str, Any] = {
         "gated_linear_unit": True, "add_bias_linear": False, "normalization": "RMSNorm", "layernorm_epsilon": 1e-6,
         "activation_func": {"quick_gelu": quick_gelu, "gelu": gelu}.get(row.get("activation", ""), nn.functional.silu),
-        "use_cpu_initialization": True, "tensor_model_parallel_size": RANKS,
-        "expert_model_parallel_size": RANKS if experts else 1, "expert_tensor_parallel_size": 1,
+        "use_cpu_initialization": True, "tensor_model_parallel_size": tp,
+        "expert_model_parallel_size": ep if experts else 1, "expert_tensor_parallel_size": 1,
         "params_dtype": torch.float32, "bias_activation_fusion": False, "bias_dropout_fusion": False,
         "apply_rope_fusion": False, "masked_softmax_fusion": False, "gradient_accumulation_fusion": False,
         "persist_layer_norm": False, "attention_dropout": 0.0, "hidden_dropout": 0.0,
@@ -114,15 +115,15 @@ def run(rank: int, asked: argparse.Namespace) -> None:
     )
     torch.manual_seed(100 + rank)
     for name in asked.rows:
-        taken(CORE[name], asked.folder / name, rank)
+        taken(name, asked.folder / name, rank)
     dist.destroy_process_group()
 
 
-def taken(row: Mapping[str, Any], folder: Path, rank: int) -> None:
+def taken(name: str, folder: Path, rank: int) -> None:
     """Load, compute, train and save one model."""
     from megatron.core import dist_checkpointing
 
-    model: Any = build(row).eval()
+    row, model = CORE[name], cast("Any", build(name, RANKS, RANKS).eval())
     state = dist_checkpointing.load(model.sharded_state_dict(), str(folder / "core"))
     found = model.load_state_dict(state, strict=False)
     wrong = [name for name in (*found.missing_keys, *found.unexpected_keys) if "_extra_state" not in name]
