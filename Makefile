@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test slow matrix interop lint bench rules mutants clean
+.PHONY: help install train test slow matrix peers interop lint bench rules mutants clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -42,6 +42,10 @@ slow: $(STAMP) ## run some of the slow tests, others with every commit (SAMPLE=1
 # One process starts the ranks of all cells, and these take all cores.
 matrix: $(STAMP) ## run some cells of the capability matrix, others with every commit (CELLS=1000 for all)
 	@$(BIN)/python -m pytest -p no:xdist -m matrix --sample $(CELLS) tests/matrix
+
+# Never a sample: what another project loads, computes and saves is the proof of every family.
+peers: $(STAMP) ## families and optimiser states that make test leaves out, through megatron-core
+	@$(BIN)/python -m pytest -p no:xdist -m slow tests/checkpoint/test_megatron.py tests/checkpoint/test_optimiser_states.py
 
 # In an environment of their own: transformers loads torchao wherever it is installed, with warnings, and Paddle is large.
 interop: ## compare with Paddle, bitsandbytes, torchao and what parses our exports (about 500 MB, into .venv-interop)

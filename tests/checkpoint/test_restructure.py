@@ -25,11 +25,9 @@ from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.outgoing import boxes
 from tangram.checkpoint.manifest import BLOCK
 from tangram.checkpoint.restructure import IDENTITY, LEAST, restructure
-from tangram.checkpoint.structures import choose
 from tangram.checkpoint.write import Ring, Stream
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.models.families import families, family_of, mapping_of
 from tangram.relayout import TensorSpec, bind
 from tests.checkpoint.making import make
 from tests.checkpoint.peers.models import save
@@ -199,94 +197,6 @@ def test_a_damaged_archive_is_refused_or_read(tmp_path: Path, noise: bytes, at: 
     (tmp_path / "bad.pt").write_bytes(data)
     with contextlib.suppress(UserError):  # and nothing else is raised
         list(tensors(read_archive(Maps(tmp_path), "bad.pt")))
-
-
-# ------------------------------------------------------------ families
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.sampled_from([family.name for family in families()]),
-    st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3),
-    st.integers(1, 9), st.booleans(), st.booleans(), st.sampled_from([1, 8, 64]),
-)  # fmt: skip
-def test_there_and_back_for_any_configuration(
-    tmp_path_factory: pytest.TempPathFactory, name: str, layers: int, groups: int, repeats: int, size: int,
-    experts: int, dense: int, words: int, tied: bool, local: bool, divisor: int,
-) -> None:  # fmt: skip
-    """Heads, groups, experts, vocabulary and layers of every family: the same bits, whoever's names and padding."""
-    family = next(one for one in families() if one.name == name)
-    config = {
-        "architectures": list(family.architectures[:1]), "num_hidden_layers": layers, "num_key_value_heads": groups,
-        "num_attention_heads": groups * repeats, "head_dim": size, "vocab_size": words, "num_experts": experts,
-        "first_k_dense_replace": min(dense, layers), "tie_word_embeddings": tied and name != "deepseek_v3",
-    }  # fmt: skip
-    specs = invented(name, config, size, experts, predictor=tied)
-    values = {key: torch.randn(spec.shape) for key, spec in specs.items()}
-    if name == "deepseek_v3" and tied:  # the predictor's copies
-        values[f"model.layers.{layers}.embed_tokens.weight"] = values["model.embed_tokens.weight"].clone()
-        values[f"model.layers.{layers}.shared_head.head.weight"] = values["lm_head.weight"].clone()
-    folder = tmp_path_factory.mktemp("any")
-    hf = open_any(folder_of(folder / "hf", values, config))
-    there = choose(hf, "torch_dist", config, local=local, divisor=divisor)
-    restructure(hf, there.bound, folder / "core", "torch_dist")
-    core = open_any(folder / "core")
-    rows = core.specs["embedding.word_embeddings.weight"].shape[0]
-    assert rows % divisor == 0
-    assert rows - words < divisor
-    restructure(core, choose(core, "hf", config).bound, folder / "back", "hf")
-    assert same(load_file(folder / "back" / "model.safetensors"), values)
-
-
-def invented(name: str, config: Mapping[str, Any], size: int, experts: int, predictor: bool) -> dict[str, TensorSpec]:
-    """The tensors of a Hugging Face directory of a configuration, which a family's own statements do not make."""
-    heads, groups, h, f, q, c = config["num_attention_heads"], config["num_key_value_heads"], 5, 3, 4, 6
-    found = {"model.embed_tokens.weight": (config["vocab_size"], h), "model.norm.weight": (h,)}
-    if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = (config["vocab_size"], h)
-    latent = name == "deepseek_v3"
-    count = config["num_hidden_layers"] + (latent and predictor)
-    for i in range(count):
-        at = f"model.layers.{i}."
-        mlp = {"gate_proj": (f, h), "up_proj": (f, h), "down_proj": (h, f)}
-        found |= {at + "input_layernorm.weight": (h,), at + "post_attention_layernorm.weight": (h,)}
-        if latent:
-            attention = {
-                "q_a_proj": (q, h), "q_a_layernorm": (q,), "q_b_proj": (heads * size, q),
-                "kv_a_proj_with_mqa": (c + 2, h), "kv_a_layernorm": (c,), "kv_b_proj": (heads * size * 2, c),
-                "o_proj": (h, heads * size),
-            }  # fmt: skip
-        else:
-            attention = {"q_proj": (heads * size, h), "k_proj": (groups * size, h), "v_proj": (groups * size, h)}
-            attention |= {"o_proj": (h, heads * size)}
-            attention |= {"q_norm": (size,), "k_norm": (size,)} if name.startswith("qwen3") else {}
-        found |= {f"{at}self_attn.{key}.weight": shape for key, shape in attention.items()}
-        if name == "qwen3_moe" or (latent and i >= config["first_k_dense_replace"]):
-            found[at + "mlp.gate.weight"] = (experts, h)
-            found |= {f"{at}mlp.experts.{e}.{k}.weight": s for e in range(experts) for k, s in mlp.items()}
-            if latent:
-                found[at + "mlp.gate.e_score_correction_bias"] = (experts,)
-                found |= {f"{at}mlp.shared_experts.{k}.weight": s for k, s in mlp.items()}
-        else:
-            found |= {f"{at}mlp.{k}.weight": s for k, s in mlp.items()}
-    if latent and predictor:
-        at = f"model.layers.{count - 1}."
-        found |= {at + "enorm.weight": (h,), at + "hnorm.weight": (h,), at + "eh_proj.weight": (h, 2 * h)}
-        found |= {at + "shared_head.norm.weight": (h,), at + "embed_tokens.weight": (config["vocab_size"], h)}
-        found |= {at + "shared_head.head.weight": (config["vocab_size"], h)}
-    return {key: TensorSpec(shape) for key, shape in found.items()}
-
-
-def test_a_family_is_a_short_file_that_covers_transformers_own_model(tmp_path: Path) -> None:
-    for family in families():
-        folder = Path(__file__).parents[2] / "src/tangram/models/families"
-        assert len((folder / f"{family.name}.toml").read_text().splitlines()) <= 40
-        save(family.name, tmp_path / family.name)
-        source = open_any(tmp_path / family.name)
-        config = json.loads(source.small["config.json"])
-        assert family_of(config) == family
-        mapped = mapping_of(family, config, names=source.specs)
-        assert not set(source.specs) - set(bind(mapped.text, source.specs, sizes=mapped.sizes).source.specs)
 
 
 # ------------------------------------------------------------ the command, and what it refuses

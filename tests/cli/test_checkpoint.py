@@ -128,7 +128,7 @@ def test_convert(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "give one of inspect, verify, diff, convert and prune"),
+        ([], "give one of inspect, verify, diff, convert, family and prune"),
         (["inspct", "x"], "No such command 'inspct'"),
         (["inspect", "RUNS/nowhere"], "there is no checkpoint"),
         (["inspect", "RUNS/step-1", "nothing"], "no tensor's name fits 'nothing'"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.cli import main
 from tangram.hardware.devices import tables
@@ -125,3 +125,34 @@ def test_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     found = ranking.rank(job, 8, rates(8), make_config("qwen3-2m", change))
     assert {(one.name, one.mesh, one.why_not) for one in found} == {("HSDP x tensor", "dp=2 fsdp=2 tp=2", "")}
+
+
+def test_a_family_of_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the page types gives what it shows, but for how fast it was."""
+    monkeypatch.chdir(tmp_path)
+    config: Any = AutoConfig.for_model(
+        "arcee", **SMALL | {"vocab_size": 128, "intermediate_size": 48}, num_key_value_heads=2, head_dim=16
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained("arcee")
+    empty, whole = block("console", "printf"), block("console", "family core arcee.toml")
+    (line, *shown) = empty.splitlines(keepends=True)
+    Path("arcee.toml").write_text(line.split("'")[1].replace("\\n", "\n"))
+    typed(shown, capsys)
+    Path("arcee.toml").write_text(block("toml", "# arcee.toml"))
+    typed(whole.splitlines(keepends=True), capsys)
+    loaded = AutoModelForCausalLM.from_pretrained("back").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def typed(lines: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands after `$ tangram`, each with what it prints; 1 where something does not fit."""
+    capsys.readouterr()
+    for text in "".join(lines).removeprefix("$ tangram ").split("$ tangram "):
+        command, _, shown = text.partition("\n")
+        code = main(command.split())
+        said, wanted = (re.sub(r"[\d.]+ [KMG]B/s", "N/s", one) for one in (capsys.readouterr().out, shown))
+        assert said == wanted
+        assert code == ("it does not fit" in said)

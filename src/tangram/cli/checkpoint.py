@@ -32,7 +32,7 @@ Pattern = Annotated[str, typer.Argument(metavar="[NAMES]", help="Only tensors th
 def _none(context: typer.Context) -> None:
     """Look into checkpoints, verify, compare, export and prune them."""
     if context.invoked_subcommand is None:
-        raise UserError("give one of inspect, verify, diff, convert and prune; --help lists them")
+        raise UserError("give one of inspect, verify, diff, convert, family and prune; --help lists them")
 
 
 @checkpoint.command()
@@ -176,7 +176,7 @@ def convert(
     config: Annotated[Path | None, typer.Option(metavar="DIR", help="Where configuration and tokenizer lie.")] = None,
     mapping: Annotated[Path | None, typer.Option(metavar="FILE", help="A mapping of your own.")] = None,
     sizes: Annotated[list[str] | None, typer.Option("--size", help="A size that shapes leave open: g=8.")] = None,
-    family: Annotated[Path | None, typer.Option(metavar="FILE", help="A family of your own.")] = None,
+    family: Annotated[str | None, typer.Option(metavar="FILE", help="A family of your own, or one by name.")] = None,
     optimiser: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan or job with its settings.")] = None,
     transformer_impl: Annotated[str, typer.Option(help="Whose names: transformer_engine or local.")] = TE,
     pad_vocabulary: Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of it.")] = 1,
@@ -194,6 +194,41 @@ def convert(
     )  # fmt: skip
     with _files():
         run(source, target, asked)
+
+
+@checkpoint.command()
+def family(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint of any format that is read.")],
+    name: Annotated[str | None, typer.Argument(metavar="[FAMILY]", help="A name, or a file of your own.")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the configuration lies.")] = None,
+    json: Json = False,
+) -> int:
+    """Say what of a checkpoint its family does not name, and what is missing; exit code 1 where it does not fit."""
+    from tangram.checkpoint.covers import cover
+    from tangram.checkpoint.formats.detect import open_any
+    from tangram.checkpoint.restructure import config_of, small_of
+    from tangram.models.families import family_named, family_of
+
+    with _files():
+        source = open_any(path)
+        found = config_of(small_of(config) if config else dict(source.small))
+        if found is None:
+            raise UserError("there is no config.json, which says what the model is: give --config DIR")
+        fit = cover(source, family_named(name) if name else family_of(found), found)
+    if json:
+        print_json({"path": str(path), "format": source.format, **fit.as_json()})
+        return 0 if fit.whole else 1
+    rows = [(what, one) for what, some in (("not named", fit.uncovered), ("missing", fit.missing)) for one in some]
+    if rows:
+        _table("", ("what", "tensor"), rows[:ROWS])
+        _more(len(rows))
+    if fit.wrong:
+        print(printable(fit.wrong))
+    names = f"{count(len(source.specs), 'tensor')} by the names of {fit.names}"
+    left = f", {len(fit.left):,} of optimiser states" if fit.left else ""
+    said = f"{fit.covered:,} named, {len(fit.uncovered):,} not, {len(fit.missing):,} missing"
+    print(f"{path}: the family {fit.family}, {names}{left}: {said}{'' if fit.whole else ': it does not fit'}")
+    return 0 if fit.whole else 1
 
 
 @checkpoint.command()

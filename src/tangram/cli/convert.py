@@ -39,7 +39,7 @@ class Asked:
     config: Path | None
     mapping: Path | None
     sizes: Sequence[str]
-    family: Path | None
+    family: str | None
     optimiser: Path | None
     transformer_impl: str
     pad_vocabulary: int
@@ -115,7 +115,7 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
 def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int], local: bool) -> None:
     from tangram.checkpoint.restructure import cast_specs, config_of, restructure, small_of, steps_of
     from tangram.checkpoint.structures import choose
-    from tangram.models.families import read_family
+    from tangram.models.families import family_named
 
     if asked.optimiser:
         source = replace(source, objects={**source.objects, "settings": _settings(asked.optimiser)})
@@ -126,7 +126,7 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
         config_of(small),
         text=_text(asked.mapping),
         sizes=_sizes(asked.sizes),
-        family=read_family(asked.family) if asked.family else None,
+        family=family_named(asked.family) if asked.family else None,
         local=asked.transformer_impl == "local",
         divisor=asked.pad_vocabulary,
         states=asked.states,

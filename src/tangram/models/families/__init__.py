@@ -1,7 +1,9 @@
 """How families of models are called and cut in other frameworks: one data file each, and a mapping for a configuration.
 
     architectures = [...]         whose config.json this is
+    include = [...]               files in `shared`, whose tables and parts it has, too; its own tables win
     [sizes]                       factors of the notation, by names of the configuration or arithmetic on them
+    [words]                       what `$name` stands for in statements, where families differ in a name only
     [[part]]                      statements from Hugging Face to Megatron-core; `when` says for which configurations
 
 A mapping is written once; the way back is its inverse. Where a statement depends on a number, `$name` stands for it.
@@ -11,7 +13,7 @@ Nothing here knows a model: what differs between families is in their files.
 import ast
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import resources
@@ -21,7 +23,9 @@ from typing import Any, cast
 
 from tangram.errors import UserError
 
-__all__ = ["Family", "Mapped", "Part", "families", "family_of", "mapping_of", "read_family"]
+__all__ = ["Family", "Mapped", "Part", "families", "family_named", "family_of", "mapping_of", "read_family"]
+
+_TABLES = ("sizes", "defaults", "words", "local")
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Family:
     sizes: Mapping[str, str]
     defaults: Mapping[str, Any]
     """What a configuration means that does not say it."""
+    words: Mapping[str, str]
+    """What `$name` stands for, beside sizes."""
     parts: tuple[Part, ...]
     local: Mapping[str, str]
     """What Megatron-core's layers without Transformer Engine call a tensor, where that is another name."""
@@ -71,6 +77,15 @@ def read_family(path: Path) -> Family:
         return _family(path.stem, path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f'"{path}" cannot be read: {error.strerror}') from None
+
+
+def family_named(text: str) -> Family:
+    """By its name, or a file of a user's own. Raises UserError where there is neither."""
+    found = next((one for one in families() if one.name == text), None)
+    if found is None and not Path(text).exists():
+        names = ", ".join(one.name for one in families())
+        raise UserError(f"--family {text}: there is no such file, and families are {names}")
+    return found or read_family(Path(text))
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -106,7 +121,8 @@ def mapping_of(
     padded = vocabulary is not None and rows is not None and vocabulary > rows
     if vocabulary is not None and rows is not None and vocabulary < rows:
         raise UserError(f"{vocabulary} rows are fewer than the {rows} of the vocabulary")
-    words: dict[str, Any] = {**sizes, "vocab": f"(v + _={(vocabulary or 0) - (rows or 0)})" if padded else "v"}
+    vocab = f"(v + _={(vocabulary or 0) - (rows or 0)})" if padded else "v"
+    words: dict[str, Any] = {**family.words, **sizes, "vocab": vocab}
     holds = partial(_holds, known=known, sizes=sizes, names=names)
     lines = [
         part.mapping.replace("$hf", hf).replace("$mc", mc)
@@ -118,30 +134,49 @@ def mapping_of(
     try:
         text = Template("\n".join(lines)).substitute({key: str(value) for key, value in words.items()})
     except (KeyError, ValueError) as error:
-        raise UserError(f"the family {family.name} names ${error}, which its sizes do not have") from None
+        raise UserError(f"the family {family.name} names ${error}, which is no size and no word of it") from None
     if local and family.local:
         text = re.sub("|".join(map(re.escape, family.local)), lambda match: family.local[match[0]], text)
     return Mapped(family.name, text, {name: n for name, n in sizes.items() if len(name) == 1})
 
 
-def _family(name: str, text: str) -> Family:
+def _family(name: str, text: str, shared: bool = False) -> Family:
     try:
         fields: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"the family {name} is no TOML: {error}") from None
-    surplus = fields.keys() - {"architectures", "sizes", "defaults", "part", "local"}
-    if surplus or not fields.get("architectures") or not fields.get("part"):
+    surplus = fields.keys() - {"architectures", "include", "part", *_TABLES}
+    if surplus or not (shared or (fields.get("architectures") and (fields.get("part") or fields.get("include")))):
         what = f"it has {', '.join(sorted(surplus))}" if surplus else "it needs architectures and a [[part]]"
         raise UserError(f"the family {name} is none: {what}")
-    parts = cast("list[dict[str, Any]]", fields["part"])
+    included = [_shared(name, str(one)) for one in fields.get("include", [])]
+    tables = {table: _merged([getattr(one, table) for one in included], fields.get(table, {})) for table in _TABLES}
+    parts = cast("list[dict[str, Any]]", fields.get("part", []))
+    if any("mapping" not in one for one in parts):
+        raise UserError(f"the family {name} has a [[part]] without a mapping")
+    own = tuple(Part(str(one.get("when", "")), str(one["mapping"]), _pairs(one.get("of"))) for one in parts)
     return Family(
         name,
-        tuple(fields["architectures"]),
-        {key: str(value) for key, value in fields.get("sizes", {}).items()},
-        fields.get("defaults", {}),
-        tuple(Part(str(one.get("when", "")), str(one["mapping"]), _pairs(one.get("of"))) for one in parts),
-        fields.get("local", {}),
+        tuple(fields.get("architectures", ())),
+        {key: str(value) for key, value in tables["sizes"].items()},
+        tables["defaults"],
+        {key: str(value) for key, value in tables["words"].items()},
+        (*(part for one in included for part in one.parts), *own),
+        tables["local"],
     )
+
+
+def _shared(name: str, asked: str) -> Family:
+    """What families have in common: a file without architectures."""
+    folder = resources.files(__name__) / "shared"
+    there = sorted(one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml"))
+    if asked not in there:
+        raise UserError(f"the family {name} includes {asked}; there are {', '.join(there)}")
+    return _family(asked, (folder / f"{asked}.toml").read_text(encoding="utf-8"), shared=True)
+
+
+def _merged(included: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for table in (*included, own) for key, value in table.items()}
 
 
 def _pairs(of: Any) -> tuple[tuple[str, ...], ...]:
@@ -197,15 +232,15 @@ def _number(family: Family, name: str, text: str, known: Mapping[str, Any]) -> i
 
 
 def _holds(when: str, known: Mapping[str, Any], sizes: Mapping[str, int], names: Collection[str]) -> bool:
-    """`key`, `not key`, `has PATTERN` and several of them with `and`."""
-    for word in when.split(" and ") if when else ():
-        wanted = not word.startswith("not ")
-        key = word.removeprefix("not ").strip()
+    """`key`, `not key`, `has PATTERN`, several of them with `and`, and several of those with `or`."""
+
+    def there(key: str) -> bool:
         if key.startswith("has "):
             pattern = re.compile(re.escape(key.removeprefix("has ")).replace(r"\*", ".*"))
-            there = any(pattern.fullmatch(name) for name in names)
-        else:
-            there = bool(sizes.get(key, known.get(key)))
-        if there != wanted:
-            return False
-    return True
+            return any(pattern.fullmatch(name) for name in names)
+        return bool(sizes.get(key, known.get(key)))
+
+    def holds(word: str) -> bool:
+        return there(word.removeprefix("not ").strip()) != word.startswith("not ")
+
+    return not when or any(all(map(holds, words.split(" and "))) for words in when.split(" or "))
