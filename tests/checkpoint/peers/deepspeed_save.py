@@ -64,7 +64,7 @@ def build(name: str) -> tuple[nn.Module, int]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=61, hidden_size=20, intermediate_size=36, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=61, hidden_size=24, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
     )  # fmt: skip
     model = LlamaForCausalLM(config)

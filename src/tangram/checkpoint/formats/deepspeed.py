@@ -200,7 +200,8 @@ def _of_zero(files: _Files, maps: Maps, made: _Made) -> dict[str, Any]:
     frozen = shapes_of(model.get("frozen_param_shapes") or {}, file)
     shared = {str(k): str(v) for k, v in table_of(model, "shared_params", file).items()}
     names = plain_names(dict.fromkeys([*module.places, *trained, *frozen, *shared]))
-    _keep(module, zero.stage, {*trained, *frozen, *shared} - set(list_of(model, "buffer_names", file)), names, made)
+    buffers = set(list_of(model, "buffer_names", file))
+    _keep(module, zero.stage, buffers, {*trained, *frozen, *shared}, names, made)
     for name, shape in trained.items():
         spec = made.specs.get(names[name])
         if spec is not None and spec.shape != shape:
@@ -216,10 +217,12 @@ def _of_zero(files: _Files, maps: Maps, made: _Made) -> dict[str, Any]:
     return Optimiser(groups=groups).objects(model.get("global_steps"))
 
 
-def _keep(module: Found, stage: int, parted: set[str], names: Mapping[str, str], made: _Made) -> None:
+def _keep(
+    module: Found, stage: int, buffers: set[str], parted: set[str], names: Mapping[str, str], made: _Made
+) -> None:
     """The module's own tensors: in stage 3 those that are not parted, which stand there empty."""
     for name, place in module.places.items():
-        if stage < 3 or (name not in parted and 0 not in place.shape):
+        if stage < 3 or name in buffers or (name not in parted and 0 not in place.shape):
             made.add(names[name], place)
     made.skipped += module.skipped
 

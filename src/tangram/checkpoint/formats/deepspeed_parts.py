@@ -44,23 +44,24 @@ def in_rows(
 
     `paddings`: elements behind each parameter.
     """
-    _count(shapes, lengths)
+    groups = sum(rank == 0 for rank, _ in lengths)
+    if groups != len(shapes):
+        raise UserError(f"there are {groups} partitions a rank, but {len(shapes)} groups of parameters")
     found: dict[str, list[Stretch]] = {}
     for group, (some, gaps) in enumerate(zip(shapes, paddings, strict=True)):
         keys = [(rank, group) for rank in range(ranks)]
         sizes = [lengths[key] for key in keys]
-        end = 0
+        end = sum(map(math.prod, some.values())) + sum(gaps)
+        full, unit = sizes[0], ALIGNED * ranks
+        equal = all(n in (full, min(full, max(0, end - rank * full))) for rank, n in enumerate(sizes))
+        if not equal or sum(sizes) < end or -(-end // unit) != -(-sum(sizes) // unit):
+            raise UserError(f"the partitions of group {group} have {sizes} elements, its parameters {end:,}")
+        first = 0
         for (name, shape), gap in zip(some.items(), gaps, strict=True):
             if name in found:
                 raise UserError(f"{name} is in two groups of parameters")
-            found[name] = list(_run(keys, sizes, end, 0, math.prod(shape)))
-            end += math.prod(shape) + gap
-        full, unit = sizes[0], ALIGNED * ranks
-        equal = all(n in (full, min(full, max(0, end - rank * full))) for rank, n in enumerate(sizes))
-        if not equal or -(-end // unit) != -(-sum(sizes) // unit):
-            raise UserError(
-                f"the partitions of group {group} have {sizes} elements, which are not its parameters' {end:,}"
-            )
+            found[name] = list(_run(keys, sizes, first, 0, math.prod(shape)))
+            first += math.prod(shape) + gap
     return found
 
 
@@ -76,37 +77,28 @@ def in_shares(shapes: Sequence[Shape], lengths: Mapping[Key, int], ranks: int) -
     parts = sum(rank == 0 for rank, _ in lengths)
     keys = [[(rank, part) for part in range(parts)] for rank in range(ranks)]
     sizes = [[lengths[key] for key in some] for some in keys]
+    end = sum(share_of(shape, ranks)[0] for some in shapes for shape in some.values())
+    for rank, some in enumerate(sizes):
+        if sum(some) != end:
+            raise UserError(f"the partitions of rank {rank} have {sum(some):,} elements, its parameters {end:,}")
     found: dict[str, list[Stretch]] = {}
-    end = 0
+    first = 0
     for some in shapes:
         for name, shape in some.items():
             if name in found:
                 raise UserError(f"{name} is in two groups of parameters")
             part, shares = share_of(shape, ranks)
             runs = ((one.part[0], one) for one in shares)
-            found[name] = [s for r, one in runs for s in _run(keys[r], sizes[r], end, one.start, one.stop)]
-            end += part
-    for rank, some in enumerate(sizes):
-        if sum(some) != end:
-            raise UserError(
-                f"the partitions of rank {rank} have {sum(some):,} elements, its parameters' shares {end:,}"
-            )
+            found[name] = [s for r, one in runs for s in _run(keys[r], sizes[r], first, one.start, one.stop)]
+            first += part
     return found
 
 
-def _count(shapes: Sequence[Shape], lengths: Mapping[Key, int]) -> None:
-    groups = sum(rank == 0 for rank, _ in lengths)
-    if groups != len(shapes):
-        raise UserError(f"there are {groups} partitions a rank, but {len(shapes)} groups of parameters")
-
-
 def _run(keys: Sequence[Key], sizes: Sequence[int], first: int, start: int, stop: int) -> Iterator[Stretch]:
-    """Elements of a parameter that lie from a place on in partitions that are one behind the other."""
+    """Elements of a parameter that lie from a place on in partitions one behind the other, which have that many."""
     ends = list(accumulate(sizes))
     at = bisect_right(ends, first)
     while start < stop:
-        if at == len(keys):
-            raise UserError("the partitions end before the parameters do: they are not those that were saved together")
         n = min(stop - start, ends[at] - first)
         if n:
             yield Stretch(keys[at], first - ends[at] + sizes[at], start, start + n)
