@@ -5,6 +5,7 @@ the file itself says the names (`param_names` of the groups, as an optimiser mad
 states by name, as FSDP gives them); they are left out with that reason otherwise, rather than matched by shapes.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -30,6 +31,8 @@ PARALLEL = "module."
 TENSORS = ("torch._utils._rebuild", "torch._tensor._rebuild", "torch.distributed._shard")
 """How the kinds of tensors begin that are more than elements in memory."""
 DEEPEST = 50
+SHARED_BY = 1000
+"""Places of a tree that the same list or dict stands at: a small file of them has leaves without end."""
 MOST = 4_000_000
 """Leaves of a tree that are looked at."""
 _SCALAR = TensorSpec((), "float32")
@@ -45,19 +48,19 @@ class Number:
 def leaves(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     """What a tree of dicts and lists ends in, with names as `state.0.exp_avg`. Raises UserError for one without end."""
     stack: list[tuple[str, Any, int]] = [(where, tree, 0)]
-    seen = 0
+    seen, again = 0, Counter[int]()
     while stack:
         name, value, depth = stack.pop()
         seen += 1
-        pairs: Iterable[tuple[Any, Any]]
         if isinstance(value, Mapping):
-            pairs = cast("Mapping[Any, Any]", value).items()
+            pairs: list[tuple[Any, Any]] = list(cast("Mapping[Any, Any]", value).items())
         elif isinstance(value, list | tuple):
-            pairs = enumerate(cast("list[Any]", value))
+            pairs = list(enumerate(cast("list[Any]", value)))
         else:
             yield name, value
             continue
-        if depth > DEEPEST or seen > MOST:
+        again[id(cast("object", value))] += 1
+        if depth > DEEPEST or seen > MOST or (pairs and again[id(cast("object", value))] > SHARED_BY):
             raise UserError(f"{name[:200] or 'the tree'} is nested deeper, or has more in it, than a state dict does")
         stack += [(f"{name}.{key}" if name else str(key), one, depth + 1) for key, one in pairs][::-1]
 

@@ -149,8 +149,9 @@ def _parts(tree: Any, path: Path) -> _Parts:
         return _Parts(fields, "", {}, None, ())
     model = fields[keys[0]]
     optimisers = {key: fields[key] for key in OPTIMISERS if fields.get(key)}
-    rest = [str(key) for key in fields if key not in (keys[0], *optimisers)]
-    step = next((fields[key] for key in STEPS if isinstance(fields.get(key), int)), None)
+    count = next((key for key in STEPS if isinstance(fields.get(key), int)), None)
+    step = fields[count] if count else None
+    rest = [str(key) for key in fields if key not in (keys[0], *optimisers, count)]
     lead = _attribute(model) if LIGHTNING in fields else ""
     if len(optimisers) > 1:
         rest += [f"{key} (there are several optimisers)" for key in optimisers]
