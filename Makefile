@@ -43,8 +43,8 @@ matrix: $(STAMP) ## run some cells of the capability matrix, others with every c
 	@$(BIN)/python -m pytest -p no:xdist -m matrix --sample $(CELLS) tests/matrix
 
 # In an environment of their own: transformers loads torchao wherever it is installed, with warnings, and Paddle is large.
-interop: ## compare with Paddle, bitsandbytes, torchao and what parses our exports (about 500 MB, into .venv-interop)
-	@$(MAKE) --no-print-directory install VENV=.venv-interop EXTRAS=dev,lowbit,paddle,parsers
+interop: ## compare with Paddle, DeepSpeed, bitsandbytes, torchao and what parses our exports (about 500 MB, into .venv-interop)
+	@$(MAKE) --no-print-directory install VENV=.venv-interop EXTRAS=dev,hf,lowbit,paddle,parsers
 	@.venv-interop/bin/python -m pytest tests/interop
 	@.venv-interop/bin/python -m pytest -m slow --sample 1000 tests/planner/exports/test_own_parsers.py
 

@@ -77,7 +77,7 @@ def runs(draw: Any) -> Run:
     )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=UNBOUND)
+@settings(max_examples=25, deadline=None, suppress_health_check=UNBOUND)
 @given(runs())
 def test_any_shapes_over_any_ranks_come_back(tmp_path_factory: pytest.TempPathFactory, run: Run) -> None:
     folder = tmp_path_factory.mktemp("zero")
@@ -220,7 +220,7 @@ def test_a_state_that_is_not_known_is_named(tmp_path: Path) -> None:
     assert open_any(tmp_path / "run").skipped == ("optimizer.sum",)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=UNBOUND)
+@settings(max_examples=30, deadline=None, suppress_health_check=UNBOUND)
 @given(st.sampled_from([1, 3]), st.integers(0, 9), st.binary(min_size=1, max_size=5), st.integers(0, 20_000))
 def test_a_damaged_checkpoint_is_refused_or_read(
     tmp_path_factory: pytest.TempPathFactory, stage: int, which: int, noise: bytes, at: int

@@ -283,7 +283,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         open_any(tmp_path / "old.pt")
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(min_size=1, max_size=6), st.integers(0, 10_000), st.booleans())
 def test_a_damaged_file_is_refused_or_read(tmp_path: Path, noise: bytes, at: int, short: bool) -> None:
     good = tmp_path / "good.pt"
