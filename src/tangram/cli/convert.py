@@ -22,10 +22,10 @@ ROWS = 40
 """Of the table of a dry run; --json has all."""
 SAMPLE = 64 << 20
 """Bytes that are read and written to see how fast the disk is."""
+UNCONFIGURED = "there is no config.json: transformers needs one, which --config DIR copies"
 REASONED = ("torch", "deepspeed")
 """Formats that say what they do not take; the entries of others that are no tensors are empty states of layers."""
 SKIPPED = 12
-UNCONFIGURED = "there is no config.json: transformers needs one, which --config DIR copies"
 
 
 @dataclass(frozen=True)

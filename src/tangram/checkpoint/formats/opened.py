@@ -16,7 +16,7 @@ from tangram.relayout import Piece, TensorSpec
 from tangram.relayout.states import States
 
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
-"""Of an optimiser, that formats with groups of parameters have."""
+"""Of an optimiser, that formats with groups of parameters have, by torch's names."""
 
 
 @dataclass(frozen=True)
