@@ -108,12 +108,21 @@ def store_of(address: str) -> Store:
 class RemoteMaps(Maps):
     """Files of a skeleton, filled where they are looked at."""
 
-    def __init__(self, folder: Path, store: Store, large: dict[str, int]) -> None:
+    def __init__(self, folder: Path, store: Store, large: dict[str, int], front: str = "") -> None:
+        """`front`: what stands before the names of files in the store."""
         super().__init__(folder)
-        self._store, self._large = store, large
+        self._store, self._large, self._front = store, large, front
         self._there: dict[str, set[int]] = {}
         self.fetched = 0
         """Bytes so far, small files not counted."""
+
+    def below(self, folder: Path) -> Maps:
+        """The files of a folder inside, fetched as these are."""
+        if folder == self.folder:
+            return self
+        front = f"{folder.relative_to(self.folder).as_posix()}/"
+        inside = {name.removeprefix(front): size for name, size in self._large.items() if name.startswith(front)}
+        return RemoteMaps(folder, self._store, inside, self._front + front)
 
     def ensure(self, file: str, start: int, stop: int) -> None:
         """Fetch what is not there yet of these bytes, in whole pieces."""
@@ -124,7 +133,7 @@ class RemoteMaps(Maps):
         wanted = [i for i in range(start // PIECE, -(-min(stop, size) // PIECE)) if i not in there]
         starts = [i * PIECE for i in wanted]
         stops = [min(at + PIECE, size) for at in starts]
-        found = self._store.ranges(file, starts, stops)
+        found = self._store.ranges(self._front + file, starts, stops)
         with (self.folder / file).open("r+b") as out:
             for at, end, data in zip(starts, stops, found, strict=True):
                 if memoryview(data).nbytes != end - at:

@@ -25,6 +25,9 @@ SAMPLE = 64 << 20
 """Bytes that are read and written to see how fast the disk is."""
 UNSET = "the settings of the optimiser are not known, which Megatron-core needs to go on: --optimiser FILE gives them"
 UNCONFIGURED = "there is no config.json: transformers needs one, which --config DIR copies"
+REASONED = ("torch", "deepspeed")
+"""Formats that say what they do not take; the entries of others that are no tensors are empty states of layers."""
+SKIPPED = 12
 
 
 @dataclass(frozen=True)
@@ -142,16 +145,24 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
             small=small, told=told, **room,
         )  # fmt: skip
     if asked.json:
-        print_json({**made.as_json(), "by": chosen.said, "left_out": len(chosen.left)})
+        print_json({**made.as_json(), "by": chosen.said, "left_out": len(chosen.left), "skipped": source.skipped})
     else:
-        _said(made, chosen, asked)
+        _said(made, chosen, asked, source)
 
 
-def _said(made: "Restructured", chosen: "Chosen", asked: Asked) -> None:
+def _skipped(source: "Opened") -> None:
+    """What stands in the source and is not taken, with the reason where it has one."""
+    if source.format in REASONED and source.skipped:
+        more = f" and {len(source.skipped) - SKIPPED:,} more" if len(source.skipped) > SKIPPED else ""
+        print(printable(f"not taken: {', '.join(source.skipped[:SKIPPED])}{more}"))
+
+
+def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened") -> None:
     cast = f", {made.cast:,} cast to {asked.dtype}" if made.cast else ""
     rate = size(made.nbytes / made.seconds)
     tensors = count(made.tensors, "tensor")
     print(f"{made.path}: {made.format}, {tensors}, {size(made.nbytes)}, {rate}/s; by {chosen.said}{cast}")
+    _skipped(source)
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states not converted")
     if made.format == "hf" and not made.configured:
@@ -166,7 +177,7 @@ def _planned(
     """What would be done, and how long it would take at so many bytes a second."""
     fields: dict[str, Any] = {
         "from": source.format, "to": asked.to, "by": chosen.said, "tensors": len(ways), "bytes": total,
-        "left_out": list(chosen.left), "seconds": round(total / rate, 1) if rate else None,
+        "left_out": list(chosen.left), "skipped": source.skipped, "seconds": round(total / rate, 1) if rate else None,
     }  # fmt: skip
     if asked.json:
         print_json({"dry_run": True, **fields, "ways": [way.as_json() for way in ways]})
@@ -180,6 +191,7 @@ def _planned(
     if len(ways) > ROWS:
         print(f"and {len(ways) - ROWS:,} more, which --json lists")
     print(f"{source.format} to {asked.to}, by {chosen.said}: {count(len(ways), 'tensor')}, {size(total)}; {time_}")
+    _skipped(source)
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states would not be converted")
 
@@ -189,7 +201,8 @@ def _disk(source: "Opened", target: Path) -> float | None:
     import os
     import tempfile
 
-    files = sorted((f for f in source.path.iterdir() if f.is_file()), key=lambda f: f.stat().st_size)
+    there = source.path.iterdir() if source.path.is_dir() else [source.path]
+    files = sorted((f for f in there if f.is_file()), key=lambda f: f.stat().st_size)
     folder = next((one for one in (target.parent, *target.parent.parents) if one.is_dir()), None)
     if not files or folder is None or not files[-1].stat().st_size:
         return None

@@ -50,10 +50,19 @@ class Opaque:
 
     kind = ""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        self.args, self.more = args, more
-        self.state: Any = None
-        self.items: list[Any] = []
+    args: tuple[Any, ...]
+    more: dict[str, Any]
+    state: Any
+    items: list[Any]
+
+    def __new__(cls, *args: Any, **more: Any) -> "Opaque":
+        """Pickle makes some without calling them."""
+        made = super().__new__(cls)
+        made.args, made.more, made.state, made.items = args, more, None, []
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """All is there already."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -171,6 +180,17 @@ def _first(tensor: Any, *_: object) -> Any:
     return tensor
 
 
+def _opaque(kind: str) -> type[Opaque]:
+    return type("Opaque", (Opaque,), {"kind": kind})
+
+
+def _typed(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
+    """A tensor of a class of its own, or one with attributes: only where the class is torch's own is it a place."""
+    if getattr(kind, "kind", "") in _WHOLE:
+        return rebuild(*args)
+    return _opaque("torch._tensor._rebuild_from_type_v2")(rebuild, kind, args, state)
+
+
 _PLAIN: Mapping[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "defaultdict"): _plain_dict,
@@ -191,8 +211,12 @@ _STORAGES: Mapping[str, str] = {
     "CharStorage": "int8",
     "ByteStorage": "uint8",
     "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
     "UntypedStorage": "uint8",
 }
+_WHOLE = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+"""Classes of tensors that are no more than their elements."""
 
 
 class _Reader(pickle.Unpickler):
@@ -210,21 +234,30 @@ class _Reader(pickle.Unpickler):
             return self._tensor
         if module == "torch._utils" and name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
             return _first
+        if module == "torch._tensor" and name == "_rebuild_from_type_v2":
+            return _typed
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
         if module == "torch" and name in DTYPES:
             return name
-        return type("Opaque", (Opaque,), {"kind": f"{module}.{name}"})
+        return _opaque(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
         """A storage."""
         _, dtype, key, _, _ = pid
         member = f"data/{key}"
+        if isinstance(dtype, type) and issubclass(dtype, Opaque):
+            return dtype()
         if not isinstance(dtype, str) or member not in self._places:
             raise pickle.UnpicklingError(f"there is no storage {key!r} of a known type")
         return _Storage(str(key), dtype, self._places[member], self._sizes[member])
 
-    def _tensor(self, storage: _Storage, offset: int, shape: Any, stride: Any, *more: Any) -> Any:
+    def _tensor(self, storage: Any, offset: int, shape: Any, stride: Any, *more: Any) -> Any:
+        if not isinstance(storage, _Storage):
+            return _opaque(f"torch._utils._rebuild_tensor of {getattr(storage, 'kind', storage)}")(storage)
+        signs = [cast("dict[str, Any]", one) for one in more if isinstance(one, dict)]
+        if any(one.get("conj") or one.get("neg") for one in signs):
+            return _opaque("torch._utils._rebuild_tensor that is conjugated or negated when it is read")(storage)
         dtype = next((one for one in more if isinstance(one, str) and one in DTYPES), storage.dtype)
         place = Place(self._file, storage.offset + offset * DTYPES[dtype], dtype, tuple(shape), tuple(stride))
         last = 1 + sum((n - 1) * s for n, s in zip(place.shape, place.stride, strict=True))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tangram.checkpoint.formats import dcp, huggingface, own, torch_dist
+from tangram.checkpoint.formats import dcp, deepspeed, huggingface, own, torch_dist, torch_save
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.opened import Opened
 from tangram.errors import UserError
@@ -23,7 +23,9 @@ FORMATS: Mapping[str, Format] = {
     "tangram": Format("a checkpoint of Tangram", own.is_own, own.open_folder),
     "torch_dist": Format("Megatron-core's distributed checkpoint", torch_dist.is_torch_dist, torch_dist.open_folder),
     "dcp": Format("torch's distributed checkpoint", lambda path: (path / dcp.INDEX).is_file(), dcp.open_folder),
+    "deepspeed": Format("a checkpoint of DeepSpeed", deepspeed.is_deepspeed, deepspeed.open_folder),
     "hf": Format("a Hugging Face directory", huggingface.has_weights, huggingface.open_folder),
+    "torch": Format("a file of torch.save", torch_save.is_torch, torch_save.open_path),
 }
 """By name; the first that fits is it."""
 
@@ -33,13 +35,10 @@ def open_any(path: Path, maps: Maps | None = None) -> Opened:
 
     `maps`: how its files are looked into, where they are not simply there.
     """
-    if not path.is_dir():
-        raise UserError(f'"{path}" is no directory' if path.exists() else f'"{path}" is not there')
+    if not path.exists():
+        raise UserError(f'"{path}" is not there')
     for known in FORMATS.values():
         if known.fits(path):
             return known.open(path, maps or Maps(path))
-    pickled = [name for name in huggingface.PICKLED if (path / name).exists()]
-    if pickled:
-        huggingface.read_index(path)  # says why it is not read
     names = "; ".join(f"{name}, {one.said}" for name, one in FORMATS.items())
     raise UserError(f'"{path}" is in no format that is read: {names}')

@@ -40,6 +40,10 @@ class Maps:
                 raise UserError(f'"{path}" is empty') from None
         return self._open[file]
 
+    def below(self, folder: Path) -> "Maps":
+        """The files of a folder inside, or of this one."""
+        return self if folder == self.folder else Maps(folder)
+
     def ensure(self, file: str, start: int, stop: int) -> None:
         """See to it that bytes of a file are there before they are looked at. Of a local file they are."""
 

@@ -1,0 +1,168 @@
+"""What `torch.save` wrote, a file or a Hugging Face directory of `pytorch_model.bin`, as pieces.
+
+The file is never unpickled: an archive is read as a tree in which tensors are places (`archive`), and these are views
+of the mapped file, so that one from a stranger runs nothing and one of any size takes no memory. A name for each tensor
+is all that is looked for: at the top, or under one of the keys that training programs use. Of two names with one
+storage both come out.
+
+Trade-off: an optimiser's states are taken where the file says the parameters' names (`state_dicts`), and a pickled
+module is refused: its tensors are known only to its class.
+"""
+
+import json
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from tangram.checkpoint.formats.archive import Opaque, Place, read_archive
+from tangram.checkpoint.formats.huggingface import PICKLED, small_files
+from tangram.checkpoint.formats.mapped import Maps
+from tangram.checkpoint.formats.opened import Opened
+from tangram.checkpoint.formats.state_dicts import (
+    Found,
+    Number,
+    Optimiser,
+    leaves,
+    optimiser_of,
+    plain_names,
+    tensor_kind,
+    view,
+    whole,
+)
+from tangram.errors import UserError
+from tangram.relayout import Piece, TensorSpec
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+SINGLE, INDEX = PICKLED
+MODELS = ("model", "state_dict", "model_state_dict", "module")
+"""Keys under which programs keep a model."""
+OPTIMISERS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
+STEPS = ("step", "global_step", "global_steps", "iteration")
+LIGHTNING = "pytorch-lightning_version"
+SAID = 8
+"""Keys that a sentence names."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    model: Any
+    lead: str
+    optimisers: Mapping[str, Any]
+    step: Any
+    skipped: tuple[str, ...]
+
+
+def is_torch(path: Path) -> bool:
+    """Whether it is a file by the name of one, or a directory of pickled weights."""
+    return (path.is_file() and path.suffix in SUFFIXES) or any((path / name).is_file() for name in PICKLED)
+
+
+def open_path(path: Path, maps: Maps) -> Opened:
+    """A file, or a directory with its configuration. Raises UserError for what is not whole, or no state dict."""
+    if path.is_dir():
+        return _folder(path, maps)
+    maps = Maps(path.parent)
+    parts = _parts(read_archive(maps, path.name), path)
+    found = Found()
+    found.add(parts.model, path.name)
+    names = plain_names(found.places, parts.lead)
+    places: dict[str, Place | Number] = {names[raw]: place for raw, place in found.places.items()}
+    params = {name: whole(name, place)[0] for name, place in places.items()}
+    trained = Optimiser()
+    skipped = [*found.skipped, *parts.skipped]
+    for key, tree in parts.optimisers.items():
+        trained = optimiser_of(tree, key, maps, params, parts.lead)
+        skipped += trained.skipped
+    for name, place in trained.places.items():
+        if name in places:
+            raise UserError(f'"{path}" has {name} as a tensor of the model and as a state of the optimiser')
+        places[name] = place
+    opened = _opened(path, maps, places, skipped)
+    return replace(opened, states=trained.states, objects=trained.objects(parts.step))
+
+
+def _opened(path: Path, maps: Maps, places: Mapping[str, Place | Number], skipped: list[str]) -> Opened:
+    specs: dict[str, TensorSpec] = {}
+    pieces: list[Piece] = []
+    for name, place in places.items():
+        specs[name], piece = whole(name, place)
+        pieces.append(piece)
+
+    def read(place: Hashable, name: str) -> Tensor:
+        return view(maps, place)
+
+    return Opened("torch", path, specs, tuple(pieces), read, maps.release, tuple(skipped))
+
+
+def _folder(path: Path, maps: Maps) -> Opened:
+    """One file, or several with an index that says which tensor is where."""
+    index = _index(path) if not (path / SINGLE).is_file() else {}
+    found = Found()
+    for file in sorted(set(index.values())) or [SINGLE]:
+        parts = _parts(read_archive(maps, file), path / file)
+        found.add(parts.model, file)
+        found.skipped.extend(parts.skipped)
+    for name, file in index.items():
+        if name not in found.places or found.places[name].file != file:
+            raise UserError(f'the index "{path / INDEX}" says that {name} is in {file}, but it is not')
+    names = plain_names(found.places)
+    places: dict[str, Place | Number] = {names[raw]: place for raw, place in found.places.items()}
+    opened = _opened(path, maps, places, found.skipped)
+    return replace(opened, small=small_files(path))
+
+
+def _index(path: Path) -> dict[str, str]:
+    file = path / INDEX
+    try:
+        fields: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f'the index "{file}" cannot be read: {error}') from None
+    table: Any = cast("dict[str, Any]", fields).get("weight_map") if isinstance(fields, dict) else None
+    if not isinstance(table, dict) or not table:
+        raise UserError(f'the index "{file}" has no table weight_map')
+    for name, home in cast("dict[str, Any]", table).items():
+        if not isinstance(home, str) or Path(home).name != home:
+            raise UserError(f'the index "{file}" says that {name} is in {home!r}, which is no name of a file beside it')
+    return cast("dict[str, str]", table)
+
+
+def _parts(tree: Any, path: Path) -> _Parts:
+    """Where in a file the model is, and where its optimiser. Raises UserError where there is no model."""
+    if not isinstance(tree, Mapping):
+        what = f"a pickled {tree.kind}" if isinstance(tree, Opaque) else f"a {type(tree).__name__}"
+        raise UserError(f'"{path}" is {what}, no state dict: save model.state_dict()')
+    fields = cast("Mapping[Any, Any]", tree)
+    keys = [key for key in MODELS if isinstance(fields.get(key), Mapping) and _has_tensors(fields[key])]
+    if len(keys) > 1:
+        raise UserError(f'"{path}" has several state dicts, {" and ".join(keys)}: save the one that is meant alone')
+    if not keys:
+        module = next((fields[key] for key in MODELS if isinstance(fields.get(key), Opaque)), None)
+        if module is not None and not tensor_kind(module):
+            raise UserError(f'"{path}" has a pickled {module.kind}, no state dict: save model.state_dict()')
+        if not _has_tensors(fields):
+            some = ", ".join(map(str, list(fields)[:SAID])) or "nothing"
+            raise UserError(f'"{path}" has no tensors by name, and none under {", ".join(MODELS)}; it has {some}')
+        return _Parts(fields, "", {}, None, ())
+    model = fields[keys[0]]
+    optimisers = {key: fields[key] for key in OPTIMISERS if fields.get(key)}
+    count = next((key for key in STEPS if isinstance(fields.get(key), int)), None)
+    step = fields[count] if count else None
+    rest = [str(key) for key in fields if key not in (keys[0], *optimisers, count)]
+    lead = _attribute(model) if LIGHTNING in fields else ""
+    if len(optimisers) > 1:
+        rest += [f"{key} (there are several optimisers)" for key in optimisers]
+        optimisers = {}
+    return _Parts(model, lead, optimisers, step, tuple(rest))
+
+
+def _has_tensors(tree: Any) -> bool:
+    return any(isinstance(value, Place) or tensor_kind(value) for _, value in leaves(tree))
+
+
+def _attribute(model: Mapping[Any, Any]) -> str:
+    """The attribute of Lightning's module that the model is, where it is one: it stands before all names."""
+    firsts = {str(name).partition(".")[0] for name in model}
+    return f"{firsts.pop()}." if len(firsts) == 1 and all("." in str(name) for name in model) else ""
