@@ -28,9 +28,10 @@ from tangram.checkpoint import commits
 from tangram.checkpoint.appearing import appearing
 from tangram.checkpoint.convert import SHARD, index_of, planned_images, with_dtype
 from tangram.checkpoint.digest import Bytes
-from tangram.checkpoint.formats import torch_dist
+from tangram.checkpoint.formats import paddle, torch_dist
 from tangram.checkpoint.formats.huggingface import INDEX, small_files
 from tangram.checkpoint.formats.opened import Opened
+from tangram.checkpoint.formats.paddle_steps import betas_of
 from tangram.checkpoint.header import NAMES
 from tangram.checkpoint.image import Image, parts
 from tangram.checkpoint.manifest import BLOCK, DTYPES
@@ -51,7 +52,7 @@ LEAST = RING * BLOCK + (64 << 20)
 """Bytes of memory without which nothing can be converted."""
 CHUNK = 64 << 20
 """Bytes of a chunk of a DCP at most."""
-TARGETS = ("hf", "torch_dist", "dcp")
+TARGETS = ("hf", "torch_dist", "dcp", "paddle")
 _OUT = "out"
 
 
@@ -166,6 +167,11 @@ def restructure(
             for name, data in beside.items():
                 commits.write_file(partial / name, data)
             files += list(beside)
+        elif to == "paddle":
+            files = paddle.write(
+                partial, specs, filler.fill, filler.bytes_of, shard, hear, states=source.states,
+                betas=betas_of(source.objects), small=beside,
+            )  # fmt: skip
         else:
             chunk = min(CHUNK, (memory - LEAST) // 4 + BLOCK)
             core = to == "torch_dist"

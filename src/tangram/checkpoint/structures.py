@@ -13,12 +13,16 @@ from tangram.checkpoint.restructure import IDENTITY
 from tangram.errors import UserError
 from tangram.layout.syntax import Mapping as MappingText
 from tangram.models.families import Family, family_of, mapping_of
+from tangram.models.structures import paddle_family
 from tangram.relayout import Bound, RelayoutError, bind, inverse
+from tangram.relayout.states import with_states
 
 WORDS = "embedding.word_embeddings.weight"
 """A tensor that every model of Megatron-core has on its first stage."""
 STATES = ("optimizer.", "chained_")
 """How the names of optimiser states begin in a torch_dist."""
+STATEFUL = ("dcp", "paddle")
+"""The formats that optimiser states are written in."""
 SAID = 5
 """Tensors that a sentence names."""
 
@@ -35,13 +39,19 @@ class Chosen:
 
 def model_of(source: Opened) -> tuple[Opened, tuple[str, ...]]:
     """A checkpoint without optimiser states, and the names of those."""
-    left = tuple(name for name in source.specs if name.startswith(STATES))
+    ends = tuple(f".{state}" for state in source.states)
+    left = tuple(n for n in source.specs if n.startswith(STATES) or (n.endswith(ends) and _owner(n) in source.specs))
     if not left:
         return source, ()
     gone = set(left)
     specs = {name: spec for name, spec in source.specs.items() if name not in gone}
     pieces = tuple(piece for piece in source.pieces if piece.tensor not in gone)
-    return replace(source, specs=specs, pieces=pieces), left
+    return replace(source, specs=specs, pieces=pieces, states={}), left
+
+
+def _owner(name: str) -> str:
+    """The parameter that a state would be of."""
+    return name.rpartition(".")[0]
 
 
 def choose(
@@ -61,10 +71,12 @@ def choose(
     `local`: write the names of Megatron-core's layers without Transformer Engine; those that are read are told apart by
     themselves. `divisor`: pad the vocabulary to a multiple of it. Raises UserError where no mapping fits.
     """
-    model, left = model_of(source)
+    model, left = (source, ()) if to in STATEFUL else model_of(source)
     core = WORDS in model.specs
     if text is not None:
-        return Chosen(bind(text, model.specs, sizes=sizes or {}), "the mapping that was given", left)
+        return Chosen(_followed(model, text, sizes or {}), "the mapping that was given", left)
+    if "paddle" in (source.format, to) and to != "dcp" and source.format != to:
+        return _by_paddle(model, left, to, config, family)
     if core == (to == "torch_dist") or to == "dcp":
         return Chosen(bind(IDENTITY, model.specs), "no mapping: every tensor as it is", left)
     if config is None:
@@ -77,6 +89,29 @@ def choose(
     padded = -(-rows // divisor) * divisor if isinstance(rows, int) else None
     mapped = mapping_of(known, config, vocabulary=padded, names=model.specs, local=local)
     return Chosen(_bound(model, mapped.text, mapped.sizes, known), f"the family {known.name}", left)
+
+
+def _by_paddle(
+    model: Opened, left: tuple[str, ...], to: str, config: Mapping[str, Any] | None, family: Family | None
+) -> Chosen:
+    """Between transformers' structure and Paddle's, whose weights of Linear layers are [in, out]."""
+    if to == "torch_dist" or WORDS in model.specs:
+        raise UserError("between Paddle and Megatron-core, convert by way of --to hf")
+    if config is None:
+        how = "give --config DIR, or --mapping FILE"
+        raise UserError(f"Paddle keeps weights of Linear layers transposed, and there is no config.json: {how}")
+    known = family or paddle_family(config)
+    mapped = mapping_of(known, config, names=model.specs)
+    back = model.format == "paddle"
+    bound = _bound(model, str(inverse(mapped.text)) if back else mapped.text, mapped.sizes, known)
+    return Chosen(bound, f"the family {known.name}{', read backwards' if back else ''}", left)
+
+
+def _followed(model: Opened, text: str, sizes: Mapping[str, int], partial: bool = False) -> Bound:
+    """A mapping of a model, bound, with the optimiser's states behind it."""
+    keys: dict[str, Any] = dict(sizes)
+    mapping = with_states(text, model.specs, model.states, **keys) if model.states else text
+    return bind(mapping, model.specs, partial=partial, sizes=sizes)
 
 
 def _from_core(model: Opened, known: Family, config: Mapping[str, Any]) -> Bound:
@@ -94,7 +129,7 @@ def _from_core(model: Opened, known: Family, config: Mapping[str, Any]) -> Bound
 
 def _bound(model: Opened, text: str, sizes: Mapping[str, int], known: Family) -> Bound:
     try:
-        bound = bind(text, model.specs, partial=True, sizes=sizes)
+        bound = _followed(model, text, sizes, partial=True)
     except RelayoutError as error:
         raise UserError(f'"{model.path}" is not what the family {known.name} says: {error}') from None
     unknown = uncovered(bound, model)

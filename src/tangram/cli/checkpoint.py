@@ -168,7 +168,7 @@ def diff(
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format that is read.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="A new directory.")],
-    to: Annotated[str, typer.Option(help="The format: hf, torch_dist (Megatron-core's) or dcp (torch's).")],
+    to: Annotated[str, typer.Option(help="The format: hf, torch_dist (Megatron-core's), dcp (torch's) or paddle.")],
     dtype: Annotated[str | None, typer.Option(help="Cast floating point to it, as bfloat16.")] = None,
     shard_size: Annotated[str, typer.Option(help="The largest file.")] = "5GB",
     memory: Annotated[str, typer.Option(help="For all buffers.")] = "512MiB",
@@ -178,6 +178,7 @@ def convert(
     family: Annotated[Path | None, typer.Option(metavar="FILE", help="A family of your own.")] = None,
     transformer_impl: Annotated[str, typer.Option(help="Whose names: transformer_engine or local.")] = TE,
     pad_vocabulary: Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of it.")] = 1,
+    betas: Annotated[str | None, typer.Option(metavar="B1,B2", help="Of Adam, for steps from or to Paddle.")] = None,
     apart: Annotated[bool, typer.Option("--apart", help="Layers of a torch_dist one by one, not stacked.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
     json: Json = False,
@@ -187,7 +188,7 @@ def convert(
 
     asked = Asked(
         to, dtype, shard_size, memory, config, mapping, tuple(sizes or ()), family, transformer_impl, pad_vocabulary,
-        not apart, dry_run, json,
+        betas, not apart, dry_run, json,
     )  # fmt: skip
     with _files():
         run(source, target, asked)

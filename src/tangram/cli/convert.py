@@ -39,6 +39,7 @@ class Asked:
     family: Path | None
     transformer_impl: str
     pad_vocabulary: int
+    betas: str | None
     stack: bool
     dry_run: bool
     json: bool
@@ -82,10 +83,13 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
 
 
 def _convert(source: "Opened", target: Path, asked: Asked, room: Mapping[str, int]) -> None:
+    from tangram.checkpoint.formats.paddle_steps import with_betas
     from tangram.checkpoint.restructure import config_of, restructure, small_of, steps_of
     from tangram.checkpoint.structures import choose
     from tangram.models.families import read_family
 
+    if asked.betas is not None:
+        source = with_betas(source, _betas(asked.betas))
     small = small_of(asked.config) if asked.config else dict(source.small)
     chosen = choose(
         source,
@@ -170,6 +174,14 @@ def _text(file: Path | None) -> str | None:
         return None
     lines = file.read_text(encoding="utf-8").splitlines()
     return "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))
+
+
+def _betas(given: str) -> tuple[float, float]:
+    try:
+        first, second = map(float, given.split(","))
+    except ValueError:
+        raise UserError(f"--betas {given}: give two numbers, as 0.9,0.95") from None
+    return first, second
 
 
 def _sizes(given: Sequence[str]) -> dict[str, int]:

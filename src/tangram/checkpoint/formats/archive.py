@@ -28,7 +28,7 @@ LOCAL = 30
 
 # What the two libraries raise for bytes that are not theirs.
 _UNZIP = (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError, OSError, struct.error)
-_UNPICKLE = (
+UNPICKLE = (
     pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError, MemoryError,
     RecursionError,
 )  # fmt: skip
@@ -50,10 +50,16 @@ class Opaque:
 
     kind = ""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        self.args, self.more = args, more
-        self.state: Any = None
-        self.items: list[Any] = []
+    args: tuple[Any, ...]
+    more: Mapping[str, Any]
+    state: Any
+    items: list[Any]
+
+    def __new__(cls, *args: Any, **more: Any) -> "Opaque":
+        """Pickles make objects with and without a call of `__init__`."""
+        made = super().__new__(cls)
+        made.args, made.more, made.state, made.items = args, more, None, []
+        return made
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -110,7 +116,7 @@ def read_archive(maps: Maps, file: str, start: int = 0, length: int | None = Non
     sizes = {name: one.file_size for name, one in members.items()}
     try:
         return _Reader(io.BytesIO(tree), file, places, sizes).load()
-    except _UNPICKLE as error:
+    except UNPICKLE as error:
         raise UserError(f'the tree of "{path}" cannot be read: {error}') from None
 
 

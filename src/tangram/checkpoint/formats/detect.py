@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tangram.checkpoint.formats import dcp, huggingface, own, torch_dist
+from tangram.checkpoint.formats import dcp, huggingface, own, paddle, torch_dist
 from tangram.checkpoint.formats.opened import Opened
 from tangram.errors import UserError
 
@@ -22,6 +22,7 @@ FORMATS: Mapping[str, Format] = {
     "tangram": Format("a checkpoint of Tangram", own.is_own, own.open_folder),
     "torch_dist": Format("Megatron-core's distributed checkpoint", torch_dist.is_torch_dist, torch_dist.open_folder),
     "dcp": Format("torch's distributed checkpoint", lambda path: (path / dcp.INDEX).is_file(), dcp.open_folder),
+    "paddle": Format("Paddle's flex checkpoint", paddle.is_paddle, paddle.open_folder),
     "hf": Format("a Hugging Face directory", huggingface.has_weights, huggingface.open_folder),
 }
 """By name; the first that fits is it."""

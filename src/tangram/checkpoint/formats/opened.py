@@ -1,12 +1,18 @@
-"""A checkpoint of any format, opened: its tensors, the pieces that they lie in, and views of those."""
+"""A checkpoint of any format, opened: its tensors, the pieces that they lie in, and views of those.
+
+The states that an optimiser keeps of a parameter are tensors like others, under the parameter's name with the state's
+behind it: `w.exp_avg`.
+"""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from tangram.relayout import Piece, TensorSpec
+from tangram.relayout.states import States
 
 
 @dataclass(frozen=True)
@@ -25,3 +31,7 @@ class Opened:
     """Entries that are no tensors."""
     small: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Configuration and tokenizer files by name."""
+    states: States = field(default_factory=dict[str, Any])
+    """Of the optimiser states that are there how each is made of its parameter."""
+    objects: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What is no tensor and is kept: the optimiser's settings."""
