@@ -314,10 +314,18 @@ def test_there_and_back_for_any_heads(
         shapes |= {f"{at}mlp.gate_proj.weight": (f, h), f"{at}mlp.up_proj.weight": (f, h)}
         shapes |= {f"{at}mlp.down_proj.weight": (h, f), f"{at}input_layernorm.weight": (h,)}
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
-    hf = open_any(folder_of(folder / "hf", values, config))
-    restructure(hf, choose(hf, "paddle", config).bound, folder / "there", "paddle")
+    moments = {f"{name}.exp_avg": torch.randn(shape) for name, shape in shapes.items()}
+    hf = open_any(folder_of(folder / "hf", {**values, **moments}, config))
+    trained = replace(hf, states={"exp_avg": paddle.STATES["exp_avg"]})
+    restructure(trained, choose(trained, "paddle", config).bound, folder / "there", "paddle", dtype="float64")
     there = open_any(folder / "there")
-    restructure(there, choose(there, "hf", config).bound, folder / "back", "hf")
+    made = tensors(there)
+    assert {one.dtype for name, one in made.items() if name.endswith(".exp_avg")} == {torch.float32}
+    at = "model.layers.0.self_attn.o_proj.weight"
+    assert torch.equal(made[f"{at}.exp_avg"], moments[f"{at}.exp_avg"].T)
+    back = choose(there, "hf", config)
+    assert set(back.left) == {name for name in made if name.endswith(".exp_avg")}
+    restructure(back.source, back.bound, folder / "back", "hf", dtype="float32")
     assert same(load_file(folder / "back/model.safetensors"), values)
 
 

@@ -42,6 +42,7 @@ from tangram.layout import Region
 from tangram.layout.intervals import span
 from tangram.layout.region import stretch
 from tangram.relayout import Bound, Piece, PieceIndex, TensorSpec, bind, execute, plan
+from tangram.relayout.states import States
 
 __all__ = ["IDENTITY", "LEAST", "MEMORY", "TARGETS", "Restructured", "Way", "restructure", "steps_of"]
 
@@ -99,21 +100,26 @@ def bound_of(source: Opened, mapping: str, sizes: Mapping[str, int]) -> Bound:
     return bind(mapping, source.specs, sizes=sizes)
 
 
-def cast_specs(bound: Bound, dtype: str | None) -> dict[str, TensorSpec]:
-    """The tensors that are made, floating-point ones of another type where that is wanted, in a natural order."""
+def cast_specs(bound: Bound, dtype: str | None, states: States) -> dict[str, TensorSpec]:
+    """The tensors that are made, floating-point ones of another type where that is wanted, in a natural order.
+
+    `states`: of the optimiser, which are never cast.
+    """
     if dtype is not None and not (dtype in DTYPES and getattr(torch, dtype).is_floating_point):
         known = ", ".join(name for name in DTYPES if getattr(torch, name).is_floating_point)
         raise UserError(f"--dtype {dtype}: give one of {known}")
     made: dict[str, TensorSpec] = {}
-    for name, spec in sorted(bound.target.specs.items(), key=lambda item: _natural(item[0])):
-        cast = dtype is not None and getattr(torch, spec.dtype).is_floating_point
+    own = bound.target.specs
+    for name, spec in sorted(own.items(), key=lambda item: _natural(item[0])):
+        param, _, state = name.rpartition(".")
+        kept = dtype is None or (state in states and param in own)
+        cast = not kept and getattr(torch, spec.dtype).is_floating_point
         made[name] = TensorSpec(spec.shape, dtype) if cast and dtype else spec
     return made
 
 
-def steps_of(bound: Bound, dtype: str | None) -> list[Way]:
-    """Every new tensor and what it is made of."""
-    made = cast_specs(bound, dtype)
+def steps_of(bound: Bound, made: Mapping[str, TensorSpec]) -> list[Way]:
+    """Every new tensor, as it is cast, and what it is made of."""
     found: list[Way] = []
     for name, spec in made.items():
         family, region = bound.target.lift(name, Region.full(spec.shape))
@@ -151,7 +157,7 @@ def restructure(
         raise UserError(f"--to {to}: give one of {', '.join(TARGETS)}")
     if memory < LEAST:
         raise UserError(f"{memory:,} bytes of memory are too few: give {LEAST >> 20} MiB or more")
-    specs = cast_specs(bound, dtype)
+    specs = cast_specs(bound, dtype, source.states)
     if not specs:
         raise UserError(f'"{source.path}" has no tensors to convert')
     _refuse_names(specs, to)

@@ -31,22 +31,24 @@ SAID = 5
 class Chosen:
     """A mapping that fits, and where it comes from."""
 
+    source: Opened
+    """Without what is left."""
     bound: Bound
     said: str
     left: tuple[str, ...]
     """Tensors that are not converted: optimiser states."""
 
 
-def model_of(source: Opened) -> tuple[Opened, tuple[str, ...]]:
-    """A checkpoint without optimiser states, and the names of those."""
-    ends = tuple(f".{state}" for state in source.states)
+def model_of(source: Opened, states: bool = False) -> tuple[Opened, tuple[str, ...]]:
+    """A checkpoint without optimiser states, and the names of those. `states`: with those that are known by name."""
+    ends = () if states else tuple(f".{state}" for state in source.states)
     left = tuple(n for n in source.specs if n.startswith(STATES) or (n.endswith(ends) and _owner(n) in source.specs))
     if not left:
         return source, ()
     gone = set(left)
     specs = {name: spec for name, spec in source.specs.items() if name not in gone}
     pieces = tuple(piece for piece in source.pieces if piece.tensor not in gone)
-    return replace(source, specs=specs, pieces=pieces, states={}), left
+    return replace(source, specs=specs, pieces=pieces, states=source.states if states else {}), left
 
 
 def _owner(name: str) -> str:
@@ -71,24 +73,24 @@ def choose(
     `local`: write the names of Megatron-core's layers without Transformer Engine; those that are read are told apart by
     themselves. `divisor`: pad the vocabulary to a multiple of it. Raises UserError where no mapping fits.
     """
-    model, left = (source, ()) if to in STATEFUL else model_of(source)
+    model, left = model_of(source, states=to in STATEFUL)
     core = WORDS in model.specs
     if text is not None:
-        return Chosen(_followed(model, text, sizes or {}), "the mapping that was given", left)
+        return Chosen(model, _followed(model, text, sizes or {}), "the mapping that was given", left)
     if "paddle" in (source.format, to) and to != "dcp" and source.format != to:
         return _by_paddle(model, left, to, config, family)
     if core == (to == "torch_dist") or to == "dcp":
-        return Chosen(bind(IDENTITY, model.specs), "no mapping: every tensor as it is", left)
+        return Chosen(model, bind(IDENTITY, model.specs), "no mapping: every tensor as it is", left)
     if config is None:
         raise UserError("there is no config.json, which says what the model is: give --config DIR")
     known = family or family_of(config)
     if core:
         bound = _from_core(model, known, config)
-        return Chosen(bound, f"the family {known.name}, read backwards", left)
+        return Chosen(model, bound, f"the family {known.name}, read backwards", left)
     rows = config.get("vocab_size")
     padded = -(-rows // divisor) * divisor if isinstance(rows, int) else None
     mapped = mapping_of(known, config, vocabulary=padded, names=model.specs, local=local)
-    return Chosen(_bound(model, mapped.text, mapped.sizes, known), f"the family {known.name}", left)
+    return Chosen(model, _bound(model, mapped.text, mapped.sizes, known), f"the family {known.name}", left)
 
 
 def _by_paddle(
@@ -104,7 +106,7 @@ def _by_paddle(
     mapped = mapping_of(known, config, names=model.specs)
     back = model.format == "paddle"
     bound = _bound(model, str(inverse(mapped.text)) if back else mapped.text, mapped.sizes, known)
-    return Chosen(bound, f"the family {known.name}{', read backwards' if back else ''}", left)
+    return Chosen(model, bound, f"the family {known.name}{', read backwards' if back else ''}", left)
 
 
 def _followed(model: Opened, text: str, sizes: Mapping[str, int], partial: bool = False) -> Bound:

@@ -84,7 +84,7 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
 
 def _convert(source: "Opened", target: Path, asked: Asked, room: Mapping[str, int]) -> None:
     from tangram.checkpoint.formats.paddle_steps import with_betas
-    from tangram.checkpoint.restructure import config_of, restructure, small_of, steps_of
+    from tangram.checkpoint.restructure import cast_specs, config_of, restructure, small_of, steps_of
     from tangram.checkpoint.structures import choose
     from tangram.models.families import read_family
 
@@ -101,14 +101,22 @@ def _convert(source: "Opened", target: Path, asked: Asked, room: Mapping[str, in
         local=asked.transformer_impl == "local",
         divisor=asked.pad_vocabulary,
     )
-    ways = steps_of(chosen.bound, asked.dtype)
+    ways = steps_of(chosen.bound, cast_specs(chosen.bound, asked.dtype, chosen.source.states))
     total = sum(way.nbytes for way in ways)
     if asked.dry_run:
         _planned(source, target, asked, chosen, ways, total)
         return
     with byte_bar("converting", total) as told:
         made = restructure(
-            source, chosen.bound, target, asked.to, dtype=asked.dtype, stack=asked.stack, small=small, told=told, **room
+            chosen.source,
+            chosen.bound,
+            target,
+            asked.to,
+            dtype=asked.dtype,
+            stack=asked.stack,
+            small=small,
+            told=told,
+            **room,
         )
     if asked.json:
         print_json({**made.as_json(), "by": chosen.said, "left_out": len(chosen.left)})
