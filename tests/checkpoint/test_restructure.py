@@ -22,6 +22,7 @@ from tangram.checkpoint.formats import torch_dist
 from tangram.checkpoint.formats.archive import Opaque, Place, read_archive, tensors
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.formats.mapped import Maps
+from tangram.checkpoint.formats.outgoing import boxes
 from tangram.checkpoint.manifest import BLOCK
 from tangram.checkpoint.restructure import IDENTITY, LEAST, restructure
 from tangram.checkpoint.structures import choose
@@ -96,7 +97,7 @@ def test_files_of_a_size_and_their_index(tmp_path: Path) -> None:
 @given(st.lists(st.integers(0, 9), max_size=4), st.integers(1, 40))
 def test_boxes_tile_a_tensor(shape: list[int], most: int) -> None:
     seen = torch.zeros(shape, dtype=torch.int32)
-    for box in torch_dist.boxes(tuple(shape), most):
+    for box in boxes(tuple(shape), most):
         part = seen[tuple(slice(a, b) for a, b in box)]
         assert part.numel() <= most
         part += 1
@@ -331,7 +332,7 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "num_at
     [
         (["NOWHERE", "OUT", "--to", "dcp"], "is not there"),
         (["EMPTY", "OUT", "--to", "dcp"], "is in no format that is read: tangram"),
-        (["HF", "OUT", "--to", "onnx"], "give one of hf, torch_dist, dcp"),
+        (["HF", "OUT", "--to", "onnx"], "give one of hf, torch_dist, dcp, tangram"),
         (["HF", "HF", "--to", "dcp"], "is there already"),
         (["HF", "OUT", "--to", "dcp", "--memory", "1MiB"], "are too few"),
         (["HF", "OUT", "--to", "dcp", "--dtype", "int8"], "--dtype int8: give one of"),

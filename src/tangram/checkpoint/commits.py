@@ -242,12 +242,21 @@ def commit(partial: Path, path: Path, manifest: Manifest) -> None:
 
     All files that the manifest names are on the disk already. Raises FileExistsError where there is one already.
     """
+    seal(partial, manifest)
+    if path.exists():  # never over one that is good
+        raise FileExistsError(17, "there is a checkpoint already", str(path))
+    partial.rename(path)
+    flush_folder(path.parent)
+
+
+def seal(partial: Path, manifest: Manifest) -> None:
+    """Write the manifest and the marker of what is under way: all but its name."""
     data = manifests.to_json(manifest).encode()
     write_file(partial / MANIFEST, data)
     marker = {
         "format": FORMAT,
         "id": manifest.id,
-        "serial": next_serial(path.parent),
+        "serial": next_serial(partial.parent),
         "step": manifest.step,
         "created": manifest.created,
         "manifest": hashlib.sha256(data).hexdigest(),
@@ -255,10 +264,6 @@ def commit(partial: Path, path: Path, manifest: Manifest) -> None:
     }
     write_file(partial / MARKER, marker_text(marker))
     flush_folder(partial)
-    if path.exists():  # never over one that is good
-        raise FileExistsError(17, "there is a checkpoint already", str(path))
-    partial.rename(path)
-    flush_folder(path.parent)
 
 
 def write_file(file: Path, data: bytes) -> None:

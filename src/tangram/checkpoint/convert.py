@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ def to_hugging_face(
     target: Path,
     *,
     dtype: str | None = None,
+    rounded: bool = False,
     shard: int = SHARD,
     memory: int = MEMORY,
     config: Path | None = None,
@@ -88,17 +90,18 @@ def to_hugging_face(
 ) -> Converted:
     """Write the section `model` of the checkpoint `source` as the directory `target`.
 
-    `dtype`: floating-point tensors are cast to it. `shard`: bytes of a file at most, but for a larger tensor. `memory`:
-    bytes for all buffers. `config`: a directory to copy configuration and tokenizer from, before those that were saved
-    in the checkpoint. `told` hears how many more bytes of tensors are written. Raises UserError for what cannot be
-    converted, DamagedError for bytes that are not those that were saved; nothing is left of the target then.
+    `dtype`: floating-point tensors are cast to it; `rounded` says that this may lose bits. `shard`: bytes of a file at
+    most, but for a larger tensor. `memory`: bytes for all buffers. `config`: a directory to copy configuration and
+    tokenizer from, before those that were saved in the checkpoint. `told` hears how many more bytes of tensors are
+    written. Raises UserError for what cannot be converted, DamagedError for bytes that are not those that were saved;
+    nothing is left of the target then.
     """
     begin = time.perf_counter()
     if memory < LEAST:
         raise UserError(f"{memory:,} bytes of memory are too few: give {LEAST >> 20} MiB or more")
     manifest = commits.read_manifest(source)
     tensors = _model(source, manifest)
-    specs = {tensor.name: TensorSpec(tensor.spec.shape, _type(tensor, dtype)) for tensor in tensors}
+    specs = {tensor.name: TensorSpec(tensor.spec.shape, _type(tensor, dtype, rounded)) for tensor in tensors}
     small = _small_files(source, manifest, config, dtype)
     planned = planned_images(specs, shard, manifest.id)
     nbytes = sum(placed.piece.nbytes for image in planned for placed in image.placed)
@@ -120,10 +123,10 @@ def to_hugging_face(
     )
 
 
-def size_of(source: Path, dtype: str | None = None) -> int:
+def size_of(source: Path, dtype: str | None = None, rounded: bool = False) -> int:
     """The bytes of tensors that the same conversion writes. Raises as it does."""
     tensors = _model(source, commits.read_manifest(source))
-    return sum(tensor.nbytes // tensor.itemsize * DTYPES[_type(tensor, dtype)] for tensor in tensors)
+    return sum(tensor.nbytes // tensor.itemsize * DTYPES[_type(tensor, dtype, rounded)] for tensor in tensors)
 
 
 def bytes_of(text: str) -> int:
@@ -146,15 +149,44 @@ def _model(source: Path, manifest: Manifest) -> list[StoredTensor]:
     return in_file_order(found)
 
 
-def _type(tensor: StoredTensor, dtype: str | None) -> str:
-    own = tensor.spec.dtype
-    if dtype is not None and (dtype not in header.NAMES or not _is_float(dtype)):
-        known = ", ".join(name for name in header.NAMES if _is_float(name))
-        raise UserError(f"--dtype {dtype}: give one of {known}")
-    made = dtype if dtype is not None and _is_float(own) else own
+def _type(tensor: StoredTensor, dtype: str | None, rounded: bool) -> str:
+    made = cast_of(tensor.name, tensor.spec.dtype, dtype, rounded)
     if made not in header.NAMES:
-        raise UserError(f"{tensor.name} is {own}, which safetensors has no name for: give a --dtype")
+        raise UserError(f"{tensor.name} is {made}, which safetensors has no name for: give a --dtype")
     return made
+
+
+def cast_of(name: str, own: str, dtype: str | None, rounded: bool) -> str:
+    """The type that a tensor gets where a floating-point type is asked for; others keep theirs.
+
+    Raises UserError for what is no such type, and where it has not every value of the tensor's own: that must be said
+    with `rounded`.
+    """
+    if dtype is None:
+        return own
+    if dtype not in DTYPES or not _is_float(dtype):
+        known = ", ".join(known for known in header.NAMES if _is_float(known))
+        raise UserError(f"--dtype {dtype}: give one of {known}")
+    if not _is_float(own):
+        return own
+    if not rounded and not holds(dtype, own):
+        raise UserError(f"{name} is {own}, of which {dtype} would lose bits: add --round where that is meant")
+    return dtype
+
+
+@lru_cache(maxsize=256)
+def holds(wide: str, narrow: str) -> bool:
+    """Whether a floating-point type has every number of another: tried with all of them where they are few.
+
+    `torch.finfo` does not tell: its eps of float8_e5m2fnuz is another type's.
+    """
+    large, small = getattr(torch, wide), getattr(torch, narrow)
+    if small.itemsize > 2:
+        return large.itemsize >= small.itemsize
+    bits = torch.arange(256**small.itemsize).to(torch.uint8 if small.itemsize == 1 else torch.uint16)
+    numbers = bits.view(small).double()
+    numbers = numbers[~numbers.isnan()]
+    return torch.equal(numbers.view(torch.int64), numbers.to(large).double().view(torch.int64))  # -0 is not 0
 
 
 def _is_float(dtype: str) -> bool:

@@ -28,6 +28,9 @@ from tangram.checkpoint.state import Described, Entry, Held, State, describe
 from tangram.errors import UserError
 from tangram.relayout.peers import Peers
 
+IMPORTED = "imported"
+"""The object that a checkpoint of another format has, once it is converted."""
+
 T = TypeVar("T")
 
 
@@ -99,7 +102,9 @@ def load_described(
     sections = {name.partition(".")[0] for name in everywhere}
     stored = [*manifest.tensors, *manifest.objects]
     there = [name for name in stored if name.partition(".")[0] in sections and _chosen(name, only)]
-    missing = tuple(name for name in names if name not in manifest.tensors and name not in manifest.objects)
+    missing = tuple(name for name in names if not (name in manifest.tensors or name in manifest.objects))
+    if IMPORTED in manifest.objects:  # another framework's settings by group are not these groups'
+        missing = tuple(name for name in missing if not name.endswith(".param_groups"))
     unused = tuple(name for name in there if name not in everywhere and name not in manifest.objects)
     error = _mismatch(entries, manifest, cast)
     if strict and not error:

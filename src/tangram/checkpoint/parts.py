@@ -100,7 +100,7 @@ def merged(parts: Iterable[Part], **fields: Any) -> Manifest:
     return manifest
 
 
-def with_small_files(partial: Path, manifest: Manifest, beside: Mapping[str, str]) -> Manifest:
+def with_small_files(partial: Path, manifest: Manifest, beside: Mapping[str, str | bytes]) -> Manifest:
     """Write the small files beside the data, and the index that makes the model loadable where it lies whole."""
     small = dict(beside)
     index = hugging_face_index(manifest)
@@ -108,7 +108,7 @@ def with_small_files(partial: Path, manifest: Manifest, beside: Mapping[str, str
         small[INDEX] = index
     files = dict(manifest.files)
     for name, text in small.items():
-        data = text.encode()
+        data = text.encode() if isinstance(text, str) else text
         write_file(partial / name, data)
         files[name] = StoredFile(len(data), checksums(data))
     return replace(manifest, files=files)

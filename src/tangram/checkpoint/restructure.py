@@ -13,30 +13,26 @@ where a mapping scatters (experts from many small tensors into one), the disk se
 import json
 import math
 import re
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.checkpoint import commits
+from tangram import __version__
 from tangram.checkpoint.appearing import appearing
-from tangram.checkpoint.convert import SHARD, index_of, planned_images, with_dtype
+from tangram.checkpoint.convert import SHARD, cast_of, with_dtype
 from tangram.checkpoint.digest import Bytes
-from tangram.checkpoint.formats import paddle, torch_dist
-from tangram.checkpoint.formats.huggingface import INDEX, small_files
+from tangram.checkpoint.formats.naming import split
 from tangram.checkpoint.formats.opened import Opened
-from tangram.checkpoint.formats.paddle_steps import betas_of
-from tangram.checkpoint.header import NAMES
-from tangram.checkpoint.image import Image, parts
+from tangram.checkpoint.formats.outgoing import Task
+from tangram.checkpoint.formats.small import small_files, with_provenance
+from tangram.checkpoint.formats.targets import TARGETS, Target
 from tangram.checkpoint.manifest import BLOCK, DTYPES
-from tangram.checkpoint.parts import MODEL
-from tangram.checkpoint.write import RING, Ring, write_from
+from tangram.checkpoint.write import RING
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.layout.intervals import span
@@ -53,7 +49,6 @@ LEAST = RING * BLOCK + (64 << 20)
 """Bytes of memory without which nothing can be converted."""
 CHUNK = 64 << 20
 """Bytes of a chunk of a DCP at most."""
-TARGETS = ("hf", "torch_dist", "dcp", "paddle")
 _OUT = "out"
 
 
@@ -100,21 +95,17 @@ def bound_of(source: Opened, mapping: str, sizes: Mapping[str, int]) -> Bound:
     return bind(mapping, source.specs, sizes=sizes)
 
 
-def cast_specs(bound: Bound, dtype: str | None, states: States) -> dict[str, TensorSpec]:
-    """The tensors that are made, floating-point ones of another type where that is wanted, in a natural order.
+def cast_specs(bound: Bound, dtype: str | None, states: States, rounded: bool = False) -> dict[str, TensorSpec]:
+    """The tensors that are made, in a natural order; those of a model in another type where that is asked.
 
-    `states`: of the optimiser, which are never cast.
+    `states`: of the optimiser, which are never cast. Raises UserError where bits would be lost and `rounded` is not
+    said.
     """
-    if dtype is not None and not (dtype in DTYPES and getattr(torch, dtype).is_floating_point):
-        known = ", ".join(name for name in DTYPES if getattr(torch, name).is_floating_point)
-        raise UserError(f"--dtype {dtype}: give one of {known}")
+    owners = split(bound.target.specs, states)
     made: dict[str, TensorSpec] = {}
-    own = bound.target.specs
-    for name, spec in sorted(own.items(), key=lambda item: _natural(item[0])):
-        param, _, state = name.rpartition(".")
-        kept = dtype is None or (state in states and param in own)
-        cast = not kept and getattr(torch, spec.dtype).is_floating_point
-        made[name] = TensorSpec(spec.shape, dtype) if cast and dtype else spec
+    for name, spec in sorted(bound.target.specs.items(), key=lambda item: _natural(item[0])):
+        kept = dtype is None or owners[name][1]
+        made[name] = spec if kept else TensorSpec(spec.shape, cast_of(name, spec.dtype, dtype, rounded))
     return made
 
 
@@ -139,6 +130,7 @@ def restructure(
     to: str,
     *,
     dtype: str | None = None,
+    rounded: bool = False,
     shard: int = SHARD,
     memory: int = MEMORY,
     stack: bool = True,
@@ -147,45 +139,46 @@ def restructure(
 ) -> Restructured:
     """Write what a mapping makes of a checkpoint as the new directory `target`.
 
-    `to`: one of TARGETS. `dtype`: floating-point tensors are cast to it. `shard`: bytes of a safetensors file at most.
-    `memory`: bytes for all buffers. `stack`: layers that are alike lie stacked in a torch_dist, as Megatron-core has
-    them. `small`: configuration and tokenizer, the source's own unless given. `told` hears how many more bytes are
-    written. Raises UserError for what cannot be done and DamagedError for damage; nothing is left of the target then.
+    `to`: one of TARGETS. `dtype`: floating-point tensors of the model are cast to it; `rounded` says that this may lose
+    bits. `shard`: bytes of a safetensors file at most. `memory`: bytes for all buffers. `stack`: layers that are alike
+    lie stacked in a torch_dist, as Megatron-core has them. `small`: configuration and tokenizer, the source's own
+    unless given. `told` hears how many more bytes are written. Raises UserError for what cannot be done and
+    DamagedError for damage; nothing is left of the target then.
     """
     begin = time.perf_counter()
-    if to not in TARGETS:
-        raise UserError(f"--to {to}: give one of {', '.join(TARGETS)}")
+    writer = target_of(to)
     if memory < LEAST:
         raise UserError(f"{memory:,} bytes of memory are too few: give {LEAST >> 20} MiB or more")
-    specs = cast_specs(bound, dtype, source.states)
+    specs = cast_specs(bound, dtype, source.states, rounded)
     if not specs:
         raise UserError(f'"{source.path}" has no tensors to convert')
-    _refuse_names(specs, to)
+    for name, spec in specs.items():
+        if spec.dtype not in writer.dtypes:
+            raise UserError(f"{name} is {spec.dtype}, which {writer.said} cannot hold: give a --dtype")
     beside = dict(source.small if small is None else small)
     if dtype is not None and "config.json" in beside:
         beside["config.json"] = with_dtype(beside["config.json"], dtype)
+    made = {"from": source.format, "folder": source.path.name, "to": to, "dtype": dtype, "tangram": __version__}
+    beside = with_provenance(beside, {**made, "mapping": str(bound.mapping).splitlines()})
     nbytes = sum(math.prod(spec.shape) * DTYPES[spec.dtype] for spec in specs.values())
     filler = _Filler(source, bound, specs, max(1, memory // 4))
-    hear = told or _deaf
-    with appearing(target, nbytes + sum(map(len, beside.values()))) as partial:
-        if to == "hf":
-            files = _safetensors(partial, specs, filler, shard, hear)
-            for name, data in beside.items():
-                commits.write_file(partial / name, data)
-            files += list(beside)
-        elif to == "paddle":
-            files = paddle.write(
-                partial, specs, filler.fill, filler.bytes_of, shard, hear, states=source.states,
-                betas=betas_of(source.objects), small=beside,
-            )  # fmt: skip
-        else:
-            chunk = min(CHUNK, (memory - LEAST) // 4 + BLOCK)
-            core = to == "torch_dist"
-            files = torch_dist.write(partial, specs, filler.fill, chunk, stack and core, core, hear)
-            files += torch_dist.write_beside(partial, beside) if core else []
+    chunk = min(CHUNK, (memory - LEAST) // 4 + BLOCK)
+    with appearing(target, nbytes + sum(map(len, beside.values()))) as folder:
+        task = Task(
+            folder, specs, source.states, filler.fill, filler.bytes_of, chunk, shard, stack, beside, source.objects,
+            told or _deaf,
+        )  # fmt: skip
+        files = writer.write(task)
     cast = sum(bound.target.specs[name] != spec for name, spec in specs.items())
     configured = "config.json" in beside
     return Restructured(target, to, len(specs), nbytes, tuple(files), cast, configured, time.perf_counter() - begin)
+
+
+def target_of(to: str) -> Target:
+    """How a format is written. Raises UserError for one that is not."""
+    if to not in TARGETS:
+        raise UserError(f"--to {to}: give one of {', '.join(TARGETS)}")
+    return TARGETS[to]
 
 
 def small_of(folder: Path) -> dict[str, bytes]:
@@ -251,39 +244,6 @@ class _Filler:
             at += size
 
 
-def _safetensors(
-    folder: Path, specs: Mapping[str, TensorSpec], filler: _Filler, shard: int, told: Callable[[int], None]
-) -> list[str]:
-    ring = Ring()
-    planned = planned_images({f"{MODEL}.{name}": spec for name, spec in specs.items()}, shard, secrets.token_hex(8))
-    for image in planned:
-        write_from(folder, image, _taking(image, filler, told), ring, checked=False)
-    files = [image.name for image in planned]
-    if len(planned) > 1:
-        commits.write_file(folder / INDEX, index_of(planned))
-        files.append(INDEX)
-    return files
-
-
-def _taking(image: Image, filler: _Filler, told: Callable[[int], None]) -> Callable[[int, Bytes], Bytes]:
-    def take(start: int, out: Bytes) -> Bytes:
-        head = image.head[start : start + len(out)]
-        out[: len(head)] = np.frombuffer(head, np.uint8)
-        for placed, first, last in parts(image, start, start + len(out)):
-            begin = placed.offset + first - start
-            filler.bytes_of(placed.piece.name.removeprefix(f"{MODEL}."), first, out[begin : begin + last - first])
-        told(len(out))
-        return out
-
-    return take
-
-
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Names with their numbers in order: layer 2 before layer 10."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
-
-
-def _refuse_names(specs: Mapping[str, TensorSpec], to: str) -> None:
-    for name, spec in specs.items():
-        if to == "hf" and spec.dtype not in NAMES:
-            raise UserError(f"{name} is {spec.dtype}, which safetensors has no name for: give a --dtype")

@@ -8,21 +8,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tangram.checkpoint.formats.naming import MASTER, split
 from tangram.checkpoint.formats.opened import Opened
-from tangram.checkpoint.restructure import IDENTITY
+from tangram.checkpoint.restructure import IDENTITY, target_of
 from tangram.errors import UserError
 from tangram.layout.syntax import Mapping as MappingText
+from tangram.layout.syntax import TensorPattern
 from tangram.models.families import Family, family_of, mapping_of
 from tangram.models.structures import paddle_family
-from tangram.relayout import Bound, RelayoutError, bind, inverse
+from tangram.relayout import Bound, RelayoutError, TensorSpec, bind, inverse
+from tangram.relayout.names import NameTable, template_of
 from tangram.relayout.states import with_states
 
 WORDS = "embedding.word_embeddings.weight"
 """A tensor that every model of Megatron-core has on its first stage."""
-STATES = ("optimizer.", "chained_")
-"""How the names of optimiser states begin in a torch_dist."""
-STATEFUL = ("dcp", "paddle")
-"""The formats that optimiser states are written in."""
 SAID = 5
 """Tensors that a sentence names."""
 
@@ -36,24 +35,16 @@ class Chosen:
     bound: Bound
     said: str
     left: tuple[str, ...]
-    """Tensors that are not converted: optimiser states."""
+    """Tensors that are not converted: the optimiser's states, where the format has no place for them."""
 
 
-def model_of(source: Opened, states: bool = False) -> tuple[Opened, tuple[str, ...]]:
-    """A checkpoint without optimiser states, and the names of those. `states`: with those that are known by name."""
-    ends = () if states else tuple(f".{state}" for state in source.states)
-    left = tuple(n for n in source.specs if n.startswith(STATES) or (n.endswith(ends) and _owner(n) in source.specs))
-    if not left:
-        return source, ()
-    gone = set(left)
-    specs = {name: spec for name, spec in source.specs.items() if name not in gone}
-    pieces = tuple(piece for piece in source.pieces if piece.tensor not in gone)
-    return replace(source, specs=specs, pieces=pieces, states=source.states if states else {}), left
-
-
-def _owner(name: str) -> str:
-    """The parameter that a state would be of."""
-    return name.rpartition(".")[0]
+def model_of(source: Opened) -> tuple[Opened, tuple[str, ...]]:
+    """A checkpoint without optimiser states, and the names of those."""
+    owners = split(source.specs, source.states)
+    left = tuple(name for name in source.specs if owners[name][1])
+    specs = {name: spec for name, spec in source.specs.items() if not owners[name][1]}
+    pieces = tuple(piece for piece in source.pieces if piece.tensor in specs)
+    return replace(source, specs=specs, pieces=pieces, states={}), left
 
 
 def choose(
@@ -66,21 +57,25 @@ def choose(
     family: Family | None = None,
     local: bool = False,
     divisor: int = 1,
+    states: bool = True,
 ) -> Chosen:
     """The mapping to a format, bound to the checkpoint's tensors.
 
     `text` and `sizes`: a mapping of the user's own. `family`: instead of the one that the configuration names.
     `local`: write the names of Megatron-core's layers without Transformer Engine; those that are read are told apart by
-    themselves. `divisor`: pad the vocabulary to a multiple of it. Raises UserError where no mapping fits.
+    themselves. `divisor`: pad the vocabulary to a multiple of it. `states`: with the optimiser's, where the format has
+    a place for them. Raises UserError where no mapping fits.
     """
-    model, left = model_of(source, states=to in STATEFUL)
+    target = target_of(to)
+    model, left = (source, ()) if states and target.states else model_of(source)
     core = WORDS in model.specs
+    structure = "core" if core else "paddle" if source.format == "paddle" else "hf"
     if text is not None:
         return Chosen(model, _followed(model, text, sizes or {}), "the mapping that was given", left)
-    if "paddle" in (source.format, to) and to != "dcp" and source.format != to:
-        return _by_paddle(model, left, to, config, family)
-    if core == (to == "torch_dist") or to == "dcp":
+    if target.structure in ("", structure):
         return Chosen(model, bind(IDENTITY, model.specs), "no mapping: every tensor as it is", left)
+    if "paddle" in (structure, target.structure):
+        return _by_paddle(model, left, core or target.structure == "core", config, family)
     if config is None:
         raise UserError("there is no config.json, which says what the model is: give --config DIR")
     known = family or family_of(config)
@@ -94,10 +89,10 @@ def choose(
 
 
 def _by_paddle(
-    model: Opened, left: tuple[str, ...], to: str, config: Mapping[str, Any] | None, family: Family | None
+    model: Opened, left: tuple[str, ...], core: bool, config: Mapping[str, Any] | None, family: Family | None
 ) -> Chosen:
     """Between transformers' structure and Paddle's, whose weights of Linear layers are [in, out]."""
-    if to == "torch_dist" or WORDS in model.specs:
+    if core:
         raise UserError("between Paddle and Megatron-core, convert by way of --to hf")
     if config is None:
         how = "give --config DIR, or --mapping FILE"
@@ -111,9 +106,25 @@ def _by_paddle(
 
 def _followed(model: Opened, text: str, sizes: Mapping[str, int], partial: bool = False) -> Bound:
     """A mapping of a model, bound, with the optimiser's states behind it."""
+    if not model.states:
+        return bind(text, model.specs, partial=partial, sizes=sizes)
+    copies = {n: spec for n, spec in model.specs.items() if model.specs.get(f"{n}.{MASTER}") == spec}
+    gone = {f"{name}.{MASTER}" for name in copies}
+    specs = {name: spec for name, spec in model.specs.items() if name not in gone}
     keys: dict[str, Any] = dict(sizes)
-    mapping = with_states(text, model.specs, model.states, **keys) if model.states else text
-    return bind(mapping, model.specs, partial=partial, sizes=sizes)
+    mapping = with_states(text, specs, model.states, **keys)
+    return bind(_tied(mapping, copies), model.specs, partial=partial, sizes=sizes)
+
+
+def _tied(mapping: MappingText, copies: Mapping[str, TensorSpec]) -> MappingText:
+    """A mapping in which parameters that have a copy of their own type are tied to it: it is compared, and goes."""
+    table = NameTable.of(copies)
+
+    def group(some: tuple[TensorPattern, ...]) -> tuple[TensorPattern, ...]:
+        found = [t for t in some if t.name in copies or table.members(template_of(t)[0])]
+        return (*some, *(replace(t, parts=(*t.parts, f".{MASTER}")) for t in found))
+
+    return MappingText(tuple(replace(s, source=tuple(map(group, s.source))) for s in mapping.statements))
 
 
 def _from_core(model: Opened, known: Family, config: Mapping[str, Any]) -> Bound:

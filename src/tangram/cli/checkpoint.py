@@ -168,18 +168,23 @@ def diff(
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format that is read.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="A new directory.")],
-    to: Annotated[str, typer.Option(help="The format: hf, torch_dist (Megatron-core's), dcp (torch's) or paddle.")],
+    to: Annotated[
+        str, typer.Option(help="The format: hf, torch_dist (Megatron-core's), dcp (torch's), tangram or paddle.")
+    ],
     dtype: Annotated[str | None, typer.Option(help="Cast floating point to it, as bfloat16.")] = None,
+    rounded: Annotated[bool, typer.Option("--round", help="The cast may lose bits.")] = False,
     shard_size: Annotated[str, typer.Option(help="The largest file.")] = "5GB",
     memory: Annotated[str, typer.Option(help="For all buffers.")] = "512MiB",
     config: Annotated[Path | None, typer.Option(metavar="DIR", help="Where configuration and tokenizer lie.")] = None,
     mapping: Annotated[Path | None, typer.Option(metavar="FILE", help="A mapping of your own.")] = None,
     sizes: Annotated[list[str] | None, typer.Option("--size", help="A size that shapes leave open: g=8.")] = None,
     family: Annotated[Path | None, typer.Option(metavar="FILE", help="A family of your own.")] = None,
+    optimiser: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan or job with its settings.")] = None,
     transformer_impl: Annotated[str, typer.Option(help="Whose names: transformer_engine or local.")] = TE,
     pad_vocabulary: Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of it.")] = 1,
     betas: Annotated[str | None, typer.Option(metavar="B1,B2", help="Of Adam, for steps from or to Paddle.")] = None,
     apart: Annotated[bool, typer.Option("--apart", help="Layers of a torch_dist one by one, not stacked.")] = False,
+    model_only: Annotated[bool, typer.Option("--model-only", help="Leave the optimiser's states out.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
     json: Json = False,
 ) -> None:
@@ -187,8 +192,8 @@ def convert(
     from tangram.cli.convert import Asked, run
 
     asked = Asked(
-        to, dtype, shard_size, memory, config, mapping, tuple(sizes or ()), family, transformer_impl, pad_vocabulary,
-        betas, not apart, dry_run, json,
+        to, dtype, rounded, shard_size, memory, config, mapping, tuple(sizes or ()), family, optimiser,
+        transformer_impl, pad_vocabulary, betas, not apart, not model_only, dry_run, json,
     )  # fmt: skip
     with _files():
         run(source, target, asked)

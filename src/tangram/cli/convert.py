@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ ROWS = 40
 """Of the table of a dry run; --json has all."""
 SAMPLE = 64 << 20
 """Bytes that are read and written to see how fast the disk is."""
+UNSET = "the settings of the optimiser are not known, which Megatron-core needs to go on: --optimiser FILE gives them"
 UNCONFIGURED = "there is no config.json: transformers needs one, which --config DIR copies"
 
 
@@ -31,16 +32,19 @@ class Asked:
 
     to: str
     dtype: str | None
+    rounded: bool
     shard_size: str
     memory: str
     config: Path | None
     mapping: Path | None
     sizes: Sequence[str]
     family: Path | None
+    optimiser: Path | None
     transformer_impl: str
     pad_vocabulary: int
     betas: str | None
     stack: bool
+    states: bool
     dry_run: bool
     json: bool
 
@@ -50,10 +54,9 @@ def run(source: Path, target: Path, asked: Asked) -> None:
     from tangram.checkpoint.convert import bytes_of
     from tangram.checkpoint.formats.detect import open_any
     from tangram.checkpoint.formats.own import is_own
-    from tangram.checkpoint.restructure import TARGETS
+    from tangram.checkpoint.restructure import target_of
 
-    if asked.to not in TARGETS:
-        raise UserError(f"--to {asked.to}: give one of {', '.join(TARGETS)}")
+    target_of(asked.to)
     if asked.transformer_impl not in NAMES:
         raise UserError(f"--transformer-impl {asked.transformer_impl}: give {' or '.join(NAMES)}")
     room = {"shard": bytes_of(asked.shard_size), "memory": bytes_of(asked.memory)}
@@ -69,8 +72,10 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
     """The model of one of Tangram's checkpoints as it is: proved by digests."""
     from tangram.checkpoint import convert as of
 
-    with byte_bar("exporting", of.size_of(source, asked.dtype)) as told:
-        made = of.to_hugging_face(source, target, dtype=asked.dtype, config=asked.config, told=told, **room)
+    with byte_bar("exporting", of.size_of(source, asked.dtype, asked.rounded)) as told:
+        made = of.to_hugging_face(
+            source, target, dtype=asked.dtype, rounded=asked.rounded, config=asked.config, told=told, **room
+        )
     if asked.json:
         print_json(made.as_json())
         return
@@ -83,13 +88,17 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
 
 
 def _convert(source: "Opened", target: Path, asked: Asked, room: Mapping[str, int]) -> None:
-    from tangram.checkpoint.formats.paddle_steps import with_betas
+    from tangram.checkpoint.formats.paddle_steps import betas_of, with_betas, with_steps
     from tangram.checkpoint.restructure import cast_specs, config_of, restructure, small_of, steps_of
     from tangram.checkpoint.structures import choose
     from tangram.models.families import read_family
 
+    if asked.optimiser:
+        source = replace(source, objects={**source.objects, "settings": _settings(asked.optimiser)})
     if asked.betas is not None:
         source = with_betas(source, _betas(asked.betas))
+    elif (betas := betas_of(source.objects)) is not None:
+        source = with_steps(source, betas)
     small = small_of(asked.config) if asked.config else dict(source.small)
     chosen = choose(
         source,
@@ -100,24 +109,18 @@ def _convert(source: "Opened", target: Path, asked: Asked, room: Mapping[str, in
         family=read_family(asked.family) if asked.family else None,
         local=asked.transformer_impl == "local",
         divisor=asked.pad_vocabulary,
+        states=asked.states,
     )
-    ways = steps_of(chosen.bound, cast_specs(chosen.bound, asked.dtype, chosen.source.states))
+    ways = steps_of(chosen.bound, cast_specs(chosen.bound, asked.dtype, chosen.source.states, asked.rounded))
     total = sum(way.nbytes for way in ways)
     if asked.dry_run:
         _planned(source, target, asked, chosen, ways, total)
         return
     with byte_bar("converting", total) as told:
         made = restructure(
-            chosen.source,
-            chosen.bound,
-            target,
-            asked.to,
-            dtype=asked.dtype,
-            stack=asked.stack,
-            small=small,
-            told=told,
-            **room,
-        )
+            chosen.source, chosen.bound, target, asked.to, dtype=asked.dtype, rounded=asked.rounded, stack=asked.stack,
+            small=small, told=told, **room,
+        )  # fmt: skip
     if asked.json:
         print_json({**made.as_json(), "by": chosen.said, "left_out": len(chosen.left)})
     else:
@@ -133,6 +136,8 @@ def _said(made: "Restructured", chosen: "Chosen", asked: Asked) -> None:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states not converted")
     if made.format == "hf" and not made.configured:
         print(UNCONFIGURED)
+    if made.format == "torch_dist" and chosen.source.states and "settings" not in chosen.source.objects:
+        print(UNSET)
 
 
 def _planned(source: "Opened", target: Path, asked: Asked, chosen: "Chosen", ways: Sequence["Way"], total: int) -> None:
@@ -182,6 +187,22 @@ def _text(file: Path | None) -> str | None:
         return None
     lines = file.read_text(encoding="utf-8").splitlines()
     return "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """Of the table `optimiser` of a plan or job. Raises UserError for a file that has none."""
+    import tomllib
+
+    from tangram.checkpoint.formats.opened import SETTINGS
+
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8")).get("optimiser", {})
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f'"{file}" is no TOML: {error}') from None
+    found = {key: table[key] for key in SETTINGS if key in table}
+    if not found:
+        raise UserError(f'"{file}" has no table [optimiser] with {", ".join(SETTINGS)}')
+    return found
 
 
 def _betas(given: str) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -33,15 +33,24 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tangram.checkpoint.commits import write_file
+from tangram.checkpoint.fetched import fetched
 from tangram.checkpoint.formats.archive import Place, read_archive
 from tangram.checkpoint.formats.mapped import Maps
+from tangram.checkpoint.formats.naming import Naming, named
 from tangram.checkpoint.formats.opened import Opened
+from tangram.checkpoint.formats.outgoing import Task, filled
+from tangram.checkpoint.formats.small import small_files
 from tangram.checkpoint.write import Ring, Stream
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
 
 INDEX = ".metadata"
+TENSORS = "__0_0.distcp"
+NAMING = Naming("state.{param}.{state}", front="optimizer.", lead=r"(?:optim|optimizer)\.")
+"""As torch's `get_optimizer_state_dict` names states, under torchtitan's key."""
+WRAPPERS = ("model.", "state_dict.", "module.")
 ALIGNED = 64
 """Bytes of which each chunk begins at a multiple: elements then do as well, in a map of the file."""
 
@@ -107,7 +116,24 @@ def open_folder(path: Path) -> Opened:
     """A directory, whose chunks are mapped. Raises UserError for one that is not whole."""
     index = read_index(path)
     maps = Maps(path)
-    return Opened("dcp", path, index.specs, index.pieces, mapped_chunks(maps), maps.release, index.opaque)
+    raw = Opened(
+        "dcp", path, index.specs, index.pieces, mapped_chunks(maps), maps.release, index.opaque, small_files(path)
+    )
+    return named(raw, NAMING, _wrapper(index.specs))
+
+
+def _wrapper(names: Collection[str]) -> str:
+    """What stands before every parameter's name, where a program has saved its model under a key of its own.
+
+    The names that the optimiser's states have tell; without any, a `model.model.` does, which no module has itself.
+    """
+    trained = {found[0] for name in names if (found := NAMING.read(name))}
+    rest = [name for name in names if not NAMING.read(name)]
+    for key in WRAPPERS:
+        inside = trained and trained <= {name.removeprefix(key) for name in rest if name.startswith(key)}
+        if inside or (not trained and rest and f"{key}{key}" in rest[0] and all(n.startswith(key) for n in rest)):
+            return key
+    return ""
 
 
 def mapped_chunks(maps: Maps) -> Callable[[Hashable, str], Tensor]:
@@ -149,6 +175,24 @@ def chunk_reader(path: Path, sums: Mapping[str, Mapping[int, int]] | None = None
 
 
 # ---------------------------------------------------------------- writing
+
+
+def write(task: Task) -> list[str]:
+    """Write a directory that torch's own reader loads; the names of its files."""
+    owners = task.owners
+    names = {name: NAMING.write(*owners[name]) if owners[name][1] else name for name in task.specs}
+
+    def chunks() -> Iterator[Chunk]:
+        for name, own in names.items():
+            for offsets, values in filled(task, name):
+                yield Chunk(own, offsets, values)
+
+    with fetched(chunks()) as made:
+        written = stream_chunks(task.folder / TENSORS, made)
+    write_index(task.folder, {own: task.specs[name] for name, own in names.items()}, written)
+    for name, data in task.small.items():  # which torch's reader does not look at
+        write_file(task.folder / name, data)
+    return [TENSORS, INDEX, *task.small]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ only pickled weights is refused.
 """
 
 import json
+import secrets
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +16,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tangram.checkpoint import header
-from tangram.checkpoint.commits import read_bounded
+from tangram.checkpoint.commits import write_file
+from tangram.checkpoint.convert import index_of, planned_images
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.opened import Opened
+from tangram.checkpoint.formats.outgoing import Task, taking
+from tangram.checkpoint.formats.small import small_files
+from tangram.checkpoint.parts import MODEL
+from tangram.checkpoint.write import Ring, write_from
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-LARGEST_SMALL = 1 << 28
-"""Bytes of a configuration or tokenizer file that is read."""
-SMALL = (".json", ".txt", ".model", ".jinja")
-"""How the names of those files end."""
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # safetensors' names of the types, and torch's.
 DTYPES = {
@@ -160,11 +162,15 @@ def open_folder(path: Path) -> Opened:
     return Opened("hf", path, index.specs, index.pieces, read, maps.release, small=small_files(path))
 
 
-def small_files(path: Path) -> dict[str, bytes]:
-    """Configuration and tokenizer of a directory."""
-    found: dict[str, bytes] = {}
-    for file in sorted(path.iterdir()):
-        ours = file.name.endswith(".index.json") or file.name.startswith(".")
-        if file.suffix in SMALL and file.is_file() and not ours:
-            found[file.name] = read_bounded(file.resolve(), LARGEST_SMALL)
-    return found
+def write(task: Task) -> list[str]:
+    """Write safetensors, with an index where they are several, and the small files; the names of all."""
+    ring = Ring()
+    names = {f"{MODEL}.{name}": name for name in task.specs}
+    planned = planned_images({own: task.specs[name] for own, name in names.items()}, task.shard, secrets.token_hex(8))
+    for image in planned:
+        write_from(task.folder, image, taking(image, task, names), ring, checked=False)
+    files = [image.name for image in planned]
+    small = {**task.small, **({INDEX: index_of(planned)} if len(planned) > 1 else {})}
+    for name, data in small.items():
+        write_file(task.folder / name, data)
+    return [*files, *small]

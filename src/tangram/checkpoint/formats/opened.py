@@ -1,7 +1,8 @@
 """A checkpoint of any format, opened: its tensors, the pieces that they lie in, and views of those.
 
 The states that an optimiser keeps of a parameter are tensors like others, under the parameter's name with the state's
-behind it: `w.exp_avg`.
+behind it: `w.exp_avg`. What a format calls them is that format's matter (`naming`), so mappings, layouts and writers
+know one way only.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from tangram.relayout import Piece, TensorSpec
 from tangram.relayout.states import States
+
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+"""Of an optimiser, that formats with groups of parameters have, by torch's names."""
 
 
 @dataclass(frozen=True)
@@ -34,4 +38,4 @@ class Opened:
     states: States = field(default_factory=dict[str, Any])
     """Of the optimiser states that are there how each is made of its parameter."""
     objects: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What is no tensor and is kept: the optimiser's settings."""
+    """What is no tensor: `settings` of the optimiser, where the checkpoint says them."""

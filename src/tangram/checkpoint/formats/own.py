@@ -1,22 +1,35 @@
-"""Tangram's own checkpoints as one of the formats: their model, every block proved when it is first looked at."""
+"""Tangram's own checkpoints as one of the formats: model and optimiser, every block proved when it is first looked at.
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+What is written is a checkpoint like one that was saved: checksums, digests, marker; `tangram.checkpoint.load` and
+`verify` take it.
+"""
+
+import datetime
+import secrets
+import tomllib
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 from torch import Tensor
 
 from tangram.checkpoint import commits
 from tangram.checkpoint.formats.mapped import Maps
-from tangram.checkpoint.formats.opened import Opened
+from tangram.checkpoint.formats.naming import Naming, named
+from tangram.checkpoint.formats.opened import SETTINGS, Opened
+from tangram.checkpoint.formats.outgoing import Task, taking
+from tangram.checkpoint.formats.small import LARGEST_SMALL
+from tangram.checkpoint.image import Outgoing, images
 from tangram.checkpoint.manifest import BLOCK, StoredPiece, checksum, checksums
-from tangram.checkpoint.parts import INDEX, MODEL
+from tangram.checkpoint.parts import INDEX, MODEL, merged, part_of, with_small_files
 from tangram.checkpoint.source import DamagedError
+from tangram.checkpoint.write import Ring, write_from
+from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
 
+NAMING = Naming("{param}.{state}", front="optim.")
 DATA = ".safetensors"
-LARGEST_SMALL = 1 << 28
-"""Bytes of a configuration or tokenizer file that is read."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +44,19 @@ def is_own(path: Path) -> bool:
 
 
 def open_folder(path: Path) -> Opened:
-    """The section `model` of a checkpoint, by the names that the module has. Raises UserError for a torn one."""
+    """Model and optimiser of a checkpoint, by the names that the module has. Raises UserError for a torn one.
+
+    Other sections, and states of optimisers that are not known, are skipped.
+    """
     manifest = commits.read_manifest(path)
     maps = Maps(path)
     proved: set[tuple[str, int]] = set()
     found: dict[tuple[_Place, str], tuple[StoredPiece, str]] = {}
     specs, pieces = dict[str, TensorSpec](), list[Piece]()
-    for full, tensor in manifest.tensors.items():
-        section, _, name = full.partition(".")
-        if section != MODEL:
+    skipped: list[str] = []
+    for name, tensor in manifest.tensors.items():
+        if not (name.startswith(f"{MODEL}.") or NAMING.read(name)):
+            skipped.append(name)
             continue
         specs[name] = tensor.spec
         for piece in tensor.pieces:
@@ -72,4 +89,43 @@ def open_folder(path: Path) -> Opened:
         if checksums(data) != file.sums:
             raise DamagedError(f'the checkpoint "{path}" is damaged: its file "{name}" is not the one that was saved')
         small[name] = data
-    return Opened("tangram", path, specs, tuple(pieces), read, maps.release, small=small)
+    raw = Opened("tangram", path, specs, tuple(pieces), read, maps.release, tuple(skipped), small)
+    settings = _settings(manifest.objects)
+    return replace(named(raw, NAMING, f"{MODEL}."), objects={"settings": settings} if settings else {})
+
+
+def _settings(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the optimiser: its groups of parameters say them, the plan of the run, or what was converted."""
+    groups, about, imported = (objects.get(key) for key in ("optim.param_groups", "about", "imported"))
+    known: dict[str, Any] = {}
+    if isinstance(groups, list) and groups and all(isinstance(group, dict) for group in cast("list[Any]", groups)):
+        known = max(cast("list[dict[str, Any]]", groups), key=lambda group: float(group.get("weight_decay") or 0))
+    elif isinstance(about, dict) and "plan" in about:
+        known = tomllib.loads(str(cast("dict[str, Any]", about)["plan"])).get("optimiser", {})
+    elif isinstance(imported, dict):
+        known = cast("dict[str, Any]", imported).get("settings", {})
+    return {key: known[key] for key in SETTINGS if key in known}
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write(task: Task) -> list[str]:
+    """Write a checkpoint of one rank, whole but for its name; the names of its files."""
+    owners = task.owners
+    names = {name: NAMING.write(*owners[name]) if owners[name][1] else f"{MODEL}.{name}" for name in task.specs}
+    specs = {names[name]: spec for name, spec in task.specs.items()}
+    empty = {name: spec for name, spec in specs.items() if 0 in spec.shape}
+    save_id, ring, back = secrets.token_hex(16), Ring(), {own: name for name, own in names.items()}
+    pieces = [Outgoing(name, spec, Region.full(spec.shape)) for name, spec in specs.items() if name not in empty]
+    files = images(pieces, 0, 1, save_id)
+    written = [write_from(task.folder, image, taking(image, task, back), ring) for image in files]
+    manifest = merged(
+        [part_of(files, written, empty, {"imported": dict(task.objects)})],
+        id=save_id,
+        step=int(max(task.steps().values(), default=0)),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+    manifest = with_small_files(task.folder, manifest, task.small)
+    commits.seal(task.folder, manifest)
+    return [*manifest.files, commits.MANIFEST, commits.MARKER]

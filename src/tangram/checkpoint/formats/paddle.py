@@ -29,10 +29,10 @@ from tangram.checkpoint.digest import Bytes
 from tangram.checkpoint.formats.huggingface import small_files
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.opened import Opened
+from tangram.checkpoint.formats.outgoing import Task, boxes
 from tangram.checkpoint.formats.overlaps import same_bits
 from tangram.checkpoint.formats.paddle_pickles import Array, Skipped, Stored, metadata, read_arrays, read_metadata
-from tangram.checkpoint.formats.paddle_steps import POWERS, power
-from tangram.checkpoint.formats.torch_dist import boxes
+from tangram.checkpoint.formats.paddle_steps import POWERS, betas_of, power
 from tangram.checkpoint.image import Image, Outgoing, Placed, parts
 from tangram.checkpoint.manifest import DTYPES
 from tangram.checkpoint.write import Ring, write_from
@@ -237,25 +237,12 @@ def _named(raw: Opened) -> Opened:
 # ---------------------------------------------------------------- writing
 
 
-def write(
-    folder: Path,
-    specs: Mapping[str, TensorSpec],
-    fill: Callable[[str, Region, Tensor], None],
-    fill_bytes: Callable[[str, int, Bytes], None],
-    shard: int,
-    told: Callable[[int], None],
-    *,
-    states: States,
-    betas: Sequence[float] | None = None,
-    small: Mapping[str, bytes] | None = None,
-) -> list[str]:
+def write(task: Task) -> list[str]:
     """Write a directory that `paddle.distributed.load_state_dict(..., safetensors=True)` loads; the names of its files.
 
-    `fill` gives a box of a tensor, `fill_bytes` bytes of it in row-major order. `shard`: bytes of a file's tensors at
-    most; a larger tensor is cut into blocks. `betas`: of the optimiser, without which a count of steps has no name
-    there. Raises UserError for what Paddle has no place for.
+    A tensor that is larger than a file may be is cut into blocks. Raises UserError for what Paddle has no place for.
     """
-    outgoing = _outgoing(specs, states, fill, betas)
+    outgoing, folder, shard = _outgoing(task), task.folder, task.shard
     cuts: list[list[_Cut]] = [[]]
     room = shard
     inside: set[str] = set()
@@ -271,9 +258,9 @@ def write(
     ring = Ring()
     for file, some in zip(files, cuts, strict=True):
         image, owners = _image(file, some)
-        write_from(folder, image, _taking(image, owners, fill_bytes, told), ring, checked=False)
+        write_from(folder, image, _taking(image, owners, task), ring, checked=False)
     pieces = (cut.stored(file) for file, some in zip(files, cuts, strict=True) for cut in some)
-    beside = {**(small or {}), "0.metadata": metadata(pieces)}
+    beside = {**task.small, "0.metadata": metadata(pieces)}
     for name, data in beside.items():
         write_file(folder / name, data)
     return [*files, *beside]
@@ -313,24 +300,20 @@ class _Cut:
         return Stored(self.out.name, self.offset, self.shape, self.out.spec.dtype, self.out.spec.shape, None, file)
 
 
-def _outgoing(
-    specs: Mapping[str, TensorSpec],
-    states: States,
-    fill: Callable[[str, Region, Tensor], None],
-    betas: Sequence[float] | None,
-) -> Iterator[_Out]:
+def _outgoing(task: Task) -> Iterator[_Out]:
     """All tensors by Paddle's names. A count of steps becomes the powers of the betas."""
+    betas = betas_of(task.objects)
     seen: set[str] = set()
-    for name, spec in specs.items():
-        param, _, state = name.rpartition(".")
-        owned = state in states and param in specs
+    for name, spec in task.specs.items():
+        param, state = task.owners[name]
+        owned = bool(state)
         if owned and state not in STATES:
             raise UserError(f"{name}: Paddle has no name for the state {state}: leave the optimiser's states out")
         if owned and state == "step":
             if betas is None:
                 raise UserError(f"{name}: Paddle keeps the powers of the betas instead: give --betas, as 0.9,0.95")
             value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-            fill(name, Region.full(spec.shape), value)
+            task.fill(name, Region.full(spec.shape), value)
             values = [np.float32(power(beta, float(value), name)).tobytes() for beta in betas]
             names = [f"{param}.{SUFFIXES[key]}" for key in POWERS]
             made = [_Out(own, TensorSpec((1,)), name, data) for own, data in zip(names, values, strict=True)]
@@ -365,12 +348,7 @@ def _image(file: str, cuts: Sequence[_Cut]) -> tuple[Image, Mapping[str, _Cut]]:
     return Image(file, head, placed, placed[-1].stop if placed else len(head)), {cut.out.name: cut for cut in cuts}
 
 
-def _taking(
-    image: Image,
-    cuts: Mapping[str, _Cut],
-    fill_bytes: Callable[[str, int, Bytes], None],
-    told: Callable[[int], None],
-) -> Callable[[int, Bytes], Bytes]:
+def _taking(image: Image, cuts: Mapping[str, _Cut], task: Task) -> Callable[[int, Bytes], Bytes]:
     def take(start: int, out: Bytes) -> Bytes:
         head = image.head[start : start + len(out)]
         out[: len(head)] = np.frombuffer(head, np.uint8)
@@ -381,8 +359,8 @@ def _taking(
             if cut.out.value is not None:
                 room[:] = np.frombuffer(cut.out.value, np.uint8)[first:last]
             else:
-                fill_bytes(cut.out.source, cut.first + first, room)
-        told(len(out))
+                task.fill_bytes(cut.out.source, cut.first + first, room)
+        task.told(len(out))
         return out
 
     return take

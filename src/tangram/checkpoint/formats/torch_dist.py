@@ -15,8 +15,8 @@ chunks, and no rank's layout is asked for.
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,12 +25,14 @@ from torch import Tensor
 
 from tangram.checkpoint.fetched import fetched
 from tangram.checkpoint.formats import dcp
-from tangram.checkpoint.formats.archive import read_archive
-from tangram.checkpoint.formats.huggingface import small_files
+from tangram.checkpoint.formats.archive import Place, read_archive
 from tangram.checkpoint.formats.mapped import Maps
-from tangram.checkpoint.formats.opened import Opened
+from tangram.checkpoint.formats.naming import MASTER, STEP, Naming, common_step, named, with_steps
+from tangram.checkpoint.formats.opened import SETTINGS, Opened
+from tangram.checkpoint.formats.outgoing import Task, filled
+from tangram.checkpoint.formats.small import small_files
+from tangram.errors import UserError
 from tangram.layout import Region
-from tangram.layout.intervals import span
 from tangram.relayout import Piece, TensorSpec
 
 CONFIG = "metadata.json"
@@ -38,6 +40,10 @@ COMMON = "common.pt"
 SOURCE = "source"
 """A folder for the configuration and tokenizer that the checkpoint was made with; Megatron-core does not look at it."""
 TENSORS, OBJECTS = "__0_0.distcp", "__0_1.distcp"
+NAMING = Naming("optimizer.state.{state}.{param}", {"param": MASTER, "fp32_param": MASTER}, lead=r"(?:chained_\d+\.)?")
+"""The distributed optimiser calls its copies of parameters `param`, the other one `fp32_param`."""
+EXPERTS = ".experts.experts."
+MOMENT = "exp_avg"
 _LINEAR = re.compile(r"(.+\.(?:linear_\w+|eh_proj))\.weight")
 _STACK = re.compile(r"(.*\blayers)\.((?!\d+\.).+)")
 _MEMBER = re.compile(r"(.*?\blayers)\.(\d+)\.(.+)")
@@ -62,6 +68,13 @@ def is_torch_dist(path: Path) -> bool:
 
 def open_folder(path: Path) -> Opened:
     """A directory, stacked layers taken apart. Raises UserError for one that is not whole."""
+    whole = _apart(path)
+    step, settings = _of_optimiser(path) if (path / COMMON).is_file() else (None, None)
+    known = with_steps(named(whole, NAMING), step)
+    return replace(known, objects={"settings": settings}) if settings else known
+
+
+def _apart(path: Path) -> Opened:
     index = dcp.read_index(path)
     maps = Maps(path)
     whole = dcp.mapped_chunks(maps)
@@ -93,12 +106,90 @@ def open_folder(path: Path) -> Opened:
     return Opened("torch_dist", path, specs, tuple(pieces), read, maps.release, index.opaque, small)
 
 
-def common(path: Path) -> Any:
-    """What is the same on all ranks, without running anything of it."""
-    return read_archive(Maps(path), COMMON)
+def _of_optimiser(path: Path) -> tuple[float | None, dict[str, Any] | None]:
+    """The step that the groups of parameters are at, and their settings; None where there are none.
+
+    Groups differ in weight decay, and experts may have an optimiser of their own; the step is one.
+    """
+    maps = Maps(path)
+    tree = read_archive(maps, COMMON)
+    groups: list[Mapping[str, Any]] = []
+    steps: list[float] = []
+
+    def number(value: Any) -> Iterator[float]:
+        if isinstance(value, Place):
+            value = maps.view(value.file, value.offset, value.dtype, value.shape, value.stride).item()
+        if isinstance(value, int | float):
+            yield float(value)
+
+    def look(node: Any) -> None:
+        table: Mapping[Any, Any] = cast("Mapping[Any, Any]", node) if isinstance(node, Mapping) else {}
+        steps.extend(number(table.get("common_step")))
+        for key, value in table.items():
+            if key == "param_groups" and isinstance(value, list):
+                groups.extend(cast("list[Mapping[str, Any]]", value))
+            else:
+                look(value)
+
+    look(tree.get("optimizer") if isinstance(tree, Mapping) else None)
+    steps += [step for group in groups for step in number(group.get("step"))]
+    if len(set(steps)) > 1:
+        raise UserError(
+            f'"{path}": its groups of parameters are at the steps {", ".join(f"{x:g}" for x in sorted(set(steps)))}'
+        )
+    first = max(groups, key=lambda group: float(group.get("weight_decay") or 0), default=None)
+    settings = {key: first[key] for key in SETTINGS if key in first} if first else None
+    return (steps[0] if steps else None), settings
 
 
 # ---------------------------------------------------------------- writing
+
+
+def write(task: Task) -> list[str]:
+    """Write a checkpoint of Megatron-core's; the names of its files.
+
+    Raises UserError where parameters have taken different numbers of steps.
+    """
+    homes = _homes(task) if task.stack else {}
+    whole: dict[str, TensorSpec] = {}
+    sources: list[tuple[str, str]] = []
+    for name, spec in task.specs.items():
+        param, state = task.owners[name]
+        place, _, count = homes.get(name, (param, 0, 0))
+        if state == STEP:  # which all have in common
+            continue
+        own = [NAMING.write(place, state) if state else place]
+        if not state and f"{name}.{MASTER}" not in task.specs and f"{name}.{MOMENT}" in task.specs:
+            own.append(NAMING.write(place, MASTER))  # which its optimiser has of every parameter
+        for one in own:
+            sources.append((name, one))
+            dtype = spec.dtype if one == place or state else "float32"
+            whole[one] = TensorSpec((count, *spec.shape) if count else spec.shape, dtype)
+
+    def chunks() -> Iterator[dcp.Chunk]:
+        for name, own in sources:
+            _, index, count = homes.get(name, ("", 0, 0))
+            for offsets, values in filled(task, name):
+                made = values.to(getattr(torch, whole[own].dtype))
+                yield dcp.Chunk(own, (index, *offsets), made[None]) if count else dcp.Chunk(own, offsets, made)
+
+    with fetched(chunks()) as made:
+        written = dcp.stream_chunks(task.folder / TENSORS, made)
+    blank = dcp.write_object(task.folder / OBJECTS, [None])
+    params = {name: spec for name, spec in whole.items() if not NAMING.read(name)}
+    objects = dict.fromkeys(extra_states(params, {home[0] for home in homes.values()}), blank)
+    dcp.write_index(task.folder, whole, written, objects)
+    return [TENSORS, OBJECTS, dcp.INDEX, *_beside(task)]
+
+
+def _homes(task: Task) -> dict[str, tuple[str, int, int]]:
+    """Of each tensor of a layer its parameter's name in a stack, its number and how many there are."""
+    found: dict[str, tuple[str, int, int]] = {}
+    for state in ("", *task.states):
+        own = {param: name for name, (param, kind) in task.owners.items() if kind == state}
+        stacks = stacked(own, {param: task.specs[name] for param, name in own.items()})
+        found.update({own[param]: home for param, home in stacks.items()})
+    return found
 
 
 def stacked(names: Iterable[str], specs: Mapping[str, TensorSpec]) -> dict[str, tuple[str, int, int]]:
@@ -118,71 +209,6 @@ def stacked(names: Iterable[str], specs: Mapping[str, TensorSpec]) -> dict[str, 
     return found
 
 
-def boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """A tensor in blocks of at most so many elements: rows of the first dim, and where one is more, parts of it."""
-    if not shape:
-        yield ()
-        return
-    row = 1
-    for n in shape[1:]:
-        row *= n
-    if row > most:
-        for i, rest in itertools.product(range(shape[0]), boxes(shape[1:], most)):
-            yield ((i, i + 1), *rest)
-        return
-    step = max(1, most // max(row, 1))
-    for first in range(0, max(shape[0], 1), step):
-        yield ((first, min(first + step, shape[0])), *((0, n) for n in shape[1:]))
-
-
-def write(
-    folder: Path,
-    specs: Mapping[str, TensorSpec],
-    fill: Callable[[str, Region, Tensor], None],
-    chunk: int,
-    stack: bool,
-    extra: bool,
-    told: Callable[[int], None],
-) -> list[str]:
-    """Write tensors into a new directory, in chunks of at most so many bytes; `fill` gives a box of one.
-
-    `stack`: layers that are alike as Megatron-core stacks them. `extra`: with the states that its layers ask for.
-    Returns the names of the files.
-    """
-    homes = stacked(specs, specs) if stack else {}
-    whole: dict[str, TensorSpec] = {}
-    for name, spec in specs.items():
-        home = homes.get(name)
-        whole[home[0] if home else name] = TensorSpec((home[2], *spec.shape), spec.dtype) if home else spec
-
-    def chunks() -> Iterator[dcp.Chunk]:
-        for name, spec in specs.items():
-            home = homes.get(name)
-            itemsize = getattr(torch, spec.dtype).itemsize
-            for box in boxes(spec.shape, max(1, chunk // itemsize)):
-                region = Region.of([tuple(span(a, b) for a, b in box)])
-                values = torch.empty([b - a for a, b in box], dtype=getattr(torch, spec.dtype))
-                if values.numel():
-                    fill(name, region, values)
-                offsets = tuple(a for a, _ in box)
-                if home:
-                    yield dcp.Chunk(home[0], (home[1], *offsets), values[None])
-                else:
-                    yield dcp.Chunk(name, offsets, values)
-                told(values.nbytes)
-
-    with fetched(chunks()) as made:
-        written = dcp.stream_chunks(folder / TENSORS, made)
-    files = [TENSORS]
-    objects: dict[str, dcp.Span] = {}
-    if extra:
-        blank = dcp.write_object(folder / OBJECTS, [None])
-        objects = dict.fromkeys(extra_states(whole, {home[0] for home in homes.values()}), blank)
-        files.append(OBJECTS)
-    dcp.write_index(folder, whole, written, objects)
-    return [*files, dcp.INDEX]
-
-
 def extra_states(specs: Mapping[str, TensorSpec], stacks: Collection[str]) -> Iterator[str]:
     """The names of the empty states that Megatron-core keeps beside linear layers and attention, and asks for.
 
@@ -192,7 +218,7 @@ def extra_states(specs: Mapping[str, TensorSpec], stacks: Collection[str]) -> It
         match = _LINEAR.fullmatch(name)
         if match is None:
             continue
-        dims = spec.shape[: (name in stacks) + (".experts.experts." in name)]
+        dims = spec.shape[: (name in stacks) + (EXPERTS in name)]
         for index in itertools.product(*map(range, dims)) if dims else [(0,)]:
             place = f"_extra_state/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, dims or (1,)))}"
             yield f"{match[1]}.{place}"
@@ -200,14 +226,32 @@ def extra_states(specs: Mapping[str, TensorSpec], stacks: Collection[str]) -> It
                 yield f"{match[1].removesuffix('linear_proj')}core_attention.{place}"
 
 
-def write_beside(folder: Path, small: Mapping[str, bytes]) -> list[str]:
+def _beside(task: Task) -> list[str]:
     """The files that make a DCP one of Megatron-core, and those that it was made with."""
     versions = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     text = json.dumps({**versions, "common_backend": "torch", "common_backend_version": 1})
-    (folder / CONFIG).write_text(text, encoding="utf-8")
-    torch.save({}, folder / COMMON)
-    if small:
-        (folder / SOURCE).mkdir()
-    for name, data in small.items():
-        (folder / SOURCE / name).write_bytes(data)
-    return [CONFIG, COMMON, *(f"{SOURCE}/{name}" for name in small)]
+    (task.folder / CONFIG).write_text(text, encoding="utf-8")
+    torch.save(_common(task), task.folder / COMMON)
+    if task.small:
+        (task.folder / SOURCE).mkdir()
+    for name, data in task.small.items():
+        (task.folder / SOURCE / name).write_bytes(data)
+    return [CONFIG, COMMON, *(f"{SOURCE}/{name}" for name in task.small)]
+
+
+def _common(task: Task) -> dict[str, Any]:
+    """What all ranks have in common: of the optimiser its settings by group, and the step."""
+    counts, settings = task.steps(), task.objects.get("settings", {})
+    if not counts:
+        return {}
+    step = common_step(counts, "Megatron-core")
+    groups = [
+        {
+            "wd_mult": wd, "lr_mult": 1.0, "is_expert_parallel": expert, "is_decoupled_lr": False, "step": int(step),
+            **settings,
+        }
+        for wd, expert in itertools.product((1.0, 0.0), (False, True))
+    ]  # fmt: skip
+    one = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+    apart = any(EXPERTS in name for name in task.specs)  # which Megatron-core gives an optimiser of their own
+    return {"optimizer": {0: one, 1: one} if apart else one}

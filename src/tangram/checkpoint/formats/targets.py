@@ -1,0 +1,33 @@
+"""Which formats are written: a table. A new one is a function that takes a `Task`, and a row here."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tangram.checkpoint.formats import dcp, huggingface, own, paddle, torch_dist
+from tangram.checkpoint.formats.outgoing import Task
+from tangram.checkpoint.header import NAMES
+from tangram.checkpoint.manifest import DTYPES
+
+
+@dataclass(frozen=True)
+class Target:
+    """How a format is written."""
+
+    said: str
+    write: Callable[[Task], list[str]]
+    """Writes everything into the task's folder; the names of the files."""
+    states: bool
+    """Whether it has a place for the states of an optimiser."""
+    structure: str
+    """Whose names and shapes its tensors have: transformers' (hf), Megatron-core's (core) or Paddle's; "" for any."""
+    dtypes: frozenset[str] = frozenset(DTYPES)
+
+
+TARGETS: Mapping[str, Target] = {
+    "hf": Target("a Hugging Face directory", huggingface.write, False, "hf", frozenset(NAMES)),
+    "torch_dist": Target("Megatron-core's distributed checkpoint", torch_dist.write, True, "core"),
+    "dcp": Target("torch's distributed checkpoint", dcp.write, True, ""),
+    "tangram": Target("a checkpoint of Tangram", own.write, True, "hf"),
+    "paddle": Target("Paddle's flex checkpoint", paddle.write, True, "paddle", frozenset(paddle.WRITTEN)),
+}
+"""By name."""
