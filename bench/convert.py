@@ -1,4 +1,4 @@
-"""Hugging Face to Megatron-core's torch_dist and back, under a limit of memory, beside a raw copy of the same bytes.
+"""Hugging Face to Megatron-core's torch_dist or to Paddle, and back, under a limit of memory, beside a raw copy.
 
 A model of Qwen3's shape with random bfloat16 weights, written by safetensors. Each direction runs in a process whose
 data segment may grow by `--memory`'s default and no more (RLIMIT_DATA: what it allocates; maps of files are the page
@@ -6,8 +6,8 @@ cache's). Contenders take turns, files are put out of the page cache before each
 every tensor that came back is compared with what went. The raw copy reads all bytes and writes them, around the page
 cache, in one process: what a conversion at least has to do.
 
-`--size`: gigabytes of the model (4). `--repeats`: turns. `--folder`: on the disk that is meant, with room for four
-times the size.
+`--only`: torch_dist (which it is unless said) or paddle. `--size`: gigabytes of the model (4). `--repeats`: turns.
+`--folder`: on the disk that is meant, with room for four times the size.
 """
 
 from __future__ import annotations
@@ -62,10 +62,18 @@ class Done:
 
 
 def rows(
-    quick: bool, *, size: float | None = None, repeats: int | None = None, folder: Path | None = None
+    quick: bool,
+    *,
+    only: tuple[str, ...] = ("torch_dist",),
+    size: float | None = None,
+    repeats: int | None = None,
+    folder: Path | None = None,
 ) -> Iterable[Row]:
     """The figures; `quick` takes a small model and one turn."""
     gigabytes = size or (0.2 if quick else SIZE)
+    if len(only) != 1 or only[0] not in ("torch_dist", "paddle"):
+        raise UserError("--only: give torch_dist or paddle")
+    (other,) = only
     free = shutil.disk_usage(folder or Path.cwd()).free
     if free < 4 * gigabytes * 1e9:
         raise UserError(f"there is room for {free / 1e9:.1f} GB, and four times {gigabytes} GB are needed")
@@ -77,16 +85,16 @@ def rows(
         for turn in range(repeats or (1 if quick else TURNS)):
             if turn % 2:
                 raw.append(_raw(root))
-            for name, source, target, to in (("there", "hf", "core", "torch_dist"), ("back", "core", "again", "hf")):
+            for name, source, target, kind in (("there", "hf", "other", other), ("back", "other", "again", "hf")):
                 shutil.rmtree(root / target, ignore_errors=True)
                 disk.evict(root / source)
-                task = Task(str(root / source), str(root / target), to, MEMORY, str(root / "hf"))
+                task = Task(str(root / source), str(root / target), kind, MEMORY, str(root / "hf"))
                 out[name] += run_ranks(_run, task, world=1, on_event=lambda _: None, device="cpu")
             if not turn % 2:
                 raw.append(_raw(root))
         _compare(root / "hf", root / "again")
     limit = statistics.median(raw)
-    for name, what in (("there", "Hugging Face to torch_dist"), ("back", "torch_dist to Hugging Face")):
+    for name, what in (("there", f"Hugging Face to {other}"), ("back", f"{other} to Hugging Face")):
         seconds = statistics.median(done.seconds for done in out[name])
         peak = max(done.peak for done in out[name])
         yield Row(f"convert {nbytes / 1e9:.1f} GB, {what}, of {len(raw)} turns", "s", seconds, limit=limit,

@@ -155,6 +155,10 @@ class Strange:
         self.tensor = torch.ones(3)
 
 
+class Several(list[Tensor]):
+    """A list of another framework's, which a pickle makes without calling it."""
+
+
 class Evil:
     """Would run when it is unpickled."""
 
@@ -169,7 +173,7 @@ def test_an_archive_is_read_and_nothing_of_it_is_run(tmp_path: Path, monkeypatch
         "state": {0: {"exp_avg": base[1:3, ::2], "step": torch.tensor(7)}},
         "flags": torch.tensor([True, False]),
         "low": [torch.ones(2, dtype=torch.bfloat16), torch.nn.Parameter(base.T)],
-        "evil": Evil(), "strange": Strange(), "text": "hello",
+        "evil": Evil(), "strange": Strange(), "several": Several([base]), "text": "hello",
     }  # fmt: skip
     torch.save(tree, tmp_path / "x.pt")
     maps = Maps(tmp_path)
@@ -185,6 +189,7 @@ def test_an_archive_is_read_and_nothing_of_it_is_run(tmp_path: Path, monkeypatch
     }  # fmt: skip
     assert same(views, {name: t.detach() for name, t in expected.items()})
     assert isinstance(found["strange"].state["tensor"], Place)
+    assert isinstance(found["several"].items[0], Place)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

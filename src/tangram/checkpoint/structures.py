@@ -15,6 +15,7 @@ from tangram.errors import UserError
 from tangram.layout.syntax import Mapping as MappingText
 from tangram.layout.syntax import TensorPattern
 from tangram.models.families import Family, family_of, mapping_of
+from tangram.models.structures import paddle_family
 from tangram.relayout import Bound, RelayoutError, TensorSpec, bind, inverse
 from tangram.relayout.names import NameTable, template_of
 from tangram.relayout.states import with_states
@@ -68,10 +69,13 @@ def choose(
     target = target_of(to)
     model, left = (source, ()) if states and target.states else model_of(source)
     core = WORDS in model.specs
+    structure = "core" if core else "paddle" if source.format == "paddle" else "hf"
     if text is not None:
         return Chosen(model, _followed(model, text, sizes or {}), "the mapping that was given", left)
-    if not target.structure or core == (target.structure == "core"):
+    if target.structure in ("", structure):
         return Chosen(model, bind(IDENTITY, model.specs), "no mapping: every tensor as it is", left)
+    if "paddle" in (structure, target.structure):
+        return _by_paddle(model, left, core or target.structure == "core", config, family)
     if config is None:
         raise UserError("there is no config.json, which says what the model is: give --config DIR")
     known = family or family_of(config)
@@ -82,6 +86,22 @@ def choose(
     padded = -(-rows // divisor) * divisor if isinstance(rows, int) else None
     mapped = mapping_of(known, config, vocabulary=padded, names=model.specs, local=local)
     return Chosen(model, _bound(model, mapped.text, mapped.sizes, known), f"the family {known.name}", left)
+
+
+def _by_paddle(
+    model: Opened, left: tuple[str, ...], core: bool, config: Mapping[str, Any] | None, family: Family | None
+) -> Chosen:
+    """Between transformers' structure and Paddle's, whose weights of Linear layers are [in, out]."""
+    if core:
+        raise UserError("between Paddle and Megatron-core, convert by way of --to hf")
+    if config is None:
+        how = "give --config DIR, or --mapping FILE"
+        raise UserError(f"Paddle keeps weights of Linear layers transposed, and there is no config.json: {how}")
+    known = family or paddle_family(config)
+    mapped = mapping_of(known, config, names=model.specs)
+    back = model.format == "paddle"
+    bound = _bound(model, str(inverse(mapped.text)) if back else mapped.text, mapped.sizes, known)
+    return Chosen(model, bound, f"the family {known.name}{', read backwards' if back else ''}", left)
 
 
 def _followed(model: Opened, text: str, sizes: Mapping[str, int], partial: bool = False) -> Bound:

@@ -168,7 +168,9 @@ def convert(
         str, typer.Argument(metavar="SRC", help="A checkpoint of any format that is read; also s3://...")
     ],
     target: Annotated[str, typer.Argument(metavar="DST", help="A new directory, or the address of an object store.")],
-    to: Annotated[str, typer.Option(help="The format: hf, torch_dist (Megatron-core's), dcp (torch's) or tangram.")],
+    to: Annotated[
+        str, typer.Option(help="The format: hf, torch_dist (Megatron-core's), dcp (torch's), tangram or paddle.")
+    ],
     dtype: Annotated[str | None, typer.Option(help="Cast floating point to it, as bfloat16.")] = None,
     rounded: Annotated[bool, typer.Option("--round", help="The cast may lose bits.")] = False,
     shard_size: Annotated[str, typer.Option(help="The largest file.")] = "5GB",
@@ -180,6 +182,7 @@ def convert(
     optimiser: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan or job with its settings.")] = None,
     transformer_impl: Annotated[str, typer.Option(help="Whose names: transformer_engine or local.")] = TE,
     pad_vocabulary: Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of it.")] = 1,
+    betas: Annotated[str | None, typer.Option(metavar="B1,B2", help="Of Adam, for steps from or to Paddle.")] = None,
     apart: Annotated[bool, typer.Option("--apart", help="Layers of a torch_dist one by one, not stacked.")] = False,
     model_only: Annotated[bool, typer.Option("--model-only", help="Leave the optimiser's states out.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
@@ -190,7 +193,7 @@ def convert(
 
     asked = Asked(
         to, dtype, rounded, shard_size, memory, config, mapping, tuple(sizes or ()), family, optimiser,
-        transformer_impl, pad_vocabulary, not apart, not model_only, dry_run, json,
+        transformer_impl, pad_vocabulary, betas, not apart, not model_only, dry_run, json,
     )  # fmt: skip
     with _files():
         run(source, target, asked)

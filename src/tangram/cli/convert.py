@@ -46,6 +46,7 @@ class Asked:
     optimiser: Path | None
     transformer_impl: str
     pad_vocabulary: int
+    betas: str | None
     stack: bool
     states: bool
     dry_run: bool
@@ -116,12 +117,17 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
 
 
 def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int], local: bool) -> None:
+    from tangram.checkpoint.formats.paddle_steps import betas_of, with_betas, with_steps
     from tangram.checkpoint.restructure import cast_specs, config_of, restructure, small_of, steps_of
     from tangram.checkpoint.structures import choose
     from tangram.models.families import family_named
 
     if asked.optimiser:
         source = replace(source, objects={**source.objects, "settings": _settings(asked.optimiser)})
+    if asked.betas is not None:
+        source = with_betas(source, _betas(asked.betas))
+    elif (betas := betas_of(source.objects)) is not None:
+        source = with_steps(source, betas)
     small = small_of(asked.config) if asked.config else dict(source.small)
     chosen = choose(
         source,
@@ -237,6 +243,14 @@ def _settings(file: Path) -> dict[str, Any]:
     if not found:
         raise UserError(f'"{file}" has no table [optimiser] with {", ".join(SETTINGS)}')
     return found
+
+
+def _betas(given: str) -> tuple[float, float]:
+    try:
+        first, second = map(float, given.split(","))
+    except ValueError:
+        raise UserError(f"--betas {given}: give two numbers, as 0.9,0.95") from None
+    return first, second
 
 
 def _sizes(given: Sequence[str]) -> dict[str, int]:

@@ -28,7 +28,7 @@ LOCAL = 30
 
 # What the two libraries raise for bytes that are not theirs.
 _UNZIP = (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError, OSError, struct.error)
-_UNPICKLE = (
+UNPICKLE = (
     pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError, MemoryError,
     RecursionError,
 )  # fmt: skip
@@ -119,7 +119,7 @@ def read_archive(maps: Maps, file: str, start: int = 0, length: int | None = Non
     sizes = {name: one.file_size for name, one in members.items()}
     try:
         return _Reader(io.BytesIO(tree), file, places, sizes).load()
-    except _UNPICKLE as error:
+    except UNPICKLE as error:
         raise UserError(f'the tree of "{path}" cannot be read: {error}') from None
 
 

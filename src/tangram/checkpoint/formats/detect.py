@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tangram.checkpoint.formats import dcp, deepspeed, huggingface, own, torch_dist, torch_save
+from tangram.checkpoint.formats import dcp, deepspeed, huggingface, own, paddle, torch_dist, torch_save
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.opened import Opened
 from tangram.errors import UserError
@@ -24,6 +24,7 @@ FORMATS: Mapping[str, Format] = {
     "torch_dist": Format("Megatron-core's distributed checkpoint", torch_dist.is_torch_dist, torch_dist.open_folder),
     "dcp": Format("torch's distributed checkpoint", lambda path: (path / dcp.INDEX).is_file(), dcp.open_folder),
     "deepspeed": Format("a checkpoint of DeepSpeed", deepspeed.is_deepspeed, deepspeed.open_folder),
+    "paddle": Format("Paddle's flex checkpoint", paddle.is_paddle, paddle.open_folder),
     "hf": Format("a Hugging Face directory", huggingface.has_weights, huggingface.open_folder),
     "torch": Format("a file of torch.save", torch_save.is_torch, torch_save.open_path),
 }

@@ -19,10 +19,12 @@ from tangram.checkpoint.formats.opened import Opened
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
-from tangram.relayout.states import ADAFACTOR, ADAFACTOR_HF, ADAM_8BIT, ADAMW, MUON, SAME, States
+from tangram.relayout.states import ADAFACTOR, ADAFACTOR_HF, ADAM_8BIT, ADAMW, MUON, SAME, SHARED, States
 
 MASTER, STEP = "master", "step"
-KNOWN: States = {**ADAM_8BIT, **ADAFACTOR, **ADAFACTOR_HF, **MUON, **ADAMW, MASTER: SAME}
+POWERS: States = {"beta1_pow": SHARED, "beta2_pow": SHARED}
+"""What Paddle has instead of a step."""
+KNOWN: States = {**ADAM_8BIT, **ADAFACTOR, **ADAFACTOR_HF, **MUON, **ADAMW, **POWERS, MASTER: SAME}
 """Every state that is known by its name: torch's, transformers' and bitsandbytes' optimisers, and float32 copies."""
 _SCALAR = TensorSpec((), "float32")
 

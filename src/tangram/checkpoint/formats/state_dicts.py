@@ -15,15 +15,13 @@ from torch import Tensor
 
 from tangram.checkpoint.formats.archive import Opaque, Place
 from tangram.checkpoint.formats.mapped import Maps
+from tangram.checkpoint.formats.naming import KNOWN, STEP
 from tangram.checkpoint.formats.opened import SETTINGS
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
-from tangram.relayout.states import ADAFACTOR, ADAFACTOR_HF, ADAMW, MUON, SAME, States
+from tangram.relayout.states import SAME, States
 
-KNOWN: States = {**ADAFACTOR, **ADAFACTOR_HF, **MUON, **ADAMW, "master": SAME}
-"""States that are known by torch's and transformers' names, and float32 copies of parameters."""
-STEP = "step"
 WRAPPED = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What torch.compile, FSDP and activation checkpointing put into names; no module has it of its own."""
 PARALLEL = "module."

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tangram.checkpoint.formats import dcp, huggingface, own, torch_dist
+from tangram.checkpoint.formats import dcp, huggingface, own, paddle, torch_dist
 from tangram.checkpoint.formats.outgoing import Task
 from tangram.checkpoint.header import NAMES
 from tangram.checkpoint.manifest import DTYPES
@@ -19,7 +19,7 @@ class Target:
     states: bool
     """Whether it has a place for the states of an optimiser."""
     structure: str
-    """Whose names and shapes its tensors have: transformers' (hf) or Megatron-core's (core); "" for any."""
+    """Whose names and shapes its tensors have: transformers' (hf), Megatron-core's (core) or Paddle's; "" for any."""
     dtypes: frozenset[str] = frozenset(DTYPES)
 
 
@@ -28,5 +28,6 @@ TARGETS: Mapping[str, Target] = {
     "torch_dist": Target("Megatron-core's distributed checkpoint", torch_dist.write, True, "core"),
     "dcp": Target("torch's distributed checkpoint", dcp.write, True, ""),
     "tangram": Target("a checkpoint of Tangram", own.write, True, "hf"),
+    "paddle": Target("Paddle's flex checkpoint", paddle.write, True, "paddle", frozenset(paddle.WRITTEN)),
 }
 """By name."""
