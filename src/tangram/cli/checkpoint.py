@@ -178,6 +178,7 @@ def convert(
     sizes: Annotated[list[str] | None, typer.Option("--size", help="A size that shapes leave open: g=8.")] = None,
     family: Annotated[Path | None, typer.Option(metavar="FILE", help="A family of your own.")] = None,
     optimiser: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan or job with its settings.")] = None,
+    adapter: Annotated[Path | None, typer.Option(metavar="DIR", help="A LoRA adapter of peft's, to merge.")] = None,
     transformer_impl: Annotated[str, typer.Option(help="Whose names: transformer_engine or local.")] = TE,
     pad_vocabulary: Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of it.")] = 1,
     apart: Annotated[bool, typer.Option("--apart", help="Layers of a torch_dist one by one, not stacked.")] = False,
@@ -190,7 +191,7 @@ def convert(
 
     asked = Asked(
         to, dtype, rounded, shard_size, memory, config, mapping, tuple(sizes or ()), family, optimiser,
-        transformer_impl, pad_vocabulary, not apart, not model_only, dry_run, json,
+        transformer_impl, pad_vocabulary, not apart, not model_only, dry_run, json, adapter,
     )  # fmt: skip
     with _files():
         run(source, target, asked)

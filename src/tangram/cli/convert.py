@@ -46,6 +46,7 @@ class Asked:
     states: bool
     dry_run: bool
     json: bool
+    adapter: Path | None = None
 
 
 def run(source: Path, target: Path, asked: Asked) -> None:
@@ -61,7 +62,8 @@ def run(source: Path, target: Path, asked: Asked) -> None:
     room = {"shard": bytes_of(asked.shard_size), "memory": bytes_of(asked.memory)}
     if target.exists() or target.is_symlink():
         raise UserError(f'"{target}" is there already: give the name of a new directory')
-    if asked.to == "hf" and is_own(source) and asked.mapping is None and not asked.dry_run:
+    as_it_is = asked.mapping is None and asked.adapter is None and not asked.dry_run
+    if asked.to == "hf" and is_own(source) and as_it_is:
         _export(source, target, asked, room)
     else:
         _convert(open_any(source), target, asked, room)
@@ -87,10 +89,15 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
 
 
 def _convert(source: "Opened", target: Path, asked: Asked, room: Mapping[str, int]) -> None:
+    from tangram.checkpoint.adapters import with_adapter
     from tangram.checkpoint.restructure import cast_specs, config_of, restructure, small_of, steps_of
-    from tangram.checkpoint.structures import choose
+    from tangram.checkpoint.structures import choose, model_of
     from tangram.models.families import read_family
 
+    left: tuple[str, ...] = ()
+    if asked.adapter:
+        _, left = model_of(source)
+        source = with_adapter(source, asked.adapter)
     if asked.optimiser:
         source = replace(source, objects={**source.objects, "settings": _settings(asked.optimiser)})
     small = small_of(asked.config) if asked.config else dict(source.small)
@@ -105,6 +112,9 @@ def _convert(source: "Opened", target: Path, asked: Asked, room: Mapping[str, in
         divisor=asked.pad_vocabulary,
         states=asked.states,
     )
+    if asked.adapter:
+        merged = f'with "{asked.adapter}" merged into {count(source.objects["adapter"]["tensors"], "tensor")}'
+        chosen = replace(chosen, said=f"{chosen.said}, {merged}", left=left)
     ways = steps_of(chosen.bound, cast_specs(chosen.bound, asked.dtype, chosen.source.states, asked.rounded))
     total = sum(way.nbytes for way in ways)
     if asked.dry_run:
