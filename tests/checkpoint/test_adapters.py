@@ -1,11 +1,13 @@
 """LoRA adapters that peft has written, merged as a stream: what peft's own merge gives, and nothing else is changed."""
 
 import hashlib
+import itertools
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,8 +22,10 @@ from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.save import save as save_own
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.layout import Region
-from tests.checkpoint.making import make, part, regions
+from tangram.layout import Region, intervals
+from tangram.layout.intervals import normal, span
+from tangram.relayout import Piece, TensorSpec
+from tests.checkpoint.making import make, part
 from tests.checkpoint.peers.models import save
 
 pytestmark = [
@@ -99,7 +103,16 @@ def test_what_pefts_own_merge_gives(tmp_path: Path, case: str, capsys: pytest.Ca
     theirs = merged.state_dict()
 
     capsys.readouterr()
-    convert(tmp_path / "own", tmp_path / "merged", "--to", "hf", "--adapter", tmp_path / "adapter", "--config", tmp_path / "hf")
+    convert(
+        tmp_path / "own",
+        tmp_path / "merged",
+        "--to",
+        "hf",
+        "--adapter",
+        tmp_path / "adapter",
+        "--config",
+        tmp_path / "hf",
+    )
     assert f'"{tmp_path}/adapter" merged into {len(exact)} tensors' in capsys.readouterr().out
     ours = load_file(tmp_path / "merged" / "model.safetensors")
     assert ours.keys() == theirs.keys() == old.keys()
@@ -144,3 +157,284 @@ def doubled(peft: Any) -> dict[str, Tensor]:
         else:
             found[key] = weight + module.scaling["default"] * (b @ a)
     return found
+
+
+# ------------------------------------------------------------ any pieces
+
+
+def written(folder: Path, tensors: Mapping[str, Tensor], **fields: Any) -> Path:
+    """An adapter's directory, by hand."""
+    folder.mkdir(exist_ok=True)
+    given = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": ["q_proj"], **fields}
+    (folder / "adapter_config.json").write_text(json.dumps(given))
+    save_file(
+        {f"base_model.model.{name}": t.contiguous() for name, t in tensors.items()},
+        folder / "adapter_model.safetensors",
+    )
+    return folder
+
+
+def opened(name: str, tensor: Tensor, pieces: list[Region]) -> Opened:
+    """A source in memory, cut as one likes; the places are numbers."""
+    spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    held = [part(tensor, region) for region in pieces]
+    placed = tuple(Piece(at, name, region) for at, region in enumerate(pieces))
+    return Opened("memory", Path("memory"), {name: spec}, placed, lambda at, _: held[cast("int", at)], lambda: None)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
+    """A tensor in stretches of its flat elements, or in products of any sets of indices."""
+    if draw(st.booleans()):
+        size = math.prod(shape)
+        ends = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=4))})
+        return [Region.flat(shape, a, b) for a, b in itertools.pairwise(ends)]
+    sets: list[list[Any]] = []
+    for n in shape:
+        homes = draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
+        sets.append([normal((i, i + 1) for i in range(n) if homes[i] == home) for home in set(homes)])
+    return [Region.of([box]) for box in itertools.product(*sets)]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_pieces_ranks_scales_and_blocks(tmp_path: Path, data: st.DataObject) -> None:
+    draw = data.draw
+    experts, m, n = draw(st.integers(0, 3)), draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    if experts and m == n:
+        n += 1
+    rank, turned = draw(st.integers(1, 4)), bool(experts) and draw(st.booleans())
+    dtype = getattr(torch, draw(st.sampled_from(["float32", "bfloat16", "float16", "float64"])))
+    of_adapter = getattr(torch, draw(st.sampled_from(["float32", "bfloat16"])))
+    root, alpha = draw(st.booleans()), draw(st.sampled_from([1, 0.5, 16, -3]))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    shape = (*([experts] if experts else []), m, n)
+    rows, columns = (n, m) if turned else (m, n)
+    weight = torch.randn(shape).to(dtype)
+    a, b = (
+        torch.randn(rank * (experts or 1), columns).to(of_adapter),
+        torch.randn(rows, rank * (experts or 1)).to(of_adapter),
+    )
+    name = "x.experts.up" if experts else "x.weight"
+    module = "x.experts" if experts else "x"
+    both = {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    folder = written(
+        tmp_path / "adapter", both, r=rank, lora_alpha=alpha, use_rslora=root, target_parameters=["experts.up"]
+    )
+    block = draw(st.sampled_from([1, 16, 100, 1 << 20]))
+    source = with_adapter(opened(name, weight, draw(cuts(shape))), folder, block=block)
+    width = max(4, dtype.itemsize)
+    for piece in source.pieces:
+        (box,) = piece.region.boxes
+        assert piece.region.nbytes(width) <= block or intervals.size(box[-2]) == 1
+
+    scale = alpha / (math.sqrt(rank) if root else rank)
+    wide_a, wide_b = a.double(), b.double()
+    if experts:
+        added = torch.einsum("ore,eri->eoi", wide_b.view(rows, rank, experts), wide_a.view(experts, rank, columns))
+        added = added.transpose(1, 2) if turned else added
+    else:
+        added = wide_b @ wide_a
+    exact = weight.double() + scale * added
+    found = values_of(source)[name]
+    again = values_of(source)[name]  # from what is kept, in part
+    assert torch.equal(found, again)
+    largest = weight.double().abs() + abs(scale) * (wide_b.abs().amax() * wide_a.abs().amax() * rank)
+    assert found.dtype == dtype
+    assert ((found.double() - exact).abs() <= largest * 1e-6 + torch.finfo(dtype).eps / 2 * exact.abs() * 1.001).all()
+
+
+# ------------------------------------------------------------ other targets and sources
+
+
+def test_every_target_and_source_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model: Any = save("qwen3", tmp_path / "hf")
+    optimiser = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimiser.step()
+    save_own({"model": model, "optim": optimiser}, tmp_path / "own")
+    model.save_pretrained(tmp_path / "hf")
+    torch.manual_seed(2)
+    fields = {"r": 3, "lora_alpha": 5}
+    pairs: dict[str, Tensor] = {}
+    for at, rows in (
+        ("layers.0.self_attn.q_proj", 64),
+        ("layers.1.self_attn.v_proj", 32),
+        ("layers.1.mlp.up_proj", 48),
+    ):
+        pairs[f"model.{at}.lora_A.weight"] = torch.randn(3, 32)
+        pairs[f"model.{at}.lora_B.weight"] = torch.randn(rows, 3)
+    adapter = ("--adapter", written(tmp_path / "adapter", pairs, **fields))
+    convert(tmp_path / "hf", tmp_path / "merged", "--to", "hf", *adapter)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+
+    capsys.readouterr()
+    convert(tmp_path / "own", tmp_path / "own-merged", "--to", "tangram", *adapter, "--config", tmp_path / "hf")
+    assert "75 tensors of optimiser states not converted" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(tmp_path / "own-merged")]) == 0
+    convert(tmp_path / "own", tmp_path / "dcp", "--to", "dcp", "--model-only")
+    convert(tmp_path / "dcp", tmp_path / "dcp-merged", "--to", "dcp", *adapter)
+    for other in ("own-merged", "dcp-merged"):
+        found = values_of(open_any(tmp_path / other))
+        assert found.keys() == merged.keys()
+        assert all(torch.equal(found[name], value) for name, value in merged.items()), other
+
+    # Queries, keys and values are fused, gate and up joined: of merged blocks as of merged files.
+    convert(tmp_path / "hf", tmp_path / "core", "--to", "torch_dist", *adapter)
+    convert(tmp_path / "merged", tmp_path / "core-of-merged", "--to", "torch_dist")
+    at_once, later = (values_of(open_any(tmp_path / one)) for one in ("core", "core-of-merged"))
+    assert at_once.keys() == later.keys()
+    assert all(torch.equal(at_once[name], value) for name, value in later.items())
+    q, k, v = (merged[f"model.layers.0.self_attn.{x}_proj.weight"].view(2, -1, 16, 32) for x in "qkv")
+    fused = torch.cat([q, k, v], 1).reshape(-1, 32)
+    assert torch.equal(at_once["decoder.layers.0.self_attention.linear_qkv.weight"], fused)
+
+    capsys.readouterr()
+    assert (
+        main(["checkpoint", "convert", str(tmp_path / "core"), str(tmp_path / "x"), "--to", "hf", *map(str, adapter)])
+        == 2
+    )
+    assert "has the names of Megatron-core, and adapters have those of transformers" in capsys.readouterr().err
+    assert (
+        main(
+            [
+                "checkpoint",
+                "convert",
+                str(tmp_path / "hf"),
+                str(tmp_path / "x"),
+                "--to",
+                "hf",
+                "--dry-run",
+                *map(str, adapter),
+            ]
+        )
+        == 0
+    )
+    assert "merged into 3 tensors" in capsys.readouterr().out
+    assert not (tmp_path / "x").exists()
+
+
+# ------------------------------------------------------------ what is refused
+
+Q = "model.layers.0.self_attn.q_proj"
+A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
+GOOD = {A: torch.ones(2, 32), B: torch.ones(64, 2)}
+SAID: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "weights' magnitudes": ({"use_dora": True}, "has use_dora = true, and only plain LoRA is merged"),
+    "biases": ({"bias": "all"}, 'has bias = "all", and only plain LoRA'),
+    "turned weights": ({"fan_in_fan_out": True}, "has fan_in_fan_out = true"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, 'has modules_to_save = ["lm_head"]'),
+    "tokens": ({"trainable_token_indices": [3]}, "has trainable_token_indices = [3]"),
+    "what nobody knows yet": ({"wings": 2}, "has wings = 2, and only plain LoRA"),
+    "another kind": ({"peft_type": "IA3"}, "is of the type 'IA3': only LORA is merged"),
+    "weights that it changed": ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa", which may have changed'),
+    "no rank": ({"r": None}, "does not say ranks and alphas as numbers"),
+    "no number": ({"alpha_pattern": {"q_proj": "8"}}, "does not say ranks and alphas as numbers"),
+    "another rank": ({"rank_pattern": {"q_proj": 8}}, f"has rank 2 for {Q}, and its adapter_config.json says 8"),
+    "a bad pattern": ({"alpha_pattern": {"(": 8}}, "has a pattern that is none"),
+}  # fmt: skip
+HELD: Mapping[str, tuple[Mapping[str, Tensor], str]] = {
+    "nothing": ({}, "has no tensors"),
+    "no B": ({A: GOOD[A]}, f"has {Q}.lora_A without the other of A and B"),
+    "no A": ({B: GOOD[B]}, f"has {Q}.lora_B without the other of A and B"),
+    "another shape": ({A: GOOD[A], B: torch.ones(63, 2)}, f"{Q}.weight [64, 32] is of another shape"),
+    "two ranks": ({A: GOOD[A], B: torch.ones(64, 3)}, "A [2, 32] and B [64, 3]"),
+    "no such module": ({"a.lora_A.weight": GOOD[A], "a.lora_B.weight": GOOD[B]}, "no weight of it"),
+    "embeddings": ({"model.embed_tokens.lora_embedding_A": GOOD[A]}, "no A or B of a linear layer's LoRA"),
+    "biases": ({**GOOD, f"{Q}.lora_B.bias": torch.ones(64)}, "no A or B of a linear layer's LoRA"),
+    "a whole weight": ({**GOOD, "model.norm.weight": torch.ones(32)}, "no A or B of a linear layer's LoRA"),
+    "numbers that are none": ({A: GOOD[A] * math.nan, B: GOOD[B]}, f"has numbers in base_model.model.{A} that are not"),
+    "whole numbers": ({A: torch.ones(2, 32, dtype=torch.int32), B: GOOD[B]}, "torch.int32 [2, 32]: no matrix of LoRA"),
+    "other dims": ({A: torch.ones(2, 32, 1, 1), B: GOOD[B]}, "[2, 32, 1, 1]: no matrix of LoRA"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "hf"
+    save("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What is said of an adapter; of the target nothing is there then."""
+
+    def say(source: Path = base) -> str:
+        capsys.readouterr()
+        before = {path.name for path in tmp_path.iterdir()}
+        arguments = [source, tmp_path / "x", "--to", "hf", "--adapter", tmp_path / "adapter"]
+        assert main(["checkpoint", "convert", *map(str, arguments)]) == 2
+        assert {path.name for path in tmp_path.iterdir()} == before
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        return line
+
+    return say
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_what_a_configuration_says_is_refused(tmp_path: Path, refused: Callable[..., str], what: str) -> None:
+    fields, sentence = SAID[what]
+    written(tmp_path / "adapter", GOOD, **fields)
+    assert sentence in refused()
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_tensors_that_are_no_pairs_are_refused(tmp_path: Path, refused: Callable[..., str], what: str) -> None:
+    tensors, sentence = HELD[what]
+    written(tmp_path / "adapter", tensors)
+    assert sentence in refused()
+
+
+def test_files_that_are_not_whole_are_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
+    folder = tmp_path / "adapter"
+    assert "has no adapter_config.json" in refused()
+    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    written(folder, GOOD)
+    data = weights.read_bytes()
+    for damaged, sentence in ((data[:-4], "bytes by its shape"), (data[:5], "damaged or cut off"), (b"", "is empty")):
+        weights.write_bytes(damaged)
+        assert sentence in refused()
+    weights.rename(folder / "adapter_model.bin")
+    assert "has no adapter_model.safetensors (its adapter_model.bin is pickled and is not read)" in refused()
+    config.write_text("{")
+    assert "cannot be read" in refused()
+    config.write_text("[]")
+    assert "is no table" in refused()
+
+
+def test_weights_into_which_nothing_is_merged(base: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    written(tmp_path / "adapter", GOOD)
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    tensors = load_file(base / "model.safetensors")
+    save_file({**tensors, f"{Q}.weight": tensors[f"{Q}.weight"].to(torch.float8_e4m3fn)}, other / "model.safetensors")
+    assert f"{Q}.weight is float8_e4m3fn, into which nothing is merged" in refused(other)
+    save_file({**tensors, f"{Q}.weight": torch.full((64, 32), 65000.0).half()}, other / "model.safetensors")
+    written(tmp_path / "adapter", {A: GOOD[A] * 1000, B: GOOD[B]})
+    assert f"{Q}.weight with the adapter has numbers that its type torch.float16 does not" in refused(other)
+    head = {"lm_head.lora_A.weight": torch.ones(2, 32), "lm_head.lora_B.weight": torch.ones(128, 2)}
+    written(tmp_path / "adapter", head)
+    config = json.loads((base / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert "is also of lm_head, which is tied to the embeddings" in refused(other)
+
+
+def test_fused_experts_only_where_it_is_plain_how(tmp_path: Path, refused: Callable[..., str]) -> None:
+    own = tmp_path / "own"
+    both = {"x.experts.lora_A.weight": torch.ones(4, 6), "x.experts.lora_B.weight": torch.ones(6, 4)}
+    written(tmp_path / "adapter", both, target_parameters=["experts.up"])
+    make(own, {"model.x.experts.up": torch.ones(2, 6, 6)})
+    assert "the shapes of x.experts in the adapter" in refused(own)
+    shutil.rmtree(own)
+    make(own, {"model.x.experts.0.up.weight": torch.ones(6, 6)})
+    assert "there the experts lie one by one, and the adapter is of all together" in refused(own)
+
+
+def test_parts_among_each_other_are_refused(tmp_path: Path) -> None:
+    odd, even = (normal([(at, at + 1), (at + 2, at + 3)]) for at in (1, 0))
+    region = Region.of([(even, span(0, 2)), (odd, span(2, 4))])
+    folder = written(tmp_path / "adapter", {"x.lora_A.weight": torch.ones(2, 4), "x.lora_B.weight": torch.ones(4, 2)})
+    with pytest.raises(UserError, match="whose parts lie among each other"):
+        with_adapter(opened("x.weight", torch.ones(4, 4), [region, Region.full((4, 4)) - region]), folder)
