@@ -5,6 +5,8 @@ import itertools
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -313,6 +315,33 @@ def test_every_target_and_source_takes_it(tmp_path: Path, capsys: pytest.Capture
     )
     assert "merged into 3 tensors" in capsys.readouterr().out
     assert not (tmp_path / "x").exists()
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from tangram.cli import main
+for name in ("small", "large"):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    folder = Path(sys.argv[1]) / name
+    options = ["--to", "hf", "--memory", "128MiB", "--json", "--adapter", str(folder / "adapter")]
+    assert main(["checkpoint", "convert", str(folder / "hf"), str(folder / "merged"), *options]) == 0
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    for name, rows in (("small", 4096), ("large", 65536)):
+        (tmp_path / name / "hf").mkdir(parents=True)
+        weight = torch.ones(rows, 4096, dtype=torch.bfloat16)
+        save_file({"x.weight": weight}, tmp_path / name / "hf" / "model.safetensors")
+        pair = {"x.lora_A.weight": torch.ones(2, 4096), "x.lora_B.weight": torch.ones(rows, 2)}
+        written(tmp_path / name / "adapter", pair)
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert int(done.stdout.splitlines()[-1]) * 1024 < (128 << 20) < weight.nbytes // 4 * 3
+    merged = load_file(tmp_path / "large" / "merged" / "model.safetensors")["x.weight"]
+    assert torch.equal(merged, weight * 5)
 
 
 # ------------------------------------------------------------ what is refused

@@ -41,9 +41,9 @@ from tangram.relayout import Piece
 __all__ = ["BLOCK", "KEPT", "with_adapter"]
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-BLOCK = 8 << 20
+BLOCK = 4 << 20
 """Bytes of a block at most, in the type that it is computed in; a row is never cut."""
-KEPT = 4
+KEPT = 8
 """Blocks that are kept: queries, keys and values are read in turns where a mapping fuses them."""
 PREFIX = "base_model.model."
 FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -94,13 +94,13 @@ def _convert(source: "Opened", target: Path, asked: Asked, room: Mapping[str, in
     from tangram.checkpoint.structures import choose, model_of
     from tangram.models.families import read_family
 
+    small = small_of(asked.config) if asked.config else dict(source.small)
     left: tuple[str, ...] = ()
     if asked.adapter:
         _, left = model_of(source)
-        source = with_adapter(source, asked.adapter)
+        source = with_adapter(replace(source, small=small), asked.adapter)
     if asked.optimiser:
         source = replace(source, objects={**source.objects, "settings": _settings(asked.optimiser)})
-    small = small_of(asked.config) if asked.config else dict(source.small)
     chosen = choose(
         source,
         asked.to,
