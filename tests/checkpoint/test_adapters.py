@@ -46,7 +46,7 @@ CASES: Mapping[str, tuple[str, torch.dtype, Mapping[str, Any]]] = {
         {
             "target_modules": ["k_proj", "o_proj", "lm_head"], "r": 4, "use_rslora": True,
             "rank_pattern": {"layers.1.self_attn.k_proj": 9, "o_proj": 2},
-            "alpha_pattern": {r"layers\.\d+\.self_attn\.o_proj": 5},
+            "alpha_pattern": {"k_pro": 77, r"layers\.\d+\.self_attn\.o_proj": 5},  # the first fits no whole name
         },
     ),
     "of 16 bits": ("llama", torch.bfloat16, {"target_modules": "all-linear", "r": 5, "lora_alpha": 3}),
