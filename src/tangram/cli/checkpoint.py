@@ -180,6 +180,7 @@ def convert(
     sizes: Annotated[list[str] | None, typer.Option("--size", help="A size that shapes leave open: g=8.")] = None,
     family: Annotated[str | None, typer.Option(metavar="FILE", help="A family of your own, or one by name.")] = None,
     optimiser: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan or job with its settings.")] = None,
+    adapter: Annotated[Path | None, typer.Option(metavar="DIR", help="A LoRA adapter of peft's, to merge.")] = None,
     transformer_impl: Annotated[str, typer.Option(help="Whose names: transformer_engine or local.")] = TE,
     pad_vocabulary: Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of it.")] = 1,
     betas: Annotated[str | None, typer.Option(metavar="B1,B2", help="Of Adam, for steps from or to Paddle.")] = None,
@@ -193,7 +194,7 @@ def convert(
 
     asked = Asked(
         to, dtype, rounded, shard_size, memory, config, mapping, tuple(sizes or ()), family, optimiser,
-        transformer_impl, pad_vocabulary, betas, not apart, not model_only, dry_run, json,
+        transformer_impl, pad_vocabulary, betas, not apart, not model_only, dry_run, json, adapter,
     )  # fmt: skip
     with _files():
         run(source, target, asked)

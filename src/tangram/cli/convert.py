@@ -51,6 +51,7 @@ class Asked:
     states: bool
     dry_run: bool
     json: bool
+    adapter: Path | None = None
 
 
 def run(source: str, target: str, asked: Asked) -> None:
@@ -67,7 +68,8 @@ def run(source: str, target: str, asked: Asked) -> None:
     if not is_remote(target) and (Path(target).exists() or Path(target).is_symlink()):
         raise UserError(f'"{target}" is there already: give the name of a new directory')
     local = not is_remote(source) and not is_remote(target)
-    if local and asked.to == "hf" and is_own(Path(source)) and asked.mapping is None and not asked.dry_run:
+    as_it_is = asked.mapping is None and asked.adapter is None and not asked.dry_run
+    if local and asked.to == "hf" and is_own(Path(source)) and as_it_is:
         _export(Path(source), Path(target), asked, room)
         return
     with opening(source) as opened:
@@ -117,18 +119,23 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
 
 
 def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int], local: bool) -> None:
+    from tangram.checkpoint.adapters import with_adapter
     from tangram.checkpoint.formats.paddle_steps import betas_of, with_betas, with_steps
     from tangram.checkpoint.restructure import cast_specs, config_of, restructure, small_of, steps_of
-    from tangram.checkpoint.structures import choose
+    from tangram.checkpoint.structures import choose, model_of
     from tangram.models.families import family_named
 
+    small = small_of(asked.config) if asked.config else dict(source.small)
+    left: tuple[str, ...] = ()
+    if asked.adapter:
+        _, left = model_of(source)
+        source = with_adapter(replace(source, small=small), asked.adapter)
     if asked.optimiser:
         source = replace(source, objects={**source.objects, "settings": _settings(asked.optimiser)})
     if asked.betas is not None:
         source = with_betas(source, _betas(asked.betas))
     elif (betas := betas_of(source.objects)) is not None:
         source = with_steps(source, betas)
-    small = small_of(asked.config) if asked.config else dict(source.small)
     chosen = choose(
         source,
         asked.to,
@@ -140,6 +147,9 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
         divisor=asked.pad_vocabulary,
         states=asked.states,
     )
+    if asked.adapter:
+        merged = f'with "{asked.adapter}" merged into {count(source.objects["adapter"]["tensors"], "tensor")}'
+        chosen = replace(chosen, said=f"{chosen.said}, {merged}", left=left)
     ways = steps_of(chosen.bound, cast_specs(chosen.bound, asked.dtype, chosen.source.states, asked.rounded))
     total = sum(way.nbytes for way in ways)
     if asked.dry_run:

@@ -20,7 +20,7 @@ from tangram.checkpoint.formats.opened import SETTINGS
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
-from tangram.relayout.states import SAME, States
+from tangram.relayout.states import SAME
 
 WRAPPED = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What torch.compile, FSDP and activation checkpointing put into names; no module has it of its own."""
