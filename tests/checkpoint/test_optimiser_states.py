@@ -195,3 +195,20 @@ def test_which_types_hold_which_numbers() -> None:
     for narrow, wide in itertools.product(HELD, HELD):
         larger = wide in ("float32", "float64") and getattr(torch, wide).itemsize > getattr(torch, narrow).itemsize
         assert holds(wide, narrow) == (wide == narrow or wide in HELD[narrow] or larger), (wide, narrow)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_experts_as_a_module_has_them_go_to_megatron_and_back(name: str, tmp_path: Path) -> None:
+    """What Tangram has trained has transformers' names in memory: experts in one tensor, states too."""
+    model, optimiser = stepped(name, tmp_path / "hf")
+    save_own({"model": model, "optim": optimiser}, tmp_path / "own")
+    convert(tmp_path / "own", tmp_path / "core", "--to", "torch_dist", "--config", tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "direct", "--to", "torch_dist")
+    core, direct = values_of(open_any(tmp_path / "core")), open_any(tmp_path / "direct").specs
+    assert direct == {n: s for n, s in open_any(tmp_path / "core").specs.items() if n in direct}
+    experts = next(n for n in direct if n.endswith("layers.1.mlp.experts.experts.linear_fc1.weight"))
+    own = dict(model.named_parameters())["model.layers.1.mlp.experts.gate_up_proj"]
+    assert torch.equal(core[experts], own)
+    assert torch.equal(core[f"{experts}.exp_avg"], optimiser.state[own]["exp_avg"])
+    convert(tmp_path / "core", tmp_path / "back", "--to", "tangram")
+    assert same(values_of(open_any(tmp_path / "back")), values_of(open_any(tmp_path / "own")))

@@ -4,7 +4,7 @@ Hugging Face directories and Tangram's checkpoints have a model's tensors by tra
 own. A family (`tangram.models.families`) says what becomes of what, from the configuration that lies with the weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from tangram.relayout.states import with_states
 
 WORDS = "embedding.word_embeddings.weight"
 """A tensor that every model of Megatron-core has on its first stage."""
+FUSED = ("mlp.experts.gate_up_proj",)
+"""What a module of transformers has in memory, and so a checkpoint of Tangram, where files have experts one by one."""
 SAID = 5
 """Tensors that a sentence names."""
 
@@ -80,7 +82,7 @@ def choose(
         raise UserError("there is no config.json, which says what the model is: give --config DIR")
     known = family or family_of(config)
     if core:
-        bound = _from_core(model, known, config)
+        bound = _from_core(model, known, config, FUSED if to == "tangram" else ())
         return Chosen(model, bound, f"the family {known.name}, read backwards", left)
     rows = config.get("vocab_size")
     padded = -(-rows // divisor) * divisor if isinstance(rows, int) else None
@@ -127,12 +129,12 @@ def _tied(mapping: MappingText, copies: Mapping[str, TensorSpec]) -> MappingText
     return MappingText(tuple(replace(s, source=tuple(map(group, s.source))) for s in mapping.statements))
 
 
-def _from_core(model: Opened, known: Family, config: Mapping[str, Any]) -> Bound:
-    """The way back, by whichever names the layers have."""
+def _from_core(model: Opened, known: Family, config: Mapping[str, Any], names: Collection[str]) -> Bound:
+    """The way back, by whichever names the layers have. `names`: that are among those to be made."""
     rows = model.specs[WORDS].shape[0]
     errors: list[UserError] = []
     for local in (False, True) if known.local else (False,):
-        mapped = mapping_of(known, config, vocabulary=rows, names=model.specs, local=local)
+        mapped = mapping_of(known, config, vocabulary=rows, names=[*model.specs, *names], local=local)
         try:
             return _bound(model, str(inverse(mapped.text)), mapped.sizes, known)
         except UserError as error:
