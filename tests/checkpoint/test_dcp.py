@@ -1,11 +1,17 @@
 """torch's distributed checkpoints: what we write its own reader reads, and what it writes we read."""
 
+import contextlib
+import os
 import pickle
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -112,4 +118,40 @@ def test_a_folder_without_sound_metadata(tmp_path: Path, content: bytes | None, 
     if content is not None:
         (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(UserError, match=message):
+        read_index(tmp_path)
+
+
+class Runs:
+    """Would run where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch ran",)
+
+
+def test_metadata_is_read_and_nothing_of_it_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():  # torch says that there is one process only
+        warnings.simplefilter("ignore")
+        torch_dcp.save({"w": torch.ones(2, 3), "n": 5}, checkpoint_id=tmp_path / "x", no_dist=True)
+    metadata = torch_dcp.FileSystemReader(str(tmp_path / "x")).read_metadata()
+    metadata.planner_data = {"evil": Runs()}
+    (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(metadata))
+    index = read_index(tmp_path / "x")
+    assert (index.specs, index.opaque) == ({"w": TensorSpec((2, 3))}, ("n",))
+    assert not (tmp_path / "ran").exists()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(min_size=1, max_size=4), st.integers(0, 10_000))
+def test_damaged_metadata_is_refused_or_read(tmp_path: Path, noise: bytes, at: int) -> None:
+    file = tmp_path / ".metadata"
+    if not (tmp_path / "good").exists():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch_dcp.save({"w": torch.ones(2, 3), "n": 5}, checkpoint_id=tmp_path / "good", no_dist=True)
+    data = bytearray((tmp_path / "good" / ".metadata").read_bytes())
+    at %= len(data)
+    data[at : at + len(noise)] = noise
+    file.write_bytes(data)
+    with contextlib.suppress(UserError):  # and nothing else is raised
         read_index(tmp_path)

@@ -4,8 +4,8 @@ The metadata says for each tensor its shape and the chunks it is made of, and fo
 of its bytes. That is all a relayout needs, so torch's planners, which want the DTensors of a running job on either
 side, are not used: what is written are regions, and torch's own description of a DTensor is wrong for some uneven cuts.
 
-Trade-off: the metadata is a pickle as torch writes it, and unpickling runs code. Read directories that you trust. The
-tensors themselves are read with `weights_only`, which runs none.
+The metadata is a pickle as torch writes it; it is read by an unpickler that knows torch's descriptions of tensors and
+makes opaque objects of all else, so nothing of it is run.
 """
 
 import io
@@ -19,28 +19,30 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     _StorageInfo,  # pyright: ignore[reportPrivateUsage]  what torch's own reader unpickles
 )
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,  # pyright: ignore[reportPrivateUsage]
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
 from tangram.checkpoint.commits import write_file
 from tangram.checkpoint.fetched import fetched
-from tangram.checkpoint.formats.archive import Place, read_archive
+from tangram.checkpoint.formats.archive import UNPICKLE, Opaque, Place, read_archive
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.naming import Naming, named
 from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.formats.outgoing import Task, filled
 from tangram.checkpoint.formats.small import small_files
+from tangram.checkpoint.manifest import DTYPES
 from tangram.checkpoint.write import Ring, Stream
 from tangram.errors import UserError
 from tangram.layout import Region
@@ -77,6 +79,15 @@ class DcpIndex:
 def read_index(path: Path) -> DcpIndex:
     """Read the metadata of the checkpoint directory `path`."""
     metadata = _read_metadata(path)
+    try:
+        return _index(path, metadata)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f'the .metadata file of the DCP checkpoint "{path}" does not hold together: {error!r}'
+        ) from None
+
+
+def _index(path: Path, metadata: Metadata) -> DcpIndex:
     specs: dict[str, TensorSpec] = {}
     pieces: list[Piece] = []
     opaque: list[str] = []
@@ -84,18 +95,49 @@ def read_index(path: Path) -> DcpIndex:
         if not isinstance(entry, TensorStorageMetadata):
             opaque.append(name)
             continue
-        specs[name] = TensorSpec(shape=tuple(entry.size), dtype=str(entry.properties.dtype).removeprefix("torch."))
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise UserError(f'"{name}" in "{path}" has the type {dtype}, which this version does not read')
+        specs[name] = TensorSpec(shape=tuple(entry.size), dtype=dtype)
         pieces += [Piece(_span(path, metadata, name, chunk), name, _region(chunk)) for chunk in entry.chunks]
     return DcpIndex(specs, tuple(pieces), tuple(opaque))
 
 
 def _read_metadata(path: Path) -> Metadata:
+    file = path / INDEX
     try:
-        return FileSystemReader(str(path)).read_metadata()
+        found: Any = _Reader(io.BytesIO(file.read_bytes())).load()
     except FileNotFoundError:
         raise UserError(f'"{path}" is not a complete DCP checkpoint: it has no .metadata file') from None
-    except (pickle.UnpicklingError, EOFError) as error:
+    except (*UNPICKLE, RuntimeError) as error:
         raise UserError(f'the .metadata file of the DCP checkpoint "{path}" is damaged: {error}') from None
+    if not isinstance(found, Metadata):
+        raise UserError(f'the .metadata file of the DCP checkpoint "{path}" is no metadata of torch\'s')
+    return found
+
+
+class _Reader(pickle.Unpickler):
+    """Makes torch's own descriptions, and opaque objects of everything else: nothing is imported or run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The few classes that describe tensors."""
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        return _DESCRIBING.get((module, name)) or type("Opaque", (Opaque,), {"kind": f"{module}.{name}"})
+
+
+_DESCRIBING: Mapping[tuple[str, str], Any] = {
+    ("torch", "Size"): torch.Size,
+    ("builtins", "dict"): dict,
+    ("collections", "OrderedDict"): dict,
+    **{
+        (one.__module__, one.__name__): one
+        for one in (
+            BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties,
+            TensorStorageMetadata, _StorageInfo, StorageMeta, _MEM_FORMAT_ENCODING,
+        )
+    },
+}  # fmt: skip
 
 
 def _span(path: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> Span:
