@@ -44,13 +44,13 @@ matrix: $(STAMP) ## run some cells of the capability matrix, others with every c
 	@$(BIN)/python -m pytest -p no:xdist -m matrix --sample $(CELLS) tests/matrix
 
 # Never a sample: what another project loads, computes and saves is the proof of every family.
-peers: $(STAMP) ## families and optimiser states that make test leaves out, through megatron-core
+peers: $(STAMP) ## every family and the optimiser's states through megatron-core itself
 	@$(BIN)/python -m pytest -p no:xdist -m slow tests/checkpoint/test_megatron.py tests/checkpoint/test_optimiser_states.py
 
 # In an environment of their own: transformers loads torchao wherever it is installed, with warnings, and Paddle is large.
 interop: ## compare with Paddle, DeepSpeed, bitsandbytes, torchao and what parses our exports (about 500 MB, into .venv-interop)
 	@$(MAKE) --no-print-directory install VENV=.venv-interop EXTRAS=dev,hf,lowbit,paddle,parsers
-	@.venv-interop/bin/python -W ignore -c "import paddle" # without it its tests would only be skipped
+	@DS_ACCELERATOR=cpu .venv-interop/bin/python -W ignore -c "import deepspeed, paddle" # without them their tests would only be skipped
 	@.venv-interop/bin/python -m pytest tests/interop
 	@.venv-interop/bin/python -m pytest -m slow --sample 1000 tests/planner/exports/test_own_parsers.py
 

@@ -76,12 +76,17 @@ class Ring:
 
 
 def write_from(
-    folder: Path, image: Image, take: Callable[[int, Bytes], Bytes], ring: Ring, checked: bool = True
+    folder: Path,
+    image: Image,
+    take: Callable[[int, Bytes], Bytes],
+    ring: Ring,
+    checked: bool = True,
+    summed: bool = True,
 ) -> Written:
     """Write a file whose bytes come block by block, in their order, from `take(start, room)`.
 
     `take` fills the room, a block of the ring, and returns it; or other memory, which nobody may change meanwhile.
-    Without `checked` its blocks have no checksums afterwards, only the digests' sums are taken.
+    Without `checked` its blocks have no checksums afterwards, without `summed` its tensors no sums for digests.
     """
     found: list[int] = []
     sums: dict[str, Sums] = {}
@@ -92,7 +97,8 @@ def write_from(
             block = take(start, room[:length])
             if checked:
                 found.append(checksum(block.data))
-            add_sums(image, start, block, sums)
+            if summed:
+                add_sums(image, start, block, sums)
             sink.put(start, room, block)
         sink.finish(image.size)
     return Written(image.name, StoredFile(image.size, tuple(found)), sums)

@@ -167,7 +167,7 @@ def write(task: Task) -> list[str]:
     names = {f"{MODEL}.{name}": name for name in task.specs}
     planned = planned_images({own: task.specs[name] for own, name in names.items()}, task.shard, secrets.token_hex(8))
     for image in planned:
-        write_from(task.folder, image, taking(image, task, names), ring, checked=False)
+        write_from(task.folder, image, taking(image, task, names), ring, checked=False, summed=False)
         task.done(image.name)
     files = [image.name for image in planned]
     small = {**task.small, **({INDEX: index_of(planned)} if len(planned) > 1 else {})}

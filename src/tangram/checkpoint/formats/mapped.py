@@ -17,6 +17,8 @@ from tangram.errors import UserError
 
 AHEAD = 256 << 20
 """Bytes that the disk is asked for at once; they lie in the page cache, not in the process."""
+AT_LEAST = 64 << 20
+"""Bytes that it is asked for where a tensor has fewer: what follows in the file is mostly wanted next."""
 
 
 class Maps:
@@ -74,7 +76,8 @@ class Maps:
         if (file, offset) not in self._asked:
             self._asked.add((file, offset))
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            data.madvise(mmap.MADV_WILLNEED, start, min(offset + nbytes - start, AHEAD))
+            wanted = min(max(offset + nbytes - start, AT_LEAST), AHEAD, len(data) - start)
+            data.madvise(mmap.MADV_WILLNEED, start, wanted)
 
     def release(self) -> None:
         """Let go of what was read; it is read again where it is used again."""
