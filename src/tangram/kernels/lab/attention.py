@@ -13,7 +13,7 @@ A kernel is these formulas and some steps that it can get wrong: `Steps` holds e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -121,10 +121,14 @@ class _Run:
     # ------------------------------------------------------------ parts of both
 
     def cast(self, name: str, x: Tensor, operand: Operand, along: Along) -> Tensor:
-        dice = self.dice if name in self.recipe.dice else None
-        found = self.steps.quantise(name, x, operand, along, dice)
+        found = self.quantised(name, x, operand, along)
         self.saturated += found.saturated
         return found.values
+
+    def quantised(self, name: str, x: Tensor, operand: Operand, along: Along) -> Quantised:
+        if self.freedom.reciprocal:
+            operand = replace(operand, scaling=replace(operand.scaling, reciprocal=True))
+        return self.steps.quantise(name, x, operand, along, self.dice if name in self.recipe.dice else None)
 
     def cast_keys(self, name: str, x_BGT: Tensor, operand: Operand, along: Along) -> Tensor:
         """Of keys or values, then for each query head."""
@@ -180,6 +184,9 @@ class _Run:
         found = self.times(name, codes_q, codes_k.mT)
         if q_mean is not None:
             found = found + self.low(self.steps.correct(q_mean @ shared(k, self.heads).mT))
+        if self.freedom.jitter:
+            off = torch.rand(found.shape, generator=self.dice, dtype=torch.float64) * 2 - 1
+            found = found * (1 + self.freedom.jitter * off)
         return self.low(found * self.scale(name))
 
     def shift(self) -> Tensor:
@@ -209,7 +216,7 @@ class _Run:
             new = self.steps.maximum(top, part.amax(-1, keepdim=True))
             p = self.low(self.steps.exponent(part - torch.where(new == -torch.inf, 0.0, new)))
             total = self.low(total * self.steps.rescale_sum(top, new) + p.sum(-1, keepdim=True))
-            found = self.steps.quantise("p", p, operands.p, "channels", self.dice if "p" in self.recipe.dice else None)
+            found = self.quantised("p", p, operands.p, "channels")
             self.saturated += found.saturated
             self.underflowed += found.underflowed
             self.probabilities += int((p > 0).sum())

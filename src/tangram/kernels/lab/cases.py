@@ -95,7 +95,8 @@ TENSORS = ("O", "dQ", "dK", "dV")
 
 def shared(x_BGT: Tensor, heads: int) -> Tensor:
     """Heads of keys as often as query heads share them: head h is served by h // (H / G)."""
-    return x_BGT.repeat_interleave(heads // x_BGT.shape[1], 1)
+    found: Tensor = x_BGT.repeat_interleave(heads // x_BGT.shape[1], 1)
+    return found
 
 
 def summed(x_BHT: Tensor, groups: int) -> Tensor:

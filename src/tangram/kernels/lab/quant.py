@@ -18,6 +18,7 @@ Scales of float32 are rounded as a kernel rounds them, and so is the quotient be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -43,6 +44,8 @@ class Scaling:
     second: Literal["none", "tensor", "row"] = "none"
     """Of E4M3 scales: what shares the float32 scale over them; `row`: SageAttention3's two levels for probabilities."""
     factor: float = 1.0
+    reciprocal: bool = False
+    """Multiplied by the scale's rounded reciprocal in the place of a division: a kernel's choice."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,19 @@ class Quantised(NamedTuple):
     """Elements that were not zero and are."""
 
 
-def quantise(x: Tensor, operand: Operand, along: Along, dice: torch.Generator | None = None) -> Quantised:
+Rounding = Callable[[Tensor, Format, torch.Generator | None], Tensor]
+
+
+def quantise(
+    x: Tensor, operand: Operand, along: Along, dice: torch.Generator | None = None, rounding: Rounding = cast
+) -> Quantised:
     """`x` (..., tokens, channels) as a product with this operand sees it."""
     if operand.format is None:
         return Quantised(x)
     tiles, shape = _tiles(x, operand.scaling, along)
     scales = _scales(tiles, operand.format, operand.scaling, along)
-    scaled = single(tiles / scales) if operand.scaling.per != "none" else tiles
-    codes = cast(torch.where(scales == 0, torch.zeros_like(scaled), scaled), operand.format, dice)
+    scaled = _scaled(tiles, scales, operand.scaling)
+    codes = rounding(torch.where(scales == 0, torch.zeros_like(scaled), scaled), operand.format, dice)
     saturated = int((scaled.abs() > operand.format.largest * (1 + 2.0**-20)).sum())
     underflowed = int(((codes == 0) & (tiles != 0)).sum())
     return Quantised(_whole(codes * scales, shape), saturated, underflowed)
@@ -97,14 +105,21 @@ def hadamard(width: int, seed: int = 0) -> Tensor:
         blocks.append(block / size**0.5)
         left -= size
     signs = torch.randint(2, (width,), generator=torch.Generator().manual_seed(seed)).double() * 2 - 1
-    return signs[:, None] * torch.block_diag(*blocks)
+    whole = torch.zeros(width, width, dtype=torch.float64)
+    start = 0
+    for block in blocks:
+        end = start + len(block)
+        whole[start:end, start:end] = block
+        start = end
+    return signs[:, None] * whole
 
 
 def block_mean(x: Tensor, size: int) -> Tensor:
     """The mean of each `size` tokens (of all where `size` is 0), as often as there are tokens."""
     tokens = x.shape[-2]
     if not size or size >= tokens:
-        return x.mean(-2, keepdim=True).expand_as(x)
+        mean: Tensor = x.mean(-2, keepdim=True)
+        return mean.expand_as(x)
     means = [x[..., i : i + size, :].mean(-2, keepdim=True) for i in range(0, tokens, size)]
     found: Tensor = torch.cat(means, -2).repeat_interleave(size, -2)
     return found[..., :tokens, :]
@@ -136,6 +151,12 @@ def _tiles(x: Tensor, scaling: Scaling, along: Along) -> tuple[Tensor, torch.Siz
 
 def _whole(tiles: Tensor, shape: torch.Size) -> Tensor:
     return tiles.flatten(-4, -3).flatten(-2)[..., : shape[-2], : shape[-1]]
+
+
+def _scaled(tiles: Tensor, scales: Tensor, scaling: Scaling) -> Tensor:
+    if scaling.per == "none":
+        return tiles
+    return single(tiles * single(1.0 / scales)) if scaling.reciprocal else single(tiles / scales)
 
 
 def _scales(tiles: Tensor, to: Format, scaling: Scaling, along: Along) -> Tensor:

@@ -85,6 +85,10 @@ class Freedom:
     accumulate: Accumulator | None = None
     """In the place of a recipe's accumulation where that is exact."""
     seed: int = 0
+    jitter: float = 0.0
+    """Scores are off by up to this, relatively, as another order of sums or another exponential makes them."""
+    reciprocal: bool = False
+    """Casts multiply by reciprocals of scales and do not divide."""
 
 
 TRUTH = Recipe("fp64", stored=None, registers=None)
