@@ -1,6 +1,6 @@
 """Low-precision attention on the CPU, value-exact: errors of recipes; mutants that our criterion and others' find.
 
-`--only`: a group of figures (errors, mutants). `--repeats`: inputs on which each recipe meets the mutants, of seven (1).
+`--only`: a group of figures (errors, mutants). `--repeats`: on how many inputs, of seven, mutants are tried (1).
 `--folder`: the documentation's folder, whose page `attention-numerics.md` gets its tables (only what lies between its
 marks is replaced) and pictures. `--quick`: few recipes.
 

@@ -73,10 +73,10 @@ def _diagnosis(found: Found) -> str:
         if law not in {"gaussian", "channels"}:
             continue
         dq, left = one.against_inputs["dQ"], one.against_operands["dQ"]
-        rows.append([
-            law, one.recipe, f"{dq.cosine:.4f}", f"{100 * dq.row_high:.3g}", f"{100 * dq.head_worst:.3g}",
-            f"{dq.ulps:.0f}", f"{100 * left.relative:.3g}", f"{100 * one.underflow:.2g}", f"{one.saturated}", f"{100 * one.row_sum:.2g}",
-        ])  # fmt: skip
+        percents = [100 * dq.row_high, 100 * dq.head_worst], [100 * left.relative, 100 * one.underflow]
+        wide, deep = ([f"{x:.3g}" for x in part] for part in percents)
+        rest = [f"{one.saturated}", f"{100 * one.row_sum:.2g}"]
+        rows.append([law, one.recipe, f"{dq.cosine:.4f}", *wide, f"{dq.ulps:.0f}", *deep, *rest])
     headers = ["law", "recipe", "cosine of dQ", "row, 99 % of them below, %", "worst head, %", "ulps of bf16",
                "against the cast operands, %", "P made zero, %", "saturated", "row sum of dS, %"]  # fmt: skip
     return _table(headers, rows)

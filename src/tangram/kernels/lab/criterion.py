@@ -153,7 +153,7 @@ def _stretches(squares_BHS: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor, true: Tensor) -> Tensor:
-    return x / row_sizes(true, least=0.1)[..., None]
+    return x / row_sizes(true, least=0.5)[..., None]
 
 
 def _partners(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -167,6 +167,7 @@ def _partners(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def by_offset(products: Tensor) -> Tensor:
     """Sums of (..., i, j) over all i and j with one difference, for every difference."""
     S, T = products.shape[-2:]
-    # Each row filled up by S zeros and read as rows of one element less: what were diagonals are columns.
-    padded = F.pad(products.flatten(0, -3).sum(0), (0, S)).flatten()[: S * (S + T - 1)]
+    total = products.flatten(0, -3).sum(0).flip(0)
+    # Each row filled up by S zeros and read as rows of one element less: what were antidiagonals are columns.
+    padded = F.pad(total, (0, S)).flatten()[: S * (S + T - 1)]
     return padded.reshape(S, S + T - 1).sum(0)
