@@ -4,7 +4,7 @@ The recipe is emulated on the very inputs of the kernel, and some more times wit
 tiles, their order, how it adds, seeds). These say how far right kernels lie from the emulation, and how much that
 varies:
 
-    limit = furthest + (furthest - nearest) + slack
+    limit = furthest + 3 (furthest - nearest) + slack
 
 where the slack is what roundings that fall the other way may do, by the emulation's own error: of one row, twice its
 error; of all, a tenth. Distance is taken in several ways, with every row (a token of a head) in units of the true
@@ -13,7 +13,7 @@ one, so that a mistake in one row, head or diagonal is not lost in the sum of al
     whole     root of the mean square of all rows
     head      the same of the worst head
     stretch   the same of the worst 16 tokens in a row
-    row       the worst row
+    row       the worst row, of which none counts as less than a tenth of the usual one; elsewhere, than half
     slope     the worst head's mean difference along the true value: what is too large or too small
     offset    the difference along what tokens a fixed way off would add: a mask or a window that is off by one
 
@@ -42,6 +42,7 @@ from tangram.kernels.lab.recipes import Freedom, Recipe
 
 WAYS = ("whole", "head", "stretch", "row", "slope", "offset")
 STRETCH = 16
+SPREAD = 3.0
 FEW = 0.1
 """Of the emulation's own error, what the roundings that fall the other way may come to over all rows."""
 _OFF = 2.0**-20
@@ -91,7 +92,7 @@ def limits(recipe: Recipe, case: Case, variants: Sequence[Freedom] = VARIANTS) -
 
     def limit(name: str, way: str) -> float:
         far, near = (pick(one[name][way] for one in apart) for pick in (max, min))
-        return far + (far - near) + own[name][way]
+        return far + SPREAD * (far - near) + own[name][way]
 
     found = {name: {way: limit(name, way) for way in WAYS} for name in TENSORS}
     return Limits(case, true, base, found)
@@ -123,7 +124,7 @@ def distances(results: Results, other: Results, true: Results, case: Case) -> Di
             "whole": float(squares.mean().sqrt()),
             "head": float(squares.mean((0, 2)).max().sqrt()),
             "stretch": float(_stretches(squares).max().sqrt()),
-            "row": float(squares.max().sqrt()),
+            "row": float(_rows(mine - theirs, x, least=0.1).square().sum(-1).max().sqrt()),
             "slope": float((apart * along).sum(-1).mean((0, 2)).abs().max()),
             "offset": float(by_offset(apart @ partner.mT).abs().max()),
         }
@@ -140,7 +141,7 @@ def slack(emulation: Results, true: Results, case: Case) -> Distances:
             "whole": FEW * float(squares.mean().sqrt()),
             "head": FEW * float(squares.mean((0, 2)).max().sqrt()),
             "stretch": 2 * float((squares.max() / (STRETCH * x.shape[0] * x.shape[1])).sqrt()),
-            "row": 2 * float(squares.max().sqrt()),
+            "row": 2 * float(_rows(mine - x, x, least=0.1).square().sum(-1).max().sqrt()),
             "slope": 2 * float((apart * along).sum(-1).abs().max()) / (x.shape[0] * x.shape[2]),
             "offset": 2 * float((apart @ partner.mT).abs().max()),
         }
@@ -152,8 +153,8 @@ def _stretches(squares_BHS: Tensor) -> Tensor:
     return squares_BHS.mean((0, 1)).unfold(0, min(STRETCH, squares_BHS.shape[2]), 1).mean(-1)
 
 
-def _rows(x: Tensor, true: Tensor) -> Tensor:
-    return x / row_sizes(true, least=0.5)[..., None]
+def _rows(x: Tensor, true: Tensor, least: float = 0.5) -> Tensor:
+    return x / row_sizes(true, least)[..., None]
 
 
 def _partners(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -113,7 +113,8 @@ def _unlike_heads(name: str) -> Applies:
     scaled = _is(name, None, "head", "block", "row", "group")
 
     def applies(recipe: Recipe, case: Case) -> bool:
-        x = {"k": case.k, "v": case.v, "dv_do": case.grad}[name]
+        smooth = recipe.smooth_k and name == "k"
+        x = {"k": case.k - case.k.mean(2, keepdim=True) if smooth else case.k, "v": case.v, "dv_do": case.grad}[name]
         most = x.abs().amax((2, 3))
         return scaled(recipe, case) and bool((most.roll(1, 1) / most - 1).abs().max() > 0.05)
 
