@@ -4,7 +4,7 @@ The recipe is emulated on the very inputs of the kernel, and some more times wit
 tiles, their order, how it adds, seeds). These say how far right kernels lie from the emulation, and how much that
 varies:
 
-    limit = furthest + 3 (furthest - nearest) + slack
+    limit = furthest + 2 (furthest - nearest) + slack
 
 where the slack is what roundings that fall the other way may do, by the emulation's own error: of one row, twice its
 error; of all, a tenth. Distance is taken in several ways, with every row (a token of a head) in units of the true
@@ -42,7 +42,7 @@ from tangram.kernels.lab.recipes import Freedom, Recipe
 
 WAYS = ("whole", "head", "stretch", "row", "slope", "offset")
 STRETCH = 16
-SPREAD = 3.0
+SPREAD = 2.0
 FEW = 0.1
 """Of the emulation's own error, what the roundings that fall the other way may come to over all rows."""
 _OFF = 2.0**-20
@@ -54,6 +54,8 @@ VARIANTS = (
     Freedom(tile=64, descending=True, accumulate=Accumulator(8, 23), seed=4, jitter=_OFF),
     Freedom(tile=96, seed=5, jitter=_OFF, reciprocal=True),
     Freedom(tile=32, seed=6),
+    Freedom(tile=96, descending=True, seed=7, jitter=_OFF),
+    Freedom(tile=128, descending=True, seed=8),
 )
 """The emulations that limits are made of. Tiles are multiples of 32, so that no group of scales is cut."""
 
