@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from bench._numerics import page
-from bench._numerics.dumped import dumped
 from bench._numerics.study import CRITERIA, OURS, Score, errors, held_out, laws_of, put_to_the_test
 from tangram.errors import UserError
 from tangram.hardware.measure import Row
@@ -43,6 +42,8 @@ def rows(quick: bool, only: tuple[str, ...] = (), repeats: int = 1, folder: Path
 
 
 def _rows(names: Sequence[str], wanted: Sequence[str], repeats: int, folder: Path | None) -> Iterable[Row]:
+    from bench._numerics.dumped import dumped  # loads transformers, which takes seconds
+
     model = dumped()
     found: list[tuple[str, Measured]] = []
     if "errors" in wanted:

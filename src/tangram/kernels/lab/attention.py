@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tangram.kernels.lab.accumulate import FP32_CHUNKED, Accumulator, product
+from tangram.kernels.lab.accumulate import Accumulator, product
 from tangram.kernels.lab.cases import Case, Results, shared, summed
 from tangram.kernels.lab.formats import FP32, Format, cast, single
 from tangram.kernels.lab.quant import Along, Operand, Quantised, block_mean, hadamard, quantise
@@ -329,5 +329,3 @@ def truth(case: Case) -> Results:
 def _rounder(to: Format) -> Callable[[Tensor], Tensor]:
     return single if to is FP32 else partial(cast, to=to)
 
-
-__all__ = ["FP32_CHUNKED", "RIGHT", "Steps", "Trace", "emulated", "traced", "truth"]
