@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench._numerics import plots
-from bench._numerics.study import CRITERIA, OURS, Score
+from bench._numerics.study import CRITERIA, HELD_OUT, OURS, Score
 from tangram.errors import UserError
 from tangram.kernels.lab.cases import TENSORS
 from tangram.kernels.lab.metrics import Measured
@@ -90,21 +90,28 @@ def _mutants(score: Score, each: int) -> str:
     ]
     killed, pairs = sum(score.killed.values()), len(score.killed)
     words = (
-        f"\n{each} of seven inputs for each recipe. Of {pairs} pairs of recipe and mutant, ours refuses {killed} on at "
+        f"\n{each} of {len(HELD_OUT) + 1} inputs for each recipe. Of {pairs} pairs of recipe and mutant, ours refuses {killed} on at "
         f"least one of these inputs. The furthest right kernel lies at {score.nearest:.2f} of its limit.\n"
     )
     return _table(["kind of mutant", "how many", *CRITERIA], [*kinds, *last]) + words
 
 
 def _survivors(score: Score) -> str:
+    """A line for each mutant: how often, where, how near, and under which recipes no input gave it away."""
     if not score.survivors:
         return "None.\n"
-    ordered = sorted(score.survivors, key=lambda one: (one.mutant, one.recipe, one.input))
-    rows = [
-        [one.mutant, one.recipe, one.input, f"{one.worst:.2f}", "yes" if score.killed[one.recipe, one.mutant] else "no"]
-        for one in ordered
-    ]
-    return _table(["mutant", "recipe", "input", "of its limit", "refused on another input"], rows)
+    rows: list[list[str]] = []
+    for mutant in sorted({one.mutant for one in score.survivors}):
+        own = [one for one in score.survivors if one.mutant == mutant]
+        inputs = sorted({one.input for one in own})
+        never = sorted({one.recipe for one in own if not score.killed[one.recipe, mutant]})
+        ratios = [one.worst for one in own]
+        rows.append([
+            mutant, f"{len(own)} ({len({one.recipe for one in own})} recipes)",
+            "; ".join(inputs) if len(inputs) < 4 else f"{len(inputs)} inputs",
+            f"{min(ratios):.2f} to {max(ratios):.2f}", "; ".join(never) or "none",
+        ])  # fmt: skip
+    return _table(["mutant", "accepted", "on", "of its limit", "recipes under which no input gave it away"], rows)
 
 
 def _picture_of_errors(found: Found) -> str:

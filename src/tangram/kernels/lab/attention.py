@@ -328,4 +328,3 @@ def truth(case: Case) -> Results:
 
 def _rounder(to: Format) -> Callable[[Tensor], Tensor]:
     return single if to is FP32 else partial(cast, to=to)
-
