@@ -63,8 +63,15 @@ def test_what_is_not_finite_is_refused_by_all() -> None:
     case, recipe = INPUTS["outliers"], RECIPES["fp8 per tensor"]
     own = limits(recipe, case)
     spoiled = own.emulation._replace(dq=own.emulation.dq.index_fill(3, torch.tensor(0), torch.nan))
-    assert judged(spoiled, own).where == "not finite"
+    assert judged(spoiled, own).where == "dQ, not finite"
     assert not any(accepts(spoiled, own.true, own.emulation, False) for accepts in RIVALS.values())
+
+
+def test_another_shape_is_refused_and_another_dtype_is_not() -> None:
+    own = limits(RECIPES["bf16"], INPUTS["outliers"], variants=(Freedom(tile=32),))
+    assert judged(Results(*(one.bfloat16() for one in own.emulation)), own).accepted
+    short = own.emulation._replace(dk=own.emulation.dk[:, :1])
+    assert judged(short, own).where == "dK, (1, 1, 101, 16) for (1, 2, 101, 16)"
 
 
 def test_limits_of_another_size_let_mutants_through() -> None:

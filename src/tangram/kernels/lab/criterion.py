@@ -100,12 +100,15 @@ def limits(recipe: Recipe, case: Case, variants: Sequence[Freedom] = VARIANTS) -
     return Limits(case, true, base, found)
 
 
-def judged(results: Results, limits: Limits) -> Verdict:
-    """Whether these are the results of a right kernel."""
-    if not all(bool(one.isfinite().all()) for one in results):
-        return Verdict(torch.inf, "not finite")
-    found = distances(results, limits.emulation, limits.true, limits.case)
-    ratios = {f"{name}, {way}": _over(found[name][way], limits.limits[name][way]) for name in TENSORS for way in WAYS}
+def judged(results: Results, own: Limits) -> Verdict:
+    """Whether these are the results of a right kernel; of any dtype."""
+    for name, one, true in zip(TENSORS, results, own.true, strict=True):
+        if one.shape != true.shape:
+            return Verdict(torch.inf, f"{name}, {tuple(one.shape)} for {tuple(true.shape)}")
+        if not bool(one.isfinite().all()):
+            return Verdict(torch.inf, f"{name}, not finite")
+    found = distances(results, own.emulation, own.true, own.case)
+    ratios = {f"{name}, {way}": _over(found[name][way], own.limits[name][way]) for name in TENSORS for way in WAYS}
     where = max(ratios, key=ratios.__getitem__)
     return Verdict(ratios[where], where)
 
