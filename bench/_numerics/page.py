@@ -90,8 +90,9 @@ def _mutants(score: Score, each: int) -> str:
     ]
     killed, pairs = sum(score.killed.values()), len(score.killed)
     words = (
-        f"\n{each} of {len(HELD_OUT) + 1} inputs for each recipe. Of {pairs} pairs of recipe and mutant, ours "
-        f"refuses {killed} on at least one of these inputs. The furthest right kernel lies at {score.nearest:.2f} of its limit.\n"
+        f"\n{each} of {len(HELD_OUT) + 1} inputs for each recipe. "
+        f"Of {pairs} pairs of recipe and mutant, ours refuses {killed} on at least one of these inputs. "
+        f"The furthest right kernel lies at {score.nearest:.2f} of its limit.\n"
     )
     return _table(["kind of mutant", "how many", *CRITERIA], [*kinds, *last]) + words
 

@@ -17,7 +17,8 @@ MARKS = "".join(
 )
 
 
-def some() -> tuple[page.Found, Score]:
+@pytest.fixture(scope="module")
+def studied() -> tuple[page.Found, Score]:
     case = drawn("gaussian", Shape(tokens=80, width=8, heads=4, groups=2), seed=3)
     names = ("bf16", "fp8 per tensor")
     done: list[str] = []
@@ -26,10 +27,10 @@ def some() -> tuple[page.Found, Score]:
     return list(errors({"gaussian": case, "channels": case}, names)), score
 
 
-def test_the_page_and_its_pictures(tmp_path: Path) -> None:
+def test_the_page_and_its_pictures(studied: tuple[page.Found, Score], tmp_path: Path) -> None:
     file = tmp_path / page.NAME
     file.write_text(f"# Title\n\n{MARKS}kept\n")
-    found, score = some()
+    found, score = studied
     page.write(tmp_path, found, score, 1)
     text = file.read_text()
     assert text.startswith("# Title\n")
@@ -47,8 +48,8 @@ def test_the_page_and_its_pictures(tmp_path: Path) -> None:
         assert len(root) > 10
 
 
-def test_the_score_counts_right_kernels_and_mutants() -> None:
-    _, score = some()
+def test_the_score_counts_right_kernels_and_mutants(studied: tuple[page.Found, Score]) -> None:
+    _, score = studied
     assert score.right == 8
     assert score.refused[OURS] == 0
     assert score.refused["allclose"] == 8 - 4, "bf16 is close, fp8 is not"
@@ -57,11 +58,11 @@ def test_the_score_counts_right_kernels_and_mutants() -> None:
     assert set(CRITERIA) == {OURS, *RIVALS}
 
 
-def test_without_its_marks_a_page_is_left_alone(tmp_path: Path) -> None:
+def test_without_its_marks_a_page_is_left_alone(studied: tuple[page.Found, Score], tmp_path: Path) -> None:
     file = tmp_path / page.NAME
     file.write_text("# Title\n")
     with pytest.raises(UserError, match="lacks the marks <!-- errors -->"):
-        page.write(tmp_path, *some(), 1)
+        page.write(tmp_path, *studied, 1)
     assert file.read_text() == "# Title\n"
     assert [*tmp_path.iterdir()] == [file]
 
