@@ -43,6 +43,31 @@ def held(values: Mapping[str, Tensor]) -> Opened:
     return Opened("memory", Path("memory"), specs, pieces, lambda _, name: values[name], lambda: None)
 
 
+def cut(values: Mapping[str, Tensor], ranks: int, dim: int) -> Opened:
+    """The same as ranks have it: each a part of every tensor along a dim, uneven where it does not divide.
+
+    What tensor, expert and pipeline ranks write of a torch_dist are such parts: of rows, columns, experts or layers.
+    """
+    whole = held(values)
+    pieces: list[Piece] = []
+    for name, spec in whole.specs.items():
+        at = min(dim, len(spec.shape) - 1)
+        step = max(1, -(-spec.shape[at] // ranks)) if spec.shape else 1
+        for first in range(0, spec.shape[at], step) if spec.shape else ():
+            last = min(first + step, spec.shape[at])
+            offsets = [first if i == at else 0 for i in range(len(spec.shape))]
+            sizes = [last - first if i == at else n for i, n in enumerate(spec.shape)]
+            pieces.append(Piece((at, first, last), name, Region.box(offsets, sizes)))
+        if not spec.shape:
+            pieces.append(Piece((0, 0, 1), name, Region.full(())))
+
+    def read(place: Any, name: str) -> Tensor:
+        at, first, last = place
+        return values[name].narrow(at, first, last - first) if values[name].dim() else values[name]
+
+    return replace(whole, pieces=tuple(pieces), read=read)
+
+
 def moved(source: Opened, bound: Bound) -> dict[str, Tensor]:
     """What a mapping makes of it."""
     made = {name: torch.empty(spec.shape) for name, spec in bound.target.specs.items()}
@@ -94,7 +119,8 @@ def there_and_back(name: str, data: st.DataObject) -> None:
         values[f"model.layers.{layers}.shared_head.head.weight"] = values["lm_head.weight"].clone()
     assert family_of(config) == family
     hf = held(values)
-    core = held(moved(hf, choose(hf, "torch_dist", config, local=local, divisor=divisor).bound))
+    there = moved(hf, choose(hf, "torch_dist", config, local=local, divisor=divisor).bound)
+    core = cut(there, some(1, 4), some(0, 2))
     rows = core.specs["embedding.word_embeddings.weight"].shape[0]
     assert rows % divisor == 0
     assert rows - words < divisor
@@ -111,7 +137,7 @@ def there_and_back(name: str, data: st.DataObject) -> None:
 def test_a_family_is_a_short_file() -> None:
     files = [*FOLDER.glob("*.toml"), *FOLDER.glob("shared/*.toml")]
     assert {file.stem for file in FOLDER.glob("*.toml")} == set(NAMES)
-    assert all(len(file.read_text().splitlines()) <= 40 for file in files)
+    assert all(len(file.read_text().splitlines()) < 40 for file in files)
     architectures = [one for family in families() for one in family.architectures]
     assert len(set(architectures)) == len(architectures)
 

@@ -112,7 +112,9 @@ def test_states_are_fused_as_their_parameters_are_and_come_back(tmp_path: Path) 
     assert torch.equal(core["output_layer.weight.master"], own["lm_head.weight"])
     assert float(core["output_layer.weight.step"]) == 2
 
-    convert(tmp_path / "core", tmp_path / "back", "--to", "tangram")
+    convert(tmp_path / "core", tmp_path / "back", "--to", "tangram", "--shard-size", "100KB")
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 3
+    assert main(["checkpoint", "verify", str(tmp_path / "back")]) == 0
     back = values_of(open_any(tmp_path / "back"))
     assert same(back, own)  # Megatron's copies of float32 parameters were compared, and are gone
     again, fresh = stepped("llama", tmp_path / "other")

@@ -222,6 +222,7 @@ def test_the_dry_run_says_every_tensors_way(tmp_path: Path, capsys: pytest.Captu
     assert qkv["shape"] == [128, 32]
     assert [name.split(".")[4] for name in qkv["of"]] == ["q_proj", "k_proj", "v_proj"]
     assert plan["bytes"] == sum(t.nbytes for t in load_file(tmp_path / "hf/model.safetensors").values())
+    assert plan["files"] == 1
     assert not (tmp_path / "x").exists()
 
 

@@ -11,11 +11,11 @@ under a temporary name and appears by one rename.
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -195,17 +195,26 @@ def _is_float(dtype: str) -> bool:
 
 def planned_images(specs: Mapping[str, TensorSpec], shard: int, save_id: str) -> list[Image]:
     """The files: tensors in the order in which they are read, in as many files as `shard` asks for."""
-    files: list[list[Outgoing]] = [[]]
-    room = shard
-    for name, spec in specs.items():
-        piece = Outgoing(name, spec, Region.full(spec.shape))
-        if piece.nbytes > room and files[-1]:
-            files.append([])
-            room = shard
-        files[-1].append(piece)
-        room -= piece.nbytes
-    made = [images(pieces, i, len(files), save_id)[0] for i, pieces in enumerate(files)]
+    pieces = [Outgoing(name, spec, Region.full(spec.shape)) for name, spec in specs.items()]
+    files = by_size(pieces, shard, lambda piece: piece.nbytes)
+    made = [images(some, i, len(files), save_id)[0] for i, some in enumerate(files)]
     return made if len(made) > 1 else [replace(made[0], name=SINGLE)]
+
+
+T = TypeVar("T")
+
+
+def by_size(pieces: Iterable[T], most: int, nbytes: Callable[[T], int]) -> list[list[T]]:
+    """Pieces in files of at most so many bytes, one after the other; a larger one has a file of its own."""
+    files: list[list[T]] = [[]]
+    room = most
+    for piece in pieces:
+        if nbytes(piece) > room and files[-1]:
+            files.append([])
+            room = most
+        files[-1].append(piece)
+        room -= nbytes(piece)
+    return files
 
 
 def index_of(planned: Sequence[Image]) -> bytes:

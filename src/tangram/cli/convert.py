@@ -191,8 +191,11 @@ def _planned(
     source: "Opened", target: str, asked: Asked, chosen: "Chosen", ways: Sequence["Way"], total: int, rate: float | None
 ) -> None:
     """What would be done, and how long it would take at so many bytes a second."""
+    from tangram.checkpoint.convert import by_size, bytes_of
+
+    files = len(by_size(ways, bytes_of(asked.shard_size), lambda way: way.nbytes))
     fields: dict[str, Any] = {
-        "from": source.format, "to": asked.to, "by": chosen.said, "tensors": len(ways), "bytes": total,
+        "from": source.format, "to": asked.to, "by": chosen.said, "tensors": len(ways), "bytes": total, "files": files,
         "left_out": list(chosen.left), "skipped": source.skipped, "seconds": round(total / rate, 1) if rate else None,
     }  # fmt: skip
     if asked.json:
@@ -206,7 +209,8 @@ def _planned(
     print_table(target, ("tensor", "dtype", "shape", "made of"), [[printable(c) for c in row] for row in rows])
     if len(ways) > ROWS:
         print(f"and {len(ways) - ROWS:,} more, which --json lists")
-    print(f"{source.format} to {asked.to}, by {chosen.said}: {count(len(ways), 'tensor')}, {size(total)}; {time_}")
+    what = f"{count(len(ways), 'tensor')}, {size(total)} in about {count(files, 'data file')}"
+    print(f"{source.format} to {asked.to}, by {chosen.said}: {what}; {time_}")
     _skipped(source)
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states would not be converted")

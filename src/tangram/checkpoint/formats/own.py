@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from tangram.checkpoint import commits
+from tangram.checkpoint.convert import by_size
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.naming import Naming, named
 from tangram.checkpoint.formats.opened import SETTINGS, Opened
@@ -118,7 +119,8 @@ def write(task: Task) -> list[str]:
     empty = {name: spec for name, spec in specs.items() if 0 in spec.shape}
     save_id, ring, back = secrets.token_hex(16), Ring(), {own: name for name, own in names.items()}
     pieces = [Outgoing(name, spec, Region.full(spec.shape)) for name, spec in specs.items() if name not in empty]
-    files = images(pieces, 0, 1, save_id)
+    parts = by_size(pieces, task.shard, lambda piece: piece.nbytes)
+    files = [image for i, some in enumerate(parts) for image in images(some, i, len(parts), save_id)]
     written: list[Written] = []
     for image in files:
         written.append(write_from(task.folder, image, taking(image, task, back), ring))
