@@ -45,7 +45,7 @@ def test_the_page_and_its_pictures(studied: tuple[page.Found, Score], tmp_path: 
     for name in ("attention-errors.svg", "attention-criteria.svg"):
         root = ET.fromstring((tmp_path / "images" / name).read_text())
         assert root.tag.endswith("svg")
-        assert len(root) > 10
+        assert len([*root.iter()]) > 50
 
 
 def test_the_score_counts_right_kernels_and_mutants(studied: tuple[page.Found, Score]) -> None:
@@ -85,7 +85,8 @@ def test_pictures_show_every_name_and_number() -> None:
     assert "a &lt; b" in text
     assert "12.5 %" in text
     text = plots.points("title", {"x": {"one": 1.0, "two": 100.0}, "y": {"one": 0.0}}, "%")
-    assert text.count('r="4.5"') == 2
+    assert all(word in text for word in ("title", ">x<", ">y<", ">one<", ">two<"))
+    assert text == plots.points("title", {"x": {"one": 1.0, "two": 100.0}, "y": {"one": 0.0}}, "%")
 
 
 @pytest.mark.slow
