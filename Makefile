@@ -45,7 +45,7 @@ matrix: $(STAMP) ## run some cells of the capability matrix, others with every c
 
 # Never a sample: what another project loads, computes and saves is the proof of every family.
 peers: $(STAMP) ## every family and the optimiser's states through megatron-core itself; the chain
-	@$(BIN)/python -m pytest -p no:xdist -m slow $(addprefix tests/checkpoint/test_,megatron.py optimiser_states.py chain.py)
+	@$(BIN)/python -m pytest -p no:xdist -m slow $(addprefix tests/checkpoint/test_,megatron.py optimiser_states.py chain.py examples.py)
 
 # In an environment of their own: transformers loads torchao wherever it is installed, with warnings, and Paddle is large.
 interop: ## compare with Paddle, DeepSpeed, bitsandbytes, torchao and what parses our exports (about 500 MB, into .venv-interop)

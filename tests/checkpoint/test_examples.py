@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,6 +33,7 @@ def test_plain_torch_goes_on_with_another_number_of_ranks(tmp_path: Path) -> Non
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000070", "step-00000080"]
 
 
+@pytest.mark.slow  # a section of the CI runs it each time: make peers
 def test_hugging_faces_trainer_goes_on(tmp_path: Path) -> None:
     ((step, first),) = run("examples/checkpoint_trainer.py", str(tmp_path / "run"))
     ((later, second),) = run("examples/checkpoint_trainer.py", str(tmp_path / "run"))

@@ -38,7 +38,7 @@ def seen_as(a: Opened, b: Opened, config: Mapping[str, Any] | None) -> tuple[Cho
     to = "torch_dist" if core else "tangram"
     rows = other.specs[WORDS].shape[0] if core and other.specs[WORDS].shape else 1
     ways = [
-        choose(a, to, config, states=states, local=local, divisor=rows)
+        choose(a, to, config, states=states, local=local, divisor=rows, made=other.specs)
         for local in ((False, True) if core else (False,))
     ]
     best = max(ways, key=lambda way: len(way.bound.target.specs.keys() & other.specs.keys()))

@@ -60,13 +60,15 @@ def choose(
     local: bool = False,
     divisor: int = 1,
     states: bool = True,
+    made: Collection[str] | None = None,
 ) -> Chosen:
     """The mapping to a format, bound to the checkpoint's tensors.
 
     `text` and `sizes`: a mapping of the user's own. `family`: instead of the one that the configuration names.
     `local`: write the names of Megatron-core's layers without Transformer Engine; those that are read are told apart by
     themselves. `divisor`: pad the vocabulary to a multiple of it. `states`: with the optimiser's, where the format has
-    a place for them. Raises UserError where no mapping fits.
+    a place for them. `made`: names of tensors that are to come out, for a family that has two ways to say the same;
+    those of the format unless given. Raises UserError where no mapping fits.
     """
     target = target_of(to)
     model, left = (source, ()) if states and target.states else model_of(source)
@@ -82,7 +84,7 @@ def choose(
         raise UserError("there is no config.json, which says what the model is: give --config DIR")
     known = family or family_of(config)
     if core:
-        bound = _from_core(model, known, config, FUSED if to == "tangram" else ())
+        bound = _from_core(model, known, config, made if made is not None else FUSED if to == "tangram" else ())
         return Chosen(model, bound, f"the family {known.name}, read backwards", left)
     rows = config.get("vocab_size")
     padded = -(-rows // divisor) * divisor if isinstance(rows, int) else None
