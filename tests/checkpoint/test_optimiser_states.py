@@ -20,6 +20,7 @@ from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.load import load
 from tangram.checkpoint.save import save as save_own
 from tangram.cli import main
+from tangram.errors import UserError
 from tests.checkpoint.peers.megatron_optimiser import SETTINGS
 from tests.checkpoint.peers.models import save
 
@@ -214,3 +215,26 @@ def test_experts_as_a_module_has_them_go_to_megatron_and_back(name: str, tmp_pat
     assert torch.equal(core[f"{experts}.exp_avg"], optimiser.state[own]["exp_avg"])
     convert(tmp_path / "core", tmp_path / "back", "--to", "tangram")
     assert same(values_of(open_any(tmp_path / "back")), values_of(open_any(tmp_path / "own")))
+
+
+@pytest.mark.parametrize(
+    ("optimiser", "found"),
+    [
+        ({"param_groups": [{"lr": torch.tensor(0.5), "betas": (0.8, 0.9), "eps": None, "step": torch.tensor(3.0)}]},
+         {"lr": 0.5, "betas": [0.8, 0.9]}),
+        ({0: {"optimizer": {"param_groups": [{"lr": 0.1}, {"lr": 0.2, "weight_decay": 0.3}]}}, "x": [1]},
+         {"lr": 0.2, "weight_decay": 0.3}),
+        ({"param_groups": [3, None]}, "none of Megatron-core's"),
+        ({"param_groups": [{"step": 3}, {"step": 4}]}, "are at the steps 3, 4"),
+        (None, None),
+    ],
+)  # fmt: skip
+def test_settings_of_megatrons_are_read_or_refused(tmp_path: Path, optimiser: Any, found: Any) -> None:
+    save("llama", tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "core", "--to", "torch_dist")
+    torch.save({"optimizer": optimiser, "args": Path("x")}, tmp_path / "core" / "common.pt")
+    if isinstance(found, str):
+        with pytest.raises(UserError, match=found):
+            open_any(tmp_path / "core")
+    else:
+        assert open_any(tmp_path / "core").objects == ({"settings": found} if found else {})

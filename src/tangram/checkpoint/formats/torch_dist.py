@@ -114,30 +114,39 @@ def _of_optimiser(path: Path, maps: Maps) -> tuple[float | None, dict[str, Any] 
     groups: list[Mapping[str, Any]] = []
     steps: list[float] = []
 
-    def number(value: Any) -> Iterator[float]:
-        if isinstance(value, Place):
+    def plain(value: Any) -> Any:
+        """Numbers, also those that are tensors of one, and rows of numbers; None of anything else."""
+        if isinstance(value, Place) and not value.shape:
             value = maps.view(value.file, value.offset, value.dtype, value.shape, value.stride).item()
-        if isinstance(value, int | float):
-            yield float(value)
+        if isinstance(value, list | tuple):
+            found = [plain(one) for one in cast("list[Any]", value)]
+            return None if None in found else found
+        return value if isinstance(value, int | float) else None
 
     def look(node: Any) -> None:
         table: Mapping[Any, Any] = cast("Mapping[Any, Any]", node) if isinstance(node, Mapping) else {}
-        steps.extend(number(table.get("common_step")))
         for key, value in table.items():
-            if key == "param_groups" and isinstance(value, list):
-                groups.extend(cast("list[Mapping[str, Any]]", value))
+            if key == "common_step":
+                steps.append(plain(value) or 0.0)
+            elif key == "param_groups" and isinstance(value, list):
+                for group in cast("list[Any]", value):
+                    known = {name: plain(group[name]) for name in (*SETTINGS, STEP) if name in group}
+                    groups.append({name: one for name, one in known.items() if one is not None})
             else:
                 look(value)
 
-    look(tree.get("optimizer") if isinstance(tree, Mapping) else None)
-    steps += [step for group in groups for step in number(group.get("step"))]
+    try:
+        look(tree.get("optimizer") if isinstance(tree, Mapping) else None)
+    except (TypeError, RecursionError):
+        raise UserError(f'"{path / COMMON}" has settings of an optimiser that are none of Megatron-core\'s') from None
+    steps += [group[STEP] for group in groups if STEP in group]
     if len(set(steps)) > 1:
         raise UserError(
             f'"{path}": its groups of parameters are at the steps {", ".join(f"{x:g}" for x in sorted(set(steps)))}'
         )
-    first = max(groups, key=lambda group: float(group.get("weight_decay") or 0), default=None)
+    first = max(groups, key=lambda group: group.get("weight_decay", 0.0), default=None)
     settings = {key: first[key] for key in SETTINGS if key in first} if first else None
-    return (steps[0] if steps else None), settings
+    return (float(steps[0]) if steps else None), settings
 
 
 # ---------------------------------------------------------------- writing
