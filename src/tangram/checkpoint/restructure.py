@@ -134,16 +134,17 @@ def restructure(
     shard: int = SHARD,
     memory: int = MEMORY,
     stack: bool = True,
+    experts_apart: bool = True,
     small: Mapping[str, bytes] | None = None,
     told: Callable[[int], None] | None = None,
 ) -> Restructured:
     """Write what a mapping makes of a checkpoint as the new directory `target`, or at an address of an object store.
 
     `to`: one of TARGETS. `dtype`: floating-point tensors of the model are cast to it; `rounded` says that this may lose
-    bits. `shard`: bytes of a safetensors file at most. `memory`: bytes for all buffers. `stack`: layers that are alike
-    lie stacked in a torch_dist, as Megatron-core has them. `small`: configuration and tokenizer, the source's own
-    unless given. `told` hears how many more bytes are written. Raises UserError for what cannot be done and
-    DamagedError for damage; nothing is left of the target then.
+    bits. `shard`: bytes of a file at most. `memory`: bytes for all buffers. `stack`: layers that are alike lie stacked
+    in a torch_dist, as Megatron-core has them. `experts_apart`: experts have an optimiser of their own there. `small`:
+    configuration and tokenizer, the source's own unless given. `told` hears how many more bytes are written. Raises
+    UserError for what cannot be done and DamagedError for damage; nothing is left of the target then.
     """
     begin = time.perf_counter()
     writer = target_of(to)
@@ -166,8 +167,8 @@ def restructure(
     chunk = min(CHUNK, (memory - LEAST) // 4 + BLOCK)
     with placing(str(target), nbytes + sum(map(len, beside.values()))) as (folder, done):
         task = Task(
-            folder, specs, source.states, filler.fill, filler.bytes_of, chunk, shard, stack, beside, source.objects,
-            told or _deaf, done,
+            folder, specs, source.states, filler.fill, filler.bytes_of, chunk, shard, stack, experts_apart, beside,
+            source.objects, told or _deaf, done,
         )  # fmt: skip
         files = writer.write(task)
     cast = sum(bound.target.specs[name] != spec for name, spec in specs.items())

@@ -185,6 +185,9 @@ def convert(
     pad_vocabulary: Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of it.")] = 1,
     betas: Annotated[str | None, typer.Option(metavar="B1,B2", help="Of Adam, for steps from or to Paddle.")] = None,
     apart: Annotated[bool, typer.Option("--apart", help="Layers of a torch_dist one by one, not stacked.")] = False,
+    one_optimiser: Annotated[
+        bool, typer.Option("--one-optimiser", help="For Megatron-core without expert-parallel ranks.")
+    ] = False,
     model_only: Annotated[bool, typer.Option("--model-only", help="Leave the optimiser's states out.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
     json: Json = False,
@@ -194,7 +197,7 @@ def convert(
 
     asked = Asked(
         to, dtype, rounded, shard_size, memory, config, mapping, tuple(sizes or ()), family, optimiser,
-        transformer_impl, pad_vocabulary, betas, not apart, not model_only, dry_run, json, adapter,
+        transformer_impl, pad_vocabulary, betas, not apart, not one_optimiser, not model_only, dry_run, json, adapter,
     )  # fmt: skip
     with _files():
         run(source, target, asked)

@@ -48,6 +48,7 @@ class Asked:
     pad_vocabulary: int
     betas: str | None
     stack: bool
+    experts_apart: bool
     states: bool
     dry_run: bool
     json: bool
@@ -158,6 +159,7 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
     with byte_bar("converting", total) as told:
         made = restructure(
             chosen.source, chosen.bound, target, asked.to, dtype=asked.dtype, rounded=asked.rounded, stack=asked.stack,
+            experts_apart=asked.experts_apart,
             small=small, told=told, **room,
         )  # fmt: skip
     if asked.json:

@@ -64,10 +64,12 @@ def run(rank: int, asked: argparse.Namespace, world: int) -> None:
 
     DistributedOptimizer._set_main_param_and_optimizer_states = put_with_step
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=asked.tp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=asked.tp, expert_model_parallel_size=asked.ep, expert_tensor_parallel_size=1
+    )
     torch.manual_seed(100)
     with OnCpu():
-        model: Any = build(asked.family, asked.tp, 1)
+        model: Any = build(asked.family, asked.tp, asked.ep)
         if asked.dtype == "bfloat16":
             model = model.bfloat16()
         wrapped = DistributedDataParallel(
@@ -116,6 +118,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("family")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--meet", required=True)
@@ -123,4 +126,5 @@ if __name__ == "__main__":
     parser.add_argument("--load")
     parser.add_argument("--states", action="store_true", help="load the optimiser's, too")
     given = parser.parse_args(sys.argv[1:])
-    mp.spawn(run, args=(given, given.tp), nprocs=given.tp)  # pyright: ignore[reportPrivateImportUsage]
+    ranks = max(given.tp, given.ep)
+    mp.spawn(run, args=(given, ranks), nprocs=ranks)  # pyright: ignore[reportPrivateImportUsage]

@@ -44,6 +44,8 @@ class Task:
     """Bytes of a file at most, where a format has files of a size."""
     stack: bool
     """Layers that are alike in one tensor, where the format knows both."""
+    experts_apart: bool
+    """An optimiser of their own for experts, as Megatron-core has it where expert-parallel ranks cut them."""
     small: Mapping[str, bytes]
     objects: Mapping[str, Any]
     told: Callable[[int], None]

@@ -252,13 +252,16 @@ def _common(task: Task) -> dict[str, Any]:
     if not counts:
         return {}
     step = common_step(counts, "Megatron-core")
-    groups = [
-        {
-            "wd_mult": wd, "lr_mult": 1.0, "is_expert_parallel": expert, "is_decoupled_lr": False, "step": int(step),
-            **settings,
-        }
-        for wd, expert in itertools.product((1.0, 0.0), (False, True))
-    ]  # fmt: skip
-    one = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
-    apart = any(EXPERTS in name for name in task.specs)  # which Megatron-core gives an optimiser of their own
-    return {"optimizer": {0: one, 1: one} if apart else one}
+
+    def one() -> dict[str, Any]:  # anew each time: Megatron-core fills what it reads, and shared tables twice
+        groups = [
+            {
+                "wd_mult": wd, "lr_mult": 1.0, "is_expert_parallel": expert, "is_decoupled_lr": False,
+                "step": int(step), **settings,
+            }
+            for wd, expert in itertools.product((1.0, 0.0), (False, True))
+        ]  # fmt: skip
+        return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+
+    apart = task.experts_apart and any(EXPERTS in name for name in task.specs)
+    return {"optimizer": {0: one(), 1: one()} if apart else one()}
