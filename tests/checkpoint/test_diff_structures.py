@@ -72,3 +72,17 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path, capsys: pytest.CaptureF
         told = capsys.readouterr().err
         assert words in told
         assert told.count("\n") == 1
+
+
+def test_paddles_transposed_weights_are_the_same_from_either_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("qwen3", tmp_path / "hf")
+    for to in ("paddle", "torch_dist"):
+        assert main(["checkpoint", "convert", str(tmp_path / "hf"), str(tmp_path / to), "--to", to]) == 0
+    count = len(load_file(tmp_path / "hf/model.safetensors"))
+    for sides in (("paddle", "hf"), ("hf", "paddle")):
+        code, found = diff(capsys, *(tmp_path / side for side in sides))
+        assert (code, found["equal"]) == (0, count), sides
+    assert main(["checkpoint", "diff", str(tmp_path / "torch_dist"), str(tmp_path / "paddle")]) == 2
+    assert "hf" in capsys.readouterr().err  # by way of which it goes

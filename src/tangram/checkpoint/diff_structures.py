@@ -35,7 +35,7 @@ def seen_as(a: Opened, b: Opened, config: Mapping[str, Any] | None) -> tuple[Cho
     states = bool(a.states) and bool(b.states)
     other = b if states else model_of(b)[0]
     core = WORDS in other.specs
-    to = "torch_dist" if core else "tangram"
+    to = "torch_dist" if core else "paddle" if other.format == "paddle" else "tangram"
     rows = other.specs[WORDS].shape[0] if core and other.specs[WORDS].shape else 1
     ways = [
         choose(a, to, config, states=states, local=local, divisor=rows, made=other.specs)
