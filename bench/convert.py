@@ -5,8 +5,8 @@ data segment may grow by `--memory`'s default and no more (RLIMIT_DATA: what it 
 cache's). Contenders take turns, files are put out of the page cache before each, figures are medians, and at the end
 every tensor that came back is compared with what went. The raw copy reads all bytes and writes them, around the page
 cache, in one process: what a conversion at least has to do. Beside the way to torch_dist takes turns the script by hand
-(`_checkpoint/by_hand.py`) that loads all, fuses and saves by torch, without a limit: no converter of a framework that
-installs without a GPU does this way.
+(`_checkpoint/by_hand.py`) that loads all, fuses and saves by torch, without a limit: Megatron-Bridge,
+which has these ways, needs Transformer Engine on CUDA.
 
 `--only`: torch_dist (which it is unless said) or paddle. `--size`: gigabytes of the model (4). `--repeats`: turns.
 `--folder`: on the disk that is meant, with room for six times the size.
