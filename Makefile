@@ -5,7 +5,7 @@ JOB ?= examples/quickstart/job.toml
 PROCESSES ?= 2
 SAMPLE ?= 8
 CELLS ?= 72
-EXTRAS := hf,data,report,remote,dev
+EXTRAS := hf,data,report,remote,kernels,dev
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -49,7 +49,7 @@ peers: $(STAMP) ## every family and the optimiser's states through megatron-core
 
 # In an environment of their own: transformers loads torchao wherever it is installed, with warnings, and Paddle is large.
 interop: ## compare with Paddle, DeepSpeed, bitsandbytes, torchao and what parses our exports (about 500 MB, into .venv-interop)
-	@$(MAKE) --no-print-directory install VENV=.venv-interop EXTRAS=dev,hf,lowbit,paddle,parsers
+	@$(MAKE) --no-print-directory install VENV=.venv-interop EXTRAS=dev,hf,kernels,lowbit,paddle,parsers
 	@DS_ACCELERATOR=cpu .venv-interop/bin/python -W ignore -c "import deepspeed, paddle" # without them their tests would only be skipped
 	@.venv-interop/bin/python -m pytest tests/interop
 	@.venv-interop/bin/python -m pytest -m slow --sample 1000 tests/planner/exports/test_own_parsers.py

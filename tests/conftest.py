@@ -20,6 +20,8 @@ settings.register_profile("ci", settings.get_profile("dev"), max_examples=50, de
 settings.register_profile("thorough", settings.get_profile("dev"), max_examples=3000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
+# Kernels run under Triton's interpreter, which has to be asked for before Triton is loaded, by whomever.
+os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TANGRAM_HISTORY"] = ""  # what tests train is not remembered, nor does what was measured here change them
 torch.set_num_threads(1)  # tests run side by side; more threads than cores make all of them slower
 

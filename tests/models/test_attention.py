@@ -103,7 +103,7 @@ def test_as_with_its_own_masks(kind: str) -> None:
 
 def test_documents_begin_where_positions_do() -> None:
     numbers = numbers_of(torch.tensor([[0, 1, 2, 0, 1, 0], [4, 5, 6, 7, 8, 9]]))
-    assert numbers[..., 0].tolist() == [[0, 0, 0, 1, 1, 2], [0] * 6]
+    assert numbers[..., 0].tolist() == [[0, 0, 0, 3, 3, 5], [0] * 6]
     assert numbers[..., 1].tolist() == [[*range(6)]] * 2
 
 

@@ -7,6 +7,7 @@ import torch
 
 from tangram.errors import UserError
 from tangram.kernels.attention import ATTEND
+from tangram.kernels.flash.operator import FLASH
 from tangram.layout.rule import Rule
 from tangram.models import noted
 from tangram.sharding.calls import Call
@@ -35,7 +36,7 @@ def test_every_named_operator_is_there() -> None:
         if name == "pointwise" or packet == "torch_nn":
             continue
         if packet == "tangram":
-            assert f"tangram::{overload}" in (noted.MARK, noted.RELAYOUT, ATTEND.default.name())
+            assert f"tangram::{overload}" in (noted.MARK, noted.RELAYOUT, ATTEND.default.name(), FLASH.default.name())
             continue
         assert known is not None, name
         assert not overload or overload in known.overloads(), name

@@ -1,4 +1,9 @@
-"""Fused operators that torch has not, or not so: the loss of tokens without logits in float32.
+"""Fused operators that torch has not, or not so: the loss of tokens, attention of some keys, or in low precision.
+
+    attention, cross_entropy    in torch's operators
+    flash                       attention by recipes of low precision, by kernels
+    compiled                    those kernels
+    lab                         what recipes cost, and whether a kernel is one of a recipe
 
 They know nothing of ranks: what goes over all parts of a tensor is given to them.
 """

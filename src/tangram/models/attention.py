@@ -1,8 +1,9 @@
 """Attention by documents and places of tokens, in the place of a Hugging Face model's own.
 
-A model whose configuration was given to `by_tokens` attends by `kernels.attention`. What its tokens are it is told as
-its attention mask (`mask_of`), which transformers hands on as it is because it has four dims; without one, position ids
-say it, or the order of tokens. So no mask of sequence x sequence is made, and tokens may lie in any order.
+A model whose configuration was given to `by_tokens` attends by `kernels.attention`, or by a mode of `kernels.flash`.
+What its tokens are it is told as its attention mask (`mask_of`), which transformers hands on as it is because it has
+four dims; without one, position ids say it, or the order of tokens. So no mask of sequence x sequence is made, and
+tokens may lie in any order.
 
 The seam is transformers' own registry of attention functions; a model that does not take one from there is refused.
 """
@@ -12,6 +13,9 @@ The seam is transformers' own registry of attention functions; a model that does
 from __future__ import annotations
 
 import copy
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,31 +24,64 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from tangram.errors import UserError
 from tangram.kernels.attention import ATTEND, attend
+from tangram.kernels.flash.modes import MODES
+from tangram.kernels.flash.operator import flash, unable
+from tangram.kernels.flash.spans import by_numbers
 from tangram.models.build import build_on_meta
 from tangram.models.capture import CaptureError, capture
 
-NAME = "tangram_tokens"
+TOKENS = "tokens"
+"""What computes where no mode of `kernels.flash` is named."""
+_NAMES = {f"tangram_{mode}": mode for mode in (TOKENS, *MODES)}
 
 
-def by_tokens(config: PreTrainedConfig) -> PreTrainedConfig:
+def by_tokens(config: PreTrainedConfig, mode: str = TOKENS) -> PreTrainedConfig:
     """The configuration of a model that attends so, where its class can (`refuse_unable`)."""
-    AttentionInterface.register(NAME, _attention)
+    name = next(name for name, own in _NAMES.items() if own == mode)
+    AttentionInterface.register(name, partial(_attention, mode))
     found = copy.deepcopy(config)
-    found._attn_implementation = NAME  # pyright: ignore[reportPrivateUsage]  what from_config's argument sets, too
+    found._attn_implementation = name  # pyright: ignore[reportPrivateUsage]  what from_config's argument sets, too
     return found
 
 
-def is_by_tokens(config: PreTrainedConfig) -> bool:
-    """Whether models of it attend so."""
-    return config._attn_implementation == NAME  # pyright: ignore[reportPrivateUsage]
+def by_torch(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of a model that attends by torch's own function, whatever its class would choose."""
+    found = copy.deepcopy(config)
+    found._attn_implementation = "sdpa"  # pyright: ignore[reportPrivateUsage]
+    return found
+
+
+def mode_of(config: PreTrainedConfig) -> str | None:
+    """How models of it attend by tokens; None: they do not."""
+    return _NAMES.get(config._attn_implementation or "")  # pyright: ignore[reportPrivateUsage]
+
+
+@contextmanager
+def exactly(model: PreTrainedModel) -> Generator[None]:
+    """While it lasts, a model that attends by a mode of `kernels.flash` does so without the mode's casts."""
+    config = model.config
+    mode = mode_of(config)
+    if mode in (None, TOKENS):
+        yield
+        return
+    before, plain = config._attn_implementation, by_tokens(config)._attn_implementation  # pyright: ignore[reportPrivateUsage]
+    config._attn_implementation = plain  # pyright: ignore[reportPrivateUsage]
+    try:
+        yield
+    finally:
+        config._attn_implementation = before  # pyright: ignore[reportPrivateUsage]
 
 
 def numbers_of(positions_BS: Tensor) -> Tensor:
-    """Document and place of each token (B, S, 2), int64; a document begins where positions begin anew."""
+    """Document and place of each token (B, S, 2), int64; a document begins where positions begin anew.
+
+    A document is numbered by the place of its first token.
+    """
     places_BS = torch.arange(positions_BS.shape[1], device=positions_BS.device).expand_as(positions_BS)
     begins_BS = torch.diff(positions_BS, dim=1, prepend=positions_BS[:, :1]) != 1
     begins_BS = begins_BS & (places_BS > 0)
-    return torch.stack([begins_BS.cumsum(1), places_BS], -1)
+    first_BS = torch.where(begins_BS, places_BS, 0).cummax(1)[0]
+    return torch.stack([first_BS, places_BS], -1)
 
 
 def mask_of(numbers_BSN: Tensor) -> Tensor:
@@ -58,7 +95,7 @@ def refuse_unable(model: nn.Module) -> None:
     It is run without memory: what its code asks of attention is known only then.
     """
     own = cast(PreTrainedModel, model).config
-    if not is_by_tokens(own):
+    if mode_of(own) != TOKENS:  # this one's operator says which window it is given
         model = build_on_meta(by_tokens(own))
     config = own.get_text_config()
     kinds: list[str] = [*(getattr(config, "layer_types", None) or [])]
@@ -87,10 +124,11 @@ KINDS = frozenset({"full_attention", "sliding_attention"})
 
 
 def _cannot(model: nn.Module) -> str:
-    return f'{type(model).__name__} cannot attend by tokens (run.attention = "tokens")'
+    return f"{type(model).__name__} cannot attend by tokens, as run.attention asks"
 
 
 def _attention(
+    mode: str,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -114,7 +152,12 @@ def _attention(
         raise UserError("it is not causal, and attention by tokens is")
     own, seen = _numbers(attention_mask, position_ids, query, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out, _ = attend(query, key, value, own, seen, s_aux, scale, sliding_window or 0)
+    if mode == TOKENS:
+        out, _ = attend(query, key, value, own, seen, s_aux, scale, sliding_window or 0)
+    else:
+        if why := unable(mode, query.device, query.dtype, max(query.shape[-1], value.shape[-1])):
+            raise UserError(why)
+        out, _ = flash(query, key, value, *by_numbers(own, seen, sliding_window or 0), s_aux, scale, mode)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVari
 from tangram.errors import UserError
 from tangram.kernels.attention import ATTEND, ATTEND_BACKWARD
 from tangram.kernels.cross_entropy import cross_entropy
+from tangram.kernels.flash.operator import FLASH, FLASH_BACKWARD
 from tangram.models.twin import fake_twin, stacked_experts
 
 OUTSIDE = ""
@@ -390,5 +391,7 @@ _PRODUCTS: dict[Any, Any] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     ATTEND: _attend,
     ATTEND_BACKWARD: _attend_backward,
+    FLASH: _attend,
+    FLASH_BACKWARD: _attend_backward,
     _aten._grouped_mm: _grouped,
 }

@@ -263,9 +263,10 @@ class RunPlan(Table):
     """Which choices an expert keeps: those of the largest weights, or of the first tokens."""
     device: Literal["auto", "cpu"] = "auto"
     deterministic: bool = False
-    attention: Literal["model", "tokens"] = "model"
-    """"model": as the model's class has it. "tokens": by documents and places of tokens, in blocks of which those that
-    are hidden are not computed; no mask of sequence x sequence is made (`kernels.attention`)."""
+    attention: Literal["model", "sdpa", "tokens", "bf16", "fp8-fwd", "fp8", "nvfp4-emulated"] = "model"
+    """"model": as the model's class has it. "sdpa": torch's. "tokens": by documents and places of tokens, in blocks of
+    which those that are hidden are not computed; no mask of sequence x sequence is made (`kernels.attention`). The
+    others: so, too, by the kernels of a mode of `kernels.flash`."""
     compile: bool = False
     """torch.compile each block."""
     recompute: tuple[str, ...] = ()
@@ -283,6 +284,11 @@ class RunPlan(Table):
     skips_in_a_row: Positive = 10
     """Of steps that have gone astray; one more stops the run. Overflows that lower the loss scale are none of them."""
     diverged: DivergencePlan = DivergencePlan()
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether attention is told each token's document and place."""
+        return self.attention not in ("model", "sdpa")
 
 
 class Job(Table):

@@ -35,7 +35,7 @@ def legal(plan: Plan, model: nn.Module, graph: Graph | None = None) -> None:
 
     `graph`: a capture of one sample, where there is one already.
     """
-    if plan.run.attention == "tokens":
+    if plan.run.by_tokens:
         refuse_unable(model)
     if plan.pipeline is not None:
         refuse_unlike_modules(model, plan.pipeline.stages)

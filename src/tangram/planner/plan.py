@@ -90,7 +90,7 @@ class Plan(Job):
                 continue
             if not self.axes.context:
                 raise Mistake(f"context.{key}", f'"{value}" is of ranks of a context axis, and axes.context names none')
-            if self.run.attention != "tokens":
+            if self.run.attention != "tokens" and (value == "ring" or not self.run.by_tokens):
                 raise Mistake(f"context.{key}", f'"{value}" needs attention by tokens: set run.attention = "tokens"')
         pieces = 2 * self.context_ranks
         if self.context.order == "balanced" and self.data.sequence % pieces:

@@ -62,16 +62,19 @@ def _strategy(plan: Plan) -> list[Row]:
         for i, names in enumerate(plan.pipeline.stages):
             found.append((f"stage {i}", f"{', '.join(names)}; on rank {table.rank_of[i]} of {plan.axes.pipeline[0]}"))
     found += [(f"mark {pattern}", text) for pattern, text in plan.layouts.marks.items()]
-    if plan.run.attention == "tokens":
+    if plan.run.attention != "model":
         found.append(("attention", _attention(plan)))
     return found
 
 
 def _attention(plan: Plan) -> str:
+    if not plan.run.by_tokens:
+        return "torch's scaled_dot_product_attention"
     over = f" over {', '.join(plan.axes.context)}" if plan.axes.context else ""
     keys = f"; keys go round{over}" if plan.context.keys == "ring" else ""
     order = "; tokens in a balanced order" if plan.context.order == "balanced" else ""
-    return f"by documents and places of tokens{keys}{order}"
+    mode = "" if plan.run.attention == "tokens" else f"{plan.run.attention}, "
+    return f"{mode}by documents and places of tokens{keys}{order}"
 
 
 def _batch(plan: Job) -> list[Row]:

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tangram.errors import UserError
-from tangram.models.attention import by_tokens
+from tangram.models.attention import by_tokens, by_torch
 from tangram.models.build import build_on_meta, initial_tensors
 from tangram.models.costs import block_names
 from tangram.models.source import Source, read_source
@@ -39,8 +39,10 @@ def source_of(plan: Job, tokens: Tokens) -> Source:
         if isinstance(asked, int) and asked < tokens.vocabulary:  # before transformers warns of what follows from it
             _refuse_vocabulary(asked, tokens)
     source = read_source(plan.model.preset, plan.model.path, changes)
-    if plan.run.attention == "tokens":
-        source = replace(source, config=by_tokens(source.config))
+    if plan.run.by_tokens:
+        source = replace(source, config=by_tokens(source.config, plan.run.attention))
+    elif plan.run.attention == "sdpa":
+        source = replace(source, config=by_torch(source.config))
     text = source.config.get_text_config()
     if text.vocab_size < tokens.vocabulary:
         _refuse_vocabulary(text.vocab_size, tokens)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from tangram.models.attention import exactly
 from tangram.models.source import Source
 from tangram.planner.plan import Plan
 from tangram.training import loop
@@ -85,8 +86,9 @@ def prove(
     on_event(Note(f"reloaded   {words}; logits of a fixed batch differ by {difference:.1e}"))
     on_event(Doing("exporting, and loading the export with transformers"))
     folder = out / "export"
-    export(model, folder, tokens, source.weights)
-    exported = logits_difference(model, folder, probe_batch(corpus, plan, device).inputs_BS)
+    with exactly(model):  # transformers has no casts of attention
+        export(model, folder, tokens, source.weights)
+        exported = logits_difference(model, folder, probe_batch(corpus, plan, device).inputs_BS)
     if not exported <= SAME_LOGITS["float32"]:
         raise ProofError(f"transformers loads {folder} as another model: the logits differ by {exported}")
     on_event(Note(f"exported   {near(folder)}; loaded by transformers, logits differ by {exported:.1e}"))

@@ -3,7 +3,7 @@
 # ruff: noqa: N806  a tensor carries its dims in its name
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch import nn
 import tangram
 from tangram.errors import UserError
 from tangram.hardware.machine import peak_resident_mb, repeatable
+from tangram.models.attention import TOKENS, by_tokens, mode_of
 from tangram.models.source import Source
 from tangram.planner import figures
 from tangram.planner.estimate import Memory
@@ -196,13 +197,18 @@ def settled_packing(model: nn.Module, plan: Plan, world: World, resume: Path | N
     """What `data.packing` comes to, the same on all ranks; a run that goes on keeps what it had.
 
     Where no rank has the whole model, a shallow one is asked, of one block of each kind: what tells documents apart is
-    the code and not the number of blocks.
+    the code and not the number of blocks. Nor is it the casts of a mode of attention, whose scales are of many tokens:
+    later ones and other documents reach a token by a rounding. So with one a shallow model without them is asked.
     """
 
     def on_all(mine: bool) -> bool:
         return loop.sum_over(world.group, torch.tensor([float(mine)], device=world.device)) == [float(world.size)]
 
     before = None if resume is None else packing_of(resume)
+    if mode_of(source.config) not in (None, TOKENS):
+        source = replace(source, config=by_tokens(source.config))
+        plan = plan.model_copy(update={"run": plan.run.model_copy(update={"attention": TOKENS})})
+        return on_first(world, lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine))
     if plan.pipeline is not None:
         return on_first(world, lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine))
     with resharded(model):

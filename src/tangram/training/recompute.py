@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 
 from tangram.errors import UserError
 from tangram.kernels.attention import ATTEND
+from tangram.kernels.flash.operator import FLASH
 from tangram.planner.plan import Plan, matches
 from tangram.training.cuts import named_modules
 
@@ -37,6 +38,7 @@ KEPT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
             _aten._scaled_dot_product_cudnn_attention,
             _aten._scaled_dot_product_fused_attention_overrideable,
             ATTEND,
+            FLASH,
         ),
     }
 )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tangram.errors import UserError
-from tangram.models.attention import is_by_tokens, mask_of, numbers_of
+from tangram.models.attention import mask_of, mode_of, numbers_of
 from tangram.planner.plan import Plan
 from tangram.training.data import Batch
 
@@ -52,14 +52,15 @@ class Given(NamedTuple):
 def tell(model: nn.Module, plan: Plan) -> None:
     """Have a model be told as the plan says. Raises UserError where it does not attend as the plan says."""
     config = getattr(model, "config", None)
-    by_tokens = config is not None and is_by_tokens(config)
-    if (plan.run.attention == "tokens") != by_tokens:
+    mode, wanted = None if config is None else mode_of(config), plan.run.attention if plan.run.by_tokens else None
+    if mode != wanted:
+        how = "does not attend by tokens" if mode is None else f'attends by tokens ("{mode}")'
         raise UserError(
-            f'run.attention is "{plan.run.attention}", but the model {"attends" if by_tokens else "does not attend"} '
-            "by tokens: make it of the configuration that tangram.models.attention.by_tokens gives"
-            + (", or set run.attention" if not by_tokens else " only where the plan says so")
+            f'run.attention is "{plan.run.attention}", but the model {how}: make it of the configuration that '
+            "tangram.models.attention.by_tokens gives"
+            + (", or set run.attention" if mode is None else " only where the plan says so")
         )
-    if by_tokens:
+    if mode is not None:
         model.__dict__[_HELD] = Telling(plan.context_ranks if plan.context.order == "balanced" else 1)
 
 

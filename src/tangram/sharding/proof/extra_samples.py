@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from tangram.kernels.attention import ATTEND
+from tangram.kernels.flash.operator import FLASH
+from tangram.kernels.flash.spans import Spans, in_order
 from tangram.models import noted
 
 aten = torch.ops.aten
@@ -51,6 +53,12 @@ def _tokens(rows: int, *documents: int) -> Tensor:
     """Documents and places of the tokens of some rows, alike."""
     own = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
     return torch.stack([own, torch.arange(len(own))], -1).repeat(rows, 1, 1)
+
+
+def _spans(rows: int, queries: int, keys: int, window: int) -> Spans:
+    """Of causal queries in order, which differ from row to row by their window."""
+    found = in_order(queries, keys, window=window, batch=rows)
+    return found._replace(since=(found.since + torch.arange(rows, dtype=torch.int32)[:, None]).clamp(max=found.reach))
 
 
 attention = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -157,6 +165,17 @@ EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
     (
         ATTEND.default,
         lambda: (*(_some(3, 4, 7, 4), _some(3, 4, 7, 4), _some(3, 4, 7, 4)), *(_tokens(3, 4, 3),) * 2, None, 0.5, 2),
+    ),
+    (
+        FLASH.default,
+        lambda: (
+            *(_some(3, 6, 5, 4).float(), _some(3, 2, 7, 4).float(), _some(3, 2, 7, 8).float()),
+            *(*_spans(3, 5, 7, 3), _some(6).float(), 0.5, "bf16"),
+        ),
+    ),
+    (
+        FLASH.default,
+        lambda: (*(_some(3, 4, 7, 4).float() for _ in "qkv"), *(*_spans(3, 7, 7, 0), None, 0.5, "bf16")),
     ),
     (aten.linalg__powsum.default, lambda: (_some(5, 3), 3, [0])),
     (aten.linalg__powsum.default, lambda: (_some(5, 3), 2, None, True)),
