@@ -169,13 +169,13 @@ EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
     (
         FLASH.default,
         lambda: (
-            *(_some(3, 6, 5, 4).float(), _some(3, 2, 7, 4).float(), _some(3, 2, 7, 8).float()),
+            *(_some(3, 6, 5, 4).bfloat16(), _some(3, 2, 7, 4).bfloat16(), _some(3, 2, 7, 8).bfloat16()),
             *(*_spans(3, 5, 7, 3), _some(6).float(), 0.5, "bf16"),
         ),
     ),
     (
         FLASH.default,
-        lambda: (*(_some(3, 4, 7, 4).float() for _ in "qkv"), *(*_spans(3, 7, 7, 0), None, 0.5, "bf16")),
+        lambda: (*(_some(3, 4, 7, 4).bfloat16() for _ in "qkv"), *(*_spans(3, 7, 7, 0), None, 0.5, "bf16")),
     ),
     (aten.linalg__powsum.default, lambda: (_some(5, 3), 3, [0])),
     (aten.linalg__powsum.default, lambda: (_some(5, 3), 2, None, True)),
