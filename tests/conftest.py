@@ -6,7 +6,9 @@ draws new ones. None has a deadline: a busy machine is no bug. A failure prints 
 """
 
 import gc
+import importlib.util
 import os
+import pkgutil
 import random
 import subprocess
 from pathlib import Path
@@ -15,15 +17,30 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tangram.kernels import compiled
+
 settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), max_examples=50, derandomize=True, print_blob=True)
 settings.register_profile("thorough", settings.get_profile("dev"), max_examples=3000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
-# Kernels run under Triton's interpreter, which has to be asked for before Triton is loaded, by whomever.
-os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TANGRAM_HISTORY"] = ""  # what tests train is not remembered, nor does what was measured here change them
 torch.set_num_threads(1)  # tests run side by side; more threads than cores make all of them slower
+
+
+def _load_kernels() -> None:
+    """Under Triton's interpreter, which is asked for before Triton is loaded; and no longer, for ranks inherit it."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    for module in pkgutil.iter_modules(compiled.__path__):
+        importlib.import_module(f"{compiled.__name__}.{module.name}")
+    if before is None:
+        del os.environ["TRITON_INTERPRET"]
+
+
+_load_kernels()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -58,7 +58,7 @@ def _pairs() -> Iterator[object]:
         yield pytest.param(name, shape, marks=() if often else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("name", "shape"), _pairs())
+@pytest.mark.parametrize(("name", "shape"), [*_pairs()])
 def test_recipes_and_masks(name: str, shape: str) -> None:
     accepted(drawn("channels" if "smooth" in name or name == "fp8" else "gaussian", SHAPES[shape]), RIGHT[name])
 

@@ -70,7 +70,8 @@ def choose(recipe: Recipe, width: int, kernel: Kernel) -> Tile:
     """
     shared = recipe.backward.dq_ds.scaling
     if kernel != "forward" and shared.per == "tile":
-        return Tile(shared.size, shared.size, 4 if width <= 128 else 8, 2 if width <= 128 else 1)
+        few = width <= (64 if kernel == "keys" else 128)
+        return Tile(shared.size, shared.size, 4 if few else 8, 2 if width <= 128 else 1)
     eight, four = (recipe.forward.q.format is one for one in (E4M3, E2M1))
     if kernel == "forward" and eight:
         return Tile(128, 128, 8, 3) if width <= 128 else Tile(128, 64, 8, 2)
