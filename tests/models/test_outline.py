@@ -67,6 +67,27 @@ def whole_flops(outline: Outline, sequence: int) -> float:
     return found
 
 
+WINDOWED: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "mistral": ({"sliding_window": 16}, [16]),
+    "mixtral": ({"sliding_window": 16}, [16]),
+    "phi3": ({"sliding_window": 16}, [16]),
+    "starcoder2": ({"sliding_window": 16}, [16]),
+    "qwen2": ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, [0, 16]),
+    "qwen3": ({"sliding_window": 16, "use_sliding_window": False}, [0]),
+    "gemma2": ({"sliding_window": 16}, [0, 16]),
+}
+"""Of types whose configurations say windows, with kinds of layers and without: which windows there are."""
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_windows_are_those_that_the_configuration_says(kind: str) -> None:
+    fields, windows = WINDOWED[kind]
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = AutoConfig.for_model(kind, **{**sizes, "num_key_value_heads": 2, "pad_token_id": 0, **fields})
+    found = outline_of(config, kind)
+    assert sorted({one.window for block, _ in found.runs for one in block.scores}) == windows
+
+
 @pytest.mark.parametrize("kind", sorted(SMALL))
 def test_operations_are_those_of_the_captured_model(kind: str) -> None:
     config = small(kind)

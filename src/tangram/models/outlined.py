@@ -121,7 +121,7 @@ def _head(config: Any) -> Any:
 
 def _attends(config: Any) -> bool:
     """Whether all layers are of the kinds that `decoder` makes, as far as the configuration says kinds."""
-    kinds = set(cast("Sequence[str]", getattr(config, "layer_types", None) or ()))
+    kinds = set(_kinds(config))
     scans = any("mamba" in name or name.startswith("linear_") for name in config.to_dict())
     return kinds <= ATTENDING and not scans
 
@@ -182,14 +182,23 @@ def _tokens(config: Any) -> int:
 
 def _masks(config: Any, at: int, block: nn.Module) -> Masks | None:
     """What the configuration says of a layer's attention; None where the graph shows all of it."""
-    kinds = cast("Sequence[str]", getattr(config, "layer_types", None) or ())
+    kinds = _kinds(config)
     kind = kinds[at] if at < len(kinds) else ""
-    window, chunk = (int(getattr(config, name, 0) or 0) for name in ("sliding_window", "attention_chunk_size"))
+    window = _window(config) if kind == "sliding_attention" or not kinds else 0
+    chunk = int(getattr(config, "attention_chunk_size", 0) or 0) if kind == "chunked_attention" else 0
     causal = all(bool(one.is_causal) for one in block.modules() if hasattr(one, "is_causal"))
-    everywhere = bool(window) and not kinds and getattr(config, "use_sliding_window", True) is not False
-    window = window if kind == "sliding_attention" or everywhere else 0
-    chunk = chunk if kind == "chunked_attention" else 0
     return Masks(window, chunk, causal) if window or chunk or not causal else None
+
+
+def _kinds(config: Any) -> Sequence[str]:
+    """Of each layer, as far as the configuration says kinds; where it says none, all layers are alike."""
+    return cast("Sequence[str]", getattr(config, "layer_types", None) or ())
+
+
+def _window(config: Any) -> int:
+    """How many keys a query of a layer with a window sees; 0 where no layer has one."""
+    used = getattr(config, "use_sliding_window", True) is not False
+    return int(getattr(config, "sliding_window", 0) or 0) if used else 0
 
 
 def _predictors(config: Any) -> int:
@@ -212,15 +221,14 @@ def dims_of(config: Any, sizes: Mapping[str, tuple[int, ...]]) -> Dims:
     expert_ffn = said["expert_ffn"] or said["ffn"]
     if experts and not said["shared_ffn"]:
         said["shared_ffn"] = int(getattr(config, "n_shared_experts", 0) or 0) * expert_ffn
-    windows = cast("list[str]", list(getattr(config, "layer_types", None) or ()))
-    window = getattr(config, "sliding_window", None)
+    kinds, window = _kinds(config), _window(config)
     return Dims(
         **{**said, "per_token": max(said["per_token"], 1), "expert_ffn": expert_ffn if experts else 0},
         gated=any(".gate_proj." in key or "gate_up" in key or ".w1." in key or ".w3." in key for key in sizes),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         bias=sum(".bias" in key for key in sizes) > said["layers"],
         positions=next((shape[0] for key, shape in sizes.items() if key.endswith(POSITIONS)), 0),
-        window=int(window) if window and windows else 0,
-        windowed=sum(kind == "sliding_attention" for kind in windows) if window else 0,
+        window=window,
+        windowed=kinds.count("sliding_attention") if kinds else said["layers"] if window else 0,
         predictors=_predictors(config),
     )
