@@ -103,6 +103,15 @@ def test_no_configuration_comes_twice_and_none_is_forgotten() -> None:
     assert found == tried
 
 
+def test_experts_have_as_many_tensor_ranks_as_divide_those_of_the_others() -> None:
+    mesh = (1, 4, 1, 4, 1)
+    g = of_mesh(MIXED, Request(16, 96, 2048), mesh)
+    found = set(zip(g.expert.tolist(), g.expert_tensor.tolist(), strict=True))
+    assert found == {(expert, over) for over in (1, 2, 4) for expert in (1, 2, 4, 8, 16) if expert * over <= 16}
+    assert set(g.expert_tensor[g.expert == 16].tolist()) == {1}
+    assert (of_mesh(DENSE, Request(16, 96, 2048), mesh).expert == 1).all()
+
+
 REFUSED = {
     "blocks of the first and the last chunk": (
         {"pipeline": 4, "ahead": 4},
@@ -168,6 +177,19 @@ def test_bounds_that_are_none_lose_the_best(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(searching, "least_of", longer)
     assert search(MIXED, request, SETTING, 6e9, 1).step[0] > right.step[0]
+
+
+def test_what_is_wrongly_called_hopeless_loses_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted mistake: once something fits, nothing else is said to."""
+    request = Request(16, 96, 2048, able=FEW)
+    right = exhaustive(MIXED, request, SETTING, 3.6e9, 8)
+    monkeypatch.setattr(searching, "FIRST", 2)
+
+    def always(_: Any, g: Grid) -> Any:
+        return np.ones(len(g), dtype=bool)
+
+    monkeypatch.setattr(searching, "hopeless", always)
+    assert search(MIXED, request, SETTING, 3.6e9, 8).step.tolist() != right.step.tolist()
 
 
 @given(DRAWN, WIDER, SCALES)

@@ -15,16 +15,18 @@ from tangram.hardware.devices import device
 from tangram.models.outline import Dims, decoder
 from tangram.planner import uneven
 from tangram.planner import wanted as wanting
+from tangram.planner.again import ALL_BLOCKS, NOTHING, SETS, SOME
 from tangram.planner.framework import framework
 from tangram.planner.grid import Grid, joined
 from tangram.planner.learn import PARTS
+from tangram.planner.means import offloads_of
 from tangram.planner.memory import memory
 from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.search import least_of, search
 from tangram.planner.setting import Setting
 from tangram.planner.space import Able, Request, meshes, of_mesh
 from tangram.planner.time import scaled, seconds
-from tangram.planner.uneven import Best, all_cuts, best_cuts
+from tangram.planner.uneven import Best, all_cuts, best_cuts, hopeless
 from tangram.planner.wanted import Wanted, some_blocks
 
 SETTING = Setting(device("h100"), framework("megatron-core"))
@@ -91,6 +93,37 @@ def test_a_wrong_step_loses_the_best(module: ModuleType, name: str, monkeypatch:
     monkeypatch.setattr(module, name, always)
     changed = both(2, limit, 3, None, g)[1]
     assert (changed.step > right.step).any() if wrong else (changed.step < right.step).any()
+
+
+@cache
+def layouts(at: int) -> Grid:
+    """With stages and without, of any kind of optimiser and with what may wait on the host."""
+    request = Request(8, 32, 1024, schedules=tuple(one.name for one in SCHEDULES), node=4, optimisers=(0, 2),
+                      offloads=offloads_of("optimiser,activations"))  # fmt: skip
+    return joined([of_mesh(MODELS[at], request, mesh) for mesh in meshes(MODELS[at], request)])
+
+
+AGAIN = ((NOTHING, *SETS, SOME, ALL_BLOCKS), (NOTHING, SOME), (NOTHING, *SETS), (ALL_BLOCKS,))
+
+
+@given(st.integers(0, 2), st.floats(0, 1), st.sampled_from(AGAIN), st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=30)
+def test_what_is_hopeless_does_not_fit_by_any_cut(at: int, room: float, again: tuple[str, ...], seed: int) -> None:
+    g = layouts(at)
+    rows = g.take(np.random.default_rng(seed).choice(len(g), 60, replace=False))
+    limit = float(np.quantile(memory(MODELS[at], rows, SETTING).device, room))
+    wanted = Wanted(MODELS[at], SETTING, limit, None, Able(uneven=3, again=again))
+    tried = all_cuts(wanted, *wanted.tried(wanted.least_again(rows)))
+    assert not (hopeless(wanted, rows) & np.isfinite(tried.step)).any()
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_much_of_what_does_not_fit_is_hopeless(at: int) -> None:
+    g = layouts(at).take(slice(None, None, 40))
+    limit = float(np.quantile(memory(MODELS[at], g, SETTING).device, 0.05))
+    wanted = Wanted(MODELS[at], SETTING, limit, None, Able(uneven=1))
+    none = ~np.isfinite(all_cuts(wanted, *wanted.tried(wanted.least_again(g))).step)
+    assert (hopeless(wanted, g) & none).sum() > 0.2 * none.sum()
 
 
 @given(st.integers(0, 2), st.integers(0, 6), st.integers(0, 6), SCALES)

@@ -240,13 +240,14 @@ class Takes:
     """Numbers of a rank's weights where data ranks divide nothing."""
 
 
-def takes_of(outline: Outline, g: Grid, setting: Setting) -> list[Takes]:
-    """Of each kind of block."""
+def takes_of(outline: Outline, g: Grid, setting: Setting, *, least: bool = False) -> list[Takes]:
+    """Of each kind of block; `least`: without what making a block again takes beside its backward, so that with fewer
+    blocks made again none takes less."""
     found: list[Takes] = []
     for block, _ in outline.predicting.by_kind([count for _, count in outline.predicting.runs]):
         numbers = block.numbers
         left, remade = block_activations(block, outline.hidden, g, setting)
-        again = remade + block_backward(block, outline.hidden, g, setting)
+        again = block_backward(block, outline.hidden, g, setting) + (0.0 if least else remade)
         gathered = numbers.tensor / g.tensor + numbers.whole + numbers.experts / (g.expert * g.expert_tensor)
         found.append(Takes(left, again, weights_of_shapes(block, g), gathered))
     return found

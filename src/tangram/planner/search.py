@@ -8,9 +8,10 @@ draws configurations and factors). Branches are taken by their bound; when it is
 the rest cannot hold a better one. Of the branches that are left each way of computing again has a bound of its own.
 So what is returned is what trying all would return.
 
-Of each configuration that is looked at, the quickest cut of the blocks into chunks that fits is taken
-(`planner.uneven`), with as few blocks computed again as fit or more where that is quicker (`planner.again`); bounds are
-of the best that any could be.
+As soon as something fits, what needs too much on one rank by any cut, with all blocks computed again, is left out
+(`planner.uneven.hopeless`). Of each configuration that is left, the quickest cut of the blocks into chunks that fits is
+taken (`planner.uneven`), with as few blocks computed again as fit or more where that is quicker (`planner.again`);
+bounds are of the best that any could be.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tangram.planner.grid import Grid, joined
 from tangram.planner.setting import Setting
 from tangram.planner.space import Request, expanded, meshes, of_mesh, remade
 from tangram.planner.time import Scales, seconds
-from tangram.planner.uneven import all_cuts, best_cuts
+from tangram.planner.uneven import CACHED, all_cuts, best_cuts, hopeless
 from tangram.planner.wanted import Wanted
 
 __all__ = ["Found", "bounds_of", "exhaustive", "least_of", "search"]
@@ -35,7 +36,6 @@ __all__ = ["Found", "bounds_of", "exhaustive", "least_of", "search"]
 Floats = NDArray[np.float64]
 FIRST, BLOCK = 32, 2048
 """Branches that are looked at together: few at first, until something is known that others have to be quicker than."""
-CACHED = 16384
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,10 @@ def _take(
         if not len(g):
             continue
         looked += len(g)
+        if best and not whole:
+            g = g.take(~hopeless(wanted, g))
+            if not len(g):
+                continue
         g, step, need = wanted.tried(g) if whole else wanted.evaluated(g, last)
         at = int(np.argmin(need))
         if smallest is None or need[at] < smallest[0]:

@@ -26,14 +26,16 @@ from numpy.typing import NDArray
 
 from tangram.models.outline import Outline
 from tangram.planner.grid import Grid, joined
-from tangram.planner.memory import at_rank
+from tangram.planner.memory import at_rank, takes_of
 from tangram.planner.pipelines import folded
 from tangram.planner.time import Seconds, loads, scaled, seconds
 from tangram.planner.wanted import Wanted, some_blocks
 
-__all__ = ["Best", "all_cuts", "best_cuts"]
+__all__ = ["Best", "all_cuts", "best_cuts", "hopeless"]
 
 Array = NDArray[Any]
+CACHED = 16384
+"""Configurations that are looked at together: so many stay in a processor's caches."""
 
 
 @dataclass
@@ -94,6 +96,19 @@ def best_cuts(wanted: Wanted, g: Grid, step: Array, need: Array, last: float = n
     return best
 
 
+def hopeless(wanted: Wanted, g: Grid) -> Array:
+    """Where nothing fits, however blocks are cut and however many of them are computed again: by one rank."""
+    found = [_full(wanted, g.take(slice(start, start + CACHED))) for start in range(0, len(g), CACHED)]
+    return np.concatenate(found) if found else np.zeros(0, dtype=bool)
+
+
+def _full(wanted: Wanted, g: Grid) -> Array:
+    rows, alone = wanted.all_again(g), g.pipeline == 1
+    found = _over(wanted, rows, alone, np.zeros(len(g)), least=True)
+    found[~alone] = _never(wanted, rows.take(~alone), least=True)
+    return found
+
+
 def _even(g: Grid, step: Array, need: Array) -> Best:
     return Best(replace(g, **{name: getattr(g, name).copy() for name in INNER}), step.copy(), need.copy())
 
@@ -109,8 +124,9 @@ def _dropped(of: Array, drop: Array, *arrays: Array) -> list[Array]:
     return [array[keep] for array in arrays]
 
 
-def _never(wanted: Wanted, g: Grid) -> Array:
+def _never(wanted: Wanted, g: Grid, *, least: bool = False) -> Array:
     """Where no cut with more blocks of nothing fits: by blocks of the last kind that a rank has in all of them.
+    `least`: nor with fewer blocks computed again.
 
     Such are those of chunks, but the last one, before which all blocks of other kinds are: of a rank that has no other
     chunks all that it has now, and of the first rank the least that these have. Where chunks turn at the last rank, it
@@ -121,18 +137,21 @@ def _never(wanted: Wanted, g: Grid) -> Array:
     fewest = np.maximum(np.floor(outline.layers / (ranks * g.virtual)), 1.0)
     place = 1.0 + np.maximum(np.ceil((others - 1) / fewest), 0.0)
     turns = folded(g.schedule)
-    found = _over(wanted, g, place <= np.where(turns, ranks - 1, ranks - 2), place)
+    found = _over(wanted, g, place <= np.where(turns, ranks - 1, ranks - 2), place, least=least)
     chunks = g.virtual - np.maximum(np.ceil(place / ranks), 1.0)
     blocks = np.maximum(np.where(turns, 2 * fewest - others, chunks * fewest), 0.0)
-    return found | _over(wanted, g, ~found & (blocks > 0), np.where(turns, ranks - 1, 0.0), blocks)
+    return found | _over(wanted, g, ~found & (blocks > 0), np.where(turns, ranks - 1, 0.0), blocks, least=least)
 
 
-def _over(wanted: Wanted, g: Grid, some: Array, place: Array, blocks: Array | None = None) -> Array:
+def _over(
+    wanted: Wanted, g: Grid, some: Array, place: Array, blocks: Array | None = None, *, least: bool = False
+) -> Array:
     """Where a rank needs too much, looked at for some; `blocks`: if it had so many of the last kind."""
     found, few = np.zeros(len(g), dtype=bool), g.take(some)
     counts = [np.zeros(len(few))] * (len(wanted.outline.runs) - 1)
     counts = None if blocks is None else [*counts, blocks[some]]
-    found[some] = at_rank(wanted.outline, few, wanted.setting, place[some], counts) > wanted.limit
+    takes = takes_of(wanted.outline, few, wanted.setting, least=least)
+    found[some] = at_rank(wanted.outline, few, wanted.setting, place[some], counts, takes) > wanted.limit
     return found
 
 

@@ -6,6 +6,7 @@ computation may cover more of what ranks send, and with learned corrections cove
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.models.outline import Outline
-from tangram.planner.again import fitted, is_free
+from tangram.planner.again import Ladder, fitted, is_free
 from tangram.planner.dealt import ends
 from tangram.planner.grid import Grid
 from tangram.planner.memory import needs
@@ -126,9 +127,16 @@ class Wanted:
 
     def least_again(self, g: Grid) -> Grid:
         """With the least share of blocks computed again."""
+        return self._share(g, lambda ladder: np.zeros(len(g), dtype=np.int64))
+
+    def all_again(self, g: Grid) -> Grid:
+        """With the greatest."""
+        return self._share(g, lambda ladder: ladder.last(self.outline, g))
+
+    def _share(self, g: Grid, at: Callable[[Ladder], Array]) -> Grid:
         if (ladder := self.able.ladder) is None:
             return g
-        rows, free = ladder.taken(self.outline, g, np.zeros(len(g), dtype=np.int64)), is_free(g)
+        rows, free = ladder.taken(self.outline, g, at(ladder)), is_free(g)
         return replace(
             g,
             recompute=np.where(free, rows.recompute, g.recompute),
