@@ -183,7 +183,7 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
     stage = tensor * context * data
     folded = [
         (expert, over)
-        for over in sorted({1, tensor})
+        for over in divisors(tensor)
         for expert in (divisors(experts) if experts else [1])
         if stage % (expert * over) == 0 and not (request.able.expert and expert > request.able.expert)
     ]
