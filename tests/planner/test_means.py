@@ -43,6 +43,44 @@ def drawn(data: st.DataObject) -> Grid:
     )  # fmt: skip
 
 
+# ---------------------------------------------------------------- weights in fewer bits
+
+KEPT: tuple[tuple[dict[str, Any], int, str], ...] = (
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4, "nf4"),
+    ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 8, "int8"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, 4, "nf4"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8, "int8"),
+    ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, 8, "int8"),
+)
+"""As published checkpoints say it, in how many bits that is, and the base that stands for it beside adapters."""
+
+
+@pytest.mark.parametrize(("said", "bits", "base"), KEPT)
+def test_what_a_configuration_says_of_its_weights_is_told_and_taken_beside_adapters(
+    said: dict[str, Any], bits: int, base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "vocab_size": 1024, **sizes, "quantization_config": said}))
+    usual = ("plan", str(path), "--cluster", "h100-8x8", "--gpus", "1", "--seq", "512", "--tokens-per-batch", "8192")
+
+    def parameters(*further: str) -> float:
+        assert main([*usual, "--json", "--top", "1", *further]) == 0
+        found = json.loads(capsys.readouterr().out)
+        told.append(found["assumed"][-1])
+        return float(found["choices"][0]["held"]["parameters"])
+
+    told: list[str] = []
+    assert parameters("--lora", "8") == pytest.approx(parameters("--lora", "8", "--base", base))
+    assert parameters("--lora", "8") < parameters("--lora", "8", "--base", "bf16")
+    parameters()
+    assert (
+        told[0]
+        == f"the configuration keeps weights in {bits} bits ({said['quant_method']}): planned with the base {base}"
+    )
+    assert "planned as trained in full" in told[-1]
+
+
 # ---------------------------------------------------------------- optimisers
 
 

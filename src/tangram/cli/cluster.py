@@ -98,7 +98,7 @@ def answered(
     outline = adapted(outlined(model) if job is None else job.outline, lean.lora)
     read = None if one is None else given_in(one[0], outline, typed[4], where)
     asked = _asked(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
-    asked = lean.of(asked)
+    asked = lean.of(asked, outline)
     terms = look.terms(asked)
     if look.train_tokens is not None and not look.objective:
         if look.report is not None:

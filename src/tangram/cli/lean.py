@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
+from tangram.models.outline import Outline
 from tangram.planner.choice import Ask
-from tangram.planner.means import FULL, base_of, offloads_of, optimisers_of
+from tangram.planner.means import FULL, base_of, kept_base, offloads_of, optimisers_of
 
 __all__ = ["Lean"]
 
@@ -17,15 +18,16 @@ class Lean:
 
     optimiser: str = "adamw"
     lora: int = 0
-    base: str = "bf16"
+    base: str = ""
+    """"": as the model's configuration says, beside adapters."""
     offload: str = ""
     imbalance: float = 0.0
     """Of experts' loads the standard deviation over the mean."""
     checkpoint_every: int = 0
 
-    def of(self, asked: Ask) -> Ask:
-        """With what is asked. Raises UserError."""
-        base = base_of(self.base)
+    def of(self, asked: Ask, outline: Outline) -> Ask:
+        """With what is asked of a model. Raises UserError."""
+        base = base_of(self.base) if self.base else kept_base(outline)
         if base is not FULL and not self.lora:
             raise UserError(f"--base {self.base} is of frozen weights: give --lora, the rank of what is trained")
         if not 0 <= self.imbalance <= 10:

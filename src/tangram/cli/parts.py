@@ -41,7 +41,7 @@ def answered_over_parts(
         raise UserError("what a device gets from another part is not said: give --between in GB/s")
     job = job_in(model, Taking(None, 1, runs=False), typed[:3], changes)
     outline = adapted(outlined(model) if job is None else job.outline, lean.lora)
-    asked = lean.of(asked_of(*asked_typed(typed if job is None else job.typed(typed), None, None)))
+    asked = lean.of(asked_of(*asked_typed(typed if job is None else job.typed(typed), None, None)), outline)
     parts, rate = parts_of(where, asked), between * 1e9
     with progress("laying the model out, searching"):
         found = over_parts(outline, parts, asked, rate)

@@ -139,7 +139,7 @@ def plan(
         _refuse(here, "is of a job on this machine: leave it or --cluster out")
         typed = (tokens_per_batch, seq, precision, framework, gpus, memory, top)
         changes = changes_of(change or [])
-        lean = Lean(optimiser or "adamw", lora, base or "bf16", offload or "", imbalance, checkpoint_every)
+        lean = Lean(optimiser or "adamw", lora, base or "", offload or "", imbalance, checkpoint_every)
         if names := names_of_parts(cluster):
             _refuse({**whole, "--out": out}, "is of a cluster of one part: leave it out, or name one cluster")
             return answered_over_parts(str(file), names, between, typed, changes, lean, json=json)

@@ -21,6 +21,7 @@ from typing import Any
 
 from tangram.errors import UserError
 from tangram.models.blocks import Batched, Block, Group, Kept, Numbers, Product, Scores, Stream
+from tangram.models.quantised import Kept as WeightsKept
 
 __all__ = [
     "Batched",
@@ -57,6 +58,8 @@ class Outline:
     further: int = 0
     """Parameters beside blocks, embedding, positions, last norm and head, as a part of the embedding's; below 0 where a
     model lacks a norm."""
+    kept: WeightsKept | None = None
+    """How its configuration says that weights are kept, where that is in fewer bits."""
     graph: bool = False
     """Whether it was made from a captured graph, not from a configuration."""
 

@@ -34,6 +34,7 @@ from tangram.models.graph import Graph
 from tangram.models.once import kinds_of, run_once
 from tangram.models.outline import Dims, Outline, decoder
 from tangram.models.outlined_graph import Masks, outline_of_graph
+from tangram.models.quantised import kept_of
 from tangram.models.source import CAUSAL, read_source
 
 __all__ = ["captured", "dims_of", "outline_of", "outlined"]
@@ -93,6 +94,10 @@ def outline_of(config: Any, name: str) -> Outline:
 
     Raises UserError for an encoder-decoder, and for a model that cannot be captured, which says why.
     """
+    return replace(_outline(config, name), kept=kept_of(config))
+
+
+def _outline(config: Any, name: str) -> Outline:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(

@@ -18,6 +18,7 @@ from tangram.models.outline import Outline
 from tangram.planner.choice import Ask, Choice, assumed, limit_of, unlike
 from tangram.planner.framework import framework
 from tangram.planner.learn import Learned, published
+from tangram.planner.means import kept_words
 from tangram.planner.objectives import Aim
 from tangram.planner.ranked import ranked
 from tangram.planner.setting import Precision
@@ -92,7 +93,7 @@ def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) 
     enough = 0 if choices or not what_if else _enough(outline, request, limit, ask, learned, cluster)
     return Answer(
         outline, cluster.name, ask, limit, unlike(choices)[: ask.most], found.smallest, found.looked,
-        assumed(cluster, ask), otherwise, enough,
+        (*assumed(cluster, ask), *kept_words(outline, ask.base)), otherwise, enough,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tangram.errors import UserError
+from tangram.models.outline import Outline
 
 __all__ = [
     "BASES",
@@ -27,6 +28,8 @@ __all__ = [
     "Optimiser",
     "away",
     "base_of",
+    "kept_base",
+    "kept_words",
     "moved_of",
     "offload_words",
     "offloads_of",
@@ -124,6 +127,23 @@ def base_of(name: str) -> Base:
     if found is None:
         raise UserError(f'there is no base "{name}": frozen weights are kept in {", ".join(one.name for one in BASES)}')
     return found
+
+
+def kept_base(outline: Outline) -> Base:
+    """What frozen weights are kept in as a model's configuration says: 4 bits as nf4, more as int8; else 16 bits."""
+    if outline.kept is None or not outline.adapted:
+        return FULL
+    return base_of("nf4" if outline.kept.bits <= 4 else "int8")
+
+
+def kept_words(outline: Outline, base: Base) -> tuple[str, ...]:
+    """What is said of weights that a model's configuration has in fewer bits."""
+    if outline.kept is None:
+        return ()
+    said = f"the configuration keeps weights in {outline.kept.bits} bits ({outline.kept.method})"
+    if outline.adapted:
+        return (f"{said}: planned with the base {base.name}",)
+    return (f"{said}: planned as trained in full, in the precision asked for; with --lora they stay as they are",)
 
 
 def optimisers_of(text: str) -> tuple[int, ...]:
