@@ -116,6 +116,7 @@ def test_what_the_textbooks_say_of_gpipe_and_1f1b(ranks: int, micros: int) -> No
     [
         ("Interleaved1F1B", 2, 9 / 57),  # (P - 1) / v of the 1F1B's waiting
         ("LoopedBFS", 2, 9 / 57),
+        ("InterleavedZeroBubble", 1, 3 / 27),  # ZB-H1
         ("InterleavedZeroBubble", 2, 3 / 51),
         ("ZBVZeroBubble", 2, 3 / 51),
         ("DualPipeV", 2, 3 / 51),

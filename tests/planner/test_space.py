@@ -112,6 +112,18 @@ def test_experts_have_as_many_tensor_ranks_as_divide_those_of_the_others() -> No
     assert (of_mesh(DENSE, Request(16, 96, 2048), mesh).expert == 1).all()
 
 
+def test_every_schedule_has_each_number_of_chunks_that_it_takes() -> None:
+    request = Request(4, 16, 512, schedules=tuple(one.name for one in SCHEDULES))
+    g = of_mesh(DENSE, request, (4, 1, 1, 1, 1))
+    found = {one.name: {*map(int, g.virtual[g.schedule == code])} for code, one in enumerate(SCHEDULES)}
+    assert found == {
+        "1F1B": {1}, "Interleaved1F1B": {2, 3}, "InterleavedZeroBubble": {1, 2, 3}, "ZBVZeroBubble": {2},
+        "DualPipeV": {2},
+    }  # fmt: skip
+    assert legal(DENSE, grid(batch=16, sequence=512, pipeline=4, schedule=2, virtual=1)).all()
+    assert not legal(DENSE, grid(batch=16, sequence=512, pipeline=4, schedule=1, virtual=1)).any()
+
+
 REFUSED = {
     "blocks of the first and the last chunk": (
         {"pipeline": 4, "ahead": 4},

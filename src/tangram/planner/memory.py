@@ -15,7 +15,8 @@ products write beside the kept ones.
 Of a pipeline the first rank is looked at, the last, and those where blocks of other sizes begin: a mixture's second
 rank may need more than its first, which has the dense blocks; and the second where the first has fewer blocks. Which
 blocks a rank's chunks have is exact (`planner.dealt`); where chunks are not alike, those in flight are taken as the
-mean of the rank's, which is up to 14 % off what playing the schedule gives (`planner.footprint`), else nothing.
+mean of the rank's, which is up to 14 % off what playing the schedule gives (`planner.footprint`; 17 % of what is left
+where states wait on the host), else nothing.
 
 Three totals: what tensors take (`allocated`), what the allocator holds for them (`reserved`), and what the device shows
 (`device`), with the context and the libraries' workspaces, which are no tensors.

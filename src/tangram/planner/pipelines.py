@@ -4,7 +4,7 @@ The closed forms are those that playing the schedules' own tables gives (`planne
 of a chunk with forward F, gradient of inputs I and gradient of weights W:
 
     1F1B, Interleaved1F1B         a rank waits (p - 1) (F + I + W)
-    InterleavedZeroBubble         (p - 1) (F + I - W), all ranks keep v p chunks
+    InterleavedZeroBubble         (p - 1) (F + I - W), all ranks keep v p chunks; of one chunk each ZB-H1
     ZBVZeroBubble, DualPipeV      the same wait with two chunks a rank, all ranks keep 2 p and 2 p + 1 chunks
 
 (Narayanan et al. 2021; Qi et al. 2024; DeepSeek 2024.) W is taken as half of the products' backward.
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SCHEDULES", "Pipeline", "beyond", "code", "folded", "least", "many", "splits"]
+__all__ = ["SCHEDULES", "Pipeline", "beyond", "code", "fewest", "folded", "least", "many", "splits"]
 
 Array = NDArray[Any]
 
@@ -29,7 +29,9 @@ class Pipeline:
 
     name: str
     chunks: int
-    """Of each rank; 0: two or more."""
+    """Of each rank; 0: any number from the fewest on."""
+    fewest: int = 2
+    """Chunks of a rank at least, of those that take any number."""
     splits: bool = False
     """Whether gradients of weights fill what would be waited."""
     folded: bool = False
@@ -43,7 +45,7 @@ class Pipeline:
 SCHEDULES = (
     Pipeline("1F1B", 1),
     Pipeline("Interleaved1F1B", 0),
-    Pipeline("InterleavedZeroBubble", 0, splits=True),
+    Pipeline("InterleavedZeroBubble", 0, fewest=1, splits=True),
     Pipeline("ZBVZeroBubble", 2, splits=True, folded=True),
     Pipeline("DualPipeV", 2, splits=True, folded=True, least=2, beyond=1),
 )
@@ -72,6 +74,11 @@ def folded(schedule: Array) -> Array:
 def many(schedule: Array) -> Array:
     """Chunks of each rank as the schedule says; 0 where it takes any number from two."""
     return _column([one.chunks for one in SCHEDULES], schedule)
+
+
+def fewest(schedule: Array) -> Array:
+    """Chunks of each rank at least, where the schedule takes any number."""
+    return _column([one.fewest for one in SCHEDULES], schedule)
 
 
 def least(schedule: Array) -> Array:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tangram.models.outline import Outline
 from tangram.planner.dealt import ends
 from tangram.planner.grid import Grid
-from tangram.planner.pipelines import SCHEDULES, folded, least, many
+from tangram.planner.pipelines import SCHEDULES, fewest, folded, least, many
 
 __all__ = ["RULES", "Rule", "legal", "reasons"]
 
@@ -52,8 +52,9 @@ def _experts(outline: Outline) -> int:
 
 def _taken(g: Grid) -> Mask:
     """Where the schedule takes as many chunks as there are."""
-    several = (g.pipeline > 1) & (g.virtual > 1) & ((many(g.schedule) == 0) | (g.virtual == many(g.schedule)))
-    return np.asarray(np.where(g.schedule == 0, g.virtual == 1, several), dtype=bool)
+    any_ = (many(g.schedule) == 0) & (g.virtual >= fewest(g.schedule))
+    taken = (g.pipeline > 1) & (any_ | (g.virtual == many(g.schedule)))
+    return np.asarray(np.where(g.schedule == 0, g.virtual == 1, taken), dtype=bool)
 
 
 def _some(outline: Outline, g: Grid) -> Mask:
@@ -126,7 +127,7 @@ RULES = (
     ),
     Rule(
         "chunks",
-        lambda o, g: (g.virtual == 1) | folded(g.schedule) | _divides(g.micros, g.pipeline),
+        lambda o, g: (g.schedule == 0) | folded(g.schedule) | _divides(g.micros, g.pipeline),
         lambda o, at: f"interleaved chunks need micro-batches that {at['pipeline']} stages divide",
     ),
     Rule(

@@ -20,7 +20,7 @@ from tangram.models.outline import Group, Outline
 from tangram.planner.again import ALL_BLOCKS, NOTHING, SETS, SOME, Ladder
 from tangram.planner.grid import Grid, grid, joined
 from tangram.planner.means import Offload, away, moved_of
-from tangram.planner.pipelines import SCHEDULES, code, many
+from tangram.planner.pipelines import SCHEDULES, code, fewest, many
 from tangram.planner.rules import Rule, legal
 
 __all__ = ["ALL", "Able", "Request", "expanded", "meshes", "of_mesh", "remade"]
@@ -170,7 +170,7 @@ def _staged(outline: Outline, pipeline: int, schedules: tuple[str, ...], *, boun
     for name in left:
         row = SCHEDULES[code(name)]
         most = outline.layers // pipeline
-        counts = range(2, most + 1) if row.chunks == 0 else range(row.chunks, min(row.chunks, most) + 1)
+        counts = range(row.fewest, most + 1) if row.chunks == 0 else range(row.chunks, min(row.chunks, most) + 1)
         counts = counts[-1:] if bound else counts
         found += [(chunks, code(name)) for chunks in counts]
     return found
@@ -295,9 +295,9 @@ def remade(outline: Outline, request: Request, rows: Grid) -> Grid:
 
 
 def _chunked(rows: Grid) -> Grid:
-    """With each number of chunks from two to theirs, of schedules that take any."""
-    any_ = (many(rows.schedule) == 0) & (rows.virtual > 1)
-    counts = np.where(any_, rows.virtual - 1, 1).astype(np.int64)
+    """With each number of chunks from the fewest to theirs, of schedules that take any."""
+    any_ = (many(rows.schedule) == 0) & (rows.pipeline > 1)
+    counts = np.where(any_, np.maximum(rows.virtual - fewest(rows.schedule) + 1, 0), 1).astype(np.int64)
     found = rows.take(np.repeat(np.arange(len(rows)), counts))
     place = np.arange(len(found)) - np.repeat(np.cumsum(counts) - counts, counts)
     return replace(found, virtual=found.virtual - place)

@@ -110,6 +110,8 @@ REFUSED: list[tuple[str, Outline, dict[str, object], str]] = [
     ("torchtitan", DENSE, {"precision": "fp4"}, "and not in fp4"),
     ("torchtitan", DENSE, {"sequence_parallel": False}, "tensor ranks divide tokens, too, which this plan's do not"),
     ("torchtitan", DENSE, {"again": "norms and activations"}, "has no key for computing again: norms and activations"),
+    ("torchtitan", DENSE, {"pipeline": 4, "schedule": "InterleavedZeroBubble"},
+     "runs InterleavedZeroBubble with two chunks of each rank or more, and the plan has one"),
     ("torchtitan", DENSE, {"pipeline": 8}, "cuts 12 blocks by how many a chunk has, which never makes 8 of them"),
     ("torchtitan", MIXED, {"expert": 1, "expert_tensor": 1}, "cuts experts over the tensor ranks where there are no"),
     ("torchtitan-options", MIXED, {"expert": 2, "expert_tensor": 2}, "has no tensor ranks of experts"),

@@ -17,11 +17,26 @@ from tangram.planner.exports.megatron import megatron
 from tangram.planner.exports.numbers import Numbers, Written, numbers_of
 from tangram.planner.exports.paddleformers import paddleformers
 from tangram.planner.exports.torchtitan import SHARES, options, torchtitan
+from tangram.planner.rules import Rule
 from tangram.planner.space import Able
 
 __all__ = ["EXPORTS", "Target", "export", "picked", "written"]
 
 ENDS = (NOTHING, ALL_BLOCKS)
+
+TITANS = (
+    Rule(
+        "chunks of its schedules",
+        lambda o, g: (g.schedule == 0) | (g.virtual > 1),
+        lambda o, at: "its schedules of several chunks take two of each rank or more",
+    ),
+    Rule(
+        "tensor ranks of its experts",
+        lambda o, g: (g.expert_tensor == g.tensor) | ((g.expert > 1) & (g.expert_tensor == 1)),
+        lambda o, at: f"experts have 1 or {at['tensor']} tensor ranks, the latter where there are no expert ranks",
+    ),
+)
+"""What torchtitan does not run beyond what an `Able` says by numbers."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +60,14 @@ EXPORTS: Mapping[str, Target] = {
     "torchtitan": Target(
         torchtitan,
         "torchtitan",
-        lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=WHOLE, shares=SHARES, ulysses=1, inner=False),
+        lambda _: Able(
+            zero=(0, 2, 3), staged=(0, 2, 3), again=WHOLE, shares=SHARES, ulysses=1, inner=False, rules=TITANS
+        ),
     ),
     "torchtitan-options": Target(
-        options, "torchtitan", lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=ENDS, ulysses=1, inner=False)
+        options,
+        "torchtitan",
+        lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=ENDS, ulysses=1, inner=False, rules=TITANS),
     ),
     "deepspeed": Target(
         deepspeed, "deepspeed", lambda _: Able(again=ENDS, pipeline=1, context=1, tensor=1, near=False)

@@ -134,6 +134,8 @@ def _stages(one: Numbers, outline: Outline, told: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"pipeline_parallel_degree": one.pipeline}
     if one.pipeline == 1:
         return found
+    if split_alone(one.schedule, one.virtual):
+        raise UserError(f"torchtitan runs {one.schedule} with two chunks of each rank or more, and the plan has one")
     chunks = chunk_blocks(one, outline)
     blocks = outline.layers + one.ahead + one.behind
     each = -(-blocks // len(chunks))
@@ -150,6 +152,11 @@ def _stages(one: Numbers, outline: Outline, told: list[str]) -> dict[str, Any]:
         "pipeline_parallel_first_stage_less_layers": one.ahead,
         "pipeline_parallel_last_stage_less_layers": one.behind,
     }
+
+
+def split_alone(schedule: str, chunks: int) -> bool:
+    """Whether it is a schedule of several chunks a rank with one."""
+    return chunks == 1 and schedule not in ("", "1F1B", "GPipe")
 
 
 def _experts(one: Numbers, outline: Outline) -> dict[str, Any]:
