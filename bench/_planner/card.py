@@ -44,8 +44,8 @@ MISSES = """
 - The one run out of memory of four that is called safe is of `bigscience_1b3` (V100 with 32 GB, two stages, a
   micro-batch of 16, everything computed again): 23.7 GB are predicted. It is the source whose larger micro-batches are
   predicted too low, below; what it keeps beside is not understood.
-- The search for DeepSeek-V3 took 8.5 s on one day of this machine and 10.4 s on another, on which all that is measured
-  here was slower by about as much.
+- The search for DeepSeek-V3 takes 8.9 s with a core to itself, and took 20.5 s while other work had both cores of this
+  machine.
 - Plans run here, on 4 and 8 processes that share two cores: the first choice is 19% to 26% beyond the best until
   three trials have been run, for rates of two cores shared by many processes are not those of each by itself. After
   three trials the best is chosen.

@@ -34,6 +34,10 @@ def test_llama_70b_on_64_h100(capsys: pytest.CaptureFixture[str]) -> None:
     for one in choices:
         assert one["memory"] <= found["memory_limit"]
         assert one["fits"] >= 0.9
+        assert one["memory_low"] < one["memory"] < one["memory_high"]
+        # Of 90 of 100 within, five of 100 are above: so likely is it that a limit there is enough.
+        assert probability(one["memory"], one["memory_high"]) == pytest.approx(0.95, abs=1e-3)
+        assert probability(one["memory"], one["memory_low"]) == pytest.approx(0.05, abs=1e-3)
         assert one["low"] < one["step"] < one["high"]
         assert 0.3 < one["utilisation"] < 0.6
         assert sum(one["parts"].values()) == pytest.approx(one["step"])
@@ -47,8 +51,13 @@ def test_llama_70b_on_64_h100(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_tables_say_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--top", "3"]) == 0
     said = capsys.readouterr().out
-    for title in ("llama-3-8b on h100-8x8, predicted", "Why the first: its step", "Its memory, of 80 GB",
-                  "What the others lose", "If it were otherwise"):  # fmt: skip
+    for title in (
+        "llama-3-8b on h100-8x8, predicted",
+        "Why the first: its step",
+        "Its memory, of 80 GB; 90 of 100 like it need ",
+        "What the others lose",
+        "If it were otherwise",
+    ):
         assert title in said
     assert "matrix products" in said
 

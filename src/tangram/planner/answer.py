@@ -46,11 +46,7 @@ def tables(answer: Answer) -> list[Titled]:
     found: list[Titled] = [
         (ranking_title(answer), *ranking(answer)),
         ("Why the first: its step", ("", "seconds", "share"), _shares(best.parts, PARTS, best.step, "{:.2f}", 1.0)),
-        (
-            f"Its memory, of {answer.limit / 1e9:.0f} GB",
-            ("", "GB", "share"),
-            held_rows(best),
-        ),
+        _held(best, answer.limit),
         ("What the others lose", ("", *lost_by(answer)), losses(answer)),
         ("If it were otherwise", ("", "step", "than now", "by"), otherwise(answer)),
     ]
@@ -196,8 +192,7 @@ def explained_tables(found: Explained) -> list[Titled]:
     tables: list[Titled] = [
         (f"{found.best.outline.said}: MFU {one.utilisation:.1%} is to be expected, and {fits}", HEADERS, rows),
         ("Its step", ("", "seconds", "share"), _shares(one.parts, PARTS, one.step, "{:.2f}", 1.0)),
-        (f"Its memory, of {found.best.limit / 1e9:.0f} GB", ("", "GB", "share"),
-         held_rows(one)),
+        _held(one, found.best.limit),
     ]  # fmt: skip
     if best:
         more = {name: part - best.parts[name] for name, part in one.parts.items()}
@@ -304,6 +299,11 @@ def lean_words(one: Choice) -> list[str]:
     low = f"{one.precision} products" if one.precision in ("fp8", "fp4") else ""
     kind = "" if one.optimiser == "adamw" else one.optimiser
     return [word for word in (kind, f"on the host: {one.offload}" if one.offload else "", low) if word]
+
+
+def _held(one: Choice, limit: float) -> Titled:
+    between = f"90 of 100 like it need {one.memory_low / 1e9:.1f} to {one.memory_high / 1e9:.1f} GB"
+    return f"Its memory, of {limit / 1e9:.0f} GB; {between}", ("", "GB", "share"), held_rows(one)
 
 
 def held_rows(one: Choice) -> list[tuple[str, ...]]:

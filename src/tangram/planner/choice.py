@@ -119,6 +119,9 @@ class Choice:
     """Of the device's best rate (MFU)."""
     memory: float
     """Bytes of the rank that needs most, as the device shows them."""
+    memory_low: float
+    memory_high: float
+    """90 of 100 like it need between these."""
     fits: float
     """How likely it is not to run out."""
     parts: Mapping[str, float]
@@ -275,6 +278,8 @@ def _choice(
         tokens_per_device=at["batch"] * ask.sequence / step / ranks,
         utilisation=flops / step / ranks / setting.device.peak(ask.precision),
         memory=need,
+        memory_low=need * math.exp(-SURE * MEMORY_SPREAD),
+        memory_high=need * math.exp(SURE * MEMORY_SPREAD),
         fits=probability(need, limit),
         parts=run.parts,
         held={**held, "reserve": sum(held.values()) * needs.reserve, "context": needs.context},
