@@ -10,7 +10,8 @@ left out where runs are given.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,13 @@ import numpy as np
 from bench._planner import memories, predict, ranking, times
 from bench._planner.predict import HeldOut, predictable
 from bench._planner.rows import Case, cases, read
+from bench._planner.times import GroupError
 from tangram.errors import UserError
 from tangram.hardware.devices import device
 from tangram.hardware.measure import Row
 from tangram.models.outlined import outlined
 from tangram.planner.framework import framework
+from tangram.planner.learn import Run
 from tangram.planner.memory import memory
 from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.search import search
@@ -47,12 +50,15 @@ def rows(
     if unknown := sorted({*wanted} - {*GROUPS, HERE}):
         raise UserError(f"--only {unknown[0]}: give one of {', '.join((*GROUPS, HERE))}")
     taught = list(cases(read(PUBLISHED / "runs.csv")))
-    asked = taught if runs is None else list(cases(read(runs)))
+    given = None if runs is None else read(runs)
+    asked = taught if given is None else list(cases(given))
     if {"time", "ranking"} & set(wanted):
         known = HeldOut(predictable(taught))
         timed = predictable(asked)
         if "time" in wanted:
             yield from _times(timed, known, 4 if quick else times.DRAWS)
+            if given is not None:
+                yield from _left_out(given)
         if "ranking" in wanted:
             yield from _ranking(timed, known, sets or PUBLISHED / "ranking_sets.csv", members)
     if "memory" in wanted:
@@ -79,8 +85,21 @@ def _times(timed: list[Case], known: HeldOut, draws: int) -> Iterator[Row]:
         if not np.isnan(one.few):
             yield Row(f"step time after {times.FEW} runs, {name}", "median error", one.few, better="lower")
     large = [one for one in found if one.counts]
-    if not large:
-        return
+    if large:
+        yield from _groups(large)
+    if timed:
+        yield from _intervals(timed, said, known)
+
+
+def _left_out(given: Sequence[Mapping[str, str]]) -> Iterator[Row]:
+    """Rows that have a step and cannot be predicted, by why."""
+    reasons = Counter(why for row in given if (why := predict.why_left_out(row)))
+    for why, count in sorted(reasons.items()):
+        yield Row(f"runs of step time that are left out: {why}", "runs", count, better="lower")
+
+
+def _groups(large: list[GroupError]) -> Iterator[Row]:
+    """Of those that count, together."""
     median = float(np.median([one.zero for one in large]))
     yield Row(f"step time, zero-shot: median of {len(large)} groups of {times.SMALLEST} runs or more", "median error",
               median, target=0.15, better="lower")  # fmt: skip
@@ -91,6 +110,10 @@ def _times(timed: list[Case], known: HeldOut, draws: int) -> Iterator[Row]:
     few = float(np.median([one.few for one in large]))
     yield Row(f"step time after {times.FEW} runs: median of the groups", "median error", few, target=0.08,
               better="lower")  # fmt: skip
+
+
+def _intervals(timed: list[Case], said: list[Run], known: HeldOut) -> Iterator[Row]:
+    """How many runs lie where 90 of 100 are meant to."""
     zero, sure = known.predict(timed, said)
     share = float(times.covered(timed, zero, sure).mean())
     yield Row(f"runs in their interval of 90 of 100: {share:.3f}; how far from 0.9", "share", abs(share - 0.9),

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from bench._planner.rows import Case
+from bench._planner.rows import Case, Row, number, why_not
 from tangram.errors import UserError
 from tangram.hardware.devices import device
 from tangram.planner.grid import Grid
@@ -26,6 +26,22 @@ Floats = NDArray[np.float64]
 def predictable(cases: Sequence[Case]) -> list[Case]:
     """Those that were timed, on devices of the catalogue, and are more than tests of correctness."""
     return [one for one in cases if one.step > 0 and one.source != "mcore_golden" and known(one.gpu)]
+
+
+def why_left_out(row: Row) -> str:
+    """Why a run that was timed is not predicted; "" where it is, or where nothing was timed."""
+    if row["source_id"] == "mcore_golden" or not (number(row, "step_s", 0) > 0 or number(row, "tok_s_gpu", 0) > 0):
+        return ""
+    return why_not(row) or (missing(row["gpu"]) if not known(row["gpu"]) else "")
+
+
+def missing(gpu: str) -> str:
+    """What the catalogue does not know of a device that it does not know enough of."""
+    try:
+        device(gpu)
+    except UserError as error:
+        return str(error).partition(" in the catalogue")[0]
+    return f"the catalogue lacks figures of {gpu}"
 
 
 @cache

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import csv
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from bench._planner.rows import number
+from bench._planner.tables import table
 
 
 @dataclass(frozen=True)
@@ -26,19 +29,17 @@ class SetScore:
 
 
 def members(path: Path) -> dict[str, dict[str, float]]:
-    """Of each set its runs and their seconds, out-of-memory ones left out."""
+    """Of each set its runs and their seconds, without those that ran out of memory. Raises UserError."""
     found: dict[str, dict[str, float]] = defaultdict(dict)
-    with path.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            if row["step_s"] and row.get("oom", "0") not in ("1", "True"):
-                found[row["set"]][row["row"]] = float(row["step_s"])
+    for row in table(path, ("set", "row", "step_s"), ("oom",)):
+        if 0 < number(row, "step_s", math.nan) < math.inf and row["oom"] not in ("1", "True"):
+            found[row["set"]][row["row"]] = number(row, "step_s", math.nan)
     return dict(found)
 
 
 def sources(path: Path) -> dict[str, str]:
-    """Where each set is from."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return {row["set"]: row["source_id"] for row in csv.DictReader(file)}
+    """Where each set is from. Raises UserError."""
+    return {row["set"]: row["source_id"] for row in table(path, ("set", "source_id"))}
 
 
 def scores(sets: dict[str, dict[str, float]], origin: dict[str, str], predicted: dict[str, float]) -> list[SetScore]:

@@ -6,7 +6,6 @@ never by what was measured. Rows without dims, layout or batch cannot be predict
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from bench._planner.tables import table
 from tangram.errors import UserError
 from tangram.models.outline import Dims, Group, Outline, decoder
 from tangram.planner.framework import Framework, framework
@@ -24,6 +24,13 @@ from tangram.planner.setting import Precision
 Row = Mapping[str, str]
 
 NEEDED = ("layers", "hidden", "heads", "vocab", "seq", "n_gpus", "mbs", "gbs")
+OTHERS = (
+    "task", "model", "arch", "ffn", "kv_heads", "head_dim", "experts", "topk", "moe_ffn", "shared_ffn", "dense_layers",
+    "gated_mlp", "tied_emb", "gpu_mem_gb", "gpus_per_node", "tp", "sp", "pp", "vpp", "cp", "ep", "etp", "zero",
+    "recompute", "recompute_detail", "precision", "extra", "framework", "date", "tok_s_gpu", "step_s", "mem_gib",
+    "mem_kind", "mem_rank", "oom",
+)  # fmt: skip
+"""Columns that a file may lack: as if they were empty."""
 PRECISIONS: tuple[tuple[Precision, tuple[str, ...]], ...] = (
     ("fp4", ("fp4",)),
     ("fp8", ("fp8", "float8")),
@@ -95,9 +102,8 @@ class Case:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file of runs."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    """The rows of a file of runs. Raises UserError for what is none."""
+    return table(path, ("row", "source_id", "gpu", *NEEDED), OTHERS)
 
 
 def cases(rows: list[Row]) -> Iterator[Case]:
@@ -141,8 +147,15 @@ def case(row: Row) -> Case:
         precision(row["precision"]),
         int(number(row, "gpus_per_node", 8)) or 8,
         "full_iteration" in row["extra"],
-        number(row, "step_s", math.nan),
+        _step(row),
     )
+
+
+def _step(row: Row) -> float:
+    """Seconds, or what tokens a second and device make of them; nan where neither was measured."""
+    rate = number(row, "tok_s_gpu", 0)
+    tokens = number(row, "gbs", 0) * number(row, "seq", 0) / number(row, "n_gpus", 1)
+    return number(row, "step_s", tokens / rate if 0 < rate < math.inf else math.nan)
 
 
 def as_flagged(one: Framework, row: Row) -> Framework:
