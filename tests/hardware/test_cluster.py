@@ -126,7 +126,11 @@ def test_sequences_are_chosen_by_the_links_of_a_cluster() -> None:
         ("ranks = 4", "ranks = 3", "far joins 8 ranks and near before it 3; write the nearest link first"),
         ("ranks = 8\n[device]", "ranks = 16\n[device]", "there are 16 ranks, and the last link joins 8"),
         ("ranks = 8\n[device]", "ranks = 8.5\n[device]", "ranks is 8.5; write a whole number from 1"),
-        ("bf16 = 10e9", 'name = "h10"', r"there is no device 'h10' \(did you mean 'h100'\?\); write its figures"),
+        (
+            "bf16 = 10e9",
+            'name = "h10"',
+            r"there is no device 'h10' \(did you mean 'h100' or 'h20' or 'a10'\?\); write its figures",
+        ),
         ("bf16 = 10e9", "name = 3", "device.name is 3; write a name of devices.toml"),
         ("bf16 = 10e9", "", 'the key "device.bf16" is missing'),
         ("[device]", "[device", "this is not TOML"),

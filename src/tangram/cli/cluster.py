@@ -82,6 +82,8 @@ class Look:
 
     def terms(self, asked: Ask) -> Terms:
         """What values are made of. Raises UserError."""
+        if self.hours is not None and self.train_tokens is None and not self.objective:
+            raise UserError("--hours is the deadline of --train-tokens: give both")
         training = None if self.train_tokens is None else count_of(self.train_tokens, THOUSANDS)
         return Terms(asked.tokens, hour_price(*self.price), training, self.hours, self.goodput())
 

@@ -88,9 +88,10 @@ def asked_typed(typed: Typed, found: Found | None, wanted: Wanted | None) -> tup
     if wanted is not None:
         framework = framework or wanted.framework or None
     if found is None:
-        return tokens or "4M", sequence or 8192, precision or "bf16", framework or "tangram", devices, memory, most
+        tokens, sequence = "4M" if tokens is None else tokens, 8192 if sequence is None else sequence
+        return tokens, sequence, precision or "bf16", framework or "tangram", devices, memory, most
     one = found.numbers
-    sequence = sequence or one.sequence
+    sequence = one.sequence if sequence is None else sequence
     if not sequence:
         raise UserError("the file does not say how many tokens a sample has: give them with --seq")
     return (

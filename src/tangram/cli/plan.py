@@ -45,7 +45,7 @@ def plan(
         float, typer.Option(help="Of a mixture: how unlike experts' loads are, standard deviation over mean; 0: alike.")
     ] = 0.0,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.")] = 0,
-    top: Annotated[int, typer.Option(min=1, help="How many strategies to name.")] = 8,
+    top: Annotated[int, typer.Option(min=1, max=1000, help="How many strategies to name.")] = 8,
     explain: Annotated[
         str | None,
         typer.Option(help='Explain one mesh, as "pp=8 dp=2 tp=4", a plan, or a Megatron-LM or torchtitan file.'),

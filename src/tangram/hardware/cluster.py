@@ -42,6 +42,9 @@ __all__ = [
 
 VERSION = 1
 TYPES = ("bf16", "fp32")
+MOST_RANKS = 10_000_000
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Of rates, sizes and times: beyond these a figure is a mistake, and products of several would overflow."""
 HOST = ("rate", "bandwidth", "memory_bytes")
 """Bytes per second to and from a device; that its part of the processors moves; bytes of memory for each device."""
 SHARES = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "all-to-all": 1.0, "permute": 1.0}
@@ -239,13 +242,16 @@ def _device(name: str, table: dict[str, Any]) -> Device:
         raise UserError(f'{name}: device.name is {table["name"]!r}; write a name of devices.toml, as "h100"')
     known: Mapping[str, Any] = {}
     if "name" in table:
-        given = table["name"]
+        given = table["name"].lower()
         if given not in catalogue():
+            near = difflib.get_close_matches(given, tuple(catalogue()), 3)
+            hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+            among = "" if near else f"there are {', '.join(catalogue())}; choose one, or "
             raise UserError(
-                f"{name}: there is no device {given!r}{_nearest(given, tuple(catalogue()))}; write its figures, "
+                f"{name}: there is no device {table['name']!r}{hint}; {among}write its figures, "
                 f"{', '.join((*TYPES, *_FIGURES))}"
             )
-        known = catalogue()[given]
+        table, known = {**table, "name": given}, catalogue()[given]
     allowed = ("name", *TYPES, *_FIGURES, "reaches", "memory_reaches")
     # A device of the catalogue may lack products in 32 bits, which training seldom needs; nothing else.
     needed = [key for key in (*(TYPES if not known else ()), *_FIGURES) if key not in known]
@@ -306,15 +312,31 @@ def _list(name: str, where: str, found: Any) -> list[Any]:
 
 def _count(name: str, where: str, found: Any) -> int:
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise UserError(f"{name}: {where} is {found!r}; write a whole number from 1")
+        raise UserError(f"{name}: {where} is {_short(found)}; write a whole number from 1")
+    if found > MOST_RANKS:
+        raise UserError(f"{name}: {where} is {_short(found)}; write a whole number from 1 to {MOST_RANKS}")
     return found
 
 
 def _above(name: str, where: str, found: Any, *, zero: bool = False) -> float:
-    number = isinstance(found, int | float) and not isinstance(found, bool)
-    if not number or not math.isfinite(found) or found < 0 or (found == 0 and not zero):
-        raise UserError(f"{name}: {where} is {found!r}; write a number {'from' if zero else 'above'} 0")
+    start = f"{name}: {where} is {_short(found)}; write a number {'from' if zero else 'above'} 0"
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise UserError(start)
+    if not found >= 0 or found == math.inf or (found == 0 and not zero):
+        raise UserError(start)
+    if found > LARGEST:
+        raise UserError(f"{start}, not beyond {LARGEST:g}")
+    if 0 < found < SMALLEST and not zero:
+        raise UserError(f"{start}, not below {SMALLEST:g}")
     return float(found)
+
+
+def _short(found: Any) -> str:
+    """As written, but for whole numbers of very many digits."""
+    if isinstance(found, int) and not -(10**30) < found < 10**30:
+        digits = str(found)
+        return f"{digits[:8]}... ({len(digits)} digits)"
+    return repr(found)
 
 
 def _share(name: str, where: str, found: Any) -> float:

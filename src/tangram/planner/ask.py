@@ -29,6 +29,9 @@ __all__ = ["Answer", "asked_of", "count_of", "plan", "requested"]
 UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3, "B": 1024**3}
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp4", "fp32")
 
+MOST_TOKENS = 2**40
+"""Of a step; the search takes longer the more ways there are to divide its samples."""
+
 
 def count_of(text: str, units: Mapping[str, int]) -> int:
     """A number of tokens as typed. Raises UserError."""
@@ -116,6 +119,8 @@ def requested(cluster: Cluster, ask: Ask) -> Request:
     devices = ask.devices or cluster.ranks
     if devices > cluster.ranks:
         raise UserError(f"{cluster.name} has {cluster.ranks} devices, and {devices} are asked for: ask for fewer")
+    if ask.tokens > MOST_TOKENS:
+        raise UserError(f"a step has at most {MOST_TOKENS:,} tokens: ask for fewer")
     if ask.sequence < 1 or ask.tokens < ask.sequence:
         raise UserError(f"a step of {ask.tokens} tokens has no sample of {ask.sequence}: give more tokens")
     if ask.tokens % ask.sequence:
