@@ -127,7 +127,7 @@ def test_unknown_names_and_contradictory_clusters(tmp_path: Path, capsys: pytest
     for change, said in (
         (("rate = 50e9", "rate = 0"), "links.1.rate is 0; write a number above 0"),
         (('name = "h100"', 'name = "h1000"'), "there is no device 'h1000' (did you mean 'h100'"),
-        (("ranks = 64", "ranks = 60", 1), "there are 60 ranks, and the last link joins 64"),
+        (("ranks = 64\n\n[device]", "ranks = 60\n\n[device]"), "there are 60 ranks, and the last link joins 64"),
     ):
         path = tmp_path / "wrong.toml"
         path.write_text(text.replace(*change))
@@ -220,3 +220,48 @@ def test_how_long_a_training_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert sizes[1]["choice"] is None
     assert main(["plan", *said, "--hours", "1"]) == 1
     assert "in 1 hours: no part of this cluster does" in capsys.readouterr().out
+
+
+def test_a_budget_says_what_does_not_fit_into_which(capsys: pytest.CaptureFixture[str]) -> None:
+    budget = ("--cluster", "h100-8x8", "--gpus", "8", "--tokens-per-batch", "1M", "--tokens", "20B")
+    found = asked(capsys, "llama-3-8b", *budget, "--hours", "72", code=1)
+    whole, one = found["sizes"][0], found["sizes"][-1]
+    assert (whole["devices"], one["devices"]) == (8, 1)
+    assert whole["hours_too_long"] == pytest.approx(whole["hours"] - 72)
+    steps = int(72 * 3600 / whole["choice"]["step"])
+    assert whole["tokens_in_time"] == steps * 2**20
+    assert whole["bytes_too_many"] == 0
+    assert one["hours_too_long"] is None
+    less = one["bytes_too_many"]
+    assert less > 0
+    # So many bytes more are enough, and a few less are not.
+    outline, ask = outlined("llama-3-8b"), Ask(2**20, 8192, devices=1, most=1)
+    need = safe(80e9) + less
+    for memory, fits in ((need, True), (need - 1e8, False)):
+        asks = replace(ask, memory=memory * 80e9 / safe(80e9))
+        assert bool(plan(outline, builtin("h100-8x8"), asks, what_if=False).choices) == fits
+    assert main(["plan", "llama-3-8b", *budget, "--hours", "72"]) == 1
+    said = capsys.readouterr().out
+    assert f"hours: {whole['hours_too_long']:,.1f} too long, for {whole['tokens_in_time'] / 1e9:,.2f}B tokens" in said
+    assert f"memory: {less / 1e9:,.1f} GB too little" in said
+    assert main(["plan", "llama-3-8b", *budget, "--hours", "1000"]) == 0
+    assert "too long" not in capsys.readouterr().out
+
+
+def test_what_binds_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(capsys, *SPINE, "--framework", "megatron-core")
+    binds = found["binds"]
+    first = found["choices"][0]
+    assert sum(binds["step"].values()) == pytest.approx(first["step"])
+    assert max(binds["step"], key=binds["step"].get) == "computing"
+    assert binds["memory_left"] == pytest.approx(safe(found["memory_limit"]) - first["memory"])
+    assert main(["plan", *SMALL, "--top", "1"]) == 0
+    assert "What binds" in capsys.readouterr().out
+
+
+def test_nothing_fits_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-3-70b", "--cluster", "h100-8x8", "--gpus", "2"]) == 1
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said.startswith("Nothing fits: a rank needs ")
+    assert " GB more than is safe of 80.0; devices of " in said
+    assert said.endswith(" or 32 of these devices would do")

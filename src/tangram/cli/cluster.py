@@ -10,7 +10,7 @@ from pathlib import Path
 from tangram.cli.exports import Typed, Wanted, asked_typed, checked, given_in, read_table, said_json, write
 from tangram.cli.lean import Lean
 from tangram.cli.output import print_json, print_table, progress
-from tangram.cli.taken import Taking, job_in
+from tangram.cli.taken import TANGRAM, Taking, job_in, own
 from tangram.errors import UserError
 from tangram.hardware import cluster as clusters
 from tangram.hardware.cluster import Cluster
@@ -20,8 +20,6 @@ from tangram.models.outlined import outlined
 from tangram.planner.across import best
 from tangram.planner.answer import (
     as_json,
-    duration_json,
-    duration_tables,
     explained_json,
     explained_tables,
     front_json,
@@ -31,6 +29,7 @@ from tangram.planner.answer import (
 from tangram.planner.ask import Answer, asked_of, count_of
 from tangram.planner.budget import Budget, durations, fewest
 from tangram.planner.choice import Ask, Choice, safe
+from tangram.planner.duration_tables import duration_json, duration_tables
 from tangram.planner.explain import Explained, Given, explain
 from tangram.planner.exports.numbers import given_of
 from tangram.planner.front import Fronts, fronts
@@ -93,6 +92,8 @@ def answered(
     changes: Mapping[str, str], lean: Lean, *, json: bool,
 ) -> int:  # fmt: skip
     """One strategy explained, or how long a training takes, or the ranking; exit code 1 where nothing fits."""
+    if wanted is not None and wanted.export == TANGRAM:
+        wanted, taking = None, own(wanted, model)
     if wanted is not None:
         checked(wanted)
     _files(look, wanted, taking)

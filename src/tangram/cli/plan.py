@@ -63,7 +63,8 @@ def plan(
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write all of it as one page to look at, as plan.html.")] = None,
     train_tokens: Annotated[
-        str | None, typer.Option(help="How long so many tokens take, as in 20B (thousand millions).")
+        str | None,
+        typer.Option("--train-tokens", "--tokens", help="How long so many tokens take, as in 20B (thousand millions)."),
     ] = None,
     hours: Annotated[float | None, typer.Option(help="Of --train-tokens: the deadline.")] = None,
     price: Annotated[float | None, typer.Option(help="Of a device's hour.")] = None,
@@ -79,10 +80,11 @@ def plan(
     checkpoint_s: Annotated[float | None, typer.Option(help="Of --mtbf: seconds of a checkpoint.")] = None,
     restart_s: Annotated[float | None, typer.Option(help="Of --mtbf: seconds until training runs again.")] = None,
     export: Annotated[
-        str | None, typer.Option(help="Write the strategy for torchtitan, megatron-lm, ... to --out, else stdout.")
+        str | None,
+        typer.Option(help="Write the strategy for tangram, torchtitan, megatron-lm, ... to --out, else stdout."),
     ] = None,
     emit: Annotated[
-        str | None, typer.Option(help="Write a job file: slurm, k8s-trainjob, k8s-pytorchjob, volcano, skypilot.")
+        str | None, typer.Option(help="Write a job file: slurm, k8s (k8s-trainjob), k8s-pytorchjob, volcano, skypilot.")
     ] = None,
     run: Annotated[str, typer.Option(help="Of --emit: what torchrun starts.")] = "-m tangram train plan.toml",
     image: Annotated[str, typer.Option(help="Of --emit: the container's.")] = "",

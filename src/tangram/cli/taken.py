@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tangram.cli.exports import Typed
+from tangram.cli.exports import Typed, Wanted
 from tangram.errors import UserError
 from tangram.models.outline import Outline
 from tangram.models.outlined import outline_of
@@ -22,7 +22,10 @@ from tangram.planner.trainer import why_not
 from tangram.training.building import source_of
 from tangram.training.data import load_tokens
 
-__all__ = ["Given", "Taking", "job_in", "not_run"]
+__all__ = ["TANGRAM", "Given", "Taking", "job_in", "not_run", "own"]
+
+TANGRAM = "tangram"
+"""Of `--export`: the plan that `tangram train` takes."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,15 @@ class Given:
         except UserError:
             return False
         return True
+
+
+def own(wanted: Wanted, file: str) -> Taking:
+    """What `--export tangram` writes: the plan of a job. Raises UserError where there is none, or no file for it."""
+    if Path(file).suffix != ".toml" or wanted.out is None:
+        raise UserError("a plan of Tangram is of a job, with data and optimiser: give a job's .toml, and --out")
+    if wanted.emit or wanted.submit:
+        raise UserError("--export and --emit write one file each: call the command for each of them")
+    return Taking(wanted.out, wanted.pick, runs=True)
 
 
 def job_in(file: str, taking: Taking, typed: Sequence[object], changes: Mapping[str, str]) -> Given | None:

@@ -15,7 +15,7 @@ from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Outline
 from tangram.planner.ask import Answer, plan, requested
-from tangram.planner.choice import Ask, Choice, limit_of, setting_of, unlike
+from tangram.planner.choice import Ask, Choice, limit_of, safe, setting_of, unlike
 from tangram.planner.learn import published
 from tangram.planner.objectives import Aim
 from tangram.planner.ranked import ranked
@@ -30,6 +30,8 @@ class Sized:
     devices: int
     choice: Choice | None
     """None where nothing fits."""
+    lacking: float | None = 0.0
+    """Bytes that a rank lacks at least; None where no layout of so many devices is legal."""
 
 
 def sizes(devices: int) -> Iterator[int]:
@@ -50,10 +52,14 @@ def by_size(outline: Outline, cluster: Cluster, ask: Ask, whole: Choice | None =
     found = [] if whole is None else [Sized(whole.devices, whole)]
     for devices in list(sizes(ask.devices or cluster.ranks))[len(found) :]:
         try:
-            choices = plan(outline, cluster, replace(ask, devices=devices, most=1), what_if=False).choices
+            answer = plan(outline, cluster, replace(ask, devices=devices, most=1), what_if=False)
         except UserError:  # no legal layout of so many devices
-            choices = ()
-        found.append(Sized(devices, choices[0] if choices else None))
+            found.append(Sized(devices, None, None))
+            continue
+        if answer.choices:
+            found.append(Sized(devices, answer.choices[0]))
+        else:
+            found.append(Sized(devices, None, answer.smallest.memory - safe(answer.limit)))
     return found
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from tangram.planner import binds
 from tangram.planner.ask import Answer
-from tangram.planner.budget import Budget, Duration, fewest
 from tangram.planner.choice import Ask, Choice, safe
 from tangram.planner.explain import Explained
 from tangram.planner.front import REACH, Fronts, Place
@@ -41,12 +41,13 @@ def tables(answer: Answer) -> list[Titled]:
     if not answer.choices and answer.missed:
         return [("The deadline is not kept", ("what",), [(answer.missed,)])]
     if not answer.choices:
-        return [("Nothing fits", ("what", "how"), too_small(answer))]
+        return [(nothing_fits(answer), ("what", "how"), too_small(answer))]
     best = answer.choices[0]
     found: list[Titled] = [
         (ranking_title(answer), *ranking(answer)),
         ("Why the first: its step", ("", "seconds", "share"), _shares(best.parts, PARTS, best.step, "{:.2f}", 1.0)),
         _held(best, answer.limit),
+        ("What binds", ("what", "how much"), binds.rows(answer)),
         ("What the others lose", ("", *lost_by(answer)), losses(answer)),
         ("If it were otherwise", ("", "step", "than now", "by"), otherwise(answer)),
     ]
@@ -151,6 +152,7 @@ def as_json(answer: Answer) -> dict[str, object]:
         "assumed": list(answer.assumed),
         "instead": {name: None if math.isnan(step) else step for name, step in answer.instead.items()},
         "otherwise": {name: asdict(one) if one else None for name, one in answer.otherwise.items()},
+        "binds": binds.document(answer),
         "objective": None if answer.aim is None else _aimed(answer, answer.aim),
         "missed": answer.missed or None,
     }
@@ -209,49 +211,6 @@ def explained_json(found: Explained) -> dict[str, object]:
         "refused": list(found.refused),
         "given": asdict(found.choice) if found.choice else None,
         "best": asdict(best) if best else None,
-    }
-
-
-def duration_tables(found: list[Duration], budget: Budget) -> list[Titled]:
-    """How long a training takes on parts of the cluster."""
-    rows = [
-        (
-            str(one.devices),
-            one.choice.mesh if one.choice else "nothing fits",
-            f"{one.choice.step:.2f} s" if one.choice else "",
-            f"{one.hours:,.1f}" if one.choice else "",
-            f"{one.device_hours:,.0f}" if one.choice else "",
-            f"{one.cost:,.0f}" if one.cost is not None else "",
-            f"{one.energy / 1000:,.1f}" if one.energy is not None else "",
-        )
-        for one in found
-    ]
-    title = f"{budget.tokens:,} tokens"
-    least = fewest(found, budget)
-    if budget.hours is not None:
-        kept = f"{least.devices} devices at least" if least else "no part of this cluster does"
-        title += f" in {budget.hours:g} hours: {kept}"
-    return [(title, ("devices", "best mesh", "step", "hours", "device hours", "cost", "MWh"), rows)]
-
-
-def duration_json(found: list[Duration], budget: Budget) -> dict[str, object]:
-    """The same for programs; hours are null where nothing fits."""
-    least = fewest(found, budget)
-    return {
-        "tokens": budget.tokens,
-        "hours": budget.hours,
-        "fewest_devices": least.devices if least else None,
-        "sizes": [
-            {
-                "devices": one.devices,
-                "hours": one.hours if one.choice else None,
-                "device_hours": one.device_hours if one.choice else None,
-                "cost": one.cost,
-                "kwh": one.energy,
-                "choice": asdict(one.choice) if one.choice else None,
-            }
-            for one in found
-        ],
     }
 
 
@@ -384,16 +343,29 @@ def _changed(now: Choice, one: Choice) -> str:
     return ", ".join(told) or "the same strategy"
 
 
+def nothing_fits(answer: Answer) -> str:
+    """By how much, and the smallest change that fits, in a sentence."""
+    least = answer.smallest
+    more = f", or {answer.enough} of these devices" if answer.enough else ""
+    return (
+        f"Nothing fits: a rank needs {(least.memory - safe(answer.limit)) / 1e9:.1f} GB more than is safe of "
+        f"{answer.limit / 1e9:.1f}; {_room(answer)}{more} would do"
+    )
+
+
+def _room(answer: Answer) -> str:
+    return f"devices of {answer.smallest.memory * answer.limit / safe(answer.limit) / 1e9:.0f} GB"
+
+
 def too_small(answer: Answer) -> list[tuple[str, ...]]:
     """By how much, and what would fit."""
     least = answer.smallest
     fixed = sum(part for name, part in least.held.items() if name in ("parameters", "gradients", "optimiser"))
-    room = f"devices of {least.memory * answer.limit / safe(answer.limit) / 1e9:.0f} GB"
     more = f", or {answer.enough} of these devices" if answer.enough else ""
     return [
         ("the least that a rank needs", f"{least.memory / 1e9:.1f} GB, of {answer.limit / 1e9:.1f}"),
         ("with", f"{least.mesh}, micro-batches of {least.micro}, {ZERO[least.zero]} divided, again {least.again}"),
         ("too much by", f"{(least.memory - safe(answer.limit)) / 1e9:.1f} GB, so that nine of ten such runs fit"),
         ("of it states", f"{fixed / 1e9:.1f} GB"),
-        ("what would fit", room + more),
+        ("what would fit", _room(answer) + more),
     ]

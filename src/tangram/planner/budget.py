@@ -46,6 +46,12 @@ class Duration:
     cost: float | None
     energy: float | None = None
     """In kWh; None where watts are not told, or nothing fits."""
+    lacking: float | None = 0.0
+    """Bytes that a rank lacks at least; None where no layout of so many devices is legal."""
+    late: float = 0.0
+    """Hours beyond the deadline; 0 where it is kept, there is none, or nothing fits."""
+    in_time: int | None = None
+    """Tokens that are trained on before the deadline, where not all are."""
 
     @property
     def device_hours(self) -> float:
@@ -61,8 +67,18 @@ def durations(outline: Outline, cluster: Cluster, ask: Ask, budget: Budget) -> l
         hours = terms.took(one.devices, one.choice.step) if one.choice else float("inf")
         cost = one.devices * hours * budget.price if budget.price is not None and one.choice else None
         energy = one.devices * hours * budget.watts / 1000 if budget.watts is not None and one.choice else None
-        found.append(Duration(one.devices, one.choice, hours, cost, energy))
+        late = max(0.0, hours - budget.hours) if one.choice and budget.hours is not None else 0.0
+        in_time = _in_time(terms, hours, ask.tokens) if late else None
+        found.append(Duration(one.devices, one.choice, hours, cost, energy, one.lacking, late, in_time))
     return found
+
+
+def _in_time(terms: Terms, hours: float, batch: int) -> int:
+    """Tokens of as many whole steps as the deadline leaves time for."""
+    assert terms.hours is not None
+    assert terms.training is not None
+    steps = -(-terms.training // batch)
+    return int(steps * terms.hours / hours) * batch
 
 
 def fewest(found: list[Duration], budget: Budget) -> Duration | None:

@@ -65,3 +65,15 @@ def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, capsys
 
 def test_an_export_needs_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert "give one with --cluster" in refused(capsys, "job.toml", "--export", "torchtitan")
+
+
+def test_for_tangram_it_is_the_plan_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = str(Path(__file__).parents[3] / "examples/quickstart/job.toml")
+    for name, how in (("a.toml", ("--export", "tangram")), ("b.toml", ("--runs",))):
+        assert main(["plan", job, "--cluster", "cpu-2", *how, "--out", str(tmp_path / name)]) == 0
+        assert f"tangram train {tmp_path / name}" in capsys.readouterr().out
+    assert (tmp_path / "a.toml").read_text() == (tmp_path / "b.toml").read_text()
+    assert "give a job's .toml, and --out" in refused(
+        capsys, "llama-3-8b", "--cluster", "h100-8x8", "--export", "tangram"
+    )
+    assert "give a job's .toml, and --out" in refused(capsys, job, "--cluster", "cpu-2", "--export", "tangram")

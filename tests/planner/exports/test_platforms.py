@@ -160,7 +160,7 @@ SAID = ("llama-3-8b", "--cluster", "h100-8x8", "--tokens-per-batch", "1M", "--gp
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--emit", "k8s"), "there is no platform 'k8s': there are slurm, k8s-trainjob"),
+        (("--emit", "k8s-job"), "there is no platform 'k8s-job' (did you mean 'k8s-trainjob'?): there are slurm"),
         (("--emit", "slurm", "--export", "torchtitan"), "write one file each: call the command for each of them"),
         (("--emit", "slurm", "--submit"), "--submit needs a file: give one with --out"),
         (("--emit", "slurm", "--submit", "--out", "x.sh"), "sbatch is not installed here: write the file without"),
@@ -193,3 +193,12 @@ def test_a_file_is_submitted(
     sbatch.write_text("#!/bin/bash\nexit 3\n")
     assert main(list(said)) == 2
     assert f"sbatch {out} ended with 3: it said why" in capfd.readouterr().err
+
+
+def test_k8s_alone_is_a_trainjob(capsys: pytest.CaptureFixture[str]) -> None:
+    texts: list[str] = []
+    for name in ("k8s", "k8s-trainjob"):
+        assert main(["plan", "llama-3-8b", "--cluster", "h100-8x8", "--tokens-per-batch", "512K", "--emit", name]) == 0
+        texts.append(capsys.readouterr().out)
+    assert "kind: TrainJob" in texts[0]
+    assert texts[0] == texts[1]

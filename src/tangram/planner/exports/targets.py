@@ -109,7 +109,7 @@ def target(name: str) -> Target:
         near = difflib.get_close_matches(name, EXPORTS, 1)
         raise UserError(
             f"there is no export {name!r}{f' (did you mean {near[0]!r}?)' if near else ''}: there are "
-            f"{', '.join(EXPORTS)}"
+            f"{', '.join(EXPORTS)}, and of a job tangram"
         )
     return EXPORTS[name]
 

@@ -32,10 +32,13 @@ PLATFORMS: Mapping[str, Platform] = {
     "skypilot": Platform(skypilot, ("sky", "launch", "--yes")),
 }
 """By what they are called on the command line."""
+SHORT = {"k8s": "k8s-trainjob"}
+"""Other names."""
 
 
 def platform(name: str) -> Platform:
     """Raises UserError for a name that is none."""
+    name = SHORT.get(name, name)
     if name not in PLATFORMS:
         near = difflib.get_close_matches(name, PLATFORMS, 1)
         raise UserError(
