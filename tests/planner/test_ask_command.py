@@ -265,3 +265,18 @@ def test_nothing_fits_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.startswith("Nothing fits: a rank needs ")
     assert " GB more than is safe of 80.0; devices of " in said
     assert said.endswith(" or 32 of these devices would do")
+
+
+def test_explain_says_how_much_memory_is_lacking(capsys: pytest.CaptureFixture[str]) -> None:
+    said = (*SMALL, "--explain", "dp=8")
+    given = asked(capsys, *said, code=1)["given"]
+    assert main(["plan", *said]) == 1
+    lacking = (given["memory"] - safe(80e9)) / 1e9
+    assert f"of such runs, {lacking:.1f} GB beyond what is safe" in capsys.readouterr().out
+
+
+def test_there_are_no_tables_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in (("--top", "1"), ("--explain", "dp=8", "--zero", "3")):
+        assert main(["plan", *SMALL, *more]) == 0
+        parts = capsys.readouterr().out.strip().split("\n\n")
+        assert all(len(part.splitlines()) > 2 for part in parts)

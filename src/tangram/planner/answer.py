@@ -55,7 +55,7 @@ def tables(answer: Answer) -> list[Titled]:
         found.append((f"Failures on {best.devices} devices", ("", "what"), interruptions(answer.aim, best.devices)))
     if answer.assumed:
         found.append(("Not in the catalogue, and assumed", ("what",), [(one,) for one in answer.assumed]))
-    return found
+    return [one for one in found if one[2]]
 
 
 def ranking_title(answer: Answer) -> str:
@@ -190,7 +190,12 @@ def explained_tables(found: Explained) -> list[Titled]:
         return [("It cannot run", ("why",), [(reason,) for reason in found.refused]), *first]
     one = found.choice
     rows = [_row("given", one), *([_row("best", best)] if best else [])]
-    fits = "it fits" if one.fits >= FITS else f"it fits in {one.fits:.0%} of such runs"
+    beyond = (one.memory - safe(found.best.limit)) / 1e9
+    fits = (
+        "it fits"
+        if one.fits >= FITS
+        else f"it fits in {one.fits:.0%} of such runs, {beyond:.1f} GB beyond what is safe"
+    )
     tables: list[Titled] = [
         (f"{found.best.outline.said}: MFU {one.utilisation:.1%} is to be expected, and {fits}", HEADERS, rows),
         ("Its step", ("", "seconds", "share"), _shares(one.parts, PARTS, one.step, "{:.2f}", 1.0)),
@@ -200,7 +205,8 @@ def explained_tables(found: Explained) -> list[Titled]:
         more = {name: part - best.parts[name] for name, part in one.parts.items()}
         lost = sorted(((part, name) for name, part in more.items() if abs(part) > 0.005 * best.step), reverse=True)
         said = [(PARTS[name], f"{part:+.2f} s") for part, name in lost]
-        tables.append((f"Beside the best: {one.step / best.step - 1:+.1%}", ("", "more"), said))
+        if said:
+            tables.append((f"Beside the best: {one.step / best.step - 1:+.1%}", ("", "more"), said))
     return tables
 
 
