@@ -19,7 +19,7 @@ from tangram.hardware.cluster import builtin
 from tangram.models.outline import Dims, decoder
 from tangram.planner import drawn, page
 from tangram.planner.across import best
-from tangram.planner.answer import HELD
+from tangram.planner.answer import HELD, PARTS
 from tangram.planner.choice import Ask
 from tangram.planner.drawn import Picture
 from tangram.planner.explain import Given, explain
@@ -198,6 +198,14 @@ def test_bars_of_rows_add_up_to_their_steps_and_memory() -> None:
     assert sum(trace.x[0] for trace in sized.traces) == pytest.approx(
         choices[0].step * choices[0].devices / ASK.tokens * 1e6, rel=0.03
     )
+
+
+def test_the_largest_part_is_called_what_it_is() -> None:
+    """A third of a step is not most of it."""
+    one = shown("ranking").answer.choices[0]
+    said = drawn.time_of_rows([one], ["row 1"], ASK.tokens, sizes=False).said
+    name = max(one.parts, key=one.parts.__getitem__)
+    assert said.endswith(f" in row 1, {one.parts[name] / one.step:.0%} of it {PARTS[name]}.")
 
 
 def test_a_timeline_has_every_action_and_says_what_is_cut() -> None:

@@ -120,7 +120,7 @@ def time_of_rows(choices: Sequence[Choice], names: Sequence[str], tokens: int, *
         for name in PARTS
         if any(one.parts[name] / one.step >= 0.002 for one in choices)
     ]  # fmt: skip
-    said = f"{three(choices[0].step)} s in {names[0]}, most of it {_most(choices[0].parts, PARTS)}."
+    said = f"{three(choices[0].step)} s in {names[0]}, {_most(choices[0].parts, PARTS)}."
     return Picture(
         "time",
         "Where the time goes",
@@ -146,7 +146,7 @@ def memory_of_rows(choices: Sequence[Choice], names: Sequence[str], limit: float
         for name in HELD
         if any(one.held[name] / one.memory >= 0.002 for one in choices)
     ]  # fmt: skip
-    said = f"{choices[0].memory * GB:.1f} GB in {names[0]}, most of it {_most(choices[0].held, HELD)}."
+    said = f"{choices[0].memory * GB:.1f} GB in {names[0]}, {_most(choices[0].held, HELD)}."
     return Picture(
         "memory", "Where the memory goes", "GB of the fullest rank at its peak", said, "GB", "", traces,
         _limits(limit, upright=True), across=True, rows=len(choices), names=names, wide=True,
@@ -352,7 +352,8 @@ def _words(one: Choice) -> str:
 
 
 def _most(parts: Any, names: dict[str, str]) -> str:
-    return names[max(parts, key=parts.__getitem__)]
+    name = max(parts, key=parts.__getitem__)
+    return f"{parts[name] / sum(parts.values()):.0%} of it {names[name]}"
 
 
 def _short(value: float) -> float:
