@@ -40,7 +40,9 @@ def _load_kernels() -> None:
         del os.environ["TRITON_INTERPRET"]
 
 
-_load_kernels()
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        _load_kernels()  # not where others run the tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -326,6 +326,9 @@ def _add_low(text: Path, add: Callable[..., None], *, slow: bool) -> Mapping[str
         "float16": tables(text, precision=half, optimiser=calm),
     }
     add("bfloat16", STRATEGIES if slow else ("fsdp", "tensor inside fsdp"), low["bfloat16"])
+    for mode in ("bf16", "fp8"):
+        cast = tables(text, run={"attention": mode}, optimiser=calm)
+        add(f"attention in {mode}", STRATEGIES if slow else ("tensor inside fsdp",), cast, FEW)
     if slow:
         _add_kept(text, add)
         add("bfloat16 kept", STRATEGIES, low["bfloat16 kept"], resume_at=3)
@@ -361,6 +364,9 @@ def _add_axes(text: Path, add: Callable[..., None], *, slow: bool) -> None:
             changes["model"] = {"change": {**SMALL_MODEL, "num_key_value_heads": 4, "head_dim": 4}}
         add("", [strategy], tables(text, **changes), LONG if slow else FEW)
         changes["run"] = {"attention": "tokens"}
+        if "stages" not in strategy:
+            low = tables(text, **{**changes, "run": {"attention": "bf16"}}, optimiser={"eps": 1e-3})
+            add("attention in bf16, balanced", [strategy], low, FEW, instead={"context": BY_TOKENS["balanced"]})
         for name in BY_TOKENS if slow else BY_TOKENS_QUICK:
             if "heads" in strategy and "ring" in name:
                 continue  # no rank's keys are to go anywhere

@@ -31,8 +31,14 @@ NEAR = 1e-5
 NEARLY_TIED = Bounds(gradients=2e-3, values=3e-4)
 
 
+# In another order of sums a score is rounded to another number of eight bits, an eighth away.
+EIGHT = Bounds(gradients=0.2, values=2e-2, losses=1e-2)
+
+
 def bounds_of(name: str) -> Bounds:
-    return LOW if name.startswith(("bfloat16", "float16")) else Bounds()
+    if name.startswith("attention in fp8"):
+        return EIGHT
+    return LOW if name.startswith(("bfloat16", "float16", "attention in bf16")) else Bounds()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -150,7 +156,7 @@ def test_frozen_parameters_stay_and_have_no_gradient(measured: Measured) -> None
 @pytest.mark.parametrize("name", ALL_NAMES)
 def test_every_case_under_every_strategy(name: str, tmp_path: Path, oracle: Oracle) -> None:
     case, traces = measure_one(tmp_path, name)
-    bounds = LOW_LONG if name.startswith(("bfloat16", "float16")) else Bounds()
+    bounds = LOW_LONG if name.startswith(("bfloat16", "float16")) else bounds_of(name)
     for trace in completed(traces):
         right = oracle(case)
         assert findings(until(trace, 5), until(right, 5), bounds) == []
