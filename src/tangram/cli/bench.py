@@ -19,6 +19,7 @@ def bench(
     repeats: Annotated[int | None, typer.Option(min=1, help="Turns that each figure is the median of.")] = None,
     size: Annotated[float | None, typer.Option(help="Gigabytes of what is measured.")] = None,
     folder: Annotated[Path | None, typer.Option(help="A folder on the disk that is measured.")] = None,
+    device: Annotated[str | None, typer.Option(help="Of op-accuracy: where operators run, as cpu.")] = None,
     runs: Annotated[Path | None, typer.Option(help="Of the planner: published runs, a CSV file.")] = None,
     sets: Annotated[Path | None, typer.Option(help="Of the planner: sets of runs to be ordered.")] = None,
     members: Annotated[Path | None, typer.Option(help="Of the planner: which runs are in which set.")] = None,
@@ -36,7 +37,7 @@ def bench(
             print_table("Benches", ("name", "what it measures"), list(known.items()))
         return
     options: dict[str, object] = {"only": tuple(only) if only else None, "repeats": repeats, "size": size}
-    options |= {"folder": folder, "runs": runs, "sets": sets, "members": members}
+    options |= {"folder": folder, "device": device, "runs": runs, "sets": sets, "members": members}
     given = {key: value for key, value in options.items() if value is not None}
     report = run(checkout, name, quick, done=lambda row: note(f"{name}: {row.figure} done"), options=given)
     if json:
