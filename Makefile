@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test slow matrix peers interop lint bench rules mutants clean
+.PHONY: help install train test slow matrix peers kernels interop lint bench rules mutants clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -47,6 +47,13 @@ matrix: $(STAMP) ## run some cells of the capability matrix, others with every c
 peers: $(STAMP) ## every family and the optimiser's states through megatron-core itself; the chain
 	@$(BIN)/python -m pytest -p no:xdist -m slow $(addprefix tests/checkpoint/test_,megatron.py optimiser_states.py chain.py examples.py)
 
+# Another release of Triton than the usual one: that of torch 2.11 for accelerators. Its interpreter takes arrays of one
+# element for numbers, which numpy warns of until 2.3 and refuses from 2.4 on.
+kernels: $(STAMP) ## the kernels under Triton 3.6, too (about 190 MB, into .venv-triton)
+	@test -d .venv-triton/triton || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target .venv-triton numpy==2.2.6 triton==3.6.0
+	@PYTHONPATH=.venv-triton $(BIN)/python -m pytest -p no:xdist -W "ignore:Conversion of an array:DeprecationWarning" \
+	  tests/kernels/flash/test_kernels.py tests/kernels/compiled
+
 # In an environment of their own: transformers loads torchao wherever it is installed, with warnings, and Paddle is large.
 interop: ## compare with Paddle, DeepSpeed, bitsandbytes, torchao and what parses our exports (about 500 MB, into .venv-interop)
 	@$(MAKE) --no-print-directory install VENV=.venv-interop EXTRAS=dev,hf,kernels,lowbit,paddle,parsers
@@ -72,5 +79,5 @@ mutants: $(STAMP) ## plant mistakes in the algebra and count those that the test
 	@$(BIN)/python tests/mutants/run.py
 
 clean: ## remove the virtual environment and every cache
-	@rm -rf $(VENV) .venv-interop .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf $(VENV) .venv-interop .venv-triton .pytest_cache .ruff_cache .hypothesis build dist
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -5,10 +5,10 @@
     whole    forward and backward: FP8 forward and BF16 backward over our BF16, in all shapes; both over torch's fastest
     tiles    TFLOP/s forward of other tiles, to choose by; not run unless asked for
 
-What is not right is not timed: the bench ends with a sentence. Peers are torch's `scaled_dot_product_attention` by each
-of its back ends that takes the shape. Products that a causal mask hides are not counted. All but `tiles` is meant to end
-within eight minutes on a Hopper device. Without an accelerator there is nothing to time; `--quick` checks small shapes
-there, under Triton's interpreter where TRITON_INTERPRET=1 is set.
+What is not right is not timed: the bench ends with a sentence. Peers: torch's `scaled_dot_product_attention`, by each
+of its back ends that takes the shape. Products that a causal mask hides are not counted. All but `tiles` is meant to
+end within eight minutes on a Hopper device. Without an accelerator there is nothing to time; `--quick` checks small
+shapes there, under Triton's interpreter where TRITON_INTERPRET=1 is set.
 """
 
 # ruff: noqa: N806  a tensor carries its dims in its name

@@ -32,7 +32,8 @@ CASES = [
 @pytest.mark.parametrize(("mode", "width", "values"), CASES)
 def test_compiles(mode: str, width: int, values: int, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    path = [str(ROOT / "src"), str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, "-m", "tests.kernels.compiled.compiling", mode, str(width), str(values)]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
