@@ -49,10 +49,11 @@ peers: $(STAMP) ## every family and the optimiser's states through megatron-core
 
 # Another release of Triton than the usual one: that of torch 2.11 for accelerators. Its interpreter takes arrays of one
 # element for numbers, which numpy warns of until 2.3 and refuses from 2.4 on.
-kernels: $(STAMP) ## the kernels under Triton 3.6, too (about 190 MB, into .venv-triton)
+kernels: $(STAMP) ## the kernels in a run, and under Triton 3.6 (about 190 MB, into .venv-triton)
 	@test -d .venv-triton/triton || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target .venv-triton numpy==2.2.6 triton==3.6.0
 	@PYTHONPATH=.venv-triton $(BIN)/python -m pytest -p no:xdist -W "ignore:Conversion of an array:DeprecationWarning" \
 	  tests/kernels/flash/test_kernels.py tests/kernels/compiled
+	@$(BIN)/python -m pytest -p no:xdist -m slow tests/training/test_low_attention.py
 
 # In an environment of their own: transformers loads torchao wherever it is installed, with warnings, and Paddle is large.
 interop: ## compare with Paddle, DeepSpeed, bitsandbytes, torchao and what parses our exports (about 500 MB, into .venv-interop)
