@@ -73,3 +73,7 @@ def _sample(items: list[pytest.Item], size: int, dice: random.Random) -> set[str
     light = sorted(item.nodeid for item in items if not item.get_closest_marker("heavy"))
     few = max(-(-size * len(heavy) // (3 * len(items))), size - len(light))
     return {*dice.sample(heavy, few), *dice.sample(light, size - few)}
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else Triton says at the end that it is still held

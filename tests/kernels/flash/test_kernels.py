@@ -129,6 +129,24 @@ def test_no_tokens() -> None:
     assert not any(bool(x.any()) for x in found)
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp8", "nvfp4"])
+def test_tokens_that_lie_far_apart(name: str) -> None:
+    """As in a long sequence of many heads: their places do not fit in 32 bits. Of 4 GiB next to nothing is touched."""
+    case = drawn("gaussian", Shape(tokens=4, heads=1, groups=1, width=16))
+
+    def far(x: torch.Tensor) -> torch.Tensor:
+        found = torch.empty_strided(x.shape, (2**32, 2**32, 2**30, 1), dtype=torch.bfloat16)
+        return found.copy_(x)
+
+    near = by_kernels(case, RIGHT[name], spans_of(case), TILE)[0]
+    call = Call(RIGHT[name], spans_of(case), case.scale, None, TILE)
+    heads = Heads(far(case.q), far(case.k), far(case.v))
+    whole = launch.forward(heads, call)
+    found, _ = launch.backward(far(case.grad), heads, whole, call)
+    for one, other in zip((whole.out, *found), near, strict=True):
+        assert torch.equal(one.double(), other)
+
+
 # ---------------------------------------------------------------- what the comparison would find
 
 

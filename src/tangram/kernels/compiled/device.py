@@ -22,9 +22,10 @@ E2M1_UNDER_E4M3 = tl.constexpr(6.0 * 448.0)
 
 @triton.jit
 def tile_of(X, rows, columns, row_stride, column_stride, rows_there, columns_there):
-    """The elements (rows, columns), zero where there are none."""
+    """The elements (rows, columns), zero where there are none. Of long sequences a place does not fit in 32 bits."""
     there = rows_there[:, None] & columns_there[None, :]
-    return tl.load(X + rows[:, None] * row_stride + columns[None, :] * column_stride, mask=there, other=0.0)
+    at = X + (rows.to(tl.int64) * row_stride)[:, None] + (columns.to(tl.int64) * column_stride)[None, :]
+    return tl.load(at, mask=there, other=0.0)
 
 
 @triton.jit

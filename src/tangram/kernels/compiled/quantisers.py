@@ -16,7 +16,7 @@ def blocks(
     H, S, E, BE: tl.constexpr, BLOCK: tl.constexpr, SMOOTH: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     block, b, h = tl.program_id(0), (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
-    rows, channels = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BE)
+    rows, channels = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64), tl.arange(0, BE)
     there = (rows < S)[:, None] & (channels < E)[None, :]
     x = tl.load(
         X + b * stride_xb + h * stride_xh + rows[:, None] * stride_xs + channels[None, :], mask=there, other=0.0
@@ -43,7 +43,8 @@ def groups(
     E4M3_SCALES: tl.constexpr,
 ):  # fmt: skip
     b, h = (tl.program_id(2) // H).to(tl.int64), (tl.program_id(2) % H).to(tl.int64)
-    rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     there = (rows < R)[:, None] & (columns < C)[None, :]
     at = X + b * stride_xb + h * stride_xh + rows[:, None] * stride_xr + columns[None, :] * stride_xc
     x = tl.load(at, mask=there, other=0.0).to(tl.float32)

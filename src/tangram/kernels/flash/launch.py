@@ -173,7 +173,7 @@ def _scored(heads: Heads, recipe: Recipe) -> Scored:
     operand = recipe.forward.q
     if operand.format is BF16:
         return Scored(Codes(heads.q), Codes(heads.k), 0, 1, None, None)
-    mean = heads.k.float().mean(2) if recipe.smooth_k else None
+    mean = heads.k.mean(2, dtype=torch.float32) if recipe.smooth_k else None
     turn = hadamard(heads.q.shape[-1]).float().to(heads.q.device) if recipe.hadamard else None
     if operand.format is E4M3:
         size = operand.scaling.size
