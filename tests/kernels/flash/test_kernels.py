@@ -100,6 +100,16 @@ def test_tokens_in_another_order() -> None:
     accepted(moved, RIGHT["bf16"], spans)
 
 
+def test_numbers_that_do_not_lie_in_a_row() -> None:
+    """Of all rows alike, and every second place of a larger tensor."""
+    case = drawn("gaussian", Shape(tokens=40, heads=2, groups=1, width=32, batch=2, mask=Mask(window=9)))
+    right = by_kernels(case, RIGHT["bf16"], spans_of(case), TILE)[0]
+    apart = Spans(*(torch.stack([x[:1], x[:1] + 1], -1)[..., 0] for x in spans_of(case)))
+    assert not apart.since.is_contiguous()
+    for one, other in zip(by_kernels(case, RIGHT["bf16"], apart, TILE)[0], right, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_queries_that_see_nothing() -> None:
     case = drawn("gaussian", Shape(tokens=40, heads=2, groups=1, width=32))
     spans = spans_of(case)

@@ -66,7 +66,7 @@ def choose(recipe: Recipe, width: int, kernel: Kernel) -> Tile:
     """Tiles that fit the shared memory of a Hopper device and, but for the widest heads, its registers.
 
     `width`: of the wider head dim, a power of two. By what the compiler says of registers, not by times: no device was
-    at hand. `bench/attention_gpu.py` times others beside them.
+    at hand. `bench/attention_kernels.py` times others beside them.
     """
     shared = recipe.backward.dq_ds.scaling
     if kernel != "forward" and shared.per == "tile":
@@ -91,7 +91,7 @@ def forward(heads: Heads, call: Call) -> Partial:
     (B, H, S, E), (G, T, F) = heads.q.shape, (*heads.k.shape[1:3], heads.v.shape[3])
     if not heads.q.numel() or not heads.v.numel():
         return Partial(heads.q.new_zeros(B, H, S, F), heads.q.new_full((B, H, S), -torch.inf, dtype=torch.float32))
-    scored = _scored(heads, recipe)
+    scored, spans = _scored(heads, recipe), _in_rows(call.spans, B)
     v, values = _values(heads.v, recipe)
     wide_E, wide_F = padded(E), padded(F)
     tile = call.tile or choose(recipe, max(wide_E, wide_F), "forward")
@@ -103,7 +103,7 @@ def forward(heads: Heads, call: Call) -> Partial:
     )
     kernel(attention_forward.forward)[(cdiv(S, tile.rows), B * H)](
         scored.q.values, scored.k.values, v.values, _or(scored.q.scales, lse), _or(scored.k.scales, lse),
-        _or(v.scales, lse), *call.spans, ranges(call.spans, tile.rows, tile.columns).of_queries, _or(sinks, lse),
+        _or(v.scales, lse), *spans, ranges(spans, tile.rows, tile.columns).of_queries, _or(sinks, lse),
         out, lse, *scored.q.values.stride()[:3], *scored.k.values.stride()[:3], *v.values.stride(), *out.stride()[:3],
         H, H // G, S, T, E, F, call.scale, wide_E, wide_F, tile.rows, tile.columns, scored.block,
         recipe.forward.p.scaling.size or 16, scored.scales, values, shares, sinks is not None,
@@ -125,7 +125,8 @@ def backward(grad: Tensor, heads: Heads, whole: Partial, call: Call) -> tuple[He
     tile = call.tile or choose(recipe, max(wide_E, wide_F), "queries")
     of_keys = call.tile or choose(recipe, max(wide_E, wide_F), "keys")
     own = _owed(grad, heads, scored, recipe)
-    visited = ranges(call.spans, tile.rows, tile.columns).of_queries
+    spans = _in_rows(call.spans, B)
+    visited = ranges(spans, tile.rows, tile.columns).of_queries
     delta = torch.empty_like(whole.sums)
     turn = scored.turn if own.eight else None
     sizes = (H // G, S, T, E, F, call.scale, wide_E, wide_F)
@@ -137,7 +138,7 @@ def backward(grad: Tensor, heads: Heads, whole: Partial, call: Call) -> tuple[He
     def queries(delta_only: bool) -> None:
         kernel(attention_backward.queries_owed)[(cdiv(S, tile.rows), B * H)](
             *scores, own.do.values, _or(own.do.scales, delta), own.v.values, _or(own.v.scales, delta),
-            own.k_tokens, whole.sums, delta, *call.spans, visited, _or(turn, delta), dq, *strides,
+            own.k_tokens, whole.sums, delta, *spans, visited, _or(turn, delta), dq, *strides,
             *own.do.values.stride()[:3], *own.v.values.stride()[:3], *own.k_tokens.stride(), H, *sizes,
             tile.rows, tile.columns, *kinds, delta_only, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -153,7 +154,7 @@ def backward(grad: Tensor, heads: Heads, whole: Partial, call: Call) -> tuple[He
     dk, dv = (x.new_empty(x.shape) for x in (heads.k, heads.v))
     kernel(attention_backward.keys_owed)[(cdiv(T, of_keys.columns), B * G)](
         *scores, own.do.values, own.do_tokens, _or(own.do.scales, delta), own.v.values, _or(own.v.scales, delta),
-        own.q_tokens, whole.sums, delta, *call.spans, ranges(call.spans, of_keys.rows, of_keys.columns).of_keys,
+        own.q_tokens, whole.sums, delta, *spans, ranges(spans, of_keys.rows, of_keys.columns).of_keys,
         _or(turn, delta), dk, dv, *strides,
         *own.do.values.stride()[:3], *own.do_tokens.stride(), *own.v.values.stride()[:3], *own.q_tokens.stride(), G,
         *sizes, of_keys.rows, of_keys.columns, *kinds, num_warps=of_keys.warps, num_stages=of_keys.stages,
@@ -238,6 +239,11 @@ def _sinks(heads: Heads, call: Call, scored: Scored) -> Tensor:
 def _of_queries(x_BGE: Tensor, heads: int) -> Tensor:
     found: Tensor = x_BGE.repeat_interleave(heads // x_BGE.shape[1], 1)
     return found
+
+
+def _in_rows(spans: Spans, rows: int) -> Spans:
+    """As kernels read them: for each row of the batch, one number after the other."""
+    return Spans(*(x.to(torch.int32).expand(rows, -1).contiguous() for x in spans))
 
 
 def _bf16(x: Tensor) -> Tensor:
