@@ -263,7 +263,10 @@ class RunPlan(Table):
     """Which choices an expert keeps: those of the largest weights, or of the first tokens."""
     device: Literal["auto", "cpu"] = "auto"
     deterministic: bool = False
-    attention: Literal["model", "sdpa", "tokens", "bf16", "fp8-fwd", "fp8", "nvfp4-emulated"] = "model"
+    attention: Literal[
+        "model", "sdpa", "tokens",
+        "bf16", "fp8-fwd", "fp8", "nvfp4-emulated", "fp8-e5m2-emulated", "nvfp4-dropin-emulated",
+    ] = "model"  # fmt: skip
     """"model": as the model's class has it. "sdpa": torch's. "tokens": by documents and places of tokens, in blocks of
     which those that are hidden are not computed; no mask of sequence x sequence is made (`kernels.attention`). The
     others: so, too, by the kernels of a mode of `kernels.flash`."""

@@ -1,5 +1,7 @@
 """The back end of torch's operators against the laboratory, and its fast casts against the laboratory's."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -29,6 +31,23 @@ def test_of_the_recipe(mode: str, shape: Shape) -> None:
     results, _, _ = by_emulation(case, MODES[mode], spans_of(case))
     verdict = judged(results, limits(MODES[mode], case))
     assert verdict.accepted, verdict
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("law", ["channels", "sink"])
+def test_a_backward_that_does_not_match_and_keys_that_are_smoothed(law: str, shape: Shape) -> None:
+    recipe = replace(MODES["nvfp4-dropin-emulated"], smooth_k=True)
+    case = drawn(law, shape)
+    results, _, _ = by_emulation(case, recipe, spans_of(case))
+    verdict = judged(results, limits(recipe, case))
+    assert verdict.accepted, verdict
+    assert not judged(results, limits(replace(recipe, matched=True), case)).accepted
+
+
+def test_what_does_not_match_is_in_bfloat16() -> None:
+    case, recipe = drawn("gaussian", SHAPES[0]), replace(MODES["fp8"], matched=False)
+    with pytest.raises(ValueError, match="does not match its forward is in bfloat16"):
+        by_emulation(case, recipe, spans_of(case))
 
 
 @pytest.mark.parametrize("name", ["fp8 per block, all of them", "mxfp4 forward, bf16 backward, delta high"])

@@ -23,6 +23,7 @@ from tests.kernels.flash.cases import by_emulation, by_kernels, heads_of, spans_
 SMALL = fp8(block=32, tile=32)
 """Blocks as small as the tiles here, so that there are some."""
 TILE = Tile(32, 32)
+OURS = tuple(mode for mode, recipe in MODES.items() if not cannot(recipe))
 RIGHT: dict[str, Recipe] = {
     "bf16": MODES["bf16"],
     "fp8-fwd": replace(MODES["fp8-fwd"], forward=SMALL.forward),
@@ -69,7 +70,7 @@ def test_widths(name: str, width: int, values: int) -> None:
     accepted(drawn("outliers", Shape(tokens=45, heads=2, groups=1, width=width, value_width=values)), RIGHT[name])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", OURS)
 def test_modes_as_they_are(mode: str) -> None:
     """Blocks of 128 tokens; tiles as a device would have them."""
     accepted(drawn("outliers", Shape(tokens=150, heads=2, groups=1, width=64)), MODES[mode], tile=None)  # pyright: ignore
@@ -220,8 +221,8 @@ def test_refused(recipe: Recipe, said: str) -> None:
 
 
 def test_every_mode_has_a_kernel_and_tiles() -> None:
-    for recipe in MODES.values():
-        assert cannot(recipe) == ""
+    assert MODES.keys() - OURS == {"fp8-e5m2-emulated", "nvfp4-dropin-emulated"}, "those that are studied only"
+    for recipe in (MODES[mode] for mode in OURS):
         for width in (16, 64, 128, 256):
             for kernel in ("forward", "queries", "keys"):
                 tile = choose(recipe, width, kernel)

@@ -41,7 +41,7 @@ def test_gradients_are_those_of_attention(mode: str, kind: torch.dtype) -> None:
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     expected = torch.nn.functional.scaled_dot_product_attention(*exact, is_causal=True, scale=0.25, enable_gqa=True)
     right = (expected, *torch.autograd.grad((expected * weights.double()).sum(), exact))
-    limit = {"bf16": 0.01, "nvfp4-emulated": 0.35}.get(mode, 0.12)
+    limit = {"bf16": 0.01, "nvfp4-emulated": 0.35, "nvfp4-dropin-emulated": 0.35}.get(mode, 0.12)
     for name, mine, one in zip(("O", "dQ", "dK", "dV"), (out, *found), right, strict=True):
         assert float((mine.detach().double() - one.detach()).norm() / one.detach().norm()) < limit, name
 
@@ -88,6 +88,18 @@ def test_an_old_device_has_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert "of FP8" in unable("fp8", torch.device("cuda"), torch.bfloat16, 128)
     assert unable("nvfp4-emulated", torch.device("cuda"), torch.bfloat16, 128) == ""
+
+
+@pytest.mark.parametrize(("mode", "why"), [
+    ("nvfp4-dropin-emulated", "a backward takes the scores of its forward"),
+    ("fp8-e5m2-emulated", "casts its tensors as the forward does"),
+])  # fmt: skip
+def test_what_is_studied_only_is_refused_on_a_device(monkeypatch: pytest.MonkeyPatch, mode: str, why: str) -> None:
+    assert unable(mode, CPU, torch.bfloat16, 64) == ""
+    monkeypatch.setattr(operator, "backend", lambda device: "triton")
+    found = unable(mode, CPU, torch.bfloat16, 64)
+    assert "is for studies on the CPU" in found
+    assert why in found
 
 
 def test_both_back_ends_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

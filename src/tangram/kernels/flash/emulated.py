@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tangram.kernels.attention import Heads, Partial
 from tangram.kernels.flash.spans import Spans
-from tangram.kernels.lab.formats import BF16, E2M1, E4M3
+from tangram.kernels.lab.formats import BF16, E2M1, E4M3, E5M2, Format
 from tangram.kernels.lab.quant import Along, Operand, hadamard, quantise
 from tangram.kernels.lab.recipes import Recipe
 
@@ -70,12 +70,16 @@ def backward(
     B, H, S, E = heads.q.shape
     heads, grad = Heads(*(x.bfloat16().float() for x in heads)), grad.bfloat16().float()
     scored, own = _scored(heads, recipe), recipe.backward
+    shift = None
+    if not recipe.matched:
+        scored, shift = _scored_again(heads, scored, recipe, scale)
     grouped = scored.q.shape[:4]
     eight = own.dk_q.format is E4M3
     dp_do, dv_do = (cast(grad, one, "tokens").view(*grouped, -1) for one in (own.dp_do, own.dv_do))
     v = cast(heads.v, own.dp_v, "channels")
     q, k = (scored.q, scored.k) if eight else (heads.q.view(*grouped, E), heads.k)
     sums = whole.sums.float().view(*grouped, 1)
+    sums = sums if shift is None else sums + shift
     safe = torch.where(sums == -torch.inf, 0.0, sums)
     size = own.dq_ds.scaling.size or TILE
     parts = [*_tiles(spans, size)]
@@ -119,10 +123,10 @@ def cast(x: Tensor, operand: Operand, along: Along) -> Tensor:
         return x.bfloat16().float()
     if to is E4M3 and scaling.per == "static":
         return e4m3(x * scaling.factor) / scaling.factor
-    if to is E4M3 and scaling.per == "tile":
-        return _e4m3_tiles(x, scaling.size)
-    if to is E2M1 and along == "channels" and scaling.kind == "e4m3" and scaling.second == "row":
-        return _e2m1_rows(x, scaling.size)
+    if to in _EIGHT and scaling.per in ("block", "tile") and scaling.kind == "fp32" and not scaling.reciprocal:
+        return _tiles_of_8_bits(x, to, scaling.size, x.shape[-1] if scaling.per == "block" else scaling.size)
+    if to is E2M1 and scaling.per == "group" and scaling.kind == "e4m3" and scaling.second == "row":
+        return _e2m1_rows(x, scaling.size) if along == "channels" else _e2m1_rows(x.mT, scaling.size).mT
     return quantise(x.double(), operand, along).values.float()
 
 
@@ -138,13 +142,18 @@ def e2m1(x: Tensor) -> Tensor:
     return torch.copysign((size / step).round_().mul_(step).clamp_(max=6.0), x)
 
 
-def _e4m3_tiles(x: Tensor, size: int) -> Tensor:
-    padded = F.pad(x, (0, -x.shape[-1] % size, 0, -x.shape[-2] % size))
-    rows, columns = (length // size for length in padded.shape[-2:])
-    tiles = padded.reshape(*x.shape[:-2], rows, size, columns, size)
+_EIGHT = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+
+
+def _tiles_of_8_bits(x: Tensor, to: Format, high: int, wide: int) -> Tensor:
+    """Float32 is enough: a quotient of two of its numbers is rounded alike by way of float64."""
+    padded = F.pad(x, (0, -x.shape[-1] % wide, 0, -x.shape[-2] % high))
+    rows, columns = padded.shape[-2] // high, padded.shape[-1] // wide
+    tiles = padded.reshape(*x.shape[:-2], rows, high, columns, wide)
     most = tiles.abs().amax((-3, -1), keepdim=True)
-    scale = torch.where(most == 0, 1.0, most / 448.0)
-    found = (e4m3(tiles / scale) * scale).flatten(-4, -3).flatten(-2)
+    scale = torch.where(most == 0, 1.0, most / to.largest)
+    codes = (tiles / scale).clamp_(-to.largest, to.largest).to(_EIGHT[to]).float()  # torch's E5M2 does not saturate
+    found = codes.mul_(scale).flatten(-4, -3).flatten(-2)
     return found[..., : x.shape[-2], : x.shape[-1]]
 
 
@@ -173,6 +182,17 @@ def _scored(heads: Heads, recipe: Recipe) -> Scored:
         q, k = q @ turn, k @ turn
     q = cast(q, operand, "channels")
     return Scored(q.view(q.shape[0], k.shape[1], -1, *q.shape[2:]), cast(k, operand, "channels"), mean, turn)
+
+
+def _scored_again(heads: Heads, scored: Scored, recipe: Recipe, scale: float) -> tuple[Scored, Tensor | None]:
+    """Of a backward that does not match: its own scores, and what has to be added to the sums of the forward's."""
+    own = recipe.backward
+    if any(one.format is not BF16 for one in (own.q, own.k, own.dq_k, own.dk_q)):
+        raise ValueError(f"{recipe.name!r}: a backward that does not match its forward is in bfloat16 here")
+    q = heads.q.view(*scored.q.shape)
+    if scored.mean is None:
+        return Scored(q, heads.k, None, None), None
+    return Scored(q, heads.k, None, None), (q * scored.mean[:, :, None, None]).sum(-1, keepdim=True) * scale
 
 
 def _sinks(heads: Heads, scored: Scored, sinks_H: Tensor, scale: float) -> Tensor:

@@ -6,8 +6,14 @@
     nvfp4-emulated   the forward rounded to NVFP4 and computed in bfloat16, which is exact for such values, as no
                      product of NVFP4 is at hand; the backward in bfloat16
 
-All match: their backward takes the scores of the forward. Of a forward of 8 bits delta is that of the stored result,
+These match: their backward takes the scores of the forward. Of a forward of 8 bits delta is that of the stored result,
 as one more product would cost more than it gains; of 4 bits it is that of probabilities as they were, as in Attn-QAT.
+Two are no advice: they are what others do, to be trained beside these on a CPU, and the kernels have neither.
+
+    fp8-e5m2-emulated        fp8 with gradients in E5M2, as Transformer Engine's hybrid format has them
+    nvfp4-dropin-emulated    a forward in NVFP4 put before a backward that knows nothing of it: scores again from
+                             bfloat16, sums and result of the forward, keys as they are
+
 Scales are of one head at most, so they are the same however heads are dealt to devices. Those of a block, and the mean
 of the keys, are of tokens that a query does not see, too: these reach it, by a rounding.
 """
@@ -18,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from tangram.kernels.lab.formats import BF16, E2M1, E4M3, Format
+from tangram.kernels.lab.formats import BF16, E2M1, E4M3, E5M2, Format
 from tangram.kernels.lab.quant import Operand, Scaling
 from tangram.kernels.lab.recipes import Backward, Forward, Recipe
 
@@ -26,18 +32,18 @@ BLOCK = 128
 """Tokens that share a scale."""
 TILE = 64
 """Queries and keys whose gradients of scores share one."""
-Mode = Literal["bf16", "fp8-fwd", "fp8", "nvfp4-emulated"]
+Mode = Literal["bf16", "fp8-fwd", "fp8", "nvfp4-emulated", "fp8-e5m2-emulated", "nvfp4-dropin-emulated"]
 
 _BF16 = Operand(BF16)
 _BF16_BACKWARD = Backward(*(_BF16,) * 10)
 _NVFP4 = Operand(E2M1, Scaling("group", 16, "e4m3", "row"))
 
 
-def fp8(block: int = BLOCK, tile: int = TILE, name: str = "fp8") -> Recipe:
+def fp8(block: int = BLOCK, tile: int = TILE, name: str = "fp8", gradients: Format = E4M3) -> Recipe:
     """E4M3 everywhere, of scales for so many tokens, and squares of scores of so many."""
     x, p = Operand(E4M3, Scaling("block", block)), Operand(E4M3, Scaling("static", factor=256.0))
-    ds = Operand(E4M3, Scaling("tile", tile))
-    return Recipe(name, Forward(x, x, p, x), Backward(x, x, p, x, x, x, ds, x, ds, x), smooth_k=True)
+    do, ds = Operand(gradients, Scaling("block", block)), Operand(gradients, Scaling("tile", tile))
+    return Recipe(name, Forward(x, x, p, x), Backward(x, x, p, do, do, x, ds, x, ds, x), smooth_k=True)
 
 
 MODES: Mapping[str, Recipe] = {
@@ -46,6 +52,10 @@ MODES: Mapping[str, Recipe] = {
     "fp8": fp8(),
     "nvfp4-emulated": Recipe(
         "nvfp4-emulated", Forward(*(_NVFP4,) * 4), _BF16_BACKWARD, smooth_k=True, delta="high"
+    ),
+    "fp8-e5m2-emulated": fp8(name="fp8-e5m2-emulated", gradients=E5M2),
+    "nvfp4-dropin-emulated": Recipe(
+        "nvfp4-dropin-emulated", Forward(*(_NVFP4,) * 4), _BF16_BACKWARD, matched=False
     ),
 }  # fmt: skip
 

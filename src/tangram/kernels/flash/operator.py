@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tangram.kernels.attention import Heads, Partial
 from tangram.kernels.flash import emulated
-from tangram.kernels.flash.modes import MODES
+from tangram.kernels.flash.modes import MODES, cannot
 from tangram.kernels.flash.spans import Spans
 from tangram.kernels.lab.formats import E4M3
 
@@ -41,6 +41,8 @@ def unable(mode: str, device: torch.device, dtype: torch.dtype, width: int) -> s
         return f'attention "{mode}" computes in bfloat16, of which {str(dtype).removeprefix("torch.")} is no part'
     if backend(device) == "emulated":
         return ""
+    if why := cannot(MODES[mode]):
+        return f'attention "{mode}" is for studies on the CPU, for the kernels have none of it: {why}'
     if width > WIDEST:
         return f"heads of {width} channels do not fit the kernels' tiles: {WIDEST} do"
     if device.type == "cuda" and MODES[mode].forward.q.format is E4M3:
