@@ -18,8 +18,9 @@ def bench(
     only: Annotated[list[str] | None, typer.Option(help="Only this group of figures; may be repeated.")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Turns that each figure is the median of.")] = None,
     size: Annotated[float | None, typer.Option(help="Gigabytes of what is measured.")] = None,
-    folder: Annotated[Path | None, typer.Option(help="A folder on the disk that is measured.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="A folder on the disk that is measured, or of results.")] = None,
     device: Annotated[str | None, typer.Option(help="Of op-accuracy: where operators run, as cpu.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Of a queue: begin nothing that ends later.")] = None,
     runs: Annotated[Path | None, typer.Option(help="Of the planner: published runs, a CSV file.")] = None,
     sets: Annotated[Path | None, typer.Option(help="Of the planner: sets of runs to be ordered.")] = None,
     members: Annotated[Path | None, typer.Option(help="Of the planner: which runs are in which set.")] = None,
@@ -37,7 +38,7 @@ def bench(
             print_table("Benches", ("name", "what it measures"), list(known.items()))
         return
     options: dict[str, object] = {"only": tuple(only) if only else None, "repeats": repeats, "size": size}
-    options |= {"folder": folder, "device": device, "runs": runs, "sets": sets, "members": members}
+    options |= {"folder": folder, "device": device, "seconds": seconds, "runs": runs, "sets": sets, "members": members}
     given = {key: value for key, value in options.items() if value is not None}
     report = run(checkout, name, quick, done=lambda row: note(f"{name}: {row.figure} done"), options=given)
     if json:

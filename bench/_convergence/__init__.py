@@ -1,0 +1,1 @@
+"""What `bench/convergence.py` stands on."""
