@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -13,8 +13,11 @@ from matplotlib.figure import Figure
 from bench._convergence.settings import PLAIN
 from bench._convergence.table import Results
 
-COLOURS = ("#222222", "#4477aa", "#228833", "#66ccee", "#ccbb44", "#ee6677")
-POINTS = 120
+COLOURS = {
+    "bf16": "#222222", "fp8-fwd": "#4477aa", "fp8": "#228833", "fp8-e5m2-emulated": "#66ccee",
+    "nvfp4-emulated": "#ccbb44", "nvfp4-dropin-emulated": "#ee6677",
+}  # fmt: skip
+POINTS = 64
 """Of a curve: a picture of all steps is large and no clearer."""
 _SETTINGS: Any = matplotlib
 _SAME: Any = {"svg.hashsalt": "tangram", "svg.fonttype": "none", "font.size": 9.0}
@@ -26,18 +29,17 @@ def picture(title: str, results: Results) -> str:
     """A row for each number of tokens of a step: losses less BF16's, gradient norms. Thin lines are seeds."""
     tokens = sorted({run.step_tokens for run in results})
     recipes = list(dict.fromkeys(run.recipe for run in results))
-    colours = dict(zip(recipes, COLOURS, strict=False))
     with _SETTINGS.rc_context(_SAME):
         figure = Figure(figsize=(10.0, 0.8 + 2.7 * len(tokens)), layout="constrained")
         panels: Any = figure.subplots(len(tokens), 2, squeeze=False)
     for axes, own in zip(panels, tokens, strict=True):
         group = {(run.recipe, run.seed): one for run, one in results.items() if run.step_tokens == own}
         for recipe in recipes:
-            _lines(axes[0], _gaps(recipe, group), colours[recipe], recipe)
-            _lines(axes[1], _norms(recipe, group), colours[recipe], recipe)
+            _lines(axes[0], _gaps(recipe, group), recipe, np.mean)
+            _lines(axes[1], _norms(recipe, group), recipe, _geometric)
         axes[0].set_title(f"training loss less BF16's, nats ({own} tokens a step)", fontsize=9)
         axes[1].set_title(f"gradient norm ({own} tokens a step)", fontsize=9)
-        axes[0].axhline(0.0, color=COLOURS[0], linewidth=0.8)
+        axes[0].axhline(0.0, color=COLOURS[PLAIN], linewidth=0.8)
         axes[0].set_yscale("symlog", linthresh=0.02)
         axes[1].set_yscale("log")
         for one in axes:
@@ -51,11 +53,16 @@ def picture(title: str, results: Results) -> str:
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def _lines(axes: Any, found: Sequence[Curve], colour: str, label: str) -> None:
+def _lines(axes: Any, found: Sequence[Curve], recipe: str, mean: Callable[..., Any]) -> None:
+    colour = COLOURS[recipe]
     for x, y in found:
         axes.plot(x, y, color=colour, linewidth=0.5, alpha=0.45)
     if found and len({len(y) for _, y in found}) == 1:
-        axes.plot(found[0][0], np.mean([y for _, y in found], 0), color=colour, linewidth=1.6, label=label)
+        axes.plot(found[0][0], mean([y for _, y in found], 0), color=colour, linewidth=1.6, label=recipe)
+
+
+def _geometric(curves: Sequence[Any], dim: int) -> Any:
+    return np.exp(np.log(np.asarray(curves)).mean(dim))
 
 
 def _gaps(recipe: str, group: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[Curve]:

@@ -14,7 +14,7 @@ NAME = "attention-convergence.md"
 
 
 def write(folder: Path, size: Size, results: Results) -> None:
-    """All of it; nothing where a mark is missing, or a result is."""
+    """Of all settings that have a result; nothing where a mark is missing."""
     page = folder / NAME
     if not results:
         raise UserError("no run has a result, so there is nothing to write: leave --only page out first")
@@ -26,7 +26,7 @@ def write(folder: Path, size: Size, results: Results) -> None:
     pictures.mkdir(exist_ok=True)
     for setting in dict.fromkeys(one.setting for one in known):
         own = {run: one for run, one in results.items() if run.setting == setting}
-        (pictures / f"attention-convergence-{setting}.svg").write_text(curves.picture(setting, own))
+        (pictures / f"attention-convergence-{size.name}-{setting}.svg").write_text(curves.picture(setting, own))
     page.write_text(text)
 
 

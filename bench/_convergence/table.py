@@ -73,7 +73,7 @@ def read(runs: Iterable[Run], folder: Path) -> Results:
 
 
 def lines(results: Results) -> list[Line]:
-    """In the order of the queue, by tokens of a step, setting and recipe."""
+    """By setting and tokens of a step; recipes in the order of the queue."""
     groups: dict[tuple[str, int, str], list[Run]] = {}
     for run in results:
         groups.setdefault((run.setting, run.step_tokens, run.recipe), []).append(run)

@@ -242,7 +242,7 @@ def test_page(tmp_path: Path) -> None:
     assert "6 runs of 1,024 tokens each, on cpu" in text
     assert "old" not in text
     assert text.endswith("words\n")
-    picture = tmp_path / "images" / "attention-convergence-plain.svg"
+    picture = tmp_path / "images" / "attention-convergence-quick-plain.svg"
     assert ET.fromstring(picture.read_text()).tag.endswith("svg")
     assert "fp8" in picture.read_text()
 
