@@ -2,7 +2,8 @@
 
     attention, cross_entropy    in torch's operators
     flash                       attention by recipes of low precision, by kernels
-    compiled                    those kernels
+    fused                       norms and the rest of a model's operators, each in one pass
+    compiled                    their kernels
     lab                         what recipes cost, and whether a kernel is one of a recipe
 
 They know nothing of ranks: what goes over all parts of a tensor is given to them.

@@ -1,8 +1,19 @@
-"""What starts kernels: sizes of grids and tiles."""
+"""What starts kernels: where they run, and sizes of grids and tiles."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+import torch
+
+DEVICES = ("cuda", "xpu")
+"""Kinds of devices that Triton compiles for."""
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels run there; on a CPU they do under Triton's interpreter, which has to be asked for."""
+    return device.type in DEVICES or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def cdiv(a: int, b: int) -> int:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal
 
 import torch
@@ -18,19 +17,16 @@ from tangram.kernels.attention import Heads, Partial
 from tangram.kernels.flash import emulated
 from tangram.kernels.flash.modes import MODES, cannot
 from tangram.kernels.flash.spans import Spans
+from tangram.kernels.host import has_kernels
 from tangram.kernels.lab.formats import E4M3
 
 WIDEST = 256
 """Channels of a head that the kernels' tiles hold."""
-_DEVICES = ("cuda", "xpu")
-"""Kinds of devices that Triton compiles for."""
 
 
 def backend(device: torch.device) -> Literal["triton", "emulated"]:
     """What computes on such a device."""
-    if device.type in _DEVICES:
-        return "triton"
-    return "triton" if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" else "emulated"
+    return "triton" if has_kernels(device) else "emulated"
 
 
 def unable(mode: str, device: torch.device, dtype: torch.dtype, width: int) -> str:

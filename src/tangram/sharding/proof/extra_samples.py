@@ -17,6 +17,7 @@ from tangram.kernels.attention import ATTEND
 from tangram.kernels.flash.operator import FLASH
 from tangram.kernels.flash.spans import Spans, in_order
 from tangram.models import noted
+from tangram.sharding.proof.fused_samples import FUSED
 
 aten = torch.ops.aten
 
@@ -63,6 +64,7 @@ def _spans(rows: int, queries: int, keys: int, window: int) -> Spans:
 
 attention = aten._scaled_dot_product_flash_attention_for_cpu.default
 EXTRA: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
+    *FUSED,
     (
         aten.avg_pool2d_backward.default,
         lambda: (_some(3, 5, 2, 3), _some(3, 5, 4, 6), [2, 2], [2, 2], [0, 0], False, True, None),

@@ -1,0 +1,22 @@
+"""Calls of the fused operators of `kernels.fused`, as `extra_samples` has others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tangram.kernels.fused.norm import ADD_RMS_NORM, RMS_NORM
+
+
+def _some(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+FUSED: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
+    (RMS_NORM.default, lambda: (_some(5, 3, 4), _some(4), 1e-6, 1.0)),
+    (RMS_NORM.default, lambda: (_some(5, 4), None, 1e-6)),
+    (ADD_RMS_NORM.default, lambda: (_some(3, 5, 4), _some(3, 5, 4), _some(4), 1e-6)),
+)
