@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 _FLOATS = {"eps", "offset"}
 _NORM = {"BH": 4096, "ROWS": 1, "ADDED": True, "WEIGHED": True}
+_GATED = {"BW": 1024, "ROWS": 1, "GELU": True}
 _X, _F = "*bf16", "*fp32"
 CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "norm": ("norm.forward", dict.fromkeys(("X", "RESIDUAL", "WEIGHT", "OUT", "SUM"), _X) | {"RSTD": _F}, _NORM),
@@ -24,6 +25,8 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
                       {"BH": 128, "ROWS": 32, "ADDED": False, "WEIGHED": False}),
     "norm, backward": ("norm.backward", dict.fromkeys(("DY", "DSUM", "X", "WEIGHT", "DX"), _X)
                        | {"RSTD": _F, "PARTS": _F}, _NORM),
+    "gated": ("gated.forward", dict.fromkeys(("GATE", "UP", "OUT"), _X), _GATED),
+    "gated, backward": ("gated.backward", dict.fromkeys(("DY", "GATE", "UP", "DGATE", "DUP"), _X), _GATED),
 }  # fmt: skip
 """A kernel, the types of its pointers, its constants; what is left are whole numbers, and those of `_FLOATS`."""
 

@@ -34,6 +34,8 @@ def as_stored(X, x):
 
 
 @triton.jit
-def sigmoid(x):
-    """With no small number lost, on either side."""
-    return 1.0 / (1.0 + tl.exp(-x))
+def sigmoids(x):
+    """Of a number and of its negative, neither rounded to zero or one before it has to be."""
+    e = tl.exp(-tl.abs(x))
+    positive = x >= 0.0
+    return tl.where(positive, 1.0, e) / (1.0 + e), tl.where(positive, e, 1.0) / (1.0 + e)

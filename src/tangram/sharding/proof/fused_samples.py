@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tangram.kernels.fused.gated import GATED
 from tangram.kernels.fused.norm import ADD_RMS_NORM, RMS_NORM
 
 
@@ -19,4 +20,6 @@ FUSED: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
     (RMS_NORM.default, lambda: (_some(5, 3, 4), _some(4), 1e-6, 1.0)),
     (RMS_NORM.default, lambda: (_some(5, 4), None, 1e-6)),
     (ADD_RMS_NORM.default, lambda: (_some(3, 5, 4), _some(3, 5, 4), _some(4), 1e-6)),
+    (GATED.default, lambda: (_some(5, 3), _some(5, 3))),
+    (GATED.default, lambda: (_some(2, 5, 3), _some(2, 5, 3), "gelu_tanh")),
 )
