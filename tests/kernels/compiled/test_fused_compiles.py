@@ -27,6 +27,8 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
                        | {"RSTD": _F, "PARTS": _F}, _NORM),
     "gated": ("gated.forward", dict.fromkeys(("GATE", "UP", "OUT"), _X), _GATED),
     "gated, backward": ("gated.backward", dict.fromkeys(("DY", "GATE", "UP", "DGATE", "DUP"), _X), _GATED),
+    "rotary": ("rotary.rotate", dict.fromkeys(("Q", "K", "Q_OUT", "K_OUT"), _X) | {"COS": _F, "SIN": _F},
+               {"BH": 64, "BS": 16, "BACK": True}),
 }  # fmt: skip
 """A kernel, the types of its pointers, its constants; what is left are whole numbers, and those of `_FLOATS`."""
 

@@ -1,7 +1,8 @@
 """Operators that a trainer's models are made of, each in one pass over its tensors, forward and backward.
 
-    norm    RMSNorm, with what is added to the residuals first
-    gated   act(gate) * up: SwiGLU, GELU
+    norm      RMSNorm, with what is added to the residuals first
+    gated     act(gate) * up: SwiGLU, GELU
+    rotary    positions of queries and keys
 
 Each is an operator of torch (`tangram::NAME`) with a gradient and a shape without values, over two back ends: Triton
 kernels (`kernels.compiled`) on a device, torch's operators elsewhere. Both compute in float32 whatever is stored and

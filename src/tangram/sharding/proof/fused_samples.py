@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tangram.kernels.fused.gated import GATED
 from tangram.kernels.fused.norm import ADD_RMS_NORM, RMS_NORM
+from tangram.kernels.fused.rotary import ROTARY
 
 
 def _some(*shape: int) -> Tensor:
@@ -22,4 +23,6 @@ FUSED: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
     (ADD_RMS_NORM.default, lambda: (_some(3, 5, 4), _some(3, 5, 4), _some(4), 1e-6)),
     (GATED.default, lambda: (_some(5, 3), _some(5, 3))),
     (GATED.default, lambda: (_some(2, 5, 3), _some(2, 5, 3), "gelu_tanh")),
+    (ROTARY.default, lambda: (_some(3, 4, 5, 6), _some(3, 2, 5, 6), _some(3, 5, 4), _some(3, 5, 4))),
+    (ROTARY.default, lambda: (_some(3, 2, 5, 4), _some(3, 2, 5, 4), _some(1, 5, 4), _some(1, 5, 4))),
 )
