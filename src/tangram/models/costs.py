@@ -27,6 +27,7 @@ from tangram.errors import UserError
 from tangram.kernels.attention import ATTEND, ATTEND_BACKWARD
 from tangram.kernels.cross_entropy import cross_entropy
 from tangram.kernels.flash.operator import FLASH, FLASH_BACKWARD
+from tangram.kernels.fused.projected_loss import FLOPS
 from tangram.models.twin import fake_twin, stacked_experts
 
 OUTSIDE = ""
@@ -394,4 +395,5 @@ _PRODUCTS: dict[Any, Any] = {
     FLASH: _attend,
     FLASH_BACKWARD: _attend_backward,
     _aten._grouped_mm: _grouped,
+    **FLOPS,
 }

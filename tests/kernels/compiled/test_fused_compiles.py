@@ -29,6 +29,9 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "gated, backward": ("gated.backward", dict.fromkeys(("DY", "GATE", "UP", "DGATE", "DUP"), _X), _GATED),
     "rotary": ("rotary.rotate", dict.fromkeys(("Q", "K", "Q_OUT", "K_OUT"), _X) | {"COS": _F, "SIN": _F},
                {"BH": 64, "BS": 16, "BACK": True}),
+    "loss": ("loss.gather", {"AT": "*i64"} | dict.fromkeys(("X", "TOP", "TOTAL", "LABEL"), _F), {"BC": 1024}),
+    "loss, backward": ("loss.owed", {"AT": "*i64", "DX": _X} | dict.fromkeys(("X", "TOP", "SCALE", "LESS"), _F),
+                       {"BC": 1024}),
 }  # fmt: skip
 """A kernel, the types of its pointers, its constants; what is left are whole numbers, and those of `_FLOATS`."""
 

@@ -1,8 +1,9 @@
 """Operators that a trainer's models are made of, each in one pass over its tensors, forward and backward.
 
-    norm      RMSNorm, with what is added to the residuals first
-    gated     act(gate) * up: SwiGLU, GELU
-    rotary    positions of queries and keys
+    norm              RMSNorm, with what is added to the residuals first
+    gated             act(gate) * up: SwiGLU, GELU
+    rotary            positions of queries and keys
+    projected_loss    the last projection and the loss of its classes, without logits
 
 Each is an operator of torch (`tangram::NAME`) with a gradient and a shape without values, over two back ends: Triton
 kernels (`kernels.compiled`) on a device, torch's operators elsewhere. Both compute in float32 whatever is stored and
