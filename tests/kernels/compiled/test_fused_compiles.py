@@ -32,6 +32,13 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "loss": ("loss.gather", {"AT": "*i64"} | dict.fromkeys(("X", "TOP", "TOTAL", "LABEL"), _F), {"BC": 1024}),
     "loss, backward": ("loss.owed", {"AT": "*i64", "DX": _X} | dict.fromkeys(("X", "TOP", "SCALE", "LESS"), _F),
                        {"BC": 1024}),
+    "fp8": ("packing.fp8", {"X": _X, "TURN": _F, "CODES": "*fp8e4nv", "SCALES": _F},
+            {"ROWS": 128, "SQUARE": True, "TURNED": True}),
+    "fp8 of rows": ("packing.fp8", {"X": _X, "TURN": _X, "CODES": "*fp8e4nv", "SCALES": _F},
+                    {"ROWS": 32, "SQUARE": False, "TURNED": False}),
+    "nvfp4, largest": ("packing.largest", {"X": _X, "TURN": _F, "MOST": _F}, {"ROWS": 16, "TURNED": True}),
+    "nvfp4": ("packing.nvfp4", {"X": _X, "TURN": _F, "SECOND": _F, "PACKED": "*u8", "SCALES": "*fp8e4nv"},
+              {"ROWS": 16, "TURNED": True}),
 }  # fmt: skip
 """A kernel, the types of its pointers, its constants; what is left are whole numbers, and those of `_FLOATS`."""
 

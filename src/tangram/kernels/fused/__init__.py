@@ -4,6 +4,7 @@
     gated             act(gate) * up: SwiGLU, GELU
     rotary            positions of queries and keys
     projected_loss    the last projection and the loss of its classes, without logits
+    quantisers        block FP8 and packed NVFP4, turned by Hadamard where asked for
 
 Each is an operator of torch (`tangram::NAME`) with a gradient and a shape without values, over two back ends: Triton
 kernels (`kernels.compiled`) on a device, torch's operators elsewhere. Both compute in float32 whatever is stored and

@@ -68,7 +68,7 @@ class Sums(NamedTuple):
 def projected(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int = -100) -> tuple[Tensor, Tensor, Tensor]:
     """Losses (N), and the largest logit and the sum of exponentials less it, which the backward reads."""
     _refuse(hidden, weight, labels)
-    at = torch.where((labels >= 0) & (labels < len(weight)), labels, -1)
+    at = torch.where((labels >= 0) & (labels < len(weight)), labels, -1).long()
     found = _sums(hidden, weight, at)
     return _losses(found, labels, ignored, len(weight)), found.top, found.total
 
@@ -83,7 +83,7 @@ def projected_backward(
     grad: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, top: Tensor, total: Tensor, ignored: int
 ) -> tuple[Tensor, Tensor]:
     """What hidden and weight are owed."""
-    at = torch.where((labels >= 0) & (labels < len(weight)), labels, -1)
+    at = torch.where((labels >= 0) & (labels < len(weight)), labels, -1).long()
     return _owed(grad, hidden, weight, at, Sums(top, total, top), labels != ignored)
 
 
@@ -128,7 +128,7 @@ class _OfParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int, classes: Classes) -> Tensor:
         at = torch.searchsorted(classes.numbers, labels).clamp_(max=len(weight) - 1)
-        at = torch.where(classes.numbers[at] == labels, at, -1)
+        at = torch.where(classes.numbers[at] == labels, at, -1).long()
         own = _sums(hidden, weight, at)
         top = classes.largest(own.top)
         here = own.total * torch.exp(own.top - top)
