@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tangram.errors import UserError
 from tangram.hardware.measure import Row
-from tangram.kernels.flash.modes import MODES
+from tangram.kernels.flash.modes import MODES, cannot
 from tangram.kernels.flash.operator import flash, unable
 from tangram.kernels.flash.spans import Spans, by_numbers, in_order
 from tangram.kernels.lab.cases import Case, Mask, Results
@@ -92,7 +92,7 @@ def rows(quick: bool, only: tuple[str, ...] = ()) -> Iterable[Row]:
 
 
 def _checks(device: torch.device, shapes: Iterable[Shape]) -> Iterator[Row]:
-    for shape, mode in product(shapes, MODES):
+    for shape, mode in product(shapes, [mode for mode, recipe in MODES.items() if not cannot(recipe)]):
         if why := unable(mode, device, torch.bfloat16, max(shape.width, shape.value_width)):
             raise UserError(why)
         case = drawn("outliers", shape)
