@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench._numerics import plots
 from bench._numerics.study import CRITERIA, HELD_OUT, OURS, Score
-from tangram.errors import UserError
+from bench._tables import between, table
 from tangram.kernels.lab.cases import TENSORS
 from tangram.kernels.lab.metrics import Measured
 
@@ -25,26 +25,13 @@ def write(folder: Path, found: Found, score: Score, each: int) -> None:
         "mutants": _mutants(score, each),
         "survivors": _survivors(score),
     }
-    for name, table in parts.items():
-        text = _between(text, name, table, page)
+    for name, part in parts.items():
+        text = between(text, name, part, page)
     pictures = folder / "images"
     pictures.mkdir(exist_ok=True)
     (pictures / "attention-errors.svg").write_text(_picture_of_errors(found))
     (pictures / "attention-criteria.svg").write_text(_picture_of_criteria(score))
     page.write_text(text)
-
-
-def _between(text: str, name: str, table: str, page: Path) -> str:
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise UserError(f'"{page}" lacks the marks {begin.strip()} and {end.strip()}, between which a table is written')
-    head, rest = text.split(begin)
-    return head + begin + table + end + rest.split(end)[1]
-
-
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in (headers, *rows)]
-    return "\n".join([lines[0], "|---" * len(headers) + "|", *lines[1:]]) + "\n"
 
 
 def _laws(found: Found) -> list[str]:
@@ -63,7 +50,7 @@ def _errors(found: Found) -> str:
     def cell(one: Measured) -> str:
         return " ".join(f"{100 * one.against_inputs[name].relative:.3g}" for name in TENSORS)
 
-    return _table(["recipe", *laws], ([name, *(cell(known[law, name]) for law in laws)] for name in _recipes(found)))
+    return table(["recipe", *laws], ([name, *(cell(known[law, name]) for law in laws)] for name in _recipes(found)))
 
 
 def _diagnosis(found: Found) -> str:
@@ -79,7 +66,7 @@ def _diagnosis(found: Found) -> str:
         rows.append([law, one.recipe, f"{dq.cosine:.4f}", *wide, f"{dq.ulps:.0f}", *deep, *rest])
     headers = ["law", "recipe", "cosine of dQ", "row, 99 % of them below, %", "worst head, %", "ulps of bf16",
                "against the cast operands, %", "P made zero, %", "saturated", "row sum of dS, %"]  # fmt: skip
-    return _table(headers, rows)
+    return table(headers, rows)
 
 
 def _mutants(score: Score, each: int) -> str:
@@ -94,7 +81,7 @@ def _mutants(score: Score, each: int) -> str:
         f"Of {pairs} pairs of recipe and mutant, ours refuses {killed} on at least one of these inputs. "
         f"The furthest right kernel lies at {score.nearest:.2f} of its limit.\n"
     )
-    return _table(["kind of mutant", "how many", *CRITERIA], [*kinds, *last]) + words
+    return table(["kind of mutant", "how many", *CRITERIA], [*kinds, *last]) + words
 
 
 def _survivors(score: Score) -> str:
@@ -112,7 +99,7 @@ def _survivors(score: Score) -> str:
             "; ".join(inputs) if len(inputs) < 4 else f"{len(inputs)} inputs",
             f"{min(ratios):.2f} to {max(ratios):.2f}", "; ".join(never) or "none",
         ])  # fmt: skip
-    return _table(["mutant", "accepted", "on", "of its limit", "recipes under which no input gave it away"], rows)
+    return table(["mutant", "accepted", "on", "of its limit", "recipes under which no input gave it away"], rows)
 
 
 def _picture_of_errors(found: Found) -> str:

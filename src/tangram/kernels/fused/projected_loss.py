@@ -10,8 +10,8 @@ computes the gradients, four in place of three, and for it
     where classes are cut over ranks, ranks speak once for all rows and not once for each block
 
 What is ignored, and what is no class, is as in `kernels.cross_entropy`. Logits are computed and kept in float32 where
-torch can (its products of bfloat16 give float32 on a GPU; on a CPU operands are made float32, a block at a time), their
-gradient is rounded to the hidden's dtype before it is multiplied. No bias, no second derivative.
+torch can: its products of bfloat16 give float32 on a GPU, where the gradient of logits is rounded to bfloat16 before it
+is multiplied; on a CPU operands are made float32, a block at a time. No bias, no second derivative.
 """
 
 # ruff: noqa: N803  a tensor carries its dims in its name

@@ -5,9 +5,10 @@
     quantise_nvfp4(x)       E2M1, two a byte, under E4M3 scales of 16 neighbours, under one float32 of the tensor
 
 Codes and scales are those of the laboratory (`lab.quant`), bit by bit. With `turn`, an orthogonal matrix (n, n) such as
-`lab.quant.hadamard(n)`, each n neighbours of the last dim are multiplied by it first; n divides 128 (on a
-device by three products of TF32, which for bfloat16 and n of 16 or 64 round nothing). Scales lie row by row; a unit that wants them in another order is not served. They have no gradient: who trains through a cast
-says what it is. A scale of whole heads is attention's (`flash.quantise`).
+`lab.quant.hadamard(n)`, each n neighbours of the last dim are multiplied by it first; n divides 128. A device does that
+by three products of TF32, which for bfloat16 and n of 16 or 64 round nothing. Scales lie row by row; a unit that wants
+them in another order is not served. They have no gradient: who trains through a cast says what it is. A scale of whole
+heads is attention's (`flash.quantise`).
 """
 
 # ruff: noqa: N806  a tensor carries its dims in its name
@@ -141,7 +142,7 @@ def _second(x: Tensor) -> Tensor:
 def _turned(x: Tensor, turn: Tensor | None) -> Tensor:
     if turn is None:
         return x.float()
-    neighbours: Tensor = x.float().unflatten(-1, (-1, len(turn)))
+    neighbours = x.float().reshape(*x.shape[:-1], -1, len(turn))
     return (neighbours @ turn.float()).flatten(-2)
 
 
@@ -149,8 +150,7 @@ def _whole(turn: Tensor | None, x: Tensor) -> Tensor:
     """As kernels multiply by it: 128 x 128. A pointer that is not read stands where there is none."""
     if turn is None:
         return x
-    whole: Tensor = torch.block_diag(*[turn.float()] * (WIDE // len(turn)))
-    return whole
+    return torch.kron(torch.eye(WIDE // len(turn), device=turn.device), turn.float().contiguous())
 
 
 def _matrices(x: Tensor, height: int) -> Tensor:
