@@ -108,11 +108,28 @@ def test_a_configuration_file_and_a_cluster_of_ones_own(tmp_path: Path, capsys: 
         (("--precision", "int3"), 'there is no precision "int3": give one of bf16'),
         (("--framework", "megatronn"), "there is no framework 'megatronn'"),
         (("--gpus", "65"), "h100-8x8 has 64 devices, and 65 are asked for"),
-        (("--gpus", "-1"), "--gpus and --memory are numbers from 0"),
+        (("--gpus", "-1"), '"-1" is no number of devices: write --gpus 64, or a range as in --gpus 8-64'),
+        (("--gpus", "eight"), '"eight" is no number of devices'),
+        (("--gpus", "16-8"), "--gpus 16-8 is no range of devices: give the fewest first, from 1, as in 8-64"),
+        (("--gpus", "0-8"), "--gpus 0-8 is no range of devices"),
+        (("--gpus", "8-128"), "h100-8x8 has 64 devices, and 128 are asked for"),
+        (("--gpus", "8-64", "--explain", "dp=8"), "give --gpus a number, and no range"),
+        (("--memory", "-1"), "--memory is a number of GB from 0"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said in refused(capsys, "llama-3-70b", "--cluster", "h100-8x8", *arguments)
+
+
+def test_a_range_of_devices_is_one_ranking(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ("llama-3-8b", "--cluster", "h100-8x8", "--gpus", "8-24", "--tokens-per-batch", "1536K", "--top", "3")
+    found = asked(capsys, *said)
+    assert (found["ask"]["fewest"], found["ask"]["devices"]) == (8, 24)
+    assert found["objective"]["devices"][0] == 24
+    assert found["choices"][0]["step"] == min(one["step"] for one in found["choices"])
+    assert main(["plan", *said, "--objective", "per-device"]) == 0
+    header = next(line for line in capsys.readouterr().out.splitlines() if "mesh" in line)
+    assert header.split()[0] == "devices"
 
 
 def test_devices_that_no_layout_divides(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from tangram.models.outline import Dims, Outline, decoder
 from tangram.planner import across
 from tangram.planner.across import best, by_size, sizes
 from tangram.planner.again import is_free
-from tangram.planner.ask import requested
+from tangram.planner.ask import plan, requested
 from tangram.planner.budget import Budget, durations, fewest
 from tangram.planner.choice import Ask, Choice, described, limit_of, safe, setting_of, unlike
 from tangram.planner.framework import framework
@@ -149,8 +149,8 @@ def everything(outline: Outline, cluster: Cluster, ask: Ask, aim: Aim) -> list[t
     setting, limit, learned = setting_of(cluster, ask), limit_of(cluster, ask), published()
     scales = learned.scales(setting.device.name, setting)
     found: list[tuple[float, float, float, Choice]] = []
-    for devices in sizes(ask.devices):
-        request = requested(cluster, replace(ask, devices=devices))
+    for devices in sizes(CLUSTER, ask):
+        request = requested(cluster, ask.on(devices))
         if not list(meshes(outline, request)):
             continue
         g = exhaustive(outline, request, setting, safe(limit), 4 * ask.most, scales).grid
@@ -161,17 +161,52 @@ def everything(outline: Outline, cluster: Cluster, ask: Ask, aim: Aim) -> list[t
 
 
 @given(
-    st.sampled_from([DENSE, MIXED]), st.sampled_from(["per-device", "cost", "devices"]), st.none() | GOODPUTS,
-    st.floats(4e9, 12e9), st.floats(0.5, 20), st.integers(1, 6),
+    st.sampled_from([DENSE, MIXED]), st.sampled_from(["time", "per-device", "cost", "devices"]), st.none() | GOODPUTS,
+    st.floats(4e9, 12e9), st.floats(0.5, 20), st.integers(1, 6), st.sampled_from([0, 3]),
 )  # fmt: skip
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=12)
 def test_the_best_of_all_sizes_are_those_of_trying_everything(
-    outline: Outline, name: str, goodput: Goodput | None, room: float, hours: float, most: int
+    outline: Outline, name: str, goodput: Goodput | None, room: float, hours: float, most: int, fewest: int
 ) -> None:
-    ask = replace(ASK, memory=room, most=most)
+    ask = replace(ASK, memory=room, most=most, fewest=3 if name == "time" else fewest)
     aim = aim_of(name, Terms(ask.tokens, 2.0, 10**10, hours, goodput))
     answer = best(outline, CLUSTER, ask, aim, what_if=False)
     assert [(one.devices, one.step) for one in answer.choices] == everything(outline, CLUSTER, ask, aim)
+
+
+def test_sizes_of_a_range_are_powers_of_two_whole_nodes_and_its_ends() -> None:
+    assert sizes(CLUSTER, replace(ASK, devices=64, fewest=3)) == [3, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert sizes(CLUSTER, replace(ASK, devices=30, fewest=9)) == [9, 16, 24, 30]
+    assert sizes(CLUSTER, replace(ASK, devices=12)) == [3, 6, 12]
+    with pytest.raises(UserError, match="8 to 1024 devices are 128 sizes, and 64 at most are searched"):
+        sizes(CLUSTER, replace(ASK, devices=1024, fewest=8))
+    with pytest.raises(UserError, match="h100-8x8 has 64 devices, and 72 are asked for"):
+        best(DENSE, CLUSTER, replace(ASK, devices=72, fewest=8), aim_of("time", Terms(ASK.tokens)))
+    with pytest.raises(UserError, match="give --gpus a number, and no range"):
+        plan(DENSE, CLUSTER, replace(ASK, fewest=4))
+
+
+def test_a_range_of_devices_is_ranked_by_the_objective() -> None:
+    ask = replace(ASK, devices=24, fewest=8, memory=0.0, most=4)
+    quick = best(DENSE, CLUSTER, ask, aim_of("time", Terms(ask.tokens)), what_if=False)
+    assert quick.several
+    assert quick.choices[0].devices == 24
+    each = best(DENSE, CLUSTER, ask, aim_of("per-device", Terms(ask.tokens)), what_if=False)
+    assert each.choices[0].devices == 8
+    assert [one.devices for one in by_size(DENSE, CLUSTER, ask)] == [24, 16, 8]
+    found = fronts(DENSE, CLUSTER, ask, Terms(ask.tokens), quick.choices[0])
+    assert {one.devices for one in found.memory} == {24}
+    assert [one.devices for one in found.sizes] == [24, 16, 8]
+
+
+def test_where_no_size_has_a_layout_the_largest_is_named() -> None:
+    with pytest.raises(UserError, match="37 devices and 48 samples of 2048 tokens have no legal layout"):
+        best(DENSE, CLUSTER, replace(ASK, devices=37, fewest=37), aim_of("time", Terms(ASK.tokens)))
+
+
+def largest_first(found: list[int], _: Aim) -> list[int]:
+    """Not the order in which sizes are searched for this objective."""
+    return sorted(found, reverse=True)
 
 
 def test_a_longest_step_that_is_too_short_loses_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +215,7 @@ def test_a_longest_step_that_is_too_short_loses_the_best(monkeypatch: pytest.Mon
     ask = replace(ASK, devices=64, memory=0.0, most=1)
     terms = Terms(ask.tokens)
     right = best(DENSE, CLUSTER, ask, aim_of("per-device", terms), what_if=False).choices
-    monkeypatch.setattr(across, "sizes", lambda devices: iter(reversed(list(sizes(devices)))))
+    monkeypatch.setattr(across, "in_order", largest_first)
     turned = best(DENSE, CLUSTER, ask, aim_of("per-device", terms), what_if=False).choices
     wrong = best(DENSE, CLUSTER, ask, Aim(short, terms), what_if=False).choices
     assert turned[0].step == right[0].step
@@ -211,7 +246,9 @@ def test_failures_make_many_devices_cost_more() -> None:
         [one.hours for one in durations(DENSE, CLUSTER, ask, Budget(10**11, goodput=failures))]
         for failures in (None, goodput)
     )
-    assert [a * goodput.share(n) for a, n in zip(failing, sizes(64), strict=True)] == pytest.approx(whole)
+    assert [a * goodput.share(n) for a, n in zip(failing, reversed(sizes(CLUSTER, ask)), strict=True)] == pytest.approx(
+        whole
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- fronts

@@ -26,7 +26,7 @@ from tangram.planner.answer import (
     front_tables,
     tables,
 )
-from tangram.planner.ask import Answer, asked_of, count_of
+from tangram.planner.ask import Answer, asked_of, count_of, devices_of
 from tangram.planner.budget import Budget, durations, fewest
 from tangram.planner.choice import Ask, Choice, safe
 from tangram.planner.duration_tables import duration_json, duration_tables
@@ -99,7 +99,7 @@ def answered(
     _files(look, wanted, taking)
     where, job = clusters.load(cluster), job_in(model, taking, typed[:3], changes)
     outline = adapted(outlined(model) if job is None else job.outline, lean.lora)
-    read = None if one is None else given_in(one[0], outline, typed[4], where)
+    read = None if one is None else given_in(one[0], outline, devices_of(typed[4])[1], where)
     asked = _asked(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
     asked = lean.of(asked, outline)
     terms = look.terms(asked)

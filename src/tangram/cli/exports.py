@@ -25,7 +25,7 @@ from tangram.planner.table import Titled
 
 __all__ = ["Typed", "Wanted", "asked_typed", "checked", "given_in", "read_table", "said_json", "write"]
 
-Typed = tuple[str | None, int | None, str | None, str | None, int, float, int]
+Typed = tuple[str | None, int | None, str | None, str | None, str, float, int]
 """Tokens of a step, of a sample, precision, framework, devices, memory in GB, how many strategies; None: as usual."""
 
 
@@ -82,7 +82,7 @@ def given_in(explain: str, outline: Outline, devices: int, cluster: Cluster) -> 
     return None
 
 
-def asked_typed(typed: Typed, found: Found | None, wanted: Wanted | None) -> tuple[str, int, str, str, int, float, int]:
+def asked_typed(typed: Typed, found: Found | None, wanted: Wanted | None) -> tuple[str, int, str, str, str, float, int]:
     """What was typed, then what a file says, then what is usual. Raises UserError."""
     tokens, sequence, precision, framework, devices, memory, most = typed
     if wanted is not None:
@@ -96,7 +96,7 @@ def asked_typed(typed: Typed, found: Found | None, wanted: Wanted | None) -> tup
         raise UserError("the file does not say how many tokens a sample has: give them with --seq")
     return (
         tokens or str(one.batch * sequence), sequence, precision or one.precision, framework or found.framework,
-        one.ranks, memory, most,
+        str(one.ranks), memory, most,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What is typed about training in less memory, unlike experts and checkpoints, as part of what is asked."""
+"""What is typed of ways to train that may be used or not, unlike experts and checkpoints, as part of what is asked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["Lean"]
 
 @dataclass(frozen=True)
 class Lean:
-    """Ways to train in less memory that may be taken, how experts are used and how often is saved; as typed."""
+    """Ways to train in less memory that may be taken, and what may not be used, how experts are used and how often is
+    saved; as typed."""
 
     optimiser: str = "adamw"
     lora: int = 0
@@ -24,6 +25,8 @@ class Lean:
     imbalance: float = 0.0
     """Of experts' loads the standard deviation over the mean."""
     checkpoint_every: int = 0
+    without: str = ""
+    """Names of `planner.without`, with commas between."""
 
     def of(self, asked: Ask, outline: Outline) -> Ask:
         """With what is asked of a model. Raises UserError."""
@@ -39,4 +42,5 @@ class Lean:
         return replace(
             asked, optimisers=optimisers_of(self.optimiser), offloads=offloads_of(self.offload), base=base,
             unlike=self.imbalance, save_every=self.checkpoint_every,
+            without=tuple(one.strip() for one in self.without.split(",") if one.strip()),
         )  # fmt: skip

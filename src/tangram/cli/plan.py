@@ -27,7 +27,12 @@ def plan(
         str | None, typer.Option(help="Of a step over all devices, as in 4M (which is usual).")
     ] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a sample, usually 8192.")] = None,
-    gpus: Annotated[int, typer.Option(help="How many devices of the cluster; 0: all.")] = 0,
+    gpus: Annotated[
+        str, typer.Option(help="How many devices of the cluster, or a range, as 8-64; when not given all.")
+    ] = "",
+    without: Annotated[
+        str, typer.Option(help="What is not to be used, as context,pipeline,recompute,ulysses,zero3.")
+    ] = "",
     precision: Annotated[
         str | None, typer.Option(help="What products may be computed in: bf16 (usually), fp8, fp4, fp32, or several.")
     ] = None,
@@ -129,7 +134,7 @@ def plan(
     }  # fmt: skip
     asked = {
         "--tokens-per-batch": tokens_per_batch, "--seq": seq, "--precision": precision, "--framework": framework,
-        "--gpus": gpus, "--memory": memory,
+        "--gpus": gpus, "--memory": memory, "--without": without,
     }  # fmt: skip
     if cluster is not None:
         from tangram.cli.cluster import Look, answered
@@ -141,7 +146,7 @@ def plan(
         _refuse(here, "is of a job on this machine: leave it or --cluster out")
         typed = (tokens_per_batch, seq, precision, framework, gpus, memory, top)
         changes = changes_of(change or [])
-        lean = Lean(optimiser or "adamw", lora, base or "", offload or "", imbalance, checkpoint_every)
+        lean = Lean(optimiser or "adamw", lora, base or "", offload or "", imbalance, checkpoint_every, without)
         if names := names_of_parts(cluster):
             _refuse({**whole, "--out": out}, "is of a cluster of one part: leave it out, or name one cluster")
             return answered_over_parts(str(file), names, between, typed, changes, lean, json=json)

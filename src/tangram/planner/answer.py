@@ -71,7 +71,7 @@ def ranking(answer: Answer) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     rows = [_row(str(i), one) for i, one in enumerate(answer.choices, start=1)]
     if aim is None:
         return headers, rows
-    if aim.objective.sizes:
+    if answer.several:
         headers = (*headers[:1], "devices", *headers[1:])
         rows = [(*row[:1], str(one.devices), *row[1:]) for row, one in zip(rows, answer.choices, strict=True)]
     title = value_title(aim)

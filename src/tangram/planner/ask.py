@@ -9,6 +9,7 @@ them. Predictions are corrected by what published runs have taught (`planner.lea
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -23,8 +24,9 @@ from tangram.planner.objectives import Aim
 from tangram.planner.ranked import ranked
 from tangram.planner.setting import Precision
 from tangram.planner.space import Request, meshes
+from tangram.planner.without import without
 
-__all__ = ["Answer", "asked_of", "count_of", "plan", "requested"]
+__all__ = ["Answer", "asked_of", "count_of", "devices_of", "plan", "requested"]
 
 UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3, "B": 1024**3}
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp4", "fp32")
@@ -42,18 +44,30 @@ def count_of(text: str, units: Mapping[str, int]) -> int:
         raise UserError(f'"{text}" is no number of tokens: write 4194304, or 4M') from None
 
 
-def asked_of(tokens: str, sequence: int, precision: str, framework: str, devices: int, memory: float, most: int) -> Ask:
-    """As typed: "4M" tokens (of 1,024 x 1,024), "bf16,fp8", memory in GB. Raises UserError."""
+def devices_of(text: str) -> tuple[int, int]:
+    """Of "64" 0 and 64, of the range "8-64" its ends, of "" 0 and 0, which is all. Raises UserError."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)", text.strip() or "0", re.ASCII)
+    if found is None:
+        raise UserError(f'"{text}" is no number of devices: write --gpus 64, or a range as in --gpus 8-64')
+    fewest, most = int(found[1] or 0), int(found[2])
+    if found[1] is not None and not 1 <= fewest <= most:
+        raise UserError(f"--gpus {text} is no range of devices: give the fewest first, from 1, as in 8-64")
+    return fewest, most
+
+
+def asked_of(tokens: str, sequence: int, precision: str, framework: str, devices: str, memory: float, most: int) -> Ask:
+    """As typed: "4M" tokens (of 1,024 x 1,024), "bf16,fp8", "8-64" devices, memory in GB. Raises UserError."""
     count = count_of(tokens, UNITS)
     types: dict[str, Precision] = {one: one for one in PRECISIONS}
     names = tuple(dict.fromkeys(one.strip() for one in precision.split(",")))
     for name in names:
         if name not in types:
             raise UserError(f'there is no precision "{name}": give one of {", ".join(PRECISIONS)}, or several')
-    if devices < 0 or not memory >= 0 or math.isinf(memory):
-        raise UserError("--gpus and --memory are numbers from 0")
+    if not memory >= 0 or math.isinf(memory):
+        raise UserError("--memory is a number of GB from 0, which is all that a device has")
+    least, several = devices_of(devices)
     kinds: tuple[Precision, ...] = tuple(types[name] for name in names)
-    return Ask(count, sequence, kinds[0], framework, devices, memory * 1e9, most, others=kinds[1:])
+    return Ask(count, sequence, kinds[0], framework, several, memory * 1e9, most, others=kinds[1:], fewest=least)
 
 
 @dataclass(frozen=True)
@@ -82,13 +96,21 @@ class Answer:
     """Of those that fit, then."""
 
     @property
+    def several(self) -> bool:
+        """Whether choices may be of several numbers of devices."""
+        return self.ask.fewest > 0 or (self.aim is not None and self.aim.objective.sizes)
+
+    @property
     def instead(self) -> dict[str, float]:
         """Seconds of the best step if something were otherwise, by what; nan where nothing fits."""
         return {name: one.step if one else float("nan") for name, one in self.otherwise.items()}
 
 
 def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) -> Answer:
-    """The best strategies; `what_if`: and what they would be otherwise. Raises UserError where numbers cannot be."""
+    """The best strategies on one number of devices; `what_if`: and what they would be otherwise.
+
+    Raises UserError where numbers cannot be; for a range of devices, too, which is `across.best`'s.
+    """
     request, limit, learned = requested(cluster, ask), limit_of(cluster, ask), published()
     found = ranked(outline, cluster, ask, request, limit, 4 * ask.most, learned)
     choices = found.choices
@@ -116,7 +138,9 @@ def _enough(outline: Outline, request: Request, limit: float, ask: Ask, learned:
 
 def requested(cluster: Cluster, ask: Ask) -> Request:
     """The space's numbers. Raises UserError for those that cannot be."""
-    devices = ask.devices or cluster.ranks
+    devices, able = ask.devices or cluster.ranks, without(ask.able, ask.without)
+    if ask.fewest:
+        raise UserError("one strategy is of one number of devices: give --gpus a number, and no range")
     if devices > cluster.ranks:
         raise UserError(f"{cluster.name} has {cluster.ranks} devices, and {devices} are asked for: ask for fewer")
     if ask.tokens > MOST_TOKENS:
@@ -128,8 +152,9 @@ def requested(cluster: Cluster, ask: Ask) -> Request:
         raise UserError(
             f"{ask.tokens} tokens are not samples of {ask.sequence}: the nearest batches are {below} and {above}"
         )
+    schedules = tuple(one for one in framework(ask.framework).schedules if one in able.schedules)
     return Request(
-        devices, ask.tokens // ask.sequence, ask.sequence, schedules=framework(ask.framework).schedules, able=ask.able,
+        devices, ask.tokens // ask.sequence, ask.sequence, schedules=schedules, able=able,
         node=cluster.links[0].ranks if len(cluster.links) > 1 else 0,
         islands=tuple(link.ranks for link in cluster.links[1:-1]), optimisers=ask.optimisers, offloads=ask.offloads,
     )  # fmt: skip

@@ -77,10 +77,18 @@ class Ask:
     """How unlike experts' loads are: their standard deviation over their mean."""
     save_every: int = 0
     """Steps between two checkpoints; 0: none."""
+    fewest: int = 0
+    """Devices at least, where any number from it up to `devices` will do (`planner.across`); 0: just so many."""
+    without: tuple[str, ...] = ()
+    """What of the joint space is not to be used, by names (`planner.without`)."""
 
     def each(self) -> tuple[Ask, ...]:
         """By each type that products may be computed in, alone."""
         return tuple(replace(self, precision=one, others=()) for one in (self.precision, *self.others))
+
+    def on(self, devices: int) -> Ask:
+        """Of just so many devices."""
+        return replace(self, devices=devices, fewest=0)
 
     def of(self, choice: Choice) -> Ask:
         """With the type alone that a choice has."""

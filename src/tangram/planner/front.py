@@ -121,15 +121,16 @@ class Fronts:
     """Both fronts of a question."""
 
     memory: tuple[Choice, ...]
-    """Steps against memory on the devices that were asked for, the quickest first."""
+    """Steps against memory on the devices that were asked for, of a range on those of the best, the quickest first."""
     sizes: tuple[Place, ...]
     """Where something fits, the most devices first."""
 
 
 def fronts(outline: Outline, cluster: Cluster, ask: Ask, terms: Terms, first: Choice | None = None) -> Fronts:
     """Of a model on a cluster; `first`: the best of a ranking, which is not searched again. Raises UserError."""
-    quickest = first if first is not None and first.devices == (ask.devices or cluster.ranks) else None
-    request, limit, learned = requested(cluster, ask), limit_of(cluster, ask), published()
+    devices = first.devices if first is not None and ask.fewest else ask.devices or cluster.ranks
+    quickest = first if first is not None and first.devices == devices else None
+    request, limit, learned = requested(cluster, ask.on(devices)), limit_of(cluster, ask), published()
     found: list[Choice] = []
     for one in ask.each():
         setting = setting_of(cluster, one)

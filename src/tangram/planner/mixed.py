@@ -94,6 +94,8 @@ def parts_of(clusters: Sequence[Cluster], ask: Ask) -> tuple[Part, ...]:
         raise UserError(f"a cluster has 2 to {MOST_PARTS} parts: name their files with commas between")
     if ask.devices:
         raise UserError("parts of a cluster are planned with all of their devices: leave --gpus out")
+    if ask.without:
+        raise UserError("parts of a cluster are planned with what they have in common: leave --without out")
     if ask.others or ask.optimisers != (0,) or any(ask.offloads) or ask.save_every:
         raise UserError("parts of a cluster are planned with one precision, AdamW on the devices and no checkpoints")
     return tuple(Part(one, setting_of(one, ask), safe(limit_of(one, ask))) for one in clusters)

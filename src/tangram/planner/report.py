@@ -184,7 +184,7 @@ def _trade(shown: Shown) -> list[Picture]:
     found, (choices, names) = shown.fronts, shown.rows()
     if found is None or not found.memory:
         return []
-    devices = shown.ask.devices or shown.cluster.ranks
+    devices = found.memory[0].devices
     here = [(one, name) for one, name in zip(choices, names, strict=True) if one.devices == devices]
     near = [(one, name) for one, name in here if one.step <= 1.05 * found.memory[-1].step]
     first = drawn.tradeoff(
@@ -266,7 +266,7 @@ def _ranking(shown: Shown) -> str:
         return ""
     headers, rows = ranking(shown.answer)
     said = f"{shown.answer.looked:,} configurations were looked at. The fastest of all that fit come first."
-    if shown.answer.aim is not None and shown.answer.aim.objective.sizes:
+    if shown.answer.several:
         said = f"{shown.answer.looked:,} configurations were looked at, of all sizes of the cluster."
     return section("Ranking", f'<p class="soft lead">{said}</p>', table("", headers, rows, "rank"))
 
@@ -321,11 +321,12 @@ def _asked(shown: Shown) -> str:
         ("model", f"{answer.outline.said}, {answer.outline.numbers:,} parameters, {answer.outline.layers} blocks"),
         ("cluster", f"{shown.cluster.name}, {shown.cluster.ranks:,} x {shown.cluster.device.name}"),
         ("links", ", ".join(f"{one.name}: {one.rate / 1e9:g} GB/s among {one.ranks:,}" for one in shown.cluster.links)),
-        ("devices", f"{ask.devices or shown.cluster.ranks:,}"),
+        ("devices", f"{f'{ask.fewest:,} to ' if ask.fewest else ''}{ask.devices or shown.cluster.ranks:,}"),
         ("tokens of a step", f"{ask.tokens:,}"),
         ("tokens of a sample", f"{ask.sequence:,}"),
         ("products computed in", " or ".join((ask.precision, *ask.others))),
         ("run by", ask.framework),
+        *([("without", ", ".join(ask.without))] if ask.without else []),
         ("memory of a rank", f"{answer.limit / 1e9:g} GB"),
     ]
     if aim is not None:

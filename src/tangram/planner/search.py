@@ -68,7 +68,7 @@ def search(
     if not any(map(len, rows)):
         raise UserError(
             f"{request.devices} devices and {request.batch} samples of {request.sequence} tokens have no legal layout "
-            f"for {outline.name}: change the batch to a multiple of the devices"
+            f"for {outline.name}: change the batch to a multiple of the devices, or leave less out"
         )
     every = joined(rows)
     bounds = least_of(outline, every, setting, scales, fewer=True)

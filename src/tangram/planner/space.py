@@ -58,6 +58,8 @@ class Able:
     """Of them those that exchange heads at most; 0: any number."""
     expert: int = 0
     """Expert ranks at most; 0: any number."""
+    schedules: tuple[str, ...] = tuple(one.name for one in SCHEDULES)
+    """Of pipelines, as far as what runs the plan has them, too."""
     inner: bool = True
     """Whether pipeline ranks may lie within data ranks."""
     near: bool = True
