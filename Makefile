@@ -52,7 +52,7 @@ peers: $(STAMP) ## every family and the optimiser's states through megatron-core
 kernels: $(STAMP) ## the kernels in a run, and under Triton 3.6 (about 190 MB, into .venv-triton)
 	@test -d .venv-triton/triton || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target .venv-triton numpy==2.2.6 triton==3.6.0
 	@PYTHONPATH=.venv-triton $(BIN)/python -m pytest -p no:xdist -W "ignore:Conversion of an array:DeprecationWarning" \
-	  tests/kernels/flash/test_kernels.py tests/kernels/compiled
+	  tests/kernels/flash/test_kernels.py tests/kernels/compiled tests/kernels/fused
 	@$(BIN)/python -m pytest -p no:xdist -m slow tests/training/test_low_attention.py
 
 # In an environment of their own: transformers loads torchao wherever it is installed, with warnings, and Paddle is large.

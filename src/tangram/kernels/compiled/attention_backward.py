@@ -102,7 +102,7 @@ def keys_owed(
                 dk += dot(to_bf16(p * (dp - delta[None, :])), q_tokens)
     if TURNED:
         turn = tile_of(TURN, channels, channels, 1, E, wide_E, wide_E)
-        dk = tl.dot(dk, turn, input_precision="ieee")
+        dk = tl.dot(dk, turn, input_precision="tf32x3")
     at = (head * T + keys)[:, None]
     tl.store(DK + at * E + channels[None, :], to_bf16(dk * scale), mask=inside[:, None] & wide_E[None, :])
     tl.store(DV + at * F + widths[None, :], to_bf16(dv), mask=inside[:, None] & wide_F[None, :])
@@ -170,7 +170,7 @@ def queries_owed(
     else:
         if TURNED:
             turn = tile_of(TURN, channels, channels, 1, E, wide_E, wide_E)
-            dq = tl.dot(dq, turn, input_precision="ieee")
+            dq = tl.dot(dq, turn, input_precision="tf32x3")
         at = DQ + (heads * S + start + rows)[:, None] * E + channels[None, :]
         tl.store(at, to_bf16(dq * scale), mask=there[:, None] & wide_E[None, :])
 

@@ -28,7 +28,7 @@ def blocks(
     if TURNED:
         square = (channels < E)[:, None] & (channels < E)[None, :]
         turn = tl.load(TURN + channels[:, None] * E + channels[None, :], mask=square, other=0.0)
-        x = tl.dot(x, turn, input_precision="ieee")
+        x = tl.dot(x, turn, input_precision="tf32x3")
     most = tl.max(tl.max(tl.abs(x), 1), 0)
     scale = tl.where(most == 0.0, 1.0, most / 448.0)
     codes = CODES + b * stride_cb + h * stride_ch + rows[:, None] * stride_cs + channels[None, :] * stride_ce
