@@ -149,6 +149,7 @@ def as_json(answer: Answer) -> dict[str, object]:
         "choices": [asdict(one) for one in answer.choices],
         "smallest": asdict(answer.smallest),
         "enough_devices": answer.enough,
+        "would_fit": [asdict(one) for one in answer.would],
         "assumed": list(answer.assumed),
         "instead": {name: None if math.isnan(step) else step for name, step in answer.instead.items()},
         "otherwise": {name: asdict(one) if one else None for name, one in answer.otherwise.items()},
@@ -350,28 +351,27 @@ def _changed(now: Choice, one: Choice) -> str:
 
 
 def nothing_fits(answer: Answer) -> str:
-    """By how much, and the smallest change that fits, in a sentence."""
+    """By how much, and the smallest change of each kind that fits, in a sentence."""
     least = answer.smallest
-    more = f", or {answer.enough} of these devices" if answer.enough else ""
     return (
         f"Nothing fits: a rank needs {(least.memory - safe(answer.limit)) / 1e9:.1f} GB more than is safe of "
-        f"{answer.limit / 1e9:.1f}; {_room(answer)}{more} would do"
+        f"{answer.limit / 1e9:.1f}; {', or '.join(_would(answer))} would do"
     )
 
 
-def _room(answer: Answer) -> str:
-    return f"devices of {answer.smallest.memory * answer.limit / safe(answer.limit) / 1e9:.0f} GB"
+def _would(answer: Answer) -> list[str]:
+    room = f"devices of {answer.smallest.memory * answer.limit / safe(answer.limit) / 1e9:.0f} GB"
+    return [room, *(one.said for one in answer.would)]
 
 
 def too_small(answer: Answer) -> list[tuple[str, ...]]:
     """By how much, and what would fit."""
     least = answer.smallest
     fixed = sum(part for name, part in least.held.items() if name in ("parameters", "gradients", "optimiser"))
-    more = f", or {answer.enough} of these devices" if answer.enough else ""
     return [
         ("the least that a rank needs", f"{least.memory / 1e9:.1f} GB, of {answer.limit / 1e9:.1f}"),
         ("with", f"{least.mesh}, micro-batches of {least.micro}, {ZERO[least.zero]} divided, again {least.again}"),
         ("too much by", f"{(least.memory - safe(answer.limit)) / 1e9:.1f} GB, so that nine of ten such runs fit"),
         ("of it states", f"{fixed / 1e9:.1f} GB"),
-        ("what would fit", _room(answer) + more),
+        *((("what would fit", "or")[at > 0], said) for at, said in enumerate(_would(answer))),
     ]

@@ -23,8 +23,9 @@ from tangram.planner.means import kept_words
 from tangram.planner.objectives import Aim
 from tangram.planner.ranked import ranked
 from tangram.planner.setting import Precision
-from tangram.planner.space import Request, meshes
+from tangram.planner.space import Request
 from tangram.planner.without import without
+from tangram.planner.would_fit import Change, would_fit
 
 __all__ = ["Answer", "asked_of", "count_of", "devices_of", "plan", "requested"]
 
@@ -86,14 +87,19 @@ class Answer:
     """What the catalogue does not know, and what was taken in its place."""
     otherwise: Mapping[str, Choice | None]
     """The best if something were otherwise, by what; None where nothing fits."""
-    enough: int = 0
-    """Where nothing fits, twice, four times ... as many devices on which something does; 0 where none was found."""
+    would: tuple[Change, ...] = ()
+    """Where nothing fits, of each kind of change the smallest with which something does."""
     aim: Aim | None = None
     """What choices are ranked by; None: by their steps."""
     missed: str = ""
     """Why there are no choices although some fit."""
     quickest: Choice | None = None
     """Of those that fit, then."""
+
+    @property
+    def enough(self) -> int:
+        """Where nothing fits, devices on which something does; 0 where none were found."""
+        return next((int(one.to) for one in self.would if one.kind == "devices"), 0)
 
     @property
     def several(self) -> bool:
@@ -115,25 +121,11 @@ def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) 
     found = ranked(outline, cluster, ask, request, limit, 4 * ask.most, learned)
     choices = found.choices
     otherwise = _otherwise(outline, request, limit, ask, learned, cluster) if choices and what_if else {}
-    enough = 0 if choices or not what_if else _enough(outline, request, limit, ask, learned, cluster)
+    would = () if choices or not what_if else would_fit(outline, cluster, ask, request, limit, learned)
     return Answer(
         outline, cluster.name, ask, limit, unlike(choices)[: ask.most], found.smallest, found.looked,
-        (*assumed(cluster, ask), *kept_words(outline, ask.base)), otherwise, enough,
+        (*assumed(cluster, ask), *kept_words(outline, ask.base)), otherwise, would,
     )  # fmt: skip
-
-
-MOST_TIMES = 64
-"""As many times more devices are tried where nothing fits."""
-
-
-def _enough(outline: Outline, request: Request, limit: float, ask: Ask, learned: Learned, cluster: Cluster) -> int:
-    times = 2
-    while times <= MOST_TIMES:
-        more = replace(request, devices=times * request.devices)
-        if any(True for _ in meshes(outline, more)) and ranked(outline, cluster, ask, more, limit, 1, learned).choices:
-            return more.devices
-        times *= 2
-    return 0
 
 
 def requested(cluster: Cluster, ask: Ask) -> Request:
