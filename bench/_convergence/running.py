@@ -33,6 +33,7 @@ from tangram.training.data import Batch, held_out_batches
 from tangram.training.events import Record
 from tangram.training.launch import Rank, run_ranks
 from tangram.training.rank import Begun, RankJob, begin
+from tangram.training.shards import resharded
 
 RESULT = "result.json"
 LOOKS = 16
@@ -145,7 +146,7 @@ def largest_logit(begun: Begun) -> float:
     batch = next(iter(held_out_batches(begun.corpus, begun.plan.data, index=0, size=1, device=begun.world.device)))
     few = Batch(*(None if x is None else x[:SAMPLES] for x in (batch.inputs_BS, batch.labels_BS, batch.positions_BS)))  # pyright: ignore[reportArgumentType]
     model.eval()
-    with watched(model) as found:
+    with resharded(model), watched(model) as found:
         loop.logits_of(model, few)
     model.train()
     return max(math.nan if one != one else one for one in found)
