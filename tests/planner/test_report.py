@@ -20,6 +20,7 @@ from tangram.models.outline import Dims, decoder
 from tangram.planner import drawn, page
 from tangram.planner.across import best
 from tangram.planner.answer import HELD, PARTS
+from tangram.planner.binds import KINDS as KINDS_OF_PARTS
 from tangram.planner.choice import Ask
 from tangram.planner.drawn import Picture
 from tangram.planner.explain import Given, explain
@@ -118,6 +119,8 @@ def same(window: Browser, one: Picture) -> None:
 def test_a_browser_without_a_network_draws_it_all(kind: str, tmp_path: Path, window: Browser) -> None:
     one = shown(kind)
     text = opened(window, tmp_path / "plan.html", as_html(one))
+    assert "What binds" in text
+    assert all(kind in text for kind in KINDS_OF_PARTS)
     assert one.chosen.mesh in text
     assert f"{one.chosen.memory / 1e9:.1f} GB" in text
     pictures = pictures_of(one)

@@ -36,6 +36,9 @@ HELD = {
 }  # fmt: skip
 
 
+BINDS = ("What binds", ("what", "how much"))
+
+
 def tables(answer: Answer) -> list[Titled]:
     """Titles, headers and rows."""
     if not answer.choices and answer.missed:
@@ -47,7 +50,7 @@ def tables(answer: Answer) -> list[Titled]:
         (ranking_title(answer), *ranking(answer)),
         ("Why the first: its step", ("", "seconds", "share"), _shares(best.parts, PARTS, best.step, "{:.2f}", 1.0)),
         _held(best, answer.limit),
-        ("What binds", ("what", "how much"), binds.rows(answer)),
+        (*BINDS, binds.rows(answer, best)),
         ("What the others lose", ("", *lost_by(answer)), losses(answer)),
         ("If it were otherwise", ("", "step", "than now", "by"), otherwise(answer)),
     ]
@@ -201,6 +204,7 @@ def explained_tables(found: Explained) -> list[Titled]:
         (f"{found.best.outline.said}: MFU {one.utilisation:.1%} is to be expected, and {fits}", HEADERS, rows),
         ("Its step", ("", "seconds", "share"), _shares(one.parts, PARTS, one.step, "{:.2f}", 1.0)),
         _held(one, found.best.limit),
+        (*BINDS, binds.rows(found.best, one)),
     ]  # fmt: skip
     if best:
         more = {name: part - best.parts[name] for name, part in one.parts.items()}

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import tangram
 from tangram.hardware.cluster import Cluster
-from tangram.planner import drawn
+from tangram.planner import binds, drawn
 from tangram.planner.answer import (
+    BINDS,
     FITS,
     again_words,
     explained_tables,
@@ -286,7 +287,7 @@ def _why(shown: Shown) -> str:
         table("Of its step", ("", "seconds", "share"), time),
         table("Of its memory", ("", "GB", "share"), memory),
     ]
-    found = f'<div class="two">{"".join(tables)}</div>'
+    found = f'<div class="two">{"".join(tables)}</div>' + table(*BINDS, binds.rows(shown.answer, one))
     if shown.explained is not None:
         beside = [one for one in explained_tables(shown.explained) if one[0].startswith("Beside the best")]
         return found + "".join(table(*one) for one in beside)
