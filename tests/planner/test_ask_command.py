@@ -123,6 +123,27 @@ def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, capsys
     assert said in refused(capsys, "llama-3-70b", "--cluster", "h100-8x8", *arguments)
 
 
+def test_a_price_and_watts_are_always_used(capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(capsys, *SMALL, "--top", "1", "--price", "2", "--watts", "1000", "--kwh", "0.5")
+    step, day = found["spent"]["a step"], found["spent"]["a day"]
+    hours = 8 * found["choices"][0]["step"] / 3600
+    assert (step["cost"], step["kwh"]) == (pytest.approx(2.5 * hours), pytest.approx(hours))
+    assert (day["cost"], day["kwh"]) == (pytest.approx(2.5 * 8 * 24), pytest.approx(8 * 24))
+    assert found["spent"]["1M tokens"]["cost"] == pytest.approx(step["cost"] * 1e6 / 2**22)
+    given = asked(capsys, *SMALL, "--top", "1", "--explain", "dp=8", "--zero", "3", "--watts", "700")
+    assert given["spent"]["a step"]["cost"] is None
+    assert given["spent"]["a step"]["kwh"] == pytest.approx(0.7 * 8 * given["given"]["step"] / 3600)
+    assert asked(capsys, *SMALL, "--top", "1")["spent"] is None
+    assert main(["plan", *SMALL, "--top", "1", "--price", "2"]) == 0
+    assert "What 8 devices take" in capsys.readouterr().out
+
+
+def test_more_memory_than_a_device_has_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "96 GB of memory, as --memory says: more than the 80 GB of"
+    assert any(said in one for one in asked(capsys, *SMALL, "--top", "1", "--memory", "96")["assumed"])
+    assert not any("--memory says" in one for one in asked(capsys, *SMALL, "--top", "1", "--memory", "80")["assumed"])
+
+
 def test_a_range_of_devices_is_one_ranking(capsys: pytest.CaptureFixture[str]) -> None:
     said = ("llama-3-8b", "--cluster", "h100-8x8", "--gpus", "8-24", "--tokens-per-batch", "1536K", "--top", "3")
     found = asked(capsys, *said)

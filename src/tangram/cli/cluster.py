@@ -17,6 +17,7 @@ from tangram.hardware.cluster import Cluster
 from tangram.models.adapted import adapted
 from tangram.models.outline import Outline
 from tangram.models.outlined import outlined
+from tangram.planner import spent
 from tangram.planner.across import best
 from tangram.planner.answer import (
     as_json,
@@ -84,7 +85,7 @@ class Look:
         if self.hours is not None and self.train_tokens is None and not self.objective:
             raise UserError("--hours is the deadline of --train-tokens: give both")
         training = None if self.train_tokens is None else count_of(self.train_tokens, THOUSANDS)
-        return Terms(asked.tokens, hour_price(*self.price), training, self.hours, self.goodput())
+        return Terms(asked.tokens, hour_price(*self.price), training, self.hours, self.goodput(), self.price[1])
 
 
 def answered(
@@ -106,7 +107,7 @@ def answered(
     if look.train_tokens is not None and not look.objective:
         if look.report is not None:
             raise UserError("--report is of a ranking: give --objective devices with --train-tokens and --hours")
-        return _budgeted(outline, where, asked, terms, look.price[1], json=json)
+        return _budgeted(outline, where, asked, terms, json=json)
     given = None if one is None else Given(*one[:7], uneven=one[7]) if read is None else given_of(read.numbers)
     with progress("laying the model out, searching"):
         found = _found(outline, where, asked, given, look, terms)
@@ -135,6 +136,7 @@ class _Found:
     fronts: Fronts | None
     pareto: bool
     """Whether fronts are printed, too."""
+    terms: Terms
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -158,11 +160,13 @@ class _Found:
     def document(self) -> dict[str, object]:
         """For programs."""
         found = as_json(self.answer) if self.explained is None else explained_json(self.explained)
+        found["spent"] = spent.document(self.choices[0], self.terms) if self.choices else None
         return found if self.fronts is None or not self.pareto else {**found, "pareto": front_json(self.fronts)}
 
     def tables(self) -> list[Titled]:
         """For people."""
         found = tables(self.answer) if self.explained is None else explained_tables(self.explained)
+        found = [*found, *(table for one in self.choices[:1] for table in spent.tables(one, self.terms))]
         return found if self.fronts is None or not self.pareto else [*found, *front_tables(self.fronts)]
 
 
@@ -174,7 +178,7 @@ def _found(outline: Outline, where: Cluster, asked: Ask, given: Given | None, lo
     answer = best(outline, where, asked, aim) if explained is None else explained.best
     first = answer.choices[0] if answer.choices else None
     seen = fronts(outline, where, asked, terms, first) if look.pareto or look.report is not None else None
-    return _Found(answer, explained, seen, look.pareto)
+    return _Found(answer, explained, seen, look.pareto, terms)
 
 
 def _wrote(look: Look, wanted: Wanted | None, taking: Taking, *, some: bool) -> None:
@@ -223,8 +227,8 @@ def _files(look: Look, wanted: Wanted | None, taking: Taking) -> None:
         raise UserError("the report, the timeline and what is written with --out are files of their own: name each")
 
 
-def _budgeted(outline: Outline, where: Cluster, asked: Ask, terms: Terms, watts: float | None, *, json: bool) -> int:
-    budget = Budget(terms.training or 0, terms.hours, terms.price, terms.goodput, watts)
+def _budgeted(outline: Outline, where: Cluster, asked: Ask, terms: Terms, *, json: bool) -> int:
+    budget = Budget(terms.training or 0, terms.hours, terms.price, terms.goodput, terms.watts)
     with progress("laying the model out, searching"):
         found = durations(outline, where, asked, budget)
     _print(duration_json(found, budget), duration_tables(found, budget), json=json)

@@ -37,7 +37,9 @@ def plan(
         str | None, typer.Option(help="What products may be computed in: bf16 (usually), fp8, fp4, fp32, or several.")
     ] = None,
     framework: Annotated[str | None, typer.Option(help="What will run it, tangram or as in megatron-core.")] = None,
-    memory: Annotated[float, typer.Option(help="GB that a device may use; 0: all that it has.")] = 0.0,
+    memory: Annotated[
+        float, typer.Option(help="GB that a device may use, also more than it has; 0: all that it has.")
+    ] = 0.0,
     optimiser: Annotated[
         str | None, typer.Option(help="Of a model on a cluster: kinds that may be used, as adamw,adamw-8bit.")
     ] = None,
@@ -72,7 +74,7 @@ def plan(
         typer.Option("--train-tokens", "--tokens", help="How long so many tokens take, as in 20B (thousand millions)."),
     ] = None,
     hours: Annotated[float | None, typer.Option(help="Of --train-tokens: the deadline.")] = None,
-    price: Annotated[float | None, typer.Option(help="Of a device's hour.")] = None,
+    price: Annotated[float | None, typer.Option(help="Of a device's hour: what steps cost.")] = None,
     watts: Annotated[float | None, typer.Option(help="Of a device, with its part of the host and of cooling.")] = None,
     kwh: Annotated[float | None, typer.Option(help="Price of a kWh of --watts, which --price is without.")] = None,
     objective: Annotated[

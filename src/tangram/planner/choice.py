@@ -200,6 +200,11 @@ def assumed(cluster: Cluster, ask: Ask) -> tuple[str, ...]:
     own = figures(cluster)
     found = curves.assumed(own)
     usual = Host()
+    if own.memory_bytes and ask.memory > own.memory_bytes:
+        found.append(
+            f"{ask.memory / 1e9:g} GB of memory, as --memory says: more than the {own.memory_bytes / 1e9:g} GB of "
+            f"{own.label}"
+        )
     if ask.save_every and not any(ask.offloads) and own.pcie_bandwidth is None and "rate" not in cluster.host:
         found.append(f"{usual.rate / 1e9:g} GB/s from a device to its host, for checkpoints: give host.rate")
     if any(ask.offloads):

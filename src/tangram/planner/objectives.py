@@ -49,6 +49,8 @@ class Terms:
     hours: float | None = None
     """The deadline for them."""
     goodput: Goodput | None = None
+    watts: float | None = None
+    """Of a device with its part of the host and of cooling; what they cost is in the price."""
 
     def __post_init__(self) -> None:
         """Look at the numbers. Raises UserError."""

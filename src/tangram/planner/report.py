@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tangram
 from tangram.hardware.cluster import Cluster
-from tangram.planner import binds, drawn
+from tangram.planner import binds, drawn, spent
 from tangram.planner.answer import (
     BINDS,
     FITS,
@@ -288,6 +288,8 @@ def _why(shown: Shown) -> str:
         table("Of its memory", ("", "GB", "share"), memory),
     ]
     found = f'<div class="two">{"".join(tables)}</div>' + table(*BINDS, binds.rows(shown.answer, one))
+    if shown.explained is None and shown.answer.aim is not None:
+        found += "".join(table(*told) for told in spent.tables(one, shown.answer.aim.terms))
     if shown.explained is not None:
         beside = [one for one in explained_tables(shown.explained) if one[0].startswith("Beside the best")]
         return found + "".join(table(*one) for one in beside)
