@@ -149,7 +149,7 @@ def largest_logit(begun: Begun) -> float:
     with resharded(model), watched(model) as found:
         loop.logits_of(model, few)
     model.train()
-    return max(math.nan if one != one else one for one in found)
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 @contextmanager

@@ -102,10 +102,14 @@ def _line(key: tuple[str, int, str], runs: Sequence[Run], results: Results) -> L
         within=_interval(pairs) if len(pairs) > 1 and whole and recipe != PLAIN else None,
         usual_norm=max(_usual(one) for one in norms.values()),
         largest_norm=max(norm for own in norms.values() for norm in own[_warm(own) :]),
-        largest_logit=max(value for one in found.values() for _, value in one["largest_logits"]),
+        largest_logit=_largest([value for one in found.values() for _, value in one["largest_logits"]]),
         skipped=sum(len(one["skipped"]) for one in found.values()),
         ended=sum(one["ended"] is not None or one["held_out"] is None for one in found.values()),
     )
+
+
+def _largest(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def _warm(norms: Sequence[float]) -> int:

@@ -41,6 +41,7 @@ def work(runs: Sequence[Run], folder: Path, until: float, train: Train = running
             try:
                 found = train(run, folder)
             except running.StoppedError:
+                print(f"{run.name}: stopped; it begins anew next time", file=sys.stderr)
                 break
             longest, done = max(longest, time.monotonic() - begun), done + 1
             print(f"{run.name}: held-out loss {found['held_out']}, {time.monotonic() - begun:.0f} s", file=sys.stderr)

@@ -203,6 +203,8 @@ def test_pairs_are_of_the_same_seed() -> None:
 def test_norms_and_logits() -> None:
     found = lines_of(planted("bf16"))["bf16"]
     assert (found.usual_norm, found.largest_norm, found.largest_logit) == (4.0, 4.0, 7.0)
+    lost = lines_of(planted("bf16", largest_logits=[[10, 3.0], [20, math.nan], [30, 4.0]]))["bf16"]
+    assert math.isnan(lost.largest_logit)
     high = planted("bf16", gradient_norms=[[step, 50.0 if step == 12 else 1.0] for step in range(1, 21)])
     assert (lines_of(high)["bf16"].usual_norm, lines_of(high)["bf16"].largest_norm) == (1.0, 50.0)
 
