@@ -25,6 +25,7 @@ from tangram.models.graph import Graph
 from tangram.models.named import token_inputs
 from tangram.planner.legal import bound_layout
 from tangram.planner.plan import Plan
+from tangram.planner.undivided import undivided
 from tangram.relayout.collectives import ALL_REDUCE
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import layout_of, local_shape, moved, used
@@ -96,8 +97,8 @@ def undivided_heads(config: PreTrainedConfig, tensor: tuple[str, int]) -> str:
         return f"a {config.model_type} model has no num_attention_heads"
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     for what, count in (("attention heads", heads), ("key-value heads", kv_heads)):
-        if count % tensor[1]:
-            return f"the {count} {what} do not divide by {tensor[0]}={tensor[1]}"
+        if why := undivided(count, what, *tensor):
+            return why
     return ""
 
 

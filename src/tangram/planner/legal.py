@@ -24,6 +24,7 @@ from tangram.models.named import token_inputs
 from tangram.models.stages import refuse_unlike_chain, refuse_unlike_modules
 from tangram.planner.axes import marked
 from tangram.planner.plan import Plan
+from tangram.planner.undivided import undivided
 from tangram.sharding.derive.marks import Mark, alternatives, matched, matching
 
 MOST_RANKS = 1_000_000
@@ -129,13 +130,11 @@ def _of(plan: Plan, axes: Iterable[str]) -> tuple[str, ...]:
 def _refuse_uneven(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
     for one in (divided for find in EVEN for divided in find(plan, model)):
         size = math.prod(mesh.axes[axis][0] for axis in one.axes)
-        if one.count % size:
+        named = " x ".join(one.axes)
+        if why := undivided(one.count, one.what, named, size):
             near = min((n for n in range(1, one.count + 1) if one.count % n == 0), key=lambda n: (abs(n - size), -n))
-            named, more = " x ".join(one.axes), -(-one.count // size) * size
-            raise UserError(
-                f"the {one.count} {one.what} do not divide by {named}={size}: the nearest sizes are {named}={near}, "
-                f"or {more} in their place"
-            )
+            more = -(-one.count // size) * size
+            raise UserError(f"{why}: the nearest sizes are {named}={near}, or {more} in their place")
 
 
 def _refuse_marks(plan: Plan, graph: Graph) -> None:
