@@ -204,6 +204,14 @@ def test_where_no_size_has_a_layout_the_largest_is_named() -> None:
         best(DENSE, CLUSTER, replace(ASK, devices=37, fewest=37), aim_of("time", Terms(ASK.tokens)))
 
 
+def test_failures_that_leave_no_time_are_said() -> None:
+    always = Terms(ASK.tokens, goodput=Goodput(1e4, 10, 1e6))
+    for ask in (ASK, replace(ASK, fewest=4)):
+        found = best(DENSE, CLUSTER, ask, aim_of("per-device", always), what_if=False)
+        assert not found.choices
+        assert found.missed == "devices of h100-8x8 fail so often that no part of it ever gets anything done"
+
+
 def largest_first(found: list[int], _: Aim) -> list[int]:
     """Not the order in which sizes are searched for this objective."""
     return sorted(found, reverse=True)

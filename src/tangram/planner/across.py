@@ -132,6 +132,8 @@ def _missed(whole: Answer, aim: Aim) -> str:
     if not whole.choices:
         return ""
     terms, one = aim.terms, whole.choices[0]
+    if terms.training is None or terms.hours is None:
+        return f"devices of {whole.cluster} fail so often that no part of it ever gets anything done"
     return (
         f"no part of {whole.cluster} trains {terms.training:,} tokens in {terms.hours:g} hours: "
         f"the quickest plan takes {terms.took(one.devices, one.step):,.1f} on {one.devices} devices"
