@@ -64,5 +64,5 @@ def _words(results: Results) -> str:
     devices = ", ".join(sorted({str(one["device"]) for one in results.values()}))
     return (
         f"{len(results)} runs of {any_run.size.tokens:,} tokens each, on {devices}; a run took "
-        f"{min(seconds):.0f} to {max(seconds):.0f} s, all of them {sum(seconds) / 60:.0f} minutes one after the other.\n"
+        f"{min(seconds):.0f} to {max(seconds):.0f} s, all of them {sum(seconds) / 60:.0f} minutes in sum.\n"
     )
