@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench._accuracy import shown
@@ -10,7 +10,7 @@ from bench._accuracy.sweep import OPERATORS, kind_of
 from bench._accuracy.tables import Found, reasons, rows_of
 from bench._accuracy.usage import PLAIN, Use
 from bench._numerics import plots
-from tangram.errors import UserError
+from bench._tables import between, table
 from tangram.kernels.accuracy.compare import VERDICTS, compared
 from tangram.kernels.accuracy.judge import CLASSES, Outcome
 from tangram.kernels.accuracy.moves import KEPT, MOVES, ORDER
@@ -36,26 +36,13 @@ def write(folder: Path, sheets: Sequence[Sheet], uses: Mapping[str, Use]) -> Non
         "moves": _moves(first),
         "operators": _operators(first, uses),
         "unmeasured": _unmeasured(uses),
-        "shown": _table(["expression", "torch", "true"], ([f"`{text}`", *rest] for text, *rest in shown.table())),
+        "shown": table(["expression", "torch", "true"], ([f"`{text}`", *rest] for text, *rest in shown.table())),
     }
-    for name, table in parts.items():
-        text = _between(text, name, table, page)
+    for name, written in parts.items():
+        text = between(text, name, written, page)
     (folder / "images").mkdir(exist_ok=True)
     (folder / "images" / PICTURE).write_text(_picture(first))
     page.write_text(text)
-
-
-def _between(text: str, name: str, table: str, page: Path) -> str:
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise UserError(f'"{page}" lacks the marks {begin.strip()} and {end.strip()}, between which a table is written')
-    head, rest = text.split(begin)
-    return head + begin + table + end + rest.split(end)[1]
-
-
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in (headers, *rows)]
-    return "\n".join([lines[0], "|---" * len(headers) + "|", *lines[1:]]) + "\n"
 
 
 def _classes(sheet: Sheet) -> str:
@@ -68,7 +55,7 @@ def _classes(sheet: Sheet) -> str:
     rows = [[kind, *(number(kind, verdict) for verdict in CLASSES)] for kind in KINDS]
     what = f"{len(sheet.outcomes)} cases of {len({name for name, _ in found})} operators"
     words = f"\n{what}, on torch {sheet.about['torch']}, {sheet.about['device']}.\n"
-    return _table(["type", *CLASSES], rows) + words
+    return table(["type", *CLASSES], rows) + words
 
 
 def _outside(sheet: Sheet) -> str:
@@ -84,7 +71,7 @@ def _outside(sheet: Sheet) -> str:
             f"{worst.over:.3g}", str(special), reasons(found),
         ])  # fmt: skip
     headers = ["operator", "type", "cases", "laws", "ulps", "over its bound", "NaN or infinite", "how"]
-    return _table(headers, rows) if rows else "None.\n"
+    return table(headers, rows) if rows else "None.\n"
 
 
 def _sheets(sheets: Sequence[Sheet]) -> str:
@@ -92,7 +79,7 @@ def _sheets(sheets: Sequence[Sheet]) -> str:
     for other in sheets[1:]:
         both = compared(sheets[0], other)
         rows.append([f"`{other.name}`", str(len(both.verdicts)), *(str(both.counts[verdict]) for verdict in VERDICTS)])
-    return _table([f"against `{sheets[0].name}`", "cases", *VERDICTS], rows)
+    return table([f"against `{sheets[0].name}`", "cases", *VERDICTS], rows)
 
 
 def _differences(sheets: Sequence[Sheet]) -> str:
@@ -108,7 +95,7 @@ def _differences(sheets: Sequence[Sheet]) -> str:
             words = [f"`{name}` ({_short(kinds)})" for name, kinds in own.items() if kinds]
             if words:
                 rows.append([f"`{other.name}`", verdict, "; ".join(words)])
-    return _table(["sheet", "verdict", "operators"], rows)
+    return table(["sheet", "verdict", "operators"], rows)
 
 
 def _short(kinds: Sequence[str]) -> str:
@@ -123,7 +110,7 @@ def _places(sheet: Sheet) -> str:
         for case, apart in cases.items():
             if case.endswith(" apart") and (beside := cases[case.removesuffix(" apart")]).digest != apart.digest:
                 rows.append([f"`{name}`", kind, case.removesuffix(" apart"), _brief(beside), _brief(apart)])
-    return _table(["operator", "type", "inputs", "side by side", "apart"], rows) if rows else "None.\n"
+    return table(["operator", "type", "inputs", "side by side", "apart"], rows) if rows else "None.\n"
 
 
 def _brief(one: Outcome) -> str:
@@ -137,7 +124,7 @@ def _moves(sheet: Sheet) -> str:
         by[how].append(f"`{name}` ({kind})")
     words = {"exact": "every bit", "but NaN": "every value, but other bits of NaN", "wrong": "not every value"}
     count = sum(len(names) for names in by.values())
-    return _table(
+    return table(
         [f"of {count} operators and types", "how many keep", "which"],
         ([words[how], str(len(names)), "all others" if how == "exact" else "; ".join(names) or "none"]
          for how, names in by.items()),
@@ -153,7 +140,7 @@ def _operators(sheet: Sheet, uses: Mapping[str, Use]) -> str:
         calls = f"{sum(use.forward for use in own)} + {sum(use.backward for use in own)}"
         cells = [_cell(found.get((one.name, kind))) for kind in KINDS]
         rows.append([f"`{one.name}`", str(len(families)), calls, *cells])
-    return _table(["operator", "families", "calls", *KINDS], rows)
+    return table(["operator", "families", "calls", *KINDS], rows)
 
 
 def _cell(found: Found | None) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from bench._convergence import curves
 from bench._convergence.settings import PLAIN, Run, Size
 from bench._convergence.table import Line, Results, lines
+from bench._tables import between, table
 from tangram.errors import UserError
 
 NAME = "attention-convergence.md"
@@ -30,23 +31,12 @@ def write(folder: Path, size: Size, results: Results) -> None:
     page.write_text(text)
 
 
-def between(text: str, name: str, table: str, page: Path) -> str:
-    """With this table in the place of what is between the marks of a name."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise UserError(f'"{page}" lacks the marks {begin.strip()} and {end.strip()}, between which a table is written')
-    head, rest = text.split(begin)
-    return head + begin + table + end + rest.split(end)[1]
-
-
 def _table(known: Sequence[Line]) -> str:
     headers = ("tokens a step", "recipe", "seeds", "held-out loss", "gap to BF16, paired", "in seed bands", "verdict",
                "usual gradient norm", "largest gradient norm", "largest logit", "steps skipped")  # fmt: skip
-    found = [headers, *(_cells(one) for one in known)]
-    text = ["| " + " | ".join(row) + " |" for row in found]
     bands = {one.step_tokens: one.band for one in known if one.recipe == PLAIN and one.band is not None}
     words = "; ".join(f"{band:.4f} nats at {tokens} tokens a step" for tokens, band in bands.items())
-    return "\n".join([text[0], "|---" * len(headers) + "|", *text[1:]]) + f"\n\nSeed band of BF16: {words}.\n"
+    return table(headers, (_cells(one) for one in known)) + f"\nSeed band of BF16: {words}.\n"
 
 
 def _cells(one: Line) -> tuple[str, ...]:
