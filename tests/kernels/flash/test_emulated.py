@@ -14,7 +14,7 @@ from tangram.kernels.lab.cases import Mask
 from tangram.kernels.lab.criterion import judged, limits
 from tangram.kernels.lab.inputs import Shape, drawn
 from tangram.kernels.lab.quant import Along, quantise
-from tangram.kernels.lab.recipes import RECIPES
+from tangram.kernels.lab.recipes import RECIPES, Recipe
 from tests.kernels.flash.cases import by_emulation, spans_of
 
 SHAPES = (
@@ -95,3 +95,21 @@ def test_every_value_is_rounded_as_the_laboratory_rounds() -> None:
     assert torch.equal(e4m3(x).double(), formats.cast(x, formats.E4M3))
     assert torch.equal(e2m1(x).double(), formats.cast(x, formats.E2M1))
     assert e4m3(torch.tensor([torch.nan])).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        RECIPES["fp8 per block, Q and K smoothed"],
+        RECIPES["fp8 per tensor, dice for gradients"],
+        RECIPES["int8, K smoothed, dP in bf16"],
+        RECIPES["nvfp4"],
+        RECIPES["fp8 per tensor, 14-bit sums"],
+    ],
+    ids=lambda recipe: recipe.name,
+)
+def test_what_is_not_emulated_is_refused(recipe: Recipe) -> None:
+    """And not computed as another recipe."""
+    case = drawn("gaussian", Shape(tokens=8, heads=1, groups=1, width=16))
+    with pytest.raises(ValueError, match="is not emulated"):
+        by_emulation(case, recipe, spans_of(case))

@@ -14,15 +14,19 @@ from tangram.kernels.flash import launch
 from tangram.kernels.flash.launch import Call, Tile, choose
 from tangram.kernels.flash.modes import MODES, cannot, fp8
 from tangram.kernels.flash.spans import Spans, in_order, with_blocks
+from tangram.kernels.lab.accumulate import TWO_LEVEL
 from tangram.kernels.lab.cases import Case, Mask
 from tangram.kernels.lab.criterion import judged, limits
+from tangram.kernels.lab.formats import E2M1, E4M3
 from tangram.kernels.lab.inputs import Shape, drawn
-from tangram.kernels.lab.recipes import RECIPES, Recipe
+from tangram.kernels.lab.quant import Operand, Scaling
+from tangram.kernels.lab.recipes import RECIPES, Forward, Recipe
 from tests.kernels.flash.cases import by_emulation, by_kernels, heads_of, spans_of
 
 SMALL = fp8(block=32, tile=32)
 """Blocks as small as the tiles here, so that there are some."""
 TILE = Tile(32, 32)
+UNSCALED = Operand(E4M3, Scaling("static", factor=1.0))
 OURS = tuple(mode for mode, recipe in MODES.items() if not cannot(recipe))
 RIGHT: dict[str, Recipe] = {
     "bf16": MODES["bf16"],
@@ -200,6 +204,10 @@ def test_a_scale_that_is_not_of_its_block_is_refused(monkeypatch: pytest.MonkeyP
 # ---------------------------------------------------------------- what is refused
 
 
+def _of_groups(scaling: Scaling) -> Recipe:
+    return replace(MODES["nvfp4-emulated"], forward=Forward(*(Operand(E2M1, scaling),) * 4))
+
+
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
@@ -210,7 +218,15 @@ def test_a_scale_that_is_not_of_its_block_is_refused(monkeypatch: pytest.MonkeyP
         (RECIPES["nvfp4"], "none of bf16"),
         (replace(MODES["nvfp4-emulated"], backward=SMALL.backward), "follows a forward in E4M3"),
         (RECIPES["int8, K smoothed, dP in bf16"], "none of bf16"),
-        (replace(SMALL, forward=fp8(48, 32).forward, backward=fp8(48, 32).backward), "not so many tiles"),
+        (replace(MODES["nvfp4-emulated"], hadamard=True), "turned queries and keys are cast to E4M3"),
+        (replace(SMALL, forward=replace(SMALL.forward, p=UNSCALED)), "none of bf16"),
+        (_of_groups(Scaling("group", 32, "e8m0-up")), "none of bf16"),
+        (_of_groups(Scaling("group", 16, "e4m3")), "none of bf16"),
+        (_of_groups(Scaling("group", 16, "e8m0")), "none of bf16"),
+        (replace(SMALL, accumulate=TWO_LEVEL), "sums, registers and results"),
+        (replace(SMALL, stored=None), "sums, registers and results"),
+        (fp8(48, 24), "a power of two"),
+        (fp8(32, 64), "not so many tiles"),
     ],
 )
 def test_refused(recipe: Recipe, said: str) -> None:
@@ -218,6 +234,24 @@ def test_refused(recipe: Recipe, said: str) -> None:
     case = drawn("gaussian", Shape(tokens=8, heads=1, groups=1, width=16))
     with pytest.raises(ValueError, match="the kernels have no recipe"):
         launch.forward(heads_of(case), Call(recipe, spans_of(case), 1.0))
+
+
+def test_a_tile_lies_within_a_block() -> None:
+    case = drawn("gaussian", Shape(tokens=8, heads=1, groups=1, width=16))
+    with pytest.raises(ValueError, match="tiles of 64 x 32 do not divide blocks of 32 tokens"):
+        launch.forward(heads_of(case), Call(SMALL, spans_of(case), 1.0, None, Tile(64, 32)))
+    for kernel in ("forward", "queries", "keys"):
+        tile = choose(SMALL, 64, kernel)
+        assert max(tile.rows, tile.columns) <= 32
+
+
+def test_numbers_whose_scale_vanishes() -> None:
+    """Gradients of scores smaller than 448 times the smallest number: they are nothing, and no NaN."""
+    case = drawn("gaussian", Shape(tokens=40, heads=2, groups=1, width=16))
+    tiny = replace(case, v=case.v * 1e-4, grad=case.grad * 1e-40)
+    for way in (by_kernels, by_emulation):
+        results, _, _ = way(tiny, SMALL, spans_of(tiny))
+        assert all(bool(x.isfinite().all()) for x in results)
 
 
 def test_every_mode_has_a_kernel_and_tiles() -> None:

@@ -36,7 +36,8 @@ def _scale_of(SCALES_AT, start, tokens, inside, BLOCK: tl.constexpr, SCALES: tl.
 def _tile_cast(x):
     """To E4M3 under the tile's own scale."""
     most = tl.max(tl.max(tl.abs(x), 1), 0)
-    scale = tl.where(most == 0.0, 1.0, most / 448.0)
+    scale = most / 448.0
+    scale = tl.where(scale == 0.0, 1.0, scale)  # of nothing, or of what is too small to have one
     return to_e4m3(x / scale), scale
 
 

@@ -30,7 +30,8 @@ def blocks(
         turn = tl.load(TURN + channels[:, None] * E + channels[None, :], mask=square, other=0.0)
         x = tl.dot(x, turn, input_precision="tf32x3")
     most = tl.max(tl.max(tl.abs(x), 1), 0)
-    scale = tl.where(most == 0.0, 1.0, most / 448.0)
+    scale = most / 448.0
+    scale = tl.where(scale == 0.0, 1.0, scale)  # of nothing, or of what is too small to have one
     codes = CODES + b * stride_cb + h * stride_ch + rows[:, None] * stride_cs + channels[None, :] * stride_ce
     tl.store(codes, to_e4m3(x / scale), mask=there)
     tl.store(SCALES + (b * H + h) * tl.num_programs(0) + block, scale)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tangram.kernels.attention import Heads, Partial
+from tangram.kernels.flash.modes import own_sums
 from tangram.kernels.flash.spans import Spans
 from tangram.kernels.lab.formats import BF16, E2M1, E4M3, E5M2, Format
 from tangram.kernels.lab.quant import Along, Operand, hadamard, quantise
@@ -38,7 +39,12 @@ class Scored:
 
 
 def forward(heads: Heads, spans: Spans, sinks: Tensor | None, scale: float, recipe: Recipe) -> Partial:
-    """Results (B, H, S, F) in bfloat16; logarithms of sums (B, H, S), of scores as they were computed."""
+    """Results (B, H, S, F) in bfloat16; logarithms of sums (B, H, S), of scores as they were computed.
+
+    Raises ValueError for a recipe that is not emulated.
+    """
+    if why := cannot(recipe):
+        raise ValueError(f"{recipe.name!r} is not emulated: {why}")
     heads = Heads(*(x.bfloat16().float() for x in heads))
     scored = _scored(heads, recipe)
     v = cast(heads.v, recipe.forward.v, "tokens")
@@ -72,7 +78,7 @@ def backward(
     scored, own = _scored(heads, recipe), recipe.backward
     shift = None
     if not recipe.matched:
-        scored, shift = _scored_again(heads, scored, recipe, scale)
+        scored, shift = _scored_again(heads, scored, scale)
     grouped = scored.q.shape[:4]
     eight = own.dk_q.format is E4M3
     dp_do, dv_do = (cast(grad, one, "tokens").view(*grouped, -1) for one in (own.dp_do, own.dv_do))
@@ -113,6 +119,22 @@ def backward(
     return Heads(*(x.bfloat16().to(kind) for x, kind in zip(found, types, strict=True))), owed.view(B, H, S)
 
 
+def cannot(recipe: Recipe) -> str:
+    """Why a recipe of the laboratory is not emulated here, or ""."""
+    if recipe.smooth_q or recipe.dice:
+        return "queries are not smoothed, and nothing is rounded stochastically"
+    if not own_sums(recipe):
+        return "sums, registers and results are float32 and bfloat16"
+    own, q = recipe.backward, recipe.forward.q
+    of_backward = {own.dq_k, own.dk_q}
+    plain = all(one.format is BF16 for one in of_backward)
+    if not plain and not (q.format is E4M3 and of_backward == {q, recipe.forward.k}):
+        return "a backward takes queries and keys in bfloat16, or as E4M3 of the forward's"
+    if not recipe.matched and not (plain and own.q.format is own.k.format is BF16):
+        return "a backward that does not match its forward is in bfloat16"
+    return ""
+
+
 # ---------------------------------------------------------------- casts
 
 
@@ -151,7 +173,8 @@ def _tiles_of_8_bits(x: Tensor, to: Format, high: int, wide: int) -> Tensor:
     rows, columns = padded.shape[-2] // high, padded.shape[-1] // wide
     tiles = padded.reshape(*x.shape[:-2], rows, high, columns, wide)
     most = tiles.abs().amax((-3, -1), keepdim=True)
-    scale = torch.where(most == 0, 1.0, most / to.largest)
+    scale = most / to.largest
+    scale = torch.where(scale == 0, 1.0, scale)  # of nothing, or of what is too small to have one
     codes = (tiles / scale).clamp_(-to.largest, to.largest).to(_EIGHT[to]).float()  # torch's E5M2 does not saturate
     found = codes.mul_(scale).flatten(-4, -3).flatten(-2)
     return found[..., : x.shape[-2], : x.shape[-1]]
@@ -184,11 +207,8 @@ def _scored(heads: Heads, recipe: Recipe) -> Scored:
     return Scored(q.view(q.shape[0], k.shape[1], -1, *q.shape[2:]), cast(k, operand, "channels"), mean, turn)
 
 
-def _scored_again(heads: Heads, scored: Scored, recipe: Recipe, scale: float) -> tuple[Scored, Tensor | None]:
+def _scored_again(heads: Heads, scored: Scored, scale: float) -> tuple[Scored, Tensor | None]:
     """Of a backward that does not match: its own scores, and what has to be added to the sums of the forward's."""
-    own = recipe.backward
-    if any(one.format is not BF16 for one in (own.q, own.k, own.dq_k, own.dk_q)):
-        raise ValueError(f"{recipe.name!r}: a backward that does not match its forward is in bfloat16 here")
     q = heads.q.view(*scored.q.shape)
     if scored.mean is None:
         return Scored(q, heads.k, None, None), None

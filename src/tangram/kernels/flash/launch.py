@@ -68,6 +68,12 @@ def choose(recipe: Recipe, width: int, kernel: Kernel) -> Tile:
     `width`: of the wider head dim, a power of two. By what the compiler says of registers, not by times: no device was
     at hand. `bench/attention_kernels.py` times others beside them.
     """
+    chosen = _chosen(recipe, width, kernel)
+    block = _block(recipe)
+    return chosen._replace(rows=min(chosen.rows, block), columns=min(chosen.columns, block))
+
+
+def _chosen(recipe: Recipe, width: int, kernel: Kernel) -> Tile:
     shared = recipe.backward.dq_ds.scaling
     if kernel != "forward" and shared.per == "tile":
         few = width <= (64 if kernel == "keys" else 128)
@@ -82,8 +88,24 @@ def choose(recipe: Recipe, width: int, kernel: Kernel) -> Tile:
     return Tile(64, 128, 8, 2) if kernel == "keys" else Tile(128, 64, 8, 2)
 
 
+def _block(recipe: Recipe) -> int:
+    """Tokens that share a scale, within which a tile lies; where there is none, more than any tile has."""
+    scaling = recipe.forward.q.scaling
+    return scaling.size if scaling.per == "block" else 2**30
+
+
+def _fitting(call: Call, width: int, kernel: Kernel) -> Tile:
+    tile, block = call.tile or choose(call.recipe, width, kernel), _block(call.recipe)
+    if block % tile.rows or block % tile.columns:
+        raise ValueError(f"tiles of {tile.rows} x {tile.columns} do not divide blocks of {block} tokens")
+    return tile
+
+
 def forward(heads: Heads, call: Call) -> Partial:
-    """Results (B, H, S, F) in bfloat16; logarithms of sums (B, H, S), of scores as they were computed."""
+    """Results (B, H, S, F) in bfloat16; logarithms of sums (B, H, S), of scores as they were computed.
+
+    Raises ValueError for a recipe that the kernels have not, and for tiles that do not lie within its blocks.
+    """
     recipe = call.recipe
     if why := cannot(recipe):
         raise ValueError(f"the kernels have no recipe {recipe.name!r}: {why}")
@@ -94,7 +116,7 @@ def forward(heads: Heads, call: Call) -> Partial:
     scored, spans = _scored(heads, recipe), _in_rows(call.spans, B)
     v, values = _values(heads.v, recipe)
     wide_E, wide_F = padded(E), padded(F)
-    tile = call.tile or choose(recipe, max(wide_E, wide_F), "forward")
+    tile = _fitting(call, max(wide_E, wide_F), "forward")
     out = heads.q.new_empty(B, H, S, F)
     lse = out.new_empty((B, H, S), dtype=torch.float32)
     sinks = None if call.sinks is None else _sinks(heads, call, scored)
@@ -122,8 +144,7 @@ def backward(grad: Tensor, heads: Heads, whole: Partial, call: Call) -> tuple[He
     scored = _scored(heads, recipe)
     (B, H, S, E), (G, T, F) = heads.q.shape, (*heads.k.shape[1:3], heads.v.shape[3])
     wide_E, wide_F = padded(E), padded(F)
-    tile = call.tile or choose(recipe, max(wide_E, wide_F), "queries")
-    of_keys = call.tile or choose(recipe, max(wide_E, wide_F), "keys")
+    tile, of_keys = (_fitting(call, max(wide_E, wide_F), kind) for kind in ("queries", "keys"))
     own = _owed(grad, heads, scored, recipe)
     spans = _in_rows(call.spans, B)
     visited = ranges(spans, tile.rows, tile.columns).of_queries

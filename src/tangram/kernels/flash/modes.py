@@ -24,12 +24,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from tangram.kernels.lab.formats import BF16, E2M1, E4M3, E5M2, Format
+from tangram.kernels.lab.accumulate import EXACT
+from tangram.kernels.lab.formats import BF16, E2M1, E4M3, E5M2, FP32, Format
 from tangram.kernels.lab.quant import Operand, Scaling
 from tangram.kernels.lab.recipes import Backward, Forward, Recipe
 
 BLOCK = 128
 """Tokens that share a scale."""
+SMALLEST = 16
+"""Tokens of a tile that matrix units take, at least."""
 TILE = 64
 """Queries and keys whose gradients of scores share one."""
 Mode = Literal["bf16", "fp8-fwd", "fp8", "nvfp4-emulated", "fp8-e5m2-emulated", "nvfp4-dropin-emulated"]
@@ -37,6 +40,9 @@ Mode = Literal["bf16", "fp8-fwd", "fp8", "nvfp4-emulated", "fp8-e5m2-emulated", 
 _BF16 = Operand(BF16)
 _BF16_BACKWARD = Backward(*(_BF16,) * 10)
 _NVFP4 = Operand(E2M1, Scaling("group", 16, "e4m3", "row"))
+_MXFP4 = Operand(E2M1, Scaling("group", 32, "e8m0"))
+_FORWARDS = tuple(Forward(*(one,) * 4) for one in (_BF16, _NVFP4, _MXFP4))
+"""Beside those in E4M3, of blocks of any size."""
 
 
 def fp8(block: int = BLOCK, tile: int = TILE, name: str = "fp8", gradients: Format = E4M3) -> Recipe:
@@ -60,57 +66,38 @@ MODES: Mapping[str, Recipe] = {
 }  # fmt: skip
 
 
+def own_sums(recipe: Recipe) -> bool:
+    """Whether sums, registers and results are those that kernels have, and no model of a chip's."""
+    return (recipe.accumulate, recipe.registers, recipe.stored) == (EXACT, FP32, BF16)
+
+
 def cannot(recipe: Recipe) -> str:
     """Why the kernels have no such recipe, or ""."""
-    forward, backward = recipe.forward, recipe.backward
     if recipe.smooth_q:
         return "queries are not smoothed"
     if not recipe.matched:
         return "a backward takes the scores of its forward"
     if recipe.dice:
         return "nothing is rounded stochastically"
-    if forward.q != forward.k:
-        return "queries and keys are cast alike"
-    if wrong := _forward_cannot(forward):
-        return wrong
+    if not own_sums(recipe):
+        return "sums, registers and results are as a device has them"
+    forward, backward = recipe.forward, recipe.backward
+    block, tile = forward.q.scaling.size, backward.dq_ds.scaling.size
+    eight = forward == fp8(block).forward
+    if not eight and forward not in _FORWARDS:
+        return f"a forward of {forward.q}, {forward.p} and {forward.v} is none of bf16, E4M3 of blocks, NVFP4 or MXFP4"
+    if recipe.hadamard and not eight:
+        return "turned queries and keys are cast to E4M3"
+    if eight and not _is_power(block):
+        return f"a block is of a power of two of tokens, not of {block}"
     if backward == _BF16_BACKWARD:
         return ""
-    return _fp8_backward_cannot(forward, backward)
-
-
-def _forward_cannot(own: Forward) -> str:
-    kinds = {_kind(one) for one in (own.q, own.v)}
-    if kinds == {"bf16"} and _kind(own.p) == "bf16":
-        return ""
-    if kinds == {"e4m3 block"} and _kind(own.p) == "e4m3 static" and own.q == own.v:
-        return ""
-    if kinds == {"e2m1 group"} and own.p == own.v == own.q and own.q.scaling.second != "tensor":
-        return ""
-    return f"a forward of {own.q}, {own.p} and {own.v} is none of bf16, E4M3 of blocks, or E2M1 of groups"
-
-
-def _fp8_backward_cannot(forward: Forward, own: Backward) -> str:
-    tensors = (own.dv_do, own.dp_do, own.dp_v, own.dq_k, own.dk_q)
-    scores = (own.dq_ds, own.dk_ds)
-    if _kind(forward.q) != "e4m3 block":
+    if not eight:
         return "a backward in E4M3 follows a forward in E4M3"
-    if any(one != forward.q for one in tensors) or own.dv_p != forward.p:
-        return "a backward in E4M3 casts its tensors as the forward does"
-    if _kind(scores[0]) != "e4m3 tile" or scores[0] != scores[1]:
-        return f"gradients of scores are cast to E4M3 of tiles, not {scores[0]} and {scores[1]}"
-    if forward.q.scaling.size % scores[0].scaling.size:
-        return "a block is not so many tiles"
-    return ""
+    if backward != fp8(block, tile).backward:
+        return "a backward casts its tensors as the forward does and its gradients of scores by tiles, or is in bf16"
+    return "" if _is_power(tile) and block % tile == 0 else f"a block of {block} tokens is not so many tiles of {tile}"
 
 
-def _kind(operand: Operand) -> str:
-    to: Format | None = operand.format
-    scaling = operand.scaling
-    if to is None:
-        return "exact"
-    if to is BF16 and scaling.per == "none":
-        return "bf16"
-    float32 = scaling.kind == "fp32" and scaling.second == "none"
-    if to is E2M1 and scaling.per == "group" and scaling.kind in ("e4m3", "e8m0", "e8m0-up"):
-        return "e2m1 group"
-    return f"{to} {scaling.per}" if float32 else str(operand)
+def _is_power(size: int) -> bool:
+    return size >= SMALLEST and size & (size - 1) == 0
