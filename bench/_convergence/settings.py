@@ -60,6 +60,8 @@ class Size:
 
 SMALL = Size("small", 128, 256, 2, 2, 1, 128, 393_216, (512, 2048), 16, 2e-3, 256)
 """For one core."""
+MILLION = Size("million", 192, 768, 2, 3, 1, 128, 2**20, (512, 2048), 16, 2e-3, 256)
+"""For one core, a million parameters and tokens: plain models alone, so that all runs take some 40 minutes by two."""
 LARGE = Size(
     "large", 512, 1408, 8, 8, 4, 1024, 30 * 2**20, (32_768, 131_072), 16, 1e-3, 256, "auto", "bfloat16"
 )  # fmt: skip
@@ -89,10 +91,15 @@ class Run:
         return self.size.tokens // self.step_tokens
 
 
+def recipes_of(size: Size) -> Mapping[Setting, tuple[str, ...]]:
+    """By setting, what is trained of a size."""
+    return {"plain": ("bf16", "fp8-fwd", "fp8", "nvfp4-emulated")} if size is MILLION else RECIPES
+
+
 def queue(size: Size, seeds: int, kernels_only: bool = False) -> Iterator[Run]:
     """All runs, those of one table's row group together. `kernels_only`: without what is studied on the CPU only."""
     for tokens in size.steps_of:
-        for setting, recipes in RECIPES.items():
+        for setting, recipes in recipes_of(size).items():
             for seed in range(1, seeds + 1):
                 for recipe in recipes:
                     if not (kernels_only and cannot(MODES[recipe])):

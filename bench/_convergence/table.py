@@ -16,7 +16,7 @@ from typing import Any
 from scipy.stats import t as student  # pyright: ignore[reportMissingTypeStubs]
 
 from bench._convergence.running import result_of
-from bench._convergence.settings import PLAIN, Run
+from bench._convergence.settings import PLAIN, Run, Size
 from tangram.hardware.measure import Row
 
 Results = Mapping[Run, Mapping[str, Any]]
@@ -125,12 +125,12 @@ def _interval(pairs: Sequence[float]) -> float:
     return float(student.ppf(0.975, len(pairs) - 1)) * stdev(pairs) / math.sqrt(len(pairs))  # pyright: ignore
 
 
-def rows(results: Results) -> Iterable[Row]:
-    """As a bench prints them."""
+def rows(size: Size, results: Results) -> Iterable[Row]:
+    """As a bench prints them, all of one size."""
     known = lines(results)
     plain = {(one.setting, one.step_tokens): one for one in known if one.recipe == PLAIN}
     for one in known:
-        where = f"{one.setting}, {one.step_tokens} tokens a step: {one.recipe}"
+        where = f"{size.name}, {one.setting}, {one.step_tokens} tokens a step: {one.recipe}"
         peer = plain.get((one.setting, one.step_tokens))
         other = peer if peer is not None and peer is not one else None
         if one.loss is not None:

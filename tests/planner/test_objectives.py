@@ -16,6 +16,7 @@ from tangram.models.outline import Dims, Outline, decoder
 from tangram.planner import across
 from tangram.planner.across import best, by_size, sizes
 from tangram.planner.again import is_free
+from tangram.planner.answer import tables
 from tangram.planner.ask import plan, requested
 from tangram.planner.budget import Budget, durations, fewest
 from tangram.planner.choice import Ask, Choice, described, limit_of, safe, setting_of, unlike
@@ -210,6 +211,7 @@ def test_failures_that_leave_no_time_are_said() -> None:
         found = best(DENSE, CLUSTER, ask, aim_of("per-device", always), what_if=False)
         assert not found.choices
         assert found.missed == "devices of h100-8x8 fail so often that no part of it ever gets anything done"
+        assert [title for title, *_ in tables(found)] == ["Nothing is ever trained"]
 
 
 def largest_first(found: list[int], _: Aim) -> list[int]:

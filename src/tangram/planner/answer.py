@@ -42,7 +42,9 @@ BINDS = ("What binds", ("what", "how much"))
 def tables(answer: Answer) -> list[Titled]:
     """Titles, headers and rows."""
     if not answer.choices and answer.missed:
-        return [("The deadline is not kept", ("what",), [(answer.missed,)])]
+        deadline = answer.aim is not None and answer.aim.terms.hours is not None
+        title = "The deadline is not kept" if deadline else "Nothing is ever trained"
+        return [(title, ("what",), [(answer.missed,)])]
     if not answer.choices:
         return [(nothing_fits(answer), ("what", "how"), too_small(answer))]
     best = answer.choices[0]

@@ -15,7 +15,7 @@ import torch
 from bench import convergence
 from bench._convergence import page, running, table
 from bench._convergence.initial import biased
-from bench._convergence.settings import QUICK, SMALL, Run, digest_of, queue, settings_of
+from bench._convergence.settings import MILLION, QUICK, SMALL, Run, digest_of, queue, settings_of
 from bench._convergence.waiting import work
 from tangram.errors import UserError
 from tangram.training.folder import alone
@@ -95,6 +95,11 @@ def test_what_another_process_trains_is_passed_over(tmp_path: Path) -> None:
 def test_chosen_runs_and_unknown_words() -> None:
     runs = [*queue(SMALL, 3)]
     assert len({run.name for run in runs}) == len(runs) == 84
+    million = [*queue(MILLION, 3)]
+    assert {(run.setting, run.size) for run in convergence.chosen([*runs, *million], ("million",))} == {
+        ("plain", MILLION)
+    }
+    assert len({run.name for run in (*runs, *million)}) == 84 + 24
     found = convergence.chosen(runs, ("mild", "bf16", "2048"))
     assert {(run.setting, run.recipe, run.step_tokens) for run in found} == {("mild", "bf16", 2048)}
     assert {run.recipe for run in queue(SMALL, 1, kernels_only=True)} == {"bf16", "fp8", "fp8-fwd", "nvfp4-emulated"}
@@ -217,10 +222,10 @@ def test_one_seed_has_no_band() -> None:
 
 
 def test_rows_of_the_bench() -> None:
-    rows = {row.figure: row for row in table.rows({**planted("bf16"), **planted("fp8", (0.05, 0.06, 0.07))})}
-    gap = rows["plain, 256 tokens a step: fp8, gap"]
+    rows = {row.figure: row for row in table.rows(QUICK, {**planted("bf16"), **planted("fp8", (0.05, 0.06, 0.07))})}
+    gap = rows["quick, plain, 256 tokens a step: fp8, gap"]
     assert (round(gap.ours, 6), gap.met) == (2.0, False)
-    assert rows["plain, 256 tokens a step: fp8, held-out loss"].peers["bf16"] == pytest.approx(sum(LOSSES) / 3)
+    assert rows["quick, plain, 256 tokens a step: fp8, held-out loss"].peers["bf16"] == pytest.approx(sum(LOSSES) / 3)
 
 
 # ---------------------------------------------------------------- the page
@@ -247,6 +252,11 @@ def test_page(tmp_path: Path) -> None:
     picture = tmp_path / "images" / "attention-convergence-quick-plain.svg"
     assert ET.fromstring(picture.read_text()).tag.endswith("svg")
     assert "fp8" in picture.read_text()
+
+
+def test_no_page_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing to write"):
+        list(convergence.rows(quick=True, only=("page",), folder=tmp_path))
 
 
 def test_a_page_without_marks_stays_as_it_is(tmp_path: Path) -> None:
