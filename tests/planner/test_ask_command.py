@@ -216,8 +216,8 @@ def test_a_strategy_that_cannot_run_is_told_every_reason(capsys: pytest.CaptureF
     found = asked(capsys, *SMALL, "--explain", "pp=2 dp=4", "--micro", "7", "--experts", "4 x 1", code=1)
     assert found["given"] is None
     assert found["refused"] == [
+        "there are 4 expert ranks, and the model has no experts",
         "4 data ranks of micro-batches of 7 do not divide 512 samples",
-        "4 expert ranks do not divide 0 experts",
     ]
     assert main(["plan", *SMALL, "--explain", "pp=2 dp=4", "--micro", "7"]) == 1
     assert "It cannot run" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from tangram.planner.choice import Ask, mesh_of
 from tangram.planner.explain import Given, explain, ordered
 from tangram.planner.framework import framework
 from tangram.planner.grid import grid, joined
-from tangram.planner.rules import Rule
+from tangram.planner.legality import Rule
 from tangram.planner.search import search
 from tangram.planner.setting import Setting
 from tangram.planner.space import Able, Request, meshes, of_mesh

@@ -59,7 +59,7 @@ def test_none_fits(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(job), "-n", "2", *words]) == 1
     said = capsys.readouterr().out
     assert said.count("1 samples cannot be cut over the 2 ranks of the data axes") == 2
-    assert "the 3 attention heads do not divide by tp=2" in said
+    assert "the 3 attention heads (num_attention_heads) do not divide by tp=2" in said
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_the_whole_space(four: tuple[Ranked, ...]) -> None:
         ("tensor", "tp=4", 0),
     }
     refused = [one for one in four if not one.fits]
-    assert [one.why_not for one in refused] == ["the 2 key-value heads do not divide by tp=4"]
+    assert [one.why_not for one in refused] == ["the 2 key-value heads (num_key_value_heads) do not divide by tp=4"]
     assert four[-1] is refused[0]
 
 
@@ -233,7 +233,7 @@ def test_tables_and_json(four: tuple[Ranked, ...], counted: Counted) -> None:
     assert all(len(row) == len(memory_headers) for row in memory)
     assert [row[0] for row in rows] == [*map(str, range(1, len(ranking.fitting) + 1)), "-"]
     assert rows[-1][1] == "one process"
-    assert refused == [("tensor", "tp=4", "", "the 2 key-value heads do not divide by tp=4")]
+    assert refused == [("tensor", "tp=4", "", "the 2 key-value heads (num_key_value_heads) do not divide by tp=4")]
     told: Any = ranking.as_json()
     assert len(told["plans"]) == len(four)
     assert told["plans"][0]["predicted"]["step_s"] > 0

@@ -32,10 +32,10 @@ from tangram.planner.grid import Grid, joined
 from tangram.planner.imports.files import strategy_of
 from tangram.planner.job import Job
 from tangram.planner.learn import published
+from tangram.planner.legality import Rule, facts_of
 from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.plan import Plan
 from tangram.planner.read import dumps, load
-from tangram.planner.rules import Rule
 from tangram.planner.runnable import plan_to_train
 from tangram.planner.search import exhaustive, search
 from tangram.planner.space import Request, meshes, of_mesh
@@ -144,14 +144,12 @@ def test_each_rule_refuses_some_and_not_all(rule: Rule) -> None:
     if rule.name == "on devices":
         g = replace(g, offload=np.arange(len(g)) % 2)
     if rule.name == "all is trained":
-        assert not rule.holds(adapted(model()[1], 4), g).any()
-        assert rule.holds(model()[1], g).all()
+        assert not rule.holds(facts_of(adapted(model()[1], 4)), g).any()
+        assert rule.holds(facts_of(model()[1]), g).all()
         return
     if rule.name == "stages cut by work":  # of even cuts there are none
         g = replace(g, ahead=np.where(np.arange(len(g)) % 2, 1.0, 0.0))
-    if rule.name == "data ranks within stages":
-        g = replace(g, inner=np.where(np.arange(len(g)) % 2, 1.0, 0.0))
-    keeps = rule.holds(model()[1], g)
+    keeps = rule.holds(facts_of(model()[1]), g)
     assert 0 < keeps.sum() < len(g)
 
 

@@ -22,7 +22,7 @@ from tangram.planner.learn import PARTS
 from tangram.planner.means import offloads_of
 from tangram.planner.memory import memory
 from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.rules import RULES, legal, reasons
+from tangram.planner.rules import LAID, RULES, legal, reasons
 from tangram.planner.search import exhaustive, search
 from tangram.planner.setting import Setting
 from tangram.planner.space import Able, Request, expanded, meshes, of_mesh, remade
@@ -129,12 +129,16 @@ REFUSED = {
         {"pipeline": 4, "ahead": 4},
         "4 and 0 blocks fewer of the first and the last of 4 chunks leave one of them without any of the 12 blocks",
     ),
-    "heads": ({"tensor": 3}, "3 tensor ranks do not divide the 16 heads"),
+    "heads": (
+        {"tensor": 3},
+        "the 16 attention heads (num_attention_heads) do not divide by 3 tensor ranks: the nearest sizes are 4 tensor "
+        "ranks, or 18 in their place",
+    ),
     "stages": ({"pipeline": 8, "virtual": 2, "batch": 16}, "8 stages of 2 chunks are more than the 12 blocks"),
     "chunks": ({"pipeline": 4, "virtual": 2, "batch": 6}, "interleaved chunks need micro-batches that 4 stages divide"),
     "batch": ({"data": 3, "batch": 16}, "3 data ranks of micro-batches of 1 do not divide 16 samples"),
     "tokens": ({"context": 3}, "3 context ranks do not cut 512 tokens into twice as many parts"),
-    "experts": ({"expert": 4, "data": 4}, "4 expert ranks do not divide 0 experts"),
+    "experts": ({"expert": 4, "data": 4}, "there are 4 expert ranks, and the model has no experts"),
 }
 
 
@@ -144,7 +148,7 @@ def test_each_refusal_has_its_reason(name: str) -> None:
     g = grid(**{"batch": 48, "sequence": 512, **changes})
     assert not legal(DENSE, g)[0]
     assert said in reasons(DENSE, g)
-    assert name in {rule.name for rule in RULES}
+    assert name in {rule.name for rule in (*RULES, *LAID)}
     assert reasons(DENSE, grid(batch=48, sequence=512)) == []
 
 

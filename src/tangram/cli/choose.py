@@ -195,11 +195,16 @@ def _plan_text(
     captured: "Callable[[int], Graph]",
     training: "Training",
 ) -> tuple[str, tuple[str, ...]]:
+    from tangram.models.build import build_on_meta
     from tangram.planner.chosen import plan_of_choice
     from tangram.planner.read import dumps
+    from tangram.training.building import source_of
+    from tangram.training.data import load_tokens
 
-    limit = found.limit
-    plan = plan_of_choice(job, found.chosen.plan, samples, captured, cluster, memory_limit=limit, training=training)
+    model = build_on_meta(source_of(job, load_tokens(job.data, job.model.path)).config)
+    plan = plan_of_choice(
+        job, found.chosen.plan, samples, captured, cluster, model, memory_limit=found.limit, training=training
+    )
     return dumps(plan), tuple(f"{pattern}: {layout}" for pattern, layout in plan.layouts.marks.items())
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
+from torch import nn
 
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
@@ -25,6 +26,7 @@ from tangram.models.graph import Graph
 from tangram.planner.axes import AxesPlan, LayoutsPlan
 from tangram.planner.derived import by_pattern, dims_of
 from tangram.planner.job import Job
+from tangram.planner.legal import legal
 from tangram.planner.plan import Plan
 from tangram.planner.read import mistakes
 from tangram.sharding.choose.as_marks import as_marks
@@ -53,6 +55,7 @@ def plan_of_choice(
     samples: int,
     captured: Callable[[int], Graph],
     cluster: Cluster,
+    model: nn.Module,
     *,
     memory_limit: float | None = None,
     training: Training | None = None,
@@ -60,8 +63,10 @@ def plan_of_choice(
     """The job with a chosen sharding, which was chosen for `samples` at once over the whole mesh.
 
     `captured`: the graph of the same model for so many samples: those of one rank of the data axes are what a run
-    derives with. Raises UserError where no plan says the same.
+    derives with. `model`: the job's, on meta or not, on which the plan is judged (`planner.legal`). Raises UserError
+    where no plan says the same, or the job's model cannot be trained by it.
     """
+    _refuse_other_model(chosen, model)
     roles = roles_of(chosen)
     sizes = {axis: chosen.mesh.axes[axis][0] for axis in (*roles.data, *roles.model)}
     share = samples // math.prod(sizes[axis] for axis in roles.data)
@@ -76,7 +81,7 @@ def plan_of_choice(
     merged = {axis for axis in roles.shards if axis != shard}
     tables = {name: getattr(job, name) for name in Job.model_fields if name != "data"}
     try:
-        return Plan(
+        plan = Plan(
             **tables,
             data=job.data.model_copy(update={"micro_batch": share}),
             mesh=str(mesh),
@@ -88,6 +93,17 @@ def plan_of_choice(
         )
     except ValidationError as error:
         raise UserError(mistakes(error)) from None
+    legal(plan, model)
+    return plan
+
+
+def _refuse_other_model(chosen: Derived, model: nn.Module) -> None:
+    chosen_for = {value.name for _, value in chosen.folded.graph.of_kind("parameter")}
+    trained = {name for name, _ in model.named_parameters()}
+    if other := next(iter(sorted(chosen_for - trained)), None):
+        raise UserError(f"the choice is for a model with {other}, and the job's model has no such parameter")
+    if other := next(iter(sorted(trained - chosen_for)), None):
+        raise UserError(f"the job's model has {other}, and the choice is for a model without")
 
 
 def roles_of(chosen: Derived) -> Roles:

@@ -13,8 +13,9 @@ from tangram.errors import UserError
 from tangram.models.build import build_on_meta
 from tangram.models.costs import ModelCosts, at_micro_batch, costs
 from tangram.models.graph import Graph
-from tangram.planner.derived import Moves, TensorLayouts, plan_moves, sample_graph, tensor_layouts, undivided_heads
+from tangram.planner.derived import Moves, TensorLayouts, plan_moves, sample_graph, tensor_layouts
 from tangram.planner.job import Job
+from tangram.planner.laid import refused_heads
 from tangram.planner.plan import Plan, matches
 from tangram.planner.staged import Stages, cut_into_stages
 
@@ -47,8 +48,8 @@ class Counted:
 
     def tensor(self, axis: tuple[str, int], shard: str | None) -> TensorLayouts | str | None:
         """How everything lies over a tensor axis, derived from the marks that are known; None where none are."""
-        if reason := undivided_heads(self.config, axis):
-            return reason
+        if found := refused_heads(self.config, tensor=[axis]):
+            return found[0].said
         try:
             graph = self._graph()
         except UserError as error:

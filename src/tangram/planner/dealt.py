@@ -39,20 +39,20 @@ def fewer(found: list[int]) -> tuple[int, int] | None:
     return next((way for way in ways if sizes(blocks, chunks, *way) == found), None)
 
 
-def cut(outline: Outline, g: Grid) -> tuple[Array, Array]:
-    """Blocks of each chunk with those of nothing, and how many of the first chunks have one more.
+def cut(layers: int, g: Grid) -> tuple[Array, Array]:
+    """Blocks of each chunk of so many with those of nothing, and how many of the first chunks have one more.
 
     Of a model with fewer blocks than chunks one each, as far as they go.
     """
     chunks = g.pipeline * g.virtual
-    blocks = outline.layers + g.ahead + g.behind
+    blocks = layers + g.ahead + g.behind
     each = np.floor(blocks / chunks)
     return np.maximum(each, 1.0), np.where(each < 1, 0.0, blocks - each * chunks)
 
 
-def ends(outline: Outline, g: Grid) -> tuple[Array, Array]:
+def ends(layers: int, g: Grid) -> tuple[Array, Array]:
     """Blocks of the first chunk, and of the last one; below 1 where the cut is none."""
-    each, more = cut(outline, g)
+    each, more = cut(layers, g)
     alone = g.pipeline * g.virtual == 1
     first = each + (more > 0) - g.ahead - np.where(alone, g.behind, 0.0)
     return first, np.where(alone, first, each - g.behind)
@@ -60,7 +60,7 @@ def ends(outline: Outline, g: Grid) -> tuple[Array, Array]:
 
 def chunk_of(outline: Outline, g: Grid, block: int) -> tuple[Array, Array]:
     """The chunk that has a block of the model, and how many of its blocks (of nothing, too) lie before that one."""
-    each, more = cut(outline, g)
+    each, more = cut(outline.layers, g)
     place = block + g.ahead
     beyond_them = place - more * (each + 1)
     chunk = np.where(beyond_them < 0, np.floor(place / (each + 1)), more + np.floor(beyond_them / each))
@@ -83,7 +83,7 @@ def dealt(outline: Outline, g: Grid, place: Array) -> list[Array]:
 
 def _before(outline: Outline, g: Grid, place: Array, block: int) -> Array:
     """Blocks of a rank (of nothing, too) before a block of the model, where chunks are dealt out in turn."""
-    each, more = cut(outline, g)
+    each, more = cut(outline.layers, g)
     chunk, into = chunk_of(outline, g, block)
     turns = (chunk - place) / g.pipeline
     up = np.ceil(turns)
@@ -95,7 +95,7 @@ def _before(outline: Outline, g: Grid, place: Array, block: int) -> Array:
 
 def _before_folded(outline: Outline, g: Grid, place: Array, block: int) -> Array:
     """The same where two chunks of each rank go down the ranks and up again."""
-    each, more = cut(outline, g)
+    each, more = cut(outline.layers, g)
     found = np.zeros(len(g))
     for chunk in (place, 2 * g.pipeline - 1 - place):
         start = chunk * each + np.minimum(chunk, more)

@@ -10,6 +10,7 @@ a vocabulary of odd size stays whole.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -25,7 +26,6 @@ from tangram.models.graph import Graph
 from tangram.models.named import token_inputs
 from tangram.planner.legal import bound_layout
 from tangram.planner.plan import Plan
-from tangram.planner.undivided import undivided
 from tangram.relayout.collectives import ALL_REDUCE
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import layout_of, local_shape, moved, used
@@ -89,19 +89,6 @@ class TensorLayouts:
     moves: tuple[Moves, ...]
 
 
-def undivided_heads(config: PreTrainedConfig, tensor: tuple[str, int]) -> str:
-    """The reason why ranks of a tensor axis (its name and size) cannot have whole heads of attention each, or ""."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        return f"a {config.model_type} model has no num_attention_heads"
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    for what, count in (("attention heads", heads), ("key-value heads", kv_heads)):
-        if why := undivided(count, what, *tensor):
-            return why
-    return ""
-
-
 def tensor_layouts(
     config: PreTrainedConfig, model: nn.Module, graph: Graph, axis: tuple[str, int], shard: str | None
 ) -> TensorLayouts | str | None:
@@ -118,7 +105,8 @@ def axes_layouts(
     """The layouts over model axes, which are those of `mesh`, and, of all parameters, over the data axis `shard`.
 
     `graph`: of as many samples as an axis cuts, or one. None: no marks are known for such a model and axis. A sentence:
-    they do not fit.
+    they do not fit. Where tensor ranks cannot divide what lies between their products as well as others do, they only
+    divide the products.
     """
     marks: list[Mark] = []
     for axis in axes:
@@ -132,6 +120,9 @@ def axes_layouts(
         if not own or not all(fitting(graph, [_of_text(text, axis)], mesh) for text in between):
             return _nothing(config, mesh, axis.name)
         marks += own
+    tensor = {axis.name for axis in axes if axis.role == "tensor"}
+    if _unevenly_together(graph, marks, mesh):
+        marks = [mark for mark in marks if not mark.layout.axes & tensor or _on_parameters(graph, mark)]
     try:
         lies = _lying(graph, marks, mesh, [axis.name for axis in axes if axis.role == "tensor"])
         whole = derive_whole(graph, [*marks, *_settled(graph, lies)], mesh, left=True)
@@ -162,6 +153,16 @@ def plan_moves(plan: Plan, graph: Graph) -> tuple[Moves, ...]:
 def _cut_as(layout: Layout, mesh: Mesh) -> States:
     where = {axis: d for d, dim in enumerate(layout.dims) for axis in dim.axes}
     return {axis: cut(where[axis]) if axis in where else SAME for axis in mesh.axes}
+
+
+def _unevenly_together(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> bool:
+    """Whether marks that each axis has by itself would cut a dim unevenly, taken together."""
+    cuts: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for mark in marks:
+        for v in matched(graph, mark).values():
+            for d, dim in enumerate(mark.layout.dims):
+                cuts[v, d] |= dim.axes
+    return any(graph.values[v].shape[d] % prod(mesh.axes[axis][0] for axis in own) for (v, d), own in cuts.items())
 
 
 def _nothing(config: PreTrainedConfig, mesh: Mesh, axis: str) -> str:

@@ -25,6 +25,7 @@ from tangram.planner.ask import requested
 from tangram.planner.choice import Ask, Choice, described, limit_of, safe, setting_of
 from tangram.planner.grid import Grid, joined
 from tangram.planner.learn import published
+from tangram.planner.legality import facts_of, holding
 from tangram.planner.memory import needs
 from tangram.planner.objectives import Terms, objective
 from tangram.planner.ranked import by_step
@@ -97,9 +98,7 @@ def laddered(outline: Outline, request: Request, g: Grid) -> Grid:
     """Configurations with each share of blocks computed again that is looked at here."""
     ladder = request.able.ladder
     g = g if ladder is None else ladder.coarse.all_of(outline, g, is_free(g))
-    for rule in request.able.rules:
-        g = g.take(rule.holds(outline, g))
-    return g
+    return g.take(holding(facts_of(outline), g, request.able.rules))
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
-"""Whether a plan can be what it says, judged on the model itself: an independent check of every plan that is made.
+"""Whether a plan can be what it says, judged on the model itself: the one check of every plan, whoever makes it.
 
-It knows nothing of how a plan was found. What the ranks have of each parameter has to be all of it, once, and model
-axes have to divide what they cut. Time is that of the different layouts and of the ranks along the axes that each
-names, not of the mesh: thousands of ranks are checked in a second.
+The search and the trainer's own plans, a plan's file before its ranks start, a dry run, the sharding choice that is
+written as a plan, a plan for other ranks: all are asked here. First the tables of legality, of the plan's own numbers
+(`planner.laid`); then what no number says: the ranks have to have all of each parameter, once, and model axes to divide
+what they cut. Time is that of the different layouts and of the ranks along the axes that each names, not of the mesh:
+thousands of ranks are checked in a second.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, cast
 
 from torch import nn
 
@@ -22,10 +23,10 @@ from tangram.models.costs import block_names
 from tangram.models.graph import Graph
 from tangram.models.named import token_inputs
 from tangram.models.stages import refuse_unlike_chain, refuse_unlike_modules
-from tangram.planner.axes import marked
+from tangram.planner.laid import marks_on, refused
+from tangram.planner.legality import nearest, uneven
 from tangram.planner.plan import Plan
-from tangram.planner.undivided import undivided
-from tangram.sharding.derive.marks import Mark, alternatives, matched, matching
+from tangram.sharding.derive.marks import Mark, matched
 
 MOST_RANKS = 1_000_000
 CHECKED = 8  # tokens of the sample on which stages are checked
@@ -43,6 +44,8 @@ def legal(plan: Plan, model: nn.Module, graph: Graph | None = None) -> None:
         graph = graph or capture(model, token_inputs(1, CHECKED))
         refuse_unlike_chain(graph, plan.pipeline.stages)
         _refuse_marks(plan, graph)
+    if found := refused(plan, model):
+        raise UserError(str(found[0]))
     mesh = Mesh.parse(plan.mesh)
     if mesh.size > MOST_RANKS:
         raise UserError(f"the mesh {plan.mesh} has {mesh.size:,} ranks; plans of up to {MOST_RANKS:,} are checked")
@@ -69,35 +72,11 @@ class Divided:
     axes: tuple[str, ...]
 
 
-def _heads(plan: Plan, model: nn.Module) -> Iterator[Divided]:
-    """Of attention: over the axes that cut what queries are made with, or what that gives."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        return
-    weights = {name for name, _ in model.named_parameters() if name.endswith((".q_proj.weight", ".q_b_proj.weight"))}
-    axes = {axis for name in weights for axis in Layout.parse(plan.layout_of(name)).axes}
-    for names, layout in _marked(plan, model):
-        axes |= layout.axes if any(f"{name}.weight" in weights for name in names) else frozenset()
-    yield Divided("attention heads (num_attention_heads)", heads, _of(plan, axes))
-    kv_heads = getattr(text, "num_key_value_heads", None)
-    if isinstance(kv_heads, int):
-        yield Divided("key-value heads (num_key_value_heads)", kv_heads, _of(plan, axes))
-
-
-def _marked(plan: Plan, model: nn.Module) -> Iterator[tuple[set[str], Layout]]:
-    """The modules that each mark names, if any, and its layout."""
-    modules = [name for name, _ in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())]
-    for pattern, text in plan.layouts.marks.items():
-        yield {n for own in alternatives(pattern) for n in matching(own, modules)}, marked(text)
-
-
 def _flowing(plan: Plan, model: nn.Module) -> Iterator[Divided]:
     """Samples and tokens, where marks cut what blocks give, of shape (batch, sequence, hidden)."""
     axes: dict[int, set[str]] = {0: set(), 1: set()}
     blocks = set(block_names(model))
-    for names, layout in _marked(plan, model):
+    for names, layout in marks_on(plan, model):
         if len(layout.dims) == 3 and names & blocks:
             for dim, own in axes.items():
                 own |= layout.dims[dim].axes
@@ -118,7 +97,7 @@ def _parts(plan: Plan, model: nn.Module) -> Iterator[Divided]:
             yield Divided("experts" if stacked else f"places of dim {i} of {name}", shape[i], _of(plan, dim.axes))
 
 
-EVEN: tuple[Callable[[Plan, nn.Module], Iterator[Divided]], ...] = (_heads, _flowing, _parts)
+EVEN: tuple[Callable[[Plan, nn.Module], Iterator[Divided]], ...] = (_flowing, _parts)
 """What model axes have to divide, where they cut it."""
 
 
@@ -131,10 +110,9 @@ def _refuse_uneven(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
     for one in (divided for find in EVEN for divided in find(plan, model)):
         size = math.prod(mesh.axes[axis][0] for axis in one.axes)
         named = " x ".join(one.axes)
-        if why := undivided(one.count, one.what, named, size):
-            near = min((n for n in range(1, one.count + 1) if one.count % n == 0), key=lambda n: (abs(n - size), -n))
-            more = -(-one.count // size) * size
-            raise UserError(f"{why}: the nearest sizes are {named}={near}, or {more} in their place")
+        if one.count % size:
+            mend = nearest(one.count, size, lambda n, named=named: f"{named}={n}")
+            raise UserError(f"{uneven(one.count, one.what, f'{named}={size}')}: {mend}")
 
 
 def _refuse_marks(plan: Plan, graph: Graph) -> None:

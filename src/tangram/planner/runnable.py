@@ -27,7 +27,7 @@ from tangram.planner.read import mistakes
 from tangram.planner.strategies import PIPELINE, TENSOR, Strategy, plan_of
 from tangram.planner.trainer import why_not
 
-__all__ = ["plan_to_train", "strategy_of"]
+__all__ = ["made", "plan_to_train", "strategy_of"]
 
 KEPT: dict[int, tuple[str, str]] = {
     0: ("after forward", "micro-batch"),
@@ -42,6 +42,11 @@ def plan_to_train(choice: Choice, job: Job, outline: Outline, counted: Counted) 
     """The plan. Raises UserError, in a sentence, for a choice that cannot be run, or not on this model."""
     if why := why_not(choice, outline):
         raise UserError(f"tangram train does not run {choice.mesh}: {why}")
+    return made(choice, job, counted)
+
+
+def made(choice: Choice, job: Job, counted: Counted) -> Plan:
+    """The plan, whatever the tables of legality say of the choice. Raises UserError where none comes about."""
     strategy = strategy_of(choice, job)
     plan = plan_of(strategy, _with_run(choice, job, counted), counted, choice.micro)
     if plan.data.micro_batch != choice.micro:
@@ -64,9 +69,9 @@ def strategy_of(choice: Choice, job: Job) -> Strategy:
     if at["data"] == 1 and model:
         data = []
     staged = at["pipeline"] > 1
-    sizes = [*([("pp", at["pipeline"])] if staged else []), *data, *((axis.name, size) for size, axis in model)]
-    if staged and len(sizes) == 1:
-        sizes, data = [*sizes, ("dp", 1)], [("dp", 1)]
+    stages = [("pp", at["pipeline"])] if staged else []
+    farther = [*data, *stages] if at["inner"] else [*stages, *data]
+    sizes = [*farther, *((axis.name, size) for size, axis in model)]
     return Strategy(
         name=choice.mesh,
         mesh=" ".join(f"{name}={size}" for name, size in sizes),

@@ -19,9 +19,10 @@ import numpy as np
 from tangram.models.outline import Group, Outline
 from tangram.planner.again import ALL_BLOCKS, NOTHING, SETS, SOME, Ladder
 from tangram.planner.grid import Grid, grid, joined
+from tangram.planner.legality import Rule, facts_of, holding
 from tangram.planner.means import Offload, away, moved_of
 from tangram.planner.pipelines import SCHEDULES, code, fewest, many
-from tangram.planner.rules import Rule, legal
+from tangram.planner.rules import legal
 
 __all__ = ["ALL", "Able", "Request", "expanded", "meshes", "of_mesh", "remade"]
 
@@ -227,8 +228,8 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
     if not bound:
         found = _by_share(outline, request, found)
     keep = legal(outline, found)
-    for rule in () if bound else request.able.rules:
-        keep = keep & rule.holds(outline, found)
+    if not bound:
+        keep = keep & holding(facts_of(outline), found, request.able.rules)
     return found.take(keep)
 
 
@@ -327,6 +328,4 @@ def expanded(outline: Outline, request: Request, found: Grid) -> Grid:
     staged = np.where(found.pipeline > 1, np.isin(zero, request.able.staged), np.isin(zero, request.able.zero))
     keep = np.where(divides, staged, zero == 0) & (~near | ((shard > 1) & (shard < over))) & legal(outline, found)
     found = _by_share(outline, request, found.take(keep))
-    for rule in request.able.rules:
-        found = found.take(rule.holds(outline, found))
-    return found
+    return found.take(holding(facts_of(outline), found, request.able.rules))

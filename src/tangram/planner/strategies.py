@@ -16,8 +16,9 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.planner.axes import AxesPlan, ContextPlan, LayoutsPlan, PipelinePlan
 from tangram.planner.counted import Counted
-from tangram.planner.derived import ModelAxis, TensorLayouts, axes_layouts, undivided_heads
+from tangram.planner.derived import ModelAxis, TensorLayouts, axes_layouts
 from tangram.planner.job import Job
+from tangram.planner.laid import refused_heads
 from tangram.planner.legal import legal
 from tangram.planner.plan import Plan
 from tangram.planner.read import mistakes
@@ -82,9 +83,12 @@ def lies_over(one: Strategy, counted: Counted) -> TensorLayouts | None:
     if one.model == (TENSOR,):
         found = counted.tensor((TENSOR.name, sizes[TENSOR.name][0]), one.shard)
     else:
-        for axis in one.model:
-            if axis.role == "tensor" and (reason := undivided_heads(counted.config, (axis.name, sizes[axis.name][0]))):
-                raise UserError(reason)
+        own = {
+            "tensor": [(axis.name, sizes[axis.name][0]) for axis in one.model if axis.role == "tensor"],
+            "ulysses": [(axis.name, sizes[axis.name][0]) for axis in one.model if axis.way == "heads"],
+        }
+        if any(own.values()) and (why := refused_heads(counted.config, **own)):
+            raise UserError(str(why[0]))
         mesh = Mesh((tuple((axis.name, sizes[axis.name][0]) for axis in one.model),))
         found = axes_layouts(counted.config, counted.model, counted.graph, mesh, one.model, one.shard)
     if found is None:

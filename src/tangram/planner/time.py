@@ -204,7 +204,7 @@ def loads(outline: Outline, g: Grid) -> tuple[Array, Array]:
     Of ranks between the first and the last, or behind the first where chunks go down the ranks and up again, the second
     has most, or the one that has two of the first chunks after each other.
     """
-    (each, more), ranks = cut(outline, g), g.pipeline
+    (each, more), ranks = cut(outline.layers, g), g.pipeline
     dealt_out, even = ~folded(g.schedule), g.virtual * each
     first = even + np.ceil(more / ranks) - g.ahead
     between = even + np.maximum(np.ceil((more - 1) / ranks), 0.0)

@@ -17,6 +17,7 @@ from tangram.models.outline import Outline
 from tangram.planner.again import Ladder, fitted, is_free
 from tangram.planner.dealt import ends
 from tangram.planner.grid import Grid
+from tangram.planner.legality import facts_of, holding
 from tangram.planner.memory import needs
 from tangram.planner.setting import Setting
 from tangram.planner.space import Able
@@ -105,8 +106,7 @@ class Wanted:
     def needs(self, g: Grid) -> Array:
         """Bytes, infinite where a chunk has no block, or a rule does not hold."""
         need, some = np.full(len(g), np.inf), some_blocks(self.outline, g)
-        for rule in self.able.rules:
-            some = some & rule.holds(self.outline, g)
+        some = some & holding(facts_of(self.outline), g, self.able.rules)
         if some.any():
             need[some] = needs(self.outline, g.take(some), self.setting)
         return need
@@ -146,5 +146,5 @@ class Wanted:
 
 def some_blocks(outline: Outline, g: Grid) -> Array:
     """Where each chunk has a block."""
-    first, last = ends(outline, g)
+    first, last = ends(outline.layers, g)
     return (first >= 1) & (last >= 1)

@@ -13,17 +13,17 @@ from dataclasses import replace
 
 from tangram.errors import UserError
 from tangram.planner.again import NOTHING, SETS, WHOLE
+from tangram.planner.legality import Rule
 from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.rules import Rule
 from tangram.planner.space import Able
 
 __all__ = ["AXES", "without"]
 
-NO_DATA = Rule("no data ranks", lambda o, g: g.data == 1, lambda o, at: f"{at['data']} data ranks are not to be used")
+NO_DATA = Rule("no data ranks", lambda f, g: g.data == 1, lambda f, at: f"{at['data']} data ranks are not to be used")
 NO_RING = Rule(
     "no rings",
-    lambda o, g: g.ulysses == g.context,
-    lambda o, at: f"{at['context']} context ranks send keys around, which is not to be used",
+    lambda f, g: g.ulysses == g.context,
+    lambda f, at: f"{at['context']} context ranks send keys around, which is not to be used",
 )
 
 

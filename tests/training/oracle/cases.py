@@ -108,6 +108,7 @@ ALL_IN_THE_SECOND = FOUR_STAGES[0], (*FOUR_STAGES[1], *FOUR_STAGES[2], *FOUR_STA
 STAGED: Mapping[str, tuple[int, Strategy]] = {
     "stages": (2, Strategy("pp=2 one=1", ("one",), (), {"*": "_/one ..."}, stages=TWO_STAGES)),
     "stages of fsdp": (4, Strategy("pp=2 dp=2", ("dp",), (), FSDP, stages=TWO_STAGES)),
+    "stages within fsdp": (4, Strategy("dp=2 pp=2", ("dp",), (), FSDP, stages=TWO_STAGES)),
     "stages inside copies": (4, Strategy("dp=2 pp=2", ("dp",), (), COPIES, stages=TWO_STAGES, schedule="GPipe")),
     "stages of fsdp and derived": (
         8,
@@ -156,7 +157,7 @@ SCHEDULED: Mapping[str, tuple[int, Strategy]] = {
 }
 """Every schedule, of five micro-batches or ten; of three where they pass in rounds."""
 SCHEDULED_QUICK = ("ZBVZeroBubble of fsdp",)
-STAGED_QUICK = ("stages of fsdp", "stages inside copies")
+STAGED_QUICK = ("stages of fsdp", "stages within fsdp", "stages inside copies")
 OTHER_QUICK = ("one rank", "fsdp over three", "tensor over two", "derived inside fsdp")
 
 _KNOWN = {**OTHER_STRATEGIES, **STAGED, **SCHEDULED, **OVER_AXES, **EXPERTS_STAGED, **OVER_VOCABULARY}

@@ -17,7 +17,7 @@ from tangram.planner.exports.megatron import megatron
 from tangram.planner.exports.numbers import Numbers, Written, numbers_of
 from tangram.planner.exports.paddleformers import paddleformers
 from tangram.planner.exports.torchtitan import SHARES, options, torchtitan
-from tangram.planner.rules import Rule
+from tangram.planner.legality import Rule
 from tangram.planner.space import Able
 
 __all__ = ["EXPORTS", "Target", "export", "picked", "written"]
@@ -27,13 +27,13 @@ ENDS = (NOTHING, ALL_BLOCKS)
 TITANS = (
     Rule(
         "chunks of its schedules",
-        lambda o, g: (g.schedule == 0) | (g.virtual > 1),
-        lambda o, at: "its schedules of several chunks take two of each rank or more",
+        lambda f, g: (g.schedule == 0) | (g.virtual > 1),
+        lambda f, at: "its schedules of several chunks take two of each rank or more",
     ),
     Rule(
         "tensor ranks of its experts",
-        lambda o, g: (g.expert_tensor == g.tensor) | ((g.expert > 1) & (g.expert_tensor == 1)),
-        lambda o, at: f"experts have 1 or {at['tensor']} tensor ranks, the latter where there are no expert ranks",
+        lambda f, g: (g.expert_tensor == g.tensor) | ((g.expert > 1) & (g.expert_tensor == 1)),
+        lambda f, at: f"experts have 1 or {at['tensor']} tensor ranks, the latter where there are no expert ranks",
     ),
 )
 """What torchtitan does not run beyond what an `Able` says by numbers."""

@@ -6,7 +6,9 @@ a number; modules inside of blocks are told and taken as kept.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from itertools import groupby
 from math import prod
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from tangram.models.outline import Group, Outline
 from tangram.planner.again import again_name, spread
 from tangram.planner.axes import marked
 from tangram.planner.estimate import shard_size
+from tangram.planner.explain import ordered
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.imports.found import Found
 from tangram.planner.pipelines import code
@@ -64,8 +67,20 @@ def tangram(path: Path, outline: Outline, devices: int) -> Found:
         sequence=plan.data.sequence,
         again=_again(plan, outline, told),
         precision=TYPES[plan.precision.compute],
+        inner=_inner(plan, sizes),
     )
     return Found(one, "tangram", tuple(told), ())
+
+
+ROLES = {"pipeline": "pp", "data": "dp", "context": "cp", "tensor": "tp"}
+"""What axes of a role are called where a strategy is given by its mesh."""
+
+
+def _inner(plan: Plan, sizes: Mapping[str, int]) -> bool:
+    """Whether stages lie within data ranks. Raises UserError for an order of the mesh's axes that is not priced."""
+    roles = {axis: name for role, name in ROLES.items() for axis in getattr(plan.axes, role)}
+    names = [roles[axis] for axis, size in sizes.items() if size > 1]
+    return ordered(plan.mesh, [name for name, _ in groupby(names)])
 
 
 def _cut(plan: Plan, axes: tuple[str, ...], dim: str) -> bool:
