@@ -113,8 +113,8 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ((*TWO, "--mark", "lm_head.weight: o/tp"), "does not fit lm_head.weight: 'o/tp' has 1 dims, but the tensor"),
         (("qwen3", "--mesh", "tp=3", *SMALL), "into 3 parts that are not even"),
         (
-            ("qwen3", "--mesh", "tp=2", "--cluster", "h100-8x9"),
-            "there is no cluster 'h100-8x9' (did you mean 'h100-8x8'?): there are cpu-2, h100-8x8",
+            ("qwen3", "--mesh", "tp=2", "--cluster", "h100-8x"),
+            "there is no cluster 'h100-8x' (did you mean 'h100-8x8'?): there are cpu-2, h100-8x8, and DEVICE-8x32",
         ),
         ((*TWO, "--choose"), "--choose needs a cluster: give --cluster, a file or one of cpu-2, h100-8x8"),
         ((*TWO, "--memory", "80GB"), "--memory limits what is chosen: give --choose, too"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -179,3 +181,26 @@ def test_every_device_of_the_catalogue_may_be_named(tmp_path: Path, name: str) -
     if "fp32" not in tables()[name]:
         with pytest.raises(UserError, match=r"has no rate of fp32 products: it has .*; give device.fp32 in its file"):
             c.product_seconds(cluster, 1e12, "fp32")
+
+
+def test_equal_nodes_of_the_catalogue_by_name(tmp_path: Path) -> None:
+    """As the file of one's own, with more ranks; what the catalogue does not know is told."""
+    text = (Path(c.__file__).parent / "clusters" / "h100-8x8.toml").read_text(encoding="utf-8")
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace("ranks = 64", "ranks = 2048"), encoding="utf-8")
+    named, mine = c.load("h100-8x256"), c.load(path)
+    assert (named.ranks, named.device) == (2048, mine.device)
+    assert [replace(link, name="") for link in named.links] == [replace(link, name="") for link in mine.links]
+    assert [link.ranks for link in c.load("H200-1x4").links] == [4]
+    assert [link.ranks for link in c.load("gb200-72x2").links] == [72, 144]
+    assert [link.ranks for link in c.load("l4-1x1").links] == [1]
+    for name, said in {
+        "h100-16x2": "linked to 7 others at most: give nodes of 8",
+        "a10-2x1": "knows no link within a node of NVIDIA A10",
+        "a10-1x2": "knows no network between nodes of NVIDIA A10",
+        "h1000-8x2": 'has no device "h1000": did you mean h100',
+        "h100-8x0": "there is no cluster of 0 nodes of 8 devices",
+        "h100-8x999999999": "write a whole number from 1 to 10000000",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(said)):
+            c.load(name)

@@ -162,7 +162,9 @@ def test_devices_that_no_layout_divides(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_unknown_names_and_contradictory_clusters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 'there is no model "lama"' in refused(capsys, "lama", "--cluster", "h100-8x8")
-    assert "there is no cluster 'h10-8x8'" in refused(capsys, "llama-3-8b", "--cluster", "h10-8x8")
+    assert 'h10-8x8: the catalogue has no device "h10": did you mean h100' in refused(
+        capsys, "llama-3-8b", "--cluster", "h10-8x8"
+    )
     text = (Path(__file__).parents[2] / "src/tangram/hardware/clusters/h100-8x8.toml").read_text()
     for change, said in (
         (("rate = 50e9", "rate = 0"), "links.1.rate is 0; write a number above 0"),

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from tangram.errors import UserError
+from tangram.hardware import uniform
 from tangram.hardware.devices import tables as catalogue
 from tangram.hardware.owncurves import curves_in
 from tangram.layout import Mesh
@@ -189,9 +190,13 @@ def names() -> tuple[str, ...]:
 
 
 def builtin(name: str) -> Cluster:
-    """A cluster that comes with Tangram. Raises UserError for another name."""
+    """A cluster that comes with Tangram, or of equal nodes as "h100-8x256". Raises UserError for another name."""
     if name not in names():
-        raise UserError(f"there is no cluster {name!r}{_nearest(name, names())}: there are {', '.join(names())}")
+        if (text := uniform.text_of(name)) is not None:
+            return _cluster(text, name)
+        raise UserError(
+            f"there is no cluster {name!r}{_nearest(name, names())}: there are {', '.join(names())}, and {uniform.FORM}"
+        )
     file = resources.files("tangram.hardware").joinpath("clusters", f"{name}.toml")
     return _cluster(file.read_text(encoding="utf-8"), name)
 
