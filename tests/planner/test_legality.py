@@ -160,6 +160,8 @@ def test_ranks_are_called_as_whoever_asks_calls_them() -> None:
         "the 4 attention heads (num_attention_heads) do not divide by tp x cp=6: the nearest sizes are tp x cp=4, or 6 "
         "in their place"
     )
+    long = str(refusals(Facts(), grid(batch=1, sequence=2**40, context=3), RULES)[0])  # at once, however many there are
+    assert "the nearest sizes are 4 context ranks, or 1099511627778 in their place" in long
     assert At({"tensor": 1, "ulysses": 1}).ranks("tensor", "ulysses") == "1 tensor ranks"
 
 

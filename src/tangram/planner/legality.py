@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
+from math import isqrt, prod
 from typing import Any
 
 import numpy as np
@@ -149,7 +149,8 @@ def uneven(count: int, what: str, ranks: str) -> str:
 
 def nearest(count: int, size: int, ranks: Callable[[int], str]) -> str:
     """The sizes nearest to `size` that divide a count, or the count that it divides, in words."""
-    near = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: (abs(n - size), -n))
+    low = [n for n in range(1, isqrt(count) + 1) if count % n == 0]
+    near = min((*low, *(count // n for n in low)), key=lambda n: (abs(n - size), -n))
     return f"the nearest sizes are {ranks(near)}, or {-(-count // size) * size} in their place"
 
 
