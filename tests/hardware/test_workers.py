@@ -1,5 +1,6 @@
 """Helper processes give their answer or say why not, and leave nothing behind."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -20,12 +21,24 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def add_slowly(a: int, b: int) -> int:
+    time.sleep(1)
+    return a + b
+
+
 def fail() -> None:
     raise RuntimeError("no luck")
 
 
 def crash() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def abort_as_it_ends() -> str:
+    """As gloo does now and then, whose threads are torn down with the process."""
+    atexit.register(os.abort)
+    print("all is said")
+    return "said"
 
 
 def unsayable() -> object:
@@ -210,3 +223,10 @@ time.sleep(600)
     caller.wait()
     assert wait_until_gone([pid])
     assert note.read_text() == "done"
+
+
+def test_what_libraries_do_as_a_helper_ends_does_not_undo_its_answer() -> None:
+    first, other = run([Job(f"{HERE}:abort_as_it_ends"), Job(f"{HERE}:add_slowly", {"a": 1, "b": 2})], 60)
+    assert (first.value, first.error) == ("said", None)
+    assert "all is said" in first.log
+    assert (other.value, other.error) == (3, None)

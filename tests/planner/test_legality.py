@@ -102,6 +102,17 @@ def made_or_why(g: Grid, job: Job, counted: Counted) -> Plan | str:
 @given(drawn())
 @settings(deadline=None, max_examples=120)
 def test_the_tables_say_what_making_and_judging_a_plan_says(one: tuple[tuple[int, int], int, Grid]) -> None:
+    agree(one)
+
+
+@pytest.mark.slow
+@given(drawn())
+@settings(deadline=None, max_examples=1500)
+def test_the_tables_say_so_of_many(one: tuple[tuple[int, int], int, Grid]) -> None:
+    agree(one)
+
+
+def agree(one: tuple[tuple[int, int], int, Grid]) -> None:
     """Both ways: what all tables allow becomes a plan, and what the rules of all plans refuse does not."""
     heads, length, g = one
     job, outline, counted = model(*heads, length)

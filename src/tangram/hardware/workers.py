@@ -349,7 +349,10 @@ def _main_detached(descriptor: int) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "--detached":
         os._exit(_main_detached(int(sys.argv[2])))  # there is nothing to flush, and libraries take long to take leave
-    raise SystemExit(_main(Path(sys.argv[1])))
+    status = _main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # the result is there: libraries that abort as they take leave (gloo's threads) do not undo it
 
 
 def forked(act: Callable[[], Json], limit: float) -> Json:

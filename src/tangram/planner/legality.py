@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isqrt, prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,14 +154,23 @@ def nearest(count: int, size: int, ranks: Callable[[int], str]) -> str:
     return f"the nearest sizes are {ranks(near)}, or {-(-count // size) * size} in their place"
 
 
-def even(
-    name: str, what: str, counts: Callable[[Facts, At], tuple[int, ...]], columns: tuple[str, ...],
-    holds: Callable[[Facts, Grid], Mask],
-) -> Rule:  # fmt: skip
-    """The rule that ranks of some columns have equal parts of each of some counts. `holds`: the same of a grid."""
+def _counts(facts: Facts, of: str, column: Callable[[], Any]) -> tuple[Any, ...]:
+    found: Any = getattr(facts, of) if hasattr(facts, of) else column()
+    return cast("tuple[Any, ...]", found) if isinstance(found, tuple) else (found,)
+
+
+def even(name: str, what: str, of: str, *columns: str) -> Rule:
+    """The rule that ranks of some columns have equal parts: of a field of `Facts`, or of another column.
+
+    `what`: what `of` counts, in words, with the key that changes it.
+    """
+
+    def holds(facts: Facts, g: Grid) -> Mask:
+        ranks = prod(getattr(g, column) for column in columns)
+        return every((divides(n, ranks) for n in _counts(facts, of, lambda: getattr(g, of))), g)
 
     def count(facts: Facts, at: At) -> int:
-        return next(n for n in counts(facts, at) if n % at.size(*columns))
+        return next(n for n in _counts(facts, of, lambda: at[of]) if n % at.size(*columns))
 
     return Rule(
         name,

@@ -25,9 +25,7 @@ from tangram.planner.legality import (
     every,
     facts_of,
     holding,
-    nearest,
     refusals,
-    uneven,
 )
 from tangram.planner.pipelines import SCHEDULES, fewest, folded, least, many
 
@@ -73,16 +71,10 @@ def _named(at: At) -> str:
 
 
 HEADS = (
-    even(
-        "heads",
-        "attention heads (num_attention_heads)",
-        lambda f, at: f.heads,
-        ("tensor", "ulysses"),
-        lambda f, g: every((divides(heads, g.tensor * g.ulysses) for heads in f.heads), g),
-    ),
+    even("heads", "attention heads (num_attention_heads)", "heads", "tensor", "ulysses"),
     Rule("key-value heads", _shared("tensor"), _unshared("tensor")),
     Rule(
-        "key-value heads of these",
+        "key-value heads where heads are exchanged",
         lambda f, g: (g.ulysses == 1) | _shared("tensor", "ulysses")(f, g),
         _unshared("tensor", "ulysses"),
     ),
@@ -96,27 +88,17 @@ RULES = (
         lambda f, g: divides(g.context, g.ulysses),
         lambda f, at: f"{at.ranks('ulysses')} are no part of {at.ranks('context')}",
     ),
-    even(
-        "tokens",
-        "tokens of a sample (data.sequence)",
-        lambda f, at: (at["sequence"],),
-        ("context",),
-        lambda f, g: divides(g.sequence, g.context),
-    ),
+    even("tokens", "tokens of a sample (data.sequence)", "sequence", "context"),
     Rule(
         "tokens of tensor ranks",
         lambda f, g: (g.sequence_parallel == 0) | divides(g.sequence, g.context * g.tensor),
         lambda f, at: f"{at.ranks('tensor')} do not divide the tokens that {at.ranks('context')} have",
     ),
+    even("experts", "experts", "experts", "expert"),
     Rule(
-        "experts",
-        lambda f, g: (g.expert == 1) | (divides(max(f.experts, 1), g.expert) & (f.experts > 0)),
-        lambda f, at: (
-            uneven(f.experts, "experts", at.ranks("expert"))
-            if f.experts
-            else f"there are {at.ranks('expert')}, and the model has no experts"
-        ),
-        lambda f, at: nearest(f.experts, at["expert"], lambda n: at.ranks("expert", size=n)) if f.experts else "",
+        "a mixture",
+        lambda f, g: (g.expert == 1) | (f.experts > 0),
+        lambda f, at: f"there are {at.ranks('expert')}, and the model has no experts",
     ),
     Rule(
         "schedule",

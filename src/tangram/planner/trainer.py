@@ -13,20 +13,14 @@ from tangram.models.outline import Group, Outline
 from tangram.planner.again import WHOLE, again_of
 from tangram.planner.choice import Choice
 from tangram.planner.grid import Grid
-from tangram.planner.legality import At, Facts, Mask, Rule, divides, even, every, facts_of, refusals
+from tangram.planner.legality import At, Facts, Mask, Rule, even, facts_of, refusals
 from tangram.planner.pipelines import SCHEDULES, splits
 from tangram.planner.schedules import micros_unlike
 from tangram.planner.space import Able
 
 __all__ = ["KV_HEADS", "RULES", "RUNS", "SAID", "UNSAID", "why_not"]
 
-KV_HEADS = even(
-    "whole key-value heads",
-    "key-value heads (num_key_value_heads)",
-    lambda f, at: f.kv_heads,
-    ("tensor", "ulysses"),
-    lambda f, g: every((divides(kv, g.tensor * g.ulysses) for kv in f.kv_heads), g),
-)
+KV_HEADS = even("whole key-value heads", "key-value heads (num_key_value_heads)", "kv_heads", "tensor", "ulysses")
 """The trainer copies none to more ranks."""
 
 
