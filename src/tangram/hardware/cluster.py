@@ -192,13 +192,17 @@ def names() -> tuple[str, ...]:
 def builtin(name: str) -> Cluster:
     """A cluster that comes with Tangram, or of equal nodes as "h100-8x256". Raises UserError for another name."""
     if name not in names():
-        if (text := uniform.text_of(name)) is not None:
-            return _cluster(text, name)
+        if (tables := uniform.tables_of(name, tomllib.loads(_text(uniform.LIKE)))) is not None:
+            return _of_tables(tables, name)
         raise UserError(
             f"there is no cluster {name!r}{_nearest(name, names())}: there are {', '.join(names())}, and {uniform.FORM}"
         )
-    file = resources.files("tangram.hardware").joinpath("clusters", f"{name}.toml")
-    return _cluster(file.read_text(encoding="utf-8"), name)
+    return _cluster(_text(name), name)
+
+
+def _text(name: str) -> str:
+    """The file of a cluster that comes with Tangram."""
+    return resources.files("tangram.hardware").joinpath("clusters", f"{name}.toml").read_text(encoding="utf-8")
 
 
 def load(path: Path | str) -> Cluster:
@@ -218,6 +222,10 @@ def _cluster(text: str, name: str) -> Cluster:
         tables: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{name}: this is not TOML: {error}") from None
+    return _of_tables(tables, name)
+
+
+def _of_tables(tables: dict[str, Any], name: str) -> Cluster:
     needed = ("version", "ranks", "device", "links")
     _keys(name, "", tables, needed, (*needed, "curves", "host"))
     if tables["version"] != VERSION:
