@@ -100,7 +100,7 @@ def made_or_why(g: Grid, job: Job, counted: Counted) -> Plan | str:
 
 
 @given(drawn())
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=50)
 def test_the_tables_say_what_making_and_judging_a_plan_says(one: tuple[tuple[int, int], int, Grid]) -> None:
     agree(one)
 
@@ -129,7 +129,7 @@ def agree(one: tuple[tuple[int, int], int, Grid]) -> None:
 
 
 @given(drawn(), st.integers(0, len(RULES) + len(SAID) - 1))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_a_mask_and_its_sentences_are_one_verdict(one: tuple[tuple[int, int], int, Grid], at: int) -> None:
     heads, length, g = one
     facts = facts_of(model(*heads, length)[1])
