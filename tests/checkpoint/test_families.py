@@ -1,6 +1,7 @@
 """Families of models: the same bits there and back, what transformers' own classes write, and what does not fit."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tangram.checkpoint.covers import cover
 from tangram.checkpoint.formats.detect import open_any
@@ -22,9 +22,16 @@ from tangram.checkpoint.structures import choose
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.layout import Region
-from tangram.models.families import families, family_named, family_of, mapping_of, read_family
+from tangram.models.families import (
+    families,
+    family_named,
+    family_of,
+    mapping_of,
+    megatrons_embedding,
+    read_family,
+)
 from tangram.relayout import Bound, Piece, PieceIndex, TensorSpec, execute, plan
-from tests.checkpoint.inventing import TIED, invented
+from tests.checkpoint.inventing import LATE, PREFIXES, TIED, invented
 from tests.checkpoint.peers.models import HF, save
 
 FOLDER = Path(__file__).parents[2] / "src/tangram/models/families"
@@ -102,33 +109,65 @@ def there_and_back(name: str, data: st.DataObject) -> None:
 
     family = family_named(name)
     layers, groups, size, experts, words = some(1, 4), some(1, 3), some(1, 3), some(1, 12), some(1, 9)
-    latent, predictor, local = name == "deepseek_v3", data.draw(st.booleans()), data.draw(st.booleans())
+    late, predictor, local = name in LATE, data.draw(st.booleans()), data.draw(st.booleans())
     divisor = data.draw(st.sampled_from([1, 8, 64]))
     config = {
         "architectures": list(family.architectures[:1]), "num_hidden_layers": layers, "num_key_value_heads": groups,
         "num_attention_heads": groups * some(1, 3), "head_dim": size, "vocab_size": words, "num_experts": experts,
         "first_k_dense_replace": min(some(0, 3), layers),
     }  # fmt: skip
-    if not latent and data.draw(st.booleans()):
+    if name == "gpt2":
+        config = {"architectures": config["architectures"], "n_layer": layers, "n_head": groups, "vocab_size": words}
+    if name == "qwen3_next":
+        kinds = data.draw(
+            st.lists(st.sampled_from(["linear_attention", "full_attention"]), min_size=layers, max_size=layers)
+        )
+        heads = some(1, 3)
+        config |= {
+            "layer_types": kinds, "linear_num_key_heads": heads, "linear_num_value_heads": heads * some(1, 3),
+            "linear_key_head_dim": some(1, 3), "linear_value_head_dim": some(1, 3),
+        }  # fmt: skip
+    if not late and data.draw(st.booleans()):
         config["tie_word_embeddings"] = data.draw(st.booleans())
-    if name in ("llama", "qwen3") and data.draw(st.booleans()):
-        config |= {"attention_bias": True, "mlp_bias": name == "llama"}
-    values = {key: torch.randn(shape) for key, shape in invented(name, config, size, experts, predictor).items()}
-    if latent and predictor:  # its copies
+    if name in ("llama", "qwen3", "glm4_moe") and data.draw(st.booleans()):
+        config |= {"attention_bias": True, "mlp_bias": name == "llama", "use_qk_norm": True}
+    if name in ("llama", "qwen3", "gpt2", "mixtral") and data.draw(st.booleans()):
+        kind = "ForSequenceClassification"
+        config["architectures"] = [re.sub("ForCausalLM|LMHeadModel", kind, config["architectures"][0])]
+    shapes = invented(name, config, size, experts, predictor, release := some(0, 1))
+    values = {key: torch.randn(shape) for key, shape in shapes.items()}
+    if name == "qwen3_next":  # subtracting 1 and adding it again keeps these
+        values = {key: one.mul(256).round().div(256) for key, one in values.items()}
+    if name in PREFIXES and data.draw(st.booleans()):  # as newer configurations say it
+        own = ("architectures", "tie_word_embeddings")
+        inner = {key: config.pop(key) for key in [*config] if key not in own}
+        config["text_config"] = inner
+    if late and predictor:  # its copies
         values[f"model.layers.{layers}.embed_tokens.weight"] = values["model.embed_tokens.weight"].clone()
         values[f"model.layers.{layers}.shared_head.head.weight"] = values["lm_head.weight"].clone()
     assert family_of(config) == family
     hf = held(values)
     there = moved(hf, choose(hf, "torch_dist", config, local=local, divisor=divisor).bound)
     core = cut(there, some(1, 4), some(0, 2))
-    rows = core.specs["embedding.word_embeddings.weight"].shape[0]
+    rows = core.specs[megatrons_embedding(core.specs) or ""].shape[0]
     assert rows % divisor == 0
     assert rows - words < divisor
-    assert same(moved(core, choose(core, "hf", config).bound), values)
+    back = moved(core, choose(core, "hf", config).bound)
+    if release and len(PREFIXES.get(name, ())) > 1:  # the way back has the names of the first release
+        model, tower = PREFIXES[name][1], PREFIXES[name][0]
+        back = {renamed(key, tower, model): one for key, one in back.items()}
+    assert same(back, values)
     for one in (hf, core):
         fit = cover(one, family, config)
         assert fit.whole, fit
         assert fit.covered == len(one.specs)
+
+
+def renamed(key: str, before: tuple[str, str], after: tuple[str, str]) -> str:
+    """A name of one release as another has it."""
+    pairs = [*zip(before, after, strict=True)]
+    pairs.append(tuple(tower.replace("vision_tower", "multi_modal_projector") for tower in (before[1], after[1])))
+    return next((new + key.removeprefix(old) for old, new in pairs if key.startswith(old)), key)
 
 
 # ------------------------------------------------------------ transformers' own
@@ -158,17 +197,20 @@ def test_each_architecture_is_proved_with_transformers_own_class(tmp_path: Path)
         restructure(core, back, tmp_path / row / "back", "hf", small=source.small)
         before, after = (load_file(tmp_path / row / side / "model.safetensors") for side in ("hf", "back"))
         assert same(before, after), row
-        loaded, told = AutoModelForCausalLM.from_pretrained(tmp_path / row / "back", output_loading_info=True)
+        loaded, told = type(model).from_pretrained(tmp_path / row / "back", output_loading_info=True)
         assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (row, told)
         own = loaded.state_dict()  # in which transformers may keep a tensor in more bits
         assert all(torch.equal(own[key].to(t.dtype), t) for key, t in model.state_dict().items()), row
-    assert proved == {one for family in families() for one in family.architectures}
+    heads = {"LlamaForSequenceClassification"}  # the head of any family; GPT-2 lists its own
+    assert proved == {one for family in families() for one in family.architectures} | heads
 
 
 def test_what_a_configuration_means_that_does_not_say_it() -> None:
     """Published Gemmas say nothing of ties."""
     for family in families():
         config = {"num_hidden_layers": 1, "vocab_size": 3, "num_attention_heads": 1, "head_dim": 1}
+        config |= dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"), 1)
+        config |= {"linear_key_head_dim": 1, "linear_value_head_dim": 1}
         text = mapping_of(family, {**config, "first_k_dense_replace": 0}).text
         assert ("lm_head" in text) == (family.name not in TIED), family.name
 

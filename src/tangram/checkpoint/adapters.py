@@ -31,11 +31,12 @@ from tangram.checkpoint.commits import read_bounded
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.formats.small import LARGEST_SMALL
-from tangram.checkpoint.structures import WORDS, model_of
+from tangram.checkpoint.structures import model_of
 from tangram.errors import UserError
 from tangram.layout import Region, intervals
 from tangram.layout.intervals import IntSet, span
 from tangram.layout.region import Box, box_size
+from tangram.models.families import megatrons_embedding
 from tangram.relayout import Piece
 
 __all__ = ["BLOCK", "KEPT", "with_adapter"]
@@ -112,7 +113,7 @@ def with_adapter(source: Opened, folder: Path, *, block: int = BLOCK) -> Opened:
     tensors that fit nothing in the source, and a source with Megatron-core's names.
     """
     source, _ = model_of(source)
-    if WORDS in source.specs:
+    if megatrons_embedding(source.specs) is not None:
         raise UserError(
             f'"{source.path}" has the names of Megatron-core, and adapters have those of transformers: convert it with '
             "--to hf first"

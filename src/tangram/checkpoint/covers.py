@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tangram.checkpoint.formats.opened import Opened
-from tangram.checkpoint.structures import WORDS, model_of
+from tangram.checkpoint.structures import model_of
 from tangram.errors import UserError
 from tangram.layout.syntax import Mapping as MappingText
 from tangram.layout.syntax import TensorPattern
-from tangram.models.families import Family, Mapped, mapping_of
+from tangram.models.families import Family, Mapped, mapping_of, megatrons_embedding
 from tangram.relayout import RelayoutError, bind, inverse
 from tangram.relayout.names import Family as Members
 from tangram.relayout.names import NameTable, TensorSpec, known_size, template_of
@@ -57,7 +57,8 @@ class Cover:
 def cover(source: Opened, family: Family, config: Mapping[str, Any]) -> Cover:
     """Whose names fit best, and what is said and not said of them. Raises UserError where sizes are not known."""
     model, left = model_of(source)
-    rows = model.specs[WORDS].shape[0] if WORDS in model.specs else None
+    words = megatrons_embedding(model.specs)
+    rows = None if words is None else model.specs[words].shape[0]
     found: list[Cover] = []
     for names in (HF, CORE, LOCAL) if family.local else (HF, CORE):
         padded = rows if names != HF else None
@@ -74,10 +75,10 @@ def _fit(model: Opened, mapped: Mapped, names: str, left: tuple[str, ...]) -> Co
     covered: set[str] = set()
     missing: list[str] = []
     for group in groups:
-        wanted = [_members(pattern, sizes) for pattern in group]
+        wanted = [_members(pattern, sizes, table) for pattern in group]
         there = [name for some in wanted for name in some if name in model.specs]
         covered.update(there)
-        if not there or len(group) == 1:  # of tied ones any will do
+        if wanted[0] and (not there or len(group) == 1):  # of tied ones any will do
             missing += [name for name in wanted[0] if name not in model.specs]
     uncovered = tuple(name for name in model.specs if name not in covered)
     wrong = "" if uncovered or missing else _wrong(model, text, mapped)
@@ -95,7 +96,7 @@ def _wrong(model: Opened, text: MappingText, mapped: Mapped) -> str:
 def _counted(patterns: Iterable[TensorPattern], table: NameTable, known: Mapping[str, int]) -> dict[str, int]:
     """Sizes of indices that the configuration does not say: up to the highest number there is."""
     found: dict[str, int] = {}
-    for pattern in patterns:
+    for pattern in (one for one in patterns if not one.wilds):
         template, offsets = template_of(pattern)
         for at, index in enumerate(pattern.index):
             if index.dim.name and known_size(index.dim, known) is None:
@@ -104,7 +105,9 @@ def _counted(patterns: Iterable[TensorPattern], table: NameTable, known: Mapping
     return {name: size for name, size in found.items() if size > 0}
 
 
-def _members(pattern: TensorPattern, sizes: Mapping[str, int]) -> Sequence[str]:
+def _members(pattern: TensorPattern, sizes: Mapping[str, int], table: NameTable) -> Sequence[str]:
+    if pattern.wilds:
+        return list(table.wild_values(pattern))
     template, offsets = template_of(pattern)
     known = [known_size(index.dim, sizes) for index in pattern.index]
     if any(size is None for size in known):

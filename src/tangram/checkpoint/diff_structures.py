@@ -16,11 +16,12 @@ from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.formats.outgoing import boxes
 from tangram.checkpoint.manifest import DTYPES
 from tangram.checkpoint.restructure import IDENTITY, Filler
-from tangram.checkpoint.structures import WORDS, Chosen, choose, model_of
+from tangram.checkpoint.structures import Chosen, choose, model_of
 from tangram.checkpoint.tree import fits
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.layout.intervals import span
+from tangram.models.families import megatrons_embedding
 from tangram.relayout import TensorSpec, bind
 
 KEEP = 128 << 20
@@ -34,9 +35,10 @@ def seen_as(a: Opened, b: Opened, config: Mapping[str, Any] | None) -> tuple[Cho
     """
     states = bool(a.states) and bool(b.states)
     other = b if states else model_of(b)[0]
-    core = WORDS in other.specs
+    words = megatrons_embedding(other.specs)
+    core = words is not None
     to = "torch_dist" if core else "paddle" if other.format == "paddle" else "tangram"
-    rows = other.specs[WORDS].shape[0] if core and other.specs[WORDS].shape else 1
+    rows = other.specs[words].shape[0] if words is not None and other.specs[words].shape else 1
     ways = [
         choose(a, to, config, states=states, local=local, divisor=rows, made=other.specs)
         for local in ((False, True) if core else (False,))

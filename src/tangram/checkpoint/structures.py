@@ -14,14 +14,12 @@ from tangram.checkpoint.restructure import IDENTITY, target_of
 from tangram.errors import UserError
 from tangram.layout.syntax import Mapping as MappingText
 from tangram.layout.syntax import TensorPattern
-from tangram.models.families import Family, family_of, mapping_of
+from tangram.models.families import Family, family_of, fields_of, mapping_of, megatrons_embedding
 from tangram.models.structures import paddle_family
 from tangram.relayout import Bound, RelayoutError, TensorSpec, bind, inverse
 from tangram.relayout.names import NameTable, template_of
 from tangram.relayout.states import with_states
 
-WORDS = "embedding.word_embeddings.weight"
-"""A tensor that every model of Megatron-core has on its first stage."""
 FUSED = ("mlp.experts.gate_up_proj",)
 """What a module of transformers has in memory, and so a checkpoint of Tangram, where files have experts one by one."""
 SAID = 5
@@ -72,7 +70,7 @@ def choose(
     """
     target = target_of(to)
     model, left = (source, ()) if states and target.states else model_of(source)
-    core = WORDS in model.specs
+    core = megatrons_embedding(model.specs) is not None
     structure = "core" if core else "paddle" if source.format == "paddle" else "hf"
     if text is not None:
         return Chosen(model, _followed(model, text, sizes or {}), "the mapping that was given", left)
@@ -86,7 +84,7 @@ def choose(
     if core:
         bound = _from_core(model, known, config, made if made is not None else FUSED if to == "tangram" else ())
         return Chosen(model, bound, f"the family {known.name}, read backwards", left)
-    rows = config.get("vocab_size")
+    rows = fields_of(config).get("vocab_size")
     padded = -(-rows // divisor) * divisor if isinstance(rows, int) else None
     mapped = mapping_of(known, config, vocabulary=padded, names=model.specs, local=local)
     return Chosen(model, _bound(model, mapped.text, mapped.sizes, known), f"the family {known.name}", left)
@@ -133,7 +131,7 @@ def _tied(mapping: MappingText, copies: Mapping[str, TensorSpec]) -> MappingText
 
 def _from_core(model: Opened, known: Family, config: Mapping[str, Any], names: Collection[str]) -> Bound:
     """The way back, by whichever names the layers have. `names`: that are among those to be made."""
-    rows = model.specs[WORDS].shape[0]
+    rows = model.specs[megatrons_embedding(model.specs) or ""].shape[0]
     errors: list[UserError] = []
     for local in (False, True) if known.local else (False,):
         mapped = mapping_of(known, config, vocabulary=rows, names=[*model.specs, *names], local=local)

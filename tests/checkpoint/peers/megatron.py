@@ -60,10 +60,11 @@ def build(name: str, tp: int, ep: int) -> nn.Module:
         "moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none", **own,
     }  # fmt: skip
     config: Any = (MLATransformerConfig if latent else TransformerConfig)(**fields)
+    norm = fields["normalization"]
     if "moe_layer_freq" in fields:
-        spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+        spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm)
     else:
-        spec = specs.get_gpt_layer_local_spec(experts, False, normed, latent, "RMSNorm")
+        spec = specs.get_gpt_layer_local_spec(experts, False, normed, latent, norm)
     if latent:
         from megatron.core.transformer import multi_latent_attention
 

@@ -23,6 +23,10 @@ _LONG = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 _PLAIN = {"rope_parameters": _ROPE}
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+_TOWER = {
+    "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 4, "out_hidden_size": 32,
+}  # fmt: skip
 HF: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {**_DENSE, "rope_parameters": _LONG}),
     "llama-2": ("llama", _OLD),
@@ -62,7 +66,56 @@ HF: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "topk_group": 1,
         },
     ),
+    "gpt2": ("gpt2", {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 128}),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **_DENSE, **_EXPERTS, "moe_intermediate_size": 24, "n_routed_experts": 4, "first_k_dense_replace": 1,
+            "use_qk_norm": True, "attention_bias": True, "pad_token_id": 0,
+        },
+    ),
+    "olmo2": ("olmo2", {**_DENSE, "pad_token_id": 0}),
+    "olmo3": ("olmo3", {**_DENSE, "pad_token_id": 0}),
+    "minimax_m2": ("minimax_m2", {**_DENSE, **_EXPERTS, "intermediate_size": 24, **_ENDS}),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **_DENSE, "num_hidden_layers": 3, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2,
+            "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "qwen2_5_vl": ("qwen2_5_vl", {"text_config": _OLD | {"num_key_value_heads": 2}, "vision_config": _TOWER}),
+    "qwen3_vl": (
+        "qwen3_vl",
+        {
+            "text_config": _DENSE,
+            "vision_config": {**_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        },
+    ),
+    "gemma3_vl": (
+        "gemma3",
+        {
+            "text_config": {**_DENSE, **_WINDOWS}, "mm_tokens_per_image": 4,
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 16, "patch_size": 4,
+            },
+        },
+    ),
+    "llama-reward": ("llama", {**_DENSE, "num_labels": 1, "pad_token_id": 0}),
+    "gpt2-classes": (
+        "gpt2",
+        {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 128, "pad_token_id": 0},
+    ),
 }  # fmt: skip
+CLASSES: Mapping[str, str] = {
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "gemma3_vl": "Gemma3ForConditionalGeneration", "llama-reward": "LlamaForSequenceClassification",
+    "gpt2-classes": "GPT2ForSequenceClassification",
+}  # fmt: skip
+"""Of rows that are no causal language model."""
 _CORE = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16,
     "ffn_hidden_size": 48,
@@ -111,6 +164,23 @@ CORE: Mapping[str, Mapping[str, Any]] = {
         },
         "computes": False,
     },
+    "gpt2": {
+        "core": {
+            "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 128,
+            "gated_linear_unit": False, "add_bias_linear": True, "normalization": "LayerNorm",
+            "layernorm_epsilon": 1e-5,
+        },
+        "model": {"position_embedding_type": "learned_absolute", **_TIED},
+        "activation": "gelu",
+    },
+    "glm4_moe": {
+        "core": {
+            **_CORE, **_MIXED, **_NORMED, "add_qkv_bias": True, "moe_layer_freq": [0, 1],
+            "moe_shared_expert_intermediate_size": 24, "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+        },
+        "model": {"rotary_percent": 0.5},
+    },
 }  # fmt: skip
 """By row: megatron-core's configuration, what its model takes beside it, and what it has only with Transformer Engine
 (latent attention, norms whose weights are `less_one`) or not at all (norms after a product)."""
@@ -118,13 +188,19 @@ CORE: Mapping[str, Mapping[str, Any]] = {
 
 def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     """transformers' own model of a row with random weights, and a directory that it has written."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     kind, fields = HF[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**fields, **changes}), dtype=dtype).eval()
+    config = transformers.AutoConfig.for_model(kind, **{**fields, **changes})
+    if name in CLASSES:
+        model = getattr(transformers, CLASSES[name])(config).to(dtype).eval()
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.copy_(torch.randn(tensor.shape) * 0.25)
+        for key, tensor in model.state_dict().items():
+            values = torch.randn(tensor.shape) * 0.25
+            # Megatron-core has the norm of a delta net less one: of multiples of 1 / 64 that loses nothing in bfloat16.
+            tensor.copy_(values.mul(64).round().div(64) if key.endswith("linear_attn.norm.weight") else values)
     model.save_pretrained(folder)
     return model

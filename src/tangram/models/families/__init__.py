@@ -3,8 +3,10 @@
     architectures = [...]         whose config.json this is
     include = [...]               files in `shared`, whose tables and parts it has, too; its own tables win
     [sizes]                       factors of the notation, by names of the configuration or arithmetic on them
-    [words]                       what `$name` stands for in statements, where families differ in a name only
-    [[part]]                      statements from Hugging Face to Megatron-core; `when` says for which configurations
+    [words]                       what `$name` stands for in statements, where families differ in a name only; of
+                                  several prefixes that names may have, the longest that there is, else the first
+    [[part]]                      statements from Hugging Face to Megatron-core; `when` says for which configurations,
+                                  `each = { layer_types = "full_attention" }` repeats them for each such layer `$i`
 
 A mapping is written once; the way back is its inverse. Where a statement depends on a number, `$name` stands for it.
 Nothing here knows a model: what differs between families is in their files.
@@ -13,7 +15,7 @@ Nothing here knows a model: what differs between families is in their files.
 import ast
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import resources
@@ -23,9 +25,22 @@ from typing import Any, cast
 
 from tangram.errors import UserError
 
-__all__ = ["Family", "Mapped", "Part", "families", "family_named", "family_of", "mapping_of", "read_family"]
+__all__ = [
+    "Family",
+    "Mapped",
+    "Part",
+    "families",
+    "family_named",
+    "family_of",
+    "fields_of",
+    "mapping_of",
+    "megatrons_embedding",
+    "read_family",
+]
 
 _TABLES = ("sizes", "defaults", "words", "local")
+_EMBEDDING = "embedding.word_embeddings.weight"
+_CLASSIFIER = re.compile(r"For(?:Sequence|Token)Classification$")
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,8 @@ class Part:
     mapping: str
     of: tuple[tuple[str, ...], ...] = ((),)
     """Names that `$hf` and `$mc` stand for, and when; the statements are there once for each."""
+    each: tuple[str, str] | None = None
+    """A list of the configuration, and the value in it: once for each place `$i` that has it."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +64,8 @@ class Family:
     sizes: Mapping[str, str]
     defaults: Mapping[str, Any]
     """What a configuration means that does not say it."""
-    words: Mapping[str, str]
-    """What `$name` stands for, beside sizes."""
+    words: Mapping[str, tuple[str, ...]]
+    """What `$name` stands for, beside sizes; several are prefixes that names may have."""
     parts: tuple[Part, ...]
     local: Mapping[str, str]
     """What Megatron-core's layers without Transformer Engine call a tensor, where that is another name."""
@@ -91,12 +108,33 @@ def family_named(text: str) -> Family:
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a configuration. Raises UserError where there is none."""
     asked = [str(one) for one in config.get("architectures") or ()]
+    bases = {_CLASSIFIER.sub("ForCausalLM", one) for one in asked}
     for family in families():
-        if set(family.architectures) & set(asked):
+        if set(family.architectures) & {*asked, *bases}:
             return family
     known = ", ".join(one.name for one in families())
     said = ", ".join(asked) or f"none (its model_type is {config.get('model_type')!r})"
     raise UserError(f"no family has the architecture {said}; there are {known}: give a --family FILE of your own")
+
+
+def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a configuration says of its decoder: a table `text_config` counts where it says nothing else itself.
+
+    `classifier` is whether the head gives classes, `layer_types` the list that an interval of layers stands for.
+    """
+    inner = cast("Mapping[str, Any]", config.get("text_config") or {})
+    found = {key: value for key, value in {**inner, **config}.items() if value is not None}
+    found["classifier"] = any(_CLASSIFIER.search(str(one)) for one in config.get("architectures") or ())
+    interval, layers = found.get("full_attention_interval"), found.get("num_hidden_layers")
+    if isinstance(interval, int) and isinstance(layers, int) and interval > 0:
+        kinds = ["linear_attention", "full_attention"]
+        found.setdefault("layer_types", [kinds[(i + 1) % interval == 0] for i in range(layers)])
+    return found
+
+
+def megatrons_embedding(names: Iterable[str]) -> str | None:
+    """The tensor by which Megatron-core's names are known: each of its models has it on its first stage."""
+    return next((name for name in names if name == _EMBEDDING or name.endswith(f".{_EMBEDDING}")), None)
 
 
 def mapping_of(
@@ -113,7 +151,7 @@ def mapping_of(
     asks for one with `has`. `local`: with the names of layers without Transformer Engine. Raises UserError where the
     configuration does not say a size.
     """
-    known = {**family.defaults, **{k: v for k, v in config.items() if v is not None}}
+    known = {**family.defaults, **fields_of(config)}
     sizes: dict[str, int] = {}
     for name, size in family.sizes.items():
         sizes[name] = _number(family, name, size, {**known, **sizes})
@@ -122,14 +160,16 @@ def mapping_of(
     if vocabulary is not None and rows is not None and vocabulary < rows:
         raise UserError(f"{vocabulary} rows are fewer than the {rows} of the vocabulary")
     vocab = f"(v + _={(vocabulary or 0) - (rows or 0)})" if padded else "v"
-    words: dict[str, Any] = {**family.words, **sizes, "vocab": vocab}
+    chosen = {key: _prefix(some, names) for key, some in family.words.items()}
+    words: dict[str, Any] = {**chosen, **sizes, "vocab": vocab}
     holds = partial(_holds, known=known, sizes=sizes, names=names)
     lines = [
-        part.mapping.replace("$hf", hf).replace("$mc", mc)
+        part.mapping.replace("$hf", hf).replace("$mc", mc).replace("$i", i)
         for part in family.parts
         if holds(part.when)
         for hf, mc, when in ((*of, "", "", "")[:3] for of in part.of)
         if holds(when)
+        for i in _places(part, known)
     ]
     try:
         text = Template("\n".join(lines)).substitute({key: str(value) for key, value in words.items()})
@@ -154,13 +194,16 @@ def _family(name: str, text: str, shared: bool = False) -> Family:
     parts = cast("list[dict[str, Any]]", fields.get("part", []))
     if any("mapping" not in one for one in parts):
         raise UserError(f"the family {name} has a [[part]] without a mapping")
-    own = tuple(Part(str(one.get("when", "")), str(one["mapping"]), _pairs(one.get("of"))) for one in parts)
+    own = tuple(
+        Part(str(one.get("when", "")), str(one["mapping"]), _pairs(one.get("of")), _each(one.get("each")))
+        for one in parts
+    )
     return Family(
         name,
         tuple(fields.get("architectures", ())),
         {key: str(value) for key, value in tables["sizes"].items()},
         tables["defaults"],
-        {key: str(value) for key, value in tables["words"].items()},
+        {key: _several(value) for key, value in tables["words"].items()},
         (*(part for one in included for part in one.parts), *own),
         tables["local"],
     )
@@ -177,6 +220,29 @@ def _shared(name: str, asked: str) -> Family:
 
 def _merged(included: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for table in (*included, own) for key, value in table.items()}
+
+
+def _several(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list | tuple) else (str(value),)
+
+
+def _each(value: Mapping[str, str] | None) -> tuple[str, str] | None:
+    return next(iter(value.items())) if value else None
+
+
+def _prefix(some: tuple[str, ...], names: Collection[str]) -> str:
+    """The longest of several prefixes that a name has, else the first: none is no prefix of Megatron-core's names."""
+    if len(some) == 1 or megatrons_embedding(names) is not None:
+        return some[0]
+    return max((one for one in some if any(name.startswith(one) for name in names)), key=len, default=some[0])
+
+
+def _places(part: Part, known: Mapping[str, Any]) -> list[str]:
+    """The numbers that `$i` stands for: one of no meaning where there is no `each`."""
+    if part.each is None:
+        return [""]
+    key, value = part.each
+    return [str(i) for i, one in enumerate(known.get(key) or ()) if one == value]
 
 
 def _pairs(of: Any) -> tuple[tuple[str, ...], ...]:
