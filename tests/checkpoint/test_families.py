@@ -320,3 +320,52 @@ def test_ones_own_tables_win_over_those_that_are_included(tmp_path: Path) -> Non
     (tmp_path / "own.toml").write_text('architectures = ["A"]\npart = [{ mapping = "$no -> y" }]\n')
     with pytest.raises(UserError, match="which is no size and no word of it"):
         mapping_of(read_family(tmp_path / "own.toml"), config)
+
+
+# ------------------------------------------------------------ torchtitan's names
+
+
+@pytest.mark.parametrize("release", ["0.2", "0.3"])
+@pytest.mark.parametrize("row", ["llama", "smollm3-as-llama", "qwen3_moe"])
+def test_what_torchtitan_saved_becomes_transformers(row: str, release: str, tmp_path: Path) -> None:
+    """Its names of two releases, and Llama's queries and keys turned in pairs; `make interop` asks its own adapters."""
+    tied = row.startswith("smollm3")
+    kind = "llama" if tied else row
+    model = save(kind, tmp_path / "hf", **({"tie_word_embeddings": True} if tied else {}))
+    before, config = load_file(tmp_path / "hf/model.safetensors"), model.config
+    titan = as_torchtitan(before, config, release)
+    if tied:
+        titan["output.weight" if release == "0.2" else "lm_head.weight"] = titan["tok_embeddings.weight"]
+    torch.save(titan, tmp_path / "titan.pt")
+    convert = ["checkpoint", "convert", str(tmp_path / "titan.pt"), str(tmp_path / "back"), "--to", "hf"]
+    assert main([*convert, "--config", str(tmp_path / "hf")]) == 0
+    assert same(load_file(tmp_path / "back/model.safetensors"), before)
+
+
+def as_torchtitan(tensors: Mapping[str, Tensor], config: Any, release: str) -> dict[str, Tensor]:
+    """Plain indexing and renaming, which no mapping makes."""
+    late = release == "0.3"
+    parts = {
+        "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "lm_head" if late else "output",
+        "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "o_proj": "wo",
+        "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+        "self_attn": "attention", "mlp.gate": "moe.router.gate", "model.layers": "layers",
+        **{f"{x}_proj": f"{'qkv_linear.' if late else ''}w{x}" for x in "qkv"},
+    }  # fmt: skip
+    made: dict[str, Tensor] = {}
+    experts: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        own = next((n for key, n in heads.items() if f"{key}.weight" in name), None)
+        if own and config.model_type == "llama":  # halves of a head become pairs of neighbours
+            half = tensor.shape[0] // own // 2
+            tensor = tensor[[h * 2 * half + two * half + i for h in range(own) for i in range(half) for two in (0, 1)]]
+        if (match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name)) is not None:
+            number = {"gate": "w1", "up": "w3", "down": "w2"}[match[3]]
+            deep = f"routed_experts.inner_experts.{number}_{'EDF' if number == 'w2' else 'EFD'}"
+            experts.setdefault(f"layers.{match[1]}.moe.{deep if late else f'experts.{number}'}", []).append(tensor)
+            continue
+        for old, new in parts.items():
+            name = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", new, name)
+        made[name] = tensor
+    return {**made, **{name: torch.stack(some) for name, some in experts.items()}}

@@ -15,7 +15,7 @@ from tangram.errors import UserError
 from tangram.layout.syntax import Mapping as MappingText
 from tangram.layout.syntax import TensorPattern
 from tangram.models.families import Family, family_of, fields_of, mapping_of, megatrons_embedding
-from tangram.models.structures import paddle_family
+from tangram.models.structures import FRAMEWORKS, family_in
 from tangram.relayout import Bound, RelayoutError, TensorSpec, bind, inverse
 from tangram.relayout.names import NameTable, template_of
 from tangram.relayout.states import with_states
@@ -70,18 +70,21 @@ def choose(
     """
     target = target_of(to)
     model, left = (source, ()) if states and target.states else model_of(source)
-    core = megatrons_embedding(model.specs) is not None
-    structure = "core" if core else "paddle" if source.format == "paddle" else "hf"
+    structure = structure_of(model)
     if text is not None:
         return Chosen(model, _followed(model, text, sizes or {}), "the mapping that was given", left)
     if target.structure in ("", structure):
         return Chosen(model, bind(IDENTITY, model.specs), "no mapping: every tensor as it is", left)
-    if "paddle" in (structure, target.structure):
-        return _by_paddle(model, left, core or target.structure == "core", config, family)
+    framework = next((one for one in (structure, target.structure) if one in FRAMEWORKS), None)
+    if framework is not None:
+        if {structure, target.structure} != {"hf", framework}:
+            other = "Megatron-core" if "core" in (structure, target.structure) else "another framework"
+            raise UserError(f"between {FRAMEWORKS[framework]} and {other}, convert by way of --to hf")
+        return _by_framework(model, left, framework, config, family)
     if config is None:
         raise UserError("there is no config.json, which says what the model is: give --config DIR")
     known = family or family_of(config)
-    if core:
+    if structure == "core":
         bound = _from_core(model, known, config, made if made is not None else FUSED if to == "tangram" else ())
         return Chosen(model, bound, f"the family {known.name}, read backwards", left)
     rows = fields_of(config).get("vocab_size")
@@ -90,18 +93,25 @@ def choose(
     return Chosen(model, _bound(model, mapped.text, mapped.sizes, known), f"the family {known.name}", left)
 
 
-def _by_paddle(
-    model: Opened, left: tuple[str, ...], core: bool, config: Mapping[str, Any] | None, family: Family | None
+def structure_of(model: Opened) -> str:
+    """Whose names and shapes a checkpoint's tensors have: `core`, one of `FRAMEWORKS`, else transformers' (`hf`)."""
+    if megatrons_embedding(model.specs) is not None:
+        return "core"
+    if model.format == "paddle":
+        return "paddle"
+    return "torchtitan" if "tok_embeddings.weight" in model.specs else "hf"
+
+
+def _by_framework(
+    model: Opened, left: tuple[str, ...], framework: str, config: Mapping[str, Any] | None, family: Family | None
 ) -> Chosen:
-    """Between transformers' structure and Paddle's, whose weights of Linear layers are [in, out]."""
-    if core:
-        raise UserError("between Paddle and Megatron-core, convert by way of --to hf")
+    """Between transformers' structure and another framework's: Paddle keeps weights of Linear layers as [in, out]."""
     if config is None:
         how = "give --config DIR, or --mapping FILE"
-        raise UserError(f"Paddle keeps weights of Linear layers transposed, and there is no config.json: {how}")
-    known = family or paddle_family(config)
+        raise UserError(f"{FRAMEWORKS[framework]} keeps weights otherwise, and there is no config.json: {how}")
+    known = family or family_in(framework, config)
     mapped = mapping_of(known, config, names=model.specs)
-    back = model.format == "paddle"
+    back = structure_of(model) == framework
     bound = _bound(model, str(inverse(mapped.text)) if back else mapped.text, mapped.sizes, known)
     return Chosen(model, bound, f"the family {known.name}{', read backwards' if back else ''}", left)
 

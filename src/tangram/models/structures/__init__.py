@@ -5,25 +5,34 @@ such differences are a rule over names (every Linear weight transposed), so one 
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tangram.errors import UserError
 from tangram.models.families import Family, read_family
 
-__all__ = ["PADDLE", "paddle_family"]
+__all__ = ["FRAMEWORKS", "family_in"]
 
-PADDLE = Path(__file__).with_name("paddle.toml")
+FRAMEWORKS: Mapping[str, str] = {"paddle": "Paddle", "torchtitan": "torchtitan"}
+"""What a file's name begins with, and what the framework is called."""
 
 
-def paddle_family(config: Mapping[str, Any]) -> Family:
-    """What becomes of transformers' tensors in Paddle. Raises UserError for an architecture that is not known."""
-    known = read_family(PADDLE)
-    asked = [str(one) for one in config.get("architectures") or ()]
-    if not set(known.architectures) & set(asked):
-        said = ", ".join(asked) or f"none (its model_type is {config.get('model_type')!r})"
-        raise UserError(
-            f"nothing says how Paddle keeps the architecture {said}; it is known of {', '.join(known.architectures)}: "
-            "give a --family FILE or a --mapping FILE of your own"
-        )
-    return known
+def family_in(framework: str, config: Mapping[str, Any]) -> Family:
+    """What becomes of transformers' tensors in one of `FRAMEWORKS`. Raises UserError for an unknown architecture."""
+    files = _files(framework)
+    architectures = {str(one) for one in config.get("architectures") or ()}
+    for family in files:
+        if architectures & set(family.architectures):
+            return family
+    stated = ", ".join(sorted(architectures)) or f"none (its model_type is {config.get('model_type')!r})"
+    known = ", ".join(one for family in files for one in family.architectures)
+    raise UserError(
+        f"nothing says how {FRAMEWORKS[framework]} keeps the architecture {stated}; it is known of {known}: "
+        "give a --family FILE or a --mapping FILE of your own"
+    )
+
+
+@lru_cache
+def _files(framework: str) -> tuple[Family, ...]:
+    return tuple(map(read_family, sorted(Path(__file__).parent.glob(f"{framework}*.toml"))))
