@@ -108,7 +108,8 @@ def _by_framework(
     """Between transformers' structure and another framework's: Paddle keeps weights of Linear layers as [in, out]."""
     if config is None:
         how = "give --config DIR, or --mapping FILE"
-        raise UserError(f"{FRAMEWORKS[framework]} keeps weights otherwise, and there is no config.json: {how}")
+        way = "weights of Linear layers transposed" if framework == "paddle" else "weights by names of its own"
+        raise UserError(f"{FRAMEWORKS[framework]} keeps {way}, and there is no config.json: {how}")
     known = family or family_in(framework, config)
     mapped = mapping_of(known, config, names=model.specs)
     back = structure_of(model) == framework

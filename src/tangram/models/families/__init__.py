@@ -223,7 +223,8 @@ def _merged(included: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> di
 
 
 def _several(value: Any) -> tuple[str, ...]:
-    return tuple(map(str, value)) if isinstance(value, list | tuple) else (str(value),)
+    some = cast("Sequence[object]", value) if isinstance(value, list | tuple) else (value,)
+    return tuple(map(str, some))
 
 
 def _each(value: Mapping[str, str] | None) -> tuple[str, str] | None:
