@@ -350,12 +350,9 @@ Q = "model.layers.0.self_attn.q_proj"
 A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
 GOOD = {A: torch.ones(2, 32), B: torch.ones(64, 2)}
 SAID: Mapping[str, tuple[Mapping[str, Any], str]] = {
-    "weights' magnitudes": ({"use_dora": True}, "has use_dora = true, and only plain LoRA is merged"),
-    "biases": ({"bias": "all"}, 'has bias = "all", and only plain LoRA'),
-    "turned weights": ({"fan_in_fan_out": True}, "has fan_in_fan_out = true"),
-    "whole modules": ({"modules_to_save": ["lm_head"]}, 'has modules_to_save = ["lm_head"]'),
+    "no magnitudes": ({"use_dora": True}, "no magnitude, and use_dora is true: it is not whole"),
     "tokens": ({"trainable_token_indices": [3]}, "has trainable_token_indices = [3]"),
-    "what nobody knows yet": ({"wings": 2}, "has wings = 2, and only plain LoRA"),
+    "what nobody knows yet": ({"wings": 2}, "has wings = 2, and only LoRA and DoRA are merged"),
     "another kind": ({"peft_type": "IA3"}, "is of the type 'IA3': only LORA is merged"),
     "weights that it changed": ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa", which may have changed'),
     "no rank": ({"r": None}, "does not say ranks and alphas as numbers"),
@@ -370,9 +367,11 @@ HELD: Mapping[str, tuple[Mapping[str, Tensor], str]] = {
     "another shape": ({A: GOOD[A], B: torch.ones(63, 2)}, f"{Q}.weight [64, 32] is of another shape"),
     "two ranks": ({A: GOOD[A], B: torch.ones(64, 3)}, "A [2, 32] and B [64, 3]"),
     "no such module": ({"a.lora_A.weight": GOOD[A], "a.lora_B.weight": GOOD[B]}, "no weight of it"),
-    "embeddings": ({"model.embed_tokens.lora_embedding_A": GOOD[A]}, "no A or B of a linear layer's LoRA"),
-    "biases": ({**GOOD, f"{Q}.lora_B.bias": torch.ones(64)}, "no A or B of a linear layer's LoRA"),
-    "a whole weight": ({**GOOD, "model.norm.weight": torch.ones(32)}, "no A or B of a linear layer's LoRA"),
+    "half an embedding": ({"model.embed_tokens.lora_embedding_A": GOOD[A]}, "without the other of A and B"),
+    "biases of pairs": ({**GOOD, f"{Q}.lora_B.bias": torch.ones(64)}, "which is no tensor of LoRA or DoRA"),
+    "a weight of another shape": ({**GOOD, "model.norm.weight": torch.ones(33)}, "has model.norm.weight as [33], and"),
+    "a weight of nothing": ({**GOOD, "model.nrm.weight": torch.ones(32)}, "has model.nrm.weight, and"),
+    "a magnitude": ({**GOOD, f"{Q}.lora_magnitude_vector": torch.ones(64)}, "a magnitude, and use_dora is false"),
     "numbers that are none": ({A: GOOD[A] * math.nan, B: GOOD[B]}, f"has numbers in base_model.model.{A} that are not"),
     "whole numbers": ({A: torch.ones(2, 32, dtype=torch.int32), B: GOOD[B]}, "torch.int32 [2, 32]: no matrix of LoRA"),
     "other dims": ({A: torch.ones(2, 32, 1, 1), B: GOOD[B]}, "[2, 32, 1, 1]: no matrix of LoRA"),
@@ -443,11 +442,6 @@ def test_weights_into_which_nothing_is_merged(base: Path, tmp_path: Path, refuse
     save_file({**tensors, f"{Q}.weight": torch.full((64, 32), 65000.0).half()}, other / "model.safetensors")
     written(tmp_path / "adapter", {A: GOOD[A] * 1000, B: GOOD[B]})
     assert f"{Q}.weight with the adapter has numbers that its type torch.float16 does not" in refused(other)
-    head = {"lm_head.lora_A.weight": torch.ones(2, 32), "lm_head.lora_B.weight": torch.ones(128, 2)}
-    written(tmp_path / "adapter", head)
-    config = json.loads((base / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    assert "is also of lm_head, which is tied to the embeddings" in refused(other)
 
 
 def test_fused_experts_only_where_it_is_plain_how(tmp_path: Path, refused: Callable[..., str]) -> None:

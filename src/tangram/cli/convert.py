@@ -131,6 +131,7 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
     if asked.adapter:
         _, left = model_of(source)
         source = with_adapter(replace(source, small=small), asked.adapter)
+        small = dict(source.small)
     if asked.optimiser:
         source = replace(source, objects={**source.objects, "settings": _settings(asked.optimiser)})
     if asked.betas is not None:
