@@ -94,7 +94,7 @@ def list_files(source: SourcePlan) -> Files:
 
 def in_words(counts: Counter[str]) -> str:
     """Numbers with what they count, the most first."""
-    return ", ".join(f"{count:,} {what}" for what, count in counts.most_common())
+    return ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
 
 
 def _parts(pattern: str) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ def _parts(pattern: str) -> tuple[str, ...]:
             f'the pattern "{pattern}" in data.sources cannot be used: {why}. Give one relative to its path, '
             'as in "**/*.py"'
         )
-    return parts
+    return tuple(part for part, before in zip(parts, ("", *parts), strict=False) if (part, before) != ("**", "**"))
 
 
 def _begin(root: Path, parts: tuple[str, ...]) -> tuple[Path, tuple[str, ...]]:

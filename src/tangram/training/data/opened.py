@@ -55,11 +55,11 @@ def opened(path: Path, field: str) -> Generator[Opened]:
     with path.open("rb") as raw:
         packed = _packing(raw.read(8), name)
         raw.seek(0)
-        stream = _unpacked(raw, packed)
-        head = stream.read(_HEAD)
+        first = _unpacked(raw, packed)
+        head = cast(bytes, first.read(_HEAD))
         if head.removeprefix(BOM).lstrip().startswith(b"{"):
-            head += stream.readline(_LONG_LINE)
-        raw.seek(0)
+            head += first.readline(_LONG_LINE)
+    with path.open("rb") as raw:
         stream = _unpacked(raw, packed)
         if head.startswith(BOM):
             stream.read(len(BOM))

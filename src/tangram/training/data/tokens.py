@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from tangram.errors import UserError
 from tangram.planner.job import DataPlan, Special
+from tangram.training.data.windows import LONG, can_be_cut, long_row
 
 END = 256  # before and after every document of bytes
 VOCABULARY = 257
@@ -132,7 +133,8 @@ class Tokens:
         for token in row[at].tolist():
             tally[f"{SPECIAL}: {names[token]}"] += 1
         if self.special == "parse":
-            return _without_space_after(tokenizer, row, self.end)
+            bare = _bare(tokenizer, text, self.begin, self.end)
+            return row if bare == text else _ids(tokenizer, [bare])[0]
         (plain,) = _ids(tokenizer, [text], split_special_tokens=True)
         if np.isin(plain, special).any() or np.isin(plain, other).sum() != np.isin(row, other).sum():
             raise SpecialToken(
@@ -154,15 +156,26 @@ BYTES = Tokens("bytes", VOCABULARY, END, END, hashlib.blake2b(b"bytes", digest_s
 
 
 def _ids(tokenizer: _Tokenizer, texts: list[str], *, split_special_tokens: bool = False) -> list[TokenArray]:
-    rows = tokenizer(
-        texts,
-        add_special_tokens=False,
-        split_special_tokens=split_special_tokens,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )["input_ids"]
-    return [np.array(row, np.uint32) for row in rows]
+    """The tokens of texts, some of them at once: a tokenizer takes a hundred bytes of memory and more for each byte."""
+    options: dict[str, Any] = {
+        "add_special_tokens": False,
+        "split_special_tokens": split_special_tokens,
+        "return_attention_mask": False,
+        "return_token_type_ids": False,
+        "verbose": False,
+    }
+    rows: list[TokenArray] = []
+    some, size = list[str](), 0
+    for text in [*texts, None]:
+        if some and (text is None or size + len(text) > LONG):
+            rows += [np.array(row, np.uint32) for row in tokenizer(some, **options)["input_ids"]]
+            some, size = [], 0
+        if text is not None and len(text) > LONG and can_be_cut(tokenizer):
+            rows.append(long_row(tokenizer, text, **options))
+        elif text is not None:
+            some.append(text)
+            size += len(text)
+    return rows
 
 
 @lru_cache(maxsize=4)
@@ -176,10 +189,13 @@ def _added(tokenizer: _Tokenizer) -> tuple[list[int], list[int]]:
     return sorted(special), [number for number, its in added.items() if not its and number not in special]
 
 
-def _without_space_after(tokenizer: _Tokenizer, row: TokenArray, end: int) -> TokenArray:
-    """A row up to its last end, if nothing but white space comes after: templates end lines there."""
-    at = np.flatnonzero(row == end)
-    return row[: at[-1] + 1] if len(at) and not tokenizer.decode(row[at[-1] + 1 :].tolist()).strip() else row
+def _bare(tokenizer: _Tokenizer, text: str, begin: int | None, end: int) -> str:
+    """A text without the white space around a begin and an end of its own: templates end lines there."""
+    if text.rstrip().endswith(tokenizer.convert_ids_to_tokens(end)):
+        text = text.rstrip()
+    if begin is not None and text.lstrip().startswith(tokenizer.convert_ids_to_tokens(begin)):
+        text = text.lstrip()
+    return text
 
 
 def load_tokens(data: DataPlan, model_path: str | None) -> Tokens:
