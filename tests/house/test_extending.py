@@ -1,11 +1,10 @@
 """What docs/extending.md tells people to write is taken from the page and tried."""
 
-import csv
 import re
 import tomllib
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from tangram.planner import rank as ranking
 from tangram.planner.actions import Action, check, simulate
 from tangram.planner.job import Job
 from tangram.sharding.derive.marks import Mark
-from tangram.training.data.rows import Row, no_field, text_of
+from tangram.training.data.rows import Row, text_of
 from tests.planner.machine import rates
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -80,16 +79,14 @@ def test_a_device() -> None:
 
 
 def test_a_kind_of_source(tmp_path: Path) -> None:
-    names: dict[str, Any] = {
-        "Path": Path, "Generator": Generator, "Row": Row, "csv": csv, "no_field": no_field, "text_of": text_of,
-    }  # fmt: skip
-    exec(block("python", "csv_rows"), names)  # noqa: S102
-    path = tmp_path / "a.csv"
-    path.write_text("text,n\nfirst,1\n,2\nthird,3\n")
-    assert [(row.number, row.text) for row in names["csv_rows"](path, "text", 0)] == [(0, b"first"), (2, b"third")]
-    assert [row.text for row in names["csv_rows"](path, "text", 1)] == [b"third"]
-    with pytest.raises(Exception, match='did you mean "text"'):
-        list(names["csv_rows"](path, "txt", 0))
+    names: dict[str, Any] = {"Path": Path, "BinaryIO": BinaryIO, "Generator": Generator, "Row": Row, "text_of": text_of}
+    exec(block("python", "line_rows"), names)  # noqa: S102
+    path = tmp_path / "a.log"
+    path.write_text("first\n\nthird\n")
+    for first, expected in enumerate(([(0, b"first"), (1, b""), (2, b"third")], [(1, b""), (2, b"third")])):
+        with path.open("rb") as stream:
+            rows = [(row.number, row.text) for row in names["line_rows"](path, stream, "text", first)]
+        assert rows == expected
 
 
 def test_an_op_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

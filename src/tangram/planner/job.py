@@ -77,12 +77,19 @@ class SourcePlan(Table):
     """How many samples come from this source, in proportion to the other weights."""
 
 
+Special = Literal["refuse", "parse", "text"]
+"""Of special tokens in text."""
+
+
 class DataPlan(Table):
     """Which text, cut into which samples, and how many of them make a step."""
 
     sources: Annotated[tuple[SourcePlan, ...], Field(min_length=1)]
     tokenizer: PathText = "model"
     """"bytes", "model" (the tokenizer beside the model; bytes for a preset), or a Hugging Face directory."""
+    special_tokens: Special = "refuse"
+    """The text of a special token in a document, as "</s>": "refuse" stops; "parse" makes it that token, for text
+    rendered by a template; "text" makes it characters like any other, so that nothing in a document can end it."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """The share of documents, chosen by the hash of their content, that is never trained on."""
     held_out_samples: Positive = 64

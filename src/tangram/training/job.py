@@ -30,7 +30,16 @@ from tangram.training.building import has_dropout, source_of
 from tangram.training.checkpoints import describe as describe_checkpoint
 from tangram.training.checkpoints import newest
 from tangram.training.cuts import cuts_of
-from tangram.training.data import Corpus, Tokens, load_tokens, open_corpus, padding, prepare, unigram_entropy
+from tangram.training.data import (
+    Corpus,
+    Tokens,
+    load_tokens,
+    open_corpus,
+    padding,
+    prepare,
+    times_seen,
+    unigram_entropy,
+)
 from tangram.training.events import Doing, ExpertLoads, Note, Record, Table
 from tangram.training.folder import near
 from tangram.training.launch import RankError, computing_as_a_rank, pick_device, refuse_too_many, run_ranks
@@ -199,6 +208,7 @@ def show(chosen: Chosen, ready: Prepared, resume: Path | None, on_event: OnEvent
                 ("software", ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers") if found[name])),
                 ("model", _model_words(ready.source.config, ready.source, ready.parameters)),
                 ("text", ready.corpus.summary()),
+                *reading(plan, ready.corpus).items(),
                 ("mesh", f"{plan.mesh} ({count(plan.ranks, 'process', 'es')})"),
                 *((("resumed from", str(resume)),) if resume else ()),
             ),
@@ -210,6 +220,18 @@ def show(chosen: Chosen, ready: Prepared, resume: Path | None, on_event: OnEvent
         same = "the same on any number of data ranks whose shares are whole micro-batches"
         others = "and others under tensor parallelism and in a pipeline"
         on_event(Note(f"the model has dropout: its masks are {same}, {others}"))
+
+
+def reading(plan: Plan, corpus: Corpus) -> dict[str, str]:
+    """What was taken of each source and what was left out, and how often the run takes its text."""
+    words: dict[str, str] = {}
+    for source, line, times in zip(
+        plan.data.sources, corpus.read, times_seen(corpus, plan.data, plan.run.steps), strict=True
+    ):
+        of = f" of {source.path}" if len(plan.data.sources) > 1 else ""
+        words[f"files{of}"] = line
+        words[f"text{of} is seen"] = f"{figures.three(times)} times in {plan.run.steps:,} steps"
+    return words
 
 
 def _model_words(config: PreTrainedConfig, source: Source, parameters: int) -> str:
@@ -249,6 +271,7 @@ def finish(
         unigram_entropy=entropy,
         packing=report.packing,
         padding=padding(ready.corpus, plan.data),
+        text=reading(plan, ready.corpus),
         eval_loss_relayout=proved.loss,
         relayout_relative_difference=proved.relative,
         relayout_logits_max_diff=proved.logits,

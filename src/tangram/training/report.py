@@ -50,6 +50,7 @@ def write_report(
         _checkpoints(record),
         _sample(sample),
         _plan(plan),
+        _table("Text", summary.text or {}),
         _table("Machine", machine),
         _table("Files", _places(summary)),
         f"<footer>Made by Tangram {escape(tangram.__version__)}. It needs no network: all is in this file.</footer>",

@@ -38,6 +38,8 @@ class Summary:
     """Which documents a sample held: "packed" as many as fit, "single" one."""
     padding: float | None = None
     """The share of the places of samples that held none."""
+    text: Mapping[str, Any] | None = None
+    """What was taken of each source, what was left out and why, and how many times the planned steps see its text."""
 
     skipped_steps: int = 0
     """Steps of this run that were not applied: `steps` counts them."""

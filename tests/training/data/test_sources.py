@@ -11,7 +11,8 @@ import pytest
 
 from tangram.errors import UserError
 from tangram.planner.job import SourcePlan
-from tangram.training.data.sources import documents, list_files
+from tangram.training.data.files import list_files
+from tangram.training.data.sources import documents
 
 ROWS = [{"text": f"row {number}", "other": "x"} for number in range(7)]
 EXPECTED = [f"row {number}".encode() for number in range(7)]

@@ -1,12 +1,13 @@
 """Bytes, and tokenizers of Hugging Face directories."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tangram.errors import UserError
-from tangram.training.data import BYTES, END, load_tokens
-from tangram.training.data.tokens import NotText
+from tangram.training.data import BYTES, END, Tokens, load_tokens
+from tangram.training.data.tokens import NotText, SpecialToken
 from tests.training.data.texts import data_plan, write_tokenizer
 
 
@@ -74,3 +75,99 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=r"cannot be read \(.*\): set data\.tokenizer"):
         load_tokens(data_plan(tmp_path, tmp_path), str(folder))
+
+
+def special_tokenizer(folder: Path, kind: str) -> Path:
+    """A tokenizer with <s>, </s> and <think>, which is no special token though it was added."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+    from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+    think = AddedToken("<think>", special=False)
+    if kind == "slow":
+        slow = ByT5Tokenizer(bos_token="<s>", extra_ids=0)
+        slow.save_pretrained(str(folder))
+        return folder
+    if kind == "sentencepiece":
+        sentencepiece = pytest.importorskip("sentencepiece")
+        from transformers import SpeechT5Tokenizer
+
+        folder.mkdir()
+        (folder / "text").write_text("the text of hi < / s >\n" * 5)
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(folder / "text"), model_prefix=str(folder / "spm"), vocab_size=25, model_type="bpe", minloglevel=2
+        )
+        SpeechT5Tokenizer(str(folder / "spm.model")).save_pretrained(str(folder))
+        return folder
+    if kind == "bytes":
+        own = Tokenizer(models.BPE())
+        own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+        trainer = trainers.BpeTrainer(
+            vocab_size=260, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        )
+    else:
+        own = Tokenizer(models.Unigram())
+        own.pre_tokenizer = pre_tokenizers.Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
+        trainer = trainers.UnigramTrainer(
+            vocab_size=40, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+        )
+    own.train_from_iterator(["the text of hi </s> <s>"] * 5, trainer)
+    unknown = {"unk_token": "<unk>"} if kind == "unigram" else {}
+    fast = PreTrainedTokenizerFast(tokenizer_object=own, bos_token="<s>", eos_token="</s>", **unknown)
+    fast.add_tokens([think])
+    fast.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["bytes", "unigram", "slow", "sentencepiece"])
+def test_the_plan_says_what_special_tokens_in_text_are(kind: str, tmp_path: Path) -> None:
+    folder = special_tokenizer(tmp_path / "model", kind)
+
+    def tokens_of(special: str) -> Tokens:
+        return load_tokens(data_plan(tmp_path, tmp_path, tokenizer=str(folder), special_tokens=special), None)
+
+    refuse, parse, text = (tokens_of(special) for special in ("refuse", "parse", "text"))
+    inside = [b"hi", b"hi </s> of <s> hi"]
+    with pytest.raises(SpecialToken, match=r'holds .<?/?s>.*set data\.special_tokens to "parse" if') as caught:
+        refuse.encode(inside)
+    assert caught.value.document == 1
+
+    counted = Counter[str]()
+    (row,) = parse.encode(inside[1:], counted)
+    assert parse.end in row
+    assert counted["special tokens: </s>"] == 1
+    (row,) = text.encode(inside[1:])
+    assert not {text.begin, text.end} & set(row.tolist())
+    assert len(row) > len(parse.encode(inside[1:])[0])
+    assert text.encode(inside[:1])[0].tolist() == refuse.encode(inside[:1])[0].tolist()
+
+    begin = "" if parse.begin is None else "<s>"
+    for rendered in (
+        f"{begin}hi of",
+        f"{begin}hi of</s>",
+        f"{begin}hi of</s></s>",
+        f"\n{begin}{begin}hi of</s>\n",
+        "hi of",
+    ):
+        (row,) = parse.encode([rendered.encode()])
+        ids = parse.document(row).tolist()
+        assert ids.count(parse.end) == 1
+        assert ids[-1] == parse.end
+        assert ids.count(parse.begin) == (ids[0] == parse.begin) == bool(begin)
+    assert not len(parse.document(parse.encode([f"{begin}</s>".encode()])[0]))
+
+
+def test_tokens_that_were_added_stay_when_special_ones_are_text(tmp_path: Path) -> None:
+    folder = special_tokenizer(tmp_path / "model", "bytes")
+    tokens = load_tokens(data_plan(tmp_path, tmp_path, tokenizer=str(folder), special_tokens="text"), None)
+    (row,) = tokens.encode([b"<think></s>"])
+    assert tokens.decode(row.tolist()).replace(" ", "") == "<think></s>"
+    assert tokens.decode(row[:1].tolist()) == "<think>"
+
+
+def test_special_tokens_that_cannot_be_text_are_refused(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "model", ("a", "b"), eos_token="end")  # a word like any other to its model
+    tokens = load_tokens(data_plan(tmp_path, tmp_path, tokenizer=str(folder), special_tokens="text"), None)
+    with pytest.raises(
+        SpecialToken, match=r"holds 'end', which this tokenizer cannot write as text: set data\.special_"
+    ):
+        tokens.encode([b"a end b"])

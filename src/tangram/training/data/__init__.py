@@ -1,13 +1,14 @@
 """From files to batches: documents, tokens, packed samples, and a stream whose position no number of ranks changes.
 
-sources  documents of files        tokens   text <-> numbers        cache   tokens on disk, made once
+files    what a source consists of  opened   what a file is          sources  documents of files
+tokens   text <-> numbers           cache    tokens on disk, made once
 samples  windows over documents    shuffle  an order as a function  mix     sources by weight
 corpus   what a job trains on      stream   what each rank gets of it
 """
 
-from tangram.training.data.corpus import Corpus, open_corpus, prepare
+from tangram.training.data.corpus import Corpus, open_corpus, prepare, times_seen
+from tangram.training.data.files import list_files
 from tangram.training.data.samples import IGNORE, Batch, Split
-from tangram.training.data.sources import list_files
 from tangram.training.data.stream import (
     RankBatches,
     Stream,
@@ -40,5 +41,6 @@ __all__ = [
     "prepare",
     "sample_ids",
     "step_batches",
+    "times_seen",
     "unigram_entropy",
 ]

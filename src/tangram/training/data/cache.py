@@ -9,8 +9,10 @@ import fcntl
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ import numpy as np
 
 from tangram.errors import UserError
 from tangram.planner.job import DataPlan, SourcePlan
-from tangram.training.data.sources import Document, Files, documents, list_files
+from tangram.training.data.files import LEFT_OUT, Files, list_files
+from tangram.training.data.sources import EMPTY, READING, Document, documents
 from tangram.training.data.store import FORMAT, Store, Writer, open_store
-from tangram.training.data.tokens import NotText, Tokens
+from tangram.training.data.tokens import NotText, SpecialToken, Tokens
 from tangram.training.events import Note, Working
 
 PART_BYTES = 4 << 20  # of text in a part, unless one document has more; what a kill loses at most
@@ -50,10 +53,10 @@ def fill(data: DataPlan, source: SourcePlan, tokens: Tokens, on_event: OnEvent, 
             if _is_complete(folder):
                 return
             writer = Writer(folder, np.uint16 if tokens.vocabulary <= 1 << 16 else np.uint32)
-            _write(writer, files, source, data, tokens, on_event, part_bytes)
+            tally = _write(writer, files, source, data, tokens, on_event, part_bytes)
             if _identity(list_files(source), source, data, tokens) != identity:
                 raise UserError(f'files of the source "{source.path}" changed while they were read: run again')
-            writer.finish({"source": source.path, "field": source.field, "tokens": tokens.name})
+            writer.finish({"source": source.path, "field": source.field, "tokens": tokens.name}, tally)
     except OSError as error:
         raise UserError(
             f'the tokens of "{source.path}" cannot be kept in "{folder.parent}": {error.strerror or error}. Set '
@@ -63,7 +66,8 @@ def fill(data: DataPlan, source: SourcePlan, tokens: Tokens, on_event: OnEvent, 
 
 def open_source(data: DataPlan, source: SourcePlan, tokens: Tokens) -> Store:
     """Map the cache of a source. Raises UserError when it is not complete, or damaged."""
-    folder = _folder(data, _identity(list_files(source), source, data, tokens))
+    files = list_files(source)
+    folder = _folder(data, _identity(files, source, data, tokens))
     try:
         store = open_store(folder)
     except OSError as error:
@@ -73,7 +77,7 @@ def open_source(data: DataPlan, source: SourcePlan, tokens: Tokens) -> Store:
             f'the tokens of "{source.path}" are not in the cache "{folder.parent}": prepare them first, or set '
             "data.cache to a folder that all machines share"
         )
-    return store
+    return replace(store, tally=store.tally + Counter({f"{LEFT_OUT}: {what}": n for what, n in files.left_out.items()}))
 
 
 def _is_complete(folder: Path) -> bool:
@@ -86,7 +90,8 @@ def _is_complete(folder: Path) -> bool:
 
 def _identity(files: Files, source: SourcePlan, data: DataPlan, tokens: Tokens) -> str:
     listed = [[file.name, file.size, file.changed_ns] for file in files.files]
-    about = [FORMAT, str(files.root.absolute()), listed, source.field, data.held_out, tokens.digest]
+    about = [FORMAT, READING, str(files.root.absolute()), listed, source.field, data.held_out]
+    about += [files.choice, tokens.digest, tokens.special]
     return hashlib.blake2b(json.dumps(about).encode(), digest_size=16).hexdigest()
 
 
@@ -119,26 +124,35 @@ def _write(
     tokens: Tokens,
     on_event: OnEvent,
     part_bytes: int,
-) -> None:
+) -> Counter[str]:
+    """Write the parts that are missing; what was counted, those that were there included."""
+    tally = Counter(writer.last.tally)
     what = f"tokenising {source.path}"
     on_event(Working(what, writer.last.done, files.size, "bytes"))
     part: list[Document] = []
     size = 0
     last = Document(-1, -1, b"", -1)
-    for document in chain(documents(files, source.field, writer.last.cursor), [last]):
+    for document in chain(documents(files, source.field, writer.last.cursor, tally), [last]):
         if document is not last:
             part.append(document)
             size += len(document.text)
         if part and (size >= part_bytes or document is last):
-            writer.append(_encoded(part, files, data, tokens), (part[-1].file, part[-1].number + 1), part[-1].done)
+            rows = _encoded(part, files, data, tokens, tally)
+            writer.append(rows, (part[-1].file, part[-1].number + 1), part[-1].done, tally)
             on_event(Working(what, part[-1].done, files.size, "bytes"))
             part, size = [], 0
+    return tally
 
 
-def _encoded(part: list[Document], files: Files, data: DataPlan, tokens: Tokens) -> tuple[list[Any], list[Any]]:
+def _encoded(
+    part: list[Document], files: Files, data: DataPlan, tokens: Tokens, tally: Counter[str]
+) -> tuple[list[Any], list[Any]]:
     """The tokens of the documents that are trained on, and of those that are held out."""
     try:
-        encoded = tokens.encode([document.text for document in part])
+        encoded = tokens.encode([document.text for document in part], tally)
+    except SpecialToken as error:
+        wrong = part[error.document]
+        raise UserError(f'document {wrong.number + 1} of "{files.path(wrong.file)}" {error}') from None
     except NotText as error:
         wrong = part[error.document]
         raise UserError(
@@ -146,11 +160,11 @@ def _encoded(part: list[Document], files: Files, data: DataPlan, tokens: Tokens)
             'source, or set data.tokenizer = "bytes"'
         ) from None
     rows: tuple[list[Any], list[Any]] = ([], [])
-    begin = np.array([] if tokens.begin is None else [tokens.begin], np.uint32)
-    end = np.array([tokens.end], np.uint32)
     for document, row in zip(part, encoded, strict=True):
-        if len(row):
-            rows[is_held_out(document.text, data.held_out)].append(np.concatenate([begin, row, end]))
+        if len(opened := tokens.document(row)):
+            rows[is_held_out(document.text, data.held_out)].append(opened)
+        else:
+            tally[EMPTY] += 1
     return rows
 
 

@@ -1,14 +1,17 @@
 """The text of a job, ready to be trained on: tokenised once by `prepare`, mapped by every rank with `open_corpus`."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.planner.job import DataPlan
 from tangram.training.data.cache import PART_BYTES, fill, open_source
+from tangram.training.data.files import LEFT_OUT, TAKEN, in_words
 from tangram.training.data.samples import Split
-from tangram.training.data.tokens import Tokens
+from tangram.training.data.store import Store
+from tangram.training.data.tokens import SPECIAL, Tokens
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class Corpus:
     """A fixed text for the content, by which ranks and resumed runs know that they read the same."""
     fill: int
     """The token in places that count nothing."""
+    read: tuple[str, ...] = ()
+    """Of each source, how many files and documents were taken and left out, and why, in words."""
 
     def summary(self) -> str:
         """How much text it is, in words."""
@@ -67,7 +72,34 @@ def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
             f"text file is one, a line of JSONL is one), raise data.held_out (now {data.held_out}), or set it and "
             "run.evaluate_every to 0 to measure none"
         )
-    return Corpus(training, held_out, content.hexdigest(), tokens.end)
+    read = tuple(_read(store, data) for store in stores)
+    return Corpus(training, held_out, content.hexdigest(), tokens.end, read)
+
+
+def times_seen(corpus: Corpus, data: DataPlan, steps: int) -> tuple[float, ...]:
+    """How many times `steps` steps take each source's training text."""
+    weights = sum(source.weight for source in data.sources)
+    return tuple(
+        steps * data.global_batch * source.weight / weights / split.windows(data.sequence, single=is_single(data))
+        for source, split in zip(data.sources, corpus.training, strict=True)
+    )
+
+
+def _read(store: Store, data: DataPlan) -> str:
+    """What was counted while the tokens of a source were made, as one line."""
+    counts: dict[str, Counter[str]] = {TAKEN: Counter(), LEFT_OUT: Counter(), SPECIAL: Counter()}
+    for key, number in store.tally.items():
+        what, _, which = key.partition(": ")
+        counts[what][which] = number
+    taken, left_out, special = counts.values()
+    documents = sum(len(split.end_D) for split in store.splits)
+    words = [f"{taken.total():,} taken ({in_words(taken)}), {documents:,} documents"]
+    if left_out:
+        words.append(f"left out: {in_words(left_out)}")
+    if special:
+        how = "read as special tokens" if data.special_tokens == "parse" else "read as characters"
+        words.append(f"{in_words(special)} in the text {how} (data.special_tokens)")
+    return "; ".join(words)
 
 
 def _where(kept: int, share: float) -> str:

@@ -30,11 +30,15 @@ def text_of(value: object, field: str, where: str) -> bytes:
         raise UserError(f'"{field}" in {where} is no text: it holds one half of a surrogate pair') from None
 
 
-def no_field(field: str, known: Iterable[str], where: str) -> UserError:
+class NoField(UserError):
+    """A file or row has no column of the name that the source gives."""
+
+
+def no_field(field: str, known: Iterable[str], where: str) -> NoField:
     names = list(known)
     near = difflib.get_close_matches(field, names, 1)
     hint = f'did you mean "{near[0]}"?' if near else f"it has {', '.join(names) or 'none'}"
-    return UserError(f'{where} has no "{field}": {hint} Set the source\'s field')
+    return NoField(f'{where} has no "{field}": {hint} Set the source\'s field')
 
 
 def unreadable(path: Path, error: Exception) -> UserError:

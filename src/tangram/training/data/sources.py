@@ -1,31 +1,29 @@
 """The documents of a source, one after the other, without holding more than a few of them.
 
 `list_files` says what a source consists of before anything is read; `documents` reads it, from any document on. What
-kind a file is its name says: JSONL, parquet, and everything else is one document of text. A `datasets` directory is one
-source as a whole. Text in columns is in the column `field`; null and empty text is no document.
+kind a file is its content says, with its name where that leaves a choice: JSON lines, JSON, cells (CSV, TSV), parquet;
+any other text is one document. A `datasets` directory is one source as a whole. Text in columns is in the column
+`field`; null and empty text is no document.
 """
 
-import gzip
 import json
-import os
-import sysconfig
 import zlib
-from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Generator, Iterator
+from lzma import LZMAError
 from pathlib import Path
 from typing import NamedTuple, cast
 
 from tangram.errors import UserError
-from tangram.planner.job import SourcePlan
-from tangram.training.data.rows import Row, no_field, text_of, unreadable
-from tangram.training.data.tables import dataset_rows, parquet_rows
+from tangram.training.data.files import JSON_LINES, LEFT_OUT, TAKEN, Files
+from tangram.training.data.opened import Opened, opened
+from tangram.training.data.rows import NoField, Row, no_field, text_of, unreadable
+from tangram.training.data.tables import cell_rows, dataset_rows, parquet_rows
 
-STDLIB = "stdlib"
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})  # of the stdlib
-TEXT = (".txt", ".md", ".rst", ".py")  # taken without a pattern; with one, every file that it matches
-JSONL = (".jsonl", ".jsonl.gz")
-PARQUET = ".parquet"
-_BINARY = (".arrow", ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".7z")
+READING = 2
+"""The rules by which files are read; to be raised when the same files come to give other documents."""
+
+EMPTY = f"{LEFT_OUT}: documents without text"
 
 
 class Document(NamedTuple):
@@ -37,142 +35,128 @@ class Document(NamedTuple):
     done: int
 
 
-@dataclass(frozen=True)
-class File:
-    """A file as it was found; its name is relative to the source's root."""
-
-    name: str
-    size: int
-    changed_ns: int
-
-
-@dataclass(frozen=True)
-class Files:
-    """What a source consists of. `table`: the whole is one `datasets` directory."""
-
-    root: Path
-    files: tuple[File, ...]
-    table: bool = False
-
-    @property
-    def size(self) -> int:
-        """The bytes of all files."""
-        return sum(file.size for file in self.files)
-
-    def path(self, file: int) -> Path:
-        """Where a file lies."""
-        return self.root / self.files[file].name
-
-
-def list_files(source: SourcePlan) -> Files:
-    """The files of a source, by name. Raises UserError when there are none."""
-    root = Path(sysconfig.get_path("stdlib")) if source.path == STDLIB else Path(source.path)
-    if root.is_file():
-        return Files(root.parent, (_found(root, root.parent),))
-    if not root.is_dir():
-        raise UserError(f'the source "{root}" in data.sources does not exist: give a file, a folder, or "{STDLIB}"')
-    table = source.pattern is None and any((root / name).is_file() for name in ("state.json", "dataset_dict.json"))
-    if table:
-        paths = [path for path in root.rglob("*") if path.is_file()]
-    else:
-        paths = [path for path in _matches(root, source) if path.is_file()]
-    if not paths:
-        kinds = ", ".join([*TEXT, *JSONL, PARQUET])
-        what = f'matches "{source.pattern}"' if source.pattern else f"is of a known kind ({kinds})"
-        raise UserError(
-            f'no file under the source "{root}" {what}: give the source a pattern, as in pattern = "**/*.txt"'
-        )
-    return Files(root, tuple(_found(path, root) for path in sorted(paths)), table)
-
-
-def _matches(root: Path, source: SourcePlan) -> Iterator[Path]:
-    stdlib = source.path == STDLIB
-    if source.pattern is None:
-        kinds = (".py",) if stdlib else (*TEXT, *JSONL, PARQUET)
-        yield from _walk(root, kinds, stdlib)
-        return
-    try:
-        paths = list(root.glob(source.pattern))
-    except (ValueError, NotImplementedError, IndexError) as error:
-        raise UserError(
-            f'the pattern "{source.pattern}" in data.sources cannot be used: {error}. Give one relative to its path, '
-            'as in "**/*.py"'
-        ) from None
-    for path in paths:
-        if not (stdlib and SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1])):
-            yield path
-
-
-def _walk(root: Path, kinds: tuple[str, ...], stdlib: bool) -> Iterator[Path]:
-    """The files of these kinds; what is skipped is not even looked into, for it may hold more than all the rest."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not (name in SKIPPED_FOLDERS if stdlib else name.startswith("."))]
-        for name in names:
-            if name.lower().endswith(kinds) and not name.startswith("."):
-                yield Path(folder) / name
-
-
-def _found(path: Path, root: Path) -> File:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise unreadable(path, error) from None
-    return File(path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns)
-
-
-def documents(files: Files, field: str, begin: tuple[int, int] = (0, 0)) -> Iterator[Document]:
+def documents(
+    files: Files, field: str, begin: tuple[int, int] = (0, 0), tally: Counter[str] | None = None
+) -> Iterator[Document]:
     """Every document from number `begin[1]` of file `begin[0]` on, always in the same order.
 
+    `tally` counts files as they are begun, by kind, and what is left out, by reason; `corpus` puts it into words.
     Raises UserError, with the name of the file, for what cannot be read.
     """
+    tally = Counter() if tally is None else tally
     if files.table:
-        rows = dataset_rows(files.root, field, begin[1])
+        if not begin[1]:
+            tally[f"{TAKEN}: `datasets` directory"] += 1
         length = max(1, files.size)
-        for number, text, share in rows:
+        for number, text, share in _with_text(dataset_rows(files.root, field, begin[1]), tally):
             yield Document(0, number, text, int(share * length))
         return
     before = sum(file.size for file in files.files[: begin[0]])
     for file in range(begin[0], len(files.files)):
         first = begin[1] if file == begin[0] else 0
         size = files.files[file].size
-        for number, text, share in _file_rows(files.path(file), field, first):
-            yield Document(file, number, text, before + int(share * size))
+        for number, text, share in _with_text(_file_rows(files.path(file), files.choice, field, first, tally), tally):
+            yield Document(file, number, text, before + max(1, int(share * size)))
         before += size
 
 
-def _file_rows(path: Path, field: str, first: int) -> Generator[Row]:
-    name = path.name.lower()
+def _with_text(rows: Iterator[Row], tally: Counter[str]) -> Iterator[Row]:
+    for row in rows:
+        if row.text:
+            yield row
+        else:
+            tally[EMPTY] += 1
+
+
+def _file_rows(path: Path, choice: str, field: str, first: int, tally: Counter[str]) -> Generator[Row]:
     try:
-        if name.endswith(JSONL):
-            yield from _json_rows(path, field, first)
-        elif name.endswith(PARQUET):
-            yield from parquet_rows(path, field, first)
-        elif name.endswith(_BINARY):
-            raise UserError(f'the file "{path}" is no text: unpack it, or leave it out by the source\'s pattern')
-        elif not first and (text := path.read_bytes()):
-            yield Row(0, text, 1.0)
-    except (OSError, EOFError, zlib.error) as error:
+        with opened(path, field) as file:
+            if file.kind == "binary":
+                if choice != "pattern":
+                    raise UserError(f'the file "{path}" is no text, it has zero bytes: leave it out by a pattern')
+                tally[f"{LEFT_OUT}: binary"] += 1
+                return
+            # A folder is given for what it has: tables of something else may lie beside the text.
+            soft = choice == "folder" and not first and not file.name.endswith(JSON_LINES) and file.kind != "parquet"
+            rows = _rows(path, file, field, first)
+            try:
+                one = next(rows, None)
+            except NoField:
+                if not soft:
+                    raise
+                tally[f'{LEFT_OUT}: {path.suffix.lower()} without "{field}"'] += 1
+                return
+            if not first:
+                tally[f"{TAKEN}: {file.kind}"] += 1
+            if one is not None:
+                yield one
+                yield from rows
+    except (OSError, EOFError, zlib.error, LZMAError) as error:
         raise unreadable(path, error) from None
 
 
-def _json_rows(path: Path, field: str, first: int) -> Generator[Row]:
-    size = max(1, path.stat().st_size)
-    with path.open("rb") as raw:
-        lines = cast("Iterable[bytes]", gzip.GzipFile(fileobj=raw) if path.name.lower().endswith(".gz") else raw)
-        read = 0
-        for number, line in enumerate(lines):
-            read += len(line)
-            if number < first or not line.strip():
-                continue
-            where = f'line {number + 1} of "{path}"'
-            try:
-                row: object = json.loads(line)
-            except ValueError as error:  # of JSON, or of UTF-8
-                raise UserError(f"{where} is no JSON: {error}. Mend the line or leave the file out") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{where} is no JSON object: each line has to be one, with its text under a name")
-            columns = cast("dict[str, object]", row)
-            if field not in columns:
-                raise no_field(field, columns, where)
-            if text := text_of(columns[field], field, where):
-                yield Row(number, text, min(1.0, (read if lines is raw else raw.tell()) / size))
+def _rows(path: Path, file: Opened, field: str, first: int) -> Iterator[Row]:
+    match file.kind:
+        case "parquet":
+            yield from parquet_rows(path, field, first)
+        case "JSON lines":
+            yield from _json_lines(path, file, field, first)
+        case "JSON":
+            yield from _json_values(path, file, field, first)
+        case "cells":
+            for number, text in cell_rows(path, file.stream, file.name[-4:], field, first):
+                yield Row(number, text, file.share)
+        case _:
+            if not first:
+                yield Row(0, file.stream.read(), 1.0)
+
+
+def _json_lines(path: Path, file: Opened, field: str, first: int) -> Iterator[Row]:
+    for number, line in enumerate(file.stream):
+        if number < first or not line.strip():
+            continue
+        where = f'line {number + 1} of "{path}"'
+        try:
+            row: object = json.loads(line)
+        except ValueError as error:  # of JSON, or of UTF-8
+            raise UserError(f"{where} is no JSON: {error}. Mend the line or leave the file out") from None
+        yield Row(number, _column(row, field, where), file.share)
+
+
+def _json_values(path: Path, file: Opened, field: str, first: int) -> Iterator[Row]:
+    """The objects of an array, or one after the other without one: all of the text is in memory, but not of them."""
+    text, number, decoder = "", -1, json.JSONDecoder()
+    try:
+        text = file.stream.read().decode().strip()
+        array = text.startswith("[")
+        at = _after_space(text, 1) if array else 0
+        while at < len(text) and not (array and text.startswith("]", at)):
+            number += 1
+            row, at = decoder.raw_decode(text, at)
+            if number >= first:
+                yield Row(number, _column(row, field, f'object {number + 1} of "{path}"'), at / len(text))
+            at = _after_space(text, at)
+            if array and text[at : at + 1] not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+            at = _after_space(text, at + 1) if array and text[at] == "," else at
+        if array and at != len(text) - 1:
+            raise json.JSONDecodeError("Expecting one array and nothing after it", text, at)
+    except UnicodeDecodeError as error:
+        raise UserError(f'the file "{path}" is no UTF-8 text ({error.reason}): write it as UTF-8') from None
+    except json.JSONDecodeError as error:
+        raise UserError(f'"{path}" is no JSON: {error}. Mend it or leave the file out') from None
+
+
+def _after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _column(row: object, field: str, where: str) -> bytes:
+    if not isinstance(row, dict):
+        raise NoField(f"{where} is no JSON object: each has to be one, with its text under a name")
+    columns = cast("dict[str, object]", row)
+    if field not in columns:
+        raise no_field(field, columns, where)
+    return text_of(columns[field], field, where)

@@ -13,9 +13,10 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from tangram.errors import UserError
 from tangram.training.data.samples import Split
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest"
 JOURNAL = "journal"
 SPLITS = ("training", "held_out")
@@ -47,6 +48,8 @@ class Part:
     documents: tuple[int, int] = (0, 0)
     blocks: tuple[list[int], list[int]] = ([], [])
     ends: tuple[int, int] = (0, 0)
+    tally: dict[str, int] = field(default_factory=dict[str, int])
+    """What was counted while all parts so far were made, for people."""
 
     def line(self) -> bytes:
         """As it is written."""
@@ -65,7 +68,7 @@ def read_journal(folder: Path) -> list[Part]:
             if fields is None:
                 break
             pairs = {name: cast(Any, tuple(fields[name])) for name in Part.PAIRS}
-            parts.append(Part(done=fields["done"], **pairs))
+            parts.append(Part(done=fields["done"], tally=fields["tally"], **pairs))
     return parts
 
 
@@ -95,7 +98,7 @@ class Writer:
         """The last part that is there."""
         return self.parts[-1] if self.parts else BEGIN
 
-    def append(self, rows: tuple[Rows, Rows], cursor: tuple[int, int], done: int) -> None:
+    def append(self, rows: tuple[Rows, Rows], cursor: tuple[int, int], done: int, tally: Mapping[str, int]) -> None:
         """Write a part: the training and the held-out documents up to `cursor`, as rows of tokens."""
         tokens = [np.concatenate([np.zeros(0, self._dtype), *own]).astype(self._dtype).tobytes() for own in rows]
         ends = [
@@ -116,11 +119,12 @@ class Writer:
             documents=(last.documents[0] + len(rows[0]), last.documents[1] + len(rows[1])),
             blocks=(_checksums(tokens[0]), _checksums(tokens[1])),
             ends=(zlib.crc32(ends[0]), zlib.crc32(ends[1])),
+            tally=dict(tally),
         )
         _append(self.folder / JOURNAL, part.line())
         self.parts.append(part)
 
-    def finish(self, about: dict[str, Any]) -> None:
+    def finish(self, about: dict[str, Any], tally: Mapping[str, int]) -> None:
         """Say that it is complete. `about` is for people who look into the folder."""
         manifest = {
             "format": FORMAT,
@@ -128,6 +132,7 @@ class Writer:
             "parts": len(self.parts),
             "journal": zlib.crc32((self.folder / JOURNAL).read_bytes()),
             "about": about,
+            "tally": dict(tally),
         }
         unfinished = self.folder / f"{MANIFEST}.new"
         unfinished.unlink(missing_ok=True)
@@ -214,6 +219,8 @@ class Store:
     splits: tuple[Split, Split]
     digest: str
     """Of the tokens and of where documents end."""
+    tally: Counter[str] = field(default_factory=Counter[str])
+    """What was counted while they were made."""
 
 
 def open_store(folder: Path) -> Store | None:
@@ -238,7 +245,7 @@ def open_store(folder: Path) -> Store | None:
             raise damaged(_tokens_file(folder, split))
         reader = _Reader(folder, split, dtype, parts)
         splits.append(Split(last.tokens[split], _ends(folder, split, parts), reader))
-    return Store((splits[0], splits[1]), content.hexdigest())
+    return Store((splits[0], splits[1]), content.hexdigest(), Counter(cast("dict[str, int]", manifest["tally"])))
 
 
 def _ends(folder: Path, split: int, parts: Sequence[Part]) -> npt.NDArray[np.uint64]:

@@ -1,16 +1,50 @@
-"""Text in tables: parquet files and `datasets` directories, some rows at a time.
+"""Text in tables: lines of cells, parquet files and `datasets` directories, some rows at a time.
 
-Their libraries are an extra, and have no types: what they return is checked here, where it enters.
+The libraries of the last two are an extra, and have no types: what they return is checked here, where it enters.
 """
 
+import csv
+import io
+import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from tangram.errors import UserError
 from tangram.training.data.rows import Row, no_field, text_of, unreadable
 
+_DELIMITERS = {".csv": ",;\t|", ".tsv": "\t"}
 _ROWS = 1000  # of a table that are in memory at once
+
+
+def cell_rows(path: Path, stream: BinaryIO, ending: str, field: str, first: int) -> Generator[tuple[int, bytes]]:
+    """The texts of the column `field` of comma- or tab-separated cells under a line of names, with their numbers.
+
+    Which delimiter separates the cells, the line of names says: the one by which `field` is a name.
+    """
+    lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    number = -1
+    limit = csv.field_size_limit(sys.maxsize)  # of the process: a document may be longer than its 131,072 characters
+    try:
+        header = lines.readline()
+        cut = {by: next(csv.reader([header], delimiter=by), list[str]()) for by in _DELIMITERS[ending]}
+        delimiter, names = next(((by, names) for by, names in cut.items() if field in names), ("", list[str]()))
+        if not names:
+            raise no_field(field, cut[_DELIMITERS[ending][0]], f'"{path}"')
+        column = names.index(field)
+        for number, cells in enumerate(csv.reader(lines, delimiter=delimiter, strict=True)):
+            where = f'row {number + 1} of "{path}"'
+            if cells and len(cells) != len(names):
+                raise UserError(f"{where} has {len(cells)} cells under {len(names)} names: mend it, quotes above all")
+            if cells and number >= first:
+                yield number, text_of(cells[column], field, where)
+    except csv.Error as error:
+        raise UserError(f'row {number + 2} of "{path}" cannot be read: {error}. Mend it, quotes above all') from None
+    except UnicodeDecodeError as error:
+        raise UserError(f'the file "{path}" is no UTF-8 text ({error.reason}): write it as UTF-8') from None
+    finally:
+        csv.field_size_limit(limit)
+        lines.detach()
 
 
 def parquet_rows(path: Path, field: str, first: int) -> Generator[Row]:
@@ -19,7 +53,7 @@ def parquet_rows(path: Path, field: str, first: int) -> Generator[Row]:
         import pyarrow as arrow_  # pyright: ignore[reportMissingTypeStubs]
         import pyarrow.parquet as parquet_  # pyright: ignore[reportMissingTypeStubs]
     except ImportError:
-        raise _needs_extra("parquet files", "pyarrow") from None
+        raise needs_extra("parquet files", "pyarrow") from None
     arrow, parquet = cast(Any, arrow_), cast(Any, parquet_)
     try:
         with parquet.ParquetFile(path) as file:
@@ -35,8 +69,8 @@ def parquet_rows(path: Path, field: str, first: int) -> Generator[Row]:
                 for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[field]):
                     values = cast("list[object]", batch.column(0).to_pylist())
                     for row, value in enumerate(values, number):
-                        if row >= first and (text := text_of(value, field, f'row {row + 1} of "{path}"')):
-                            yield Row(row, text, (row + 1) / rows)
+                        if row >= first:
+                            yield Row(row, text_of(value, field, f'row {row + 1} of "{path}"'), (row + 1) / rows)
                     number += len(values)
     except cast("type[Exception]", arrow.ArrowException) as error:
         raise unreadable(path, error) from None
@@ -47,7 +81,7 @@ def dataset_rows(root: Path, field: str, first: int) -> Generator[Row]:
     try:
         import datasets as datasets_  # pyright: ignore[reportMissingTypeStubs]
     except ImportError:
-        raise _needs_extra("`datasets` directories", "datasets") from None
+        raise needs_extra("`datasets` directories", "datasets") from None
     datasets = cast(Any, datasets_)
     hidden = bool(datasets.are_progress_bars_disabled())
     datasets.disable_progress_bars()
@@ -73,9 +107,8 @@ def dataset_rows(root: Path, field: str, first: int) -> Generator[Row]:
     for start in range(first, rows, _ROWS):
         values = cast("list[object]", column[start : start + _ROWS][field])
         for row, value in enumerate(values, start):
-            if text := text_of(value, field, f'row {row + 1} of "{root}"'):
-                yield Row(row, text, (row + 1) / rows)
+            yield Row(row, text_of(value, field, f'row {row + 1} of "{root}"'), (row + 1) / rows)
 
 
-def _needs_extra(what: str, package: str) -> UserError:
+def needs_extra(what: str, package: str) -> UserError:
     return UserError(f'{what} are read with {package}, which is not installed: pip install "tangram-train[data]"')

@@ -3,12 +3,17 @@
 With bytes nothing has to be trained or downloaded before the first step: token i is byte i, and `END` opens and closes
 every document. Of a Hugging Face tokenizer only the text's own tokens are taken; what opens and closes a document is
 added here, for tokenizers do it in many ways, and packing needs exactly one.
+
+A document that holds a special token's text, as "</s>", says two things: a mark of whoever rendered it, or characters
+that happen to be those. Which it is the plan has to say; until it does, such a document is refused.
 """
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -16,10 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tangram.errors import UserError
-from tangram.planner.job import DataPlan
+from tangram.planner.job import DataPlan, Special
+from tangram.training.data.windows import LONG, can_be_cut, long_row
 
 END = 256  # before and after every document of bytes
 VOCABULARY = 257
+SPECIAL = "special tokens"  # in a tally
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model")
 
@@ -34,14 +41,25 @@ class NotText(ValueError):
         self.document = document
 
 
+class SpecialToken(ValueError):
+    """A document holds a special token, and that was not allowed: its place among those that were given."""
+
+    def __init__(self, document: int, why: str) -> None:
+        super().__init__(why)
+        self.document = document
+
+
 class _Tokenizer(Protocol):
     """What is used of a Hugging Face tokenizer."""
 
     bos_token_id: int | None
     eos_token_id: int | None
+    unk_token_id: int | None
+    added_tokens_decoder: dict[int, Any]
 
     def __call__(self, text: list[str], **options: Any) -> Any: ...
     def __len__(self) -> int: ...
+    def convert_ids_to_tokens(self, ids: int) -> str: ...
     def decode(self, ids: list[int], **options: Any) -> str: ...
     def get_vocab(self) -> dict[str, int]: ...
 
@@ -58,10 +76,15 @@ class Tokens:
     """A fixed text for what `encode` does: other tokens, another digest."""
     folder: Path | None = None
     """Where the tokenizer was read from; None: bytes."""
+    special: Special = "refuse"
+    """What becomes of the text of a special token in a document."""
     _tokenizer: _Tokenizer | None = field(default=None, repr=False, compare=False)
 
-    def encode(self, documents: Sequence[bytes]) -> list[TokenArray]:
-        """The tokens of each document, without begin and end. Raises NotText for bytes that are no UTF-8."""
+    def encode(self, documents: Sequence[bytes], tally: Counter[str] | None = None) -> list[TokenArray]:
+        """The tokens of each document, without begin and end.
+
+        `tally` counts the special tokens in them. Raises NotText for bytes that are no UTF-8, and SpecialToken.
+        """
         if self._tokenizer is None:
             return [np.frombuffer(document, np.uint8).astype(np.uint32) for document in documents]
         texts: list[str] = []
@@ -72,10 +95,54 @@ class Tokens:
                 raise NotText(number, f"byte {error.start} is {document[error.start]:#04x}") from None
         if not texts:
             return []
-        rows = self._tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )["input_ids"]
-        return [np.array(row, np.uint32) for row in rows]
+        rows = _ids(self._tokenizer, texts)
+        return [
+            self._specials(number, text, row, Counter() if tally is None else tally)
+            for number, (text, row) in enumerate(zip(texts, rows, strict=True))
+        ]
+
+    def document(self, row: TokenArray) -> TokenArray:
+        """A document as it is trained on: with one begin, if there is one, and one end, whatever `row` has of them.
+
+        Empty if `row` has nothing else.
+        """
+        while len(row) and row[0] == self.begin and self._tokenizer is not None:
+            row = row[1:]
+        while len(row) and row[-1] == self.end and self._tokenizer is not None:
+            row = row[:-1]
+        if not len(row):
+            return row
+        begin = [] if self.begin is None else [self.begin]
+        return np.concatenate([np.array(begin, np.uint32), row, np.array([self.end], np.uint32)])
+
+    def _specials(self, number: int, text: str, row: TokenArray, tally: Counter[str]) -> TokenArray:
+        """The row of a text as `special` has it."""
+        tokenizer = cast(_Tokenizer, self._tokenizer)
+        special, other = _added(tokenizer)
+        at = np.flatnonzero(np.isin(row, special))
+        if not len(at):
+            return row
+        names = {int(token): str(tokenizer.convert_ids_to_tokens(int(token))) for token in np.unique(row[at])}
+        if self.special == "refuse":
+            raise SpecialToken(
+                number,
+                f"holds {names[int(row[at[0]])]!r}, a special token of the tokenizer: set data.special_tokens to "
+                '"parse" if the text was rendered with special tokens (as a chat template does), or to "text" if they '
+                "are to be characters like any other",
+            )
+        for token in row[at].tolist():
+            tally[f"{SPECIAL}: {names[token]}"] += 1
+        if self.special == "parse":
+            bare = _bare(tokenizer, text, self.begin, self.end)
+            return row if bare == text else _ids(tokenizer, [bare])[0]
+        (plain,) = _ids(tokenizer, [text], split_special_tokens=True)
+        if np.isin(plain, special).any() or np.isin(plain, other).sum() != np.isin(row, other).sum():
+            raise SpecialToken(
+                number,
+                f"holds {names[int(row[at[0]])]!r}, which this tokenizer cannot write as text: set "
+                'data.special_tokens = "parse", or leave the document out',
+            )
+        return plain
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some tokens; begin and end are left out, and bytes that are no text show as such."""
@@ -86,6 +153,49 @@ class Tokens:
 
 
 BYTES = Tokens("bytes", VOCABULARY, END, END, hashlib.blake2b(b"bytes", digest_size=16).hexdigest())
+
+
+def _ids(tokenizer: _Tokenizer, texts: list[str], *, split_special_tokens: bool = False) -> list[TokenArray]:
+    """The tokens of texts, some of them at once: a tokenizer takes a hundred bytes of memory and more for each byte."""
+    options: dict[str, Any] = {
+        "add_special_tokens": False,
+        "split_special_tokens": split_special_tokens,
+        "return_attention_mask": False,
+        "return_token_type_ids": False,
+        "verbose": False,
+    }
+    rows: list[TokenArray] = []
+    some, size = list[str](), 0
+    for text in [*texts, None]:
+        if some and (text is None or size + len(text) > LONG):
+            rows += [np.array(row, np.uint32) for row in tokenizer(some, **options)["input_ids"]]
+            some, size = [], 0
+        if text is not None and len(text) > LONG and can_be_cut(tokenizer):
+            rows.append(long_row(tokenizer, text, **options))
+        elif text is not None:
+            some.append(text)
+            size += len(text)
+    return rows
+
+
+@lru_cache(maxsize=4)
+def _added(tokenizer: _Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids of special tokens, and of other tokens that were added. An unknown word is no special token."""
+    added = {number: bool(token.special) for number, token in tokenizer.added_tokens_decoder.items()}
+    special = {number for number, its in added.items() if its} - {tokenizer.unk_token_id}
+    for name in ("bos", "eos", "sep", "cls", "mask"):
+        number = cast("int | None", getattr(tokenizer, f"{name}_token_id", None))
+        special |= set() if number is None else {number}
+    return sorted(special), [number for number, its in added.items() if not its and number not in special]
+
+
+def _bare(tokenizer: _Tokenizer, text: str, begin: int | None, end: int) -> str:
+    """A text without the white space around a begin and an end of its own: templates end lines there."""
+    if text.rstrip().endswith(tokenizer.convert_ids_to_tokens(end)):
+        text = text.rstrip()
+    if begin is not None and text.lstrip().startswith(tokenizer.convert_ids_to_tokens(begin)):
+        text = text.lstrip()
+    return text
 
 
 def load_tokens(data: DataPlan, model_path: str | None) -> Tokens:
@@ -104,7 +214,7 @@ def load_tokens(data: DataPlan, model_path: str | None) -> Tokens:
             f"there is no tokenizer {where}: set data.tokenizer to a Hugging Face directory that has one, "
             'or to "bytes" for a model that is trained from scratch'
         )
-    return _read_tokenizer(folder)
+    return replace(_read_tokenizer(folder), special=data.special_tokens)
 
 
 def _read_tokenizer(folder: Path) -> Tokens:
