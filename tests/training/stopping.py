@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from tangram.cli.errors import reported
 from tangram.training.events import Note
 from tangram.training.launch import Rank, run_ranks
+from tangram.training.stop import POLITE
 
 
 def step_until_asked(rank: Rank, payload: None) -> tuple[str, int]:
@@ -31,11 +33,14 @@ def show(event: object) -> None:
 
 def main() -> None:
     """Run the ranks and say how they ended."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in POLITE]
     ended = run_ranks(step_until_asked, None, world=2, on_event=show, device="cpu")
     names = {name for name, _ in ended} - {""}
-    print(f"{' '.join(names) or None} at step {' '.join(str(step) for _, step in ended)}")
-    print("the handlers are as before:", before == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)])
+    said = f"{' '.join(names) or None} at step {' '.join(str(step) for _, step in ended)}"
+    print(said)
+    print("the handlers are as before:", before == [signal.getsignal(number) for number in POLITE])
+    for file in sys.argv[1:]:
+        Path(file).write_text(said)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,10 @@ def test_a_run_that_is_cut_short_goes_on_as_if_it_had_not_been(
     assert main(["train", "--resume", "--out", str(out)]) == 2
     assert "is of step 6, and run.steps is 6: nothing is left to do" in capsys.readouterr().err
     assert main(["train", str(plan), "--resume", "--out", str(out), "--set", "seed=4", "--steps", "9"]) == 2
-    assert "was trained with seed 3, and the plan has 4" in capsys.readouterr().err
+    assert (
+        "was trained with seed 3, and the plan has 4; with run.steps 6, and the plan has 9 (the learning rate of step 7"
+        in capsys.readouterr().err
+    )
     assert load(out / "plan.toml").seed == 3  # a plan that was refused has replaced nothing
     newest = max((out / "checkpoint").glob("step-*"))
     flip_a_bit(max(newest.glob("*.safetensors"), key=lambda file: file.stat().st_size))
@@ -99,7 +102,10 @@ def test_a_run_that_is_cut_short_goes_on_as_if_it_had_not_been(
     assert (again["resumed_from"], again["eval_loss"]) == (4, whole["eval_loss"])  # the one before it
     other = ["--set", "model.change.hidden_size=16", "--set", "run.steps=9"]
     assert main(["train", str(plan), "--resume", "--out", str(out), *other]) == 2
-    assert "another model" in capsys.readouterr().err
+    assert "hidden_size of the model was 32, is 16" in capsys.readouterr().err
+    other += ["--allow", "model.change", "--allow", "run.steps"]
+    assert main(["train", str(plan), "--resume", "--out", str(out), *other]) == 2
+    assert "another model" in capsys.readouterr().err  # what does not fit cannot be allowed
 
 
 def test_a_model_with_weights_and_a_tokenizer_of_its_own(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +147,7 @@ def test_a_model_that_mixes_documents_trains_on_one_at_a_time_and_goes_on_so(
     train(capsys, plan, *other, "--out", out, "--set", "run.max_seconds=1e-6")
     refused = ["train", str(plan), "--resume", "--out", str(out), *map(str, other), "--set", "data.packing=packed"]
     assert main(refused) == 2
-    assert "was trained with data.packing single, and the plan has packed: resume" in capsys.readouterr().err
+    assert 'was trained with data.packing "single", and the plan has "packed": resume' in capsys.readouterr().err
     alone = ["--set", 'mesh="dp=1"']
     rest, shown = train(capsys, plan, "--resume", "--out", out, *other, *alone)
     assert "as in the run that goes on" in shown
@@ -212,7 +218,7 @@ def test_a_signal_saves_and_says_how_to_go_on(name: str, shared: Path, tmp_path:
     assert f"tangram train --resume --out {out}" in shown
     assert not (out / "summary.json").exists()
     more = subprocess.run(
-        [sys.executable, "-m", "tangram", "train", "--resume", "--out", out, "--steps", str(step + 1), "--json"],
+        [sys.executable, "-m", "tangram", "train", "--resume", "--out", out, "--set", "run.max_seconds=1e-6", "--json"],
         capture_output=True,
         text=True,
         timeout=300,

@@ -61,8 +61,8 @@ def test_the_last_run_of_a_name_is_resumed_and_keeps_the_plan_before() -> None:
     for folder in ("runs/mine", "runs/mine-2", "runs/other"):
         Path(folder).mkdir(parents=True)
         Path(folder, "plan.toml").write_text(PLAN)
-    folder = folder_to_resume(None, "mine")
-    assert folder == Path("runs/mine-2")
+    folder = Path("runs/mine-2")
+    assert folder_to_resume(None, "mine") == folder
     replace_plan(folder, PLAN)
     assert [path.name for path in folder.iterdir()] == ["plan.toml"]
     for seed in (2, 3):
@@ -74,13 +74,23 @@ def test_the_last_run_of_a_name_is_resumed_and_keeps_the_plan_before() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("out", "name", "words"),
-    [("nowhere", None, 'no run to resume in "nowhere"'), (None, "mine", "no run to resume"), (None, None, "--out")],
-)
-def test_there_must_be_something_to_resume(out: str | None, name: str | None, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        folder_to_resume(Path(out) if out else None, name)
+def test_where_there_is_no_run_yet_one_begins() -> None:
+    Path("empty/deep").mkdir(parents=True)
+    assert [folder_to_resume(Path(out), None) for out in ("nowhere", "empty")] == [None, None]
+    assert folder_to_resume(None, "mine") is None
+
+
+def test_what_is_no_folder_of_a_run_is_not_resumed() -> None:
+    with pytest.raises(UserError, match="--out"):
+        folder_to_resume(None, None)
+    Path("photos").mkdir()
+    Path("photos/me.png").touch()
+    with pytest.raises(UserError, match=r'no run to resume in "photos": it holds files, but no run'):
+        folder_to_resume(Path("photos"), "mine")
+    with pytest.raises(UserError, match="is a file"):
+        folder_to_resume(Path("photos/me.png"), "mine")
+    Path("photos/checkpoint").mkdir()
+    assert folder_to_resume(Path("photos"), "mine") == Path("photos")
 
 
 def test_nobody_goes_on_in_a_folder_in_which_a_run_still_trains(tmp_path: Path) -> None:

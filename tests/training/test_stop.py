@@ -1,9 +1,11 @@
 """A signal asks the ranks to stop after their step, wherever it arrives; the second one ends the job at once."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -78,6 +80,29 @@ def test_a_signal_stops_all_ranks_after_their_step(
         assert line() == "the handlers are as before: True"
         assert program.wait(SOON) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_terminal_that_closes_stops_all_ranks_after_their_step(tmp_path: Path) -> None:
+    """What they print by then has nowhere to go, and stops nobody either."""
+    terminal, inside = os.openpty()
+    end = tmp_path / "end"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "tests.training.stopping", str(end)]
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(inside, termios.TIOCSCTTY, 0)
+
+    with subprocess.Popen(
+        command, stdin=inside, stdout=inside, stderr=inside, env=environment, preexec_fn=take_terminal
+    ) as program:
+        os.close(inside)
+        seen = b""
+        while seen.count(b" is ") < 2:
+            seen += os.read(terminal, 1000)
+        os.close(terminal)
+        assert program.wait(SOON) == 0
+    assert end.read_text().startswith("SIGHUP at step ")
 
 
 def test_ranks_that_are_still_starting_are_as_polite(tmp_path: Path) -> None:

@@ -25,7 +25,14 @@ def train(
     processes: Annotated[int | None, typer.Option("--processes", "-n", help="How many ranks a job gets.")] = None,
     model: Annotated[str | None, typer.Option(help="A Hugging Face directory or config.json instead.")] = None,
     out: Annotated[Path | None, typer.Option(help="An empty or new folder; runs/NAME when not given.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint of the run.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the newest good checkpoint; begin a run where there is none."),
+    ] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Of --resume: let it change this key, as run.steps; may be repeated."),
+    ] = None,
     change: Annotated[list[str] | None, typer.Option("--set", help="Change a key, as in run.steps=300.")] = None,
     steps: Annotated[int | None, typer.Option(help="Short for --set run.steps=N.")] = None,
     seed: Annotated[int | None, typer.Option(help="Short for --set seed=N.")] = None,
@@ -51,9 +58,12 @@ def train(
         changes |= changes_of(change or [])
         changes |= {key: str(value).lower() for key, value in short.items() if value is not None}
         folder = folder_to_resume(out, run_name(plan) if plan else None) if resume else None
+        if allow and not resume:
+            raise UserError("--allow says what --resume may change: give both, or neither")
         if plan is None:
             if folder is None:
-                raise UserError("give a plan or a job, for instance examples/quickstart/job.toml")
+                what = f'there is no run to resume in "{out}": ' if resume else ""
+                raise UserError(f"{what}give a plan or a job, for instance examples/quickstart/job.toml")
             plan = folder / PLAN_FILE
         asked = load(plan, changes)
         if dry_run:
@@ -61,11 +71,15 @@ def train(
                 raise UserError("--dry-run runs nothing: leave --out, --resume and torchrun out")
             return dry(asked, json=json)
 
-        from tangram.training.start import FAILURES, Asked, train_as_asked  # loads torch: only for a sound plan
+        from tangram.training.resume import refuse_unknown  # these load torch: only for a sound plan
+        from tangram.training.start import FAILURES, Asked, train_as_asked
 
+        refuse_unknown(allow or [])
         try:
             with ProgressLine(Console(stderr=json, quiet=not speaks())) as line:
-                told = Asked(asked, run_name(plan), processes, out, folder, profile, trials if auto else 0)
+                told = Asked(
+                    asked, run_name(plan), processes, out, folder, profile, trials if auto else 0, tuple(allow or ())
+                )
                 summary = train_as_asked(told, Startup(line) if profile_startup else line, meeting)
         except FAILURES as failure:
             print(f"error: {failure}", file=sys.stderr)

@@ -65,6 +65,17 @@ def load(path: Path | str, changes: Mapping[str, str] = _NO_CHANGES) -> Job | Pl
     return found
 
 
+def loads(text: str) -> Job | Plan:
+    """A job or a plan from what `dumps` wrote, paths as they stand. Raises UserError."""
+    try:
+        tables = migrate(tomllib.loads(text))
+        return (Plan if any(key in tables for key in STRATEGY) else Job).model_validate(tables)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"this is not TOML: {error}") from None
+    except ValidationError as error:
+        raise UserError(mistakes(error)) from None
+
+
 def mistakes(error: ValidationError) -> str:
     """What is wrong with a plan that was made in memory, in words: no file, no lines."""
     return "; ".join(_what(Plan, one, _located(Plan, one)) for one in error.errors(include_url=False))

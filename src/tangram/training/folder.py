@@ -12,6 +12,8 @@ from typing import NoReturn
 from tangram.errors import UserError
 
 PLAN_FILE = "plan.toml"  # what is run, complete; whoever writes it first has the folder
+CHECKPOINTS = "checkpoint"
+SUMMARY_FILE = "summary.json"  # written last, so it says that all proofs held
 RUNS = Path("runs")
 
 
@@ -79,18 +81,23 @@ def replace_plan(folder: Path, plan_text: str) -> None:
         raise UserError(f'the run cannot go on in "{folder}": "{error.filename}": {error.strerror}') from None
 
 
-def folder_to_resume(out: Path | None, name: str | None) -> Path:
-    """The folder of the run to go on with: `out`, or the last of `runs/NAME`, `runs/NAME-2` ... that is there."""
+def folder_to_resume(out: Path | None, name: str | None) -> Path | None:
+    """The folder of the run to go on with: `out`, or the last of `runs/NAME`, `runs/NAME-2` ... that is there.
+
+    None where there is none yet, or an empty one, so that one command begins a run and goes on with it. Raises
+    UserError for a folder of something else, and where nothing says which run it is.
+    """
     if out is not None:
-        if not out.is_dir():
-            raise UserError(f'there is no run to resume in "{out}"')
-        return out
+        if out.is_dir() and any((out / own).exists() for own in (PLAN_FILE, CHECKPOINTS)):
+            return out
+        if out.exists() and (not out.is_dir() or _files(out)):
+            what = "holds files, but no run of `tangram train`" if out.is_dir() else "is a file"
+            raise UserError(f'there is no run to resume in "{out}": it {what}')
+        return None
     if name is None:
         raise UserError("say what to resume: give the plan, or the folder of the run with --out")
     there = [folder for folder in itertools.takewhile(Path.is_dir, _numbered(name)) if (folder / PLAN_FILE).is_file()]
-    if not there:
-        raise UserError(f'there is no run to resume in "{RUNS / name}": give its folder with --out')
-    return there[-1]
+    return there[-1] if there else None
 
 
 def _numbered(name: str) -> Generator[Path]:

@@ -19,6 +19,8 @@ from multiprocessing import reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, cast
 
+from tangram.training.stop import POLITE
+
 IMPORTED = ["tangram.training.rank"]
 """What ranks need. By name: it stands on this module."""
 
@@ -70,12 +72,12 @@ def _is_open(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def signals_held_back() -> Generator[None]:
-    """A process started here sees no SIGINT, for good, and no SIGTERM until it is ready for it.
+    """A process started here sees no SIGINT, for good, and no SIGTERM and no SIGHUP until it is ready for them.
 
-    So Ctrl-C, which a terminal sends to all, is the parent's alone, and neither ends a rank that is still starting.
+    So Ctrl-C, which a terminal sends to all, is the parent's alone, and none ends a rank that is still starting.
     """
     resource_tracker.ensure_running()  # started any later, it would undo the mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
     try:
         yield
     finally:

@@ -10,13 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedConfig
 
-from tangram.checkpoint.commits import whole
-from tangram.checkpoint.verify import verify
-from tangram.errors import UserError
 from tangram.hardware.machine import describe, versions
 from tangram.models.build import build_on_meta
 from tangram.models.costs import costs as model_costs
@@ -27,7 +23,6 @@ from tangram.planner.plan import Plan
 from tangram.training import loads, loop
 from tangram.training.boards import TensorBoard
 from tangram.training.building import has_dropout, source_of
-from tangram.training.checkpoints import describe as describe_checkpoint
 from tangram.training.checkpoints import newest
 from tangram.training.cuts import cuts_of
 from tangram.training.data import (
@@ -41,15 +36,14 @@ from tangram.training.data import (
     unigram_entropy,
 )
 from tangram.training.events import Doing, ExpertLoads, Note, Record, Table
-from tangram.training.folder import near
+from tangram.training.folder import CHECKPOINTS, SUMMARY_FILE, near
 from tangram.training.launch import RankError, computing_as_a_rank, pick_device, refuse_too_many, run_ranks
 from tangram.training.proofs import ProofError, prove
-from tangram.training.rank import CHECKPOINTS, RankJob, RankReport, stream_of, train_rank, with_packing
+from tangram.training.rank import RankJob, RankReport, train_rank, with_packing
 from tangram.training.report import write_report
 from tangram.training.summary import Summary, summarise
 from tangram.training.tables import count
 
-SUMMARY_FILE = "summary.json"  # written last, so it says that all proofs held
 REPORT_FILE = "report.html"
 FAILURE_FILE = "failure.txt"  # the stack trace of the rank that ended a job
 BOARD_FOLDER = "tensorboard"
@@ -147,50 +141,6 @@ def prepare_job(chosen: Chosen, on_event: OnEvent) -> Prepared:
         parameters=parameters,
         begun=begun,
     )
-
-
-def checkpoint_to_resume(out: Path, plan: Plan, corpus: Corpus, on_event: OnEvent) -> Path:
-    """The newest good checkpoint of a run, if this plan can go on from it. Raises UserError otherwise.
-
-    Every byte of it is checked; one that is damaged is told of, and the one before it taken.
-    A run that was ended after its last step, before all was proved and exported, has that left to do.
-    """
-    found = newest_good(out, on_event)
-    if found is None:
-        raise UserError(f'there is no good checkpoint in "{out / CHECKPOINTS}" to resume from')
-    told = describe_checkpoint(found)
-    step = told.progress.step
-    if step > plan.run.steps or (step == plan.run.steps and (out / SUMMARY_FILE).exists()):
-        raise UserError(
-            f'the newest checkpoint in "{out}" is of step {step}, and run.steps is {plan.run.steps}: nothing is left '
-            "to do; raise it with --set run.steps=N"
-        )
-    before: dict[str, Any] = dict(told.about.get("stream", {}))
-    before.setdefault("packing", "packed")  # those that were written when there was no choice
-    for key, now in stream_of(plan, corpus).items():
-        if key == "packing" and now == "auto":
-            continue  # it goes on as it was
-        if before.get(key) != now:
-            raise UserError(_other_stream(found, key, before.get(key), now))
-    return found
-
-
-def _other_stream(path: Path, key: str, before: object, now: object) -> str:
-    if key == "text":
-        return f'"{path}" was trained on another text than [data] gives now: resume on the same files'
-    names = {"sequence": "data.sequence", "weights": "weights of data.sources", "packing": "data.packing"}
-    what = names.get(key, key)
-    return f'"{path}" was trained with {what} {before}, and the plan has {now}: resume with the same'
-
-
-def newest_good(out: Path, on_event: OnEvent) -> Path | None:
-    """The checkpoint that was committed last, of those whose every byte is as it was written."""
-    for path, _ in reversed(whole(out / CHECKPOINTS)):
-        findings = verify(path).findings
-        if not findings:
-            return path
-        on_event(Note(f'the checkpoint "{path}" is damaged and passed over: {findings[0].text}'))
-    return None
 
 
 def show(chosen: Chosen, ready: Prepared, resume: Path | None, on_event: OnEvent) -> None:

@@ -5,7 +5,7 @@ its first error; the end of the pipe is the end of the process. So the parent wa
 port (the ranks meet in a file), no second channel for errors. A rank that finds its parent gone ends itself, so that
 killing the parent leaves no orphan and no file.
 
-The first Ctrl-C or SIGTERM, to the parent, a rank or all of them, asks the ranks to stop after their step (see
+The first Ctrl-C, SIGTERM or SIGHUP, to the parent, a rank or all of them, asks the ranks to stop after their step (see
 `tangram.training.stop`); they then return as at any other end. The second ends the job at once.
 
 Trade-off: this launcher serves one machine. More machines are started by torchrun or Slurm (`training/torchrun.py`).
@@ -37,7 +37,7 @@ from tangram.errors import UserError
 from tangram.hardware.machine import usable_cores
 from tangram.training.events import Note
 from tangram.training.forks import Around, context_of_ranks, signals_held_back
-from tangram.training.stop import Stop, on_signals
+from tangram.training.stop import POLITE, Stop, on_signals
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
@@ -226,7 +226,7 @@ def run_ranks(
     wishes, wish = context.Pipe(duplex=False)
     job = _Job[Result](wishes)
     with (
-        on_signals((signal.SIGINT, signal.SIGTERM), wish.send, _interrupt),
+        on_signals(POLITE, wish.send, _interrupt),
         tempfile.TemporaryDirectory(prefix="tangram-", dir=multiprocessing.util.get_temp_dir()) as meeting,
     ):
         try:
@@ -286,8 +286,8 @@ def _rank_main(
     stop = Stop(orders, heard=lambda name: line.send(_Asked(name)))
     try:
         # Of a second signal, too, it is for the parent to make something.
-        with on_signals((signal.SIGTERM,), stop.ask, again=stop.ask):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        with on_signals((signal.SIGTERM, signal.SIGHUP), stop.ask, again=stop.ask):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
             torch.set_num_threads(threads)
             here = pick_device(device, index, world)
             if here.type != "cpu":

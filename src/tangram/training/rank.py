@@ -29,6 +29,7 @@ from tangram.training.checkpoints import Checkpointer, JobState, describe, load
 from tangram.training.data import Batch, Corpus, Stream, held_out_batches, load_tokens, open_corpus, padding
 from tangram.training.events import Doing, Note, SaveFailed
 from tangram.training.exhausted import explained
+from tangram.training.folder import CHECKPOINTS
 from tangram.training.launch import Rank
 from tangram.training.optimise import make_adamw
 from tangram.training.packing import Settled, settle
@@ -36,7 +37,6 @@ from tangram.training.profiling import profiled
 from tangram.training.shards import resharded
 from tangram.training.world import World, make_world
 
-CHECKPOINTS = "checkpoint"  # in the folder of a run
 PROBE_TOKENS = 128  # of the fixed batch whose logits are compared
 
 

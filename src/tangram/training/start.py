@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from tangram.errors import UserError
 from tangram.hardware.machine import accelerators
 from tangram.hardware.rates import rates
@@ -21,7 +23,7 @@ from tangram.planner.estimate import megabytes
 from tangram.planner.job import Job
 from tangram.planner.plan import Plan
 from tangram.planner.rank import MOST_PROCESSES, predict
-from tangram.planner.read import dumps
+from tangram.planner.read import dumps, load
 from tangram.planner.table import Ranking
 from tangram.training import capacity, routers
 from tangram.training.apply import freeze
@@ -30,14 +32,13 @@ from tangram.training.building import source_of
 from tangram.training.choosing import planned, plans_of
 from tangram.training.data import load_tokens
 from tangram.training.events import Doing, Note, Table
-from tangram.training.folder import alone, refuse_in_use, replace_plan, run_folder
+from tangram.training.folder import PLAN_FILE, alone, refuse_in_use, replace_plan, run_folder
 from tangram.training.forks import make_ready
 from tangram.training.job import (
     JOB_FAILURES,
     Chosen,
     Prepared,
     Stopped,
-    checkpoint_to_resume,
     prepare_job,
     prepare_text,
     run_here,
@@ -46,6 +47,7 @@ from tangram.training.job import (
 from tangram.training.launch import pick_device
 from tangram.training.rank import RankJob, RankReport, train_rank
 from tangram.training.remembered import remembering
+from tangram.training.resume import checkpoint_to_resume
 from tangram.training.tables import count
 from tangram.training.torchrun import Meeting, on_one, run_as_rank
 
@@ -68,6 +70,8 @@ class Asked:
     profile: bool
     trials: int = 0
     """Plans of a job that are tried before one is taken, at most."""
+    allow: tuple[str, ...] = ()
+    """Keys that a resume may change (`training.resume`)."""
 
 
 def train_as_asked(asked: Asked, on_event: OnEvent, meeting: Meeting | None) -> Mapping[str, Any] | None:
@@ -87,8 +91,10 @@ def train_as_asked(asked: Asked, on_event: OnEvent, meeting: Meeting | None) -> 
         def begin() -> RankJob:
             known.append(prepare_job(chosen, tell))
             ready = known[0]
-            resume = checkpoint_to_resume(folder, chosen.plan, ready.corpus, tell) if asked.resume else None
-            if resume is not None:
+            resume = None
+            if asked.resume is not None:
+                config = ready.source.config
+                resume = checkpoint_to_resume(folder, chosen.plan, ready.corpus, config, asked.allow, tell)
                 replace_plan(folder, dumps(chosen.plan))
             memory = None if chosen.predicted is None else chosen.predicted.memory
             return RankJob(chosen.plan, folder, ready.corpus.digest, ready.costs, resume, asked.profile, memory)
@@ -132,10 +138,10 @@ def _folder(asked: Asked, plan: Plan) -> AbstractContextManager[Path]:
 
 def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
     """The plan to run, with what it is predicted to need; of a job, the first that the planner ranks."""
-    job = asked.job
     started = meeting.place.world if meeting else None
-    processes = _processes(job, asked.processes, started)
-    _refuse_trials(asked, meeting)
+    processes = _processes(asked.job, asked.processes, started)
+    job = _resumed(asked, processes)
+    _refuse_trials(job, asked, meeting)
     on_event(Doing("reading the model, measuring the machine, planning"))
     read_source(job.model.preset, job.model.path, {})  # a model that is not there is told of before its tokenizer
     config = source_of(job, load_tokens(job.data, job.model.path)).config
@@ -158,11 +164,30 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
     return Chosen(first.plan, first.estimate, processes * ranking.rates.peak_flops(job.precision.compute))
 
 
-def _refuse_trials(asked: Asked, meeting: Meeting | None) -> None:
+def _resumed(asked: Asked, processes: int) -> Job | Plan:
+    """What was asked for; a job with which a run is resumed on as many ranks, by the strategy of that run."""
+    job = asked.job
+    if asked.resume is None or isinstance(job, Plan) or not (asked.resume / PLAN_FILE).is_file():
+        return job
+    before = load(asked.resume / PLAN_FILE)
+    if not isinstance(before, Plan) or before.ranks != processes:
+        return job
+    tables = {name: getattr(job, name) for name in Job.model_fields}
+    tables["data"] = job.data.model_copy(update={"micro_batch": before.data.micro_batch})
+    strategy = {name: getattr(before, name) for name in Plan.model_fields if name not in Job.model_fields}
+    try:
+        return Plan(**tables, **strategy)
+    except ValidationError:  # of another batch, say
+        return job
+
+
+def _refuse_trials(job: Job | Plan, asked: Asked, meeting: Meeting | None) -> None:
     if asked.trials and isinstance(asked.job, Plan):
         raise UserError("--auto chooses a plan, and this is one already: leave it out, or give a job")
-    if asked.trials and (meeting is not None or asked.resume is not None):
-        raise UserError("--auto starts its trials itself, on this machine: leave torchrun and --resume out")
+    if asked.trials and meeting is not None:
+        raise UserError("--auto starts its trials itself, on this machine: leave torchrun out")
+    if asked.trials and asked.resume is not None and not isinstance(job, Plan):
+        raise UserError("--auto tries plans before a run begins, and this one has begun: leave it out")
 
 
 def _ranked(job: Job, processes: int, asked: Asked, on_event: OnEvent) -> Ranking:

@@ -9,6 +9,7 @@ in that time has to press it once more.
 import contextlib
 import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -16,6 +17,8 @@ from multiprocessing.connection import Connection
 from types import FrameType
 
 SAME_SECONDS = 0.5
+POLITE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, the end of a job by its scheduler, and a terminal that has closed."""
 
 
 class Stop:
@@ -65,6 +68,8 @@ def on_signals(
             os.kill(os.getpid(), number)
         elif since is None:
             since = time.monotonic()
+            if number == signal.SIGHUP:
+                _leave_terminal()
             first(signal.Signals(number).name)
         elif time.monotonic() - since >= SAME_SECONDS:
             again(signal.Signals(number).name)
@@ -79,3 +84,13 @@ def on_signals(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _leave_terminal() -> None:
+    """What is printed from now on goes nowhere if the terminal is gone: writing to it would raise an error."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(number).st_mode) and not os.isatty(number):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, number)
+                os.close(nowhere)

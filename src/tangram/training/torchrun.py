@@ -40,7 +40,7 @@ from tangram.training.launch import (
     pick_device,
     threads_of_a_rank,
 )
-from tangram.training.stop import Stop, on_signals
+from tangram.training.stop import POLITE, Stop, on_signals
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
@@ -214,8 +214,8 @@ def run_as_rank(
 ) -> Result:
     """Run `task(rank, payload)` as this rank of `world`, joined in the default process group; its own result.
 
-    On rank 0, whatever it emits reaches `on_event`; elsewhere events go nowhere. SIGINT and SIGTERM ask to stop after
-    the step, the second of them ends the rank at once. An error that is no `UserError` is raised as `RankError`.
+    On rank 0, whatever it emits reaches `on_event`; elsewhere events go nowhere. SIGINT, SIGTERM and SIGHUP ask to stop
+    after the step, the second of them ends the rank at once. An error that is no `UserError` is raised as `RankError`.
     """
     here = meeting.place
     if here.world != world:
@@ -225,7 +225,7 @@ def run_as_rank(
         )
     emit = on_event if here.index == 0 else _nowhere
     stop = Stop(heard=lambda name: emit(Note(f"{name}: stopping after this step (again to stop at once)")))
-    with on_signals((signal.SIGINT, signal.SIGTERM), stop.ask, again=_leave_at_once):
+    with on_signals(POLITE, stop.ask, again=_leave_at_once):
         try:
             torch.set_num_threads(threads_of_a_rank(here.local_world))
             chosen = pick_device(device, here.local_index, here.local_world)
@@ -250,7 +250,7 @@ def run_as_rank(
 
 def _last_words() -> None:
     """From here on this process only says why it ends; torchrun, which ends the ranks of a failed job, has to wait."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
 
 
 def _nowhere(event: object) -> None:

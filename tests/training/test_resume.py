@@ -1,0 +1,157 @@
+"""What a resume may change: every key of a plan is classed, as the page says, and each class does what it says."""
+
+import re
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+
+from tangram.errors import UserError
+from tangram.planner.axes import PipelinePlan
+from tangram.planner.plan import Plan
+from tangram.training.optimise import lr_at
+from tangram.training.resume import ON_RESUME, Rule, Unlike, compared, leaves, other_rate, refuse_unknown
+from tests.training.small import small_plan
+
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+ALL: Unlike = {
+    "learning rate": "another rate",
+    "text": "another text",
+    "configuration": "another configuration",
+    "global micro-batch": "another micro-batch",
+}
+WORDS = {
+    "learning rate": "learning rate",
+    "text": "tokens of the text",
+    "configuration": "configuration",
+    "global micro-batch": "global micro-batch",
+    "unreadable": "cannot be read",
+}
+
+
+def tables_of(annotation: Any) -> list[type[BaseModel]]:
+    """The tables that a key may hold: itself, one that may be left out, or the items of an array."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (tuple, Union, UnionType):
+        return [table for kind in get_args(annotation) for table in tables_of(kind)]
+    return []
+
+
+def schema_keys(table: type[BaseModel], above: str = "") -> set[str]:
+    """Every key below which there is no table."""
+    found: set[str] = set()
+    for name, field in table.model_fields.items():
+        below = tables_of(field.annotation)
+        found |= {f"{above}{name}"} if not below else set()
+        for one in below:
+            found |= schema_keys(one, f"{above}{name}.")
+    return found
+
+
+class WithNewKeys(Plan):
+    """A plan of a later version."""
+
+    temperature: float = 1.0
+
+
+def test_every_key_of_a_plan_has_a_class() -> None:
+    assert schema_keys(Plan) == ON_RESUME.keys()
+    assert schema_keys(WithNewKeys) - ON_RESUME.keys() == {"temperature"}  # a new key is missed
+
+
+def rows_of_the_page() -> dict[str, Rule]:
+    """The table of the page."""
+    found: dict[str, Rule] = {}
+    for head, keys in re.findall(r"^\| ((?:free|reported|refused)[^|]*) \| (`[^|]*) \|$", PAGE.read_text(), re.M):
+        condition = next((kind for kind, words in WORDS.items() if " if " in head and words in head), "")
+        rule = Rule(head.split()[0].rstrip(":"), condition)  # pyright: ignore[reportArgumentType]
+        for pattern in re.findall(r"`([^`]*)`", keys):
+            named = [key for key in ON_RESUME if key == pattern or key.startswith(pattern.removesuffix("*"))]
+            assert named, pattern
+            found |= dict.fromkeys(named if pattern.endswith("*") else [pattern], rule)
+    return found
+
+
+def test_the_page_says_the_same() -> None:
+    assert rows_of_the_page() == dict(ON_RESUME)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    whole = small_plan(tmp_path_factory.mktemp("text"))
+    return whole.model_copy(update={"pipeline": PipelinePlan(stages=(("a",), ("b",)))})
+
+
+def with_key(table: BaseModel, key: str, value: object) -> Any:
+    """The same with another value of one key; nothing is checked. Of each item, where there are several."""
+    name, _, below = key.partition(".")
+    if not below:
+        return table.model_copy(update={name: value})
+    inner: Any = getattr(table, name)
+    if not isinstance(inner, tuple):
+        return table.model_copy(update={name: with_key(inner, below, value)})
+    items = cast("tuple[BaseModel, ...]", inner)
+    return table.model_copy(update={name: tuple(with_key(item, below, value) for item in items)})
+
+
+@pytest.mark.parametrize("key", ON_RESUME)
+def test_each_class_does_what_it_says(key: str, plan: Plan) -> None:
+    rule, other = ON_RESUME[key], with_key(plan, key, "another")
+    none: Unlike = {}
+    for unlike in (none, ALL):
+        found = [change for change in compared(plan, other, unlike) if change.new != "changed in its place"]
+        if rule.kind == "free":
+            assert found == []
+            continue
+        (change,) = found
+        assert re.sub(r"\.\d+", "", change.key) == key
+        assert change.new == '"another"'
+        assert change.refused == (rule.kind == "refused" and (not rule.condition or rule.condition in unlike))
+
+
+def test_what_no_key_says_is_seen_all_the_same(plan: Plan) -> None:
+    assert compared(plan, plan, {}) == []
+    found = compared(plan, plan, {"text": "others", "configuration": "rope_theta"})
+    assert [(change.key, change.refused, change.why) for change in found] == [
+        ("data.sources", True, "others"),
+        ("model.path", True, "rope_theta"),
+    ]
+
+
+def test_leaves_are_the_keys_of_the_schema(plan: Plan) -> None:
+    whole = {re.sub(r"\.\d+", "", key) for key in leaves(plan)}
+    assert whole <= schema_keys(Plan)
+    assert schema_keys(Plan) - whole == {"model.path", "precision.accumulate", "pipeline.table"}  # not set here
+
+
+def test_what_may_change_is_a_key(plan: Plan) -> None:
+    refuse_unknown(["run.steps", "optimiser", "data.sources.0.path", "run.diverged", "data.sources"])
+    with pytest.raises(UserError, match=r'--allow run\.step: this is no key of a plan; did you mean "run\.steps"\?'):
+        refuse_unknown(["run.step"])
+
+
+@pytest.mark.parametrize("step", [1, 7, 15])
+@pytest.mark.parametrize(
+    ("schedule", "more"), [("cosine", {}), ("wsd", {"decay_steps": 5}), ("wsd", {"decay_steps": 12}), ("constant", {})]
+)
+def test_the_rate_that_is_refused_is_the_one_that_the_loop_would_use_and_the_advice_keeps_it(
+    step: int, schedule: str, more: dict[str, int], tmp_path: Path
+) -> None:
+    optimiser = {"schedule": schedule, "warmup_steps": 2, **more}
+    before = small_plan(tmp_path, run={"steps": 15}, optimiser=optimiser)
+    now = small_plan(tmp_path, run={"steps": 30}, optimiser=optimiser)
+    said = other_rate(before, now, step)
+    old, new = lr_at(step, 15, before.optimiser), lr_at(step, 30, now.optimiser)
+    assert bool(said) == (abs(new - old) > 1e-9)
+    if not said:
+        return
+    assert f"of step {step + 1} becomes {new:.3g}" in said
+    advice = dict(re.findall(r"--set optimiser\.(\w+)=(\S+)", said))
+    kept = {key: value if key == "schedule" else float(value) for key, value in advice.items()}
+    kept = {key: int(value) if key.endswith("steps") else value for key, value in kept.items()}
+    steady = small_plan(tmp_path, run={"steps": 30}, optimiser={**optimiser, **kept})
+    assert other_rate(before, steady, step) == ""
+    assert [lr_at(at, 30, steady.optimiser) for at in (step, 29)] == pytest.approx([old, old], rel=1e-6)
