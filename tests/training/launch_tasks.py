@@ -52,6 +52,16 @@ def hang(rank: Rank, payload: Path) -> None:
     time.sleep(600)
 
 
+def lose_fork_server(rank: Rank, payload: None) -> None:
+    """Rank 1 kills the process that ranks are forked from, and fails; the others sleep on."""
+    rank.emit(os.getpid())
+    dist.barrier()
+    if rank.index == 1:
+        os.kill(os.getppid(), signal.SIGKILL)
+        raise ValueError("first")
+    time.sleep(600)
+
+
 def abort_at_exit(rank: Rank, payload: None) -> None:
     """The interpreter's own end would abort, as threads of torch make it do now and then."""
     print(f"rank {rank.index} prints", end="")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tangram.checkpoint.save import save
 from tangram.cli.errors import reported
 from tangram.errors import UserError
 from tangram.training.environment import together
@@ -121,6 +122,30 @@ def other_mesh(meeting: Meeting | None, arguments: list[str]) -> None:
     run_as_rank(add_up, 0, world=3, on_event=show, device="cpu", meeting=meeting)
 
 
+def save_alone(rank: Rank, payload: str) -> None:
+    """Rank 1 is killed while the other saves."""
+    if rank.index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    save({"x": torch.ones(4)}, payload, group=dist.group.WORLD)
+
+
+def killed_in_save(meeting: Meeting | None, arguments: list[str]) -> None:
+    assert meeting is not None
+    run_as_rank(save_alone, arguments[0], world=2, on_event=show, device="cpu", meeting=meeting)
+
+
+def killed_in_step(meeting: Meeting | None, arguments: list[str]) -> None:
+    assert meeting is not None
+    run_as_rank(killed, None, world=2, on_event=show, device="cpu", meeting=meeting)
+
+
+def killed(rank: Rank, payload: None) -> None:
+    """Rank 1 is killed in a step."""
+    if rank.index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
 def crash(meeting: Meeting | None, arguments: list[str]) -> None:
     assert meeting is not None
     run_as_rank(fail, None, world=2, on_event=show, device="cpu", meeting=meeting)
@@ -143,7 +168,19 @@ def restart(meeting: Meeting | None, arguments: list[str]) -> None:
 
 SCENES: dict[str, Callable[[Meeting | None, list[str]], None]] = {
     scene.__name__: scene
-    for scene in (work, mistaken, mistaken_once, mistaken_elsewhere, other_mesh, crash, stop, stubborn, restart)
+    for scene in (
+        work,
+        mistaken,
+        mistaken_once,
+        mistaken_elsewhere,
+        other_mesh,
+        crash,
+        killed_in_save,
+        killed_in_step,
+        stop,
+        stubborn,
+        restart,
+    )
 }
 
 

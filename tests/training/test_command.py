@@ -80,7 +80,7 @@ def test_a_run_that_is_cut_short_goes_on_as_if_it_had_not_been(
 ) -> None:
     plan, out = shared / "plan.toml", shared / "cut"
     whole, _ = train(capsys, plan, "--out", shared / "uncut")
-    cut, _ = train(capsys, plan, "--out", out, "--set", "run.max_seconds=1e-6")
+    cut, _ = train(capsys, plan, "--resume", "--out", out, "--set", "run.max_seconds=1e-6")  # begins, too
     assert (cut["stopped_early"], cut["steps"]) == ("time", 1)
     rest, _ = train(capsys, "--resume", "--out", out, "--set", "run.max_seconds=inf")
     assert (rest["resumed_from"], rest["steps"]) == (1, 6)
@@ -100,6 +100,9 @@ def test_a_run_that_is_cut_short_goes_on_as_if_it_had_not_been(
     again, shown = train(capsys, "--resume", "--out", out)
     assert "damaged" in shown
     assert (again["resumed_from"], again["eval_loss"]) == (4, whole["eval_loss"])  # the one before it
+    same_shapes = ["--set", "model.change.rms_norm_eps=1e-5"]
+    assert main(["train", str(plan), "--resume", "--out", str(out), *same_shapes]) == 2
+    assert "rms_norm_eps of the model was 1e-06, is 1e-05" in capsys.readouterr().err
     other = ["--set", "model.change.hidden_size=16", "--set", "run.steps=9"]
     assert main(["train", str(plan), "--resume", "--out", str(out), *other]) == 2
     assert "hidden_size of the model was 32, is 16" in capsys.readouterr().err
@@ -248,8 +251,9 @@ def test_a_mistake_is_told_once_by_ranks_that_torchrun_starts(tmp_path: Path) ->
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "tangram", "train", tmp_path / "nowhere.toml"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.stderr.count("error: there is no") == 1
+    assert [line[:19] for line in done.stderr.splitlines()].count("error: there is no ") == 1
     assert "exitcode  : 2" in done.stderr
+    assert "error: there is no plan file" in done.stderr.strip().splitlines()[-2]  # the last that torchrun says
 
 
 def test_a_run_that_diverges_ends_with_one_sentence(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:

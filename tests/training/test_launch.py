@@ -13,7 +13,7 @@ import pytest
 from tangram.errors import UserError
 from tangram.training import launch
 from tangram.training.launch import RankError, refuse_too_many, run_ranks
-from tests.training.launch_tasks import abort_at_exit, add_up, be_slow, fail, hang
+from tests.training.launch_tasks import abort_at_exit, add_up, be_slow, fail, hang, lose_fork_server
 
 SOON = 30.0  # seconds, of which nearly all is the start of two processes on a busy machine
 
@@ -86,6 +86,19 @@ def test_a_rank_that_will_not_stop_is_killed(tmp_path: Path) -> None:
         run_ranks(hang, tmp_path, world=2, on_event=print, device="cpu")
     assert time.monotonic() - started < SOON
     assert not multiprocessing.active_children()
+
+
+def test_ranks_whose_fork_server_was_killed_are_ended_all_the_same() -> None:
+    """Their parent takes them for dead, and they are not."""
+    ranks: list[str] = []
+    with pytest.raises(RankError, match="rank 1 of 2 ended the job: ValueError: first"):
+        run_ranks(lose_fork_server, None, world=2, on_event=lambda event: ranks.append(str(event)), device="cpu")
+    assert len(ranks) == 2
+    deadline = time.monotonic() + SOON
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [rank for rank in ranks if Path(f"/proc/{rank}").exists()] == []
+    assert run_ranks(add_up, 10, world=2, on_event=print, device="cpu") == [21, 21]  # another fork server is started
 
 
 def test_a_killed_parent_leaves_no_orphan() -> None:

@@ -1,6 +1,7 @@
 """What a resume may change: every key of a plan is classed, as the page says, and each class does what it says."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin
@@ -10,10 +11,24 @@ from pydantic import BaseModel
 
 from tangram.errors import UserError
 from tangram.planner.axes import PipelinePlan
+from tangram.planner.job import Job
 from tangram.planner.plan import Plan
+from tangram.planner.read import dumps
+from tangram.training.events import Note
 from tangram.training.optimise import lr_at
-from tangram.training.resume import ON_RESUME, Rule, Unlike, compared, leaves, other_rate, refuse_unknown
-from tests.training.small import small_plan
+from tangram.training.resume import (
+    ON_RESUME,
+    Rule,
+    Unlike,
+    checkpoint_to_resume,
+    compared,
+    leaves,
+    other_micro_batch,
+    other_rate,
+    refuse_unknown,
+)
+from tangram.training.start import Asked, resumed
+from tests.training.small import small_plan, small_tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 ALL: Unlike = {
@@ -155,3 +170,40 @@ def test_the_rate_that_is_refused_is_the_one_that_the_loop_would_use_and_the_adv
     steady = small_plan(tmp_path, run={"steps": 30}, optimiser={**optimiser, **kept})
     assert other_rate(before, steady, step) == ""
     assert [lr_at(at, 30, steady.optimiser) for at in (step, 29)] == pytest.approx([old, old], rel=1e-6)
+
+
+@pytest.mark.parametrize("table", [{"router_loss": 0.1}, {"expert_capacity": 1.5}, {}])
+def test_another_global_micro_batch_matters_to_what_is_of_all_its_tokens(
+    table: dict[str, float], tmp_path: Path
+) -> None:
+    two = small_plan(tmp_path, run={"steps": 3, **table})
+    one = Plan.model_validate(small_tables(tmp_path, run={"steps": 3, **table}, mesh="dp=1"))
+    same = one.model_copy(update={"data": one.data.model_copy(update={"micro_batch": 4})})
+    assert other_micro_batch(two, same) == ""
+    assert ("over 2 samples at a time, and were over 4" in other_micro_batch(two, one)) == bool(table)
+    changed = compared(two, one, {"global micro-batch": other_micro_batch(two, one)})
+    assert [(change.key, change.refused) for change in changed] == [("mesh", bool(table))]
+
+
+def test_a_run_that_has_saved_nothing_begins_anew(tmp_path: Path) -> None:
+    told: list[object] = []
+    nothing: Any = None  # is asked for nothing
+    assert checkpoint_to_resume(tmp_path, nothing, nothing, nothing, (), told.append) is None
+    assert told == [Note(f'"{tmp_path}" has no checkpoint yet: training starts with step 1')]
+    (tmp_path / "summary.json").touch()
+    with pytest.raises(UserError, match="no good checkpoint"):  # a run that is done, and whose checkpoints are gone
+        checkpoint_to_resume(tmp_path, nothing, nothing, nothing, (), told.append)
+
+
+def test_a_job_goes_on_by_the_strategy_of_its_run(tmp_path: Path) -> None:
+    """A new ranking may choose another, as times of this machine vary."""
+    plan = small_plan(tmp_path)
+    (tmp_path / "plan.toml").write_text(dumps(plan))
+    tables: dict[str, Any] = {name: getattr(plan, name) for name in Job.model_fields} | {"seed": 4}
+    job = Job(**tables)
+    asked = Asked(job, "name", None, None, tmp_path, False)
+    found = resumed(asked, 2)
+    assert isinstance(found, Plan)
+    assert (found.mesh, found.layouts, found.data.micro_batch, found.seed) == (plan.mesh, plan.layouts, 2, 4)
+    assert resumed(asked, 1) is job
+    assert resumed(replace(asked, resume=None), 2) is job

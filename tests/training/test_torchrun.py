@@ -34,12 +34,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_ranks(scenes: str) -> list[subprocess.Popen[str]]:
+def start_ranks(scenes: str, *more: str) -> list[subprocess.Popen[str]]:
     """Two ranks, started as a Slurm script would."""
     port = str(free_port())
     return [
         subprocess.Popen(
-            [sys.executable, "-m", MODULE, scenes],
+            [sys.executable, "-m", MODULE, scenes, *more],
             env=environment(**RANK | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -101,6 +101,24 @@ def test_the_rank_that_fails_first_is_named() -> None:
     assert codes == [1, 1]
     assert out == ["", ""]
     assert err == ["", "error: rank 1 of 2 ended the job: ValueError: the disk is on fire\n"]
+
+
+@pytest.mark.parametrize(
+    ("scene", "code", "said"),
+    [
+        (
+            "killed_in_save",
+            2,
+            'error: the checkpoint "{}" was not written: another rank has ended, or cannot be reached (',
+        ),
+        ("killed_in_step", 1, "error: rank 0 of 2 ended the job: another rank has ended, or cannot be reached ("),
+    ],
+)
+def test_a_rank_that_is_killed_is_missed_in_a_sentence(scene: str, code: int, said: str, tmp_path: Path) -> None:
+    codes, _, (err, _) = ended(start_ranks(scene, str(tmp_path / "saved")))
+    assert codes == [code, -signal.SIGKILL]
+    assert err.splitlines()[-1].startswith(said.format(tmp_path / "saved"))
+    assert not (tmp_path / "saved").exists()
 
 
 def process_ids(ranks: list[subprocess.Popen[str]]) -> None:

@@ -23,7 +23,7 @@ from tangram.checkpoint.shares import mine
 from tangram.checkpoint.state import Described, Entry, State, describe
 from tangram.checkpoint.write import Ring, write_image
 from tangram.errors import UserError
-from tangram.relayout.peers import Peers
+from tangram.relayout.peers import PeerLostError, Peers
 
 
 class SaveError(UserError):
@@ -47,11 +47,14 @@ def save(
     """Write the state of all ranks of `group` (None: of this process alone) as the checkpoint `path`, and wait.
 
     `group` must move tensors of the CPU (gloo). Returns the manifest on the first rank, None on the others. Raises
-    SaveError on all ranks when one of them cannot write, or when there is a checkpoint `path` already; UserError for
-    a state that no checkpoint can hold.
+    SaveError on all ranks when one of them cannot write or has died, or when there is a checkpoint `path` already;
+    UserError for a state that no checkpoint can hold.
     """
     peers = Peers(group)
-    return save_described(describe(state, peers), Path(path), peers, about or About())
+    try:
+        return save_described(describe(state, peers), Path(path), peers, about or About())
+    except PeerLostError as error:
+        raise SaveError(f'the checkpoint "{path}" was not written: {error}') from error
 
 
 def save_described(

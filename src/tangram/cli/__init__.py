@@ -20,7 +20,7 @@ from tangram import __version__
 from tangram.cli.errors import reported
 from tangram.training.environment import started_by_torchrun
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "expanded", "main"]
 
 # What `tangram --help` says of each command; the module is imported only when the command runs.
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -38,13 +38,32 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    given = expanded(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     code = reported(lambda: _app(given)(given, standalone_mode=False, prog_name="tangram"))
     code = _flushed(code)
     if started_by_torchrun():  # the interpreter's own end may wait for ranks that are gone, and now and then aborts
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+_AS_IT_IS = ("--run", "--set")
+"""Options whose value is for a shell of later, or for the keys of a plan, which know what is a path."""
+
+
+def expanded(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `~/` and `$VAR` as a shell has them, which leaves `--model=~/x` and quoted words alone.
+
+    So every option that takes a path does. What is not set, or no home, stays as it is.
+    """
+    found: list[str] = []
+    for before, word in zip(("", *arguments), arguments, strict=False):
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if before not in _AS_IT_IS and option not in _AS_IT_IS:
+            value = os.path.expandvars(value)
+            value = os.path.expanduser(value) if value == "~" or value.startswith("~/") else value  # noqa: PTH111
+        found.append(f"{option}{equals}{value}")
+    return found
 
 
 def _app(arguments: Sequence[str]) -> typer.Typer:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import typer
 
 from tangram.errors import UserError
-from tangram.training.environment import SaidElsewhere, speaks
+from tangram.training.environment import SaidElsewhere, leave_word, speaks
 from tangram.training.tables import printable
 
-__all__ = ["reported"]
+__all__ = ["reported", "say"]
 
 _MISTAKE = 2
 _INTERRUPTED = 130  # what a shell reports of a process that was ended by Ctrl-C
@@ -24,8 +24,11 @@ def reported(command: Callable[[], object]) -> int:
     except typer.TyperException as mistake:  # an unknown option, a missing argument ... on every rank of a job alike
         return _say(mistake.format_message()) if speaks() else _MISTAKE
     except SaidElsewhere as elsewhere:
+        leave_word(elsewhere.sentence)
         return elsewhere.code
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort) as ended:
+        if isinstance(ended.__context__, EOFError):  # which typer takes for Ctrl-D
+            raise ended.__context__ from None
         answer = _INTERRUPTED
     if answer == _INTERRUPTED:  # typer makes this number of Ctrl-C by itself, and says nothing
         print("interrupted", file=sys.stderr)
@@ -33,5 +36,11 @@ def reported(command: Callable[[], object]) -> int:
 
 
 def _say(sentence: str) -> int:
-    print(f"error: {printable(' '.join(sentence.split()))}", file=sys.stderr)
+    say(printable(" ".join(sentence.split())))
     return _MISTAKE
+
+
+def say(sentence: str) -> None:
+    """Print why the command ends, and leave it for torchrun, whose own report would bury it."""
+    print(f"error: {sentence}", file=sys.stderr)
+    leave_word(sentence)

@@ -1,6 +1,5 @@
 """`tangram train`: train a model as a plan says, and prove that what is left behind is what was trained."""
 
-import sys
 from json import dumps as json_text  # a JSON string is a TOML string
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +8,7 @@ import typer
 from rich.console import Console
 
 from tangram.cli.dry import dry
+from tangram.cli.errors import say
 from tangram.cli.output import print_json
 from tangram.errors import UserError
 from tangram.planner.read import changes_of, load
@@ -82,7 +82,7 @@ def train(
                 )
                 summary = train_as_asked(told, Startup(line) if profile_startup else line, meeting)
         except FAILURES as failure:
-            print(f"error: {failure}", file=sys.stderr)
+            say(str(failure))
             return 1
     if json and summary is not None:
         print_json(summary)

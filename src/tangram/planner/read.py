@@ -8,6 +8,7 @@ Trade-off: TOML parsers keep no positions, so the line of a key is found by a se
 """
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from tangram.planner.plan import Plan
 STRATEGY = ("mesh", "axes", "layouts")
 """What a plan has and a job has not."""
 
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 _WORDS = {"stdlib", "bytes", "model"}  # stand where a path could, and are none
 _NO_CHANGES: Mapping[str, str] = MappingProxyType({})
 _Any = TypeVar("_Any", bound=Job)
@@ -102,11 +104,17 @@ def dumps(plan: Job) -> str:
 
 
 def absolute(plan: _Any, folder: Path) -> _Any:
-    """The same with relative paths found from `folder`; "stdlib", "bytes" and "model" are words and no paths."""
+    """The same with relative paths found from `folder`, `~` and `$VAR` as a shell has them.
+
+    "stdlib", "bytes" and "model" are words and no paths. Raises UserError for a variable that is not set.
+    """
 
     def full(text: str) -> str:
+        known = os.path.expandvars(text)
+        if missing := _VARIABLE.search(known):
+            raise UserError(f"{text!r} is no path: the environment variable {missing[0]} is not set")
         try:
-            return text if text in _WORDS else str((folder / Path(text).expanduser()).resolve())
+            return text if text in _WORDS else str((folder / Path(known).expanduser()).resolve())
         except (RuntimeError, ValueError, OSError) as error:  # no such home, a zero byte, a loop of links
             raise UserError(f"{text!r} is no path: {error}") from None
 

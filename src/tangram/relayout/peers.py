@@ -1,12 +1,15 @@
 """The ranks that do something together: a few words to and from the first of them, or between all, and messages.
 
 Words are JSON or numbers, not pickles, and small; the tensors of a relayout never pass here. Every method is
-collective, so all ranks of the group call it, in the same order; but `send` and `receive` are between two.
+collective, so all ranks of the group call it, in the same order; but `send` and `receive` are between two. A rank that
+is gone is a PeerLostError on the others.
 """
 
+import contextlib
 import itertools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +19,37 @@ from torch import Tensor
 
 _HEAD, _SHORT = 8, 504
 """Bytes of a length, and of a word that passes together with it: most are no longer."""
+
+
+_LOST = re.compile(
+    r"gloo/|(closed|reset) by peer|broken pipe|timed out|remote process (exited|has failed)", re.IGNORECASE
+)
+"""In what backends say of a rank that is gone."""
+
+
+class PeerLostError(RuntimeError):
+    """Another rank has ended, or cannot be reached."""
+
+
+def lost_peer(error: BaseException) -> str:
+    """What to say of an error of a collective that means that another rank is gone; nothing for other errors."""
+    if isinstance(error, PeerLostError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    if not isinstance(error, RuntimeError) or not lines or not _LOST.search(lines[0]):
+        return ""
+    return f"another rank has ended, or cannot be reached ({lines[0]})"
+
+
+@contextlib.contextmanager
+def naming_lost_peers() -> Generator[None]:
+    """Raise PeerLostError where a collective meets a rank that is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if said := lost_peer(error):
+            raise PeerLostError(said) from error
+        raise
 
 
 @dataclass(frozen=True)
@@ -35,6 +69,7 @@ class Peers:
         """How many ranks there are."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
+    @naming_lost_peers()
     def from_first(self, word: Any) -> Any:
         """What the first rank gives, on all; anything that JSON can say."""
         if self.group is None:
@@ -47,6 +82,7 @@ class Peers:
         dist.broadcast(data, group=self.group, group_src=0)
         return _word(data)
 
+    @naming_lost_peers()
     def all_words(self, word: Any) -> list[Any]:
         """What every rank gives, in their order, on all."""
         if self.group is None:
@@ -67,6 +103,7 @@ class Peers:
         dist.all_gather(found, padded, group=self.group)
         return found
 
+    @naming_lost_peers()
     def swap(self, data: Sequence[Tensor]) -> list[Tensor]:
         """What every rank has for this one. `data`: what this one has for each rank, of one dim, all of one dtype."""
         if self.group is None:
@@ -88,6 +125,7 @@ class Peers:
         """Begin to take a message of as many bytes from a rank. Raises RuntimeError."""
         return dist.irecv(data, group=self.group, tag=tag, group_src=source)
 
+    @naming_lost_peers()
     def wait(self) -> None:
         """Until all ranks are here."""
         if self.group is not None:

@@ -4,9 +4,12 @@ It loads no torch, so that the command line can ask.
 """
 
 import contextlib
+import json
 import os
 import socket
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tangram.errors import UserError
@@ -20,9 +23,10 @@ _TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 class SaidElsewhere(Exception):
     """The job has ended for a reason that another rank tells; this one only leaves, with the exit code `code`."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__("another rank says why the job has ended")
+    def __init__(self, code: int, sentence: str = "another rank says why the job has ended") -> None:
+        super().__init__(sentence)
         self.code = code
+        self.sentence = sentence
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,16 @@ def started_by_torchrun() -> bool:
 def speaks() -> bool:
     """Whether this process says what all ranks would say alike, as that an option is unknown."""
     return not started_by_torchrun() or os.environ["RANK"] == "0" or not os.environ["RANK"].isdecimal()
+
+
+def leave_word(sentence: str) -> None:
+    """Write why this rank ends where torchrun looks for it: the last line of its report then says it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file or not started_by_torchrun():
+        return
+    more = {"py_callstack": f"error: {sentence}", "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):  # it has been printed
+        Path(file).write_text(json.dumps({"message": {"message": sentence, "extraInfo": more}}), encoding="utf-8")
 
 
 def together() -> "contextlib.AbstractContextManager[Meeting | None]":

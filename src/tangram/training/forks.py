@@ -11,15 +11,23 @@ and streams has to be handed to them.
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Mapping
 from multiprocessing import reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
 from typing import Any, cast
 
+from tangram.errors import UserError
 from tangram.training.stop import POLITE
+
+_LONGEST = 103 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+"""Bytes of a path below which a socket of multiprocessing has an address on every system (macOS: 103, Linux: 107)."""
+_SHORT = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))  # tried in turn
 
 IMPORTED = ["tangram.training.rank"]
 """What ranks need. By name: it stands on this module."""
@@ -34,11 +42,34 @@ def make_ready() -> None:
 
 def context_of_ranks() -> ForkServerContext | SpawnContext:
     """How processes are started. The libraries of other systems than Linux do not take to forks."""
+    settle_temporary_folder()
     if not sys.platform.startswith("linux"):
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     return context
+
+
+def settle_temporary_folder() -> None:
+    """Have multiprocessing make its sockets where their paths are short enough, whatever TMPDIR is.
+
+    The address of a socket is at most 107 bytes on Linux. Processes that are started take the folder over. Raises
+    UserError where no folder will do.
+    """
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) <= _LONGEST:
+        return
+    short = next((str(folder) for folder in _SHORT if folder.is_dir() and os.access(folder, os.W_OK)), None)
+    if short is None:
+        raise UserError(
+            f'the folder for temporary files "{usual}" is too long for the address of a socket: set TMPDIR to one of '
+            f"at most {_LONGEST} bytes"
+        )
+    try:
+        tempfile.tempdir = short
+        multiprocessing.util.get_temp_dir()  # made once, and used from then on
+    finally:
+        tempfile.tempdir = usual
 
 
 class Around:

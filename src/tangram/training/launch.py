@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from tangram.errors import UserError
 from tangram.hardware.machine import usable_cores
+from tangram.relayout.peers import lost_peer
 from tangram.training.events import Note
 from tangram.training.forks import Around, context_of_ranks, signals_held_back
 from tangram.training.stop import POLITE, Stop, on_signals
@@ -45,6 +46,7 @@ Result = TypeVar("Result")
 LAST_WORDS_SECONDS = 0.5  # after one rank failed: how long to listen for an earlier error of another rank
 MOST_RANKS = 256
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+_UNKNOWN = 255  # what multiprocessing takes for the exit code of a process whose fork server is gone
 
 
 class RankError(Exception):
@@ -192,14 +194,18 @@ class _Job(Generic[Result]):
 
     def end(self) -> None:
         """End every process that still runs. To ask it first would be to wait for its step, or for ever."""
-        for process in self.processes:
-            if process.is_alive():
-                process.kill()
+        for rank, process in enumerate(self.processes):
+            # Whose fork server was killed seems to have ended, and has not while its pipe is open.
+            if process.is_alive() or (process.exitcode == _UNKNOWN and rank in self.lines.values()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(cast(int, process.pid), signal.SIGKILL)
         for process in self.processes:
             process.join()
 
 
 def _death(exitcode: int | None) -> str:
+    if exitcode == _UNKNOWN:
+        return "it ended without an error message, after the process that it was forked from had been killed"
     if exitcode == -signal.SIGKILL:
         return "killed by signal 9, as the kernel does when memory runs out"
     if exitcode is not None and exitcode < 0:
@@ -236,9 +242,13 @@ def run_ranks(
                 place = (index, world, device, threads, Path(meeting, "store"))
                 arguments = (Around(), task, payload, *place, sender, orders)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
-                with signals_held_back():
-                    process.start()
-                    job.processes.append(process)
+                try:
+                    with signals_held_back():
+                        process.start()
+                        job.processes.append(process)
+                except (EOFError, ConnectionError) as error:
+                    why = "the process that ranks are forked from has ended, as when it is killed: start again"
+                    raise RankError(index, world, why, traceback.format_exc()) from error
                 sender.close()  # the rank holds the only other end, so its death ends the pipe
                 orders.close()
                 job.orders.append(order)
@@ -336,7 +346,9 @@ def leave(code: int) -> NoReturn:
 
 
 def first_line(error: BaseException) -> str:
-    """An error as one sentence: its kind and the first line of what it says."""
+    """An error as one sentence: its kind and the first line of what it says; of a rank that is gone what that means."""
+    if said := lost_peer(error):
+        return said
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -227,7 +227,7 @@ def changes(
         "learning rate": other_rate(before, plan, step),
         "text": "" if stream.get("text") == corpus.digest else "the tokens of the text are others",
         "configuration": _other_configuration(path, config),
-        "global micro-batch": _other_micro_batch(before, plan),
+        "global micro-batch": other_micro_batch(before, plan),
     }
     return compared(before, plan, unlike, f"the learning rate of step {step + 1} stays {_rate(plan, step):.3g}")
 
@@ -325,7 +325,7 @@ def _fields(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in _NOT_THE_MODEL}
 
 
-def _other_micro_batch(before: Plan, now: Plan) -> str:
+def other_micro_batch(before: Plan, now: Plan) -> str:
     """Where the router's loss or the experts' capacity is of what all data ranks take at a time."""
     if not (now.run.router_loss or now.run.expert_capacity):
         return ""

@@ -140,7 +140,7 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
     """The plan to run, with what it is predicted to need; of a job, the first that the planner ranks."""
     started = meeting.place.world if meeting else None
     processes = _processes(asked.job, asked.processes, started)
-    job = _resumed(asked, processes)
+    job = resumed(asked, processes)
     _refuse_trials(job, asked, meeting)
     on_event(Doing("reading the model, measuring the machine, planning"))
     read_source(job.model.preset, job.model.path, {})  # a model that is not there is told of before its tokenizer
@@ -164,7 +164,7 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
     return Chosen(first.plan, first.estimate, processes * ranking.rates.peak_flops(job.precision.compute))
 
 
-def _resumed(asked: Asked, processes: int) -> Job | Plan:
+def resumed(asked: Asked, processes: int) -> Job | Plan:
     """What was asked for; a job with which a run is resumed on as many ranks, by the strategy of that run."""
     job = asked.job
     if asked.resume is None or isinstance(job, Plan) or not (asked.resume / PLAN_FILE).is_file():

@@ -68,16 +68,17 @@ class Meeting:
             if self.store.check([key]):
                 break
             if self.store.check([_FAILED]):
-                raise SaidElsewhere(self._code())
+                raise self._elsewhere()
         return self.store.get(key)
 
-    def fails(self, code: int) -> bool:
+    def fails(self, code: int, why: str) -> bool:
         """Note that this rank has failed; False if another had before, which then is the one to tell of it."""
-        mine = f"{code} {self.place.index}"
+        mine = f"{code} {self.place.index} {why}"
         return self.store.compare_set(_FAILED, "", mine).decode() == mine
 
-    def _code(self) -> int:
-        return int(self.store.get(_FAILED).split()[0])
+    def _elsewhere(self) -> SaidElsewhere:
+        code, _, why = self.store.get(_FAILED).decode().split(" ", 2)
+        return SaidElsewhere(int(code), why)
 
     def told(self, error: BaseException) -> BaseException:
         """What this rank is to raise: its error, or SaidElsewhere if it was not the first."""
@@ -85,7 +86,7 @@ class Meeting:
             return error
         code = 2 if isinstance(error, UserError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         try:
-            return error if self.fails(code) else SaidElsewhere(self._code())
+            return error if self.fails(code, str(error) or type(error).__name__) else self._elsewhere()
         except dist.DistError:  # the store is gone, and what it knew: better said twice than never
             return error
 
