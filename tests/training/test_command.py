@@ -100,7 +100,7 @@ def test_a_run_that_is_cut_short_goes_on_as_if_it_had_not_been(
     again, shown = train(capsys, "--resume", "--out", out)
     assert "damaged" in shown
     assert (again["resumed_from"], again["eval_loss"]) == (4, whole["eval_loss"])  # the one before it
-    same_shapes = ["--set", "model.change.rms_norm_eps=1e-5"]
+    same_shapes = ["--set", "model.change.rms_norm_eps=1e-5", "--set", "run.steps=9"]
     assert main(["train", str(plan), "--resume", "--out", str(out), *same_shapes]) == 2
     assert "rms_norm_eps of the model was 1e-06, is 1e-05" in capsys.readouterr().err
     other = ["--set", "model.change.hidden_size=16", "--set", "run.steps=9"]

@@ -136,6 +136,12 @@ def test_what_no_key_says_is_seen_all_the_same(plan: Plan) -> None:
     ]
 
 
+def test_of_tables_what_is_not_alike_is_shown(plan: Plan) -> None:
+    other = with_key(plan, "model.change", {**plan.model.change, "head_dim": 16, "rms_norm_eps": 1e-5})
+    (change,) = compared(plan, other, {})
+    assert (change.old, change.new) == ('{"head_dim": 8}', '{"head_dim": 16, "rms_norm_eps": 1e-05}')
+
+
 def test_leaves_are_the_keys_of_the_schema(plan: Plan) -> None:
     whole = {re.sub(r"\.\d+", "", key) for key in leaves(plan)}
     assert whole <= schema_keys(Plan)

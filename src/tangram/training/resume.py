@@ -249,7 +249,7 @@ def compared(before: Plan, now: Plan, unlike: Unlike, same_rate: str = "") -> li
         refused = rule.kind == "refused" and (not rule.condition or bool(why))
         if rule.condition == "learning rate" and not refused and same_rate not in (one.why for one in found):
             why = same_rate
-        found.append(Change(key, _shown(old.get(key)), _shown(new.get(key)), refused, why))
+        found.append(Change(key, *_unlike(old.get(key), new.get(key)), refused, why))
     for condition, key in _OF_FILES.items():
         why = unlike.get(condition, "")
         if why and not any(change.why == why for change in found):
@@ -355,6 +355,15 @@ def _named(key: str, allow: Sequence[str]) -> bool:
 
 def _without_numbers(key: str) -> str:
     return ".".join(part for part in key.split(".") if not part.isdigit())
+
+
+def _unlike(old: object, new: object) -> tuple[str, str]:
+    """Two values as they are shown; of tables of free names only what is not alike."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        before, now = cast("dict[str, object]", old), cast("dict[str, object]", new)
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        old, new = ({name: table[name] for name in names if name in table} for table in (before, now))
+    return _shown(old), _shown(new)
 
 
 def _shown(value: object) -> str:
