@@ -357,15 +357,19 @@ def _without_numbers(key: str) -> str:
     return ".".join(part for part in key.split(".") if not part.isdigit())
 
 
-def _unlike(old: object, new: object) -> tuple[str, str]:
+def _unlike(old: Any, new: Any) -> tuple[str, str]:
     """Two values as they are shown; of tables of free names only what is not alike."""
     if isinstance(old, dict) and isinstance(new, dict):
         before, now = cast("dict[str, object]", old), cast("dict[str, object]", new)
         names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        old, new = ({name: table[name] for name in names if name in table} for table in (before, now))
+        return _shown(_only(before, names)), _shown(_only(now, names))
     return _shown(old), _shown(new)
 
 
-def _shown(value: object) -> str:
+def _only(table: Mapping[str, object], names: Sequence[str]) -> dict[str, object]:
+    return {name: table[name] for name in names if name in table}
+
+
+def _shown(value: Any) -> str:
     text = "not set" if value is None else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
