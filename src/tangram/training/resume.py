@@ -64,6 +64,7 @@ ON_RESUME: Mapping[str, Rule] = MappingProxyType(
         "data.sources.field": _TEXT,
         "data.sources.weight": _REFUSED,
         "data.tokenizer": _TEXT,
+        "data.special_tokens": _TEXT,
         "data.held_out": _TEXT,
         "data.held_out_samples": _REPORTED,
         "data.sequence": _REFUSED,
