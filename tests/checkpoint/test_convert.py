@@ -62,7 +62,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_file_has_every_bit(source: Path, tmp_path: Path) -> None:
     counted: list[int] = []
     made = to_hugging_face(source, tmp_path / "new" / "hf", told=counted.append)
-    assert sorted(made.files) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(made.files) == ["config.json", "model.safetensors", "provenance.json", "tokenizer.json"]
     assert sorted(path.name for path in (tmp_path / "new" / "hf").iterdir()) == sorted(made.files)
     assert same(load_file(tmp_path / "new" / "hf" / "model.safetensors"), model())
     assert (made.tensors, made.cast, made.configured) == (7, 0, True)
@@ -146,7 +146,7 @@ def test_files_of_a_directory_come_before_those_of_the_checkpoint(source: Path, 
         (config / name).write_text('{"mine": 1}')
     (config / "deep.json").mkdir()
     made = to_hugging_face(source, tmp_path / "hf", config=config)
-    assert sorted(made.files) == ["config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
+    assert sorted(made.files) == ["config.json", "merges.txt", "model.safetensors", "provenance.json", "tokenizer.json"]
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == {"mine": 1}
     (config / "config.json").unlink()
     with pytest.raises(UserError, match=r"give a directory with a config\.json"):
@@ -174,7 +174,7 @@ def test_transformers_loads_the_same_model(tmp_path: Path, tied: bool, shard: in
     net = llama(tied).eval()
     save({"model": net}, tmp_path / "a", about=About(beside={"config.json": net.config.to_json_string()}))
     made = to_hugging_face(tmp_path / "a", tmp_path / "hf", shard=shard)
-    assert (len(made.files) > 3) == (shard == 20_000)
+    assert (len(made.files) > 4) == (shard == 20_000)
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

@@ -19,13 +19,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from tangram import __version__
 from tangram.checkpoint import ahead, commits, digest, header
 from tangram.checkpoint.ahead import Ahead
 from tangram.checkpoint.appearing import appearing
-from tangram.checkpoint.commits import MANIFEST, MARKER
 from tangram.checkpoint.digest import Bytes, Sums
+from tangram.checkpoint.formats.configuration import true_of
+from tangram.checkpoint.formats.small import of_checkpoint, side_files, with_provenance, write_side_files
 from tangram.checkpoint.image import Image, Outgoing, images
-from tangram.checkpoint.manifest import BLOCK, DTYPES, Manifest, StoredTensor, checksums
+from tangram.checkpoint.manifest import BLOCK, DTYPES, Manifest, StoredTensor
 from tangram.checkpoint.parts import INDEX, MODEL
 from tangram.checkpoint.source import DamagedError
 from tangram.checkpoint.stream import in_file_order
@@ -35,16 +37,11 @@ from tangram.layout import Region
 from tangram.relayout import TensorSpec
 
 SINGLE = "model.safetensors"
-DATA = ".safetensors"
 MEMORY = 512 << 20
 LEAST = RING * BLOCK + ahead.LEAST
 """Bytes of memory without which nothing can be converted."""
 SHARD = 5_000_000_000
 """Bytes of tensors in a file, as transformers cuts them."""
-LARGEST_SMALL = 1 << 28
-"""Bytes of a configuration or tokenizer file that is copied."""
-SMALL = (".json", ".txt", ".model", ".jinja")
-"""How the files end that are copied from a directory."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,10 @@ class Converted:
     configured: bool
     """Whether there is a config.json, without which transformers loads nothing."""
     seconds: float
+    changed: tuple[str, ...] = ()
+    """What was changed in the configuration, so that it is true of the tensors."""
+    left_beside: tuple[str, ...] = ()
+    """What is beside the weights of `config` and was not copied."""
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
@@ -73,6 +74,8 @@ class Converted:
             "proved_equal": self.tensors - self.cast,
             "cast": self.cast,
             "config": self.configured,
+            "config_changed": list(self.changed),
+            "left_beside": list(self.left_beside),
             "seconds": round(self.seconds, 3),
         }
 
@@ -102,7 +105,7 @@ def to_hugging_face(
     manifest = commits.read_manifest(source)
     tensors = _model(source, manifest)
     specs = {tensor.name: TensorSpec(tensor.spec.shape, _type(tensor, dtype, rounded)) for tensor in tensors}
-    small = _small_files(source, manifest, config, dtype)
+    small, changed, left = _small_files(source, manifest, config, dtype, specs)
     planned = planned_images(specs, shard, manifest.id)
     nbytes = sum(placed.piece.nbytes for image in planned for placed in image.placed)
     with appearing(target, nbytes) as partial:
@@ -110,8 +113,7 @@ def to_hugging_face(
         _prove(source, manifest, specs, sums)
         if len(planned) > 1:
             small[INDEX] = index_of(planned)
-        for name, data in small.items():
-            commits.write_file(partial / name, data)
+        write_side_files(partial, small)
     return Converted(
         path=target,
         tensors=len(specs),
@@ -120,6 +122,8 @@ def to_hugging_face(
         cast=sum(manifest.tensors[name].spec != spec for name, spec in specs.items()),
         configured="config.json" in small,
         seconds=time.perf_counter() - begin,
+        changed=changed,
+        left_beside=left,
     )
 
 
@@ -223,26 +227,24 @@ def index_of(planned: Sequence[Image]) -> bytes:
     return json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(table.items()))}, indent=2).encode()
 
 
-def _small_files(source: Path, manifest: Manifest, config: Path | None, dtype: str | None) -> dict[str, bytes]:
-    """Configuration and tokenizer, from the checkpoint and from a directory."""
-    found: dict[str, bytes] = {}
-    for name, file in manifest.files.items():
-        if name.endswith(DATA) or name == INDEX:
-            continue
-        data = commits.read_bounded(source / name, LARGEST_SMALL)
-        if checksums(data) != file.sums:
-            raise DamagedError(f'the checkpoint "{source}" is damaged: its file "{name}" is not the one that was saved')
-        found[name] = data
+def _small_files(
+    source: Path, manifest: Manifest, config: Path | None, dtype: str | None, specs: Mapping[str, TensorSpec]
+) -> tuple[dict[str, bytes], tuple[str, ...], tuple[str, ...]]:
+    """Side files from the checkpoint and from a directory, what was changed in the configuration, and what was left."""
+    found = of_checkpoint(source, manifest)
+    left: tuple[str, ...] = ()
     if config is not None:
         if not (config / "config.json").is_file():
             raise UserError(f'--config "{config}": give a directory with a config.json')
-        for file in sorted(config.iterdir()):
-            ours = file.name in (MARKER, MANIFEST) or file.name.endswith(".index.json") or file.name.startswith(".")
-            if file.suffix in SMALL and file.is_file() and not ours:
-                found[file.name] = commits.read_bounded(file.resolve(), LARGEST_SMALL)
+        beside = side_files(config)
+        found, left = {**found, **beside.files}, beside.left
     if dtype is not None and "config.json" in found:
         found["config.json"] = with_dtype(found["config.json"], dtype)
-    return found
+    names = {name.removeprefix(f"{MODEL}."): spec for name, spec in specs.items()}
+    found, changed = true_of(found, names)
+    made = {"from": "tangram", "folder": source.name, "to": "hf", "dtype": dtype, "tangram": __version__}
+    origin = (source if config is None else config).resolve().name
+    return with_provenance(found, made, origin, left), changed, left
 
 
 def with_dtype(data: bytes, dtype: str) -> bytes:

@@ -29,7 +29,7 @@ LARGEST = 1 << 28
 MAX_DIMS = 64
 MAX_BOXES = 4096
 
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _NAMES = """
     bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 complex64 complex128
     float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
@@ -242,7 +242,7 @@ def _rows(known: Mapping[str, Any], key: str) -> Iterable[tuple[str, Any]]:
 
 
 def _file(name: str, row: Any) -> StoredFile:
-    _require(bool(_FILE_NAME.fullmatch(name)), f"the manifest names the file {name!r}, which is no plain name")
+    _require(bool(FILE_NAME.fullmatch(name)), f"the manifest names the file {name!r}, which is no plain name")
     _require(isinstance(row, dict), f"the row of the file {name} is no table")
     size, text = _count(row.get("size"), f"the size of {name}"), row.get("xxh3")
     if not isinstance(text, str) or len(text) != 16 * blocks_of(size) or not re.fullmatch(r"[0-9a-f]*", text):

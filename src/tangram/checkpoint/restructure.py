@@ -25,10 +25,11 @@ from torch import Tensor
 from tangram import __version__
 from tangram.checkpoint.convert import SHARD, cast_of, with_dtype
 from tangram.checkpoint.digest import Bytes
+from tangram.checkpoint.formats.configuration import true_of
 from tangram.checkpoint.formats.naming import split
 from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.formats.outgoing import Task
-from tangram.checkpoint.formats.small import small_files, with_provenance
+from tangram.checkpoint.formats.small import side_files, small_files, with_provenance
 from tangram.checkpoint.formats.targets import TARGETS, Target
 from tangram.checkpoint.manifest import BLOCK, DTYPES
 from tangram.checkpoint.remote import placing
@@ -84,10 +85,15 @@ class Restructured:
     configured: bool
     """Whether the configuration is there."""
     seconds: float
+    changed: tuple[str, ...] = ()
+    """What was changed in the configuration, so that it is true of the tensors."""
+    left_beside: tuple[str, ...] = ()
+    """What is beside the weights and was not carried along."""
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
-        return {**vars(self), "files": list(self.files), "seconds": round(self.seconds, 3)}
+        lists = {key: list(getattr(self, key)) for key in ("files", "changed", "left_beside")}
+        return {**vars(self), **lists, "seconds": round(self.seconds, 3)}
 
 
 def bound_of(source: Opened, mapping: str, sizes: Mapping[str, int]) -> Bound:
@@ -136,6 +142,7 @@ def restructure(
     stack: bool = True,
     experts_apart: bool = True,
     small: Mapping[str, bytes] | None = None,
+    config: Path | None = None,
     told: Callable[[int], None] | None = None,
 ) -> Restructured:
     """Write what a mapping makes of a checkpoint as the new directory `target`, or at an address of an object store.
@@ -143,8 +150,9 @@ def restructure(
     `to`: one of TARGETS. `dtype`: floating-point tensors of the model are cast to it; `rounded` says that this may lose
     bits. `shard`: bytes of a file at most. `memory`: bytes for all buffers. `stack`: layers that are alike lie stacked
     in a torch_dist, as Megatron-core has them. `experts_apart`: experts have an optimiser of their own there. `small`:
-    configuration and tokenizer, the source's own unless given. `told` hears how many more bytes are written. Raises
-    UserError for what cannot be done and DamagedError for damage; nothing is left of the target then.
+    side files, the source's own unless given; `config`: the directory that they are of then. `told` hears how many more
+    bytes are written. Raises UserError for what cannot be done and DamagedError for damage; nothing is left of the
+    target then.
     """
     begin = time.perf_counter()
     writer = target_of(to)
@@ -161,7 +169,14 @@ def restructure(
         beside["config.json"] = with_dtype(beside["config.json"], dtype)
     made = {"from": source.format, "folder": source.path.name, "to": to, "dtype": dtype, "tangram": __version__}
     made |= {key: source.objects[key] for key in ("adapter",) if key in source.objects}
-    beside = with_provenance(beside, {**made, "mapping": str(bound.mapping).splitlines()})
+    changed: tuple[str, ...] = ()
+    if writer.structure == "hf":
+        owners = split(specs, source.states)
+        beside, changed = true_of(beside, {name: spec for name, spec in specs.items() if not owners[name][1]})
+    origin = source.path if config is None else config
+    left = side_files(origin).left if origin.is_dir() else ()
+    made = {**made, "mapping": str(bound.mapping).splitlines()}
+    beside = with_provenance(beside, made, origin.resolve().name if beside else "", left)
     nbytes = sum(math.prod(spec.shape) * DTYPES[spec.dtype] for spec in specs.values())
     filler = Filler(source, bound, specs, max(1, memory // 4))
     chunk = min(CHUNK, (memory - LEAST) // 4 + BLOCK)
@@ -174,7 +189,7 @@ def restructure(
     cast = sum(bound.target.specs[name] != spec for name, spec in specs.items())
     configured = "config.json" in beside
     return Restructured(
-        str(target), to, len(specs), nbytes, tuple(files), cast, configured, time.perf_counter() - begin
+        str(target), to, len(specs), nbytes, tuple(files), cast, configured, time.perf_counter() - begin, changed, left
     )
 
 

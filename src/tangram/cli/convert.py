@@ -11,6 +11,7 @@ from tangram.errors import UserError
 from tangram.training.tables import count, printable
 
 if TYPE_CHECKING:
+    from tangram.checkpoint.convert import Converted
     from tangram.checkpoint.diff import Comparison
     from tangram.checkpoint.formats.opened import Opened
     from tangram.checkpoint.restructure import Restructured, Way
@@ -115,8 +116,18 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
     cast = f", {made.cast:,} cast to {asked.dtype}" if made.cast else ""
     rate = size(made.nbytes / made.seconds)
     print(f"{target}: {size(made.nbytes)} in {count(len(made.files), 'file')}, {rate}/s; {proof}{cast}")
+    _beside(made)
     if not made.configured:
         print(UNCONFIGURED)
+
+
+def _beside(made: "Converted | Restructured") -> None:
+    """What became of the files beside the weights, where it is not all of them as they were."""
+    if made.changed:
+        print(printable(f"config.json: {'; '.join(made.changed)}"))
+    if made.left_beside:
+        more = f" and {len(made.left_beside) - SKIPPED:,} more" if len(made.left_beside) > SKIPPED else ""
+        print(printable(f"beside the weights, not carried: {', '.join(made.left_beside[:SKIPPED])}{more}"))
 
 
 def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int], local: bool) -> None:
@@ -161,7 +172,7 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
         made = restructure(
             chosen.source, chosen.bound, target, asked.to, dtype=asked.dtype, rounded=asked.rounded, stack=asked.stack,
             experts_apart=asked.experts_apart,
-            small=small, told=told, **room,
+            small=small, config=asked.config, told=told, **room,
         )  # fmt: skip
     if asked.json:
         print_json({**made.as_json(), "by": chosen.said, "left_out": len(chosen.left), "skipped": source.skipped})
@@ -184,6 +195,7 @@ def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened"
     _skipped(source)
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states not converted")
+    _beside(made)
     if made.format == "hf" and not made.configured:
         print(UNCONFIGURED)
     if made.format == "torch_dist" and chosen.source.states and "settings" not in chosen.source.objects:

@@ -34,14 +34,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tangram.checkpoint.commits import write_file
 from tangram.checkpoint.fetched import fetched
 from tangram.checkpoint.formats.archive import UNPICKLE, Opaque, Place, read_archive
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.naming import Naming, named
 from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.formats.outgoing import Task, filled
-from tangram.checkpoint.formats.small import small_files
+from tangram.checkpoint.formats.small import small_files, write_side_files
 from tangram.checkpoint.manifest import DTYPES
 from tangram.checkpoint.write import Ring, Stream
 from tangram.errors import UserError
@@ -231,9 +230,7 @@ def write(task: Task) -> list[str]:
     with fetched(chunks()) as made:
         written, files = stream_chunks(task, made)
     write_index(task.folder, {own: task.specs[name] for name, own in names.items()}, written)
-    for name, data in task.small.items():  # which torch's reader does not look at
-        write_file(task.folder / name, data)
-    return [*files, INDEX, *task.small]
+    return [*files, INDEX, *write_side_files(task.folder, task.small)]  # which torch's reader does not look at
 
 
 @dataclass(frozen=True)

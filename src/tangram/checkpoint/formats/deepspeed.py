@@ -38,9 +38,9 @@ from tangram.checkpoint.formats.deepspeed_trees import (
     step_of,
     table_of,
 )
-from tangram.checkpoint.formats.huggingface import small_files
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.opened import Opened
+from tangram.checkpoint.formats.small import small_files
 from tangram.checkpoint.formats.state_dicts import (
     KNOWN,
     STEP,

@@ -16,12 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tangram.checkpoint import header
-from tangram.checkpoint.commits import write_file
 from tangram.checkpoint.convert import index_of, planned_images
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.formats.outgoing import Task, taking
-from tangram.checkpoint.formats.small import small_files
+from tangram.checkpoint.formats.small import small_files, write_side_files
 from tangram.checkpoint.parts import MODEL
 from tangram.checkpoint.write import Ring, write_from
 from tangram.errors import UserError
@@ -171,6 +170,4 @@ def write(task: Task) -> list[str]:
         task.done(image.name)
     files = [image.name for image in planned]
     small = {**task.small, **({INDEX: index_of(planned)} if len(planned) > 1 else {})}
-    for name, data in small.items():
-        write_file(task.folder / name, data)
-    return [*files, *small]
+    return [*files, *write_side_files(task.folder, small)]

@@ -20,17 +20,16 @@ from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.naming import Naming, named
 from tangram.checkpoint.formats.opened import SETTINGS, Opened
 from tangram.checkpoint.formats.outgoing import Task, taking
-from tangram.checkpoint.formats.small import LARGEST_SMALL
+from tangram.checkpoint.formats.small import of_checkpoint, packed
 from tangram.checkpoint.image import Outgoing, images
-from tangram.checkpoint.manifest import BLOCK, StoredPiece, checksum, checksums
-from tangram.checkpoint.parts import INDEX, MODEL, merged, part_of, with_small_files
+from tangram.checkpoint.manifest import BLOCK, StoredPiece, checksum
+from tangram.checkpoint.parts import MODEL, merged, part_of, with_small_files
 from tangram.checkpoint.source import DamagedError
 from tangram.checkpoint.write import Ring, Written, write_from
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
 
 NAMING = Naming("{param}.{state}", front="optim.")
-DATA = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -82,14 +81,7 @@ def open_folder(path: Path, maps: Maps) -> Opened:
             proved.add((place.file, block))
         return view
 
-    small: dict[str, bytes] = {}
-    for name, file in manifest.files.items():
-        if name.endswith(DATA) or name == INDEX:
-            continue
-        data = commits.read_bounded(path / name, LARGEST_SMALL)
-        if checksums(data) != file.sums:
-            raise DamagedError(f'the checkpoint "{path}" is damaged: its file "{name}" is not the one that was saved')
-        small[name] = data
+    small = of_checkpoint(path, manifest)
     raw = Opened("tangram", path, specs, tuple(pieces), read, maps.release, tuple(skipped), small)
     settings = _settings(manifest.objects)
     return replace(named(raw, NAMING, f"{MODEL}."), objects={"settings": settings} if settings else {})
@@ -131,6 +123,6 @@ def write(task: Task) -> list[str]:
         step=int(max(task.steps().values(), default=0)),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
-    manifest = with_small_files(task.folder, manifest, task.small)
+    manifest = with_small_files(task.folder, manifest, packed(task.small))
     commits.seal(task.folder, manifest)
     return [*manifest.files, commits.MANIFEST, commits.MARKER]

@@ -24,15 +24,14 @@ import torch
 from torch import Tensor
 
 from tangram.checkpoint import header
-from tangram.checkpoint.commits import write_file
 from tangram.checkpoint.digest import Bytes
-from tangram.checkpoint.formats.huggingface import small_files
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.formats.outgoing import Task, boxes
 from tangram.checkpoint.formats.overlaps import same_bits
 from tangram.checkpoint.formats.paddle_pickles import Array, Skipped, Stored, metadata, read_arrays, read_metadata
 from tangram.checkpoint.formats.paddle_steps import POWERS, betas_of, power
+from tangram.checkpoint.formats.small import small_files, write_side_files
 from tangram.checkpoint.image import Image, Outgoing, Placed, parts
 from tangram.checkpoint.manifest import DTYPES
 from tangram.checkpoint.write import Ring, write_from
@@ -260,9 +259,7 @@ def write(task: Task) -> list[str]:
         write_from(folder, image, _taking(image, owners, task), ring, checked=False)
     pieces = (cut.stored(file) for file, some in zip(files, cuts, strict=True) for cut in some)
     beside = {**task.small, "0.metadata": metadata(pieces)}
-    for name, data in beside.items():
-        write_file(folder / name, data)
-    return [*files, *beside]
+    return [*files, *write_side_files(folder, beside)]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.naming import MASTER, STEP, Naming, common_step, named, with_steps
 from tangram.checkpoint.formats.opened import SETTINGS, Opened
 from tangram.checkpoint.formats.outgoing import Task, filled
-from tangram.checkpoint.formats.small import small_files
+from tangram.checkpoint.formats.small import small_files, write_side_files
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
@@ -239,11 +239,7 @@ def _beside(task: Task) -> list[str]:
     text = json.dumps({**versions, "common_backend": "torch", "common_backend_version": 1})
     (task.folder / CONFIG).write_text(text, encoding="utf-8")
     torch.save(_common(task), task.folder / COMMON)
-    if task.small:
-        (task.folder / SOURCE).mkdir()
-    for name, data in task.small.items():
-        (task.folder / SOURCE / name).write_bytes(data)
-    return [CONFIG, COMMON, *(f"{SOURCE}/{name}" for name in task.small)]
+    return [CONFIG, COMMON, *(f"{SOURCE}/{name}" for name in write_side_files(task.folder / SOURCE, task.small))]
 
 
 def _common(task: Task) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from typing import Any, cast
 from torch import Tensor
 
 from tangram.checkpoint.formats.archive import Opaque, Place, read_archive
-from tangram.checkpoint.formats.huggingface import PICKLED, small_files
+from tangram.checkpoint.formats.huggingface import PICKLED
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.opened import Opened
+from tangram.checkpoint.formats.small import small_files
 from tangram.checkpoint.formats.state_dicts import (
     Found,
     Number,
