@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from tangram.planner.plan import Plan
 from tangram.training.building import build_whole, source_of
 from tangram.training.data import BYTES, END, Corpus, held_out_batches, open_corpus, prepare
-from tangram.training.export import export, logits_difference
+from tangram.training.export import export
+from tangram.training.exported import load_exported, logits_difference, unlike_weights
 from tangram.training.loop import evaluate
 from tangram.training.proofs import ProofError, same_logits, same_loss
 from tangram.training.rank import probe_batch, probe_logits
@@ -42,11 +43,20 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def difference(exported: Exported) -> float:
     inputs = probe_batch(exported.corpus, exported.plan, CPU).inputs_BS
-    return logits_difference(exported.model, exported.folder, inputs)
+    return logits_difference(exported.model, load_exported(exported.model, exported.folder), inputs)
 
 
 def test_the_same_logits(exported: Exported) -> None:
     assert difference(exported) == 0.0
+    assert unlike_weights(exported.model, load_exported(exported.model, exported.folder)) == ""
+
+
+def test_a_row_that_no_batch_uses_is_compared(exported: Exported) -> None:
+    """Logits of a batch do not show it: only tokens of the batch have their rows of embeddings read."""
+    loaded = load_exported(exported.model, exported.folder)
+    loaded.get_input_embeddings().weight.data[7, 3] += 1
+    found = unlike_weights(exported.model, loaded)
+    assert found == "1 of 8224 values of model.embed_tokens.weight differ"
 
 
 @pytest.fixture

@@ -23,6 +23,11 @@ class Source:
     config: PreTrainedConfig
     weights: Path | None
     """The directory of its safetensors files; None: it begins from scratch."""
+    folder: Path | None = None
+    """The directory that its configuration is in; None: it is a preset, or a file of another name."""
+    alone: bool = False
+    """Whether the file of the configuration was named, and not its directory: what is beside it is not of this model
+    then, but for how it generates."""
 
 
 CAUSAL = cast("Mapping[str, str]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -47,7 +52,9 @@ def read_source(
         what = "has no config.json" if folder.is_dir() else "does not exist"
         raise UserError(f'the model "{folder}" {what}: give a Hugging Face directory or a configuration file')
     config = change_config(_read_config(file, known), changes)
-    return Source(folder.name if folder.is_dir() else folder.stem, config, _weights(folder))
+    if folder.is_dir():
+        return Source(folder.resolve().name, config, _weights(folder), folder)
+    return Source(folder.stem, config, None, folder.parent if folder.name == "config.json" else None, alone=True)
 
 
 def _read_config(file: Path, known: Collection[str]) -> PreTrainedConfig:
@@ -77,8 +84,8 @@ def _read_config(file: Path, known: Collection[str]) -> PreTrainedConfig:
 
 def _weights(folder: Path) -> Path | None:
     """The directory if it holds safetensors. Raises UserError for weights in another format."""
-    if not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
-        return folder if folder.is_dir() else None
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
+        return folder
     other = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
     if other:
         raise UserError(

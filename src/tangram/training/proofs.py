@@ -1,8 +1,9 @@
 """The proofs at the end of a job: what it leaves behind is what it trained.
 
-The newest checkpoint is loaded whole in one process, another layout than the one that wrote it. There the held-out loss
-and the logits of a fixed batch must be those that the ranks have measured, and the export must give the same logits
-when transformers loads it.
+The newest checkpoint's model is loaded whole in one process, another layout than the one that wrote it. There the
+held-out loss and the logits of a fixed batch must be those that the ranks have measured. Transformers must load the
+export with every tensor, the same logits, the settings of generation that the model came with, the same tokens written
+by them, and the same tokenizer. The states of the optimiser are proved by the checkpoint's own digests only.
 """
 
 # ruff: noqa: N803, N806  a tensor carries its dims in its name
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,15 @@ from tangram.training.building import build_whole
 from tangram.training.checkpoints import JobState, load
 from tangram.training.data import Corpus, Tokens, held_out_batches
 from tangram.training.events import Doing, Note
-from tangram.training.export import export, logits_difference
+from tangram.training.export import export
+from tangram.training.exported import (
+    load_exported,
+    logits_difference,
+    unlike_settings,
+    unlike_tokenizer,
+    unlike_weights,
+    unlike_writing,
+)
 from tangram.training.folder import near
 from tangram.training.rank import RankReport, probe_batch, probe_logits
 from tangram.training.sample import sample_text
@@ -87,15 +97,35 @@ def prove(
     on_event(Doing("exporting, and loading the export with transformers"))
     folder = out / "export"
     with exactly(model):  # transformers has no casts of attention
-        export(model, folder, tokens, source.weights)
-        exported = logits_difference(model, folder, probe_batch(corpus, plan, device).inputs_BS)
-    if not exported <= SAME_LOGITS["float32"]:
-        raise ProofError(f"transformers loads {folder} as another model: the logits differ by {exported}")
-    on_event(Note(f"exported   {near(folder)}; loaded by transformers, logits differ by {exported:.1e}"))
-    prompt, written = sample_text(model, tokens, probe_batch(corpus, plan, device).inputs_BS)
+        export(model, folder, tokens, source, {"checkpoint": checkpoint.name})
+        inputs_BS = probe_batch(corpus, plan, device).inputs_BS
+        exported = same_export(model, folder, source, tokens, inputs_BS)
+    words = f"every tensor, the tokenizer and {_settings(source)} the same, logits differ by {exported:.1e}"
+    on_event(Note(f"exported   {near(folder)}; loaded by transformers: {words}"))
+    prompt, written = sample_text(model, tokens, inputs_BS)
     shown = indent(printable(written.strip()), " " * 11)
     on_event(Note(f"sample     of what the model writes, after {prompt[-24:]!r}:\n{shown}"))
     return Proved(loss, relative, difference, exported, prompt, written)
+
+
+def _settings(source: Source) -> str:
+    return "settings of generation" if source.folder is None else f"how {source.name} generates"
+
+
+def same_export(model: PreTrainedModel, folder: Path, source: Source, tokens: Tokens, inputs_BS: torch.Tensor) -> float:
+    """The difference in logits to what transformers loads from an export; ProofError for anything that is not so."""
+    loaded = load_exported(model, folder)
+    difference = logits_difference(model, loaded, inputs_BS)
+    wrong = unlike_weights(model, loaded)
+    if wrong or not difference <= SAME_LOGITS["float32"]:
+        raise ProofError(
+            f"transformers loads {folder} as another model: {wrong or f'the logits differ by {difference}'}"
+        )
+    if wrong := unlike_settings(loaded, source, tokens) or unlike_writing(model, loaded, source, tokens, inputs_BS):
+        raise ProofError(f"the model in {folder} generates otherwise than the one that training began from: {wrong}")
+    if wrong := unlike_tokenizer(folder, tokens, tokens.decode(cast("list[int]", inputs_BS[0].tolist()))):
+        raise ProofError(f"the tokenizer in {folder} is not the one that the text was read with: {wrong}")
+    return difference
 
 
 def as_computed(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:

@@ -32,6 +32,7 @@ _EMBEDDINGS = (
     "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight",
     "backbone.embeddings.weight", "backbone.embedding.weight",
 )  # fmt: skip
+_HEADS = ("lm_head.weight", "embed_out.weight", "output_layer.weight", "proj_out.weight")
 
 
 def is_quantised(specs: Mapping[str, TensorSpec]) -> bool:
@@ -107,7 +108,8 @@ def _with_vocabulary(fields: dict[str, Any], specs: Mapping[str, TensorSpec]) ->
         return []
     text = cast("dict[str, Any]", table)
     rows, own = specs[names[0]].shape[0], text.get("vocab_size")
-    if not isinstance(own, int) or own == rows:
+    heads = {spec.shape[0] for name, spec in specs.items() if name.endswith(_HEADS) and spec.shape}
+    if not isinstance(own, int) or own == rows or not heads <= {rows}:  # some classes have a row more in one of them
         return []
     if own > rows:
         raise UserError(
