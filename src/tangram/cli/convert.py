@@ -25,6 +25,7 @@ ROWS = 40
 SAMPLE = 64 << 20
 """Bytes that are read and written to see how fast the disk is."""
 UNSET = "the settings of the optimiser are not known, which Megatron-core needs to go on: --optimiser FILE gives them"
+BARE = "there is no tokenizer and no generation_config.json: --config DIR copies those that training began from"
 UNCONFIGURED = "there is no config.json: transformers needs one, which --config DIR copies"
 REASONED = ("torch", "deepspeed")
 """Formats that say what they do not take; the entries of others that are no tensors are empty states of layers."""
@@ -104,6 +105,7 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
 def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -> None:
     """The model of one of Tangram's checkpoints as it is: proved by digests."""
     from tangram.checkpoint import convert as of
+    from tangram.checkpoint.formats.small import is_of_tokenizer
 
     with byte_bar("exporting", of.size_of(source, asked.dtype, asked.rounded)) as told:
         made = of.to_hugging_face(
@@ -119,6 +121,8 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
     _beside(made)
     if not made.configured:
         print(UNCONFIGURED)
+    elif not any(is_of_tokenizer(name) or name == "generation_config.json" for name in made.files):
+        print(BARE)
 
 
 def _beside(made: "Converted | Restructured") -> None:

@@ -115,11 +115,7 @@ def _training(plan: Job) -> list[Row]:
         "wsd": f"constant, then {optimiser.decay_steps} steps down to {optimiser.lr * optimiser.final_lr:g}",
         "constant": "constant",
     }[optimiser.schedule]
-    decay = (
-        f", weight decay {optimiser.weight_decay:g} but for {', '.join(optimiser.no_decay)}"
-        if optimiser.weight_decay
-        else ""
-    )
+    decay = f", weight decay {optimiser.weight_decay:g}" if optimiser.weight_decay else ""
     limit = f", or {run.max_seconds:g} s if that is sooner" if run.max_seconds != inf else ""
     often = f"every {run.evaluate_every} steps and at the end" if run.evaluate_every else "at the end"
     return [

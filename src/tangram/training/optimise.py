@@ -14,22 +14,23 @@ from torch.optim import AdamW
 
 from tangram.errors import UserError
 from tangram.planner.job import OptimiserPlan
-from tangram.planner.plan import matches
+from tangram.training.decay import why_not
 from tangram.training.masters import MasterAdamW
 from tangram.training.precision import dtype_of
 
 
 def make_adamw(model: nn.Module, plan: OptimiserPlan, masters: str = "float32") -> AdamW:
-    """AdamW over the parameters that are trained, without weight decay where the plan has none.
+    """AdamW over the parameters that are trained, with weight decay on those that `decay.why_not` says it is for.
 
     Parameters that lie over different meshes stand in groups of their own: one fused update takes one mesh. Where some
     are of a lower type than float32, the optimiser keeps moments and masters in the type `masters`. Else torch's fused
     update takes all parameters of a group at once.
     """
     groups: dict[tuple[bool, tuple[str, ...]], list[nn.Parameter]] = {}
+    whys = why_not(model, plan)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decays = parameter.ndim >= 2 and not matches(plan.no_decay, name)
+            decays = not whys[name]
             mesh = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
             groups.setdefault((decays, mesh), []).append(parameter)
     tables = [
