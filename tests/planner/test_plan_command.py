@@ -72,7 +72,7 @@ def test_none_fits(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--set", "run.steps"], "write a key and a value"),
         (["--set", "model.change.hiden_size=3"], 'has no field "hiden_size" to change; did you mean "hidden_size"?'),
         (["--set", "version=2"], "version = 2: input should be 3"),
-        (["--set", "data.tokenizer=nowhere"], "there is no tokenizer"),
+        (["--set", "data.tokenizer=nowhere"], "does not exist: give a Hugging Face directory"),
         (["--set", "data.sequence=4000"], "but the model has 1024 positions"),
         (["--set", "model.change.vocab_size=100"], "vocabulary of 100"),
         (["--out", "/proc/none/plan.toml"], "cannot be written"),

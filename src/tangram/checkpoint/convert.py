@@ -34,6 +34,7 @@ from tangram.checkpoint.stream import in_file_order
 from tangram.checkpoint.write import RING, Ring, write_from
 from tangram.errors import UserError
 from tangram.layout import Region
+from tangram.models.directory import hub_hint
 from tangram.relayout import TensorSpec
 
 SINGLE = "model.safetensors"
@@ -235,7 +236,7 @@ def _small_files(
     left: tuple[str, ...] = ()
     if config is not None:
         if not (config / "config.json").is_file():
-            raise UserError(f'--config "{config}": give a directory with a config.json')
+            raise UserError(f'--config "{config}": give a directory with a config.json{hub_hint(config)}')
         beside = side_files(config)
         found, left = {**found, **beside.files}, beside.left
     if dtype is not None and "config.json" in found:

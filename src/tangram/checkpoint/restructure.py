@@ -38,6 +38,7 @@ from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.layout.intervals import span
 from tangram.layout.region import stretch
+from tangram.models.directory import hub_hint
 from tangram.relayout import Bound, Piece, PieceIndex, TensorSpec, bind, execute, plan
 from tangram.relayout.states import States
 
@@ -203,7 +204,7 @@ def target_of(to: str) -> Target:
 def small_of(folder: Path) -> dict[str, bytes]:
     """Configuration and tokenizer of a directory. Raises UserError for one without a config.json."""
     if not (folder / "config.json").is_file():
-        raise UserError(f'--config "{folder}": give a directory with a config.json')
+        raise UserError(f'--config "{folder}": give a directory with a config.json{hub_hint(folder)}')
     return small_files(folder)
 
 

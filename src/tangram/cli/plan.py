@@ -165,9 +165,12 @@ def plan(
     job = load(file, changes_of(change or []))
     if show:
         from tangram.planner.show import rows
-        from tangram.training import decay
 
-        said = [*rows(job), *decay.rows(job)]
+        said = rows(job)
+        if job.optimiser.weight_decay:
+            from tangram.training import decay  # loads torch
+
+            said += decay.rows(job)
         print_json(dict(said)) if json else print_table(str(file), ("what", "how"), said)
         return 0
     wish = Wish(processes, stages, schedule, anew, measure, limit, out, pick)

@@ -11,6 +11,7 @@ from tangram.cli.dry import dry
 from tangram.cli.errors import say
 from tangram.cli.output import print_json
 from tangram.errors import UserError
+from tangram.models.directory import refuse_missing
 from tangram.planner.read import changes_of, load
 from tangram.training.environment import speaks, together
 from tangram.training.folder import PLAN_FILE, folder_to_resume, run_name
@@ -52,7 +53,10 @@ def train(
 ) -> int:
     """Train, save, reload in one process, export, report; exit code 1 when a rank or a proof fails."""
     # The model first: it replaces the whole table, whose keys may then be set.
-    changes = {} if model is None else {"model": f"{{path = {json_text(str(Path(model).resolve()))}}}"}
+    if model is not None:
+        refuse_missing(Path(model).expanduser())
+    whole = "" if model is None else json_text(str(Path(model).expanduser().resolve()))
+    changes = {} if model is None else {"model": f"{{path = {whole}}}"}
     short = {"run.steps": steps, "seed": seed, "run.deterministic": True if deterministic else None}
     with together() as meeting:  # so that of ranks that torchrun started only one tells of a mistake
         changes |= changes_of(change or [])

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta, config_of, did_you_mean, presets, refuse_unknown_fields
+from tangram.models.directory import hub_hint
 from tangram.models.source import CAUSAL, read_source
 
 Inputs = Mapping[str, Any]
@@ -58,13 +59,14 @@ def _config(name: str, values: Mapping[str, Any]) -> PreTrainedConfig:
         return read_source(name, None, values).config
     known = {kind: table for head in HEADS for kind, table in head.known.items()}
     if Path(name).exists():
-        return read_source(None, name, values, known=known).config
+        return read_source(None, name, values, known=known, weights=False).config
     if name in known:
         refuse_unknown_fields(name, AutoConfig.for_model(name), values)
         return config_of(name, values)
     hint = did_you_mean(name, [*presets(), *known], listed=False)
     raise UserError(
-        f'"{name}" is no preset, no directory or configuration file, no type of model, and no FILE.py:function{hint}'
+        f'"{name}" is no preset, no directory or configuration file, no type of model, and no FILE.py:function'
+        f"{hub_hint(name) or hint}"
     )
 
 

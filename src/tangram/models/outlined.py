@@ -29,6 +29,7 @@ from tangram.errors import UserError
 from tangram.models.build import build_on_meta, presets
 from tangram.models.capture import CaptureError, capture, quiet
 from tangram.models.costs import block_names
+from tangram.models.directory import hub_hint
 from tangram.models.fold import folded
 from tangram.models.graph import Graph
 from tangram.models.once import kinds_of, run_once
@@ -75,8 +76,10 @@ KNOWN = frozenset({*CAUSAL, *MASKED, *PAIRED})
 def outlined(name: str) -> Outline:
     """Of a preset, or of a Hugging Face directory or configuration. Raises UserError."""
     known = name in presets()
-    source = read_source(name, None, {}) if known else read_source(None, str(_existing(name)), {}, known=KNOWN)
-    return outline_of(source.config, name if known else Path(name).stem)
+    if known:
+        return outline_of(read_source(name, None, {}).config, name)
+    source = read_source(None, str(_existing(name)), {}, known=KNOWN, weights=False)
+    return outline_of(source.config, Path(name).stem)
 
 
 def _existing(name: str) -> Path:
@@ -84,7 +87,7 @@ def _existing(name: str) -> Path:
     if not path.exists():
         raise UserError(
             f'there is no model "{name}": give a preset ({", ".join(presets())}), or a Hugging Face directory or '
-            "config.json"
+            f"config.json{hub_hint(name)}"
         )
     return path
 

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tangram.errors import UserError
 from tangram.models.build import change_config, did_you_mean, make_config
+from tangram.models.directory import PICKLED, READ, UNREAD, other_weights, refuse_missing, refuse_pointers
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,18 @@ CAUSAL = cast("Mapping[str, str]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def read_source(
-    preset: str | None, path: str | None, changes: Mapping[str, Any], *, known: Collection[str] = CAUSAL
+    preset: str | None,
+    path: str | None,
+    changes: Mapping[str, Any],
+    *,
+    known: Collection[str] = CAUSAL,
+    weights: bool = True,
 ) -> Source:
     """The model of a preset, or of a directory or config.json at `path`, with fields of its configuration changed.
 
-    `known`: the types of model that are taken. Raises UserError for an unknown preset, a path without configuration, an
-    unknown model type, one that is no causal language model, and weights that are not safetensors.
+    `known`: the types of model that are taken. `weights`: whether those of a directory are wanted. Raises UserError for
+    an unknown preset, a path without configuration, an unknown model type, one that is no causal language model, files
+    that are pointers of git-lfs, and weights that are wanted and are not safetensors.
     """
     if preset is not None:
         return Source(preset, make_config(preset, changes), None)
@@ -48,12 +55,17 @@ def read_source(
         raise UserError("the plan names no model: give model.preset or model.path")
     folder = Path(path)
     file = folder / "config.json" if folder.is_dir() else folder
+    refuse_missing(folder)
+    if folder.is_file() and folder.suffix in (READ, *PICKLED, *UNREAD):
+        raise UserError(f'the model "{folder}" is a file of weights: give the Hugging Face directory that it is of')
     if not file.is_file():
-        what = "has no config.json" if folder.is_dir() else "does not exist"
-        raise UserError(f'the model "{folder}" {what}: give a Hugging Face directory or a configuration file')
+        other = other_weights(folder)
+        why = f"; its weights {other}" if other else ": give a Hugging Face directory or a configuration file"
+        raise UserError(f'the model "{folder}" has no config.json{why}')
+    refuse_pointers(folder if weights else file)
     config = change_config(_read_config(file, known), changes)
     if folder.is_dir():
-        return Source(folder.resolve().name, config, _weights(folder), folder)
+        return Source(folder.resolve().name, config, _weights(folder) if weights else None, folder)
     return Source(folder.stem, config, None, folder.parent if folder.name == "config.json" else None, alone=True)
 
 
@@ -86,10 +98,6 @@ def _weights(folder: Path) -> Path | None:
     """The directory if it holds safetensors. Raises UserError for weights in another format."""
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
         return folder
-    other = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
-    if other:
-        raise UserError(
-            f'the weights of "{folder}" are in {other[0].name}, a pickle: convert them to safetensors, '
-            "or give its config.json to begin from scratch"
-        )
+    if other := other_weights(folder):
+        raise UserError(f'the weights of "{folder}" {other}, or give its config.json to begin from scratch')
     return None

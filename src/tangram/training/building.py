@@ -37,7 +37,7 @@ def source_of(plan: Job, tokens: Tokens) -> Source:
         changes = {"vocab_size": tokens.vocabulary, "bos_token_id": begin, "eos_token_id": tokens.end, **changes}
         asked = changes["vocab_size"]
         if isinstance(asked, int) and asked < tokens.vocabulary:  # before transformers warns of what follows from it
-            _refuse_vocabulary(asked, tokens)
+            _refuse_vocabulary(asked, tokens, weights=False)
     source = read_source(plan.model.preset, plan.model.path, changes)
     if plan.run.by_tokens:
         source = replace(source, config=by_tokens(source.config, plan.run.attention))
@@ -45,7 +45,8 @@ def source_of(plan: Job, tokens: Tokens) -> Source:
         source = replace(source, config=by_torch(source.config))
     text = source.config.get_text_config()
     if text.vocab_size < tokens.vocabulary:
-        _refuse_vocabulary(text.vocab_size, tokens)
+        named = text is source.config
+        _refuse_vocabulary(text.vocab_size, tokens, weights=source.weights is not None, named=named)
     heads, kv_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
         raise UserError(
@@ -61,10 +62,13 @@ def source_of(plan: Job, tokens: Tokens) -> Source:
     return source
 
 
-def _refuse_vocabulary(size: int, tokens: Tokens) -> None:
+def _refuse_vocabulary(size: int, tokens: Tokens, *, weights: bool, named: bool = True) -> None:
+    """`weights`: whether rows are stored; `named`: whether the configuration itself has the number."""
+    rows = ", where rows of new tokens begin as the mean of the stored ones" if weights else ""
+    more = f", or set model.change.vocab_size = {tokens.vocabulary} (or more){rows}" if named else ""
     raise UserError(
         f"the model has a vocabulary of {size}, but the tokenizer makes {tokens.vocabulary} tokens: take the model's "
-        "own tokenizer, or set model.change.vocab_size"
+        f"own tokenizer{more}"
     )
 
 

@@ -94,8 +94,6 @@ def groups(model: nn.Module, plan: OptimiserPlan) -> list[Group]:
 
 def rows(plan: Job) -> list[tuple[str, str]]:
     """What `tangram plan --show` says of them; of a model that cannot be built here, why."""
-    if not plan.optimiser.weight_decay:
-        return [("weight decay", "none: optimiser.weight_decay is 0")]
     try:
         model = build_on_meta(source_of(plan, load_tokens(plan.data, plan.model.path)).config)
         freeze(model, plan)

@@ -3,10 +3,13 @@
 Which stored tensors make which of the model's is what transformers declares (see `tangram.models.conversions`): most go
 by their names, experts that lie one by one are parts of a stack. Values are rounded to the parameters' type where the
 directory has another one, and tied parameters are read once. What does not fit is refused: a weight that nobody loads
-would train from noise unseen.
+would train from noise unseen; so are values that are not finite.
+
+Embeddings and head may have more rows than the directory (`model.change.vocab_size`, for tokens that were added): new
+rows are the mean of those that are stored, in their type, on any layout.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +26,7 @@ from tangram.planner.plan import Plan
 from tangram.relayout import Piece, TensorSpec, bind, execute
 from tangram.relayout import Plan as CopyPlan
 from tangram.relayout import plan as plan_copies
+from tangram.training import new_rows
 from tangram.training.state import Entry, JobState, Places, entries
 from tangram.training.world import World
 
@@ -36,14 +40,26 @@ def load_pretrained(folder: Path, model: nn.Module, plan: Plan, world: World | N
     The model has memory already; buffers that are not part of its state keep their values. Without a world the model is
     whole in this process. Not collective. Raises UserError for a directory that is not whole or has other tensors.
     """
-    copies, memory = plan_pretrained(folder, model, plan, world)
-    execute(copies, huggingface.mapped_reader(folder), memory)
+    copies, memory, sources = _planned(folder, model, plan, world)
+    read = huggingface.mapped_reader(folder)
+    execute(copies, new_rows.reading(read), memory)
+    trained = {name for name, _ in model.named_parameters()}
+    for (_, name), local in memory.items():
+        if name in trained and not is_finite(local):
+            raise UserError(_not_finite(folder, name, sources[name], read))
 
 
 def plan_pretrained(
     folder: Path, model: nn.Module, plan: Plan, world: World | None
 ) -> tuple[CopyPlan, dict[tuple[str, str], Tensor]]:
     """What `load_pretrained` will copy, and the memory that it goes to, by place and name. No values are read."""
+    return _planned(folder, model, plan, world)[:2]
+
+
+def _planned(
+    folder: Path, model: nn.Module, plan: Plan, world: World | None
+) -> tuple[CopyPlan, dict[tuple[str, str], Tensor], dict[str, list[Piece]]]:
+    """The same, and the pieces that each tensor of the model is made of."""
     index = huggingface.read_index(folder)
     targets = {
         entry.name.removeprefix("model."): entry for entry in entries(JobState(model, None), Places(plan, world))
@@ -55,16 +71,43 @@ def plan_pretrained(
     parts = _tied(folder, conversion.parts, _first_names(whole, everything))
     _refuse_others(folder, whole, conversion, parts, everything)
     parts = [some for some in parts if not targets.keys().isdisjoint(name for part in some for name in part.shapes)]
-    statements = [_statement(folder, some, index.specs, targets) for some in parts]
+    wider = new_rows.wider(whole, index, parts, {name: entry.spec.shape for name, entry in targets.items()})
+    statements = [_statement(folder, some, index.specs, targets, wider) for some in parts]
     used = {name for some in parts for part in some for name in part.sources}
+    specs = {name: spec for name, spec in index.specs.items() if name in used}
     bound = bind(
         MappingText(tuple(statements)),
-        {name: spec for name, spec in index.specs.items() if name in used},
+        specs | {new.name: new.spec for new in wider.values()},
         {name: entry.spec for name, entry in targets.items()},
     )
     wanted = [Piece(HERE, name, entry.region) for name, entry in targets.items() if entry.region]
-    copies = plan_copies(bound, [piece for piece in index.pieces if piece.tensor in used], wanted)
-    return copies, {(HERE, name): entry.local for name, entry in targets.items() if entry.region}
+    stored = [piece for piece in index.pieces if piece.tensor in used]
+    copies = plan_copies(bound, [*stored, *(new.piece for new in wider.values())], wanted)
+    makers = {name: set(part.sources) for some in parts for part in some for name in part.shapes}
+    made = {name: [piece for piece in stored if piece.tensor in own] for name, own in makers.items()}
+    return copies, {(HERE, name): entry.local for name, entry in targets.items() if entry.region}, made
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are, without memory for an answer of each."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(bool(one.isfinite()) for one in tensor.detach().aminmax())
+
+
+def _not_finite(folder: Path, name: str, sources: Sequence[Piece], read: Callable[[Hashable, str], Tensor]) -> str:
+    """A sentence with the stored tensors that are to blame, counted whole, whatever part of them this rank reads."""
+    counts = {piece.tensor: int((~read(piece.place, piece.tensor).isfinite()).sum()) for piece in sources}
+    bad = {stored: count for stored, count in counts.items() if count}
+    if not bad:
+        return f'{name} has values in "{folder}" that its type here cannot hold: choose float32 for parameters'
+    stored, count = next(iter(bad.items()))
+    more = f" (and some in {len(bad) - 1} more tensors)" if len(bad) > 1 else ""
+    values = "value" if count == 1 else "values"
+    return (
+        f'{stored} in "{folder}" has {count:,} {values} that are not finite (NaN or infinity){more}: the file is '
+        "damaged, or the training that wrote it had gone astray; take another copy or an earlier checkpoint"
+    )
 
 
 def _first_names(model: nn.Module, targets: Collection[str]) -> dict[str, str]:
@@ -130,10 +173,18 @@ def _first(names: list[str]) -> str:
 
 
 def _statement(
-    folder: Path, parts: list[Part], specs: Mapping[str, TensorSpec], targets: Mapping[str, Entry]
+    folder: Path,
+    parts: list[Part],
+    specs: Mapping[str, TensorSpec],
+    targets: Mapping[str, Entry],
+    wider: Mapping[str, "new_rows.NewRows"],
 ) -> Statement:
     """How tensors are made: as a part says, or of several tensors that must be equal where it is tied."""
     first = parts[0]
+    if new := wider.get(next(iter(first.shapes))):
+        names = [name for part in parts for name in part.sources]
+        dtype = targets[new.target].spec.dtype
+        return new.statement(names, _cast(folder, names, specs, dtype))
     for part in parts:
         for name, shape in part.shapes.items():
             if shape != targets[name].spec.shape:

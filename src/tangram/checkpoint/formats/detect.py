@@ -8,6 +8,7 @@ from tangram.checkpoint.formats import dcp, deepspeed, huggingface, own, paddle,
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.opened import Opened
 from tangram.errors import UserError
+from tangram.models.directory import hub_hint, other_weights, refuse_pointers
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,12 @@ def open_any(path: Path, maps: Maps | None = None) -> Opened:
     `maps`: how its files are looked into, where they are not simply there.
     """
     if not path.exists():
-        raise UserError(f'"{path}" is not there')
+        raise UserError(f'"{path}" is not there{hub_hint(path)}')
+    refuse_pointers(path)
     for known in FORMATS.values():
         if known.fits(path):
             return known.open(path, maps or Maps(path))
     names = "; ".join(f"{name}, {one.said}" for name, one in FORMATS.items())
+    if path.is_dir() and (other := other_weights(path, pickled=False)):
+        raise UserError(f'"{path}" is in no format that is read: its weights {other}')
     raise UserError(f'"{path}" is in no format that is read: {names}')

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tangram.errors import UserError
+from tangram.models.directory import TEXT, refuse_missing, refuse_pointers
 from tangram.planner.job import DataPlan, Special
 from tangram.training.data.windows import LONG, can_be_cut, long_row
 
@@ -206,8 +207,11 @@ def load_tokens(data: DataPlan, model_path: str | None) -> Tokens:
     if data.tokenizer == "bytes" or (data.tokenizer == "model" and model_path is None):
         return BYTES
     folder = Path(data.tokenizer if data.tokenizer != "model" else model_path or "")
+    refuse_missing(folder, "tokenizer" if data.tokenizer != "model" else "model")
     if data.tokenizer == "model" and not folder.is_dir():
         folder = folder.parent  # the model is given by its config.json
+    if folder.is_dir():
+        refuse_pointers(folder, TEXT)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         where = f'beside the model in "{folder}"' if data.tokenizer == "model" else f'in "{folder}"'
         raise UserError(

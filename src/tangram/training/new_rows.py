@@ -1,0 +1,116 @@
+"""Rows of embeddings and heads for tokens that were added: the mean of the stored rows.
+
+A mean starts a token in the midst of the others, so that the loss of text without it hardly changes. The rows are a
+tensor like those that are stored, which a mapping puts behind them: so any layout reads its part of it.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tangram.checkpoint.formats.huggingface import HuggingFaceIndex
+from tangram.errors import UserError
+from tangram.layout import Region, Statement, TensorPattern
+from tangram.layout.grammar import parse_mapping
+from tangram.models.conversions import Part
+from tangram.relayout import Piece, TensorSpec
+
+BLOCK = 4096
+"""Rows that are summed at a time."""
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """The rows of one tensor that are not stored. It is the place of their piece, too."""
+
+    target: str
+    """The model's name."""
+    stored: Piece
+    """The rows that are there."""
+    spec: TensorSpec
+    """Of the new ones."""
+
+    @property
+    def name(self) -> str:
+        """Among the tensors of the directory."""
+        return f"new_rows_of.{self.stored.tensor}"
+
+    @property
+    def piece(self) -> Piece:
+        """Where they are."""
+        return Piece(self, self.name, Region.full(self.spec.shape))
+
+    def statement(self, stored: Sequence[str], options: Any) -> Statement:
+        """The stored rows, under any of some names that mean the same, with the new ones behind."""
+        rest = " h" if len(self.spec.shape) > 1 else ""
+        shape = parse_mapping(f"old: v{rest}, new: n{rest} -> all: (v + n){rest}").statements[0]
+        (old,), (new,), (made,) = *shape.source, *shape.target
+        alike = tuple(replace(old, parts=(name,)) for name in stored)
+        return Statement((alike, (replace(new, parts=(self.name,)),)), ((_named(made, self.target),),), options)
+
+    def values(self, read: Callable[[Hashable, str], Tensor]) -> Tensor:
+        """The mean of the stored rows, once for each new one."""
+        rows = read(self.stored.place, self.stored.tensor)
+        total = torch.zeros(rows.shape[1:], dtype=torch.float64)
+        for first in range(0, len(rows), BLOCK):
+            total += rows[first : first + BLOCK].double().sum(0)
+        return (total / len(rows)).to(rows.dtype).expand(self.spec.shape).contiguous()
+
+
+def _named(pattern: TensorPattern, name: str) -> TensorPattern:
+    return replace(pattern, parts=(name,))
+
+
+def wider(
+    model: nn.Module, index: HuggingFaceIndex, parts: Sequence[Sequence[Part]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, NewRows]:
+    """The tensors of embeddings and head of which the directory has fewer rows, by the model's names.
+
+    `shapes`: of the whole tensors of the model. Raises UserError where the directory has more rows than the model.
+    """
+    found: dict[str, NewRows] = {}
+    embeddings = _vocabulary(model)
+    for some in parts:
+        name, stored = next(iter(some[0].shapes.items()))
+        shape = shapes.get(name)
+        if name not in embeddings or shape is None or stored == shape or stored[1:] != shape[1:]:
+            continue
+        source = some[0].sources[0]
+        if stored[0] > shape[0]:
+            raise UserError(
+                f"{source} has {stored[0]} rows and the model {shape[0]}: a vocabulary can only grow, so set "
+                f"model.change.vocab_size to {stored[0]} or more"
+            )
+        home = next(piece for piece in index.pieces if piece.tensor == source)
+        spec = TensorSpec((shape[0] - stored[0], *shape[1:]), index.specs[source].dtype)
+        found[name] = NewRows(name, home, spec)
+    return found
+
+
+def _vocabulary(model: nn.Module) -> set[str]:
+    """The names of what has a row for each token: of the input embeddings and of the head."""
+    modules: list[Any] = []
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            modules.append(cast(Any, getattr(model, get, lambda: None))())
+        except (NotImplementedError, AttributeError):  # some classes name none
+            continue
+    own = {id(one) for module in modules if isinstance(module, nn.Module) for one in module.parameters(recurse=False)}
+    return {name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in own}
+
+
+def reading(read: Callable[[Hashable, str], Tensor]) -> Callable[[Hashable, str], Tensor]:
+    """A reader that knows new rows as well; they are computed once."""
+    known: dict[NewRows, Tensor] = {}
+
+    def both(place: Hashable, name: str) -> Tensor:
+        if not isinstance(place, NewRows):
+            return read(place, name)
+        if place not in known:
+            known[place] = place.values(read)
+        return known[place]
+
+    return both
