@@ -21,6 +21,8 @@ from collections import deque
 from dataclasses import dataclass, replace
 from statistics import median
 
+from torch import Tensor
+
 from tangram.errors import UserError
 from tangram.planner.job import DivergencePlan, Job, ScalePlan
 
@@ -130,6 +132,13 @@ def guard_for(plan: Job, guard: Guard | None) -> Guard:
     if guard is None and plan.precision.compute == "float16":
         raise UserError("the loss of a float16 computation is scaled: make one Guard(plan), and give it to every step")
     return guard or Guard(plan)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are, without memory for an answer of each."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(bool(one.isfinite()) for one in tensor.detach().aminmax())
 
 
 def must_be_finite(what: str, number: float) -> None:

@@ -19,9 +19,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from tangram.errors import UserError
 from tangram.training.data import Batch
+from tangram.training.guard import is_finite
 from tangram.training.told import given
 
 PROBED = 8  # tokens of each of the two documents
@@ -97,6 +99,8 @@ def why_not_causal(model: nn.Module, *, positions: bool = False, device: torch.d
     finally:
         model.train(was_training)
         model.zero_grad(set_to_none=True)
+    if not (is_finite(given_BSV) and (owed_BS is None or is_finite(owed_BS))):
+        return _not_finite(model)
     unit = torch.finfo(given_BSV.dtype).eps * float(given_BSV.abs().max())
     apart_BS = (given_BSV - other_BSV).abs().amax(-1)
     if bool((apart_BS[~right_BS] > SAME_SWAPPED * unit).any()) or (
@@ -109,6 +113,18 @@ def why_not_causal(model: nn.Module, *, positions: bool = False, device: torch.d
     if not bool((given_BSV[:, 1:] != behind_BSV[:, 1:]).any()):
         return "no token sees the one before it, so whether it is causal cannot be told; give it weights other than 0"
     return ""
+
+
+def _not_finite(model: nn.Module) -> str:
+    """What is the matter with a model whose logits are not finite: the first parameter that is not, counted here."""
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not is_finite(local):
+            count = int((~local.detach().isfinite()).sum())
+            return f"{name} has {count:,} of {local.numel():,} values here that are not finite (NaN or infinity)"
+    return (
+        "its logits or gradients are not finite, though its parameters here are: its type of numbers may be too small"
+    )
 
 
 def respects_documents(model: nn.Module, *, device: torch.device | None = None) -> bool:

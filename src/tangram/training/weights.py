@@ -27,6 +27,7 @@ from tangram.relayout import Piece, TensorSpec, bind, execute
 from tangram.relayout import Plan as CopyPlan
 from tangram.relayout import plan as plan_copies
 from tangram.training import new_rows
+from tangram.training.guard import is_finite
 from tangram.training.state import Entry, JobState, Places, entries
 from tangram.training.world import World
 
@@ -86,13 +87,6 @@ def _planned(
     makers = {name: set(part.sources) for some in parts for part in some for name in part.shapes}
     made = {name: [piece for piece in stored if piece.tensor in own] for name, own in makers.items()}
     return copies, {(HERE, name): entry.local for name, entry in targets.items() if entry.region}, made
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all values are, without memory for an answer of each."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    return all(bool(one.isfinite()) for one in tensor.detach().aminmax())
 
 
 def _not_finite(folder: Path, name: str, sources: Sequence[Piece], read: Callable[[Hashable, str], Tensor]) -> str:
