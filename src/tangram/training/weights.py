@@ -97,9 +97,9 @@ def _not_finite(folder: Path, name: str, sources: Sequence[Piece], read: Callabl
         return f'{name} has values in "{folder}" that its type here cannot hold: choose float32 for parameters'
     stored, count = next(iter(bad.items()))
     more = f" (and some in {len(bad) - 1} more tensors)" if len(bad) > 1 else ""
-    values = "value" if count == 1 else "values"
+    values = "value that is" if count == 1 else "values that are"
     return (
-        f'{stored} in "{folder}" has {count:,} {values} that are not finite (NaN or infinity){more}: the file is '
+        f'{stored} in "{folder}" has {count:,} {values} not finite (NaN or infinity){more}: the file is '
         "damaged, or the training that wrote it had gone astray; take another copy or an earlier checkpoint"
     )
 
