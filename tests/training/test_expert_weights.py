@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tangram.cli import main
 from tangram.errors import UserError
+from tangram.models.source import Source
 from tangram.training.checkpoints import JobState, load
 from tangram.training.data import BYTES
 from tangram.training.export import byte_tokenizer
@@ -68,13 +69,18 @@ def test_what_transformers_loads(tmp_path: Path, kind: str, dtype: torch.dtype) 
         assert torch.equal(tensor, oracle[name]), name
 
 
+def source_in(folder: Path, model: nn.Module) -> Source:
+    """What training began from."""
+    return Source(folder.name, cast(Any, model).config, folder, folder)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("original", [True, False], ids=["original", "as the module"])
 def test_the_export_has_the_structure_of_the_weights(tmp_path: Path, kind: str, original: bool) -> None:
     folder = export(build(kind, KINDS[kind], 0), tmp_path / "model", save_original_format=original)
     model = build(kind, KINDS[kind], 1)
     load_pretrained(folder, model, PLAN, None)
-    export_model(model, tmp_path / "export", BYTES, folder)
+    export_model(model, tmp_path / "export", BYTES, source_in(folder, model))
     before, after = files(folder), files(tmp_path / "export")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -82,7 +88,7 @@ def test_the_export_has_the_structure_of_the_weights(tmp_path: Path, kind: str, 
 
 def test_a_directory_that_is_gone_leaves_the_declared_structure(tmp_path: Path) -> None:
     model = build("qwen3_moe", MOE, 0)
-    export_model(model, tmp_path / "export", BYTES, tmp_path / "gone")
+    export_model(model, tmp_path / "export", BYTES, source_in(tmp_path / "gone", model))
     assert EXPERT in files(tmp_path / "export")
 
 
@@ -124,7 +130,7 @@ def test_the_checkpoint_goes_on_and_exports_the_bytes_it_began_from(
         assert one.moments
     model = build("qwen3_moe", MOE, 5)
     load(folder / "checkpoint" / "step-00000001", JobState(model, None), PLAN, None)
-    export_model(model, tmp_path / "export", BYTES, folder / "small")
+    export_model(model, tmp_path / "export", BYTES, source_in(folder / "small", model))
     before, after = files(folder / "small"), files(tmp_path / "export")
     assert EXPERT in before
     assert before.keys() == after.keys()

@@ -132,7 +132,9 @@ def _with_ids_of(data: bytes, tokens: Tokens, folder: Path | None) -> bytes:
 
 def _tokenizer(folder: Path | None) -> Any:
     try:
-        return None if folder is None else cast(Any, AutoTokenizer.from_pretrained(folder))
+        if folder is None or not folder.is_dir():
+            return None
+        return cast(Any, AutoTokenizer.from_pretrained(folder, local_files_only=True))
     except Exception:  # noqa: BLE001  a directory without one, which fails in many ways: nothing is the same then
         return None
 

@@ -117,8 +117,8 @@ def unlike_tokenizer(folder: Path, tokens: Tokens, text: str) -> str:
     if tokens.folder is None:
         own: Any = None
     else:
-        own = cast(Any, AutoTokenizer.from_pretrained(tokens.folder))
-    made = cast(Any, AutoTokenizer.from_pretrained(folder))
+        own = cast(Any, AutoTokenizer.from_pretrained(tokens.folder, local_files_only=True))
+    made = cast(Any, AutoTokenizer.from_pretrained(folder, local_files_only=True))
     if own is None:
         ids = made(text, add_special_tokens=False).input_ids
         return "" if ids == list(text.encode()) else "a text has other tokens than its bytes"
