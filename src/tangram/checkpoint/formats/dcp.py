@@ -36,12 +36,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from tangram.checkpoint.commits import write_file
 from tangram.checkpoint.fetched import fetched
-from tangram.checkpoint.formats.archive import UNPICKLE, Opaque, Place, read_archive
+from tangram.checkpoint.formats.archive import UNPICKLE, Opaque, Place
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.naming import Naming, named
 from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.formats.outgoing import Task, filled
 from tangram.checkpoint.formats.small import small_files
+from tangram.checkpoint.formats.small_archives import Archives, archived
 from tangram.checkpoint.manifest import DTYPES
 from tangram.checkpoint.write import Ring, Stream
 from tangram.errors import UserError
@@ -180,11 +181,12 @@ def _wrapper(names: Collection[str]) -> str:
 def mapped_chunks(maps: Maps) -> Callable[[Hashable, str], Tensor]:
     """A function from the place and tensor of a piece to a view of its values in the mapped file."""
     places: dict[Span, Place] = {}
+    archives = Archives(maps)
 
     def read(span: Hashable, name: str) -> Tensor:
         assert isinstance(span, Span)
         if span not in places:
-            found = read_archive(maps, span.file, span.offset, span.length)
+            found = archives.place(span.file, span.offset, span.length)
             if not isinstance(found, Place):
                 raise UserError(f'"{name}" in "{maps.folder / span.file}" is no tensor')
             places[span] = found
@@ -228,7 +230,7 @@ def write(task: Task) -> list[str]:
             for offsets, values in filled(task, name):
                 yield Chunk(own, offsets, values)
 
-    with fetched(chunks()) as made:
+    with fetched(chunks(), size_of) as made:
         written, files = stream_chunks(task, made)
     write_index(task.folder, {own: task.specs[name] for name, own in names.items()}, written)
     for name, data in task.small.items():  # which torch's reader does not look at
@@ -243,6 +245,11 @@ class Chunk:
     name: str
     offsets: tuple[int, ...]
     values: Tensor
+
+
+def size_of(chunk: Chunk) -> int:
+    """The bytes of a block's elements."""
+    return chunk.values.nbytes
 
 
 @dataclass(frozen=True)
@@ -299,8 +306,11 @@ def _written(stream: Any, name: str, chunks: Iterable[Chunk], summed: bool) -> l
     for chunk in chunks:
         stream.write(bytes(-stream.tell() % ALIGNED))
         start = stream.tell()
-        sink = _Sink(stream, summed)
-        torch.save(chunk.values, cast(IO[bytes], sink))
+        sink, small = _Sink(stream, summed), archived(chunk.values)
+        if small is not None:
+            sink.write(small)
+        else:
+            torch.save(chunk.values, cast(IO[bytes], sink))
         if sink.error is not None:
             raise sink.error
         span = Span(name, start, sink.size)
@@ -358,12 +368,13 @@ def write_index(
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in specs}
     stored: dict[MetadataIndex, _StorageInfo] = {}
+    kinds = {spec.dtype: TensorProperties(getattr(torch, spec.dtype)) for spec in specs.values()}
     for block in written:
         offsets = torch.Size(block.offsets)
         chunks[block.name].append(ChunkStorageMetadata(offsets, torch.Size(block.sizes)))
         stored[MetadataIndex(block.name, offsets)] = _StorageInfo(block.span.file, block.span.offset, block.span.length)
     entries = {
-        name: TensorStorageMetadata(TensorProperties(getattr(torch, spec.dtype)), torch.Size(spec.shape), chunks[name])
+        name: TensorStorageMetadata(kinds[spec.dtype], torch.Size(spec.shape), chunks[name])
         for name, spec in specs.items()
     }
     known: dict[str, Any] = dict(entries)
