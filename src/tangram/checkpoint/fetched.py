@@ -14,11 +14,11 @@ MOST = 1 << 10
 
 
 @contextlib.contextmanager
-def fetched(items: Iterator[T], size: Callable[[T], int]) -> Generator[Iterator[T]]:
+def fetched(items: Iterator[T], size: Callable[[T], int] | None = None) -> Generator[Iterator[T]]:
     """The same items, made ahead; an error of their making is raised where the item would be.
 
-    `size`: the bytes of an item. Small ones change hands together, of at most 1 MiB and one more, since a hand-over
-    costs more than making a small one does. Left early, the thread makes no further ones, and has ended when this is left.
+    `size`: the bytes of an item, with which small ones change hands together, since that costs more than to make one;
+    else each is handed over alone. Left early, the thread makes no further ones, and has ended when this is left.
     """
     made: queue.Queue[tuple[list[T], BaseException | None, bool]] = queue.Queue(maxsize=1)
     left = threading.Event()
@@ -34,7 +34,7 @@ def fetched(items: Iterator[T], size: Callable[[T], int]) -> Generator[Iterator[
         try:
             for item in items:
                 some.append(item)
-                nbytes += size(item)
+                nbytes += size(item) if size else TOGETHER
                 if nbytes >= TOGETHER or len(some) == MOST:
                     put(some)
                     some, nbytes = [], 0

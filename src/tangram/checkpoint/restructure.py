@@ -161,7 +161,7 @@ def restructure(
         beside["config.json"] = with_dtype(beside["config.json"], dtype)
     made = {"from": source.format, "folder": source.path.name, "to": to, "dtype": dtype, "tangram": __version__}
     made |= {key: source.objects[key] for key in ("adapter",) if key in source.objects}
-    beside = with_provenance(beside, {**made, "mapping": str(bound.mapping).splitlines()})
+    beside = with_provenance(beside, {**made, "mapping": _lines(bound)})
     nbytes = sum(math.prod(spec.shape) * DTYPES[spec.dtype] for spec in specs.values())
     filler = Filler(source, bound, specs, max(1, memory // 4))
     chunk = min(CHUNK, (memory - LEAST) // 4 + BLOCK)
@@ -258,6 +258,13 @@ class Filler:
             size = math.prod(shape)
             self.fill(name, Region.of([box]), flat[at : at + size].view(shape))
             at += size
+
+
+def _lines(bound: Bound) -> list[str]:
+    """The statements of a mapping; one for all tensors that keep their names, as what takes the rest."""
+    other = [s for s in bound.mapping.statements if s.source != s.target or s.options]
+    kept = len(other) < len(bound.mapping.statements)
+    return [*map(str, other), *([IDENTITY] if kept else [])]
 
 
 def _copies_of(source: Opened, bound: Bound) -> dict[str, Piece]:

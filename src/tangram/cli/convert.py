@@ -1,7 +1,9 @@
 """`tangram checkpoint convert`: from any format and structure that is read to any that is written."""
 
+import contextlib
+import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,8 +75,19 @@ def run(source: str, target: str, asked: Asked) -> None:
     if local and asked.to == "hf" and is_own(Path(source)) and as_it_is:
         _export(Path(source), Path(target), asked, room)
         return
-    with opening(source) as opened:
+    with rare_collections(), opening(source) as opened:
         _convert(opened, target, asked, room, local)
+
+
+@contextlib.contextmanager
+def rare_collections() -> Generator[None]:
+    """Look for cycles of objects seldom: a checkpoint of many tensors makes millions that are in none."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
@@ -93,7 +106,7 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
         one, other = ((Path(path), commits.read_manifest(Path(path))) for path in (a, b))
         with byte_bar("comparing", diff.to_read(one[1], other[1], pattern)) as told:
             return diff.compare(one, other, pattern, told)
-    with opening(a) as left, opening(b) as right:
+    with rare_collections(), opening(a) as left, opening(b) as right:
         small = small_of(config) if config else {**right.small, **left.small}
         way, other_side = diff_structures.seen_as(left, right, config_of(small))
         with byte_bar("comparing", diff_structures.to_read(way, other_side, pattern)) as told:

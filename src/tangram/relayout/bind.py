@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -152,7 +152,7 @@ def bind(
     )
 
 
-def _refuse_unused(side: str, specs: Specs, used: Mapping[str, str], advice: str, partial: bool) -> None:
+def _refuse_unused(side: str, specs: Specs, used: Collection[str], advice: str, partial: bool) -> None:
     unused = [name for name in specs if name not in used]
     if unused and not partial:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
@@ -184,8 +184,8 @@ class _Binder:
     cells: dict[str, list[Cell]]
     dropped: list[tuple[str, int]]
     solved: list[Mapping[str, int]]
-    used_source: dict[str, str]
-    used_target: dict[str, str]
+    used_source: dict[str, Statement]
+    used_target: dict[str, Statement]
 
     def add(self, statement: Statement) -> None:
         try:
@@ -204,11 +204,11 @@ class _Binder:
         spec = self.source_table.specs.get(pair[0].name) if pair and self.target_table is None else None
         if pair is None or spec is None:
             return False
-        like, text = _plain_part(spec.shape), str(statement)
+        like = _plain_part(spec.shape)
         a, b = (Part(pattern.name, like.dims, like.slots) for pattern in pair)
         for part, families, used in ((a, self.source, self.used_source), (b, self.target, self.used_target)):
             family = families[part.tensor] = Family(part.tensor, (part.tensor,), (), spec)
-            _claim(family, used, text)
+            _claim(family, used, statement)
         factors = tuple(digit.factor for dim in like.dims for digit in dim.digits)
         self.cells.setdefault(b.tensor, []).append(Cell(factors, spec.shape, b, a))
         self.solved.append(dict(self.known))
@@ -275,14 +275,13 @@ class _Binder:
             raise RelayoutError(
                 f"it gives {result}, but the target has {', '.join(sorted(wanted))}: say cast={dtype}:..."
             )
-        text = str(statement)
         for side, families, used, kind in zip(
             groups, (self.source, self.target), (self.used_source, self.used_target), (dtype, result), strict=True
         ):
             for p in (p for group in side for p in group):
                 spec = TensorSpec(shapes[id(p)], p.dtype or kind)
                 family = families[p.pattern.name] = Family(p.pattern.name, p.template, p.offsets, spec)
-                _claim(family, used, text)
+                _claim(family, used, statement)
         for cell in cells:
             self.cells.setdefault(cell.target.tensor, []).append(cell)
 
@@ -389,7 +388,7 @@ def _check_fill(value: float, dtypes: Iterable[str]) -> None:
         raise RelayoutError(f"fill={value:g} is no value of a tensor of {exact[0]}")
 
 
-def _claim(family: Family, used: dict[str, str], statement: str) -> None:
+def _claim(family: Family, used: dict[str, Statement], statement: Statement) -> None:
     for name in {family.name: None, **dict.fromkeys(family.members)}:
         if name in used:
             raise RelayoutError(f"{name} stands twice, here and in `{used[name]}`: tie copies with `=`")

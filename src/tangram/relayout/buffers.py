@@ -150,12 +150,7 @@ def refuse_shared(bound: Bound, sources: Side, targets: Side) -> None:
     for span in spans:
         device, start, stop, side, key = span
         for other in last.values():
-            if (
-                other[0] == device
-                and start < other[2]
-                and (side or other[3])
-                and not _same_tie(bound, key, other[4])
-            ):
+            if other[0] == device and start < other[2] and (side or other[3]) and not _same_tie(bound, key, other[4]):
                 raise RelayoutError(
                     f"{key[1]} at {key[0]!r} and {other[4][1]} at {other[4][0]!r} share memory: "
                     "copy one of them first, or tie them with `=` when they are one tensor"
