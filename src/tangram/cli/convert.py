@@ -134,12 +134,18 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
 
 def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int], local: bool) -> None:
     from tangram.checkpoint.adapters import with_adapter
+    from tangram.checkpoint.configured import fitted
     from tangram.checkpoint.formats.paddle_steps import betas_of, with_betas, with_steps
     from tangram.checkpoint.restructure import cast_specs, config_of, restructure, small_of, steps_of
-    from tangram.checkpoint.structures import choose, model_of
+    from tangram.checkpoint.structures import WORDS, choose, model_of
     from tangram.models.families import family_named
 
     small = small_of(asked.config) if asked.config else dict(source.small)
+    notes: tuple[str, ...] = ()
+    if asked.mapping is None and WORDS not in source.specs and source.format not in ("tangram", "paddle"):
+        check = asked.to == "hf" and (source.format != "hf" or asked.config is not None)
+        fit = fitted(source, config_of(small), check)
+        source, notes = fit.source, fit.notes
     left: tuple[str, ...] = ()
     if asked.adapter:
         _, left = model_of(source)
@@ -168,7 +174,7 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
     ways = steps_of(chosen.bound, cast_specs(chosen.bound, asked.dtype, chosen.source.states, asked.rounded))
     total = sum(way.nbytes for way in ways)
     if asked.dry_run:
-        _planned(source, target, asked, chosen, ways, total, _disk(source, Path(target)) if local else None)
+        _planned(source, target, asked, chosen, ways, total, notes, _disk(source, Path(target)) if local else None)
         return
     with byte_bar("converting", total) as told:
         made = restructure(
@@ -177,24 +183,30 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
             small=small, told=told, **room,
         )  # fmt: skip
     if asked.json:
-        print_json({**made.as_json(), "by": chosen.said, "left_out": len(chosen.left), "skipped": source.skipped})
+        print_json({**made.as_json(), "by": chosen.said, "left_out": len(chosen.left), "skipped": source.skipped,
+                    "beside": source.beside, "notes": notes})  # fmt: skip
     else:
-        _said(made, chosen, asked, source)
+        _said(made, chosen, asked, source, notes)
 
 
-def _skipped(source: "Opened") -> None:
-    """What stands in the source and is not taken, with the reason where it has one."""
+def _skipped(source: "Opened", notes: Sequence[str]) -> None:
+    """What stands in the source and is not taken, with the reason where it has one, and what was noted of it."""
+    for note in notes:
+        print(printable(note))
+    if source.beside:
+        more = f" and {len(source.beside) - SKIPPED:,} more" if len(source.beside) > SKIPPED else ""
+        print(printable(f"left out, no tensors of the model: {', '.join(source.beside[:SKIPPED])}{more}"))
     if source.format in REASONED and source.skipped:
         more = f" and {len(source.skipped) - SKIPPED:,} more" if len(source.skipped) > SKIPPED else ""
         print(printable(f"not taken: {', '.join(source.skipped[:SKIPPED])}{more}"))
 
 
-def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened") -> None:
+def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened", notes: Sequence[str]) -> None:
     cast = f", {made.cast:,} cast to {asked.dtype}" if made.cast else ""
     rate = size(made.nbytes / made.seconds)
     tensors = count(made.tensors, "tensor")
     print(f"{made.path}: {made.format}, {tensors}, {size(made.nbytes)}, {rate}/s; by {chosen.said}{cast}")
-    _skipped(source)
+    _skipped(source, notes)
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states not converted")
     if made.format == "hf" and not made.configured:
@@ -204,7 +216,14 @@ def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened"
 
 
 def _planned(
-    source: "Opened", target: str, asked: Asked, chosen: "Chosen", ways: Sequence["Way"], total: int, rate: float | None
+    source: "Opened",
+    target: str,
+    asked: Asked,
+    chosen: "Chosen",
+    ways: Sequence["Way"],
+    total: int,
+    notes: Sequence[str],
+    rate: float | None,
 ) -> None:
     """What would be done, and how long it would take at so many bytes a second."""
     from tangram.checkpoint.convert import by_size, bytes_of
@@ -227,7 +246,7 @@ def _planned(
         print(f"and {len(ways) - ROWS:,} more, which --json lists")
     what = f"{count(len(ways), 'tensor')}, {size(total)} in about {count(files, 'data file')}"
     print(f"{source.format} to {asked.to}, by {chosen.said}: {what}; {time_}")
-    _skipped(source)
+    _skipped(source, notes)
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states would not be converted")
 

@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -38,7 +38,8 @@ from tangram.checkpoint.commits import write_file
 from tangram.checkpoint.fetched import fetched
 from tangram.checkpoint.formats.archive import UNPICKLE, Opaque, Place
 from tangram.checkpoint.formats.mapped import Maps
-from tangram.checkpoint.formats.naming import Naming, named
+from tangram.checkpoint.formats.model_part import model_part
+from tangram.checkpoint.formats.naming import Naming
 from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.formats.outgoing import Task, filled
 from tangram.checkpoint.formats.small import small_files
@@ -51,9 +52,8 @@ from tangram.relayout import Piece, TensorSpec
 
 INDEX = ".metadata"
 DATA = "__0_{}.distcp"
-NAMING = Naming("state.{param}.{state}", front="optimizer.", lead=r"(?:optim|optimizer)\.")
-"""As torch's `get_optimizer_state_dict` names states, under torchtitan's key."""
-WRAPPERS = ("model.", "state_dict.", "module.")
+NAMING = Naming("state.{param}.{state}", front="optimizer.", lead=r"(?:\w+\.){0,4}?")
+"""As torch's `get_optimizer_state_dict` names states, under torchtitan's key, or any that a program has."""
 ALIGNED = 64
 """Bytes of which each chunk begins at a multiple: elements then do as well, in a map of the file."""
 
@@ -161,21 +161,7 @@ def open_folder(path: Path, maps: Maps) -> Opened:
     raw = Opened(
         "dcp", path, index.specs, index.pieces, mapped_chunks(maps), maps.release, index.opaque, small_files(path)
     )
-    return named(raw, NAMING, _wrapper(index.specs))
-
-
-def _wrapper(names: Collection[str]) -> str:
-    """What stands before every parameter's name, where a program has saved its model under a key of its own.
-
-    The names that the optimiser's states have tell; without any, a `model.model.` does, which no module has itself.
-    """
-    trained = {found[0] for name in names if (found := NAMING.read(name))}
-    rest = [name for name in names if not NAMING.read(name)]
-    for key in WRAPPERS:
-        inside = trained and trained <= {name.removeprefix(key) for name in rest if name.startswith(key)}
-        if inside or (not trained and rest and f"{key}{key}" in rest[0] and all(n.startswith(key) for n in rest)):
-            return key
-    return ""
+    return model_part(raw, NAMING, index.opaque)
 
 
 def mapped_chunks(maps: Maps) -> Callable[[Hashable, str], Tensor]:
