@@ -201,11 +201,17 @@ def _skipped(source: "Opened", notes: Sequence[str]) -> None:
         print(printable(f"not taken: {', '.join(source.skipped[:SKIPPED])}{more}"))
 
 
+def _how(chosen: "Chosen") -> str:
+    from tangram.checkpoint.structures import KEPT
+
+    return chosen.said if chosen.said.startswith(KEPT) else f"by {chosen.said}"
+
+
 def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened", notes: Sequence[str]) -> None:
     cast = f", {made.cast:,} cast to {asked.dtype}" if made.cast else ""
     rate = size(made.nbytes / made.seconds)
     tensors = count(made.tensors, "tensor")
-    print(f"{made.path}: {made.format}, {tensors}, {size(made.nbytes)}, {rate}/s; by {chosen.said}{cast}")
+    print(f"{made.path}: {made.format}, {tensors}, {size(made.nbytes)}, {rate}/s; {_how(chosen)}{cast}")
     _skipped(source, notes)
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states not converted")
@@ -245,7 +251,7 @@ def _planned(
     if len(ways) > ROWS:
         print(f"and {len(ways) - ROWS:,} more, which --json lists")
     what = f"{count(len(ways), 'tensor')}, {size(total)} in about {count(files, 'data file')}"
-    print(f"{source.format} to {asked.to}, by {chosen.said}: {what}; {time_}")
+    print(f"{source.format} to {asked.to}, {_how(chosen)}: {what}; {time_}")
     _skipped(source, notes)
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states would not be converted")
