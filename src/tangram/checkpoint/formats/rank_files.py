@@ -106,7 +106,7 @@ def _part(value: Any, what: str) -> _Part | None:
         return None
     if kind not in DTENSORS or len(value.args) < 4:
         raise UserError(f"{what} is a {kind}, which is not read: save it as a plain tensor or a DTensor")
-    fields, size = _fields(value.args[3]), cast("Any", value.args[2])[2]
+    fields, size = _fields(value.args[3]), value.args[2][2]
     spec = _fields(getattr(fields.get("_spec"), "state", None))
     mesh = _fields(getattr(spec.get("mesh"), "state", None))
     local, at = fields.get("_local_tensor"), mesh.get("_coordinate_on_dim")
