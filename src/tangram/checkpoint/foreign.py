@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.checkpoint import tree
+from tangram.checkpoint import commits, tree
 from tangram.checkpoint.formats.detect import FORMATS, open_any
 from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.formats.outgoing import boxes
@@ -57,6 +57,13 @@ def format_of(path: Path) -> str | None:
     if is_own(path) or not path.exists():
         return None
     return next((name for name, known in FORMATS.items() if name != "tangram" and known.fits(path)), None)
+
+
+def refuse_unknown(path: Path) -> None:
+    """Say what was seen at a path that has no checkpoint of any format. Raises UserError there."""
+    own = (path / commits.MANIFEST).exists() or (path.is_dir() and any(is_own(one) for one in path.iterdir()))
+    if path.exists() and not is_own(path) and not own:
+        open_any(path)
 
 
 def tensors_of(opened: Opened) -> list[StoredTensor]:

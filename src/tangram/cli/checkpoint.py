@@ -60,6 +60,7 @@ def inspect(
         if (kind := foreign.format_of(path)) is not None:
             inspect_foreign(path, kind, pattern, values, all_lines, depth, json)
             return
+        foreign.refuse_unknown(path)
         manifest = commits.read_manifest(path)
         if values is not None:
             print_values(tree.values_of(path, manifest, values), json)
@@ -91,6 +92,7 @@ def verify(
     with _files():
         if foreign.format_of(path) is not None:
             return verify_foreign(path, json)
+        foreign.refuse_unknown(path)
         paths = of.checkpoints_in(path)
         paths = paths[-1:] if newest else paths
         with byte_bar("verifying", sum(of.size_of(one) for one in paths)) as told:

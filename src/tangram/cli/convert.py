@@ -93,14 +93,13 @@ def rare_collections() -> Generator[None]:
 def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
     from tangram.checkpoint import commits, diff, diff_structures
-    from tangram.checkpoint.formats.detect import FORMATS
     from tangram.checkpoint.formats.own import is_own
     from tangram.checkpoint.remote import is_remote, opening
     from tangram.checkpoint.restructure import config_of, small_of
 
     def foreign(place: str) -> bool:
         path = Path(place)
-        return is_remote(place) or (not is_own(path) and any(known.fits(path) for known in FORMATS.values()))
+        return is_remote(place) or (path.exists() and not is_own(path) and not (path / commits.MANIFEST).exists())
 
     if not (foreign(a) or foreign(b)):
         one, other = ((Path(path), commits.read_manifest(Path(path))) for path in (a, b))

@@ -101,7 +101,8 @@ class Archives:
 
     def place(self, file: str, start: int, length: int) -> Any:
         """The tree of the archive at a byte of a file: a `Place` where it is a tensor. Raises as `read_archive`."""
-        heads: Mapping[int, Mapping[bytes, Place]] = self.known.get(length, {})
+        there = start + length <= len(self.maps.data(file))  # one that is cut off is told by who reads it whole
+        heads: Mapping[int, Mapping[bytes, Place]] = self.known.get(length, {}) if there else {}
         for size, places in heads.items():
             self.maps.ensure(file, start, start + size)
             found = places.get(self.maps.data(file)[start : start + size])
