@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import HuggingFaceStorageWriter

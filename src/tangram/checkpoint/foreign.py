@@ -59,10 +59,16 @@ def format_of(path: Path) -> str | None:
     return next((name for name, known in FORMATS.items() if name != "tangram" and known.fits(path)), None)
 
 
+def is_foreign(path: Path) -> bool:
+    """Whether nothing of Tangram's own lies at a path: no checkpoint, no part of one, no folder of some."""
+    if not path.exists() or is_own(path) or (path / commits.MANIFEST).exists():
+        return False
+    return not (path.is_dir() and any(is_own(one) for one in path.iterdir()))
+
+
 def refuse_unknown(path: Path) -> None:
     """Say what was seen at a path that has no checkpoint of any format. Raises UserError there."""
-    own = (path / commits.MANIFEST).exists() or (path.is_dir() and any(is_own(one) for one in path.iterdir()))
-    if path.exists() and not is_own(path) and not own:
+    if is_foreign(path):
         open_any(path)
 
 

@@ -93,13 +93,12 @@ def rare_collections() -> Generator[None]:
 def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
     from tangram.checkpoint import commits, diff, diff_structures
-    from tangram.checkpoint.formats.own import is_own
+    from tangram.checkpoint.foreign import is_foreign
     from tangram.checkpoint.remote import is_remote, opening
     from tangram.checkpoint.restructure import config_of, small_of
 
     def foreign(place: str) -> bool:
-        path = Path(place)
-        return is_remote(place) or (path.exists() and not is_own(path) and not (path / commits.MANIFEST).exists())
+        return is_remote(place) or is_foreign(Path(place))
 
     if not (foreign(a) or foreign(b)):
         one, other = ((Path(path), commits.read_manifest(Path(path))) for path in (a, b))
@@ -136,12 +135,12 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
     from tangram.checkpoint.configured import fitted
     from tangram.checkpoint.formats.paddle_steps import betas_of, with_betas, with_steps
     from tangram.checkpoint.restructure import cast_specs, config_of, restructure, small_of, steps_of
-    from tangram.checkpoint.structures import WORDS, choose, model_of
+    from tangram.checkpoint.structures import choose, model_of, structure_of
     from tangram.models.families import family_named
 
     small = small_of(asked.config) if asked.config else dict(source.small)
     notes: tuple[str, ...] = ()
-    if asked.mapping is None and WORDS not in source.specs and source.format not in ("tangram", "paddle"):
+    if asked.mapping is None and source.format != "tangram" and structure_of(source) == "hf":
         check = asked.to == "hf" and (source.format != "hf" or asked.config is not None)
         fit = fitted(source, config_of(small), check)
         source, notes = fit.source, fit.notes
