@@ -8,7 +8,8 @@ cache, in one process: what a conversion at least has to do. Beside the way to t
 (`_checkpoint/by_hand.py`) that loads all, fuses and saves by torch, without a limit: Megatron-Bridge,
 which has these ways, needs Transformer Engine on CUDA.
 
-`--only`: torch_dist (which it is unless said) or paddle. `--size`: gigabytes of the model (4). `--repeats`: turns.
+`--only`: torch_dist (which it is unless said), paddle, or tensors: 20,000 and 300,000 of one element through all
+formats, which says what a tensor costs. `--size`: gigabytes of the model (4). `--repeats`: turns.
 `--folder`: on the disk that is meant, with room for six times the size.
 """
 
@@ -28,7 +29,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
-from bench._checkpoint import by_hand, disk
+from bench._checkpoint import by_hand, disk, many
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.restructure import MEMORY, config_of, restructure
 from tangram.checkpoint.structures import choose
@@ -72,9 +73,13 @@ def rows(
     folder: Path | None = None,
 ) -> Iterable[Row]:
     """The figures; `quick` takes a small model and one turn."""
+    if only == ("tensors",):
+        with tempfile.TemporaryDirectory(dir=folder or Path.cwd(), prefix=".bench-convert-") as made:
+            yield from many.rows(Path(made), (2_000,) if quick else tuple(many.TARGETS))
+        return
     gigabytes = size or (0.2 if quick else SIZE)
     if len(only) != 1 or only[0] not in ("torch_dist", "paddle"):
-        raise UserError("--only: give torch_dist or paddle")
+        raise UserError("--only: give torch_dist, paddle or tensors")
     (other,) = only
     free = shutil.disk_usage(folder or Path.cwd()).free
     if free < 6 * gigabytes * 1e9:

@@ -242,7 +242,7 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "num_at
     ("options", "words"),
     [
         (["NOWHERE", "OUT", "--to", "dcp"], "is not there"),
-        (["EMPTY", "OUT", "--to", "dcp"], "is in no format that is read: tangram"),
+        (["EMPTY", "OUT", "--to", "dcp"], "it is empty"),
         (["HF", "OUT", "--to", "onnx"], "give one of hf, torch_dist, dcp, tangram"),
         (["HF", "HF", "--to", "dcp"], "is there already"),
         (["HF", "OUT", "--to", "dcp", "--memory", "1MiB"], "are too few"),

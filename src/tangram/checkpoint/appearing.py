@@ -18,12 +18,16 @@ def appearing(target: Path, nbytes: int) -> Generator[Path]:
     """
     if target.exists() or target.is_symlink():
         raise UserError(f'"{target}" is there already: give the name of a new directory')
-    target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
-    if free < nbytes:
-        raise UserError(f'"{target.parent}" has room for {free:,} bytes, and {nbytes:,} are to be written')
     partial = target.with_name(f".{target.name}-{secrets.token_hex(6)}{commits.PARTIAL}")
-    partial.mkdir()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        disk = shutil.disk_usage(target.parent)
+        if disk.total and disk.free < nbytes:
+            raise UserError(f'"{target.parent}" has room for {disk.free:,} bytes, and {nbytes:,} are to be written')
+        partial.mkdir()
+    except OSError as error:  # a file in the place of a folder, no right to write, a file system that is no disk
+        why = "it is a file" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
+        raise UserError(f'no directory can be made in "{target.parent}" ({why}): give another place') from None
     try:
         yield partial
         commits.flush_folder(partial)

@@ -176,7 +176,7 @@ def restructure(
         beside, changed = true_of(beside, {name: spec for name, spec in specs.items() if not owners[name][1]})
     origin = source.path if config is None else config
     left = side_files(origin).left if origin.is_dir() else ()
-    made = {**made, "mapping": str(bound.mapping).splitlines()}
+    made = {**made, "mapping": _lines(bound)}
     beside = with_provenance(beside, made, origin.resolve().name if beside else "", left)
     nbytes = sum(math.prod(spec.shape) * DTYPES[spec.dtype] for spec in specs.values())
     filler = Filler(source, bound, specs, max(1, memory // 4))
@@ -236,20 +236,32 @@ class Filler:
         self._source, self._bound, self._specs, self._keep = source, bound, specs, keep
         self._holders = PieceIndex(source.pieces, bound.source)
         self._own = bound.target.specs
+        self._direct = _copies_of(source, bound)
         self._read = 0
 
     def fill(self, name: str, region: Region, out: Tensor) -> None:
         """A box of a tensor into memory of its shape."""
         own = getattr(torch, self._own[name].dtype)
-        into = out if out.dtype == own else torch.empty(out.shape, dtype=own)
-        steps = plan(self._bound, self._holders, [Piece(_OUT, name, region)])
-        execute(steps, self._source.read, {(_OUT, name): into})
-        if into is not out:
+        values = self._as_it_is(name)
+        if values is not None and values.dtype == own:
+            into = values[tuple(slice(a, b) for a, b in region.hull)]
             out.copy_(into)
+        else:
+            into = out if out.dtype == own else torch.empty(out.shape, dtype=own)
+            steps = plan(self._bound, self._holders, [Piece(_OUT, name, region)])
+            execute(steps, self._source.read, {(_OUT, name): into})
+            if into is not out:
+                out.copy_(into)
         self._read += into.nbytes
         if self._read > self._keep:
             self._source.release()
             self._read = 0
+
+    def _as_it_is(self, name: str) -> Tensor | None:
+        """All values of a tensor that is one whole piece of the source: no plan says more."""
+        piece = self._direct.get(name)
+        values = self._source.read(piece.place, piece.tensor) if piece else None
+        return values if values is not None and tuple(values.shape) == self._own[name].shape else None
 
     def bytes_of(self, name: str, first: int, out: Bytes) -> None:
         """Bytes of a tensor in row-major order, from the byte `first` on."""
@@ -262,6 +274,31 @@ class Filler:
             size = math.prod(shape)
             self.fill(name, Region.of([box]), flat[at : at + size].view(shape))
             at += size
+
+
+def _lines(bound: Bound) -> list[str]:
+    """The statements of a mapping; one for all tensors that keep their names, as what takes the rest."""
+    other = [s for s in bound.mapping.statements if s.source != s.target or s.options]
+    kept = len(other) < len(bound.mapping.statements)
+    return [*map(str, other), *([IDENTITY] if kept else [])]
+
+
+def _copies_of(source: Opened, bound: Bound) -> dict[str, Piece]:
+    """The pieces that are a new tensor as they are: whole, alone, and of the same shape without any codec."""
+    whole: dict[str, Piece | None] = {}
+    for piece in source.pieces:
+        alone = piece.tensor not in whole and piece.region.local_shape == source.specs[piece.tensor].shape
+        whole[piece.tensor] = piece if alone else None
+    found: dict[str, Piece] = {}
+    for name, cells in bound.cells.items():
+        target, cell = bound.target.families[name], cells[0]
+        if len(cells) > 1 or cell.source is None or cell.tied or cell.options or target.family_dims:
+            continue
+        same = (cell.source.dims, cell.source.slots) == (cell.target.dims, cell.target.slots)
+        piece = whole.get(cell.source.tensor) if same and cell.sizes == target.spec.shape else None
+        if piece is not None and target.spec == source.specs[piece.tensor]:
+            found[name] = piece
+    return found
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -22,6 +22,7 @@ from tangram.relayout.states import with_states
 
 FUSED = ("mlp.experts.gate_up_proj",)
 """What a module of transformers has in memory, and so a checkpoint of Tangram, where files have experts one by one."""
+KEPT = "names kept"
 SAID = 5
 """Tensors that a sentence names."""
 
@@ -74,7 +75,7 @@ def choose(
     if text is not None:
         return Chosen(model, _followed(model, text, sizes or {}), "the mapping that was given", left)
     if target.structure in ("", structure):
-        return Chosen(model, bind(IDENTITY, model.specs), "no mapping: every tensor as it is", left)
+        return Chosen(model, bind(IDENTITY, model.specs), KEPT, left)
     framework = next((one for one in (structure, target.structure) if one in FRAMEWORKS), None)
     if framework is not None:
         if {structure, target.structure} != {"hf", framework}:

@@ -10,7 +10,7 @@ Only the manifest is read; `values_of` reads one tensor, in parts.
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,6 +24,7 @@ from tangram.checkpoint.manifest import Manifest, StoredTensor
 from tangram.checkpoint.stream import read_spans, spans
 from tangram.errors import UserError
 from tangram.layout import Region, intervals
+from tangram.relayout import TensorSpec
 
 CHUNK = 1 << 25
 """Bytes of a tensor that are looked at together."""
@@ -56,9 +57,14 @@ def chosen(manifest: Manifest, pattern: str) -> list[StoredTensor]:
 
     Raises UserError where there is none, as long as there is any tensor.
     """
-    found = [tensor for name, tensor in manifest.tensors.items() if fits(name, pattern)]
-    if not found and manifest.tensors:
-        known = ", ".join(sorted({name.partition(".")[0] for name in manifest.tensors}))
+    return fitting(manifest.tensors.values(), pattern)
+
+
+def fitting(tensors: Collection[StoredTensor], pattern: str) -> list[StoredTensor]:
+    """The same of any tensors."""
+    found = [tensor for tensor in tensors if fits(tensor.name, pattern)]
+    if not found and tensors:
+        known = ", ".join(sorted({tensor.name.partition(".")[0] for tensor in tensors}))
         raise UserError(f"no tensor's name fits {pattern!r}: give one like 'model.*.weight'; the sections are {known}")
     return found
 
@@ -154,20 +160,22 @@ def as_json(path: Path, manifest: Manifest, tensors: Sequence[StoredTensor]) -> 
         "step": manifest.step,
         "created": manifest.created,
         "mesh": manifest.mesh,
-        "tensors": {
-            t.name: {
-                "dtype": t.spec.dtype,
-                "shape": list(t.spec.shape),
-                "layout": t.layout,
-                "bytes": t.nbytes,
-                "pieces": len(t.pieces),
-                "digest": t.digest,
-            }
-            for t in tensors
-        },
+        "tensors": {t.name: tensor_json(t) for t in tensors},
         "files": {name: file.size for name, file in manifest.files.items()},
         "objects": dict(manifest.objects),
         "bytes": manifest.nbytes,
+    }
+
+
+def tensor_json(tensor: StoredTensor) -> dict[str, Any]:
+    """A tensor for programs."""
+    return {
+        "dtype": tensor.spec.dtype,
+        "shape": list(tensor.spec.shape),
+        "layout": tensor.layout,
+        "bytes": tensor.nbytes,
+        "pieces": len(tensor.pieces),
+        "digest": tensor.digest,
     }
 
 
@@ -217,13 +225,18 @@ def values_of(path: Path, manifest: Manifest, name: str) -> Values:
     if name not in manifest.tensors:
         raise UserError(f'the checkpoint "{path}" has no tensor {name!r}: `tangram checkpoint inspect` lists them')
     spec = manifest.tensors[name].spec
+    return values_from(spec, name, (read_spans(path, manifest, [span])[0] for span in spans(spec, name, CHUNK)))
+
+
+def values_from(spec: TensorSpec, name: str, parts: Iterable[Tensor]) -> Values:
+    """The same of elements that come in parts of one dim, in their order."""
     ends: list[Any] = []
     smallest: Any = None
     largest: Any = None
     total, count, nans, infinite = 0.0, 0, 0, 0
     first: tuple[Any, ...] = ()
-    for span in spans(spec, name, CHUNK):
-        array = numbers(read_spans(path, manifest, [span])[0])
+    for part in parts:
+        array = numbers(part)
         first += tuple(array[: SHOWN - len(first)].tolist())
         ends = [*ends, *array[-SHOWN:].tolist()][-SHOWN:]
         if array.dtype.kind in "fc":

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -45,7 +45,8 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show the tree of tensors of a checkpoint, and where it comes from; of a folder, its checkpoints."""
-    from tangram.checkpoint import commits, tree
+    from tangram.checkpoint import commits, foreign, tree
+    from tangram.cli.foreign import inspect_foreign, print_tree, print_values
 
     with _files():
         if not (path / commits.MARKER).exists() and (found := commits.whole(path)):
@@ -56,13 +57,13 @@ def inspect(
             else:
                 _table(str(path), ("checkpoint", "step", "created", "size"), rows)
             return
+        if (kind := foreign.format_of(path)) is not None:
+            inspect_foreign(path, kind, pattern, values, all_lines, depth, json)
+            return
+        foreign.refuse_unknown(path)
         manifest = commits.read_manifest(path)
         if values is not None:
-            seen = tree.values_of(path, manifest, values).as_json()
-            if json:
-                print_json(seen)
-            else:
-                _table(values, ("what", "value"), [(key, _values(value)) for key, value in seen.items()])
+            print_values(tree.values_of(path, manifest, values), json)
             return
         tensors = tree.chosen(manifest, pattern)
         if json:
@@ -72,21 +73,7 @@ def inspect(
     about += [("mesh", manifest.mesh or "not said"), ("tensors", f"{len(manifest.tensors):,}, {size(manifest.nbytes)}")]
     about += [("files", f"{len(manifest.files):,}, {size(sum(f.size for f in manifest.files.values()))}")]
     _table(str(path), ("what", "value"), about)
-    rows = [
-        (
-            "  " * line.depth + line.label,
-            f"{line.tensors:,}",
-            line.dtype,
-            " ".join(map(str, line.shape)) if line.shape or not line.dtype else "scalar",
-            line.layout,
-            size(line.nbytes),
-            f"{line.pieces:,}",
-            line.digest[:12],
-        )
-        for line in tree.tree(tensors, fold=not all_lines)
-        if line.depth < depth
-    ]
-    _table("Tensors", ("name", "tensors", "dtype", "shape", "layout", "size", "pieces", "digest"), rows)
+    print_tree(tensors, all_lines, depth)
     if manifest.objects:
         _table("Objects", ("name", "value"), [(k, tree.short(v)) for k, v in manifest.objects.items()])
 
@@ -98,9 +85,14 @@ def verify(
     json: Json = False,
 ) -> int:
     """Read every byte once: checksums, headers, digests, coverage; exit code 1 when something is wrong."""
+    from tangram.checkpoint import foreign
     from tangram.checkpoint import verify as of
+    from tangram.cli.foreign import verify_foreign
 
     with _files():
+        if foreign.format_of(path) is not None:
+            return verify_foreign(path, json)
+        foreign.refuse_unknown(path)
         paths = of.checkpoints_in(path)
         paths = paths[-1:] if newest else paths
         with byte_bar("verifying", sum(of.size_of(one) for one in paths)) as told:
@@ -302,12 +294,6 @@ def _table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) ->
 def _more(rows: int) -> None:
     if rows > ROWS:
         print(f"and {rows - ROWS:,} more, which --json lists")
-
-
-def _values(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(_values, cast("list[Any]", value)))
-    return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 @contextlib.contextmanager

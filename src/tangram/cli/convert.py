@@ -1,7 +1,9 @@
 """`tangram checkpoint convert`: from any format and structure that is read to any that is written."""
 
+import contextlib
+import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,27 +77,36 @@ def run(source: str, target: str, asked: Asked) -> None:
     if local and asked.to == "hf" and is_own(Path(source)) and as_it_is:
         _export(Path(source), Path(target), asked, room)
         return
-    with opening(source) as opened:
+    with rare_collections(), opening(source) as opened:
         _convert(opened, target, asked, room, local)
+
+
+@contextlib.contextmanager
+def rare_collections() -> Generator[None]:
+    """Look for cycles of objects seldom: a checkpoint of many tensors makes millions that are in none."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
     from tangram.checkpoint import commits, diff, diff_structures
-    from tangram.checkpoint.formats.detect import FORMATS
-    from tangram.checkpoint.formats.own import is_own
+    from tangram.checkpoint.foreign import is_foreign
     from tangram.checkpoint.remote import is_remote, opening
     from tangram.checkpoint.restructure import config_of, small_of
 
     def foreign(place: str) -> bool:
-        path = Path(place)
-        return is_remote(place) or (not is_own(path) and any(known.fits(path) for known in FORMATS.values()))
+        return is_remote(place) or is_foreign(Path(place))
 
     if not (foreign(a) or foreign(b)):
         one, other = ((Path(path), commits.read_manifest(Path(path))) for path in (a, b))
         with byte_bar("comparing", diff.to_read(one[1], other[1], pattern)) as told:
             return diff.compare(one, other, pattern, told)
-    with opening(a) as left, opening(b) as right:
+    with rare_collections(), opening(a) as left, opening(b) as right:
         small = small_of(config) if config else {**right.small, **left.small}
         way, other_side = diff_structures.seen_as(left, right, config_of(small))
         with byte_bar("comparing", diff_structures.to_read(way, other_side, pattern)) as told:
@@ -136,12 +147,18 @@ def _beside(made: "Converted | Restructured") -> None:
 
 def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int], local: bool) -> None:
     from tangram.checkpoint.adapters import with_adapter
+    from tangram.checkpoint.configured import fitted
     from tangram.checkpoint.formats.paddle_steps import betas_of, with_betas, with_steps
     from tangram.checkpoint.restructure import cast_specs, config_of, restructure, small_of, steps_of
-    from tangram.checkpoint.structures import choose, model_of
+    from tangram.checkpoint.structures import choose, model_of, structure_of
     from tangram.models.families import family_named
 
     small = small_of(asked.config) if asked.config else dict(source.small)
+    notes: tuple[str, ...] = ()
+    if asked.mapping is None and source.format != "tangram" and structure_of(source) == "hf":
+        check = asked.to == "hf" and (source.format != "hf" or asked.config is not None)
+        fit = fitted(source, config_of(small), check)
+        source, notes = fit.source, fit.notes
     left: tuple[str, ...] = ()
     if asked.adapter:
         _, left = model_of(source)
@@ -170,7 +187,7 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
     ways = steps_of(chosen.bound, cast_specs(chosen.bound, asked.dtype, chosen.source.states, asked.rounded))
     total = sum(way.nbytes for way in ways)
     if asked.dry_run:
-        _planned(source, target, asked, chosen, ways, total, _disk(source, Path(target)) if local else None)
+        _planned(source, target, asked, chosen, ways, total, notes, _disk(source, Path(target)) if local else None)
         return
     with byte_bar("converting", total) as told:
         made = restructure(
@@ -179,24 +196,36 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
             small=small, config=asked.config, told=told, **room,
         )  # fmt: skip
     if asked.json:
-        print_json({**made.as_json(), "by": chosen.said, "left_out": len(chosen.left), "skipped": source.skipped})
+        print_json({**made.as_json(), "by": chosen.said, "left_out": len(chosen.left), "skipped": source.skipped,
+                    "beside": source.beside, "notes": notes})  # fmt: skip
     else:
-        _said(made, chosen, asked, source)
+        _said(made, chosen, asked, source, notes)
 
 
-def _skipped(source: "Opened") -> None:
-    """What stands in the source and is not taken, with the reason where it has one."""
+def _skipped(source: "Opened", notes: Sequence[str]) -> None:
+    """What stands in the source and is not taken, with the reason where it has one, and what was noted of it."""
+    for note in notes:
+        print(printable(note))
+    if source.beside:
+        more = f" and {len(source.beside) - SKIPPED:,} more" if len(source.beside) > SKIPPED else ""
+        print(printable(f"left out, no tensors of the model: {', '.join(source.beside[:SKIPPED])}{more}"))
     if source.format in REASONED and source.skipped:
         more = f" and {len(source.skipped) - SKIPPED:,} more" if len(source.skipped) > SKIPPED else ""
         print(printable(f"not taken: {', '.join(source.skipped[:SKIPPED])}{more}"))
 
 
-def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened") -> None:
+def _how(chosen: "Chosen") -> str:
+    from tangram.checkpoint.structures import KEPT
+
+    return chosen.said if chosen.said.startswith(KEPT) else f"by {chosen.said}"
+
+
+def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened", notes: Sequence[str]) -> None:
     cast = f", {made.cast:,} cast to {asked.dtype}" if made.cast else ""
     rate = size(made.nbytes / made.seconds)
     tensors = count(made.tensors, "tensor")
-    print(f"{made.path}: {made.format}, {tensors}, {size(made.nbytes)}, {rate}/s; by {chosen.said}{cast}")
-    _skipped(source)
+    print(f"{made.path}: {made.format}, {tensors}, {size(made.nbytes)}, {rate}/s; {_how(chosen)}{cast}")
+    _skipped(source, notes)
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states not converted")
     _beside(made)
@@ -207,7 +236,14 @@ def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened"
 
 
 def _planned(
-    source: "Opened", target: str, asked: Asked, chosen: "Chosen", ways: Sequence["Way"], total: int, rate: float | None
+    source: "Opened",
+    target: str,
+    asked: Asked,
+    chosen: "Chosen",
+    ways: Sequence["Way"],
+    total: int,
+    notes: Sequence[str],
+    rate: float | None,
 ) -> None:
     """What would be done, and how long it would take at so many bytes a second."""
     from tangram.checkpoint.convert import by_size, bytes_of
@@ -229,8 +265,8 @@ def _planned(
     if len(ways) > ROWS:
         print(f"and {len(ways) - ROWS:,} more, which --json lists")
     what = f"{count(len(ways), 'tensor')}, {size(total)} in about {count(files, 'data file')}"
-    print(f"{source.format} to {asked.to}, by {chosen.said}: {what}; {time_}")
-    _skipped(source)
+    print(f"{source.format} to {asked.to}, {_how(chosen)}: {what}; {time_}")
+    _skipped(source, notes)
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states would not be converted")
 

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tangram.layout import intervals
 from tangram.layout.errors import LayoutError
@@ -73,7 +74,7 @@ class Region:
     @staticmethod
     def full(shape: Sequence[int]) -> Region:
         """Every element of a tensor of this shape."""
-        return Region.box([0] * len(shape), shape)
+        return _full(tuple(shape))
 
     @staticmethod
     def flat(shape: Sequence[int], start: int, stop: int) -> Region:
@@ -144,6 +145,11 @@ class Region:
         if not self.within(shape):
             raise LayoutError(f"{self} is outside a tensor of shape {list(shape)}")
         return intervals.normal(run for b in self.boxes for run in intervals.product(b, shape))
+
+
+@lru_cache(1 << 12)
+def _full(shape: tuple[int, ...]) -> Region:
+    return Region.box([0] * len(shape), shape)
 
 
 def _canonical(boxes: Sequence[Box]) -> list[Box]:

@@ -13,11 +13,13 @@ import difflib
 import hashlib
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -83,6 +85,28 @@ def build_on_meta(config: PreTrainedConfig, head: Any = AutoModelForCausalLM) ->
     `head`: transformers' class that knows the models with one kind of head.
     """
     return _all_on_meta(_constructed_on_meta(config, head))
+
+
+def declared_on_meta(fields: Mapping[str, Any]) -> PreTrainedModel | None:
+    """The model that a config.json says, as `build_on_meta` makes it; None where transformers has no class for it."""
+    names = fields.get("architectures") or [None]
+    head: Any = getattr(transformers, str(names[0]), AutoModelForCausalLM)
+    own = hasattr(head, "_from_config")
+    try:
+        config = config_of(str(fields.get("model_type")), fields)
+        return build_on_meta(config, _Declared(head) if own else head)
+    except UserError:
+        return None
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """A class of models, as those that choose one are called."""
+
+    model: Any
+
+    def from_config(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        return self.model._from_config(config, dtype=dtype)
 
 
 def _constructed_on_meta(config: PreTrainedConfig, head: Any = AutoModelForCausalLM) -> PreTrainedModel:

@@ -8,16 +8,17 @@ copy plans for any number of ranks are made from it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from tangram.layout import LayoutError, Region
 from tangram.layout.intervals import span
 from tangram.layout.sizes import name_voids, solve, whole
 from tangram.layout.syntax import Dim, Statement, TensorPattern
 from tangram.layout.syntax import Mapping as MappingText
-from tangram.relayout.cells import Cell, Monomial, match, monomials
+from tangram.relayout.cells import Cell, Monomial, Part, match, monomials
 from tangram.relayout.codecs import CODECS, Codec, arithmetic, fill_value, result_dtype
 from tangram.relayout.errors import RelayoutError
 from tangram.relayout.names import Family, NameTable, TensorSpec, extents, known_size, template_of
@@ -61,9 +62,9 @@ class Tensors:
         lead = tuple(span(i, i + 1) for i in index)
         return family, Region.of([(*lead, *box) for box in region.boxes])
 
-    @property
-    def specs(self) -> dict[str, TensorSpec]:
-        """Every real tensor with its shape and dtype, families written out."""
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every real tensor with its shape and dtype, families written out (once: there may be a million)."""
         out: dict[str, TensorSpec] = {}
         for family in self.families.values():
             spec = TensorSpec(family.member_shape, family.spec.dtype)
@@ -103,6 +104,12 @@ class Bound:
     sizes: tuple[Mapping[str, int], ...]
     known: Mapping[str, int]
     codecs: Mapping[str, Codec]
+
+    @cached_property
+    def tied(self) -> Mapping[str, int]:
+        """Targets that are tied to others, by the number of their group."""
+        groups = [group for s in self.mapping.statements for group in s.target if len(group) > 1]
+        return {t.name: i for i, group in enumerate(groups) for t in group}
 
 
 def bind(
@@ -145,7 +152,7 @@ def bind(
     )
 
 
-def _refuse_unused(side: str, specs: Specs, used: Mapping[str, str], advice: str, partial: bool) -> None:
+def _refuse_unused(side: str, specs: Specs, used: Collection[str], advice: str, partial: bool) -> None:
     unused = [name for name in specs if name not in used]
     if unused and not partial:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
@@ -177,15 +184,35 @@ class _Binder:
     cells: dict[str, list[Cell]]
     dropped: list[tuple[str, int]]
     solved: list[Mapping[str, int]]
-    used_source: dict[str, str]
-    used_target: dict[str, str]
+    used_source: dict[str, Statement]
+    used_target: dict[str, Statement]
 
     def add(self, statement: Statement) -> None:
         try:
-            self._add(statement)
+            if not self._add_copy(statement):
+                self._add(statement)
         except (RelayoutError, LayoutError) as error:
             text = str(statement)
             raise error if text in str(error) else type(error)(f"{text}: {error}") from None
+
+    def _add_copy(self, statement: Statement) -> bool:
+        """Bind `a -> b` of one whole tensor, in which nothing is to be solved or matched; False of any other statement.
+
+        What leaves names as they are has one for each tensor, of which there may be a million.
+        """
+        pair = _copied(statement)
+        spec = self.source_table.specs.get(pair[0].name) if pair and self.target_table is None else None
+        if pair is None or spec is None:
+            return False
+        like = _plain_part(spec.shape)
+        a, b = (Part(pattern.name, like.dims, like.slots) for pattern in pair)
+        for part, families, used in ((a, self.source, self.used_source), (b, self.target, self.used_target)):
+            family = families[part.tensor] = Family(part.tensor, (part.tensor,), (), spec)
+            _claim(family, used, statement)
+        factors = tuple(digit.factor for dim in like.dims for digit in dim.digits)
+        self.cells.setdefault(b.tensor, []).append(Cell(factors, spec.shape, b, a))
+        self.solved.append(dict(self.known))
+        return True
 
     def _add(self, statement: Statement) -> None:
         env = {**self.known, **_inline(statement)}
@@ -212,7 +239,7 @@ class _Binder:
         else:
             cells, voids = _created(sides[1], statement), [m for group in sides[0] for m in group]
         self._register(statement, groups, shapes, cells)
-        self.dropped.extend((m.tensor, _count(m)) for m in voids)
+        self.dropped.extend((m.tensor, math.prod(d.size for d in m.digits)) for m in voids)
         self.solved.append({k: v for k, v in sizes.items() if k not in labels and k[:1] != "#"})
 
     def _present(
@@ -248,16 +275,32 @@ class _Binder:
             raise RelayoutError(
                 f"it gives {result}, but the target has {', '.join(sorted(wanted))}: say cast={dtype}:..."
             )
-        text = str(statement)
         for side, families, used, kind in zip(
             groups, (self.source, self.target), (self.used_source, self.used_target), (dtype, result), strict=True
         ):
             for p in (p for group in side for p in group):
                 spec = TensorSpec(shapes[id(p)], p.dtype or kind)
                 family = families[p.pattern.name] = Family(p.pattern.name, p.template, p.offsets, spec)
-                _claim(family, used, text)
+                _claim(family, used, statement)
         for cell in cells:
             self.cells.setdefault(cell.target.tensor, []).append(cell)
+
+
+def _copied(statement: Statement) -> tuple[TensorPattern, TensorPattern] | None:
+    """The two tensors of a statement that only renames a whole one."""
+    sides = (statement.source, statement.target)
+    if statement.options or any(len(side) != 1 or len(side[0]) != 1 for side in sides):
+        return None
+    a, b = (side[0][0] for side in sides)
+    plain = all(p.dims is None and p.alias is None and all(isinstance(x, str) for x in p.parts) for p in (a, b))
+    return (a, b) if plain else None
+
+
+@lru_cache(1 << 12)
+def _plain_part(shape: tuple[int, ...]) -> Part:
+    """All of a tensor, a factor for each dim."""
+    (found,) = monomials("", [Dim(f"#{i}", n) for i, n in enumerate(shape)], frozenset(), frozenset())
+    return found.part(found.factors)
 
 
 def _inline(statement: Statement) -> dict[str, int]:
@@ -339,20 +382,13 @@ def _created(groups: Sequence[Sequence[Monomial]], statement: Statement) -> list
     ]
 
 
-def _count(m: Monomial) -> int:
-    n = 1
-    for d in m.digits:
-        n *= d.size
-    return n
-
-
 def _check_fill(value: float, dtypes: Iterable[str]) -> None:
     exact = [d for d in dtypes if not d.startswith(("float", "bfloat", "complex"))]
     if exact and not (value.is_integer() and abs(value) < 2**53):  # beyond, not every whole number has its float
         raise RelayoutError(f"fill={value:g} is no value of a tensor of {exact[0]}")
 
 
-def _claim(family: Family, used: dict[str, str], statement: str) -> None:
+def _claim(family: Family, used: dict[str, Statement], statement: Statement) -> None:
     for name in {family.name: None, **dict.fromkeys(family.members)}:
         if name in used:
             raise RelayoutError(f"{name} stands twice, here and in `{used[name]}`: tie copies with `=`")

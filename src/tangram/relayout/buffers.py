@@ -141,8 +141,6 @@ def refuse_shared(bound: Bound, sources: Side, targets: Side) -> None:
 
     Looks at the whole span of each buffer, so interleaved views of one tensor are refused too: copy one of them first.
     """
-    groups = [group for s in bound.mapping.statements for group in s.target if len(group) > 1]
-    tied = {t.name: i for i, group in enumerate(groups) for t in group}
     spans = sorted(
         [(*_span(t), 0, key) for key, t in sources.ready.items() if t.numel()]
         + [(*_span(t), 1, key) for key, t in targets.ready.items() if t.numel()],
@@ -152,12 +150,7 @@ def refuse_shared(bound: Bound, sources: Side, targets: Side) -> None:
     for span in spans:
         device, start, stop, side, key = span
         for other in last.values():
-            if (
-                other[0] == device
-                and start < other[2]
-                and (side or other[3])
-                and not _same_tie(tied, bound, key, other[4])
-            ):
+            if other[0] == device and start < other[2] and (side or other[3]) and not _same_tie(bound, key, other[4]):
                 raise RelayoutError(
                     f"{key[1]} at {key[0]!r} and {other[4][1]} at {other[4][0]!r} share memory: "
                     "copy one of them first, or tie them with `=` when they are one tensor"
@@ -166,7 +159,8 @@ def refuse_shared(bound: Bound, sources: Side, targets: Side) -> None:
             last[side] = span
 
 
-def _same_tie(tied: Mapping[str, int], bound: Bound, x: Key, y: Key) -> bool:
+def _same_tie(bound: Bound, x: Key, y: Key) -> bool:
+    tied = bound.tied
     if not tied or any(name not in bound.target for name in (x[1], y[1])):
         return False
     (a, i), (b, j) = [bound.target.locate(name) for name in (x[1], y[1])]

@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -35,12 +35,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tangram.checkpoint.fetched import fetched
-from tangram.checkpoint.formats.archive import UNPICKLE, Opaque, Place, read_archive
+from tangram.checkpoint.formats.archive import UNPICKLE, Opaque, Place
 from tangram.checkpoint.formats.mapped import Maps
-from tangram.checkpoint.formats.naming import Naming, named
+from tangram.checkpoint.formats.model_part import model_part
+from tangram.checkpoint.formats.naming import Naming
 from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.formats.outgoing import Task, filled
 from tangram.checkpoint.formats.small import small_files, write_side_files
+from tangram.checkpoint.formats.small_archives import Archives, archived
 from tangram.checkpoint.manifest import DTYPES
 from tangram.checkpoint.write import Ring, Stream
 from tangram.errors import UserError
@@ -49,9 +51,8 @@ from tangram.relayout import Piece, TensorSpec
 
 INDEX = ".metadata"
 DATA = "__0_{}.distcp"
-NAMING = Naming("state.{param}.{state}", front="optimizer.", lead=r"(?:optim|optimizer)\.")
-"""As torch's `get_optimizer_state_dict` names states, under torchtitan's key."""
-WRAPPERS = ("model.", "state_dict.", "module.")
+NAMING = Naming("state.{param}.{state}", front="optimizer.", lead=r"(?:\w+\.){0,4}?")
+"""As torch's `get_optimizer_state_dict` names states, under torchtitan's key, or any that a program has."""
 ALIGNED = 64
 """Bytes of which each chunk begins at a multiple: elements then do as well, in a map of the file."""
 
@@ -159,31 +160,18 @@ def open_folder(path: Path, maps: Maps) -> Opened:
     raw = Opened(
         "dcp", path, index.specs, index.pieces, mapped_chunks(maps), maps.release, index.opaque, small_files(path)
     )
-    return named(raw, NAMING, _wrapper(index.specs))
-
-
-def _wrapper(names: Collection[str]) -> str:
-    """What stands before every parameter's name, where a program has saved its model under a key of its own.
-
-    The names that the optimiser's states have tell; without any, a `model.model.` does, which no module has itself.
-    """
-    trained = {found[0] for name in names if (found := NAMING.read(name))}
-    rest = [name for name in names if not NAMING.read(name)]
-    for key in WRAPPERS:
-        inside = trained and trained <= {name.removeprefix(key) for name in rest if name.startswith(key)}
-        if inside or (not trained and rest and f"{key}{key}" in rest[0] and all(n.startswith(key) for n in rest)):
-            return key
-    return ""
+    return model_part(raw, NAMING, index.opaque)
 
 
 def mapped_chunks(maps: Maps) -> Callable[[Hashable, str], Tensor]:
     """A function from the place and tensor of a piece to a view of its values in the mapped file."""
     places: dict[Span, Place] = {}
+    archives = Archives(maps)
 
     def read(span: Hashable, name: str) -> Tensor:
         assert isinstance(span, Span)
         if span not in places:
-            found = read_archive(maps, span.file, span.offset, span.length)
+            found = archives.place(span.file, span.offset, span.length)
             if not isinstance(found, Place):
                 raise UserError(f'"{name}" in "{maps.folder / span.file}" is no tensor')
             places[span] = found
@@ -227,7 +215,7 @@ def write(task: Task) -> list[str]:
             for offsets, values in filled(task, name):
                 yield Chunk(own, offsets, values)
 
-    with fetched(chunks()) as made:
+    with fetched(chunks(), size_of) as made:
         written, files = stream_chunks(task, made)
     write_index(task.folder, {own: task.specs[name] for name, own in names.items()}, written)
     return [*files, INDEX, *write_side_files(task.folder, task.small)]  # which torch's reader does not look at
@@ -240,6 +228,11 @@ class Chunk:
     name: str
     offsets: tuple[int, ...]
     values: Tensor
+
+
+def size_of(chunk: Chunk) -> int:
+    """The bytes of a block's elements."""
+    return chunk.values.nbytes
 
 
 @dataclass(frozen=True)
@@ -296,8 +289,11 @@ def _written(stream: Any, name: str, chunks: Iterable[Chunk], summed: bool) -> l
     for chunk in chunks:
         stream.write(bytes(-stream.tell() % ALIGNED))
         start = stream.tell()
-        sink = _Sink(stream, summed)
-        torch.save(chunk.values, cast(IO[bytes], sink))
+        sink, small = _Sink(stream, summed), archived(chunk.values)
+        if small is not None:
+            sink.write(small)
+        else:
+            torch.save(chunk.values, cast(IO[bytes], sink))
         if sink.error is not None:
             raise sink.error
         span = Span(name, start, sink.size)
@@ -355,12 +351,13 @@ def write_index(
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in specs}
     stored: dict[MetadataIndex, _StorageInfo] = {}
+    kinds = {spec.dtype: TensorProperties(getattr(torch, spec.dtype)) for spec in specs.values()}
     for block in written:
         offsets = torch.Size(block.offsets)
         chunks[block.name].append(ChunkStorageMetadata(offsets, torch.Size(block.sizes)))
         stored[MetadataIndex(block.name, offsets)] = _StorageInfo(block.span.file, block.span.offset, block.span.length)
     entries = {
-        name: TensorStorageMetadata(TensorProperties(getattr(torch, spec.dtype)), torch.Size(spec.shape), chunks[name])
+        name: TensorStorageMetadata(kinds[spec.dtype], torch.Size(spec.shape), chunks[name])
         for name, spec in specs.items()
     }
     known: dict[str, Any] = dict(entries)

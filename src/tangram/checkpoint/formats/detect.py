@@ -4,11 +4,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tangram.checkpoint.formats import dcp, deepspeed, huggingface, own, paddle, torch_dist, torch_save
+from tangram.checkpoint.formats import (
+    dcp,
+    deepspeed,
+    huggingface,
+    own,
+    paddle,
+    rank_files,
+    seen,
+    shards,
+    torch_dist,
+    torch_save,
+)
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.opened import Opened
 from tangram.errors import UserError
-from tangram.models.directory import hub_hint, other_weights, refuse_pointers
+from tangram.models.directory import hub_hint, refuse_pointers
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,8 @@ FORMATS: Mapping[str, Format] = {
     "deepspeed": Format("a checkpoint of DeepSpeed", deepspeed.is_deepspeed, deepspeed.open_folder),
     "paddle": Format("Paddle's flex checkpoint", paddle.is_paddle, paddle.open_folder),
     "hf": Format("a Hugging Face directory", huggingface.has_weights, huggingface.open_folder),
+    "ranks": Format("files of ranks, as verl's", rank_files.is_rank_files, rank_files.open_folder),
+    "shards": Format("safetensors without an index", shards.is_shards, shards.open_folder),
     "torch": Format("a file of torch.save", torch_save.is_torch, torch_save.open_path),
 }
 """By name; the first that fits is it."""
@@ -43,7 +56,5 @@ def open_any(path: Path, maps: Maps | None = None) -> Opened:
     for known in FORMATS.values():
         if known.fits(path):
             return known.open(path, maps or Maps(path))
-    names = "; ".join(f"{name}, {one.said}" for name, one in FORMATS.items())
-    if path.is_dir() and (other := other_weights(path, pickled=False)):
-        raise UserError(f'"{path}" is in no format that is read: its weights {other}')
-    raise UserError(f'"{path}" is in no format that is read: {names}')
+    what = seen.seen(path, {one.said: one.fits for one in FORMATS.values()})
+    raise UserError(f'"{path}" is no checkpoint in a format that is read: {what}')

@@ -27,7 +27,8 @@ class Maps:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, mmap.mmap] = {}
-        self._asked: set[tuple[str, int]] = set()
+        self._bytes: dict[str, Tensor] = {}
+        self._asked: dict[str, tuple[int, int]] = {}
 
     def data(self, file: str) -> mmap.mmap:
         """All bytes of a file. Raises UserError for one that is not there, or empty."""
@@ -65,25 +66,34 @@ class Maps:
         self.ensure(file, offset, offset + size * DTYPES[dtype])
         if offset < 0 or min(strides, default=0) < 0 or offset + size * DTYPES[dtype] > len(data):
             raise UserError(f'"{self.folder / file}" is cut off: it has {len(data):,} bytes, and more are asked for')
-        with warnings.catch_warnings():  # torch warns of read-only buffers; this one is only read
-            warnings.simplefilter("ignore", UserWarning)
-            flat = torch.frombuffer(data, dtype=torch.uint8, count=size * DTYPES[dtype], offset=offset)
-            self._ahead(file, data, offset, len(flat))
-            return flat.view(kind).as_strided(shape, strides)
+        self._ahead(file, data, offset, size * DTYPES[dtype])
+        if offset % DTYPES[dtype]:
+            return _bytes(data, offset, size * DTYPES[dtype]).view(kind).as_strided(shape, strides)
+        if file not in self._bytes:
+            self._bytes[file] = _bytes(data, 0, len(data))
+        flat = self._bytes[file][offset : offset + size * DTYPES[dtype]].view(kind)
+        return flat.as_strided(shape, strides, flat.storage_offset())
 
     def _ahead(self, file: str, data: mmap.mmap, offset: int, nbytes: int) -> None:
         """Have the disk read what is about to be used, in large requests; once, until it is let go."""
-        if (file, offset) not in self._asked:
-            self._asked.add((file, offset))
+        first, last = self._asked.get(file, (0, 0))
+        if not (first <= offset and offset + nbytes <= last):
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
             wanted = min(max(offset + nbytes - start, AT_LEAST), AHEAD, len(data) - start)
             data.madvise(mmap.MADV_WILLNEED, start, wanted)
+            self._asked[file] = start, max(start + wanted, offset + nbytes)
 
     def release(self) -> None:
         """Let go of what was read; it is read again where it is used again."""
         for data in self._open.values():
             data.madvise(mmap.MADV_DONTNEED)
         self._asked.clear()
+
+
+def _bytes(data: mmap.mmap, offset: int, count: int) -> Tensor:
+    with warnings.catch_warnings():  # torch warns of read-only buffers; this one is only read
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(data, dtype=torch.uint8, count=count, offset=offset)
 
 
 def _rows(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -63,6 +63,11 @@ class Naming:
         return self.front + self.pattern.replace("{param}", param).replace("{state}", word)
 
 
+def named_without(source: Opened, lead: str) -> Opened:
+    """The same without what stands before all names."""
+    return _renamed(source, {name: name.removeprefix(lead) for name in source.specs})
+
+
 def named(source: Opened, naming: Naming, prefix: str = "") -> Opened:
     """The same with states by the names that they have here, and without what stands before all parameters' names."""
     names: dict[str, str] = {}
@@ -74,6 +79,12 @@ def named(source: Opened, naming: Naming, prefix: str = "") -> Opened:
             states[found[1]] = None
         else:
             names[raw] = raw.removeprefix(prefix)
+    found = _renamed(source, names)
+    return replace(found, states={**found.states, **{state: KNOWN[state] for state in states}})
+
+
+def _renamed(source: Opened, names: Mapping[str, str]) -> Opened:
+    """The same with other names. Raises UserError where two become one."""
     raws: dict[str, str] = {}
     for raw, name in names.items():
         if raws.setdefault(name, raw) != raw:
@@ -87,7 +98,6 @@ def named(source: Opened, naming: Naming, prefix: str = "") -> Opened:
         specs={names[raw]: spec for raw, spec in source.specs.items()},
         pieces=tuple(replace(piece, tensor=names[piece.tensor]) for piece in source.pieces),
         read=read,
-        states={**source.states, **{state: KNOWN[state] for state in states}},
     )
 
 

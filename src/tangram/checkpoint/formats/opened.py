@@ -39,3 +39,5 @@ class Opened:
     """Of the optimiser states that are there how each is made of its parameter."""
     objects: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What is no tensor: `settings` of the optimiser, where the checkpoint says them."""
+    beside: tuple[str, ...] = ()
+    """Tensors that are there and are not the model's, nor states of it."""

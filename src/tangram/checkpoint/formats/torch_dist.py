@@ -180,7 +180,7 @@ def write(task: Task) -> list[str]:
                 made = values.to(getattr(torch, whole[own].dtype))
                 yield dcp.Chunk(own, (index, *offsets), made[None]) if count else dcp.Chunk(own, offsets, made)
 
-    with fetched(chunks()) as made:
+    with fetched(chunks(), dcp.size_of) as made:
         written, files = dcp.stream_chunks(task, made)
     blank = dcp.write_object(task.folder / OBJECTS, [None])
     params = {name: spec for name, spec in whole.items() if not NAMING.read(name)}

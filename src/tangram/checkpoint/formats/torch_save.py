@@ -17,9 +17,11 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from tangram.checkpoint.formats import dcp
 from tangram.checkpoint.formats.archive import Opaque, Place, read_archive
 from tangram.checkpoint.formats.huggingface import PICKLED
 from tangram.checkpoint.formats.mapped import Maps
+from tangram.checkpoint.formats.model_part import DEEPEST, model_part
 from tangram.checkpoint.formats.opened import Opened
 from tangram.checkpoint.formats.small import small_files
 from tangram.checkpoint.formats.state_dicts import (
@@ -54,6 +56,8 @@ class _Parts:
     optimisers: Mapping[str, Any]
     step: Any
     skipped: tuple[str, ...]
+    keyed: bool = True
+    """Whether the model is under a key of its own."""
 
 
 def is_torch(path: Path) -> bool:
@@ -82,7 +86,9 @@ def open_path(path: Path, maps: Maps) -> Opened:
             raise UserError(f'"{path}" has {name} as a tensor of the model and as a state of the optimiser')
         places[name] = place
     opened = _opened(path, maps, places, skipped)
-    return replace(opened, states=trained.states, objects=trained.objects(parts.step))
+    if parts.keyed:
+        return replace(opened, states=trained.states, objects=trained.objects(parts.step))
+    return model_part(opened, dcp.NAMING, skipped)
 
 
 def _opened(path: Path, maps: Maps, places: Mapping[str, Place | Number], skipped: list[str]) -> Opened:
@@ -135,7 +141,7 @@ def _parts(tree: Any, path: Path) -> _Parts:
     if not isinstance(tree, Mapping):
         what = f"a pickled {tree.kind}" if isinstance(tree, Opaque) else f"a {type(tree).__name__}"
         raise UserError(f'"{path}" is {what}, no state dict: save model.state_dict()')
-    fields = cast("Mapping[Any, Any]", tree)
+    fields = _inside(cast("Mapping[Any, Any]", tree))
     keys = [key for key in MODELS if isinstance(fields.get(key), Mapping) and _has_tensors(fields[key])]
     if len(keys) > 1:
         raise UserError(f'"{path}" has several state dicts, {" and ".join(keys)}: save the one that is meant alone')
@@ -146,7 +152,7 @@ def _parts(tree: Any, path: Path) -> _Parts:
         if not _has_tensors(fields):
             some = ", ".join(map(str, list(fields)[:SAID])) or "nothing"
             raise UserError(f'"{path}" has no tensors by name, and none under {", ".join(MODELS)}; it has {some}')
-        return _Parts(fields, "", {}, None, ())
+        return _Parts(fields, "", {}, None, (), keyed=False)
     model = fields[keys[0]]
     optimisers = {key: fields[key] for key in OPTIMISERS if fields.get(key)}
     count = next((key for key in STEPS if isinstance(fields.get(key), int)), None)
@@ -157,6 +163,21 @@ def _parts(tree: Any, path: Path) -> _Parts:
         rest += [f"{key} (there are several optimisers)" for key in optimisers]
         optimisers = {}
     return _Parts(model, lead, optimisers, step, tuple(rest))
+
+
+def _inside(fields: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The table that has the model under a key of its own, as `{"app": {"model": ...}}` has it one further down."""
+
+    def models(table: Any) -> bool:
+        known = cast("Mapping[Any, Any]", table) if isinstance(table, Mapping) else dict[Any, Any]()
+        return any(isinstance(known.get(key), Mapping) and _has_tensors(known[key]) for key in MODELS)
+
+    for _ in range(DEEPEST):
+        below = [value for value in fields.values() if models(value)]
+        if models(fields) or len(below) != 1:
+            break
+        fields = cast("Mapping[Any, Any]", below[0])
+    return fields
 
 
 def _has_tensors(tree: Any) -> bool:

@@ -29,6 +29,7 @@ __all__ = [
     "Family",
     "Mapped",
     "Part",
+    "architectures_of",
     "families",
     "family_named",
     "family_of",
@@ -107,7 +108,7 @@ def family_named(text: str) -> Family:
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a configuration. Raises UserError where there is none."""
-    asked = [str(one) for one in config.get("architectures") or ()]
+    asked = architectures_of(config, [one for family in families() for one in family.architectures])
     bases = {_CLASSIFIER.sub("ForCausalLM", one) for one in asked}
     for family in families():
         if set(family.architectures) & {*asked, *bases}:
@@ -135,6 +136,16 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def megatrons_embedding(names: Iterable[str]) -> str | None:
     """The tensor by which Megatron-core's names are known: each of its models has it on its first stage."""
     return next((name for name in names if name == _EMBEDDING or name.endswith(f".{_EMBEDDING}")), None)
+
+
+def architectures_of(config: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """What a configuration says that it is; where it says none, the one of `known` that its type of model names."""
+    said = [str(one) for one in config.get("architectures") or ()]
+    kind = str(config.get("model_type") or "")
+    if said or not kind or "vision_config" in config:
+        return said
+    wanted = {f"{one.replace('_', '')}ForCausalLM".lower() for one in (kind, kind.removesuffix("_text"))}
+    return [one for one in known if one.lower() in wanted]
 
 
 def mapping_of(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram.errors import UserError
-from tangram.models.families import Family, read_family
+from tangram.models.families import Family, architectures_of, read_family
 
 __all__ = ["FRAMEWORKS", "family_in"]
 
@@ -21,7 +21,7 @@ FRAMEWORKS: Mapping[str, str] = {"paddle": "Paddle", "torchtitan": "torchtitan"}
 def family_in(framework: str, config: Mapping[str, Any]) -> Family:
     """What becomes of transformers' tensors in one of `FRAMEWORKS`. Raises UserError for an unknown architecture."""
     files = _files(framework)
-    architectures = {str(one) for one in config.get("architectures") or ()}
+    architectures = set(architectures_of(config, [one for family in files for one in family.architectures]))
     for family in files:
         if architectures & set(family.architectures):
             return family

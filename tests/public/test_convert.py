@@ -1,0 +1,417 @@
+"""Public reports about converting checkpoints, each with its input rebuilt small: what we do with it."""
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from tangram.checkpoint.formats.detect import open_any
+from tangram.cli import main
+from tangram.models.build import build_on_meta, config_of
+from tests.checkpoint.zero import values
+
+Capture = pytest.CaptureFixture[str]
+FIELDS: Mapping[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 12,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "vocab_size": 16,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, Tensor]:
+    """A small Llama's, by the names of its module."""
+    torch.manual_seed(0)
+    shapes = build_on_meta(config_of("llama", {k: v for k, v in FIELDS.items() if k != "architectures"})).state_dict()
+    return {name: torch.randn(one.shape) for name, one in shapes.items()}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return beside(tmp_path / "config", FIELDS)
+
+
+def beside(folder: Path, fields: Mapping[str, Any]) -> Path:
+    """A directory with a configuration."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(fields)))
+    return folder
+
+
+def saved(tree: Mapping[str, Any], folder: Path) -> Path:
+    """A DCP of one process."""
+    with warnings.catch_warnings():  # torch says that it is alone
+        warnings.simplefilter("ignore", UserWarning)
+        torch_checkpoint.save(dict(tree), checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+def convert(source: Path, target: Path, *more: object, to: str = "hf") -> int:
+    return main(["checkpoint", "convert", str(source), str(target), "--to", to, *map(str, more)])
+
+
+def same(folder: Path, expected: Mapping[str, Tensor]) -> None:
+    found = load_file(folder / "model.safetensors")
+    assert sorted(found) == sorted(expected)
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def module_of(weights: Mapping[str, Tensor]) -> torch.nn.Module:
+    """A module that has the parameters of these names."""
+    root = torch.nn.Module()
+    for name, one in weights.items():
+        *path, last = name.split(".")
+        at = root
+        for part in path:
+            if not hasattr(at, part):
+                at.add_module(part, torch.nn.Module())
+            at = getattr(at, part)
+        at.register_parameter(last, torch.nn.Parameter(one.clone()))
+    return root
+
+
+# ---------------------------------------------------------------- what of a checkpoint is the model
+
+
+@pytest.fixture(scope="module")
+def trained(weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What torch gives of a module and its optimiser after a step."""
+    module = module_of(weights)
+    optim = torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.0)
+    for one in module.parameters():
+        one.grad = torch.ones_like(one)
+    optim.step()
+    return get_state_dict(module, optim)
+
+
+def test_an_app_state(
+    weights: Mapping[str, Tensor], trained: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path, config: Path
+) -> None:
+    """pytorch#171706: a DCP of an application's state, of which a release wants the model alone."""
+    model, optim = trained
+    source = saved({"app": {"model": model, "optim": optim}}, tmp_path / "dcp")
+    assert convert(source, tmp_path / "hf", "--config", config) == 0
+    same(tmp_path / "hf", weights)
+
+
+def test_the_states_of_an_app_go_to_a_format_that_has_them(
+    trained: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
+) -> None:
+    """pytorch#156705: moments stay moments, by the parameters' names."""
+    model, optim = trained
+    saved({"app": {"model": model, "optim": optim}}, tmp_path / "dcp")
+    opened = open_any(tmp_path / "dcp")
+    assert {"exp_avg", "exp_avg_sq", "step"} <= set(opened.states)
+    assert opened.specs["lm_head.weight.exp_avg"].shape == (16, 8)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_lies_beside_a_flat_model(
+    weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture, tied: bool
+) -> None:
+    """torchtitan#1291: the counters of a run and its schedule, beside a model without a key of its own."""
+    extra = {"train_state.step": torch.tensor(3), "lr_scheduler.last_epoch": torch.tensor(3)}
+    states = {f"state.{name}.exp_avg": one for name, one in weights.items()} if tied else {}
+    source = saved({**weights, **extra, **states}, tmp_path / "dcp")
+    assert convert(source, tmp_path / "hf") == 0
+    same(tmp_path / "hf", weights)
+    assert "left out, no tensors of the model: " in capsys.readouterr().out
+
+
+def test_a_key_of_the_model_beside_one_other(weights: Mapping[str, Tensor], tmp_path: Path) -> None:
+    """flame#48: names that begin twice with model, since the state dict was saved under a key."""
+    source = saved({"model": dict(weights), "epoch": torch.tensor(1)}, tmp_path / "dcp")
+    assert convert(source, tmp_path / "hf") == 0
+    same(tmp_path / "hf", weights)
+
+
+def test_a_key_that_only_the_configuration_tells(weights: Mapping[str, Tensor], tmp_path: Path, config: Path) -> None:
+    """torchtitan#305: a model that lies under a name of the program's own, beside another."""
+    source = saved({"agent.net": dict(weights), "critic": {"head": torch.ones(2)}}, tmp_path / "dcp")
+    assert convert(source, tmp_path / "hf", "--config", config) == 0
+    same(tmp_path / "hf", weights)
+
+
+def test_names_of_another_model(weights: Mapping[str, Tensor], tmp_path: Path, config: Path, capsys: Capture) -> None:
+    """litgpt#513: names that are not those of the configuration would give a directory that loads nothing."""
+    own = {name.replace("self_attn.q_proj", "attention.wq"): one for name, one in weights.items()}
+    assert convert(saved(own, tmp_path / "dcp"), tmp_path / "hf", "--config", config) == 2
+    said = capsys.readouterr().err
+    assert "2 of 21 names are not those of the configuration (LlamaForCausalLM)" in said
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_nested_file(weights: Mapping[str, Tensor], tmp_path: Path) -> None:
+    """lightning#688: a file whose state dict is one level further down than usual."""
+    states = {i: {"exp_avg": torch.ones(2)} for i in range(2)}
+    torch.save({"app": {"model": dict(weights), "optim": {"state": states, "param_groups": []}}}, tmp_path / "a.pt")
+    assert convert(tmp_path / "a.pt", tmp_path / "hf") == 0
+    same(tmp_path / "hf", weights)
+
+
+# ---------------------------------------------------------------- tied, derived, facts
+
+
+def tied_config(tmp_path: Path, **more: Any) -> Path:
+    return beside(tmp_path / "tied", {**FIELDS, "tie_word_embeddings": True, **more})
+
+
+@pytest.mark.parametrize("to", ["hf", "torch_dist"])
+def test_both_names_of_a_tied_tensor(weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture, to: str) -> None:
+    """lmms-engine#157: FSDP saved head and embeddings as two, which are one."""
+    both = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    source = saved(both, tmp_path / "dcp")
+    assert convert(source, tmp_path / "out", "--config", tied_config(tmp_path), to=to) == 0
+    assert "lm_head.weight is model.embed_tokens.weight, bit for bit" in capsys.readouterr().out
+    if to == "hf":
+        same(tmp_path / "out", {name: one for name, one in weights.items() if name != "lm_head.weight"})
+
+
+def test_tied_tensors_that_differ(weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture) -> None:
+    """Automodel#2511: a head that has been trained apart from the embeddings that the configuration ties it to."""
+    head = weights["model.embed_tokens.weight"].clone()
+    head[3, 2:5] += 1
+    source = saved({**weights, "lm_head.weight": head}, tmp_path / "dcp")
+    assert convert(source, tmp_path / "hf", "--config", tied_config(tmp_path)) == 2
+    assert "but 3 of 128 elements differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", ["hf", "torch_dist"])
+def test_buffers_that_are_computed(weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture, to: str) -> None:
+    """transformers#35255: an old repository with the frequencies of its rotary embeddings."""
+    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(2)}
+    save_file({**weights, **old}, beside(tmp_path / "old", FIELDS) / "model.safetensors")
+    assert convert(tmp_path / "old", tmp_path / "out", to=to) == 0
+    assert "left out, since models compute them: 2 of rotary_emb.inv_freq" in capsys.readouterr().out
+    if to == "hf":
+        same(tmp_path / "out", weights)
+
+
+def test_masks_of_gpt2(tmp_path: Path) -> None:
+    """InternLM#296: masks that an old attention stored go; a bias by a like name stays."""
+    own = {"h.0.attn.c_attn.bias": torch.ones(3), "h.0.attn.bias": torch.ones(1, 1, 2, 2)}
+    (tmp_path / "old").mkdir()
+    save_file({**own, "h.0.attn.masked_bias": torch.tensor(-1e4)}, tmp_path / "old/model.safetensors")
+    assert convert(tmp_path / "old", tmp_path / "hf") == 0
+    same(tmp_path / "hf", {"h.0.attn.c_attn.bias": torch.ones(3)})
+
+
+def test_a_configuration_without_architectures(weights: Mapping[str, Tensor], tmp_path: Path) -> None:
+    """Megatron-Bridge#1886: its model_type says the family."""
+    folder = beside(tmp_path / "in", {key: one for key, one in FIELDS.items() if key != "architectures"})
+    save_file(dict(weights), folder / "model.safetensors")
+    assert convert(folder, tmp_path / "core", to="torch_dist") == 0
+    assert convert(tmp_path / "core", tmp_path / "back") == 0
+    same(tmp_path / "back", weights)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"num_key_value_heads": None}, "has no num_key_value_heads, which means 2, but the weights have 1"),
+        ({"num_key_value_heads": 2}, "has num_key_value_heads 2, but the weights have 1"),
+        ({"num_hidden_layers": 3}, "has num_hidden_layers 3, but the weights are of 2"),
+        ({"num_nextn_predict_layers": 1}, "has num_nextn_predict_layers 1, but no weights of it are there"),
+        ({"vocab_size": 15}, "has vocab_size 15, but the embeddings have 16 rows"),
+    ],
+)
+def test_facts_that_the_weights_contradict(
+    weights: Mapping[str, Tensor],
+    tmp_path: Path,
+    capsys: Capture,
+    more: Mapping[str, Any],
+    said: str,
+) -> None:
+    """Megatron-Bridge#1999: a configuration says otherwise than the tensors beside it."""
+    folder = beside(tmp_path / "in", {key: one for key, one in {**FIELDS, **more}.items() if one is not None})
+    save_file(dict(weights), folder / "model.safetensors")
+    assert convert(folder, tmp_path / "out", to="hf") == 0
+    assert said in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- what is read, and what is said of the rest
+
+
+RANKS = r"""
+import sys, torch
+from pathlib import Path
+from torch import distributed
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+wide = torch.arange(15.0).view(5, 3)
+state = {
+    "rows": distribute_tensor(wide, mesh, [Shard(0)]), "columns": distribute_tensor(wide.T, mesh, [Shard(0)]),
+    "copy": distribute_tensor(torch.arange(4.0), mesh, [Replicate()]), "plain": torch.ones(3),
+}
+(folder / "ranks").mkdir(exist_ok=True)
+torch.save(state, folder / f"ranks/model_world_size_2_rank_{rank}.pt")
+torch.save({"state": {}}, folder / f"ranks/optim_world_size_2_rank_{rank}.pt")
+save(state, storage_writer=HuggingFaceStorageWriter(str(folder / "shards"), save_distributed=True))
+distributed.barrier()
+distributed.destroy_process_group()
+"""
+WIDE = torch.arange(15.0).view(5, 3)
+STATE = {"rows": WIDE, "columns": WIDE.T, "copy": torch.arange(4.0), "plain": torch.ones(3)}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two real ranks write."""
+    folder = tmp_path_factory.mktemp("ranks")
+    started = [subprocess.Popen([sys.executable, "-c", RANKS, str(folder), str(rank)]) for rank in range(2)]
+    assert [one.wait(300) for one in started] == [0, 0]
+    return folder
+
+
+def test_files_of_ranks(two_ranks: Path, tmp_path: Path) -> None:
+    """verl#1438: model_world_size_2_rank_0.pt and its like become a Hugging Face directory."""
+    assert convert(two_ranks / "ranks", tmp_path / "hf") == 0
+    same(tmp_path / "hf", {name: one.contiguous() for name, one in STATE.items()})
+
+
+def test_a_rank_whose_file_is_missing(two_ranks: Path, tmp_path: Path, capsys: Capture) -> None:
+    """verl#2262: half of the files are no model."""
+    name = "model_world_size_2_rank_0.pt"
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes((two_ranks / "ranks" / name).read_bytes())
+    assert convert(tmp_path / "in", tmp_path / "hf") == 2
+    assert "model_world_size_2_rank_1.pt is not there" in capsys.readouterr().err
+
+
+def test_the_same_file_as_two_ranks(two_ranks: Path, tmp_path: Path, capsys: Capture) -> None:
+    """verl#6334: a rank's file that has been copied over another's is noticed, though every file is sound."""
+    (tmp_path / "in").mkdir()
+    data = (two_ranks / "ranks/model_world_size_2_rank_1.pt").read_bytes()
+    for rank in range(2):
+        (tmp_path / f"in/model_world_size_2_rank_{rank}.pt").write_bytes(data)
+    assert convert(tmp_path / "in", tmp_path / "hf") == 2
+    assert "do not make it whole" in capsys.readouterr().err
+
+
+def test_a_single_rank_with_plain_tensors(weights: Mapping[str, Tensor], tmp_path: Path) -> None:
+    """verl#903: with one process the file has plain tensors, and no DTensors."""
+    folder = tmp_path / "actor"
+    beside(folder, {}).joinpath("config.json").unlink()
+    torch.save(dict(weights), folder / "model_world_size_1_rank_0.pt")
+    beside(folder / "huggingface", FIELDS)
+    assert convert(folder, tmp_path / "hf") == 0
+    same(tmp_path / "hf", weights)
+    assert (tmp_path / "hf/config.json").is_file()
+
+
+def test_torchs_hugging_face_writer(two_ranks: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Automodel#71: parts of tensors in safetensors, one file for each rank, without an index."""
+    assert convert(two_ranks / "shards", tmp_path / "hf") == 0
+    same(tmp_path / "hf", {name: one.contiguous() for name, one in STATE.items()})
+    (two_ranks / "shards/shard-00001-model-00001-of-00001.safetensors").rename(tmp_path / "gone")
+    assert convert(two_ranks / "shards", tmp_path / "two") == 2
+    assert "the shard 1 of 2 is not there" in capsys.readouterr().err
+    (tmp_path / "gone").rename(two_ranks / "shards/shard-00001-model-00001-of-00001.safetensors")
+
+
+def test_the_consolidated_form_of_that_writer(tmp_path: Path) -> None:
+    """pytorch#146352: one process writes whole tensors."""
+    writer = HuggingFaceStorageWriter(str(tmp_path / "in"), save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch_checkpoint.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    assert torch.equal(values(open_any(tmp_path / "in"))["a"], torch.ones(3))
+
+
+def test_shards_without_an_index(tmp_path: Path, capsys: Capture) -> None:
+    """unsloth#9331: the shards are there, the file that lists them is not."""
+    (tmp_path / "in").mkdir()
+    for i in (1, 2):
+        save_file({f"w{i}": torch.ones(i)}, tmp_path / f"in/model-0000{i}-of-00002.safetensors")
+    assert convert(tmp_path / "in", tmp_path / "hf") == 0
+    same(tmp_path / "hf", {"w1": torch.ones(1), "w2": torch.ones(2)})
+    (tmp_path / "in/model-00002-of-00002.safetensors").unlink()
+    assert convert(tmp_path / "in", tmp_path / "two") == 2
+    assert "the file 2 of 2" in capsys.readouterr().err
+
+
+def test_a_folder_above(weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture) -> None:
+    """accelerate#2848: the checkpoint's folder, where the DCP lies in one further down."""
+    saved(weights, tmp_path / "checkpoint-2000/pytorch_model_fsdp_0")
+    for command in (["inspect"], ["verify"], ["convert", str(tmp_path / "out"), "--to", "hf"]):
+        arguments = [command[0], str(tmp_path / "checkpoint-2000"), *command[1:]]
+        assert main(["checkpoint", *arguments]) == 2
+        assert "pytorch_model_fsdp_0 is torch's distributed checkpoint: give that" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00001.safetensors", "pytorch_model.bin"])
+def test_a_pointer_of_lfs(tmp_path: Path, capsys: Capture, name: str) -> None:
+    """DeepSeek-V3#557: a clone without git-lfs has small texts in the place of weights."""
+    folder = beside(tmp_path / "in", FIELDS)
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    assert convert(folder, tmp_path / "hf") == 2
+    assert "run `git lfs pull`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("consolidated.safetensors", "names of their publisher's own"),
+        ("adapter_model.safetensors", "as --adapter"),
+        ("model-q4.gguf", "it has GGUF alone"),
+        ("__0_0.distcp", "that save did not end"),
+        ("notes.txt", "it has notes.txt"),
+    ],
+)
+def test_what_is_not_read(tmp_path: Path, capsys: Capture, name: str, said: str) -> None:
+    """llama.cpp#14781: a directory of which nothing is read says what was seen in it."""
+    (tmp_path / "in").mkdir()
+    save_file({"a": torch.ones(400)}, tmp_path / "in" / name)
+    assert convert(tmp_path / "in", tmp_path / "hf") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_looking_into_any_format(
+    weights: Mapping[str, Tensor], two_ranks: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """accelerate#2772: what is in a DCP, in files of ranks, in a file of torch.save; and whether it is whole."""
+    torch.save(dict(weights), tmp_path / "a.pt")
+    for path in (saved(weights, tmp_path / "dcp"), tmp_path / "a.pt", two_ranks / "ranks", two_ranks / "shards"):
+        assert main(["checkpoint", "inspect", str(path)]) == 0
+        assert main(["checkpoint", "verify", str(path)]) == 0
+    assert "whole: hf, 4 tensors" in capsys.readouterr().out
+    assert main(["checkpoint", "diff", str(tmp_path / "dcp"), str(tmp_path / "a.pt")]) == 0
+    assert main(["checkpoint", "inspect", str(tmp_path / "a.pt"), "--values", "lm_head.weight", "--json"]) == 0
+    (data,) = (tmp_path / "dcp").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-600])
+    assert main(["checkpoint", "verify", str(tmp_path / "dcp")]) == 1
+
+
+@pytest.mark.parametrize("target", ["/proc/out", "/dev/null/out"])
+def test_a_place_that_is_none(weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture, target: str) -> None:
+    """swift#1839: a destination that cannot be written to is told in one sentence."""
+    torch.save(dict(weights), tmp_path / "a.pt")
+    assert convert(tmp_path / "a.pt", Path(target)) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: no directory can be made in")
+    assert "\n" not in said
+
+
+def test_names_that_are_kept(weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture) -> None:
+    """accelerate#3870: a sharded save goes to a directory and back with the same bits, of odd types too."""
+    odd = {"f8": torch.ones(3).to(torch.float8_e5m2), "none": torch.empty(0, 2), "one": torch.tensor(True), **weights}
+    assert convert(saved(odd, tmp_path / "dcp"), tmp_path / "hf") == 0
+    assert "names kept" in capsys.readouterr().out
+    same(tmp_path / "hf", odd)
+    assert convert(tmp_path / "hf", tmp_path / "again", to="dcp") == 0
+    assert main(["checkpoint", "diff", str(tmp_path / "dcp"), str(tmp_path / "again")]) == 0
