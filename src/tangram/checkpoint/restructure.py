@@ -160,7 +160,7 @@ def restructure(
     if dtype is not None and "config.json" in beside:
         beside["config.json"] = with_dtype(beside["config.json"], dtype)
     made = {"from": source.format, "folder": source.path.name, "to": to, "dtype": dtype, "tangram": __version__}
-    made |= {key: source.objects[key] for key in ("adapter",) if key in source.objects}
+    made |= {key: source.objects[key] for key in ("dequantised", "adapter") if key in source.objects}
     beside = with_provenance(beside, {**made, "mapping": str(bound.mapping).splitlines()})
     nbytes = sum(math.prod(spec.shape) * DTYPES[spec.dtype] for spec in specs.values())
     filler = Filler(source, bound, specs, max(1, memory // 4))

@@ -173,6 +173,9 @@ def convert(
     ],
     dtype: Annotated[str | None, typer.Option(help="Cast floating point to it, as bfloat16.")] = None,
     rounded: Annotated[bool, typer.Option("--round", help="The cast may lose bits.")] = False,
+    dequantise: Annotated[
+        bool, typer.Option("--dequantise", "--dequantize", help="Make weights of codes and scales (FP8, GPTQ ...).")
+    ] = False,
     shard_size: Annotated[str, typer.Option(help="The largest file.")] = "5GB",
     memory: Annotated[str, typer.Option(help="For all buffers.")] = "512MiB",
     config: Annotated[Path | None, typer.Option(metavar="DIR", help="Where configuration and tokenizer lie.")] = None,
@@ -198,6 +201,7 @@ def convert(
     asked = Asked(
         to, dtype, rounded, shard_size, memory, config, mapping, tuple(sizes or ()), family, optimiser,
         transformer_impl, pad_vocabulary, betas, not apart, not one_optimiser, not model_only, dry_run, json, adapter,
+        dequantise,
     )  # fmt: skip
     with _files():
         run(source, target, asked)

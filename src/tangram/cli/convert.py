@@ -53,12 +53,14 @@ class Asked:
     dry_run: bool
     json: bool
     adapter: Path | None = None
+    dequantise: bool = False
 
 
 def run(source: str, target: str, asked: Asked) -> None:
     """Convert, and say what was done. Raises UserError for what cannot be."""
     from tangram.checkpoint.convert import bytes_of
     from tangram.checkpoint.formats.own import is_own
+    from tangram.checkpoint.quantised import quantisation_of
     from tangram.checkpoint.remote import is_remote, opening
     from tangram.checkpoint.restructure import target_of
 
@@ -69,12 +71,12 @@ def run(source: str, target: str, asked: Asked) -> None:
     if not is_remote(target) and (Path(target).exists() or Path(target).is_symlink()):
         raise UserError(f'"{target}" is there already: give the name of a new directory')
     local = not is_remote(source) and not is_remote(target)
-    as_it_is = asked.mapping is None and asked.adapter is None and not asked.dry_run
-    if local and asked.to == "hf" and is_own(Path(source)) and as_it_is:
-        _export(Path(source), Path(target), asked, room)
-        return
+    as_it_is = asked.mapping is None and asked.adapter is None and not (asked.dry_run or asked.dequantise)
     with opening(source) as opened:
-        _convert(opened, target, asked, room, local)
+        if local and asked.to == "hf" and is_own(Path(source)) and as_it_is and quantisation_of(opened) is None:
+            _export(Path(source), Path(target), asked, room)
+        else:
+            _convert(opened, target, asked, room, local)
 
 
 def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
@@ -122,11 +124,16 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
 def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int], local: bool) -> None:
     from tangram.checkpoint.adapters import with_adapter
     from tangram.checkpoint.formats.paddle_steps import betas_of, with_betas, with_steps
+    from tangram.checkpoint.quantised import prepared
     from tangram.checkpoint.restructure import cast_specs, config_of, restructure, small_of, steps_of
     from tangram.checkpoint.structures import choose, model_of
     from tangram.models.families import family_named
 
     small = small_of(asked.config) if asked.config else dict(source.small)
+    also = [word for word, on in (("an adapter", asked.adapter), ("a mapping", asked.mapping)) if on]
+    source, small, rounding = prepared(
+        source, small, asked.to, dequantise=asked.dequantise, dtype=asked.dtype, also=also
+    )
     left: tuple[str, ...] = ()
     if asked.adapter:
         _, left = model_of(source)
@@ -164,9 +171,13 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
             small=small, told=told, **room,
         )  # fmt: skip
     if asked.json:
-        print_json({**made.as_json(), "by": chosen.said, "left_out": len(chosen.left), "skipped": source.skipped})
-    else:
-        _said(made, chosen, asked, source)
+        decoded = {"dequantised": rounding.as_json()} if rounding else {}
+        said = {"by": chosen.said, "left_out": len(chosen.left), "skipped": source.skipped}
+        print_json({**made.as_json(), **said, **decoded})
+        return
+    _said(made, chosen, asked, source)
+    if rounding:
+        print(rounding)
 
 
 def _skipped(source: "Opened") -> None:
