@@ -30,12 +30,12 @@ from tangram.relayout import Piece, RelayoutError, TensorSpec, bind
 from tangram.relayout.quantised.groups import Box, Group, Settings
 from tangram.relayout.quantised.table import FLOAT8, GROUP_CODECS, find_groups, matched
 
-__all__ = ["Quantisation", "Rounding", "dequantised", "prepared", "quantisation_of"]
+__all__ = ["Quantisation", "Rounding", "alike", "dequantised", "prepared", "quantisation_of"]
 
 BLOCK = 4 << 20
 """Bytes of a block in float32; one is at least as high as a block of scales."""
-KEPT = 8
-"""Blocks that are kept: queries, keys and values are read in turns where a mapping fuses them."""
+CACHED = 8
+"""Decoded blocks in memory: queries, keys and values are read in turns where a mapping fuses them."""
 KEEP = 64 << 20
 """Bytes that are read of stored tensors before what was read is let go."""
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -136,7 +136,9 @@ def quantisation_of(source: Opened, small: Mapping[str, bytes] | None = None) ->
     method = settings["quant_method"]
     dtype = _dtype(_table((small or source.small).get("config.json", b"{}")))
     if not any(method in row.methods for row in GROUP_CODECS.values()):
-        return Quantisation(method, (), (), f"weights of {method} are not decoded", dtype)
+        return Quantisation(
+            method, (), (), f"{method} is not among what is decoded, so let its own library do it", dtype
+        )
     read = _Reader(source)
     try:
         groups = tuple(find_groups(source.specs, method, settings, read))
@@ -151,20 +153,20 @@ def quantisation_of(source: Opened, small: Mapping[str, bytes] | None = None) ->
     if not groups and not left:
         return None  # weights in floating point, with settings for who loads them
     unused = tuple(name for name in others if UNUSED.search(name))
-    told = next((group.form.facts["dtype"] for group in groups if group.form.facts.get("dtype") in FLOATS), dtype)
-    return Quantisation(method, groups, unused, problem, told)
+    before = next((group.form.facts["dtype"] for group in groups if group.form.facts.get("dtype") in FLOATS), dtype)
+    return Quantisation(method, groups, unused, problem, before)
 
 
 def _unsaid(source: Opened) -> Quantisation | None:
     """By the names and types alone."""
-    found = next((group.members["codes"] for group in matched(source.specs)), None)
-    if found is None:
+    name = next((group.members["codes"] for group in matched(source.specs)), None)
+    if name is None:
         modules = {name.rpartition(".")[0] for name in source.specs if "scale" in name.rpartition(".")[2]}
         codes = (name for name, spec in source.specs.items() if spec.dtype in FLOAT8)
-        found = next((name for name in codes if name.rpartition(".")[0] in modules), None)
-    if found is None:
+        name = next((one for one in codes if one.rpartition(".")[0] in modules), None)
+    if name is None:
         return None
-    problem = f"no quantization_config says how {found} is (--config DIR gives a directory whose config.json does)"
+    problem = f"no quantization_config says how {name} is (--config DIR gives a directory whose config.json does)"
     return Quantisation("", (), (), problem, "bfloat16")
 
 
@@ -227,21 +229,22 @@ def _region(box: Box) -> Region:
 
 
 def dequantised(
-    source: Opened, found: Quantisation, dtype: str | None = None, *, block: int = BLOCK
+    source: Opened, quantised: Quantisation, dtype: str | None = None, *, block: int = BLOCK
 ) -> tuple[Opened, Rounding]:
     """The same checkpoint with weights instead of codes and scales, and what is measured while they are read.
 
-    `block`: bytes of a block in float32. Raises UserError where it cannot be decoded, now or, for numbers that a type does not have, while reading.
+    `block`: bytes of a block in float32. Raises UserError where it cannot be decoded: now or, for numbers that a type
+    does not have, while reading.
     """
-    kind = dtype or found.dtype
-    if found.problem:
-        raise UserError(f'"{source.path}" is {found.said}, and cannot be dequantised: {found.problem}')
+    kind = dtype or quantised.dtype
+    if quantised.problem:
+        raise UserError(f'"{source.path}" is {quantised.said}, and cannot be dequantised here: {quantised.problem}')
     if kind not in FLOATS:
         raise UserError(f"--dtype {kind}: weights are dequantised to one of {', '.join(FLOATS)}")
-    groups = {group.name: group for group in found.groups}
-    gone = {name for group in found.groups for name in group.members.values()} | set(found.unused)
+    groups = {group.name: group for group in quantised.groups}
+    gone = {name for group in quantised.groups for name in group.members.values()} | set(quantised.unused)
     specs: dict[str, TensorSpec] = {}
-    made = {group.members["codes"]: group for group in found.groups}
+    made = {group.members["codes"]: group for group in quantised.groups}
     for name, spec in source.specs.items():
         if name in made:
             specs[made[name].name] = TensorSpec(made[name].form.shape, kind)
@@ -249,21 +252,21 @@ def dequantised(
             specs[name] = spec
     pieces = [piece for piece in source.pieces if piece.tensor not in gone]
     pieces += [Piece(Part(box), name, _region(box)) for name, group in groups.items() for box in _boxes(group, block)]
-    rounding = Rounding(found.method, len(groups), len(found.unused), kind)
-    kept: OrderedDict[tuple[Part, str], Tensor] = OrderedDict()
+    rounding = Rounding(quantised.method, len(groups), len(quantised.unused), kind)
+    decoded: OrderedDict[tuple[Part, str], Tensor] = OrderedDict()
     stored = _Reader(source)
 
     def read(place: Hashable, name: str) -> Tensor:
         if not isinstance(place, Part):
             return source.read(place, name)
-        if (place, name) not in kept:
-            kept[place, name] = _decoded(groups[name], stored, place.box, kind, rounding)
-            if len(kept) > KEPT:
-                kept.popitem(last=False)
-        kept.move_to_end((place, name))
-        return kept[place, name]
+        if (place, name) not in decoded:
+            decoded[place, name] = _decoded(groups[name], stored, place.box, kind, rounding)
+            if len(decoded) > CACHED:
+                decoded.popitem(last=False)
+        decoded.move_to_end((place, name))
+        return decoded[place, name]
 
-    about = {"method": found.method, "dtype": kind, "tensors": len(groups), "left_out": list(found.unused)}
+    about = {"method": quantised.method, "dtype": kind, "tensors": len(groups), "left_out": list(quantised.unused)}
     objects = {**source.objects, "dequantised": about}
     return replace(source, specs=specs, pieces=tuple(pieces), read=read, objects=objects), rounding
 
@@ -308,31 +311,40 @@ def prepared(
 
     `also`: what else is asked that changes tensors, in words. Raises UserError for what is neither.
     """
-    found = quantisation_of(source, small)
-    if found is None:
+    quantised = quantisation_of(source, small)
+    if quantised is None:
         if dequantise:
             raise UserError(f'nothing in "{source.path}" is quantised: leave --dequantise out')
         return source, dict(small), None
     if dequantise:
-        made, rounding = dequantised(source, found, dtype)
+        made, rounding = dequantised(source, quantised, dtype)
         return made, without_settings(small, rounding.dtype), rounding
     reasons = [f"a cast to {dtype}"] if dtype else []
     reasons += also
     if target_of(to).structure not in ("", "hf"):
         reasons.append(f"the structure of {target_of(to).said}")
     if reasons:
-        how = f"add --dequantise, which makes {found.dtype} of them"
-        if reasons == [f"a cast to {found.dtype}"]:
-            how = f"give --dequantise in place of --dtype, which makes {found.dtype} of them"
+        how = f"add --dequantise, which makes {quantised.dtype} of them"
+        if reasons == [f"a cast to {quantised.dtype}"]:
+            how = f"give --dequantise in place of --dtype, which makes {quantised.dtype} of them"
         raise UserError(
-            f'"{source.path}" is {found.said}, and {reasons[0]} would tear codes and scales apart: '
-            f"{f'{found.problem}, so copy it with --to hf alone' if found.problem else how}"
+            f'"{source.path}" is {quantised.said}, and {reasons[0]} would tear codes and scales apart: '
+            f"{f'copy it with --to hf alone ({quantised.problem})' if quantised.problem else how}"
         )
     if settings_of(source.small) is not None and settings_of(small) is None:
         raise UserError(
-            f'"{source.path}" is {found.said}, of which the configuration in --config says nothing: leave --config out'
+            f'"{source.path}" is {quantised.said}, and the configuration in --config says nothing of it: leave it out'
         )
-    return source, dict(small), None
+    return replace(source, objects={**source.objects, "quantised": quantised.said}), dict(small), None
+
+
+def alike(a: Opened, b: Opened) -> tuple[Opened, Opened]:
+    """Two checkpoints to compare: where one of them is quantised and the other is not, by its weights."""
+    both = [(side, quantisation_of(side)) for side in (a, b)]
+    if (both[0][1] is None) == (both[1][1] is None):
+        return a, b
+    one, other = (side if codes is None else dequantised(side, codes)[0] for side, codes in both)
+    return one, other
 
 
 def without_settings(small: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:

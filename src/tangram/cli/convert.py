@@ -84,6 +84,7 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
     from tangram.checkpoint import commits, diff, diff_structures
     from tangram.checkpoint.formats.detect import FORMATS
     from tangram.checkpoint.formats.own import is_own
+    from tangram.checkpoint.quantised import alike
     from tangram.checkpoint.remote import is_remote, opening
     from tangram.checkpoint.restructure import config_of, small_of
 
@@ -95,8 +96,9 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
         one, other = ((Path(path), commits.read_manifest(Path(path))) for path in (a, b))
         with byte_bar("comparing", diff.to_read(one[1], other[1], pattern)) as told:
             return diff.compare(one, other, pattern, told)
-    with opening(a) as left, opening(b) as right:
-        small = small_of(config) if config else {**right.small, **left.small}
+    with opening(a) as one_side, opening(b) as other:
+        small = small_of(config) if config else {**other.small, **one_side.small}
+        left, right = alike(one_side, other)
         way, other_side = diff_structures.seen_as(left, right, config_of(small))
         with byte_bar("comparing", diff_structures.to_read(way, other_side, pattern)) as told:
             return diff_structures.compare(way, other_side, pattern, told)
@@ -195,6 +197,8 @@ def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened"
     _skipped(source)
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states not converted")
+    if "quantised" in chosen.source.objects:
+        print(f"still {chosen.source.objects['quantised']}, bit for bit: --dequantise would make weights of it")
     if made.format == "hf" and not made.configured:
         print(UNCONFIGURED)
     if made.format == "torch_dist" and chosen.source.states and "settings" not in chosen.source.objects:
@@ -226,6 +230,8 @@ def _planned(
     what = f"{count(len(ways), 'tensor')}, {size(total)} in about {count(files, 'data file')}"
     print(f"{source.format} to {asked.to}, by {chosen.said}: {what}; {time_}")
     _skipped(source)
+    if "dequantised" in source.objects:
+        print(f"{count(source.objects['dequantised']['tensors'], 'weight')} would be dequantised")
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states would not be converted")
 

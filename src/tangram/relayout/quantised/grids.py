@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 def _blocks(settings: Settings) -> list[tuple[int, int]]:
     """The blocks that settings speak of, which shapes alone do not say where they do not divide."""
-    said = [settings.get("weight_block_size", [128, 128]), *(one.get("block_structure") for one in schemes(settings))]
-    pairs = [cast("list[int]", one) for one in said if isinstance(one, list | tuple)]
+    sizes = [settings.get("weight_block_size", [128, 128]), *(one.get("block_structure") for one in schemes(settings))]
+    pairs = [cast("list[int]", one) for one in sizes if isinstance(one, list | tuple)]
     return [(int(one[0]), int(one[1])) for one in pairs if len(one) == 2]
 
 
@@ -28,20 +28,20 @@ def schemes(settings: Settings) -> list[Mapping[str, Any]]:
 def gridded(group: Group, shape: tuple[int, ...], settings: Settings, bits: int = 0) -> Form:
     """Which elements share a scale, by the shape of the scales: blocks, rows, parts of rows, or all."""
     *lead, rows, columns = shape
-    held = group.specs["scale"].shape
+    scales = group.specs["scale"].shape
     for down, along in _blocks(settings):
-        if held == (*lead, ceil(rows, down), ceil(columns, along)):
-            return Form(shape, held, (down, along), bits)
-    if math.prod(held) == 1:
+        if scales == (*lead, ceil(rows, down), ceil(columns, along)):
+            return Form(shape, scales, (down, along), bits)
+    if math.prod(scales) == 1:
         return Form(shape, (1,) * len(shape), (rows, columns), bits)
-    if held in ((*lead, rows, 1), (*lead, rows)):
+    if scales in ((*lead, rows, 1), (*lead, rows)):
         return Form(shape, (*lead, rows, 1), (1, columns), bits)
-    if held == (*lead, 1, columns):
-        return Form(shape, held, (rows, 1), bits)
-    if lead and held in ((*lead,), (*lead, 1), (*lead, 1, 1)):
+    if scales == (*lead, 1, columns):
+        return Form(shape, scales, (rows, 1), bits)
+    if lead and scales in ((*lead,), (*lead, 1), (*lead, 1, 1)):
         return Form(shape, (*lead, 1, 1), (rows, columns), bits)
-    if held[:-1] == (*lead, rows) and held[-1] and columns % held[-1] == 0:
-        return Form(shape, held, (1, columns // held[-1]), bits)
+    if scales[:-1] == (*lead, rows) and scales[-1] and columns % scales[-1] == 0:
+        return Form(shape, scales, (1, columns // scales[-1]), bits)
     raise unfit(group, "scale")
 
 

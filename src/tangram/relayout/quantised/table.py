@@ -86,10 +86,10 @@ def matched(specs: Mapping[str, TensorSpec], method: str | None = None) -> Itera
 
 def find_groups(specs: Mapping[str, TensorSpec], method: str, settings: Settings, read: Read) -> list[Group]:
     """The groups of a method with the shapes of their tensors. Raises RelayoutError for one that does not fit."""
-    found: list[Group] = []
+    groups: list[Group] = []
     for group in matched(specs, method):
         if group.name in specs and group.name != group.members["codes"]:
             raise RelayoutError(f"{group.name} is there both quantised and by itself")
         form = GROUP_CODECS[group.codec].bind(group, settings, read)
-        found.append(Group(group.name, group.codec, group.members, group.specs, form))
-    return found
+        groups.append(Group(group.name, group.codec, group.members, group.specs, form))
+    return groups

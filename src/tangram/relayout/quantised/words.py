@@ -41,10 +41,10 @@ def bind_packed(group: Group, settings: Settings, read: Read) -> Form:
     codes = group.specs["codes"].shape
     if len(shape) != len(codes) or shape[:-1] != codes[:-1] or len(shape) < 2:
         raise unfit(group, "shape")
-    said = {int(one["num_bits"]) for one in schemes(settings) if one.get("num_bits")}
-    fitting = [bits for bits in said if 0 < bits <= 8 and ceil(shape[-1], 32 // bits) == codes[-1]]
+    widths = {int(one["num_bits"]) for one in schemes(settings) if one.get("num_bits")}
+    fitting = [bits for bits in widths if 0 < bits <= 8 and ceil(shape[-1], 32 // bits) == codes[-1]]
     if len(fitting) != 1:
-        raise RelayoutError(f"{group.members['codes']} is of none of {sorted(said)} bits, or of several")
+        raise RelayoutError(f"{group.members['codes']} is of none of {sorted(widths)} bits, or of several")
     form = gridded(group, shape, settings, fitting[0])
     if "zero" in group.specs:
         per = 32 // form.bits
