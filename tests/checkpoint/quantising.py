@@ -179,6 +179,14 @@ def _fp4_in_int8(draw: np.random.Generator) -> Repository:
     return _of(NAME, value, tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]})
 
 
+def _deepseeks_names(draw: np.random.Generator) -> Repository:
+    codes, numbers = bits8(draw, SHAPE)
+    powers = draw.integers(110, 130, (2, 2)).astype(np.uint8)
+    tensors = {".weight": codes, ".scale": torch.from_numpy(powers).view(torch.float8_e8m0fnu)}
+    value = numbers * _blocks(2.0 ** (powers.astype(np.float32) - 127))
+    return _of(NAME, value, tensors, {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]})
+
+
 def _gpt_oss(draw: np.random.Generator) -> Repository:
     codes = draw.integers(0, 16, (3, 20, 5, 32))
     powers = draw.integers(110, 130, (3, 20, 5)).astype(np.uint8)
@@ -287,6 +295,7 @@ METHODS: Mapping[str, Callable[[np.random.Generator], Repository]] = {
     "nvfp4 of modelopt": _nvfp4(False),
     "mxfp4 of compressed-tensors": _mx,
     "fp4 in int8": _fp4_in_int8,
+    "fp8 by DeepSeek's own names": _deepseeks_names,
     "mxfp4 of GPT-OSS": _gpt_oss,
     "nf4": _blockwise("nf4", nested=False),
     "nf4, nested": _blockwise("nf4", nested=True),

@@ -113,7 +113,7 @@ def test_what_would_tear_codes_and_scales_apart_is_refused(
     refused(tmp_path / "q", message, *options.split(), capsys=capsys)
 
 
-@pytest.mark.parametrize("settings", [{"quant_method": "hqq"}, {"quant_method": "torchao"}, {"bits": 3}])
+@pytest.mark.parametrize("settings", [{"quant_method": "hqq"}, {"quant_method": "torchao"}, {"version": 3}])
 def test_a_method_that_nobody_knows_here_is_copied_and_nothing_else(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

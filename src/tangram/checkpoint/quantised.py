@@ -39,7 +39,7 @@ CACHED = 8
 KEEP = 64 << 20
 """Bytes that are read of stored tensors before what was read is let go."""
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-KEYS = ("quantization_config", "compression_config")
+KEYS = ("quantization_config", "compression_config", "quantization")
 FILES: Mapping[str, str] = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
@@ -112,7 +112,8 @@ def settings_of(small: Mapping[str, bytes]) -> dict[str, Any] | None:
         if isinstance(table.get(key), dict) and table[key]:
             said = cast("dict[str, Any]", table[key])
             bits = any(said.get(name) for name in ("load_in_8bit", "load_in_4bit", "_load_in_8bit", "_load_in_4bit"))
-            method = said.get("quant_method") or ("bitsandbytes" if bits else "an unknown method")
+            mlx = "bits" in said and "group_size" in said
+            method = said.get("quant_method") or ("bitsandbytes" if bits else "mlx" if mlx else "an unknown method")
             return {**said, "quant_method": str(method).lower()}
     for name, method in FILES.items():
         if tables.get(name):
@@ -162,7 +163,7 @@ def _unsaid(source: Opened) -> Quantisation | None:
     name = next((group.members["codes"] for group in matched(source.specs)), None)
     if name is None:
         modules = {name.rpartition(".")[0] for name in source.specs if "scale" in name.rpartition(".")[2]}
-        codes = (name for name, spec in source.specs.items() if spec.dtype in FLOAT8)
+        codes = (name for name, spec in source.specs.items() if _is_code(name, spec))
         name = next((one for one in codes if one.rpartition(".")[0] in modules), None)
     if name is None:
         return None
@@ -172,8 +173,12 @@ def _unsaid(source: Opened) -> Quantisation | None:
 
 def _is_part(name: str, spec: TensorSpec) -> bool:
     """Whether a tensor looks like one of codes or scales."""
-    integer = spec.dtype in ("uint8", "int8", "int32") and WEIGHT.search(name)
-    return spec.dtype in FLOAT8 or bool(integer) or BESIDE.search(name) is not None
+    return _is_code(name, spec) or BESIDE.search(name) is not None
+
+
+def _is_code(name: str, spec: TensorSpec) -> bool:
+    integer = spec.dtype in ("uint8", "int8", "int32", "uint32") and WEIGHT.search(name)
+    return spec.dtype in FLOAT8 or bool(integer)
 
 
 def _understood(settings: Settings) -> str:

@@ -54,6 +54,8 @@ GROUP_CODECS: Mapping[str, GroupCodec] = {
     ),
     "fp4_inv": GroupCodec(("fp8",), "", "", ("int8",), {"scale": "_scale_inv"}, bind_fp4, decode_fp4),
     "fp8_inv": GroupCodec(("fp8",), "", "", FLOAT8, {"scale": "_scale_inv"}, bind_scaled, decode_scaled),
+    "fp4_plain": GroupCodec(("fp8",), ".weight", ".weight", ("int8",), {"scale": ".scale"}, bind_fp4, decode_fp4),
+    "fp8_plain": GroupCodec(("fp8",), ".weight", ".weight", FLOAT8, {"scale": ".scale"}, bind_scaled, decode_scaled),
     "scaled": GroupCodec(
         SCALED, "", "", (*FLOAT8, "int8"), {"scale": "_scale"}, bind_scaled, decode_scaled, {"zero": "_zero_point"},
     ),
