@@ -84,6 +84,11 @@ def test_deepseeks_own_layout_becomes_a_megatron_checkpoint(deepseek: Path, tmp_
     assert equal(load_file(tmp_path / "back/model.safetensors"), load_file(deepseek / "plain/model.safetensors"))
 
 
+def test_a_family_names_weights_and_not_their_scales(deepseek: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "family", str(deepseek / "fp8")]) == 0
+    assert "0 missing" in capsys.readouterr().out
+
+
 def test_deepseeks_own_layout_becomes_a_dcp_that_torch_loads(deepseek: Path, tmp_path: Path) -> None:
     from torch.distributed import checkpoint
 

@@ -155,7 +155,7 @@ def test_words_of_mlx(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_an_adapter_beside_codes(tmp_path: Path, capsys: Capture) -> None:
-    """axolotl-ai-cloud/axolotl#3803: an adapter that was trained on NVFP4 weights has nothing there to be merged into."""
+    """axolotl-ai-cloud/axolotl#3803: an adapter of NVFP4 weights has nothing there to be merged into."""
     write(tmp_path / "q", made("nvfp4 of modelopt"))
     refused(
         tmp_path, "an adapter would tear .*: add --dequantise", capsys, "--to", "hf", "--adapter", str(tmp_path / "a")

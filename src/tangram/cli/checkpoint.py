@@ -217,11 +217,12 @@ def family(
     """Say what of a checkpoint its family does not name, and what is missing; exit code 1 where it does not fit."""
     from tangram.checkpoint.covers import cover
     from tangram.checkpoint.formats.detect import open_any
+    from tangram.checkpoint.quantised import by_weights
     from tangram.checkpoint.restructure import config_of, small_of
     from tangram.models.families import family_named, family_of
 
     with _files():
-        source = open_any(path)
+        source = by_weights(open_any(path))
         found = config_of(small_of(config) if config else dict(source.small))
         if found is None:
             raise UserError("there is no config.json, which says what the model is: give --config DIR")

@@ -59,7 +59,7 @@ def spread(values: Tensor, form: Form, box: Box, columns: Tensor | None = None) 
     """
     import torch
 
-    for dim, size in ((-2, form.block[0]), (-1, form.block[1])):
+    for dim, size in ((-1, form.block[1]), (-2, form.block[0])):  # few rows are repeated along, then down
         first, last = box[dim]
         if columns is not None and dim == -1:
             values = values.index_select(-1, columns)
