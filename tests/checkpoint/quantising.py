@@ -290,6 +290,7 @@ METHODS: Mapping[str, Callable[[np.random.Generator], Repository]] = {
     "4 bits, zero points": _packed(4, 96, 3, zeros=True),
     "4 bits, columns in an order": _packed(4, 96, 3, zeros=True, order=True),
     "4 bits, the last word not full": _packed(4, 60, 1),
+    "3 bits, codes go on in the next word": _packed(3, 96, 3),
     "8 bits": _packed(8, 96, 3, zeros=True),
     "nvfp4": _nvfp4(True),
     "nvfp4 of modelopt": _nvfp4(False),

@@ -203,6 +203,15 @@ def test_a_configuration_that_is_silent_does_not_hide_codes(tmp_path: Path, caps
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")[name], torch.from_numpy(value).bfloat16())
 
 
+def test_a_mapping_of_ones_own_takes_weights(tmp_path: Path) -> None:
+    made = repository("gptq", tmp_path / "q")
+    (tmp_path / "own.txt").write_text(f"{NAME}.weight: o i -> turned: i o\n{{name*}} -> {{name*}}")
+    options = ["--to", "hf", "--dequantise", "--mapping", tmp_path / "own.txt"]
+    assert convert(tmp_path / "q", tmp_path / "out", *options) == 0
+    expected = torch.from_numpy(made.values[f"{NAME}.weight"].copy()).bfloat16().T
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["turned"], expected)
+
+
 def test_numbers_that_a_type_does_not_have_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = METHODS["fp8 of a tensor"](np.random.default_rng(1))
     tensors = {**made.tensors, f"{NAME}.weight_scale_inv": torch.tensor(1000.0)}

@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tangram.cli import main
+from tangram.training.weights import load_pretrained
 from tests.checkpoint.peers.models import save
 from tests.checkpoint.test_quantised import convert, equal
+from tests.training.test_weights import PLAN
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peers warn of accelerators and groups that are not here
 LINEAR = re.compile(r"(self_attn|mlp)\..*proj\.weight|kv_a_proj_with_mqa\.weight")
@@ -110,6 +112,9 @@ def test_fp8_in_blocks_is_what_transformers_makes_of_it(name: str, tmp_path: Pat
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", quantization_config=asked, dtype=torch.bfloat16)
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert equal(ours.state_dict(), theirs.state_dict())
+    trained = AutoModelForCausalLM.from_config(ours.config, dtype=torch.bfloat16)
+    load_pretrained(tmp_path / "out", trained, PLAN, None)
+    assert equal(trained.state_dict(), theirs.state_dict())
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,7 @@ SCHEMES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "int4 in groups, zero points": (
         "pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
     ),
+    "int3 by rows": ("pack-quantized", {"num_bits": 3, "strategy": "channel"}),
     "int8 in words": ("pack-quantized", {"num_bits": 8, "strategy": "channel"}),
     "int8 by rows": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
     "fp8 by rows": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),

@@ -16,23 +16,23 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def _fields(words: Tensor, bits: int, dim: int) -> Tensor:
-    """As many codes as words of 32 bits have room for, the lowest bits first, along a dim: -1 or -2."""
+    """The codes of words of 32 bits, one stream of bits from the lowest on, along a dim: -1 or -2."""
     import torch
 
-    shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
-    shifts = shifts if dim == -1 else shifts[:, None]
-    return ((words.unsqueeze(-1 if dim == -1 else -2) >> shifts) & ((1 << bits) - 1)).flatten(dim - 1, dim)
+    if 32 % bits == 0:
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+        shifts = shifts if dim == -1 else shifts[:, None]
+        return ((words.unsqueeze(-1 if dim == -1 else -2) >> shifts) & ((1 << bits) - 1)).flatten(dim - 1, dim)
+    wide = words.movedim(dim, 0).long() & 0xFFFFFFFF
+    at = torch.arange(len(wide) * 32 // bits) * bits
+    high = wide[(at // 32 + 1).clamp(max=len(wide) - 1)]  # where a code goes on in the next word
+    shifts = (at % 32).view(-1, *[1] * (wide.ndim - 1))
+    return (((wide[at // 32] | high << 32) >> shifts) & ((1 << bits) - 1)).int().movedim(0, dim)
 
 
-def _across(words: Tensor, bits: int) -> Tensor:
-    """Codes that words of 32 bits cut, as of 3 bits, along the first dim."""
-    import torch
-
-    wide = words.long() & 0xFFFFFFFF
-    at = torch.arange(len(words) * 32 // bits) * bits
-    high = wide[(at // 32 + 1).clamp(max=len(words) - 1)]
-    shifts = (at % 32).view(-1, *[1] * (words.ndim - 1))
-    return (((wide[at // 32] | high << 32) >> shifts) & ((1 << bits) - 1)).int()
+def _of(first: int, last: int, bits: int, words: int) -> tuple[int, int]:
+    """The words that have codes: 32 codes are as many words as each has bits."""
+    return first // 32 * bits, min(ceil(last, 32) * bits, words)
 
 
 def bind_packed(group: Group, settings: Settings, read: Read) -> Form:
@@ -42,14 +42,17 @@ def bind_packed(group: Group, settings: Settings, read: Read) -> Form:
     if len(shape) != len(codes) or shape[:-1] != codes[:-1] or len(shape) < 2:
         raise unfit(group, "shape")
     widths = {int(one["num_bits"]) for one in schemes(settings) if one.get("num_bits")}
-    fitting = [bits for bits in widths if 0 < bits <= 8 and ceil(shape[-1], 32 // bits) == codes[-1]]
+    fitting = [bits for bits in widths if 0 < bits <= 8 and ceil(shape[-1] * bits, 32) == codes[-1]]
     if len(fitting) != 1:
         raise RelayoutError(f"{group.members['codes']} is of none of {sorted(widths)} bits, or of several")
     form = gridded(group, shape, settings, fitting[0])
-    if "zero" in group.specs:
-        per = 32 // form.bits
-        if group.specs["zero"].shape != (*shape[:-2], ceil(form.grid[-2], per), form.grid[-1]):
-            raise unfit(group, "zero")
+    rows = form.grid[-2]
+    if "zero" in group.specs and group.specs["zero"].shape != (*shape[:-2], ceil(rows * form.bits, 32), form.grid[-1]):
+        raise unfit(group, "zero")
+    if 32 % form.bits and (shape[-1] % 32 or ("zero" in group.specs and rows % 32)):
+        raise RelayoutError(
+            f"{group.members['codes']}: codes of {form.bits} bits were packed in two ways, alike in size"
+        )
     return form
 
 
@@ -57,7 +60,6 @@ def decode_packed(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     """Words go along rows, zero points' words along columns; codes are stored as unsigned numbers."""
     form, names = group.form, group.members
     words = read(names["codes"], (*box[:-1], (0, group.specs["codes"].shape[-1])))
-    per = 32 // form.bits
     codes = _fields(words, form.bits, -1)[..., : form.shape[-1]].float()
     columns = None
     if "order" in names:
@@ -68,9 +70,9 @@ def decode_packed(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     blocks = of_blocks(form, box, columns is not None)
     if "zero" in names:
         first, last = blocks[-2]
-        packed = (first // per, ceil(last, per))
+        packed = _of(first, last, form.bits, group.specs["zero"].shape[-2])
         zero = _fields(read(names["zero"], (*blocks[:-2], packed, blocks[-1])), form.bits, -2)
-        zero = zero[..., first - packed[0] * per :, :][..., : last - first, :]
+        zero = zero[..., first % 32 :, :][..., : last - first, :]
         codes = codes - spread(zero.float(), form, box, columns)
     else:
         codes = codes - (1 << (form.bits - 1))
@@ -103,15 +105,11 @@ def decode_gptq(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     import torch
 
     (first, last), bits, names = box[0], group.form.bits, group.members
-    (groups, out), facts = group.form.grid, group.form.facts
+    groups, facts = group.form.grid[0], group.form.facts
     words = read(names["codes"], ((0, group.specs["codes"].shape[0]), (first, last)))
-    if 32 % bits:  # codes that go on in the next word
-        codes, low = _across(words, bits), 0
-        zero = _across(read(names["zero"], ((0, groups), (0, out * bits // 32))).T, bits).T
-    else:
-        codes, low = _fields(words, bits, -2), first * bits // 32
-        zero = _fields(read(names["zero"], ((0, groups), (low, ceil(last * bits, 32)))), bits, -1)
-    zero = zero[:, first - low * 32 // bits :][:, : last - first]
+    codes = _fields(words, bits, -2)
+    packed = _of(first, last, bits, group.specs["zero"].shape[1])
+    zero = _fields(read(names["zero"], ((0, groups), packed)), bits, -1)[:, first % 32 :][:, : last - first]
     # Tools write the second version under the first's name; symmetric codes have the middle as zero, which tells.
     middle = facts["even"] and bool((zero == 1 << (bits - 1)).all())
     zero = zero + int(facts["less"] and not middle)
