@@ -202,7 +202,7 @@ def test_an_expert_of_another_type(folder: Path) -> None:
     change(folder, tensors={EXPERT: torch.ones(8, 16, dtype=torch.bfloat16)})
     refused(folder, rf"is stored as float32, but {EXPERT}, which is a part of the same tensor, as bfloat16")
     change(folder, tensors={EXPERT: torch.ones(8, 16, dtype=torch.int8)})
-    refused(folder, rf"{EXPERT} in .* is stored as int8, not as float32: weights that are quantised")
+    refused(folder, rf"{EXPERT} in .* is stored as int8, not as float32: where the weights are quantised")
 
 
 def test_both_structures_at_once(folder: Path) -> None:
@@ -216,9 +216,15 @@ def test_weights_that_are_quantised_in_another_structure(folder: Path) -> None:
     change(folder, tensors={EXPERT.replace("weight", "weight_scale_inv"): torch.ones(1, 1)})
     refused(
         folder,
-        r"up_proj.weight_scale_inv that the model has not \(by its configuration they are quantised, with fp8: convert",
+        r"up_proj.weight_scale_inv that the model has not \(by its configuration they are quantised, with fp8: "
+        r"`tangram checkpoint convert DIR NEW --to hf --dequantise`",
         quantization_config={"quant_method": "fp8"},
     )
+
+
+def test_codes_name_the_command_that_makes_weights_of_them(folder: Path) -> None:
+    change(folder, tensors={f"{EXPERT}_scale_inv": torch.ones(1, 1), EXPERT: torch.ones(8, 16).to(torch.float8_e4m3fn)})
+    refused(folder, rf"are quantised \({EXPERT} is codes\): `tangram checkpoint convert DIR NEW --to hf --dequantise`")
 
 
 # ---------------------------------------------------------------- the whole way

@@ -318,7 +318,7 @@ def _fitted(
         )
     name, experts, turned = fits[0]
     if source.specs[name].dtype not in FLOATS:
-        raise UserError(f"{name} is {source.specs[name].dtype}, into which nothing is merged: dequantise it first")
+        raise UserError(f"{name} is {source.specs[name].dtype}, into which nothing is merged: add --dequantise")
     rank = a.shape[0] // (experts or 1)
     key = name if experts else module
     magnitude = parts.get("magnitude")

@@ -169,7 +169,7 @@ def restructure(
     if dtype is not None and "config.json" in beside:
         beside["config.json"] = with_dtype(beside["config.json"], dtype)
     made = {"from": source.format, "folder": source.path.name, "to": to, "dtype": dtype, "tangram": __version__}
-    made |= {key: source.objects[key] for key in ("adapter",) if key in source.objects}
+    made |= {key: source.objects[key] for key in ("dequantised", "adapter") if key in source.objects}
     changed: tuple[str, ...] = ()
     if writer.structure == "hf":
         owners = split(specs, source.states)

@@ -165,6 +165,9 @@ def convert(
     ],
     dtype: Annotated[str | None, typer.Option(help="Cast floating point to it, as bfloat16.")] = None,
     rounded: Annotated[bool, typer.Option("--round", help="The cast may lose bits.")] = False,
+    dequantise: Annotated[
+        bool, typer.Option("--dequantise", "--dequantize", help="Make weights of codes and scales (FP8, GPTQ ...).")
+    ] = False,
     shard_size: Annotated[str, typer.Option(help="The largest file.")] = "5GB",
     memory: Annotated[str, typer.Option(help="For all buffers.")] = "512MiB",
     config: Annotated[Path | None, typer.Option(metavar="DIR", help="Where configuration and tokenizer lie.")] = None,
@@ -190,6 +193,7 @@ def convert(
     asked = Asked(
         to, dtype, rounded, shard_size, memory, config, mapping, tuple(sizes or ()), family, optimiser,
         transformer_impl, pad_vocabulary, betas, not apart, not one_optimiser, not model_only, dry_run, json, adapter,
+        dequantise,
     )  # fmt: skip
     with _files():
         run(source, target, asked)
@@ -205,11 +209,12 @@ def family(
     """Say what of a checkpoint its family does not name, and what is missing; exit code 1 where it does not fit."""
     from tangram.checkpoint.covers import cover
     from tangram.checkpoint.formats.detect import open_any
+    from tangram.checkpoint.quantised import by_weights
     from tangram.checkpoint.restructure import config_of, small_of
     from tangram.models.families import family_named, family_of
 
     with _files():
-        source = open_any(path)
+        source = by_weights(open_any(path))
         found = config_of(small_of(config) if config else dict(source.small))
         if found is None:
             raise UserError("there is no config.json, which says what the model is: give --config DIR")

@@ -57,12 +57,14 @@ class Asked:
     dry_run: bool
     json: bool
     adapter: Path | None = None
+    dequantise: bool = False
 
 
 def run(source: str, target: str, asked: Asked) -> None:
     """Convert, and say what was done. Raises UserError for what cannot be."""
     from tangram.checkpoint.convert import bytes_of
     from tangram.checkpoint.formats.own import is_own
+    from tangram.checkpoint.quantised import quantisation_of
     from tangram.checkpoint.remote import is_remote, opening
     from tangram.checkpoint.restructure import target_of
 
@@ -73,12 +75,12 @@ def run(source: str, target: str, asked: Asked) -> None:
     if not is_remote(target) and (Path(target).exists() or Path(target).is_symlink()):
         raise UserError(f'"{target}" is there already: give the name of a new directory')
     local = not is_remote(source) and not is_remote(target)
-    as_it_is = asked.mapping is None and asked.adapter is None and not asked.dry_run
-    if local and asked.to == "hf" and is_own(Path(source)) and as_it_is:
-        _export(Path(source), Path(target), asked, room)
-        return
+    as_it_is = asked.mapping is None and asked.adapter is None and not (asked.dry_run or asked.dequantise)
     with rare_collections(), opening(source) as opened:
-        _convert(opened, target, asked, room, local)
+        if local and asked.to == "hf" and is_own(Path(source)) and as_it_is and quantisation_of(opened) is None:
+            _export(Path(source), Path(target), asked, room)
+        else:
+            _convert(opened, target, asked, room, local)
 
 
 @contextlib.contextmanager
@@ -96,6 +98,7 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
     from tangram.checkpoint import commits, diff, diff_structures
     from tangram.checkpoint.foreign import is_foreign
+    from tangram.checkpoint.quantised import alike
     from tangram.checkpoint.remote import is_remote, opening
     from tangram.checkpoint.restructure import config_of, small_of
 
@@ -106,8 +109,9 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
         one, other = ((Path(path), commits.read_manifest(Path(path))) for path in (a, b))
         with byte_bar("comparing", diff.to_read(one[1], other[1], pattern)) as told:
             return diff.compare(one, other, pattern, told)
-    with rare_collections(), opening(a) as left, opening(b) as right:
-        small = small_of(config) if config else {**right.small, **left.small}
+    with rare_collections(), opening(a) as one_side, opening(b) as other:
+        small = small_of(config) if config else {**other.small, **one_side.small}
+        left, right = alike(one_side, other)
         way, other_side = diff_structures.seen_as(left, right, config_of(small))
         with byte_bar("comparing", diff_structures.to_read(way, other_side, pattern)) as told:
             return diff_structures.compare(way, other_side, pattern, told)
@@ -149,11 +153,16 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
     from tangram.checkpoint.adapters import with_adapter
     from tangram.checkpoint.configured import fitted
     from tangram.checkpoint.formats.paddle_steps import betas_of, with_betas, with_steps
+    from tangram.checkpoint.quantised import prepared
     from tangram.checkpoint.restructure import cast_specs, config_of, restructure, small_of, steps_of
     from tangram.checkpoint.structures import choose, model_of, structure_of
     from tangram.models.families import family_named
 
     small = small_of(asked.config) if asked.config else dict(source.small)
+    also = [word for word, on in (("an adapter", asked.adapter), ("a mapping", asked.mapping)) if on]
+    source, small, rounding = prepared(
+        source, small, asked.to, dequantise=asked.dequantise, dtype=asked.dtype, also=also
+    )
     notes: tuple[str, ...] = ()
     if asked.mapping is None and source.format != "tangram" and structure_of(source) == "hf":
         check = asked.to == "hf" and (source.format != "hf" or asked.config is not None)
@@ -196,10 +205,13 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
             small=small, config=asked.config, told=told, **room,
         )  # fmt: skip
     if asked.json:
-        print_json({**made.as_json(), "by": chosen.said, "left_out": len(chosen.left), "skipped": source.skipped,
-                    "beside": source.beside, "notes": notes})  # fmt: skip
-    else:
-        _said(made, chosen, asked, source, notes)
+        decoded = {"dequantised": rounding.as_json()} if rounding else {}
+        counts = {"by": chosen.said, "left_out": len(chosen.left), "skipped": source.skipped}
+        print_json({**made.as_json(), **counts, "beside": source.beside, "notes": notes, **decoded})
+        return
+    _said(made, chosen, asked, source, notes)
+    if rounding:
+        print(rounding)
 
 
 def _skipped(source: "Opened", notes: Sequence[str]) -> None:
@@ -229,6 +241,8 @@ def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened"
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states not converted")
     _beside(made)
+    if "quantised" in chosen.source.objects:
+        print(f"still {chosen.source.objects['quantised']}, bit for bit: --dequantise would make weights of it")
     if made.format == "hf" and not made.configured:
         print(UNCONFIGURED)
     if made.format == "torch_dist" and chosen.source.states and "settings" not in chosen.source.objects:
@@ -267,6 +281,8 @@ def _planned(
     what = f"{count(len(ways), 'tensor')}, {size(total)} in about {count(files, 'data file')}"
     print(f"{source.format} to {asked.to}, {_how(chosen)}: {what}; {time_}")
     _skipped(source, notes)
+    if "dequantised" in source.objects:
+        print(f"{count(source.objects['dequantised']['tensors'], 'weight')} would be dequantised")
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states would not be converted")
 

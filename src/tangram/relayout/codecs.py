@@ -1,8 +1,8 @@
 """Codecs: arithmetic on elements on their way from source to target, by name. One row per codec.
 
 A codec works on each element alone, so it commutes with every relayout and stands beside the mapping (`; add=-1`). What
-needs several elements at once (dequantising with scales, averaging, absorbing a matrix) is an operation before or
-after.
+needs several elements at once (averaging, absorbing a matrix) is an operation before or after; codes with scales have
+a table of their own, `tangram.relayout.quantised`.
 """
 
 from __future__ import annotations

@@ -26,12 +26,14 @@ from tangram.planner.plan import Plan
 from tangram.relayout import Piece, TensorSpec, bind, execute
 from tangram.relayout import Plan as CopyPlan
 from tangram.relayout import plan as plan_copies
+from tangram.relayout.quantised.table import GROUP_CODECS, matched
 from tangram.training import new_rows
 from tangram.training.guard import is_finite
 from tangram.training.state import Entry, JobState, Places, entries
 from tangram.training.world import World
 
 HERE = "here"
+DEQUANTISE = "`tangram checkpoint convert DIR NEW --to hf --dequantise` makes a directory of them that can be trained"
 ROUNDED = ("float16", "bfloat16", "float32", "float64")  # the types that mean the same number, more or less exactly
 
 
@@ -62,6 +64,8 @@ def _planned(
 ) -> tuple[CopyPlan, dict[tuple[str, str], Tensor], dict[str, list[Piece]]]:
     """The same, and the pieces that each tensor of the model is made of."""
     index = huggingface.read_index(folder)
+    if (codes := next(matched(index.specs), None)) is not None:
+        raise UserError(f'the weights in "{folder}" are quantised ({codes.members["codes"]} is codes): {DEQUANTISE}')
     targets = {
         entry.name.removeprefix("model."): entry for entry in entries(JobState(model, None), Places(plan, world))
     }
@@ -158,7 +162,9 @@ def _quantised(model: nn.Module) -> str:
     if how is None:
         return ""
     method = cast("dict[str, Any]", how).get("quant_method") if isinstance(how, dict) else how.quant_method
-    return f" (by its configuration they are quantised, with {method}: convert them before)"
+    known = any(method in row.methods for row in GROUP_CODECS.values())
+    what = DEQUANTISE if known else "let its own library dequantise them"
+    return f" (by its configuration they are quantised, with {method}: {what})"
 
 
 def _first(names: list[str]) -> str:
@@ -207,8 +213,8 @@ def _cast(
         dtype = specs[name].dtype
         if dtype != wanted and (dtype not in ROUNDED or wanted not in ROUNDED):
             raise UserError(
-                f'{name} in "{folder}" is stored as {dtype}, not as {wanted}: weights that are quantised must be '
-                "converted before"
+                f'{name} in "{folder}" is stored as {dtype}, not as {wanted}: where the weights are quantised, '
+                f"{DEQUANTISE}"
             )
         if dtype != stored:
             raise UserError(

@@ -1,0 +1,1 @@
+"""Codecs of quantised weights: several stored tensors that are one tensor together."""
