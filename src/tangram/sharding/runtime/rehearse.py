@@ -36,7 +36,7 @@ from tangram.sharding.local import arguments_of, as_it_is
 from tangram.sharding.runtime.install import Now, Runtime, done
 from tangram.sharding.runtime.lower import lower, makers, places_of, refuse_lost_writes
 from tangram.sharding.runtime.operators import Operators
-from tangram.sharding.runtime.program import Action, CallKey, Program
+from tangram.sharding.runtime.program import Action, CallKey, Program, draws
 
 PASSING = frozenset(
     {"clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "_reshape_alias"}
@@ -102,7 +102,7 @@ def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtyp
     runtime.wrap(twin)
     runtime.begin(Now(program, rehearsal.bring, rehearsal.instead, rehearsal.around))
     try:
-        with quiet(), fake, rehearsal.record, torch.enable_grad():
+        with quiet(), fake, rehearsal.record:  # gradients are on or off as they were for the capture
             twin(**given)
     except (UserError, _OtherWayError):
         raise
@@ -278,9 +278,11 @@ class _Rehearsal:
         return all(own.get(axis, state) == state for own in ways for axis, state in there.items())
 
     def _another(self, call: Called) -> str:
-        """Whether some operator is another one on a part."""
+        """Whether some operator is another one on a part, or draws: what it draws is by the place in the whole."""
         for i in range(call.first, call.stop):
             step = self.operators.steps[i]
+            if draws(step.bound):
+                return f"{step.call.name} draws random numbers"
             if not as_it_is(step.bound, self.operators.part(step)):
                 return f"{step.call.name} is another operator on a part"
         return ""
