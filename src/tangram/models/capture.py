@@ -35,7 +35,7 @@ from tangram.errors import UserError
 from tangram.models.called import Log, caller, line_of, short
 from tangram.models.graph import Graph, Kind, Node, Ref, Size, Value, refs
 from tangram.models.noted import listening
-from tangram.models.overwrites import BACK
+from tangram.models.overwrites import BACK, unsaid
 from tangram.models.stages import Through
 from tangram.models.twin import fake_twin
 
@@ -57,8 +57,7 @@ def capture(
     dtype: torch.dtype | None = None,
     grad: bool = True,
 ) -> Graph:
-    """What `model(**inputs)` runs, its modules in training or in evaluation as they are, and with `loss` the backward
-    of `loss(output)` too.
+    """What `model(**inputs)` runs, its modules in training or not as they are, and with `loss` its backward too.
 
     The model (on meta or not) is not changed; `inputs` are its keyword arguments, of which only shapes, dtypes and
     whether they want gradients count (on meta or not). `dynamic` names sizes that later calls may have otherwise:
@@ -166,8 +165,10 @@ class _Recorder(TorchDispatchMode):
             stack.enter_context(self)
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
+            buffers = {name: (id(one), one._version) for name, one in self._model.named_buffers()}
             with self._log, listening():
                 output = self._model(**self._given)
+            changed = self._changed(buffers)
             results = _named_results(output)
             found: Sequence[Tensor | None] = ()
             if loss is not None:
@@ -193,7 +194,17 @@ class _Recorder(TorchDispatchMode):
             self._constants,
             runs=tuple(self._log.runs),
             calls=tuple(self._log.calls),
+            changed=changed,
         )
+
+    def _changed(self, before: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+        """The buffers that were written, or are other tensors now."""
+        written = {n.arguments[name].value for n in self._nodes for name in unsaid(n.operator, n.arguments)}
+        return {
+            name: self._number(one)
+            for name, one in self._model.named_buffers()
+            if before.get(name) != (id(one), one._version) or self._numbers.get(id(one)) in written
+        }
 
     def _enter(self, name: str) -> Callable[..., None]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:

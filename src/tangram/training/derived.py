@@ -42,26 +42,16 @@ from tangram.sharding.incode.api import marks_in
 from tangram.sharding.runtime.bring import brought
 from tangram.sharding.runtime.install import Now, Runtime
 from tangram.sharding.runtime.linked import Linked
+from tangram.sharding.runtime.lower import refuse_cut_buffers
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Program
 from tangram.sharding.runtime.rehearse import rehearsed
 from tangram.sharding.runtime.rings import NAME as RING
 from tangram.sharding.runtime.rings import Passed, Rings
 from tangram.sharding.runtime.routes import Routes
+from tangram.training import modes
 from tangram.training.cuts import Cuts, named_modules
 from tangram.training.devices import Devices, devices_of
-from tangram.training.modes import (
-    Mode,
-    agree_on_draws,
-    asked,
-    follow,
-    mode_of,
-    refuse_ever_new,
-    refuse_held,
-    size_of,
-    steady,
-    without_cache,
-)
 from tangram.training.world import World, dim_of
 
 _HELD = "_tangram_derived"
@@ -100,8 +90,11 @@ def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, input
     mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     marks = [*marks_in(model), *marks]
-    inputs = without_cache(inputs, [*inspect.signature(model.forward).parameters])
-    found = derive_whole(graph_of(without_memory(model), inputs, dtype), marks, mesh)
+    inputs = modes.without_cache(inputs, [*inspect.signature(model.forward).parameters])
+    template = without_memory(model)
+    found = derive_whole(graph_of(template, inputs, dtype), marks, mesh)
+    if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
+        found = rehearsed(found, template, {name: modes.asked(x) for name, x in inputs.items()}, dtype).found
     return DerivedModel(model, marks, mesh, devices_of(devices), parameter_states(found), dtype)
 
 
@@ -152,7 +145,7 @@ class DerivedModel:
         self._rank = sum(at * mesh.axes[name][1] for name, at in self._coords.items())
         self._template = without_memory(model)
         self._parameters = [*inspect.signature(model.forward).parameters]
-        self._programs: dict[tuple[Sizes, Mode], Now] = {}
+        self._programs: dict[tuple[Sizes, modes.Mode], Now] = {}
         self._summed: Mapping[str, tuple[str, ...]] | None = None
         self._leaves = False
         self.gradients_seen = True
@@ -202,18 +195,18 @@ class DerivedModel:
 
         Raises UserError where it cannot be derived or run.
         """
-        return self._now(without_cache(inputs, self._parameters)).program
+        return self._now(modes.without_cache(inputs, self._parameters)).program
 
     def _begun(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The whole model's forward, as the program of its inputs' sizes says."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            given = without_cache({**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._parameters)
+            given = modes.without_cache({**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._parameters)
             now = self._now(given)
             if torch.is_grad_enabled():
                 self._sum_alike(now.program)
             if now.program.random:
-                agree_on_draws(self._groups, self._model)
+                modes.agree_on_draws(self._groups, self._model)
             self._runtime.begin(now)
             with as_captured() if now.program.cuts_queries else nullcontext():
                 return forward(**given)
@@ -221,11 +214,11 @@ class DerivedModel:
         return run
 
     def _now(self, given: Mapping[str, Any]) -> Now:
-        sizes = ("", self._leaves), *((name, size_of(x)) for name, x in given.items())
-        mode = mode_of(self._model)
+        sizes = ("", self._leaves), *((name, modes.size_of(x)) for name, x in given.items())
+        mode = modes.mode_of(self._model)
         if (sizes, mode) not in self._programs:
-            refuse_held(given)
-            refuse_ever_new([*(own for some, own in self._programs if some == sizes), mode])
+            modes.refuse_held(given)
+            modes.refuse_ever_new([*(own for some, own in self._programs if some == sizes), mode])
             self._programs[sizes, mode] = self._planned(given)
         return self._programs[sizes, mode]
 
@@ -236,12 +229,14 @@ class DerivedModel:
         if self._summed is None or (self.gradients_seen and all(p.grad is None for p in self._model.parameters())):
             self._summed = program.summed
         else:
-            raise UserError("inputs of another size would sum the gradients of other parameters: mark more tensors")
+            raise UserError(
+                "inputs of another size or mode would sum the gradients of other parameters: mark more tensors"
+            )
 
     def _planned(self, given: Mapping[str, Any]) -> Now:
-        follow(self._template, self._model)
-        with _disable_current_modes(), steady(self._model):  # of a run without memory: the template has its own
-            return self._planned_from({name: asked(x) for name, x in given.items()})
+        modes.follow(self._template, self._model)
+        with _disable_current_modes(), modes.steady(self._model):  # of a run without memory: the template has its own
+            return self._planned_from({name: modes.asked(x) for name, x in given.items()})
 
     def _planned_from(self, given: Mapping[str, Any]) -> Now:
         graph = graph_of(self._template, given, self._dtype, grad=torch.is_grad_enabled())
@@ -256,6 +251,7 @@ class DerivedModel:
             ) from None
         program = rehearsed(found, self._template, given, self._dtype)
         refuse_cut_inputs(program.found)  # what was rehearsed, which may have more tensors whole than `found`
+        refuse_cut_buffers(program.found)
         operators = Operators(program.found, self._rank, Linked(self._groups))
         rings = {RING: Rings(self._groups, self._bring).attend} if self.rings else {}
         return Now(
