@@ -26,7 +26,7 @@ Tell = Callable[[str], None]
 
 
 def oracle_of(cell: Cell) -> str:
-    """The plain run that a cell is compared with: that of its model with as many layers, and the same random numbers."""
+    """The plain run that a cell is compared with: its model with as many layers, and the same random numbers."""
     drawn = ""
     if cell.model in RANDOM and cell.plan is not None:
         drawn = f", {'by elements' if cell.plan.model_axes else 'drawn'} for {cell.plan.data.micro_batch} samples"
