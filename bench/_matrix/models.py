@@ -63,7 +63,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         **MIXTURE,
     },
-    "GPT-2": {"model_type": "gpt2", "tie_word_embeddings": True},
+    "GPT-2": {"model_type": "gpt2"},
 }
 """Grouped queries, latent attention with shared experts, windows and tied embeddings, sinks and biases; GPT-2 with the
 dropout that it has by default."""
