@@ -63,8 +63,12 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         **MIXTURE,
     },
+    "GPT-2": {"model_type": "gpt2"},
 }
-"""Grouped queries, latent attention with shared experts, windows and tied embeddings, sinks and biases."""
+"""Grouped queries, latent attention with shared experts, windows and tied embeddings, sinks and biases; GPT-2 with the
+dropout that it has by default."""
+RANDOM = ("GPT-2",)
+"""Those that draw random numbers: one process is to draw them for micro-batches of the same size, in the same way."""
 WINDOWED = ("Gemma 3", "GPT-OSS")
 
 

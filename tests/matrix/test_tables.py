@@ -78,11 +78,11 @@ def test_what_makes_no_sense_is_refused_in_a_sentence(some: Planned) -> None:
 
 def test_other_cells_come_with_every_commit_and_all_in_time() -> None:
     names = every_name()
-    one, two = rotated(names, 60, "one"), rotated(names, 60, "two")
-    assert one == rotated(names, 60, "one") != two
-    assert len(set(one)) == 60
+    one, two = rotated(names, 70, "one"), rotated(names, 70, "two")
+    assert one == rotated(names, 70, "one") != two
+    assert len(set(one)) == 70
     assert {sum(name[0] == model for name in one) for model in MODELS} == {10}
-    seen = {name for turn in range(60) for name in rotated(names, 60, f"{turn}")}
+    seen = {name for turn in range(60) for name in rotated(names, 70, f"{turn}")}
     assert seen == set(names)
     assert rotated(names[:2], 60, "one").sort() == names[:2].sort()
 

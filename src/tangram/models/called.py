@@ -27,6 +27,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _TANGRAM = str(Path(__file__).parents[1])
 _STAGES = str(Path(__file__).with_name("stages.py"))
 """Whose forwards stand in a model's place."""
+_CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
 GETTERS = frozenset({"__get__", "__set__", "__delete__"})
 """Of attributes, as `x.shape`: they run no operators that are worth an entry."""
 
@@ -43,6 +44,15 @@ def caller(frame: FrameType | None) -> FrameType | None:
 
 def _wraps(code: CodeType) -> bool:
     return code.co_filename.startswith((_TORCH, _TANGRAM)) and (code.co_filename, code.co_name) != (_STAGES, "forward")
+
+
+def computed_again(frame: FrameType | None) -> bool:
+    """Whether what calls is, without a module around it, a function that `torch.utils.checkpoint` will call again."""
+    while frame is not None and frame.f_code.co_name != "_call_impl":
+        if frame.f_code.co_filename == _CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def line_of(frame: FrameType | None) -> str:
@@ -101,7 +111,8 @@ class Log(TorchFunctionMode):
         key = run, line_of(caller(sys._getframe(1))), name  # pyright: ignore[reportPrivateUsage]
         if self._now() > first:
             gives, form = self._leaves(found), tree_structure(found)
-            self.calls.append(Called(*key, self._turns[key], takes, gives, form, first, self._now()))
+            again = computed_again(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+            self.calls.append(Called(*key, self._turns[key], takes, gives, form, first, self._now(), again))
         self._turns[key] += 1
         return found
 

@@ -35,7 +35,7 @@ from tangram.errors import UserError
 from tangram.models.called import Log, caller, line_of, short
 from tangram.models.graph import Graph, Kind, Node, Ref, Size, Value, refs
 from tangram.models.noted import listening
-from tangram.models.overwrites import BACK
+from tangram.models.overwrites import BACK, unsaid
 from tangram.models.stages import Through
 from tangram.models.twin import fake_twin
 
@@ -55,13 +55,14 @@ def capture(
     loss: Callable[[Any], Tensor] | None = None,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     dtype: torch.dtype | None = None,
+    grad: bool = True,
 ) -> Graph:
-    """What `model(**inputs)` runs, and with `loss` the backward of `loss(output)` too.
+    """What `model(**inputs)` runs, its modules in training or not as they are, and with `loss` its backward too.
 
     The model (on meta or not) is not changed; `inputs` are its keyword arguments, of which only shapes, dtypes and
     whether they want gradients count (on meta or not). `dynamic` names sizes that later calls may have otherwise:
     `{"input_ids": {0: "batch"}}`; sizes of one number count as one. `dtype`: of floating-point parameters; as they are
-    where it is None.
+    where it is None. `grad`: whether gradients are on.
 
     Raises CaptureError with the line of the model where it cannot be captured.
     """
@@ -73,7 +74,7 @@ def capture(
     recorder = _Recorder(twin, given, _names(given, dynamic or {}))
     try:
         with quiet():
-            return recorder.run(fake, loss)
+            return recorder.run(fake, loss, grad)
     except CaptureError:
         raise
     except Exception as error:
@@ -151,7 +152,7 @@ class _Recorder(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._seen(tensor, "input", name)
 
-    def run(self, fake: FakeTensorMode, loss: Callable[[Any], Tensor] | None) -> Graph:
+    def run(self, fake: FakeTensorMode, loss: Callable[[Any], Tensor] | None, grad: bool) -> Graph:
         """Run the model, and the backward where there is a loss."""
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         with ExitStack() as stack:
@@ -162,17 +163,20 @@ class _Recorder(TorchDispatchMode):
                 stack.callback(module.register_forward_hook(self._leave(name), always_call=True).remove)
             stack.enter_context(fake)
             stack.enter_context(self)
-            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            buffers = {name: (id(one), one._version) for name, one in self._model.named_buffers()}
             with self._log, listening():
                 output = self._model(**self._given)
+            changed = self._changed(buffers)
             results = _named_results(output)
             found: Sequence[Tensor | None] = ()
             if loss is not None:
                 results = {"loss": loss(output), **results}
                 self._backward = True
-                grad = cast(Any, torch.autograd.grad)
+                differentiate = cast(Any, torch.autograd.grad)
                 found = cast(
-                    "Sequence[Tensor | None]", grad(results["loss"], [*parameters.values()], allow_unused=True)
+                    "Sequence[Tensor | None]", differentiate(results["loss"], [*parameters.values()], allow_unused=True)
                 )
         pairs = zip(parameters, found, strict=bool(found))
         gradients = {name: self._number(g) for name, g in pairs if g is not None}
@@ -190,7 +194,17 @@ class _Recorder(TorchDispatchMode):
             self._constants,
             runs=tuple(self._log.runs),
             calls=tuple(self._log.calls),
+            changed=changed,
         )
+
+    def _changed(self, before: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+        """The buffers that were written, or are other tensors now."""
+        written = {n.arguments[name].value for n in self._nodes for name in unsaid(n.operator, n.arguments)}
+        return {
+            name: self._number(one)
+            for name, one in self._model.named_buffers()
+            if before.get(name) != (id(one), one._version) or self._numbers.get(id(one)) in written
+        }
 
     def _enter(self, name: str) -> Callable[..., None]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:

@@ -140,6 +140,8 @@ class Called:
     first: int
     stop: int
     """The nodes."""
+    again: bool = False
+    """Whether it is called again in the backward, by no module's forward."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,8 @@ class Graph:
     """Of modules in the forward, in the order in which they began."""
     calls: tuple[Called, ...] = ()
     """In the forward, in the order in which they began."""
+    changed: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The buffers that the forward changes, by name: what they are after it."""
 
     def of_kind(self, *kinds: Kind) -> Iterator[tuple[int, Value]]:
         """The values of some kinds, with their numbers."""

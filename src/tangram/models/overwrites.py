@@ -67,3 +67,16 @@ BACK: Mapping[OpOverload, Callable[[Ref, Ref, Given, tuple[int, ...]], Made]] = 
     aten.permute.default: _permuted,
 }
 """By the view's operator: from the base, what is there now, the view's arguments and the base's shape, the new base."""
+
+UNSAID: Mapping[OpOverload, tuple[str, ...]] = {
+    aten.native_batch_norm.default: ("running_mean", "running_var"),
+    aten.cudnn_batch_norm.default: ("running_mean", "running_var"),
+    aten.miopen_batch_norm.default: ("running_mean", "running_var"),
+}
+"""Arguments that operators write in training, of which their schemas say nothing."""
+
+
+def unsaid(operator: OpOverload, arguments: Given) -> list[str]:
+    """Those of a node, by name."""
+    names = UNSAID.get(operator, ()) if arguments.get("training") else ()
+    return [name for name in names if isinstance(arguments.get(name), Ref)]

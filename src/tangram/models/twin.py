@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def fake_twin(model: nn.Module, dtype: torch.dtype, fake: FakeTensorMode) -> nn.Module:
-    """The copy, in training mode, with parameters of `dtype`; tied parameters stay one. The model is not changed."""
-    twin = copy.deepcopy(model).train()
+    """The copy, its modules in training or not as they are, with parameters of `dtype`; tied parameters stay one."""
+    twin = copy.deepcopy(model)
     made: dict[Tensor, Tensor] = {}
 
     def faked(tensor: Tensor) -> Tensor:

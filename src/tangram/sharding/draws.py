@@ -111,12 +111,14 @@ def draw(call: Call, at: Tensor, in_place: bool) -> tuple[Any, ...]:
 
 
 class Drawing(TorchDispatchMode):
-    """Operators that draw do so from `random`, each call from a stream of its own, in order from `stream` on.
+    """Operators that draw do so from `random`, so that a model in one process draws what its parts on ranks draw.
 
-    So a model in one process draws what its parts on ranks draw. A call with a generator of its own is left alone.
+    Without a seed each call has the key that comes next (`random.fresh`), as on the ranks of a derived model:
+    `torch.manual_seed` says which. With one, calls have streams of their own, in order from `stream` on. A call with a
+    generator of its own is left alone.
     """
 
-    def __init__(self, seed: int, stream: int = 0) -> None:
+    def __init__(self, seed: int | None = None, stream: int = 0) -> None:
         super().__init__()
         self.seed, self.stream = seed, stream
 
@@ -128,7 +130,7 @@ class Drawing(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         shape = [*cast("list[int]", torch.broadcast_shapes(*[t.shape for t in call.tensors if t is not None]))]
         at = random.numbered([((0, n),) if n else () for n in shape], shape, _first(call).device)
-        with random.using(Key(self.seed, self.stream)):
+        with random.using(random.fresh() if self.seed is None else Key(self.seed, self.stream)):
             results = draw(call, at, in_place=True)
         self.stream += 1
         return results[0] if len(schema_of(func).returns) == 1 else results

@@ -24,6 +24,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, region
@@ -61,6 +62,17 @@ def using(key: Key) -> Generator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+def fresh() -> Key:
+    """The key of the next call that draws: a number of torch's own generator on the CPU, which moves on by it.
+
+    So `torch.manual_seed` says what is drawn, no two calls draw the same, and what is computed again in the backward
+    (`torch.utils.checkpoint` restores the generator for it) draws as it did before. Processes whose generators are in
+    one state and that run the same calls in the same order have the same keys.
+    """
+    with _disable_current_modes():  # a number, also where operators run on fake tensors or are kept for a backward
+        return Key(int(torch.empty((), dtype=torch.int64).random_(generator=torch.random.default_generator)))
 
 
 def philox(counters: Tensor, key: Key) -> Tensor:

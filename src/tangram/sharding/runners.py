@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tangram.layout.intervals import IntSet, elements, size
 from tangram.sharding import draws, ragged, random
@@ -63,6 +64,8 @@ def whole(call: Call, bound: Bound) -> Call:
 
 def _counted(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
     tensors = [t for t in call.tensors if t is not None]
+    if isinstance(tensors[0], FakeTensor):
+        return _with(call, call.tensors).run(in_place=in_place)
     local = cast("Sequence[int]", torch.broadcast_shapes(*[t.shape for t in tensors]))
     sets: list[IntSet] = []
     shape: list[int] = []

@@ -28,6 +28,7 @@ from tangram.checkpoint.write import Ring
 from tangram.errors import UserError
 from tangram.planner.plan import Plan
 from tangram.relayout.peers import Peers
+from tangram.training.buffers import refuse_unlike_saved
 from tangram.training.events import Note, Saved, SaveFailed
 from tangram.training.restore import describe, load
 from tangram.training.state import JobState, Places, Progress, entries
@@ -52,7 +53,7 @@ class Checkpointer:
         self._keep = (f"last={plan.checkpoint.keep}", *plan.checkpoint.also)
         self._mesh = plan.mesh
         self._peers = world.peers if world is not None else Peers()
-        self._places = Places(plan, world)
+        self._places, self._world = Places(plan, world), world
         self._saver: AsyncSaver | None = None
         if plan.checkpoint.asynchronous:
             self._saver = AsyncSaver(folder, self._peers, Settings(keep=self._keep))
@@ -85,6 +86,8 @@ class Checkpointer:
             return
         self._last = step
         try:
+            if self._world is not None:
+                refuse_unlike_saved(state.model, self._world)
             if self._saver is not None and not wait:
                 self._fence_at(state)
                 self._saver.save(self._described(state), self._about(state))

@@ -1,7 +1,8 @@
 """Tensor parallelism as derived: a model's own code on plain local tensors, what moves between ranks by a program.
 
     cut          parameters become DTensors over the tensor axis; a module's forward sees its local parts
-    first call   of each size of the inputs: capture, derive, rehearse; the program says what moves, and where
+    first call   of each size of the inputs and mode (`training.modes`): capture, derive, rehearse; the program says
+                 what moves, and where
     each call    collectives at the borders of modules, their duals in the backward
     each step    gradients of parameters that all ranks have whole, and use for something of their own, are summed
 
@@ -41,18 +42,21 @@ from tangram.sharding.incode.api import marks_in
 from tangram.sharding.runtime.bring import brought
 from tangram.sharding.runtime.install import Now, Runtime
 from tangram.sharding.runtime.linked import Linked
+from tangram.sharding.runtime.lower import refuse_cut_buffers
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Program
 from tangram.sharding.runtime.rehearse import rehearsed
 from tangram.sharding.runtime.rings import NAME as RING
 from tangram.sharding.runtime.rings import Passed, Rings
 from tangram.sharding.runtime.routes import Routes
+from tangram.training import modes
 from tangram.training.cuts import Cuts, named_modules
 from tangram.training.devices import Devices, devices_of
 from tangram.training.world import World, dim_of
 
 _HELD = "_tangram_derived"
-Signature = tuple[tuple[str, Any], ...]
+Sizes = tuple[tuple[str, Any], ...]
+"""Of the inputs."""
 
 
 def marks_of_plan(plan: Plan) -> list[Mark]:
@@ -78,13 +82,19 @@ def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, input
     Marks in the model's own code (`tangram.sharding.incode`) count, too. `devices` names the axes; `inputs` are keyword
     arguments of the model, of which only the sizes count: where its parameters lie is derived with them, and stays so
     for all that follow. Each rank gives the model all of its inputs, and gets its results whole, or its part of those
-    that are marked. After the backward, `sum_gradients`. One forward at a time. Collective. Raises UserError.
+    that are marked. After the backward, `sum_gradients`. One forward at a time. Training and evaluation are captured
+    apart. What is drawn, as by dropout, is what one process draws within `sharding.draws.Drawing`, by the state of
+    torch's generator; ranks take that of the first. Collective. Raises UserError.
     """
     names = devices.mesh_dim_names or ()
     mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     marks = [*marks_in(model), *marks]
-    found = derive_whole(graph_of(without_memory(model), inputs, dtype), marks, mesh)
+    inputs = modes.without_cache(inputs, [*inspect.signature(model.forward).parameters])
+    template = without_memory(model)
+    found = derive_whole(graph_of(template, inputs, dtype), marks, mesh)
+    if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
+        found = rehearsed(found, template, {name: modes.asked(x) for name, x in inputs.items()}, dtype).found
     return DerivedModel(model, marks, mesh, devices_of(devices), parameter_states(found), dtype)
 
 
@@ -135,7 +145,7 @@ class DerivedModel:
         self._rank = sum(at * mesh.axes[name][1] for name, at in self._coords.items())
         self._template = without_memory(model)
         self._parameters = [*inspect.signature(model.forward).parameters]
-        self._programs: dict[Signature, Now] = {}
+        self._programs: dict[tuple[Sizes, modes.Mode], Now] = {}
         self._summed: Mapping[str, tuple[str, ...]] | None = None
         self._leaves = False
         self.gradients_seen = True
@@ -185,16 +195,18 @@ class DerivedModel:
 
         Raises UserError where it cannot be derived or run.
         """
-        return self._now(inputs).program
+        return self._now(modes.without_cache(inputs, self._parameters)).program
 
     def _begun(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The whole model's forward, as the program of its inputs' sizes says."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+            given = modes.without_cache({**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._parameters)
             now = self._now(given)
             if torch.is_grad_enabled():
                 self._sum_alike(now.program)
+            if now.program.random:
+                modes.agree_on_draws(self._groups, self._model)
             self._runtime.begin(now)
             with as_captured() if now.program.cuts_queries else nullcontext():
                 return forward(**given)
@@ -202,10 +214,13 @@ class DerivedModel:
         return run
 
     def _now(self, given: Mapping[str, Any]) -> Now:
-        signature = ("", self._leaves), *((name, _size(x)) for name, x in given.items())
-        if signature not in self._programs:
-            self._programs[signature] = self._planned(given)
-        return self._programs[signature]
+        sizes = ("", self._leaves), *((name, modes.size_of(x)) for name, x in given.items())
+        mode = modes.mode_of(self._model)
+        if (sizes, mode) not in self._programs:
+            modes.refuse_held(given)
+            modes.refuse_ever_new([*(own for some, own in self._programs if some == sizes), mode])
+            self._programs[sizes, mode] = self._planned(given)
+        return self._programs[sizes, mode]
 
     def _sum_alike(self, program: Program) -> None:
         """Gradients of one step are sums, or not, whatever inputs they are from. Those of a probe are thrown away."""
@@ -214,14 +229,17 @@ class DerivedModel:
         if self._summed is None or (self.gradients_seen and all(p.grad is None for p in self._model.parameters())):
             self._summed = program.summed
         else:
-            raise UserError("inputs of another size would sum the gradients of other parameters: mark more tensors")
+            raise UserError(
+                "inputs of another size or mode would sum the gradients of other parameters: mark more tensors"
+            )
 
     def _planned(self, given: Mapping[str, Any]) -> Now:
-        with _disable_current_modes():  # of a run without memory (`training.dry`): the template has its own
-            return self._planned_from({name: _asked(x) for name, x in given.items()})
+        modes.follow(self._template, self._model)
+        with _disable_current_modes(), modes.steady(self._model):  # of a run without memory: the template has its own
+            return self._planned_from({name: modes.asked(x) for name, x in given.items()})
 
     def _planned_from(self, given: Mapping[str, Any]) -> Now:
-        graph = graph_of(self._template, given, self._dtype)
+        graph = graph_of(self._template, given, self._dtype, grad=torch.is_grad_enabled())
         marks = [mark for mark in self._marks if names_any(graph, mark)]
         marks += [Passed.over([axis for axis in self._mesh.axes if axis in self.rings])] if self.rings else []
         marks = [mark for mark in marks if not _too_small(graph, mark, self._mesh)]
@@ -233,6 +251,7 @@ class DerivedModel:
             ) from None
         program = rehearsed(found, self._template, given, self._dtype)
         refuse_cut_inputs(program.found)  # what was rehearsed, which may have more tensors whole than `found`
+        refuse_cut_buffers(program.found)
         operators = Operators(program.found, self._rank, Linked(self._groups))
         rings = {RING: Rings(self._groups, self._bring).attend} if self.rings else {}
         return Now(
@@ -333,20 +352,6 @@ def refuse_cut_inputs(found: Derived) -> None:
                 f"a mark cuts {value.name} over {axis}, but every rank has all of what a model is given: mark what is "
                 "made of it"
             )
-
-
-def _asked(x: Any) -> Any:
-    """What is derived is asked of an argument's sizes: hidden states of the stage before want a gradient."""
-    if isinstance(x, Tensor):
-        return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.is_floating_point())
-    return x
-
-
-def _size(x: Any) -> Any:
-    """What of an argument the program depends on."""
-    if isinstance(x, Tensor):
-        return tuple(x.shape), x.dtype
-    return x if isinstance(x, bool | int | float | str | None) else cast(Any, type(x))
 
 
 def without_memory(model: nn.Module) -> nn.Module:

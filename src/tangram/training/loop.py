@@ -5,13 +5,12 @@ every rank adds its sum over that one number. A mean of the ranks' means is anot
 different numbers of tokens. One all-reduce a step carries the loss, the squared norm of the gradient, and whether
 somebody wants to stop, so all ranks clip alike and stop at the same step.
 
-Nothing random is carried from step to step: the generator is seeded anew from (seed, step, place among the data ranks).
-So the state of a job is model, optimiser and three counters, and a run that resumes goes on bit for bit.
+Nothing random is carried from step to step: the generator is seeded anew for each micro-batch (`draw_for`),
+so the state of a job is model, optimiser and three counters, and a run that resumes goes on bit for bit.
 """
 
 # ruff: noqa: N803  a tensor carries its dims in its name
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +26,7 @@ from torch.optim import AdamW
 from tangram.errors import UserError
 from tangram.hardware.machine import resident_mb
 from tangram.planner.plan import Plan
+from tangram.training import buffers
 from tangram.training.alike import refuse_unlike_gradients
 from tangram.training.astray import told_of, write_samples
 from tangram.training.capacity import capacity_of
@@ -37,6 +37,7 @@ from tangram.training.events import Evaluated, Skipped, StepDone
 from tangram.training.guard import AstrayError, Guard, guard_for, must_be_finite
 from tangram.training.loads import Loads
 from tangram.training.loss import leaving, lies_of, token_loss
+from tangram.training.modes import draw_for
 from tangram.training.optimise import clip, local_gradients, lr_at, set_lr, square_sum
 from tangram.training.pipeline import Pipeline, parts_of, pipeline_of
 from tangram.training.routers import routers_of
@@ -250,17 +251,20 @@ def train_step(
     guard = guard_for(plan, guard)
     scale = guard.scale.value
     optimiser.zero_grad()
+    parts = parts_of(model)
+    before = buffers.before_step(parts)
     part = backward(model, batches, loss_sum or next_token_loss, plan.seed, scale)
-    for some in parts_of(model):
+    for some in parts:
         if (derived := derived_of(some)) is not None:
             derived.sum_gradients()
+    buffers.synchronise(parts, before, world)
     if check and world.model_size > 1:
         refuse_unlike_gradients(model, world)
     gradients = local_gradients(model)
     sums = torch.zeros(4 + len(asks), dtype=torch.float64, device=world.device)
     sums[0] = part / world.model_size  # the ranks of model axes have all computed the same part
     sums[1] = square_sum(gradients, world.size // world.stages)
-    for some in parts_of(model):
+    for some in parts:
         if (routers := routers_of(some)) is not None:
             sums[2] += routers.taken()
         if (capacity := capacity_of(some)) is not None:
@@ -269,26 +273,14 @@ def train_step(
     loss, square, of_routers, dropped, *asked = sum_over(world.group, sums)
     norm = math.sqrt(square) / scale if square >= 0 else math.nan
     asked = tuple(wish > 0 for wish in asked)
-    before = guard.astray
+    strayed = guard.astray
     if (reason := guard.judge(loss, norm)) is not None:
-        return StepResult(loss, norm, asked, reason, guard.astray > before, of_routers, dropped)
+        buffers.undo(parts, before)
+        return StepResult(loss, norm, asked, reason, guard.astray > strayed, of_routers, dropped)
     clip(gradients, norm, plan.optimiser.clip_norm, scale)
     set_lr(optimiser, lr)
     optimiser.step()
     return StepResult(loss, norm, asked, router_loss=of_routers, dropped=dropped)
-
-
-def draw_for(device: torch.device, seed: int, sample: int, stage: int = 0) -> None:
-    """Seed the generators of this process and of its device for the micro-batch that begins with this sample.
-
-    Each stage of a pipeline draws other numbers. What is drawn depends on no rank: where shares are whole
-    micro-batches, any number of data ranks draws the same, and a run that goes on at another number does, too.
-    """
-    text = (f"{seed}:{sample}" + (f":{stage}" if stage else "")).encode()
-    number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
-    torch.random.default_generator.manual_seed(number)
-    if device.type != "cpu":  # torch.manual_seed asks every kind of device: 0.7 ms where there is none
-        torch.get_device_module(device).manual_seed(number)
 
 
 def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: int, scale: float = 1.0) -> Tensor:

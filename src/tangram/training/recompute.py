@@ -25,6 +25,7 @@ from tangram.errors import UserError
 from tangram.kernels.attention import ATTEND
 from tangram.kernels.flash.operator import FLASH
 from tangram.planner.plan import Plan, matches
+from tangram.training.buffers import refuse_counted_twice
 from tangram.training.cuts import named_modules
 
 _aten = torch.ops.aten
@@ -71,6 +72,7 @@ def _recompute_of(part: nn.Module, plan: Plan, blocks: Sequence[nn.Module]) -> b
                 f"run.recompute names {name}, a part of a compiled block: over a tensor axis, compute whole blocks "
                 "again or compile nothing (run.compile = false)"
             )
+        refuse_counted_twice(name, module)
         module.forward = _checkpointed(module.forward, plan.run.recompute_keep)
     return bool(chosen)
 

@@ -29,6 +29,7 @@ from tests.training.oracle.axes import (
 from tests.training.oracle.axes import (
     STAGED_QUICK as EXPERTS_STAGED_QUICK,
 )
+from tests.training.oracle.defaults import BY_DEFAULT, GPT2, add_defaults
 from tests.training.oracle.vocabulary import GEMMA, OVER_VOCABULARY, VOCABULARY
 from tests.training.small import SMALL_MODEL, small_tables
 from tests.training.strategies import (
@@ -160,7 +161,7 @@ SCHEDULED_QUICK = ("ZBVZeroBubble of fsdp",)
 STAGED_QUICK = ("stages of fsdp", "stages within fsdp", "stages inside copies")
 OTHER_QUICK = ("one rank", "fsdp over three", "tensor over two", "derived inside fsdp")
 
-_KNOWN = {**OTHER_STRATEGIES, **STAGED, **SCHEDULED, **OVER_AXES, **EXPERTS_STAGED, **OVER_VOCABULARY}
+_KNOWN = {**OTHER_STRATEGIES, **STAGED, **SCHEDULED, **OVER_AXES, **EXPERTS_STAGED, **OVER_VOCABULARY, **BY_DEFAULT}
 
 OWN_LAYOUTS = {
     "parameters": {
@@ -203,6 +204,7 @@ def write_models(folder: Path) -> None:
     fields = {**SMALL_MODEL, "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "max_position_embeddings": 64}
     everywhere = {"attention_bias": True, "mlp_bias": True}
     (folder / LLAMA).write_text(json.dumps({"model_type": "llama", **everywhere, **fields}))
+    (folder / "gpt2.json").write_text(json.dumps({**GPT2}))
     for kind, own in {**MIXTURES, "gemma3_text": GEMMA}.items():
         (folder / f"{kind}.json").write_text(json.dumps({"model_type": kind, **fields, **own}))
 
@@ -283,14 +285,7 @@ def cases(text: Path, *, slow: bool = False) -> dict[str, Case]:
         add("by hand", [strategy], usual, shares=shares)
     small = tables(text, model={"change": SMALL_HEADS}, optimiser={"eps": 1e-3})
     add("small heads", ("fsdp", "copies", "hsdp") if slow else ("fsdp",), small)
-    # Masks are drawn for the samples of a micro-batch, so they are those of one process, but under tensor parallelism.
-    dropout = tables(
-        text,
-        model={"change": {**SMALL_MODEL, "attention_dropout": 0.2}},
-        data={"global_batch": 8, "micro_batch": 1},
-    )
-    add("dropout", ("fsdp", "copies", "hsdp") if slow else ("fsdp",), dropout)
-
+    add_defaults(text, add, tables, slow=slow)
     own = {**tables(text), "model": {}}
     for kind in ("meta", "values"):
         add(f"own module, {kind}", ("fsdp",), own, own=kind)

@@ -226,6 +226,14 @@ def same_masks_on_every_rank(setting: Setting) -> Planted:
 
 
 @contextlib.contextmanager
+def masks_of_the_step_alone(setting: Setting) -> Planted:
+    """The key has no micro-batch: all of a step, on any data rank, have the masks of its first."""
+    real, batch = loop.draw_for, setting.plan.data.global_batch
+    with swapped(loop, "draw_for", lambda device, seed, sample: real(device, seed, sample // batch * batch)):
+        yield
+
+
+@contextlib.contextmanager
 def documents_see_each_other(setting: Setting) -> Planted:
     """Positions run on over the ends of documents, and so does attention."""
 
@@ -380,6 +388,7 @@ _CASES: Mapping[str, tuple[Any, ...]] = {
     "hsdp": (copies_not_summed,),
     "one by one: fsdp": (last_micro_batch_lost, micro_batches_overwritten),
     "dropout: fsdp": (same_masks_on_every_rank,),
+    "by default: gpt2 over tensor": (masks_of_the_step_alone,),
     "frozen: fsdp": (frozen_is_trained,),
     "clipped: hsdp": (clipped_by_the_local_norm,),
     "resumed: fsdp": (learning_rate_late_by_one, samples_repeated, optimiser_states_lost),
@@ -389,8 +398,9 @@ _CASES: Mapping[str, tuple[Any, ...]] = {
     "gemma3: tied vocabulary inside fsdp": VOCABULARY_MISTAKES,
     "context and fsdp": (*AXES_MISTAKES["context and fsdp"], *CONTEXT_MISTAKES),
 }
+_RESUMED = ("resumed", "whole", "by default")
 MISTAKES: Mapping[str, Mistake] = {
-    plant.__name__.replace("_", " "): Mistake(case, plant, FEW if case.startswith(("resumed", "whole")) else 1)
+    plant.__name__.replace("_", " "): Mistake(case, plant, FEW if case.startswith(_RESUMED) else 1)
     for case, plants in _CASES.items()
     for plant in plants
 }

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from tangram.models.build import initial_tensors
 from tangram.planner.job import DataPlan
 from tangram.planner.plan import Plan
+from tangram.sharding.draws import Drawing
 from tangram.training.building import source_of
 from tangram.training.data import BYTES, Batch, Corpus, open_corpus, sample_ids
 from tangram.training.data.samples import collate
@@ -175,7 +176,8 @@ def _by_micro_batch(model: nn.Module, case: Case, step: int) -> Tensor:
         text = f"{plan.seed}:{step * plan.data.global_batch + at}".encode()
         torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()))
         batch = _collated(plan, rows[at : at + plan.data.micro_batch])
-        total = total + _sum(_logits(model, batch), batch) / counted
+        with Drawing() if plan.model_axes else contextlib.nullcontext():  # by elements, as where they are cut
+            total = total + _sum(_logits(model, batch), batch) / counted
     total.backward()
     return total
 
@@ -237,7 +239,9 @@ def _sum(logits_BSV: Tensor, batch: Batch) -> Tensor:
 
 
 def _dropout(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "attention_dropout", 0.0))
+    return any(isinstance(one, nn.Dropout) and one.p > 0 for one in model.modules()) or bool(
+        getattr(getattr(model, "config", None), "attention_dropout", 0.0)
+    )
 
 
 def _fits(patterns: Iterable[str], name: str) -> bool:

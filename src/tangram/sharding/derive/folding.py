@@ -142,9 +142,10 @@ def _step(graph: Graph, number: int, times: int, classes: tuple[int, ...], table
 
 
 def _from_nothing(graph: Graph, node: Node, call: Call) -> Bound:
-    """Of an operator without tensors, as `arange`: every rank makes all of it, and takes the part that it needs."""
-    if torch.Tag.nondeterministic_seeded in node.operator.tags:
-        raise UserError(f"{call.name} draws numbers, which a derivation cannot give to ranks yet: draw them outside")
+    """Of an operator without tensors, as `arange`: every rank makes all of it, and takes the part that it needs.
+
+    Also of one that draws, as `rand`: ranks have generators in one state while a model runs.
+    """
     made = [graph.values[v] for v in node.results if v is not None]
     outputs = tuple(tuple(() for _ in value.shape) for value in made)
     return Bound(Rule((call.name,), (Operand(()),), (Operand(()),)), (), outputs, {}, frozenset())

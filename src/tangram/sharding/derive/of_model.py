@@ -24,9 +24,12 @@ from tangram.sharding.derive.states import SAME, State
 States = Mapping[str, State]
 
 
-def graph_of(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Graph:
-    """What a model (on meta or not) runs for inputs of these sizes. Raises UserError where it cannot be captured."""
-    return folded(capture(model, inputs, dtype=dtype), block_names(model))
+def graph_of(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, *, grad: bool = True) -> Graph:
+    """What a model (on meta or not) runs for inputs of these sizes, its modules in training or not as they are.
+
+    `grad`: whether gradients are on. Raises UserError where it cannot be captured.
+    """
+    return folded(capture(model, inputs, dtype=dtype, grad=grad), block_names(model))
 
 
 def derive_whole(graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, left: bool = False) -> Derived:

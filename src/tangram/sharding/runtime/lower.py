@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tangram.errors import UserError
 from tangram.models.graph import Called, Graph, Node, filled, refs
+from tangram.models.overwrites import unsaid
 from tangram.sharding.calls import schema_of
 from tangram.sharding.derive.changes import Change, change, summed_once, wanted
 from tangram.sharding.derive.derive import Derived
@@ -250,7 +251,14 @@ class _Lowering:
 
 def refuse_lost_writes(graph: Graph, call: Called, action: Action) -> None:
     """What a function writes into a tensor would be written into another one, where that is moved or cut first."""
-    for node in graph.nodes[call.first : call.stop]:
+    for i, node in enumerate(graph.nodes[call.first : call.stop], call.first):
+        names = unsaid(node.operator, node.arguments)
+        places = {[*node.arguments].index(name) for name in names}
+        if any(change and at == i and place in places for (at, place), change in action.before.items()):
+            raise UserError(
+                f"{call.line}: {call.function} changes {' and '.join(names)}, of which every rank has all, by what a "
+                "rank has a part of: mark what it takes as whole"
+            )
         for v in written_by(node):
             moved = any(call.takes[leaf] == v for leaf in action.takes) or not action.after.keys().isdisjoint(
                 node.results
@@ -260,6 +268,18 @@ def refuse_lost_writes(graph: Graph, call: Called, action: Action) -> None:
                     f"{call.line}: {call.function} writes into a tensor that has to lie otherwise for it: write it as "
                     "an operator that gives a new tensor"
                 )
+
+
+def refuse_cut_buffers(found: Derived) -> None:
+    """Raise UserError where a forward leaves but a part of a buffer, of which every rank has all."""
+    graph, steps, maker = found.folded.graph, steps_of_nodes(found), makers(found.folded.graph)
+    for name, v in graph.changed.items():
+        states = made(found, steps[maker[v][0]], maker[v][1]) if v in maker else lying(found, found.folded.classes[v])
+        if axis := next((axis for axis, state in states.items() if state not in (SAME, SEVERAL)), None):
+            raise UserError(
+                f"{name} is a buffer that each forward changes, and over {axis} a rank would have a part of what it "
+                "becomes: mark what it is made of as whole"
+            )
 
 
 def written_by(node: Node) -> list[int]:

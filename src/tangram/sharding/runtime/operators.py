@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_unflatten
 
 from tangram.errors import UserError
 from tangram.models.graph import Called, Node
+from tangram.sharding import random
 from tangram.sharding.calls import Call
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step
@@ -24,7 +25,7 @@ from tangram.sharding.parts import Part
 from tangram.sharding.runtime.install import Bring
 from tangram.sharding.runtime.linked import Linked
 from tangram.sharding.runtime.lower import makers, places_of, written_by
-from tangram.sharding.runtime.program import Action
+from tangram.sharding.runtime.program import Action, draws
 
 
 class Operators:
@@ -79,7 +80,10 @@ class Operators:
             local = [None if t is None else t.contiguous() for t in local]
         written = written_by(node)
         call, there = called(self._found, step), any(v in given for v in written)
-        if not step.bound.linked.isdisjoint(self.part(step).held):
+        if draws(step.bound):  # all ranks, whatever they have of it: they count the same calls
+            with random.using(random.fresh()):
+                found = run(call, step.bound, self.part(step), local, in_place=there)
+        elif not step.bound.linked.isdisjoint(self.part(step).held):
             found = self._run_linked(call, step, local)
         else:
             found = run(call, step.bound, self.part(step), local, in_place=there)

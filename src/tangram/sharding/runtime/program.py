@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
+from tangram.sharding.bind import Bound
 from tangram.sharding.derive.changes import Change
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Folded
@@ -88,10 +91,21 @@ class Program:
                 return True
         return False
 
+    @cached_property
+    def random(self) -> bool:
+        """Whether a forward draws random numbers, of whatever kind."""
+        nodes = self.found.folded.graph.nodes
+        return any(torch.Tag.nondeterministic_seeded in node.operator.tags for node in nodes)
+
     @property
     def inside(self) -> int:
         """How many functions are not called as they are."""
         return sum(len(own) for own in self.actions.values())
+
+
+def draws(bound: Bound) -> bool:
+    """Whether an operator draws a random number for each element of the whole tensor (`sharding.draws`)."""
+    return bound.rule.note("counted") is not None
 
 
 def _of_no_weights(folded: Folded) -> list[FoldedStep]:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten  # pyright: ignore[r
 
 from tangram.errors import UserError
 from tangram.models.capture import place_and_reason, quiet
-from tangram.models.graph import Called, Node, Ref
+from tangram.models.graph import Called, Graph, Node, Ref
 from tangram.models.twin import fake_twin
 from tangram.sharding.calls import Call
 from tangram.sharding.derive.changes import Change, apart
@@ -36,7 +36,7 @@ from tangram.sharding.local import arguments_of, as_it_is
 from tangram.sharding.runtime.install import Now, Runtime, done
 from tangram.sharding.runtime.lower import lower, makers, places_of, refuse_lost_writes
 from tangram.sharding.runtime.operators import Operators
-from tangram.sharding.runtime.program import Action, CallKey, Program
+from tangram.sharding.runtime.program import Action, CallKey, Program, draws
 
 PASSING = frozenset(
     {"clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "_reshape_alias"}
@@ -86,7 +86,13 @@ def _cut_ones(found: Derived, run: int) -> frozenset[int]:
         return [*own, *made(found, steps[maker[v][0]], maker[v][1]).values()] if v in maker else own
 
     there = {v for v in seen if v is not None and graph.values[v].kind != "parameter"}
-    return frozenset(classes[v] for v in there if any(part_dim(state) is not None for state in states(v)))
+    cut = {v for v in there if any(part_dim(state) is not None for state in states(v))}
+    for call in (call for call in graph.calls if call.run == run):
+        for i in range(call.first, call.stop):
+            for place, v in enumerate(places_of(graph.nodes[i], steps[i])):
+                ways = needed(found, steps[i], place).values() if v in there else ()
+                cut |= {v for state in ways if v is not None and part_dim(state) is not None}
+    return frozenset(classes[v] for v in cut)
 
 
 def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Program:
@@ -102,7 +108,7 @@ def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtyp
     runtime.wrap(twin)
     runtime.begin(Now(program, rehearsal.bring, rehearsal.instead, rehearsal.around))
     try:
-        with quiet(), fake, rehearsal.record, torch.enable_grad():
+        with quiet(), fake, rehearsal.record:  # gradients are on or off as they were for the capture
             twin(**given)
     except (UserError, _OtherWayError):
         raise
@@ -110,8 +116,27 @@ def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtyp
         raise _OtherWayError(place_and_reason(error), rehearsal.last) from error
     rehearsal.refuse_left_out()
     for action in (action for own in program.actions.values() for action in own.values()):
-        refuse_lost_writes(found.folded.graph, found.folded.graph.calls[action.call], action)
+        _see_what_is_written(found.folded.graph, action)
+        _refuse_called_again(found.folded.graph.calls[action.call])
     return program
+
+
+def _refuse_called_again(call: Called) -> None:
+    """In the backward nobody would see the call: it would be made as it is, and draw other numbers."""
+    if call.again:
+        raise UserError(
+            f"{call.line}: {call.function} is done otherwise on a part, and torch.utils.checkpoint calls it again "
+            "outside of any module's forward: checkpoint a module instead of a function"
+        )
+
+
+def _see_what_is_written(graph: Graph, action: Action) -> None:
+    """Raise _OtherWayError where a write would be lost: whole, what the code of that run sees may be written."""
+    call = graph.calls[action.call]
+    try:
+        refuse_lost_writes(graph, call, action)
+    except UserError as error:
+        raise _OtherWayError(str(error), call.run) from error
 
 
 def _cut(twin: nn.Module, found: Derived) -> None:
@@ -188,7 +213,7 @@ class _Rehearsal:
     def instead(self, action: Action, leaves: Sequence[Any]) -> Any:
         """What the operators on parts would give, of the sizes that it has then."""
         call = self.graph.calls[action.call]
-        refuse_lost_writes(self.graph, call, action)
+        _see_what_is_written(self.graph, action)
         self.operators.refuse_unknown(call, action)
         return tree_unflatten([self._part(v, action) for v in call.gives if v is not None], call.form)
 
@@ -278,9 +303,11 @@ class _Rehearsal:
         return all(own.get(axis, state) == state for own in ways for axis, state in there.items())
 
     def _another(self, call: Called) -> str:
-        """Whether some operator is another one on a part."""
+        """Whether some operator is another one on a part, or draws: what it draws is by the place in the whole."""
         for i in range(call.first, call.stop):
             step = self.operators.steps[i]
+            if draws(step.bound):
+                return f"{step.call.name} draws random numbers"
             if not as_it_is(step.bound, self.operators.part(step)):
                 return f"{step.call.name} is another operator on a part"
         return ""

@@ -1,0 +1,191 @@
+"""What a model's code may do otherwise from call to call: a derived program stands for one mode of it.
+
+    each module     whether it trains, and what else it has as a plain number, flag or text (`p`, `layerdrop`)
+    configurations  the same of what modules have as `config`
+    torch           whether gradients are on, autocast, the default type of numbers
+
+So training and evaluation are captured apart, and a module that is frozen in evaluation stays so. What a mode cannot
+say is refused: Python's and numpy's generators, which differ from rank to rank, and an attribute that is another one at
+every call. What is drawn at random is here, too: which numbers, and that ranks draw the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.errors import UserError
+
+Mode = tuple[Any, ...]
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+MOST_MODES = 16
+"""Of one size of the inputs."""
+
+
+def mode_of(model: nn.Module) -> Mode:
+    """All of it, to compare. Raises UserError for autocast on an accelerator."""
+    kind = next((p.device.type for p in model.parameters()), "cpu")
+    casts = torch.is_autocast_enabled(kind) if kind != "meta" else False
+    if casts and kind != "cpu":
+        raise UserError(
+            f"a derived model cannot run under autocast on {kind}: make its parameters of the type to compute in "
+            "(model.to(torch.bfloat16)), or set precision.compute in a plan"
+        )
+    cast_to = torch.get_autocast_dtype(kind) if casts else None
+    attributes = tuple((path, tuple(_plain(one).items())) for path, one in _with_attributes(model))
+    return torch.is_grad_enabled(), cast_to, torch.get_default_dtype(), attributes
+
+
+def follow(template: nn.Module, model: nn.Module) -> None:
+    """Give a copy of a model the attributes that the model has now."""
+    own = dict(_with_attributes(template))
+    for path, one in _with_attributes(model):
+        own_of = cast("dict[str, Any]", vars(one))
+        made: dict[str, Any] = {name: x for name, x in own_of.items() if isinstance(x, partial)}
+        vars(own[path]).update({**made, **_plain(one)})  # such as how transformers recomputes blocks
+
+
+def changed(one: Mode, other: Mode) -> str:
+    """The first attribute in which two modes differ; "" where none does."""
+    for (path, own), (_, its) in zip(one[-1], other[-1], strict=True):
+        for (name, value), (_, another) in zip(own, its, strict=False):
+            if value != another:
+                return f"{path}.{name}".lstrip(".")
+    return ""
+
+
+def refuse_ever_new(modes: Sequence[Mode]) -> None:
+    """Raise UserError where so many modes were met that programs would be derived for ever."""
+    if len(modes) >= MOST_MODES and (name := changed(modes[-1], modes[-2])):
+        raise UserError(
+            f"{name} was another one in each of {len(modes)} calls, and a derived model is captured anew for each: "
+            "keep it in a buffer, or out of the model"
+        )
+
+
+def _with_attributes(model: nn.Module) -> Iterable[tuple[str, Any]]:
+    seen: set[int] = set()
+    for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        yield path, module
+        config = vars(module).get("config")
+        if config is not None and hasattr(config, "__dict__") and id(config) not in seen:
+            seen.add(id(config))
+            yield f"{path}.config", config
+
+
+def _plain(one: Any) -> dict[str, Any]:
+    own = cast("dict[str, Any]", vars(one))
+    return {name: x for name, x in own.items() if name[0] != "_" and isinstance(x, _PLAIN)}
+
+
+@contextmanager
+def steady(model: nn.Module) -> Generator[None]:
+    """Raise UserError where what runs within draws from a generator that is not torch's."""
+    before = _others()
+    try:
+        yield
+    except UserError:  # which may come of it
+        _refuse_others(model, before)
+        raise
+    _refuse_others(model, before)
+
+
+def _refuse_others(model: nn.Module, before: Mapping[str, Any]) -> None:
+    for name, state in _others().items():
+        if state != before.get(name, state):
+            raise UserError(
+                f"{type(model).__name__} draws from {name}, which is another one on every rank and at every call: "
+                "draw with torch"
+            )
+
+
+def _others() -> dict[str, Any]:
+    numpy: Any = sys.modules.get("numpy")
+    found: dict[str, Any] = {"Python's random": hash(random.getstate())}
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        found["numpy.random"] = (kind, keys.tobytes(), *rest)
+    return found
+
+
+def refuse_held(given: Mapping[str, Any]) -> None:
+    """Raise UserError for arguments that hold tensors in something, of which nothing is derived."""
+    if given.get("use_cache"):
+        raise UserError(
+            "use_cache=True would keep this rank's part of keys and values alone: call a derived model with "
+            "use_cache=False"
+        )
+    for name, x in given.items():
+        if isinstance(x, (Tensor, *_PLAIN)):
+            continue
+        leaves: list[Any] = tree_leaves(x)
+        if any(not isinstance(leaf, _PLAIN) for leaf in leaves):
+            raise UserError(
+                f"{name} is a {type(x).__name__}, and a derived model takes tensors one by one: give it as tensors, "
+                "or leave it out"
+            )
+
+
+def asked(x: Any) -> Any:
+    """What is derived is asked of an argument's sizes: hidden states of the stage before want a gradient."""
+    if isinstance(x, Tensor):
+        return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.is_floating_point())
+    return x
+
+
+def size_of(x: Any) -> Any:
+    """What of an argument the program depends on."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype
+    return x if isinstance(x, _PLAIN) else repr(x)
+
+
+def without_cache(given: Mapping[str, Any], parameters: Sequence[str]) -> dict[str, Any]:
+    """Arguments with `use_cache=False` where the model would else keep what it makes of keys and values."""
+    return {**({"use_cache": False} if "use_cache" in parameters else {}), **given}
+
+
+def draw_for(device: torch.device, seed: int, sample: int, stage: int = 0) -> None:
+    """Seed the generators of this process and of its device for the micro-batch that begins with this sample.
+
+    Each stage of a pipeline draws other numbers. What is drawn depends on no rank: where shares are whole
+    micro-batches, any number of data ranks draws the same, and a run that goes on at another number does, too.
+    """
+    text = (f"{seed}:{sample}" + (f":{stage}" if stage else "")).encode()
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+    torch.random.default_generator.manual_seed(number)
+    if device.type != "cpu":  # torch.manual_seed asks every kind of device: 0.7 ms where there is none
+        torch.get_device_module(device).manual_seed(number)
+
+
+def agree_on_draws(groups: Mapping[str, dist.ProcessGroup], model: nn.Module) -> None:
+    """Give the ranks of some groups the state of the first one's generators, also of the model's device. Collective."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with _disable_current_modes():
+        _agree(torch.get_rng_state, torch.set_rng_state, groups, device)
+        if device.type != "cpu":
+            own = torch.get_device_module(device)
+            _agree(own.get_rng_state, own.set_rng_state, groups, device)
+
+
+def _agree(
+    state: Callable[[], Tensor],
+    take: Callable[[Tensor], None],
+    groups: Mapping[str, dist.ProcessGroup],
+    device: torch.device,
+) -> None:
+    own = state().to(device)
+    for group in groups.values():
+        dist.broadcast(own, group_src=0, group=group)
+    take(own.cpu())

@@ -1,0 +1,171 @@
+"""Public reports of masks that ranks had in common or not, of forwards that ran twice, and of one rank's statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.errors import UserError
+from tangram.sharding.derive.marks import Mark
+from tangram.sharding.draws import Drawing
+from tangram.training.buffers import refuse_counted_twice
+from tangram.training.derived import parallel
+from tangram.training.launch import Rank, run_ranks
+from tangram.training.modes import draw_for
+from tests.training.buffer_tasks import train_normed
+from tests.training.oracle.warm import once
+from tests.training.small import write_text
+
+X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    """Attention and a product, with a dropout in each place where there may be one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, 2, h // 2).permute(2, 0, 3, 1, 4)
+        p = 0.1 if self.training else 0.0
+        found = F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).reshape(b, s, h)
+        x = x + self.drop(self.out(found))
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+class Outer(nn.Module):
+    """A block that may be computed again."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.block, self.again = Block(), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Any, checkpoint)(self.block, x, use_reentrant=False) if self.again else self.block(x)
+
+
+MARKS = ("*.qkv.weight: (3 o/tp) i", "*.out.weight: o i/tp", "*.up.weight: o/tp i", "*.down.weight: o i/tp")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of it on one rank."""
+
+    results: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+def block(again: bool = False) -> Outer:
+    torch.manual_seed(0)
+    return Outer(again)
+
+
+def run_all(rank: Rank, text: Path) -> Ran:
+    """The task of two ranks."""
+    devices = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    results: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
+    for name, again, marks in (
+        ("plain", False, MARKS),
+        ("again", True, MARKS),
+        ("sequence", False, (*MARKS, "block.out: b s/tp h")),
+    ):
+        model = block(again)
+        held = parallel(model, [Mark.parse(mark) for mark in marks], devices, {"x": X})
+        torch.manual_seed(7)
+        if rank.index == 1:
+            torch.rand(3)  # as what loads data there may draw
+        results[name] = model(X).detach().clone()
+        results[f"{name}, evaluated"] = model.eval()(X).detach()
+        model.train().zero_grad()
+        torch.manual_seed(7)
+        model(X).square().sum().backward()
+        held.sum_gradients()
+        gradients[name] = cast(Any, model.block.up.weight.grad).full_tensor()
+    return Ran(results, gradients, train_normed(rank, text, "...")[0])
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
+    text = write_text(tmp_path_factory.mktemp("reports") / "text")
+
+    def run(_: Path) -> list[Ran]:
+        return run_ranks(run_all, text, world=2, on_event=lambda _: None, device="cpu")
+
+    return once(tmp_path_factory, "dropout-reports", run)
+
+
+def test_ranks_whose_generators_have_run_on_drop_alike(ran: list[Ran]) -> None:
+    """NVIDIA/Megatron-LM#206: a data loader drew on one tensor rank alone, and ranks dropped otherwise."""
+    model = block()
+    torch.manual_seed(7)
+    with Drawing():
+        want = model(X)
+    for one in ran:
+        assert torch.allclose(one.results["plain"], want, atol=1e-5)
+
+
+def test_masks_under_sequence_parallelism_are_of_places_in_the_whole(ran: list[Ran]) -> None:
+    """NVIDIA/Megatron-LM#1256: dropout of hidden states that are cut by sequence drew from the wrong generator."""
+    for one in ran:
+        assert torch.allclose(one.results["sequence"], one.results["plain"], atol=1e-5)
+
+
+def test_what_is_computed_again_has_the_masks_of_the_forward(ran: list[Ran]) -> None:
+    """allenai/OLMo-core#828: the generator was not restored, so gradients were of other masks."""
+    for one in ran:
+        assert torch.allclose(one.gradients["again"], one.gradients["plain"], atol=1e-5)
+
+
+def test_nothing_is_dropped_in_evaluation(ran: list[Ran]) -> None:
+    """pytorch/pytorch#141557: a compiled dropout did in evaluation what it does in training."""
+    want = block().eval()(X)
+    for one in ran:
+        for name in ("plain", "again", "sequence"):
+            assert torch.allclose(one.results[f"{name}, evaluated"], want, atol=1e-5)
+
+
+def test_masks_differ_between_data_ranks_and_not_within_a_group() -> None:
+    """tenstorrent/tt-metal#55947: one seed for all gave data ranks one mask, one by device unlike masks to TP."""
+
+    def mask(sample: int) -> Tensor:
+        draw_for(torch.device("cpu"), 3, sample)
+        return F.dropout(torch.ones(64))
+
+    assert torch.equal(mask(0), mask(0))  # ranks of a model axis have the same samples
+    assert not torch.equal(mask(0), mask(2))
+
+
+def test_masks_are_a_function_of_seed_and_sample_whatever_a_resume_restores() -> None:
+    """NVIDIA/Megatron-LM#6858: most ranks resumed on another rank's generator, of which one state was saved for all."""
+    draw_for(torch.device("cpu"), 3, 40)
+    before = torch.rand(8)
+    torch.manual_seed(0)  # another process
+    draw_for(torch.device("cpu"), 3, 40)
+    assert torch.equal(torch.rand(8), before)
+
+
+def test_statistics_of_a_batch_norm_are_those_of_all_data_ranks(ran: list[Ran]) -> None:
+    """huggingface/pytorch-image-models#110: without a step of its own each rank validates by other statistics."""
+    first, other = (one.buffers for one in ran)
+    assert first["norm.running_mean"].any()
+    assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_batch_norm_may_not_be_computed_again() -> None:
+    """cybertronai/gradient-checkpointing#35: a forward that runs twice counts what it sees twice."""
+    with pytest.raises(UserError, match=r"would change twice: leave it out of run\.recompute"):
+        refuse_counted_twice("block", nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))

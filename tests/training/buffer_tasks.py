@@ -1,0 +1,271 @@
+"""What ranks do with models whose steps change buffers, and with models that run otherwise from call to call."""
+
+# ruff: noqa: N806  a tensor carries its dims in its name
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.errors import UserError
+from tangram.planner.plan import Plan
+from tangram.sharding.derive.marks import Mark
+from tangram.sharding.draws import Drawing
+from tangram.training.apply import apply
+from tangram.training.checkpoints import Checkpointer, JobState
+from tangram.training.data import Batch, RankBatches
+from tangram.training.derived import parallel
+from tangram.training.events import SaveFailed
+from tangram.training.launch import Rank
+from tangram.training.loop import train_step
+from tangram.training.optimise import make_adamw
+from tangram.training.world import make_world
+from tests.training.small import small_tables
+
+# ------------------------------------------------------------ buffers, on data ranks
+
+
+class Normed(nn.Module):
+    """Tokens through a batch norm; counted by a buffer that no rule knows, from what a rank sees or from nothing."""
+
+    def __init__(self, counts: str = "") -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(257, 12), nn.BatchNorm1d(12), nn.Linear(12, 257)
+        self.counts = counts
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x_NH = self.embed(input_ids).flatten(0, 1)
+        if self.training and self.counts == "steps":
+            self.seen += 1
+        if self.training and self.counts == "samples":
+            self.seen = self.seen + input_ids.float().mean()
+        return self.head(torch.tanh(self.norm(x_NH))).view(*input_ids.shape, 257)
+
+
+def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
+    logits_BSV: Tensor = model(batch.inputs_BS)
+    return F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
+
+
+def batch_of(index: int) -> Batch:
+    ids = torch.randint(257, (2, 8), generator=torch.Generator().manual_seed(index))
+    return Batch(ids, ids.roll(-1, 1), None)
+
+
+def normed(counts: str = "") -> Normed:
+    torch.manual_seed(2)
+    return Normed(counts)
+
+
+def train_normed(rank: Rank, text: Path, layout: str, counts: str = "") -> tuple[dict[str, Tensor], str]:
+    """The buffers after two steps, and what was refused."""
+    tables = {**small_tables(text, checkpoint={"asynchronous": False}), "layouts": {"parameters": {"*": layout}}}
+    plan = Plan.model_validate({**tables, "model": {}})
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    world = make_world(plan, rank.index, rank.device, group)
+    model = apply(normed(counts), plan, world).train()
+    optimiser = make_adamw(model, plan.optimiser)
+    said = ""
+    try:
+        for step in range(2):
+            batches = RankBatches((batch_of(2 * step + rank.index),), 32, (rank.index,))
+            train_step(model, optimiser, batches, plan, world, lr=1e-2, loss_sum=loss_sum)
+    except UserError as error:
+        said = str(error)
+    return {name: one.clone() for name, one in model.named_buffers()}, said
+
+
+def save_unlike(rank: Rank, text: Path, folder: Path) -> list[str]:
+    """What is told of a save of a model whose statistics differ between ranks, in a loop that does nothing about it."""
+    plan = Plan.model_validate({**small_tables(text, checkpoint={"asynchronous": False}), "model": {}})
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    world = make_world(plan, rank.index, rank.device, group)
+    model = apply(normed(), plan, world).train()
+    loss_sum(model, batch_of(rank.index)).backward()
+    checkpointer = Checkpointer(folder, plan, world)
+    checkpointer.save(JobState(model, None), wait=True)
+    return [str(one.reason) for one in checkpointer.close() if isinstance(one, SaveFailed)]
+
+
+def all_buffers(rank: Rank, text: Path) -> Mapping[str, tuple[dict[str, Tensor], str]]:
+    """All works of this kind, on one start."""
+    found = {layout: train_normed(rank, text, layout) for layout in ("_/dp ...", "...")}
+    found |= {counts: train_normed(rank, text, "...", counts) for counts in ("steps", "samples")}
+    return {**found, "saved": ({}, " ".join(save_unlike(rank, text, text.parent / "unlike")))}
+
+
+# ------------------------------------------------------------ modes, on model ranks
+
+
+class Kinds(nn.Module):
+    """Two products, and between them what is done otherwise by mode, call or state."""
+
+    def __init__(self, between: Callable[[Kinds, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.BatchNorm1d(8)
+        self.drop, self.p, self.calls = nn.Dropout(0.5), 0.5, 0
+        self.between = between
+
+    def forward(self, x: Tensor, use_cache: bool = False, more: Sequence[Tensor] = ()) -> Tensor:
+        return self.down(self.between(self, torch.tanh(self.up(x))))
+
+
+def _own_branch(model: Kinds, x: Tensor) -> Tensor:
+    return x * 2 if model.training else x.sum(-1, keepdim=True) - x
+
+
+def _default_argument(model: Kinds, x: Tensor) -> Tensor:
+    return F.dropout(x, model.p)  # training=True by default: also in evaluation
+
+
+def _by_gradients(model: Kinds, x: Tensor) -> Tensor:
+    return x if torch.is_grad_enabled() else x - x.mean(-1, keepdim=True)
+
+
+def _drop_path(model: Kinds, x: Tensor) -> Tensor:
+    """As transformers and timm have it: samples are kept or not."""
+    if not model.training:
+        return x
+    keep = (0.5 + torch.rand((x.shape[0], 1), dtype=x.dtype, device=x.device)).floor_()
+    return x.div(0.5) * keep * x.new_empty(x.shape[0], 1).bernoulli_(0.7)
+
+
+def _statistics(model: Kinds, x: Tensor) -> Tensor:
+    return x * model.norm(model.down(x)).square().mean()
+
+
+def _noise(model: Kinds, x: Tensor) -> Tensor:
+    return x + torch.randn_like(x) * torch.empty_like(x).uniform_(0.5, 1.5)
+
+
+def _recomputed(model: Kinds, x: Tensor) -> Tensor:
+    return cast(Any, checkpoint)(lambda y: torch.sin(model.drop(y)), x, use_reentrant=False)
+
+
+def _in_place(model: Kinds, x: Tensor) -> Tensor:
+    return F.dropout(x * 1, model.p, model.training, inplace=True)
+
+
+BETWEEN: Mapping[str, Callable[[Kinds, Tensor], Tensor]] = {
+    "self.training in the model's code": _own_branch,
+    "a default argument": _default_argument,
+    "torch.is_grad_enabled": _by_gradients,
+    "stochastic depth": _drop_path,
+    "batch norm": _statistics,
+    "noise": _noise,
+    "computed again": _recomputed,
+    "in place": _in_place,
+}
+
+
+CASTS = ("self.training in the model's code", "in place")
+"""Those that run under autocast, too, so that sums of ranks are rounded to bfloat16."""
+
+
+def _steps(model: nn.Module, drawing: bool, casts: bool) -> list[Tensor]:
+    """Results, gradients and buffers of some calls, each in another mode."""
+    found: list[Tensor] = []
+    torch.manual_seed(3)
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    for mode in ("train", "eval", "train without gradients", "frozen", "autocast", "another p"):
+        model.train(mode != "eval")
+        model.zero_grad()
+        kinds = cast(Kinds, model)
+        kinds.norm.train(mode not in ("eval", "frozen"))
+        kinds.p = kinds.drop.p = 0.25 if mode == "another p" else 0.5
+        low = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" and casts else nullcontext()
+        with Drawing() if drawing else nullcontext(), torch.set_grad_enabled("without" not in mode), low:
+            result: Tensor = model(x)
+        found.append(result.detach().float())
+        if result.requires_grad:
+            result.float().square().sum().backward()
+    return found
+
+
+def kinds(rank: Rank) -> dict[str, tuple[float, int]]:
+    """By kind: how far a result is off that of one process at most, and how many programs there were."""
+    devices = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found: dict[str, tuple[float, int]] = {}
+    for name, between in BETWEEN.items():
+        torch.manual_seed(0)
+        whole = Kinds(between)
+        model = copy.deepcopy(whole)
+        marks = [Mark.parse("up.weight: o/tp i"), Mark.parse("down.weight: o i/tp")]
+        torch.manual_seed(rank.index)  # as of a person who seeds each rank otherwise
+        held = parallel(model, marks, devices, {"x": torch.empty(6, 8)})
+        torch.manual_seed(rank.index)
+        casts = name in CASTS
+        right = _steps(whole, drawing=True, casts=casts)
+        ours = _steps(model, drawing=False, casts=casts)
+        off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, right, strict=True))
+        for buffer, one in whole.named_buffers():
+            off = max(off, float((model.get_buffer(buffer) - one).abs().max()))
+        found[name] = off, len(held.programs)
+    return found
+
+
+def _python(model: Kinds, x: Tensor) -> Tensor:
+    return x if random.random() < 0.5 else x * 2
+
+
+def _ever_new(model: Kinds, x: Tensor) -> Tensor:
+    model.calls += 1
+    return x
+
+
+def _called_again(model: Kinds, x: Tensor) -> Tensor:
+    return cast(Any, checkpoint)(lambda y: F.dropout(torch.sin(y), 0.5), x, use_reentrant=False)
+
+
+def _same(model: Kinds, x: Tensor) -> Tensor:
+    return x
+
+
+def refused(rank: Rank) -> dict[str, str]:
+    """What is said to models that no program could stand for."""
+    devices = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    said: dict[str, str] = {}
+
+    def hear(name: str, between: Callable[[Kinds, Tensor], Tensor], calls: int = 1, **more: Any) -> None:
+        model = Kinds(between)
+        try:
+            parallel(model, [Mark.parse("up.weight: o/tp i")], devices, {"x": torch.empty(6, 8)})
+            for _ in range(calls):
+                model(torch.zeros(6, 8), **more)
+        except UserError as error:
+            said[name] = str(error)
+
+    hear("python", _python)
+    hear("ever new", _ever_new, 40)
+    hear("called again", _called_again)
+    hear("cache", _same, use_cache=True)
+    hear("in a list", _same, more=[torch.zeros(2)])
+    return said
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of all of it on one rank."""
+
+    buffers: Mapping[str, tuple[dict[str, Tensor], str]]
+    kinds: Mapping[str, tuple[float, int]]
+    refused: Mapping[str, str]
+
+
+def run_all(rank: Rank, text: Path) -> Ran:
+    """The task of the ranks."""
+    return Ran(all_buffers(rank, text), kinds(rank), refused(rank))

@@ -1,0 +1,210 @@
+"""Models with the dropout that their configurations have by default, as derived on ranks, beside one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+from tangram.layout import Mesh
+from tangram.sharding.derive.marks import Mark
+from tangram.sharding.draws import Drawing
+from tangram.sharding.runtime.operators import Operators
+from tangram.training.derived import DerivedModel, parallel
+from tangram.training.launch import Rank
+
+
+def _bert() -> nn.Module:
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+            max_position_embeddings=32,
+        )
+    )  # fmt: skip
+
+
+def _gpt2() -> nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+    )
+
+
+def _t5() -> nn.Module:
+    config: Any = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    config.decoder_start_token_id = 0
+    return T5ForConditionalGeneration(config)
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {"bert": _bert, "gpt2": _gpt2, "t5": _t5}
+MARKS: Mapping[str, tuple[str, ...]] = {
+    "bert": (
+        "{*.query.weight,*.key.weight,*.value.weight,*.intermediate.dense.weight}: o/tp i",
+        "*.output.dense.weight: o i/tp",
+    ),
+    "gpt2": ("*.c_attn.weight: i (3 o/tp)", "*.c_fc.weight: i o/tp", "*.c_proj.weight: i/tp o"),
+    "t5": (
+        "{*.q.weight,*.k.weight,*.v.weight,*.wi.weight}: o/tp i",
+        "{*.o.weight,*.wo.weight}: o i/tp",
+        "*.relative_attention_bias.weight: n h/tp",
+    ),
+}
+"""As Megatron cuts them."""
+SEQUENCE = {
+    "bert": "{bert.embeddings,bert.encoder.layer.*}: b s/tp h",
+    "gpt2": "{transformer.drop,transformer.h.*,transformer.ln_f}: b s/tp h",
+}
+"""Hidden states between blocks, so that their dropouts are cut, too."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model with its default dropout on a mesh."""
+
+    kind: str
+    mesh: str = "tp=2"
+    sequence: bool = False
+    recompute: bool = False
+    """By the model's own gradient checkpointing."""
+    mistake: str = ""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of it on one rank."""
+
+    off: Mapping[str, float]
+    """Of each loss, relative to that of one process."""
+    worst: float
+    """The gradient that is furthest off, relative to its norm."""
+    losses: Mapping[str, float]
+    programs: int
+
+
+def inputs_of(kind: str) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 64, (4, 16), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def run_all(rank: Rank, works: Sequence[Work]) -> list[Ran]:
+    """The task of the ranks."""
+    return [run(work) for work in works]
+
+
+def losses_of(model: nn.Module, kind: str, drawing: bool) -> dict[str, float]:
+    """Of two calls in training, of two in evaluation, and of one more in training; gradients are those of the last."""
+    found: dict[str, float] = {}
+    torch.manual_seed(5)
+    for name in ("train", "train again", "eval", "eval again", "train last"):
+        model.train(name.startswith("train"))
+        model.zero_grad()
+        with Drawing() if drawing else nullcontext():
+            loss: Tensor = model(**inputs_of(kind)).loss
+            if model.training:
+                loss.backward()
+        found[name] = float(loss.detach())
+    return found
+
+
+def run(work: Work) -> Ran:
+    torch.manual_seed(0)
+    whole = MODELS[work.kind]()
+    torch.manual_seed(0)
+    model = MODELS[work.kind]()
+    for each in (whole, model):
+        if work.recompute:
+            cast(Any, each).gradient_checkpointing_enable({"use_reentrant": False})
+    want = losses_of(whole, work.kind, drawing=True)
+    axes = {name: n for name, (n, _) in Mesh.parse(work.mesh).axes.items()}
+    devices = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    texts = [*MARKS[work.kind], *([SEQUENCE[work.kind]] if work.sequence else [])]
+    held = parallel(model, [Mark.parse(text) for text in texts], devices, inputs_of(work.kind))
+    if work.mistake:
+        MISTAKES[work.mistake](held, model)
+    found = losses_of(model, work.kind, drawing=False)
+    held.sum_gradients()
+    off = {name: abs(found[name] - loss) / abs(loss) for name, loss in want.items()}
+    return Ran(off, _furthest(model, whole), found, len(held.programs))
+
+
+def _furthest(model: nn.Module, whole: nn.Module) -> float:
+    wanted: dict[str, Any] = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    least = 1e-4 * float(torch.stack([grad.norm() for grad in wanted.values()]).norm())
+    worst, full = 0.0, torch.empty(0)
+    for name, parameter in model.named_parameters():
+        if name not in wanted:
+            continue
+        grad = cast(Any, parameter.grad)
+        assert grad is not None, name
+        full = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        worst = max(worst, float((full - wanted[name]).norm() / wanted[name].norm().clamp(min=least)))
+    return worst
+
+
+def _same_at_every_call(held: DerivedModel, model: nn.Module) -> None:
+    """As if the key were of the step's seed alone."""
+    forward = model.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        torch.manual_seed(5)
+        return forward(*args, **kwargs)
+
+    model.forward = run
+
+
+def _captured_in_training(held: DerivedModel, model: nn.Module) -> None:
+    """Evaluation runs by the program of training."""
+    now = held._now  # pyright: ignore[reportPrivateUsage]
+
+    def trained(given: Mapping[str, Any]) -> Any:
+        training = model.training
+        try:
+            model.train()
+            return now(given)
+        finally:
+            model.train(training)
+
+    cast(Any, held)._now = trained
+
+
+def _each_rank_its_own(held: DerivedModel, model: nn.Module) -> None:
+    """Generators of ranks are in other states while the model runs."""
+    first = next(iter(model.children()))
+
+    def seed(module: nn.Module, args: Any) -> None:
+        torch.manual_seed(dist.get_rank())
+
+    first.register_forward_pre_hook(seed)
+
+
+def _places_of_the_part(held: DerivedModel, model: nn.Module) -> None:
+    """Every rank draws the numbers of the first one's part."""
+    held.prepare(inputs_of("gpt2"))
+    for now in held._programs.values():  # pyright: ignore[reportPrivateUsage]
+        cells: Any = cast(Any, now.instead).__closure__
+        for cell in cells:
+            if isinstance(cell.cell_contents, Operators):
+                cell.cell_contents._rank = 0  # pyright: ignore[reportPrivateUsage]
+
+
+def _another_when_recomputed(held: DerivedModel, model: nn.Module) -> None:
+    """What runs again in the backward finds another state of the generator."""
+    told = {"use_reentrant": False, "preserve_rng_state": False}
+    cast(Any, model).gradient_checkpointing_enable(told)
+
+
+MISTAKES: Mapping[str, Callable[[DerivedModel, nn.Module], None]] = {
+    "the same masks at every call": _same_at_every_call,
+    "evaluation as training": _captured_in_training,
+    "ranks draw by generators of their own": _each_rank_its_own,
+    "masks of the first part": _places_of_the_part,
+    "other masks when computed again": _another_when_recomputed,
+}

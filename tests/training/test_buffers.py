@@ -1,0 +1,109 @@
+"""Buffers that steps change are alike on all ranks or refused; what runs otherwise by mode is that of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tangram.errors import UserError
+from tangram.training.buffers import before_step, refuse_counted_twice, undo
+from tangram.training.data import Batch
+from tangram.training.launch import run_ranks
+from tests.training.buffer_tasks import BETWEEN, CASTS, Ran, batch_of, loss_sum, normed, run_all
+from tests.training.oracle.warm import once
+from tests.training.small import write_text
+
+Buffers = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
+    text = write_text(tmp_path_factory.mktemp("buffers") / "text")
+
+    def run(_: Path) -> list[Ran]:
+        return run_ranks(run_all, text, world=2, on_event=lambda _: None, device="cpu")
+
+    return once(tmp_path_factory, "buffers", run)
+
+
+@pytest.mark.parametrize("layout", ["_/dp ...", "..."])
+def test_statistics_of_batch_norms_are_the_mean_over_data_ranks(ran: list[Ran], layout: str) -> None:
+    """At the first step weights are those of one process, and so is what each rank sees."""
+    wanted: list[Buffers] = []
+    for rank in range(2):
+        model = normed().train()
+        loss_sum(model, batch_of(rank))
+        wanted.append(dict(model.named_buffers()))
+    assert not torch.equal(wanted[0]["norm.running_mean"], wanted[1]["norm.running_mean"])
+    mine, other = (one.buffers[layout][0] for one in ran)
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    assert mine["norm.num_batches_tracked"] == 2
+    first = torch.stack([one["norm.running_mean"] for one in wanted]).mean(0)
+    # 0.9 of what the first step has left is in what the second leaves: the rest is a mean of what it saw.
+    second = torch.stack([_seen(batch_of(2 + rank)) for rank in range(2)]).mean(0)
+    assert torch.allclose(mine["norm.running_mean"], 0.9 * first + 0.1 * second, atol=2e-2)
+    assert not torch.allclose(mine["norm.running_mean"], wanted[0]["norm.running_mean"], atol=2e-2)
+
+
+def _seen(batch: Batch) -> Tensor:
+    return normed().embed(batch.inputs_BS).flatten(0, 1).mean(0).detach()
+
+
+def test_a_buffer_that_is_alike_by_itself_stays(ran: list[Ran]) -> None:
+    for one in ran:
+        buffers, said = one.buffers["steps"]
+        assert (float(buffers["seen"]), said) == (2.0, "")
+
+
+def test_a_buffer_of_what_a_rank_sees_is_refused_before_anything_is_updated(ran: list[Ran]) -> None:
+    for one in ran:
+        assert "seen is a buffer that steps change, and it is not alike on all ranks" in one.buffers["samples"][1]
+
+
+def test_a_checkpoint_holds_no_value_of_one_rank_for_all(ran: list[Ran]) -> None:
+    """In a loop that does not make them alike."""
+    for rank, one in enumerate(ran):
+        assert ("is not alike on all ranks" in one.buffers["saved"][1]) == (rank == 0), "rank 0 tells"
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_runs_otherwise_by_mode_is_that_of_one_process(ran: list[Ran], name: str) -> None:
+    for one in ran:
+        off, programs = one.kinds[name]
+        assert off < (1e-2 if name in CASTS else 1e-5)
+        assert programs == 5 + (name in CASTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("python", "Kinds draws from Python's random"),
+        ("ever new", "calls was another one in each of 16 calls"),
+        ("called again", "dropout is done otherwise on a part, and torch.utils.checkpoint calls it again"),
+        ("cache", "use_cache=True would keep this rank's part"),
+        ("in a list", "more is a list, and a derived model takes tensors one by one"),
+    ],
+)
+def test_what_no_program_could_stand_for_is_refused(ran: list[Ran], name: str, words: str) -> None:
+    for one in ran:
+        assert words in one.refused[name]
+
+
+def test_a_step_that_is_not_applied_leaves_statistics_as_they_were() -> None:
+    model = normed().train()
+    before = before_step([model])
+    loss_sum(model, batch_of(0))
+    assert model.get_buffer("norm.running_mean").any()
+    undo([model], before)
+    assert not model.get_buffer("norm.running_mean").any()
+    assert model.norm.num_batches_tracked == 0
+
+
+def test_what_is_computed_again_may_not_count_twice() -> None:
+    with pytest.raises(
+        UserError, match=r"run.recompute names block, and block.norm changes its buffers in each forward"
+    ):
+        refuse_counted_twice("block", normed())
