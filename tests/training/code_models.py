@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -161,7 +161,7 @@ ATTRIBUTES: Mapping[str, Small] = {
     "a Gram matrix, summed": Small(lambda m, x: (x.T @ x) @ m.w.T, ROW, SQUARE),
     "mT": Small(lambda m, x: x.view(4, 2, 8).mT.reshape(8, 8) @ m.w.mT, COLUMN, SQUARE),
     "H": Small(lambda m, x: torch.tanh((m.w @ x.H).H), ROW, SQUARE),
-    "imag": Small(lambda m, x: torch.fft.fft(x @ m.w.T).imag, COLUMN, SQUARE),
+    "imag": Small(lambda m, x: cast(Any, torch).fft.fft(x @ m.w.T).imag, COLUMN, SQUARE),
     "real": Small(lambda m, x: torch.view_as_complex((x @ m.w.T).view(8, 4, 2)).real, COLUMN, SQUARE),
     "data": Small(lambda m, x: torch.tanh((x @ m.w.T).data) * (x @ m.w.T), ROW, SQUARE),
     "a buffer": Small(lambda m, x: x @ m.w.T @ m.table.T, COLUMN, SQUARE),

@@ -214,12 +214,24 @@ def _predictors(config: Any) -> int:
     return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
 
 
+def int_field(config: Any, names: Sequence[str]) -> tuple[str, int] | None:
+    """The first of some fields that a configuration has a number in, and the number; None where it has none.
+
+    Some fields raise when they are read, as those that vary by layer.
+    """
+    for name in names:
+        try:
+            value = getattr(config, name, None)
+        except Exception:  # noqa: BLE001  configurations raise what they like
+            value = None
+        if isinstance(value, int) and not isinstance(value, bool):
+            return name, value
+    return None
+
+
 def dims_of(config: Any, sizes: Mapping[str, tuple[int, ...]]) -> Dims:
     """The dims that a configuration says, and what the shapes of parameters by name show beyond it."""
-    said = {
-        name: int(next((value for key in keys if isinstance(value := getattr(config, key, None), int)), 0))
-        for name, keys in FIELDS.items()
-    }
+    said = {name: found[1] if (found := int_field(config, keys)) else 0 for name, keys in FIELDS.items()}
     if said["kv_rank"]:
         said["head_dim"] = int(config.qk_nope_head_dim)
     else:
