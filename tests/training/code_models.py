@@ -170,6 +170,7 @@ ATTRIBUTES: Mapping[str, Small] = {
     "both ways": Small(lambda m, x: (x @ m.w.T) * x.T, COLUMN, SQUARE),
     "written into": Small(_into_view, COLUMN, SQUARE),
     "a softmax": Small(lambda m, x: (x @ m.w.T).T.log_softmax(0).T, COLUMN, SQUARE),
+    "an unused parameter": Small(lambda m, x: x @ m.w.T, ("{w,v}: o/tp i",), {**SQUARE, "v": (8, 8)}),
     "capacity, experts": Small(by_capacity, ("w: e/tp h f", "v: e/tp f h"), EXPERTS),
     "capacity, hidden": Small(by_capacity, ("w: e h f/tp", "v: e f/tp h"), EXPERTS),
 }  # fmt: skip

@@ -20,10 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta, presets
@@ -36,7 +33,7 @@ from tangram.models.once import kinds_of, run_once
 from tangram.models.outline import Dims, Outline, decoder
 from tangram.models.outlined_graph import Masks, outline_of_graph
 from tangram.models.quantised import kept_of
-from tangram.models.source import CAUSAL, read_source
+from tangram.models.source import CAUSAL, PAIRED, read_source
 
 __all__ = ["captured", "dims_of", "outline_of", "outlined"]
 
@@ -63,7 +60,6 @@ POSITIONS = ("wpe.weight", "embed_positions.weight")
 TOLERATED = 0.005
 """By which share parameters may differ: norms of heads, biases, sinks."""
 MASKED = cast("Mapping[str, str]", MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-PAIRED = cast("Mapping[str, str]", MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
 ATTENDING = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers that `decoder` makes."""
 SHORTEST = 64
