@@ -174,4 +174,36 @@ ATTRIBUTES: Mapping[str, Small] = {
     "capacity, experts": Small(by_capacity, ("w: e/tp h f", "v: e/tp f h"), EXPERTS),
     "capacity, hidden": Small(by_capacity, ("w: e h f/tp", "v: e f/tp h"), EXPERTS),
 }  # fmt: skip
-TABLES = {"attributes": ATTRIBUTES}
+# ------------------------------------------------------------ public reports
+
+
+def _scattered(m: Any, x: Tensor) -> Tensor:
+    """Rows added up where numbers say, of which several are alike."""
+    at = (x[:, 0].abs() * 3).long().clamp(max=3)
+    return torch.zeros(4, 8).index_add(0, at, torch.tanh(m.mid(x) @ m.w.T))
+
+
+def _mid() -> dict[str, nn.Module]:
+    return {"mid": nn.Linear(8, 8)}
+
+
+_ROWS = "mid: b/tp h"
+PUBLIC: Mapping[str, Small] = {
+    "jax#21403": Small(lambda m, x: m.mid(x).cumsum(0) @ m.w.T, (_ROWS,), SQUARE, modules=_mid),
+    "jax#39301": Small(lambda m, x: torch.roll(m.mid(x), 3, 0) @ m.w.T, (_ROWS,), SQUARE, (2, 8), _mid),
+    "jax#24576": Small(lambda m, x: torch.cat([m.mid(x), m.mid(x[:4])]) @ m.w.T, ("w: o i/tp", _ROWS), SQUARE,
+                       modules=_mid),
+    "xla#42481": Small(_scattered, (_ROWS,), SQUARE, modules=_mid),
+    "tt-mlir#8623": Small(lambda m, x: (x @ m.w.T).gather(1, (x @ m.w.T).argmax(1, keepdim=True)), COLUMN, SQUARE),
+    "pytorch#191926": Small(
+        lambda m, x: m.conv(m.mid(x)), ("mid: b c h w/tp",), {"w": (1,)}, (2, 3, 8, 8),
+        lambda: {**_mid(), "conv": nn.Conv2d(3, 4, 4, stride=4)},
+    ),
+    "torchtitan#4332": Small(
+        lambda m, x: torch.tanh(m.down(torch.tanh(m.up(x)))), ("up.weight: o/tp i", "down.weight: o i/tp"), {"w": (1,)},
+        modules=lambda: {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)},
+    ),
+}  # fmt: skip
+
+
+TABLES = {"attributes": ATTRIBUTES, "public": PUBLIC}
