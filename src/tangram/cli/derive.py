@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
@@ -13,8 +13,6 @@ from tangram.layout import Mesh, NotationError
 from tangram.planner.read import changes_of
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from tangram.cli.choose import Choosing
     from tangram.models.graph import Graph
     from tangram.models.named import Inputs
@@ -156,7 +154,7 @@ def _of_file(name: str) -> "list[Mark]":
     return found
 
 
-def _shipped(kind: str, model: "nn.Module") -> "list[Mark]":
+def _shipped(kind: str, model: Any) -> "list[Mark]":
     """The marks that come with Tangram for a type of model, else those of transformers' plan of it."""
     from tangram.sharding.derive.marks import marks_of
     from tangram.sharding.derive.published import published
@@ -171,7 +169,7 @@ def _shipped(kind: str, model: "nn.Module") -> "list[Mark]":
     return found
 
 
-def _captured(asked: Asked, made: "tuple[nn.Module, Inputs]") -> "Graph":
+def _captured(asked: Asked, made: "tuple[Any, Inputs]") -> "Graph":
     """The graph of a model and its inputs, equal layers found."""
     from tangram.models.capture import capture
     from tangram.models.costs import block_names
