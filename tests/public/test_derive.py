@@ -80,7 +80,9 @@ def test_a_mean_of_uneven_parts() -> None:
     for rows in (3, 1):
         call = Call.of(torch.ops.aten.mean.dim, (torch.arange(4.0 * rows).view(rows, 4).requires_grad_(), [0]), {})
         bound = find.bound(builtin(), call)
-        (factor,) = bound.inputs[0][0]  # pyright: ignore[reportOptionalSubscript]
+        dims = bound.inputs[0]
+        assert dims is not None
+        factor = dims[0][0]
         assert check(call, bound, {factor: (Cut("x"),)}, Mesh.parse("x=2"), whole(call)) is None
 
 
