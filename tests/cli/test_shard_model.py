@@ -29,6 +29,23 @@ def test_the_marks_that_come_with_a_model(capsys: pytest.CaptureFixture[str]) ->
     assert "layouts of" in lines[-1]
 
 
+def test_without_marks_transformers_own_plan_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [" ".join(line.split()) for line in said(capsys, "qwen2", "--mesh", "tp=2", *SMALL[:8]).splitlines()]
+    assert any(
+        line.startswith("model.layers.{") and ".self_attn.o_proj.weight" in line and "_ _/tp" in line for line in lines
+    )
+
+
+def test_an_encoder_with_a_decoder(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("t5", "--mesh", "tp=2", "--set", "num_layers=1", "--set", "num_decoder_layers=1", "--sequence", "8")
+    marks = ("--mark", "*.{q,k,v}.weight: o/tp i", "--mark", "*.o.weight: o i/tp")
+    told = said(capsys, *words, *marks)
+    assert "decoder.block.0.layer.1.EncDecAttention.q.weight" in told
+    hint = said(capsys, *words, code=2)
+    assert "nor has transformers a tensor-parallel plan of it" in hint
+    assert "--choose --cluster" in hint
+
+
 def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     marks = tmp_path / "my.marks"
     marks.write_text("# mine\n*.q_proj.weight: out/tp in\nmodel.layers.*: b/dp s/tp h\n")

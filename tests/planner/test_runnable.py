@@ -117,7 +117,7 @@ def _read_back(plan: Plan, one: Choice, outline: Outline) -> None:
 
 def _same_division(plan: Plan, one: Choice, counted: Counted) -> None:
     """Parameters lie as `zero` says, in the trainer's own way: kept in parts, gathered until the end of the step."""
-    parameters = counted.costs(1, False, 1).parameters
+    parameters = counted.costs(1).parameters
     held = BYTES[plan.precision.parameters] * sum(numbers_held(plan, parameters).values())
     whole = BYTES[plan.precision.parameters] * sum(item.size for item in parameters)
     over = int(one.at["shard"]) if one.zero else 1

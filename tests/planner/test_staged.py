@@ -92,7 +92,7 @@ def test_a_stage_needs_less_memory_and_waits(counted: Counted, four: tuple[Ranke
 
 
 def shares_of(counted: Counted, plan: Plan) -> list[staged.Share]:
-    costs = counted.costs(1, False, plan.data.micro_batch)
+    costs = counted.costs(plan.data.micro_batch)
     return staged.shares(plan, costs.parameters, costs)
 
 
@@ -114,7 +114,7 @@ def test_what_stages_keep_is_what_the_formulas_say(counted: Counted, four: tuple
         found = shares_of(counted, one)
         assert sum(share.work for share in found) == pytest.approx(1)
         names = [p.name for share in found for p in share.parameters]
-        assert sorted(names) == sorted(p.name for p in counted.costs(1, False, 1).parameters)
+        assert sorted(names) == sorted(p.name for p in counted.costs(1).parameters)
         for share in found:
             assert share.activations == share.kept[0] * sum(part.kept_bytes for part in share.local.parts)
 

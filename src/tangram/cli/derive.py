@@ -3,9 +3,9 @@
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
@@ -15,7 +15,7 @@ from tangram.planner.read import changes_of
 if TYPE_CHECKING:
     from tangram.cli.choose import Choosing
     from tangram.models.graph import Graph
-    from tangram.models.named import Named
+    from tangram.models.named import Inputs
     from tangram.sharding.derive.derive import ConflictError, Derived
     from tangram.sharding.derive.marks import Mark
     from tangram.sharding.derive.rates import Rates
@@ -62,8 +62,9 @@ def derive_model(asked: Asked) -> None:
     sides = _sides(asked)  # read first, and once: a mistake is told before the model is captured, and a pipe ends
     with progress("capturing"):
         model = named(asked.name, changes_of(asked.changes))
-        marks = [_shipped(model.kind) if side is None else side for side in sides]
-        graph = _captured(asked, model)
+        made = model.make(asked.batch, asked.sequence)
+        marks = [_shipped(model.kind, made[0]) if side is None else side for side in sides]
+        graph = _captured(asked, made)
     found, *others = (_derived(asked, graph, mesh, some, rates) for some in marks)
     if asked.diff is not None:
         _print_difference(asked, found, others[0], asked.diff)
@@ -90,12 +91,17 @@ def _choose(asked: Asked, choosing: "Choosing") -> None:
     (given,) = _sides(asked)
     with progress("capturing"):
         model = named(asked.name, changes_of(asked.changes))
-        graph = _captured(asked, model)
+        graph = _captured(asked, model.make(asked.batch, asked.sequence))
     found = answer(graph, mesh, cluster, model.kind, given or [], choosing)
     wrote = None
     if choosing.write is not None:
         wrote = write(
-            choosing, found, cluster, asked.batch, job, lambda samples: _captured(replace(asked, batch=samples), model)
+            choosing,
+            found,
+            cluster,
+            asked.batch,
+            job,
+            lambda samples: _captured(asked, model.make(samples, asked.sequence)),
         )
     if asked.html is not None:
         _write_page(asked, found.chosen.plan, asked.html)
@@ -148,26 +154,28 @@ def _of_file(name: str) -> "list[Mark]":
     return found
 
 
-def _shipped(kind: str) -> "list[Mark]":
+def _shipped(kind: str, model: Any) -> "list[Mark]":
+    """The marks that come with Tangram for a type of model, else those of transformers' plan of it."""
     from tangram.sharding.derive.marks import marks_of
+    from tangram.sharding.derive.published import published
 
-    found = marks_of(kind) if kind else None
+    found = (marks_of(kind) if kind else None) or published(model, "tp", "tp")
     if not found:
-        what = f"a {kind} model" if kind else "a model of one's own"
+        what = f"a {kind} model, nor has transformers a tensor-parallel plan of it" if kind else "a model of one's own"
         raise UserError(
-            f"no marks come with Tangram for {what}: give some, as in "
-            "--mark '*.q_proj.weight: out/tp in', or a file of them with --marks"
+            f"no marks come with Tangram for {what}: give some, as in --mark '*.q_proj.weight: out/tp in', a file of "
+            "them with --marks, or have the plan chosen with --choose --cluster h100-8x8"
         )
     return found
 
 
-def _captured(asked: Asked, named: "Named") -> "Graph":
-    """The graph of a model, equal layers found."""
+def _captured(asked: Asked, made: "tuple[Any, Inputs]") -> "Graph":
+    """The graph of a model and its inputs, equal layers found."""
     from tangram.models.capture import capture
     from tangram.models.costs import block_names
     from tangram.models.fold import folded
 
-    model, inputs = named.make(asked.batch, asked.sequence)
+    model, inputs = made
     start = time.perf_counter()
     graph = folded(capture(model, inputs), block_names(model))
     asked.seconds["capture"] = time.perf_counter() - start
@@ -216,6 +224,11 @@ def _print(asked: Asked, found: "Derived") -> None:
         f"{asked.seconds['capture']:.1f} s, layouts of {len(graph.values)} tensors derived in "
         f"{asked.seconds['derive']:.2f} s"
     )
+    for over in found.axes:
+        if over.gap:
+            print(
+                f"over {over.axis} the model is too wide to be exact: at most {over.gap:.2%} dearer than the cheapest"
+            )
 
 
 def _print_why(asked: Asked, found: "Derived", node: str, rates: "Rates") -> None:

@@ -28,8 +28,18 @@ _TANGRAM = str(Path(__file__).parents[1])
 _STAGES = str(Path(__file__).with_name("stages.py"))
 """Whose forwards stand in a model's place."""
 _CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
-GETTERS = frozenset({"__get__", "__set__", "__delete__"})
-"""Of attributes, as `x.shape`: they run no operators that are worth an entry."""
+_ATTRIBUTES = frozenset({"__get__", "__set__", "__delete__"})
+_MADE = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
+"""Attributes of a tensor that are another tensor, which an operator makes."""
+
+
+def name_of(func: Any) -> str:
+    """The name of a function of torch that code calls; of an attribute `.T`, and "" of one that runs no operators."""
+    name = getattr(func, "__name__", str(func))
+    if name not in _ATTRIBUTES:
+        return name
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return f".{attribute}" if name == "__get__" and attribute in _MADE else ""
 
 
 def caller(frame: FrameType | None) -> FrameType | None:
@@ -102,8 +112,8 @@ class Log(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = {**(kwargs or {})}
-        name = getattr(func, "__name__", str(func))
-        if name in GETTERS or not self._open:
+        name = name_of(func)
+        if not name or not self._open:
             return func(*args, **given)
         first, run = self._now(), self._open[-1]
         takes = self._leaves((args, given))

@@ -42,6 +42,8 @@ from tangram.models.twin import fake_twin
 GROUPED = torch.ops.aten._grouped_mm.default
 _ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh"})
 """Give what they take: no operators of the graph, but where a gradient ends."""
+_CONSTANT = torch.ops.aten.lift_fresh.default
+"""Of numbers in a model's code: what it takes nobody else has."""
 
 
 class CaptureError(UserError):
@@ -231,7 +233,7 @@ class _Recorder(TorchDispatchMode):
         first = args[0] if args else None
         if func.name() in _ALIASES and isinstance(first, Tensor) and isinstance(found, Tensor):
             ends = first.requires_grad and torch.is_grad_enabled() and not self._backward
-            if not ends and id(first) in self._numbers:
+            if not ends and (id(first) in self._numbers or func is _CONSTANT):
                 self._same(found, self._number(first))
                 return found
         self._write(func, _named(func, args, given), found)

@@ -16,13 +16,19 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta, config_of, did_you_mean, presets, refuse_unknown_fields
 from tangram.models.directory import hub_hint
-from tangram.models.source import CAUSAL, read_source
+from tangram.models.source import CAUSAL, PAIRED, read_source
 
 Inputs = Mapping[str, Any]
 
@@ -100,6 +106,12 @@ def _tokens(_: PreTrainedConfig, batch: int, sequence: int) -> Inputs:
     return token_inputs(batch, sequence)
 
 
+def _token_pairs(_: PreTrainedConfig, batch: int, sequence: int) -> Inputs:
+    """What goes into an encoder, and into its decoder as many."""
+    inputs = token_inputs(batch, sequence)
+    return {**inputs, "decoder_input_ids": inputs["input_ids"]}
+
+
 def _pixels(config: PreTrainedConfig, batch: int, _: int) -> Inputs:
     size: Any = getattr(config, "image_size", None)
     sides = cast("list[Any]", size) if isinstance(size, list | tuple) else [size, size]
@@ -112,6 +124,7 @@ def _pixels(config: PreTrainedConfig, batch: int, _: int) -> Inputs:
 
 HEADS = (
     Head(CAUSAL, AutoModelForCausalLM, _tokens),
+    Head(PAIRED, AutoModelForSeq2SeqLM, _token_pairs),
     Head(
         cast("Mapping[str, str]", MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
         AutoModelForImageClassification,

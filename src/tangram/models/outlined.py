@@ -20,10 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta, presets
@@ -36,7 +33,7 @@ from tangram.models.once import kinds_of, run_once
 from tangram.models.outline import Dims, Outline, decoder
 from tangram.models.outlined_graph import Masks, outline_of_graph
 from tangram.models.quantised import kept_of
-from tangram.models.source import CAUSAL, read_source
+from tangram.models.source import CAUSAL, PAIRED, read_source
 
 __all__ = ["captured", "dims_of", "outline_of", "outlined"]
 
@@ -63,7 +60,6 @@ POSITIONS = ("wpe.weight", "embed_positions.weight")
 TOLERATED = 0.005
 """By which share parameters may differ: norms of heads, biases, sinks."""
 MASKED = cast("Mapping[str, str]", MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-PAIRED = cast("Mapping[str, str]", MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
 ATTENDING = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers that `decoder` makes."""
 SHORTEST = 64
@@ -214,12 +210,24 @@ def _predictors(config: Any) -> int:
     return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
 
 
+def int_field(config: Any, names: Sequence[str]) -> tuple[str, int] | None:
+    """The first of some fields that a configuration has a number in, and the number; None where it has none.
+
+    Some fields raise when they are read, as those that vary by layer.
+    """
+    for name in names:
+        try:
+            value = getattr(config, name, None)
+        except Exception:  # noqa: BLE001  configurations raise what they like
+            value = None
+        if isinstance(value, int) and not isinstance(value, bool):
+            return name, value
+    return None
+
+
 def dims_of(config: Any, sizes: Mapping[str, tuple[int, ...]]) -> Dims:
     """The dims that a configuration says, and what the shapes of parameters by name show beyond it."""
-    said = {
-        name: int(next((value for key in keys if isinstance(value := getattr(config, key, None), int)), 0))
-        for name, keys in FIELDS.items()
-    }
+    said = {name: found[1] if (found := int_field(config, keys)) else 0 for name, keys in FIELDS.items()}
     if said["kv_rank"]:
         said["head_dim"] = int(config.qk_nope_head_dim)
     else:

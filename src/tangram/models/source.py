@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from tangram.errors import UserError
 from tangram.models.build import change_config, did_you_mean, make_config
@@ -33,6 +36,8 @@ class Source:
 
 CAUSAL = cast("Mapping[str, str]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """The types of model that have a causal language model, and its class."""
+PAIRED = cast("Mapping[str, str]", MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+"""The same of an encoder with a decoder."""
 
 
 def read_source(

@@ -26,6 +26,7 @@ from tangram.models.graph import Graph
 from tangram.models.named import token_inputs
 from tangram.planner.legal import bound_layout
 from tangram.planner.plan import Plan
+from tangram.planner.tensor_share import TensorShare, tensor_share
 from tangram.relayout.collectives import ALL_REDUCE
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import layout_of, local_shape, moved, used
@@ -87,6 +88,8 @@ class TensorLayouts:
     vocabulary: bool
     """Whether the vocabulary is cut, too."""
     moves: tuple[Moves, ...]
+    share: TensorShare
+    """What a rank of the tensor axes does."""
 
 
 def tensor_layouts(
@@ -136,7 +139,9 @@ def axes_layouts(
     shapes = {value.name: value.shape for _, value in graph.of_kind("parameter")}
     parameters = dict(by_pattern({name: _text(len(shapes[name]), own, shard) for name, own in lies.items()}))
     ends = [name for name, own in lies.items() if "embed" in name and any(s.kind == "cut" for s in own.values())]
-    return TensorLayouts(parameters, _together(marks, mesh), bool(ends), tuple(_moves(whole)))
+    return TensorLayouts(
+        parameters, _together(marks, mesh), bool(ends), tuple(_moves(whole)), tensor_share(whole, tensor)
+    )
 
 
 def plan_moves(plan: Plan, graph: Graph) -> tuple[Moves, ...]:

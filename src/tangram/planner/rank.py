@@ -138,9 +138,9 @@ def predict(plan: Plan, rates: Rates, config: PreTrainedConfig, counted: Counted
     found = counted.tensor((plan.axes.tensor[0], tensor), None) if plan.axes.tensor else None
     lies = None if isinstance(found, str) else found
     samples = plan.data.micro_batch / (plan.model_ranks // tensor)  # ranks of other axes have a part of each
-    local = counted.costs(tensor if lies else 1, lies is not None and lies.vocabulary, samples)
+    local = counted.local_costs(lies, (plan.axes.tensor[0] if plan.axes.tensor else "", tensor), samples)
     moves = counted.moves(plan) if plan.model_ranks > 1 else ()
-    return estimate(plan, counted.costs(1, False, plan.data.micro_batch), local, rates, moves)
+    return estimate(plan, counted.costs(plan.data.micro_batch), local, rates, moves)
 
 
 def _strategies(processes: int) -> Iterator[Strategy]:
@@ -192,14 +192,13 @@ def _ranked(one: Strategy, job: Job, counted: Counted, rates: Rates) -> Iterator
     try:
         lies = lies_over(one, counted)
         size = Mesh.parse(one.mesh).axes[TENSOR.name][0] if one.model else 1
-        vocabulary = lies is not None and lies.vocabulary
         moves = lies.moves if lies else ()
         stages = counted.stages(one.stages) if one.stages > 1 else ()
         plan = make_plan(one, job, lies, fitting_micro_batch(one, job, 1), stages)
         judge(plan, counted)
         for micro_batch in _micro_batches(plan):
             plan = make_plan(one, job, lies, micro_batch, stages)
-            whole, local = counted.costs(1, False, micro_batch), counted.costs(size, vocabulary, micro_batch)
+            whole, local = counted.costs(micro_batch), counted.local_costs(lies, (TENSOR.name, size), micro_batch)
             needs = estimate(plan, whole, local, rates, moves)
             most = FILLED * rates.memory
             short = (

@@ -84,7 +84,7 @@ def strategy_of(choice: Choice, job: Job) -> Strategy:
 
 
 def _with_run(choice: Choice, job: Job, counted: Counted) -> Job:
-    blocks = [part.name for part in counted.costs(1, False, 1).blocks]
+    blocks = [part.name for part in counted.costs(1).blocks]
     group, share = again_of(choice.again)
     again = [blocks[at] for at in spread(len(blocks), share if group else 0.0)]
     reshard, reduce = KEPT[0] if choice.at["pipeline"] > 1 else KEPT[choice.zero]

@@ -109,7 +109,7 @@ def _run(
             masks.append(_spread(mask, bound.inputs[i] or (), bound.outputs[0]))
     nothing = _of_nothing(call, bound, part, masks)
     own = runners.of(call.with_tensors(tensors, **arguments_of(call, bound, part)), bound, part.held)
-    results = nothing or own.run(in_place=in_place)
+    results = _with_gradient(nothing, tensors) if nothing else own.run(in_place=in_place)
     if bound.windows and not nothing:
         results = halo.put_right(call, bound, part, results)
     for mask in masks:
@@ -136,7 +136,9 @@ def _of_nothing(call: Call, bound: Bound, part: Part, masks: Sequence[Tensor]) -
     refuses = masks or bound.rule.note("filled") is not None or any(some & {"max", "min"} for some in after)
     once = [int(i) for i in bound.rule.note("once") or () if call.tensors[int(i)] is not None]
     adds = "cut" not in after[0] and any(_adds(bound, i, part) for i in once)
-    if not empty or not refuses or adds:
+    # Of some, as transposed convolutions, a result of nothing is refused or not by how many samples there are.
+    gone = bound.rule.note("filled") is not None and any(bound.sizes[f] == 0 for d in bound.outputs[0] for f in d)
+    if not gone and (not empty or not refuses or adds):
         return None
     like = (None if MISTOLD in call.name else without_memory(call)) or call.run()
     return tuple(
@@ -149,6 +151,16 @@ def _of_nothing(call: Call, bound: Bound, part: Part, masks: Sequence[Tensor]) -
         )
         for whole, dims, some in zip(like, bound.outputs, after, strict=True)
     )
+
+
+def _with_gradient(results: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Results of nothing with gradients of nothing: other ranks wait for what this one sends on the way back."""
+    taken = [t for t in tensors if t is not None and t.requires_grad]
+    if not taken or not torch.is_grad_enabled():
+        return results
+    zero = torch.stack([t.reshape(-1)[:0].sum().abs() for t in taken]).sum()
+    floating = [r is not None and (r.is_floating_point() or r.is_complex()) for r in results]
+    return tuple(r + zero.to(r.dtype) if own else r for r, own in zip(results, floating, strict=True))
 
 
 def _size(factors: Sequence[str], bound: Bound, part: Part) -> int:

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tangram.errors import UserError
 from tangram.models.capture import quiet
+from tangram.models.outlined import FIELDS, int_field
 from tangram.planner.actions import Schedule
 from tangram.planner.plan import Plan
 from tangram.planner.schedules import forward_only
@@ -64,6 +66,15 @@ def own_results(part: nn.Module) -> None:
     part.forward = run
 
 
+def _size(config: Any, name: str) -> int:
+    """A size that a configuration says. Raises UserError where it does not."""
+    if (found := int_field(config.get_text_config(), FIELDS[name])) is None:
+        raise UserError(
+            f"a {config.model_type} model's configuration has no {FIELDS[name][0]}: it has no stages to run"
+        )
+    return found[1]
+
+
 class Pipeline:
     """This rank's stages, and what they do for the micro-batches of a step. All ranks of the pipeline call alike."""
 
@@ -73,8 +84,7 @@ class Pipeline:
         self._model, self._world, self._plan = model, world, plan
         self._rank_of = plan.rank_of_stage
         self._dtype = getattr(torch, plan.precision.compute)
-        self._hidden = int(cast(Any, model).config.get_text_config().hidden_size)
-        self._vocabulary = int(cast(Any, model).config.get_text_config().vocab_size)
+        self._hidden, self._vocabulary = (_size(cast(Any, model).config, name) for name in ("hidden", "vocab"))
         self.actions: Callable[[int], Schedule] = plan.actions
         """The table for so many micro-batches."""
         self._made: dict[tuple[Any, ...], Table] = {}

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.sharding.choose import reduce, search
+from tangram.sharding.choose import search
 from tangram.sharding.choose.costs import Both
+from tangram.sharding.derive import reduce
 from tangram.sharding.derive.solve import Costs, Name, Table, eliminated, marginals
 
 
@@ -85,7 +86,7 @@ def test_bounds_hold_with_tables_that_are_too_large_and_without_time(
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_left_out_is_not_needed(seed: int) -> None:
     both = random_costs(seed, 5, (2, 4), 5)
-    kept = reduce.reduced(both, float("inf"))
+    kept = reduce.reduced([both.seconds, both.nbytes], float("inf"))
     less = Both(reduce.restricted(both.seconds, kept), reduce.restricted(both.nbytes, kept))
     all_of, left = every(both), every(less)
     for limit in {b for _, b in all_of}:

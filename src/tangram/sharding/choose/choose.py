@@ -22,6 +22,7 @@ from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.layout import Layout, Mesh
 from tangram.models.graph import Graph
+from tangram.sharding.choose.by_pairs import alike, by_pairs, entries
 from tangram.sharding.choose.costs import Both, Training, costs
 from tangram.sharding.choose.options import Options, of_derived, options
 from tangram.sharding.choose.search import Choice, search
@@ -34,7 +35,7 @@ from tangram.sharding.derive.states import SAME
 from tangram.sharding.table import Table, builtin
 
 LARGEST = 50_000_000
-"""Entries of all tables together; above it there are too many ways to lie."""
+"""Entries of all tables together; above it a choice over more than two axes is made over two at a time."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +97,24 @@ def choose(
     plans of the same graph, as that of the marks that come with a model: it is never worse than one of them that fits.
 
     Raises UserError where nothing fits into the memory, the mesh is larger than the cluster, marks contradict each
-    other or name nothing, an operator has no rule, or there are too many ways to lie over so many axes.
+    other or name nothing, or an operator has no rule.
     """
     start = time.monotonic()
     refuse_larger(mesh, cluster)
     if memory_limit is not None and memory_limit <= 0:
         raise UserError(f"a memory limit of {memory_limit:g} bytes leaves room for nothing: give one above 0")
     some = options(fold(graph, table or builtin()), mesh, marks)
-    _refuse_wide(some)
-    both = costs(some, cluster, training or Training())
     left = float("inf") if seconds is None else seconds - (time.monotonic() - start)
     starts = [own for plan in known if (own := some.choice(plan)) is not None]
     if len(some.axes) > 2:  # too many ways together for the first look to find a good one
         starts.append(_whole(some))
+    if len(some.axes) > 2 and entries(some) > LARGEST:
+        stop = time.monotonic() + left
+        pairs = by_pairs(some, cluster, training or Training(), memory_limit, starts, stop, LARGEST)
+        if pairs.best is None or pairs.both is None:
+            raise UserError(_unfit(mesh, memory_limit, pairs.smallest))
+        return Chosen(some.derived(pairs.best.choice, marks), _price(pairs.both, pairs.own), pairs.bound)
+    both = costs(some, cluster, training or Training())
     found = search(both, memory_limit, left, lambda choice: _nearby(some, choice), gap, starts)
     if found.best is None:
         raise UserError(_unfit(mesh, memory_limit, found.smallest))
@@ -150,20 +156,6 @@ def refuse_larger(mesh: Mesh, cluster: Cluster) -> None:
         )
 
 
-def _refuse_wide(some: Options) -> None:
-    entries = sum(
-        len(some.used[v]) * len(some.moves[step.number])
-        for step in some.folded.steps
-        for v in (*step.inputs, *step.outputs)
-        if v is not None
-    )
-    if entries > LARGEST:
-        raise UserError(
-            f"over `{some.mesh}` there are too many ways for tensors to lie ({entries:.0e} pairs): "
-            "mark some of them, or take a mesh of fewer axes"
-        )
-
-
 def _unfit(mesh: Mesh, limit: float | None, smallest: float) -> str:
     if limit is None:
         return f"no layouts over `{mesh}` fit the marks: they contradict each other"
@@ -194,14 +186,4 @@ def _nearby(some: Options, choice: Choice) -> Iterable[dict[Name, NDArray[np.int
     fixed = [(i,) for i in range(count)] if count < 3 else [
         tuple(i for i in range(count) if i not in (a, b)) for a in range(count) for b in range(a + 1, count)
     ]  # fmt: skip
-    for places in fixed:
-        yield {
-            **{("lies", v): _alike(own, choice["lies", v], places) for v, own in some.lies.items()},
-            **{("used", v): _alike(own, choice["used", v], places) for v, own in some.used.items()},
-            **{("move", n): _alike(own, choice["move", n], places) for n, own in some.moves.items()},
-        }
-
-
-def _alike(own: Sequence[Sequence[object]], chosen: int, places: Sequence[int]) -> NDArray[np.intp]:
-    wanted = [own[chosen][i] for i in places]
-    return np.array([n for n, one in enumerate(own) if [one[i] for i in places] == wanted])
+    return (dict(alike(some, choice, places)) for places in fixed)

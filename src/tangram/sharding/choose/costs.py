@@ -8,7 +8,7 @@ parameters, gradients and optimiser states, and of what the backward needs of th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,7 +78,18 @@ def _states(options: Options, training: Training, found: Both) -> None:
         found.nbytes.variable(("used", v), [0.0] * len(own))
 
 
+def work(options: Options, cluster: Cluster) -> float:
+    """Seconds that the operators take, each cut as far as it can be: no choice is quicker."""
+    return sum(float(own.min()) for _, own in _each_work(options, cluster))
+
+
 def _work(options: Options, cluster: Cluster, found: Both) -> None:
+    for step, own in _each_work(options, cluster):
+        found.seconds.variable(("move", step.number), own)
+        found.nbytes.variable(("move", step.number), [0.0] * len(own))
+
+
+def _each_work(options: Options, cluster: Cluster) -> Iterator[tuple[Step, Array]]:
     for step in options.folded.steps:
         own = options.moves[step.number]
         alone = 0.0
@@ -90,8 +101,7 @@ def _work(options: Options, cluster: Cluster, found: Both) -> None:
             elif what.flops:
                 alone = moved_seconds(cluster, what.touched)
         shares = np.array([math.prod(move.share for move in moves) for moves in own])
-        found.seconds.variable(("move", step.number), 3 * alone * step.times * shares)
-        found.nbytes.variable(("move", step.number), [0.0] * len(own))
+        yield step, 3 * alone * step.times * shares
 
 
 def _moved(options: Options, steps: Steps, found: Both) -> None:

@@ -22,14 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.sharding.choose.costs import Both
-from tangram.sharding.choose.reduce import Kept, all_of, reduced, restricted
+from tangram.sharding.derive.reduce import Kept, all_of, reduced, restricted
 from tangram.sharding.derive.solve import Costs, Found, Name, Table, eliminated, marginals
 
 Choice = Mapping[Name, int]
 Nearby = Callable[[Choice], Iterable[Kept]]
 """Of a choice, sets of choices around it that are small enough to be searched."""
-ENTRIES = 1 << 24
-"""Of the largest table."""
+ENTRIES, SMALLEST = 1 << 24, 1 << 16
+"""Of the largest table; where looks that are not exact take too long, down to so many."""
 CLOSE = 1e-9
 """A gap that is none."""
 
@@ -124,7 +124,7 @@ class Search:
         gap: float = 0.0,
         starts: Sequence[Choice] = (),
     ) -> None:
-        self.starts = starts
+        self.starts, self.entries, self.time = starts, ENTRIES, stop - time.monotonic()
         self.both, self.stop, self.nearby, self.gap = both, stop, nearby, max(gap, CLOSE)
         self.limit = float("inf") if limit is None else limit
         self.best: Point | None = None
@@ -141,7 +141,7 @@ class Search:
         if self.best is not None and self._late():
             return Searched(self.best, min(self._floor(), self.best.seconds), self.smallest, 0)
         now = time.monotonic()
-        kept = reduced(self.both, now + 0.4 * max(self.stop - now, 0.0))
+        kept = reduced([self.both.seconds, self.both.nbytes], now + 0.4 * max(self.stop - now, 0.0))
         looked = self._look(kept, 0.0, rounds=8)
         if looked.parted and self.nearby is not None and self.best is not None:
             self._improve(self.best.choice)
@@ -169,8 +169,12 @@ class Search:
 
     def _eliminated(self, costs: Costs, buckets: list[Table] | None = None) -> Found:
         start = time.monotonic()
-        found = eliminated(costs, ENTRIES, buckets=buckets)
-        self.longest = max(self.longest, time.monotonic() - start)
+        found = eliminated(costs, self.entries, buckets=buckets)
+        took = time.monotonic() - start
+        if found.parted and took > 0.1 * self.time:  # not exact in any case: sooner, and with a lower bound
+            self.entries = max(self.entries >> 4, SMALLEST)
+            took /= 16
+        self.longest = max(self.longest, took)
         return found
 
     def _beaten(self, bound: float) -> bool:

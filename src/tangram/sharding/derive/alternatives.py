@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tangram.sharding.derive.bounded import bounded
 from tangram.sharding.derive.derive import Derived, Over, Problem, Rates, fixed_by
 from tangram.sharding.derive.layouts import moved
-from tangram.sharding.derive.solve import least
 from tangram.sharding.derive.states import SAME, SUM, State
 
 
@@ -68,7 +68,7 @@ def _forced(problem: Problem, v: int, places: Sequence[int]) -> tuple[float, Ove
     barred = np.full(own.shape, np.inf)
     barred[[*places]] = 0.0
     costs.tables[("used", v),] = own + barred
-    best = least(costs)
+    best = bounded(costs).choice
     cost = costs.of(best)
     return cost, problem.over(best) if np.isfinite(cost) else None
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
+from tangram.sharding.derive.bounded import bounded
 from tangram.sharding.derive.derive import ConflictError, Derived, Over, Problem, Rates, derive, fixed_by
 from tangram.sharding.derive.folding import Folded, Step, fold
 from tangram.sharding.derive.layouts import layout_of, used
@@ -22,7 +23,6 @@ from tangram.sharding.derive.marks import Mark, matched, states
 from tangram.sharding.derive.moves import label_of, legal, place_of
 from tangram.sharding.derive.operators import VIEWS, factor_names, line_of, module_of, title, written
 from tangram.sharding.derive.show import amount, folded_name, short, total
-from tangram.sharding.derive.solve import least
 from tangram.sharding.derive.states import SAME, State
 from tangram.sharding.table import builtin
 
@@ -134,8 +134,7 @@ def _together(folded: Folded, asked: Asked, mesh: Mesh, marks: Sequence[Mark], a
     for v in asked:
         fewer = {w: state for w, state in fixed.items() if w != v}
         problem = Problem(folded, axis, mesh.axes[axis][0], done, fewer, rates.along(mesh, axis))
-        costs = problem.costs()
-        if not np.isfinite(costs.of(least(costs))):
+        if not np.isfinite(bounded(problem.costs()).bound):
             fixed = fewer
     return [v for v in asked if v in fixed]
 

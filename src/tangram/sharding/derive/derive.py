@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
+from tangram.sharding.derive.bounded import bounded, gap
 from tangram.sharding.derive.fixed import ConflictError, fixed_by
 from tangram.sharding.derive.folding import Folded, Step, far_at_taker, far_from_borders, fold
 from tangram.sharding.derive.linked import passed
@@ -26,7 +27,7 @@ from tangram.sharding.derive.marks import Mark
 from tangram.sharding.derive.moves import Label, Move, groups, label_of, labels, legal, moves, place_of, row_moves
 from tangram.sharding.derive.rates import Rates, effort
 from tangram.sharding.derive.regions import Regions, even, kinds_of, regions_of, together
-from tangram.sharding.derive.solve import Costs, Name, least
+from tangram.sharding.derive.solve import Costs, Name
 from tangram.sharding.derive.states import SAME, SEVERAL, SUM, Kept, State, part_dim, price, rows
 from tangram.sharding.derive.states import cut as cut_state
 from tangram.sharding.table import Table, builtin
@@ -52,6 +53,8 @@ class Over:
     """Of each class, what it is brought to for all that take it."""
     moves: Mapping[int, Move]
     """By the number of the node."""
+    gap: float = 0.0
+    """By how much it may cost more than the cheapest, as a part of that: not 0 for models too wide to be exact."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +143,9 @@ class Problem:
         self.lying = {v: self._lying_states(v) for v in self.used if v not in made}
 
     def _values(self) -> list[int]:
+        """What operators take and give, and marked parameters that none takes with these inputs."""
         found = {v for step in self.folded.steps for v in (*step.inputs, *step.outputs) if v is not None}
-        return sorted(found)
+        return sorted(found | {v for v in self.fixed if self.folded.value(v).kind == "parameter"})
 
     def _free(self) -> frozenset[int]:
         """The parameters, and what is made of them, that no mark says anything of."""
@@ -289,10 +293,14 @@ class Problem:
     def solved(self) -> Over:
         """The cheapest states and moves. Raises ConflictError where no states fit the marks."""
         costs = self.costs()
-        best = least(costs)
-        if not np.isfinite(costs.of(best)):
-            raise ConflictError(f"no layout over {self.axis} fits the marks: they contradict each other", self.axis)
-        return self.over(best)
+        found = bounded(costs)
+        if not np.isfinite(found.bound):
+            raise ConflictError(
+                f"no layout over {self.axis} fits the marks: they contradict each other, or an operator needs whole "
+                "what one of them cuts",
+                self.axis,
+            )
+        return replace(self.over(found.choice), gap=gap(costs, found))
 
     def costs(self) -> Costs:
         """What is to be made small: `("used", v)`, `("lies", v)` choose of states, `("move", n)` of moves."""

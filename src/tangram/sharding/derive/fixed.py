@@ -32,7 +32,10 @@ def fixed_by(
             own = found.setdefault(folded.classes[v], {})
             lies = _lies(mark, name, graph, v, mesh)
             for axis, state in lies.items():
-                _refuse_uneven(graph.values[v].shape, state, mesh.axes[axis][0], name, mark)
+                k = mesh.axes[axis][0]
+                if k == 1:  # whatever a mark says, the one rank has all
+                    continue
+                _refuse_uneven(graph.values[v].shape, state, k, name, mark)
                 if own.setdefault(axis, state) != state:
                     other = by[folded.classes[v], axis]
                     said = f"the marks `{other}` and `{mark}` contradict each other on {name} over {axis}"

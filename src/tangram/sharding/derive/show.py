@@ -127,6 +127,7 @@ def as_json(found: Derived) -> dict[str, Any]:
             if one.nbytes
         ],
         "bytes": total(found),
+        "gap": max((over.gap for over in found.axes), default=0.0),
     }  # fmt: skip
 
 

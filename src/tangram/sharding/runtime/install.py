@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
-from tangram.models.called import GETTERS, caller, line_of
+from tangram.models.called import caller, line_of, name_of
 from tangram.sharding.derive.changes import Change
 from tangram.sharding.runtime.program import Action, CallKey, Program
 
@@ -188,8 +188,8 @@ class _Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = {**(kwargs or {})}
-        name = getattr(func, "__name__", str(func))
-        if self.paused or name in GETTERS or (self._now.around is None and name not in self._named):
+        name = name_of(func)
+        if self.paused or not name or (self._now.around is None and name not in self._named):
             return func(*args, **given)
         line = line_of(caller(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage]
         key = line, name, self._turns[line, name]

@@ -212,15 +212,25 @@ class _Lowering:
 
     def _outward(self, node: int) -> list[int]:
         """The runs that a node is in, innermost first."""
-        at: int | None = self.graph.calls[self.call_of[node]].run
+        at: int | None = self.graph.calls[self._call(node)].run
         found: list[int] = []
         while at is not None:
             found.append(at)
             at = self.graph.runs[at].parent
         return found
 
+    def _call(self, node: int) -> int:
+        """The function of torch that ran a node, which a runtime can find again."""
+        if node not in self.call_of:
+            one = self.graph.nodes[node]
+            raise UserError(
+                f"{one.source}: {one.operator} runs in no function that the model's code calls, so nothing can be "
+                "moved before or behind it: call it as a function of torch, as torch.transpose for x.T"
+            )
+        return self.call_of[node]
+
     def _action(self, node: int) -> Action:
-        c = self.call_of[node]
+        c = self._call(node)
         return self.actions.setdefault(c, Action(c))
 
     # ------------------------------------------------------------ functions

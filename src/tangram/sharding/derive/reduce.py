@@ -1,7 +1,8 @@
 """Choices that no best one needs: left out before the search, with the same least costs.
 
-A choice of a variable can go where another one of it is no dearer with whatever its neighbours choose, in seconds and
-in bytes. Source: R. Goldstein, Efficient rotamer elimination applied to protein side-chains, Biophys. J. 66 (1994).
+A choice of a variable can go where another one of it is no dearer with whatever its neighbours choose, by each of the
+costs (as seconds and bytes).
+Source: R. Goldstein, Efficient rotamer elimination applied to protein side-chains, Biophys. J. 66 (1994).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.sharding.choose.costs import Both
 from tangram.sharding.derive.solve import Costs, Name
 
 Kept = Mapping[Name, NDArray[np.intp]]
@@ -32,11 +32,11 @@ def restricted(costs: Costs, kept: Kept) -> Costs:
     return Costs({name: len(kept[name]) for name in costs.sizes}, tables)
 
 
-def reduced(both: Both, stop: float) -> dict[Name, NDArray[np.intp]]:
+def reduced(every: Sequence[Costs], stop: float) -> dict[Name, NDArray[np.intp]]:
     """What is left, by the clock's `stop` (`time.monotonic`)."""
-    kept = all_of(both.seconds)
-    near: dict[Name, list[tuple[Name, ...]]] = {name: [] for name in both.seconds.sizes}
-    for costs in (both.seconds, both.nbytes):
+    kept = all_of(every[0])
+    near: dict[Name, list[tuple[Name, ...]]] = {name: [] for name in kept}
+    for costs in every:
         for names in costs.tables:
             for name in names:
                 if names not in near[name]:
@@ -46,17 +46,17 @@ def reduced(both: Both, stop: float) -> dict[Name, NDArray[np.intp]]:
         name = next(iter(todo))
         del todo[name]
         before = kept[name]
-        kept[name] = before[_needed(both, name, near[name], kept)]
+        kept[name] = before[_needed(every, name, near[name], kept)]
         if len(kept[name]) < len(before):
             todo.update(dict.fromkeys(o for names in near[name] for o in names if len(kept[o]) > 1))
     return kept
 
 
-def _needed(both: Both, name: Name, near: Sequence[tuple[Name, ...]], kept: Kept) -> NDArray[np.intp]:
+def _needed(every: Sequence[Costs], name: Name, near: Sequence[tuple[Name, ...]], kept: Kept) -> NDArray[np.intp]:
     n = len(kept[name])
-    worse = [np.zeros((n, n)), np.zeros((n, n))]  # by how much one is dearer than another at most
+    worse = [np.zeros((n, n)) for _ in every]  # by how much one is dearer than another at most
     for names in near:
-        for costs, total in zip((both.seconds, both.nbytes), worse, strict=True):
+        for costs, total in zip(every, worse, strict=True):
             table = costs.tables.get(names)
             if table is None:
                 continue
@@ -71,7 +71,7 @@ def _needed(both: Both, name: Name, near: Sequence[tuple[Name, ...]], kept: Kept
     left = np.ones(n, dtype=bool)
     for one in range(n - 1, -1, -1):
         left[one] = False
-        instead = (worse[0][:, one] <= 0) & (worse[1][:, one] <= 0) & left
+        instead = np.logical_and.reduce([more[:, one] <= 0 for more in worse]) & left
         left[one] = not instead.any()
     return np.flatnonzero(left)
 

@@ -1,0 +1,106 @@
+"""Public reports about sharded models, rebuilt small: values and gradients are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+
+from tangram.errors import UserError
+from tangram.layout import Layout, Mesh
+from tangram.layout.syntax import Cut
+from tangram.sharding import find
+from tangram.sharding.calls import Call
+from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.proof.execute import check, whole
+from tangram.sharding.propagate import propagate
+from tangram.sharding.table import builtin
+from tangram.training.launch import run_ranks
+from tests.training.code_models import PUBLIC, Off, Small, model_of, run_all
+from tests.training.oracle.warm import once as run_once
+
+BOUND = 1e-5
+Ran = Callable[[str], list[Off]]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """What two ranks made of the model of a report."""
+
+    def run() -> Mapping[str, list[Off]]:
+        ranks = run_ranks(run_all, "public", world=2, on_event=lambda _: None, device="cpu")
+        return {name: [own[name] for own in ranks] for name in PUBLIC}
+
+    return lambda name: run_once(tmp_path_factory, "public-derive", lambda _: run())[name]
+
+
+def _is_right(found: list[Off]) -> None:
+    assert [off for off in found if off.refused or max(off.values, off.gradients) > BOUND] == []
+
+
+def test_a_scan_over_the_cut_dim(ran: Ran) -> None:
+    """jax-ml/jax#21403: cumsum over a dim that is cut began anew on every device."""
+    _is_right(ran("jax#21403"))
+
+
+def test_a_roll_with_one_element_a_rank(ran: Ran) -> None:
+    """jax-ml/jax#39301: the backward of a roll over a dim of which each device has one element."""
+    _is_right(ran("jax#39301"))
+
+
+def test_a_concatenation_of_parts(ran: Ran) -> None:
+    """jax-ml/jax#24576: concatenated parts were summed over an axis that had copies of them."""
+    _is_right(ran("jax#24576"))
+
+
+def test_the_backward_of_a_scatter_add(ran: Ran) -> None:
+    """openxla/xla#42481: the sum of a scatter-add's gradients was taken in the wrong place."""
+    _is_right(ran("xla#42481"))
+
+
+def test_the_largest_of_a_cut_dim(ran: Ran) -> None:
+    """tenstorrent/tt-mlir#8623: argmax over a cut dim gave the sum of each part's place."""
+    _is_right(ran("tt-mlir#8623"))
+
+
+def test_a_convolution_cut_over_its_width(ran: Ran) -> None:
+    """pytorch/pytorch#191926: the gradient of an image that is cut over its width was said to be cut over samples."""
+    _is_right(ran("pytorch#191926"))
+
+
+def test_the_bias_of_a_row_cut_product(ran: Ran) -> None:
+    """pytorch/torchtitan#4332: a bias divided by the ranks before a sum had a gradient divided by them, too."""
+    _is_right(ran("torchtitan#4332"))
+
+
+def test_a_mean_of_uneven_parts() -> None:
+    """pytorch/pytorch#162692: the mean of 3 rows cut over 2 ranks counted both parts alike; of 1 row it was NaN."""
+    for rows in (3, 1):
+        call = Call.of(torch.ops.aten.mean.dim, (torch.arange(4.0 * rows).view(rows, 4).requires_grad_(), [0]), {})
+        bound = find.bound(builtin(), call)
+        dims = bound.inputs[0]
+        assert dims is not None
+        factor = dims[0][0]
+        assert check(call, bound, {factor: (Cut("x"),)}, Mesh.parse("x=2"), whole(call)) is None
+
+
+def test_a_product_of_what_is_cut_in_another_order() -> None:
+    """pytorch/pytorch#166598: a contracted dim cut by x then y met one that is cut by y then x, and nothing moved."""
+    x = torch.empty(4, 4, device="meta")
+    call = Call.of(torch.ops.aten.mm.default, (x, x), {})
+    mesh = Mesh.parse("x=2 y=2")
+    alike = propagate(builtin(), call, [Layout.parse("m k/x/y"), Layout.parse("k/x/y n")], mesh)
+    other = propagate(builtin(), call, [Layout.parse("m k/x/y"), Layout.parse("k/y/x n")], mesh)
+    assert not alike.moved
+    assert other.moved
+
+
+def test_an_uneven_cut_is_a_sentence_before_anything_runs() -> None:
+    """pytorch/pytorch#150336: of a width of 5 over 2 ranks the next product was given 6 or 4, by rank."""
+    work = Small(lambda m, x: torch.tanh(x @ m.w.T) @ m.v.T, (), {"w": (5, 8), "v": (8, 5)})
+    model, x = model_of(work)
+    graph = graph_of(model, {"x": x}, torch.float32)
+    with pytest.raises(UserError, match=r"the mark `w: o/tp i` cuts 5 of w into 2 parts that are not even"):
+        derive_whole(graph, [Mark.parse("w: o/tp i")], Mesh.parse("tp=2"))

@@ -1,0 +1,209 @@
+"""Small models of a few lines of code each, run as derived on ranks beside one process: values and every gradient."""
+
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.errors import UserError
+from tangram.layout import Mesh
+from tangram.sharding.derive.marks import Mark
+from tangram.training.derived import DerivedModel, parallel
+from tangram.training.launch import Rank
+
+
+class Code(nn.Module):
+    """Parameters of some shapes, other modules, and a function of the module and its input."""
+
+    def __init__(
+        self,
+        code: Callable[[Any, Tensor], Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        modules: Mapping[str, nn.Module],
+    ) -> None:
+        super().__init__()
+        self.code = code
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(0.3 * torch.randn(shape, generator=generator)))
+        self.register_buffer("table", torch.randn(8, 8, generator=generator))
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.code(self, x)
+
+
+@dataclass(frozen=True)
+class Small:
+    """A model, what it is given, and its marks."""
+
+    code: Callable[[Any, Tensor], Any]
+    marks: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    input: tuple[int, ...] = (8, 8)
+    modules: Callable[[], Mapping[str, nn.Module]] = dict[str, nn.Module]
+    mesh: str = "tp"
+    """Its axes; all but the first have 2 ranks, which has the others."""
+    integers: int = 0
+    """Not 0: what it is given are numbers below."""
+
+
+@dataclass(frozen=True)
+class Off:
+    """How far a run on ranks is off one process, relative to the largest number; or why there was none."""
+
+    values: float = 0.0
+    gradients: float = 0.0
+    refused: str = ""
+
+
+def run_all(rank: Rank, table: str, spoil: Callable[[DerivedModel], None] | None = None) -> dict[str, Off]:
+    """The task of the ranks: the models of a table. `spoil` plants a mistake."""
+    return {name: _run(work, rank.world, spoil) for name, work in TABLES[table].items()}
+
+
+def model_of(work: Small) -> tuple[Code, Tensor]:
+    """A model, the same on each rank, and what it is given."""
+    torch.manual_seed(0)
+    model = Code(work.code, work.shapes, work.modules())
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randint(work.integers, work.input, generator=generator) if work.integers else None
+    return model, torch.randn(work.input, generator=generator) if given is None else given
+
+
+def mesh_of(work: Small, world: int) -> Mesh:
+    first, *others = work.mesh.split()
+    return Mesh.parse(" ".join([f"{first}={world // 2 ** len(others)}", *(f"{axis}=2" for axis in others)]))
+
+
+def _run(work: Small, world: int, spoil: Callable[[DerivedModel], None] | None) -> Off:
+    model, x = model_of(work)
+    whole, axes = deepcopy(model), {name: n for name, (n, _) in mesh_of(work, world).axes.items()}
+    devices = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    try:
+        held = parallel(model, [Mark.parse(mark) for mark in work.marks], devices, {"x": x})
+        held.prepare({"x": x})
+    except UserError as error:
+        return Off(refused=str(error))
+    if spoil is not None:
+        spoil(held)
+    results, wanted = (_tensors(one(x)) for one in (model, whole))
+    _weighed(results).backward()
+    _weighed(wanted).backward()
+    held.sum_gradients()
+    own, other = (dict(one.named_parameters()) for one in (model, whole))
+    gradients = [_apart(_whole(own[name].grad), p.grad) for name, p in other.items()]
+    return Off(max(map(_apart, results, wanted)), max(gradients, default=0.0))
+
+
+def _whole(x: Tensor | None) -> Tensor | None:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _apart(x: Tensor | None, want: Tensor | None) -> float:
+    if x is None or want is None:
+        return 0.0 if x is want else float("inf")
+    if x.shape != want.shape:
+        return float("inf")
+    return float((x.detach() - want.detach()).abs().max() / want.detach().abs().max().clamp(min=1e-9))
+
+
+def _tensors(found: Any) -> Sequence[Tensor]:
+    leaves: list[Any] = tree_leaves(found)
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def _weighed(results: Sequence[Tensor]) -> Tensor:
+    """A loss that no two elements of a result go into alike."""
+    floats = [x for x in results if x.requires_grad]
+    weights = [torch.sin(torch.arange(x.numel(), dtype=x.dtype) + i).view(x.shape) for i, x in enumerate(floats)]
+    return torch.stack([(x * w).sum() for x, w in zip(floats, weights, strict=True)]).sum()
+
+
+# ------------------------------------------------------------ tensors that no function of torch gives
+
+
+def by_capacity(model: Any, x_TH: Tensor) -> Tensor:
+    """A mixture whose experts take as many tokens as they have room for: by one-hot and cumsum."""
+    experts, room = model.w.shape[0], 4
+    p_TE = (x_TH @ model.router).softmax(-1)
+    best_TKE = F.one_hot(p_TE.topk(2, -1).indices, experts)
+    place_TKE = best_TKE.flatten(0, 1).cumsum(0).view(best_TKE.shape) - 1
+    kept_TKE = (best_TKE * (place_TKE < room)).to(x_TH.dtype)
+    slot_TEC = (kept_TKE[..., None] * F.one_hot(place_TKE.clamp(0, room - 1), room)).sum(1)
+    x_ECH = torch.einsum("tec,th->ech", slot_TEC, x_TH)
+    y_ECH = torch.bmm(torch.relu(torch.bmm(x_ECH, model.w)), model.v)
+    return torch.einsum("tec,ech->th", slot_TEC * p_TE[..., None], y_ECH).T.contiguous().T
+
+
+def _into_view(model: Any, x: Tensor) -> Tensor:
+    y = x @ model.w.T
+    y.T.add_(1)
+    return y * 2
+
+
+COLUMN, ROW, SQUARE = ("w: o/tp i",), ("w: o i/tp",), {"w": (8, 8)}
+EXPERTS = {"router": (8, 4), "w": (4, 8, 16), "v": (4, 16, 8)}
+ATTRIBUTES: Mapping[str, Small] = {
+    "a Gram matrix": Small(lambda m, x: (x.T @ x) @ m.w.T, COLUMN, SQUARE),
+    "a Gram matrix, summed": Small(lambda m, x: (x.T @ x) @ m.w.T, ROW, SQUARE),
+    "mT": Small(lambda m, x: x.view(4, 2, 8).mT.reshape(8, 8) @ m.w.mT, COLUMN, SQUARE),
+    "H": Small(lambda m, x: torch.tanh((m.w @ x.H).H), ROW, SQUARE),
+    "imag": Small(lambda m, x: cast(Any, torch).fft.fft(x @ m.w.T).imag, COLUMN, SQUARE),
+    "real": Small(lambda m, x: torch.view_as_complex((x @ m.w.T).view(8, 4, 2)).real, COLUMN, SQUARE),
+    "data": Small(lambda m, x: torch.tanh((x @ m.w.T).data) * (x @ m.w.T), ROW, SQUARE),
+    "a buffer": Small(lambda m, x: x @ m.w.T @ m.table.T, COLUMN, SQUARE),
+    "a constant": Small(lambda m, x: x @ m.w.T * torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8]), COLUMN, SQUARE),
+    "a result": Small(lambda m, x: (x.T, (x @ m.w.T).T), COLUMN, SQUARE),
+    "both ways": Small(lambda m, x: (x @ m.w.T) * x.T, COLUMN, SQUARE),
+    "written into": Small(_into_view, COLUMN, SQUARE),
+    "a softmax": Small(lambda m, x: (x @ m.w.T).T.log_softmax(0).T, COLUMN, SQUARE),
+    "an unused parameter": Small(lambda m, x: x @ m.w.T, ("{w,v}: o/tp i",), {**SQUARE, "v": (8, 8)}),
+    "capacity, experts": Small(by_capacity, ("w: e/tp h f", "v: e/tp f h"), EXPERTS),
+    "capacity, hidden": Small(by_capacity, ("w: e h f/tp", "v: e f/tp h"), EXPERTS),
+}  # fmt: skip
+# ------------------------------------------------------------ public reports
+
+
+def _scattered(m: Any, x: Tensor) -> Tensor:
+    """Rows added up where numbers say, of which several are alike."""
+    at = (x[:, 0].abs() * 3).long().clamp(max=3)
+    return torch.zeros(4, 8).index_add(0, at, torch.tanh(m.mid(x) @ m.w.T))
+
+
+def _mid() -> dict[str, nn.Module]:
+    return {"mid": nn.Linear(8, 8)}
+
+
+_ROWS = "mid: b/tp h"
+PUBLIC: Mapping[str, Small] = {
+    "jax#21403": Small(lambda m, x: m.mid(x).cumsum(0) @ m.w.T, (_ROWS,), SQUARE, modules=_mid),
+    "jax#39301": Small(lambda m, x: torch.roll(m.mid(x), 3, 0) @ m.w.T, (_ROWS,), SQUARE, (2, 8), _mid),
+    "jax#24576": Small(lambda m, x: torch.cat([m.mid(x), m.mid(x[:4])]) @ m.w.T, ("w: o i/tp", _ROWS), SQUARE,
+                       modules=_mid),
+    "xla#42481": Small(_scattered, (_ROWS,), SQUARE, modules=_mid),
+    "tt-mlir#8623": Small(lambda m, x: (x @ m.w.T).gather(1, (x @ m.w.T).argmax(1, keepdim=True)), COLUMN, SQUARE),
+    "pytorch#191926": Small(
+        lambda m, x: m.conv(m.mid(x)), ("mid: b c h w/tp",), {"w": (1,)}, (2, 3, 8, 8),
+        lambda: {**_mid(), "conv": nn.Conv2d(3, 4, 4, stride=4)},
+    ),
+    "torchtitan#4332": Small(
+        lambda m, x: torch.tanh(m.down(torch.tanh(m.up(x)))), ("up.weight: o/tp i", "down.weight: o i/tp"), {"w": (1,)},
+        modules=lambda: {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)},
+    ),
+}  # fmt: skip
+
+
+TABLES = {"attributes": ATTRIBUTES, "public": PUBLIC}
