@@ -368,7 +368,7 @@ def test_a_pointer_of_lfs(tmp_path: Path, capsys: Capture, name: str) -> None:
     [
         ("consolidated.safetensors", "names of their publisher's own"),
         ("adapter_model.safetensors", "as --adapter"),
-        ("model-q4.gguf", "it has GGUF alone"),
+        ("model-q4.gguf", "weights are in model-q4.gguf, which is not read"),
         ("__0_0.distcp", "that save did not end"),
         ("notes.txt", "it has notes.txt"),
     ],

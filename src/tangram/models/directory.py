@@ -66,6 +66,14 @@ def is_pointer(file: Path) -> bool:
         return stream.read(len(POINTER)) == POINTER
 
 
+def unread_weights(folder: Path) -> str:
+    """Which weights a directory has in a format that nothing here reads, and what to do about it; "" for none."""
+    unread = sorted(file.name for file in folder.iterdir() if file.is_file() and file.suffix in UNREAD)
+    if not unread:
+        return ""
+    return f"are in {unread[0]}, which is not read: get the repository with safetensors that it was made from"
+
+
 def other_weights(folder: Path, *, pickled: bool = True) -> str:
     """Which weights a directory has that are no safetensors, and what to do with them; "" for none.
 
@@ -80,7 +88,7 @@ def other_weights(folder: Path, *, pickled: bool = True) -> str:
             f"are in {pickles[0]}, a pickle: convert them to safetensors with `tangram checkpoint convert {folder} NEW "
             "--to hf`"
         )
-    if unread := [file.name for file in files if file.suffix in UNREAD]:
-        return f"are in {unread[0]}, which is not read: get the repository with safetensors that it was made from"
+    if unread := unread_weights(folder):
+        return unread
     inside = sorted(folder.glob(f"*/*{READ}"))
     return f"are in its sub-folder {inside[0].parent.name}: give that" if inside else ""

@@ -19,7 +19,7 @@ from tangram.checkpoint.formats import (
 from tangram.checkpoint.formats.mapped import Maps
 from tangram.checkpoint.formats.opened import Opened
 from tangram.errors import UserError
-from tangram.models.directory import hub_hint, refuse_pointers
+from tangram.models.directory import hub_hint, refuse_pointers, unread_weights
 
 
 @dataclass(frozen=True)
@@ -56,5 +56,7 @@ def open_any(path: Path, maps: Maps | None = None) -> Opened:
     for known in FORMATS.values():
         if known.fits(path):
             return known.open(path, maps or Maps(path))
+    if path.is_dir() and (other := unread_weights(path)):
+        raise UserError(f'"{path}" is in no format that is read: its weights {other}')
     what = seen.seen(path, {one.said: one.fits for one in FORMATS.values()})
     raise UserError(f'"{path}" is no checkpoint in a format that is read: {what}')

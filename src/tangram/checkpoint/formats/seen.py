@@ -35,7 +35,6 @@ SPECIAL: tuple[tuple[Callable[[str], bool], str], ...] = (
         lambda name: name == "adapter_model.safetensors",
         "it is an adapter of peft's: give the model, and this as --adapter",
     ),
-    (lambda name: name.endswith(".gguf"), "it has GGUF alone, which is not read: give the directory it was made of"),
     (
         lambda name: name.endswith(".distcp"),
         "it has .distcp files without the .metadata that says what is in them: that save did not end",
