@@ -102,7 +102,9 @@ def output_that_is_taken(folder: Path, tables: Tables) -> list[str]:
 
 
 def nothing_to_resume(folder: Path, tables: Tables) -> list[str]:
-    return ["--resume", "--out", str(folder / "nowhere")]
+    (folder / "other").mkdir()
+    (folder / "other" / "notes.txt").write_text("of something else")
+    return ["--resume", "--out", str(folder / "other")]
 
 
 def too_many_ranks(folder: Path, tables: Tables) -> None:
