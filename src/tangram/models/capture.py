@@ -8,8 +8,7 @@ code of its own. A recorder stands above them: what it sees is what the dispatch
 model's Python does. What is written in place gets a new value, and what is written through a view gives its base one
 (`overwrites`); other views of it that are taken after that are refused: a graph has no memory that they could share.
 
-Trade-off: one run is one path through the Python. Control flow that looks at values cannot be captured, and is refused
-with its line; with `dynamic` sizes, flow that looks at them fixes them.
+Trade-off: one run is one path through the Python. Flow that looks at values is refused; `dynamic` sizes are fixed by it.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ from tangram.models.twin import fake_twin
 GROUPED = torch.ops.aten._grouped_mm.default
 _ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh"})
 """Give what they take: no operators of the graph, but where a gradient ends."""
-_CONSTANT = torch.ops.aten.lift_fresh.default
-"""Of numbers in a model's code: what it takes nobody else has."""
+_CONSTANT = torch.ops.aten.lift_fresh.default  # of numbers in a model's code: what it takes nobody else has
 
 
 class CaptureError(UserError):
