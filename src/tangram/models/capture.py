@@ -8,7 +8,7 @@ code of its own. A recorder stands above them: what it sees is what the dispatch
 model's Python does. What is written in place gets a new value, and what is written through a view gives its base one
 (`overwrites`); other views of it that are taken after that are refused: a graph has no memory that they could share.
 
-Trade-off: one run is one path through the Python. Flow that looks at values is refused; `dynamic` sizes are fixed by it.
+Trade-off: one run is one path of the Python. Flow that looks at values is refused, `dynamic` sizes are fixed by it.
 """
 
 from __future__ import annotations
