@@ -45,20 +45,24 @@ def plan_of(name: str, vocabulary: int = VOCABULARY, marks: Mapping[str, str] | 
     return Plan.model_validate({**tables, **strategy, "layouts": layouts})
 
 
-def shapes(plan: Plan) -> tuple[list[int], list[int], dict[str, str]]:
-    """Of the logits on the first rank: as the loss takes them, as anybody else; how they lie for the loss."""
+def shapes(plan: Plan, gradients: bool = True) -> tuple[list[int], list[int], dict[str, str]]:
+    """Of the logits on the first rank: as the loss takes them, as anybody else; how they lie for the loss.
+
+    `gradients`: as in training, else as in an evaluation, which is derived by itself.
+    """
     ids_BS = torch.zeros(ROWS, LENGTH, dtype=torch.long)
     batch = Batch(ids_BS, ids_BS, None)
     with _fake_ranks(plan.ranks, 0) as group:
         model = apply(build_on_meta(source_of(plan, BYTES).config), plan, make_world(plan, 0, CPU, group, Peers()))
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             give_storage(model, CPU)
-            with leaving(model):
-                own = loop.logits_of(model, batch)
-            lies = lies_of(model)
-            assert lies is not None
-            states = {axis: str(state) for axis, state in lies.states.items()}
-            return [*own.shape], [*loop.logits_of(model, batch).shape], states
+            with torch.set_grad_enabled(gradients):
+                with leaving(model):
+                    own = loop.logits_of(model, batch)
+                lies = lies_of(model)
+                assert lies is not None
+                states = {axis: str(state) for axis, state in lies.states.items()}
+                return [*own.shape], [*loop.logits_of(model, batch).shape], states
 
 
 def test_logits_are_in_parts_for_the_loss_alone() -> None:
@@ -66,6 +70,12 @@ def test_logits_are_in_parts_for_the_loss_alone() -> None:
     assert own == [ROWS, LENGTH // 2, VOCABULARY // 2]
     assert whole == [ROWS, LENGTH, VOCABULARY]
     assert states == {"cp": "cut 1", "tp": "cut 2"}
+
+
+def test_an_evaluation_is_cut_as_training_is() -> None:
+    """Without gradients nothing moves back; ranks of the context axis would compute all tokens, to save that."""
+    plan = plan_of("vocabulary and context")
+    assert shapes(plan, gradients=False) == shapes(plan)
 
 
 def test_a_mark_keeps_them_whole() -> None:

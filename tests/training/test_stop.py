@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import time
@@ -105,9 +106,16 @@ def test_a_terminal_that_closes_stops_all_ranks_after_their_step(tmp_path: Path)
     assert end.read_text().startswith("SIGHUP at step ")
 
 
-def test_ranks_that_are_still_starting_are_as_polite(tmp_path: Path) -> None:
-    with job(tmp_path) as (program, line):
-        while not any(tmp_path.iterdir()):  # made when the handlers are, and before the ranks
+@pytest.fixture
+def short() -> Generator[Path]:
+    """A folder for temporary files whose sockets have an address; that of a test may be too long (`forks`)."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_ranks_that_are_still_starting_are_as_polite(short: Path) -> None:
+    with job(short) as (program, line):
+        while not any(short.iterdir()):  # made when the handlers are, and before the ranks
             assert program.poll() is None
             time.sleep(0.01)
         os.killpg(program.pid, signal.SIGTERM)
@@ -118,8 +126,8 @@ def test_ranks_that_are_still_starting_are_as_polite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_signal_ends_the_job_at_once(number: int, tmp_path: Path) -> None:
-    with job(tmp_path) as (program, line):
+def test_the_second_signal_ends_the_job_at_once(number: int, short: Path) -> None:
+    with job(short) as (program, line):
         ranks = ranks_of(line)
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)  # their step never ends
@@ -131,16 +139,16 @@ def test_the_second_signal_ends_the_job_at_once(number: int, tmp_path: Path) -> 
         os.killpg(program.pid, number)
         assert line() == "interrupted"
         assert program.wait(SOON) == 130
-    assert list(tmp_path.iterdir()) == []
+    assert list(short.iterdir()) == []
 
 
-def test_a_killed_parent_leaves_no_folder(tmp_path: Path) -> None:
-    with job(tmp_path) as (program, line):
+def test_a_killed_parent_leaves_no_folder(short: Path) -> None:
+    with job(short) as (program, line):
         ranks_of(line)
-        assert list(tmp_path.iterdir())
+        assert list(short.iterdir())
         program.kill()
         assert line() == ""  # the ranks hold the other end of this pipe: it ends when the last of them has ended
-    assert list(tmp_path.iterdir()) == []
+    assert list(short.iterdir()) == []
 
 
 def test_signals_are_told_apart_and_handlers_restored() -> None:

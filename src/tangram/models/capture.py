@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # pyright: ignore[reportU
 
 from tangram.errors import UserError
 from tangram.models.called import Log, caller, line_of, short
-from tangram.models.graph import Graph, Kind, Node, Ref, Size, Value, refs
+from tangram.models.graph import Graph, Kind, Node, Ref, Size, Value, following, refs
 from tangram.models.noted import listening
 from tangram.models.overwrites import BACK, unsaid
 from tangram.models.stages import Through
@@ -84,8 +84,7 @@ def capture(
 @contextmanager
 def quiet(logger: str = "torch._subclasses.fake_tensor") -> Generator[None]:
     """Without what torch logs, of an operator that fails or of `logger`: the error says it in a sentence."""
-    log = logging.getLogger(logger)
-    before = log.level
+    before = (log := logging.getLogger(logger)).level
     log.setLevel(logging.CRITICAL + 1)
     try:
         yield
@@ -168,8 +167,7 @@ class _Recorder(TorchDispatchMode):
             buffers = {name: (id(one), one._version) for name, one in self._model.named_buffers()}
             with self._log, listening():
                 output = self._model(**self._given)
-            changed = self._changed(buffers)
-            results = _named_results(output)
+            changed, results = self._changed(buffers), _named_results(output)
             found: Sequence[Tensor | None] = ()
             if loss is not None:
                 results = {"loss": loss(output), **results}
@@ -184,6 +182,8 @@ class _Recorder(TorchDispatchMode):
         for node in reversed(self._nodes):  # autograd says nothing of what it does not run
             if node.implied and self._differentiable.intersection(r for r in node.results if r is not None):
                 self._differentiable.add(node.inputs[-1])
+        if not grad:  # what moves is weighed as in training, so that an evaluation is cut as that is
+            self._differentiable = following(self._nodes, self._values, self._differentiable)
         values = [replace(value, differentiable=i in self._differentiable) for i, value in enumerate(self._values)]
         return Graph(
             tuple(values),

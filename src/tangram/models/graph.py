@@ -11,7 +11,7 @@ were called dynamic is kept beside (`Value.sizes`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
@@ -202,6 +202,15 @@ class Graph:
     def block_of(self, node: int) -> Block | None:
         """The block that a node belongs to."""
         return next((block for block in self.blocks if block.first <= node < block.stop), None)
+
+
+def following(nodes: Sequence[Node], values: Sequence[Value], first: Collection[int]) -> set[int]:
+    """Some values and all with fractions that follow from them, through nodes in their order."""
+    found = set(first)
+    for node in nodes:
+        if found.intersection(node.inputs):
+            found.update(v for v in node.results if v is not None and values[v].dtype.is_floating_point)
+    return found
 
 
 def refs(arguments: Any) -> Iterator[int]:

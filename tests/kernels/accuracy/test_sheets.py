@@ -2,8 +2,10 @@
 
 import json
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +162,14 @@ def test_operators_that_a_model_calls() -> None:
         used({"llama": {"num_attention_heads": "many"}})
 
 
+ALIKE: Mapping[str, Mapping[str, Any]] = {
+    "glm4_moe": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "use_qk_norm": True},
+    "olmo2": {},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+"""Families for conversion that the page of operators does not count."""
+
+
 def test_every_family_is_named_as_transformers_has_it_and_is_ours() -> None:
     from importlib import resources
 
@@ -167,7 +177,15 @@ def test_every_family_is_named_as_transformers_has_it_and_is_ours() -> None:
 
     ours = {path.name.removesuffix(".toml") for path in resources.files("tangram.models.families").iterdir()}
     ours = {name for name in ours if "." not in name and not name.startswith("_")} - {"shared"}
-    assert {"gemma3" if name == "gemma3_text" else name for name in FAMILIES} >= ours
+    named = {"gemma3" if name == "gemma3_text" else name for name in FAMILIES}
+    assert ours - named == {*ALIKE, "qwen2_5_vl", "qwen3_vl", "gemma3_vl"}  # the decoders of those are named
+
+
+def test_families_that_are_not_named_call_what_others_call() -> None:
+    from bench._accuracy.usage import FAMILIES, used
+
+    others = used({name: FAMILIES[name] for name in ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral")})
+    assert used(ALIKE).keys() <= others.keys()
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_text_that_is_none_is_named(tmp_path: Path) -> None:
 def test_a_missing_tokenizer_is_refused_with_what_to_set(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r'no tokenizer beside the model in ".*": set data\.tokenizer'):
         load_tokens(data_plan(tmp_path, tmp_path), str(tmp_path))
-    with pytest.raises(UserError, match=r'no tokenizer in ".*nowhere": set data\.tokenizer'):
+    with pytest.raises(UserError, match=r'the tokenizer ".*nowhere" does not exist: give a Hugging Face directory'):
         load_tokens(data_plan(tmp_path, tmp_path, tokenizer=str(tmp_path / "nowhere")), None)
 
 
