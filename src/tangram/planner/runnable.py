@@ -16,16 +16,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from tangram.errors import UserError
-from tangram.models.outline import Outline
+from tangram.models.outline import Group, Outline
 from tangram.planner.again import again_of, spread
 from tangram.planner.choice import Choice
 from tangram.planner.counted import Counted
 from tangram.planner.derived import ModelAxis
 from tangram.planner.job import Job, RunPlan
+from tangram.planner.legality import facts_of, refusals
 from tangram.planner.plan import Plan
 from tangram.planner.read import mistakes
 from tangram.planner.strategies import PIPELINE, TENSOR, Strategy, plan_of
-from tangram.planner.trainer import why_not
+from tangram.planner.trainer import RULES
 
 __all__ = ["made", "plan_to_train", "strategy_of"]
 
@@ -40,9 +41,16 @@ KEPT: dict[int, tuple[str, str]] = {
 
 def plan_to_train(choice: Choice, job: Job, outline: Outline, counted: Counted) -> Plan:
     """The plan. Raises UserError, in a sentence, for a choice that cannot be run, or not on this model."""
-    if why := why_not(choice, outline):
+    if why := _why_not(choice, outline):
         raise UserError(f"tangram train does not run {choice.mesh}: {why}")
     return made(choice, job, counted)
+
+
+def _why_not(choice: Choice, outline: Outline) -> str:
+    """Why `tangram train` does not run a choice of a model; "" where it does."""
+    if again_of(choice.again)[0] not in (Group.NONE, Group.BLOCK):
+        return f"{choice.again} are not recomputed by themselves: layers are"
+    return next((one.said for one in refusals(facts_of(outline), choice.grid(), RULES)), "")
 
 
 def made(choice: Choice, job: Job, counted: Counted) -> Plan:

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from tangram.models.outline import Group, Outline
-from tangram.planner.again import WHOLE, again_of
-from tangram.planner.choice import Choice
+from tangram.planner.again import WHOLE
 from tangram.planner.grid import Grid
-from tangram.planner.legality import At, Facts, Mask, Rule, even, facts_of, refusals
+from tangram.planner.legality import At, Facts, Mask, Rule, even
 from tangram.planner.pipelines import SCHEDULES, splits
 from tangram.planner.schedules import micros_unlike
 from tangram.planner.space import Able
 
-__all__ = ["KV_HEADS", "RULES", "RUNS", "SAID", "UNSAID", "why_not"]
+__all__ = ["KV_HEADS", "RULES", "RUNS", "SAID", "UNSAID"]
 
 KV_HEADS = even("whole key-value heads", "key-value heads (num_key_value_heads)", "kv_heads", "tensor", "ulysses")
 """The trainer copies none to more ranks."""
@@ -102,10 +100,3 @@ RULES = (*SAID, *UNSAID)
 """Beside those of `planner.rules`."""
 RUNS = Able(staged=(0, 1), again=WHOLE, expert=1, uneven=0, rules=RULES)
 """For the search."""
-
-
-def why_not(choice: Choice, outline: Outline) -> str:
-    """Why `tangram train` does not run a choice of a model; "" where it does."""
-    if again_of(choice.again)[0] not in (Group.NONE, Group.BLOCK):
-        return f"{choice.again} are not computed again by themselves: blocks are"
-    return next((one.said for one in refusals(facts_of(outline), choice.grid(), RULES)), "")
