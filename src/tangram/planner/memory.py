@@ -6,7 +6,7 @@ the widest gradient of a block's backward with what is computed again for it, wh
 products write beside the kept ones.
 
     numbers      of a stage's blocks, over tensor and expert ranks; the first has the embedding, the last the head
-    states       as the framework keeps them (`planner.framework`), divided over data ranks as `zero` says
+    states       as the framework keeps them (`planner.framework`), sharded as `zero` says
     in flight    1F1B: stage i of p has p - i micro-batches; with v chunks a rank 2 (p - i - 1) + (v - 1) p + 1 chunks,
                  at most all (Narayanan et al. 2021; Megatron-LM, schedules.py); where the backward is split v p on each
                  rank, of DualPipeV one more (played: `planner.footprint`, and a test compares)
