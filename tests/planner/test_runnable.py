@@ -36,10 +36,10 @@ from tangram.planner.legality import Rule, facts_of
 from tangram.planner.pipelines import SCHEDULES
 from tangram.planner.plan import Plan
 from tangram.planner.read import dumps, load
-from tangram.planner.runnable import plan_to_train
+from tangram.planner.runnable import plan_to_train, why_not
 from tangram.planner.search import exhaustive, search
 from tangram.planner.space import Request, meshes, of_mesh
-from tangram.planner.trainer import RULES, RUNS, why_not
+from tangram.planner.trainer import RULES, RUNS
 from tests.training.small import small_tables, write_text
 
 H100 = builtin("h100-8x8")

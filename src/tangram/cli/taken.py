@@ -16,9 +16,8 @@ from tangram.planner.imports.tangram import TYPES
 from tangram.planner.job import Job
 from tangram.planner.plan import Plan
 from tangram.planner.read import dumps, load
-from tangram.planner.runnable import plan_to_train
+from tangram.planner.runnable import plan_to_train, why_not
 from tangram.planner.table import Titled
-from tangram.planner.trainer import why_not
 from tangram.training.building import source_of
 from tangram.training.data import load_tokens
 

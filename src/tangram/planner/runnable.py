@@ -28,7 +28,7 @@ from tangram.planner.read import mistakes
 from tangram.planner.strategies import PIPELINE, TENSOR, Strategy, plan_of
 from tangram.planner.trainer import RULES
 
-__all__ = ["made", "plan_to_train", "strategy_of"]
+__all__ = ["made", "plan_to_train", "strategy_of", "why_not"]
 
 KEPT: dict[int, tuple[str, str]] = {
     0: ("after forward", "micro-batch"),
@@ -41,15 +41,15 @@ KEPT: dict[int, tuple[str, str]] = {
 
 def plan_to_train(choice: Choice, job: Job, outline: Outline, counted: Counted) -> Plan:
     """The plan. Raises UserError, in a sentence, for a choice that cannot be run, or not on this model."""
-    if why := _why_not(choice, outline):
+    if why := why_not(choice, outline):
         raise UserError(f"tangram train does not run {choice.mesh}: {why}")
     return made(choice, job, counted)
 
 
-def _why_not(choice: Choice, outline: Outline) -> str:
+def why_not(choice: Choice, outline: Outline) -> str:
     """Why `tangram train` does not run a choice of a model; "" where it does."""
     if again_of(choice.again)[0] not in (Group.NONE, Group.BLOCK):
-        return f"{choice.again} are not recomputed by themselves: layers are"
+        return f"{choice.again} are not computed again by themselves: blocks are"
     return next((one.said for one in refusals(facts_of(outline), choice.grid(), RULES)), "")
 
 
