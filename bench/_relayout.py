@@ -11,7 +11,7 @@ from tangram.hardware.measure import interleaved
 from tangram.relayout import TensorSpec, bind, shard
 from tangram.relayout.exchange import move
 from tangram.relayout.peers import Peers
-from tangram.training.launch import Rank
+from tangram.training.run.launch import Rank
 
 RANKS = 4
 OURS, DTENSOR, BYTES = "ours", "DTensor.redistribute", "all_to_all_single of as many bytes"

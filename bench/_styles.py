@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tangram.training.cuts import named_modules
+from tangram.training.mesh.layout_to_torch import named_modules
 
 
 def megatron(model: nn.Module, devices: DeviceMesh) -> None:

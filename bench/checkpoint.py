@@ -28,13 +28,13 @@ import numpy as np
 
 from bench._checkpoint import beside, damage, export, memory, peers, speed
 from bench._checkpoint.speed import Figures, Phase
-from tangram.checkpoint import digest
-from tangram.checkpoint.manifest import BLOCK, checksum
+from tangram.checkpoint.store import digest
+from tangram.checkpoint.store.manifest import BLOCK, checksum
 from tangram.errors import UserError
 from tangram.hardware.hostmemory import available
 from tangram.hardware.measure import Row, interleaved
 from tangram.layout import intervals
-from tangram.training.launch import RankError, run_ranks
+from tangram.training.run.launch import RankError, run_ranks
 
 SIZE = 2.05
 """Gigabytes."""

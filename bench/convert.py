@@ -30,12 +30,12 @@ import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from bench._checkpoint import by_hand, disk, many
+from tangram.checkpoint.conversion.convert import MEMORY, config_of, restructure
+from tangram.checkpoint.conversion.find_mapping import choose
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.restructure import MEMORY, config_of, restructure
-from tangram.checkpoint.structures import choose
 from tangram.errors import UserError
 from tangram.hardware.measure import Row
-from tangram.training.launch import Rank, run_ranks
+from tangram.training.run.launch import Rank, run_ranks
 
 SIZE = 4.0
 TURNS = 3

@@ -34,9 +34,9 @@ from tangram.models.named import named
 from tangram.sharding.choose.choose import choose, priced
 from tangram.sharding.derive.derive import Rates, derive
 from tangram.sharding.derive.layouts import Moved, moved
-from tangram.sharding.derive.marks import Mark, marks_of
-from tangram.training.derived import parallel
-from tangram.training.launch import Rank, run_ranks
+from tangram.sharding.derive.marking.marks import Mark, marks_of
+from tangram.training.mesh.tensor_parallel import parallel
+from tangram.training.run.launch import Rank, run_ranks
 
 FULL: dict[str, tuple[str, dict[str, str]]] = {
     "Llama-3-70B": ("llama", {"num_hidden_layers": "80", "hidden_size": "8192", "intermediate_size": "28672",

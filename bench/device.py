@@ -33,14 +33,14 @@ from tangram.hardware.measure import Row
 from tangram.hardware.rates import Rates, rates
 from tangram.models.build import build_on_meta
 from tangram.models.costs import costs
-from tangram.planner.plan import Plan
-from tangram.planner.rank import predict
+from tangram.planner.local.rank import predict
+from tangram.schema.plan import Plan
 from tangram.training import data
-from tangram.training.building import build, source_of
-from tangram.training.launch import Rank, run_ranks
-from tangram.training.loop import train_step
-from tangram.training.optimise import make_adamw
-from tangram.training.world import make_world
+from tangram.training.mesh.world import make_world
+from tangram.training.run.launch import Rank, run_ranks
+from tangram.training.state.build_model import build, source_of
+from tangram.training.step.loop import train_step
+from tangram.training.step.optimiser_step import make_adamw
 
 LIMIT = 330.0
 """Seconds after which no further size is begun: the largest one takes up to two minutes."""

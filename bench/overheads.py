@@ -18,13 +18,13 @@ from tangram.hardware.measure import Row
 from tangram.hardware.rates import measure
 from tangram.models.build import build_on_meta, initial_tensors, make_config
 from tangram.models.costs import costs
-from tangram.planner.plan import Plan
-from tangram.training.apply import apply, materialise
+from tangram.schema.plan import Plan
 from tangram.training.data.samples import Batch
-from tangram.training.launch import Rank, run_ranks
-from tangram.training.loop import next_token_loss
-from tangram.training.optimise import make_adamw
-from tangram.training.world import make_world
+from tangram.training.mesh.world import make_world
+from tangram.training.parallel.apply import apply, materialise
+from tangram.training.run.launch import Rank, run_ranks
+from tangram.training.step.loop import next_token_loss
+from tangram.training.step.optimiser_step import make_adamw
 
 SEQUENCE = 8
 SMALL = {"vocab_size": 257, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 8, "head_dim": 4}

@@ -24,14 +24,14 @@ from tangram.errors import UserError
 from tangram.hardware.devices import device
 from tangram.hardware.measure import Row
 from tangram.models.outlined import outlined
-from tangram.planner.framework import framework
-from tangram.planner.learn import Run
-from tangram.planner.memory import memory
-from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.search import search
-from tangram.planner.setting import Setting
-from tangram.planner.space import Request, meshes, of_mesh
-from tangram.planner.time import seconds
+from tangram.planner.cost.calibration import Run
+from tangram.planner.cost.memory import memory
+from tangram.planner.cost.step_time import seconds
+from tangram.planner.legality.enumerate import Request, meshes, of_mesh
+from tangram.planner.search.branch_and_bound import search
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.schedule_formulas import SCHEDULES
+from tangram.planner.space.setting import Setting
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "published"
 GROUPS = ("time", "ranking", "memory", "speed")

@@ -22,7 +22,7 @@ from tangram.models.fold import folded
 from tangram.models.named import named
 from tangram.sharding.derive.derive import derive
 from tangram.sharding.derive.layouts import value_layout
-from tangram.sharding.derive.marks import Mark, matched
+from tangram.sharding.derive.marking.marks import Mark, matched
 
 FIRST = ("q_proj", "qkv_proj", "query_key_value", "up_proj", "gate_up_proj", "fc1", "c_fc", "dense_h_to_4h")
 """The products that attention and the feed-forward begin with, whatever they are called."""

@@ -19,7 +19,7 @@ from bench._trillion import mapping, sharding, specs
 from tangram.hardware.measure import Row, interleaved, once
 from tangram.layout import Region
 from tangram.relayout import Bound, Piece, Plan, Sharding, TensorSpec, bind, execute, plan, shard
-from tangram.training.launch import run_ranks
+from tangram.training.run.launch import run_ranks
 
 
 def rows(quick: bool) -> Iterable[Row]:

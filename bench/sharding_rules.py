@@ -29,10 +29,10 @@ from bench._sharding import database, gaps
 from tangram.errors import UserError
 from tangram.hardware.measure import Row, interleaved
 from tangram.layout import Layout, Mesh
-from tangram.sharding import views
-from tangram.sharding.calls import Call, name_of, schema_of, tensor_arguments
-from tangram.sharding.propagate import propagate
-from tangram.sharding.table import builtin
+from tangram.sharding.ops import views
+from tangram.sharding.ops.calls import Call, name_of, schema_of, tensor_arguments
+from tangram.sharding.ops.rule_table import builtin
+from tangram.sharding.propagation.propagate import propagate
 
 GROUPS = ("time", "lines", "core", "database", "gaps", "whole")
 TARGET = 0.1  # ms
@@ -186,9 +186,9 @@ def _overloads() -> list[OpOverload]:
 
 
 def _has_rule(operator: OpOverload) -> bool:
-    from tangram.sharding import escapes
+    from tangram.sharding.ops import computed_rules
 
-    named = name_of(operator) in escapes.ESCAPES or bool(builtin().all_of(operator))
+    named = name_of(operator) in computed_rules.ESCAPES or bool(builtin().all_of(operator))
     return named or views.view_of(operator) is not None
 
 
@@ -203,10 +203,10 @@ def _dtensor_knows() -> set[OpOverload]:
 def _lines() -> Iterable[Row]:
     from torch.distributed import tensor
 
-    from tangram.sharding import escapes
+    from tangram.sharding.ops import computed_rules
 
     files = [f for f in resources.files("tangram.sharding.rules").iterdir() if f.name.endswith(".rules")]
-    functions = [Path(str(module.__file__)) for module in (views, escapes)]
+    functions = [Path(str(module.__file__)) for module in (views, computed_rules)]
     ours = sum(len(f.read_text().splitlines()) for f in files) + sum(map(_physical, functions))
     covered = sum(map(_has_rule, _overloads()))
     theirs = sum(map(_physical, (Path(str(tensor.__file__)).parent / "_ops").glob("_*.py")))

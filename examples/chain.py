@@ -16,8 +16,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tangram.checkpoint import digest
-from tangram.checkpoint.commits import read_manifest
+from tangram.checkpoint.store import digest
+from tangram.checkpoint.store.commits import read_manifest
 from tangram.cli import main as command
 from tangram.layout.intervals import span
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tangram.checkpoint.background import AsyncSaver, Settings
-from tangram.checkpoint.commits import newest
-from tangram.checkpoint.load import load
-from tangram.checkpoint.save import About
-from tangram.checkpoint.state import describe
+from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
+from tangram.checkpoint.saving.save import About
+from tangram.checkpoint.state.entries import describe
+from tangram.checkpoint.store.commits import newest
 from tangram.relayout.peers import Peers
 
 

@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from tangram.checkpoint.commits import newest
-from tangram.checkpoint.load import load
-from tangram.checkpoint.save import About, save
+from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.saving.save import About, save
+from tangram.checkpoint.store.commits import newest
 
 
 class SaveWithTangram(TrainerCallback):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tangram.sharding.incode import layout_of, mark, relayout
-from tangram.training.derived import parallel
-from tangram.training.incode import eager
-from tangram.training.launch import Rank, run_ranks
+from tangram.sharding.eager import layout_of, mark, relayout
+from tangram.training.mesh.eager_marks import eager
+from tangram.training.mesh.tensor_parallel import parallel
+from tangram.training.run.launch import Rank, run_ranks
 
 
 class Block(nn.Module):

@@ -13,14 +13,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tangram.planner.plan import Plan
-from tangram.planner.read import load
-from tangram.training.apply import apply
-from tangram.training.checkpoints import Checkpointer, JobState, Progress, newest
-from tangram.training.checkpoints import load as load_checkpoint
+from tangram.schema.files import load
+from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, Stream, open_corpus, prepare
-from tangram.training.optimise import make_adamw
-from tangram.training.world import make_world
+from tangram.training.mesh.world import make_world
+from tangram.training.parallel.apply import apply
+from tangram.training.state.checkpointer import Checkpointer, JobState, Progress, newest
+from tangram.training.state.checkpointer import load as load_checkpoint
+from tangram.training.step.optimiser_step import make_adamw
 
 
 class Model(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from tangram.training.forks import context_of_ranks
+from tangram.training.run.fork_server import context_of_ranks
 
 
 def start(task: Callable[..., None], *arguments: Any, ranks: int) -> None:

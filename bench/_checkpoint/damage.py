@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench._checkpoint import disk, peers
 from bench._checkpoint.peers import Contender
 from bench._checkpoint.state import State, fill, make, wrong
-from tangram.checkpoint.verify import verify
+from tangram.checkpoint.inspect.verify import verify
 from tangram.errors import UserError
 from tangram.relayout.peers import Peers
-from tangram.training.launch import Rank
+from tangram.training.run.launch import Rank
 
 KINDS = ("1 bit flipped", "4 KiB of zeros", "cut short", "a file of another step", "torn overwrite")
 ZEROS = 4096

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 
 from bench._checkpoint import disk
 from bench._checkpoint.state import shapes, wrong
-from tangram.checkpoint.convert import to_hugging_face
-from tangram.checkpoint.verify import verify
-from tangram.training.launch import Rank
+from tangram.checkpoint.formats.hf_export import to_hugging_face
+from tangram.checkpoint.inspect.verify import verify
+from tangram.training.run.launch import Rank
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from tangram.checkpoint import diff_structures
+from tangram.checkpoint.conversion.convert import IDENTITY, restructure
+from tangram.checkpoint.conversion.find_mapping import choose
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.restructure import IDENTITY, restructure
-from tangram.checkpoint.structures import choose
-from tangram.checkpoint.verify import verify
+from tangram.checkpoint.inspect import diff_across_formats
+from tangram.checkpoint.inspect.verify import verify
 from tangram.cli.convert import rare_collections
 from tangram.hardware.measure import Row
 
@@ -40,7 +40,7 @@ def rows(root: Path, counts: tuple[int, ...]) -> Iterator[Row]:
         begin = time.monotonic()
         with rare_collections():
             a, b = open_any(folder / "hf"), open_any(folder / "back")
-            if not diff_structures.compare(*diff_structures.seen_as(a, b, None)).same:
+            if not diff_across_formats.compare(*diff_across_formats.seen_as(a, b, None)).same:
                 raise RuntimeError("other tensors came back than went")
         yield Row(f"{n:,} tensors, diff", "s", time.monotonic() - begin, target=TARGETS.get(n))
         begin = time.monotonic()

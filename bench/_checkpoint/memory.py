@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench._checkpoint import disk, peers
 from bench._checkpoint.state import fill, make, wrong
 from tangram.relayout.peers import Peers
-from tangram.training.launch import Rank
+from tangram.training.run.launch import Rank
 
 SMALL = 2e6
 

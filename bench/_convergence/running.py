@@ -1,7 +1,7 @@
 """One run by the loop of `tangram train`, and what it leaves: a JSON file that is written last, and whole.
 
-The rank does what one of `tangram train` does (`training.rank`), but for checkpoints, proofs and exports, and every so
-often it asks for the largest logit of attention on some held-out samples.
+The rank does what one of `tangram train` does (`training.run.rank`), but for checkpoints, proofs and exports, and every
+so often it asks for the largest logit of attention on some held-out samples.
 """
 
 # ruff: noqa: N806  a tensor carries its dims in its name
@@ -27,13 +27,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from bench._convergence import initial
 from bench._convergence.settings import BIASES, Run, digest_of, initial_folder, plan_of, settings_of
 from tangram.kernels.flash.spans import by_numbers
-from tangram.training import data, loop
-from tangram.training.checkpoints import Checkpointer
+from tangram.training import data
 from tangram.training.data import Batch, held_out_batches
-from tangram.training.events import Record
-from tangram.training.launch import Rank, run_ranks
-from tangram.training.rank import Begun, RankJob, begin
-from tangram.training.shards import resharded
+from tangram.training.observe.events import Record
+from tangram.training.parallel.fsdp import resharded
+from tangram.training.run.launch import Rank, run_ranks
+from tangram.training.run.rank import Begun, RankJob, begin
+from tangram.training.state.checkpointer import Checkpointer
+from tangram.training.step import loop
 
 RESULT = "result.json"
 LOOKS = 16

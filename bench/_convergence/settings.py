@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from tangram.kernels.flash.modes import MODES, cannot
-from tangram.planner.plan import Plan
+from tangram.schema.plan import Plan
 
 Setting = Literal["plain", "outliers", "mild"]
 RECIPES: Mapping[Setting, tuple[str, ...]] = {

@@ -12,7 +12,7 @@ from typing import Any
 from bench._convergence import running
 from bench._convergence.settings import Run
 from tangram.errors import UserError
-from tangram.training.folder import alone
+from tangram.training.run.run_folder import alone
 
 Train = Callable[[Run, Path], dict[str, Any]]
 

@@ -11,11 +11,11 @@ from bench._matrix.models import MODELS, job_of
 from bench._matrix.strategies import STRATEGIES
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.planner.counted import Counted
-from tangram.planner.plan import Plan
-from tangram.planner.strategies import Strategy, plan_of
-from tangram.training.building import source_of
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.strategies import Strategy, plan_of
+from tangram.schema.plan import Plan
 from tangram.training.data import BYTES
+from tangram.training.state.build_model import source_of
 
 LEAST_LAYERS = 2
 Name = tuple[str, str]

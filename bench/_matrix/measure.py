@@ -15,10 +15,10 @@ from bench._matrix.ranks import WORLD, Found, Run, Todo, work
 from bench._matrix.results import Result, beside, slower, wrong_of
 from tangram.errors import UserError
 from tangram.hardware.rates import rates
-from tangram.planner.plan import Plan
-from tangram.planner.rank import predict
+from tangram.planner.local.rank import predict
+from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, prepare
-from tangram.training.launch import RankError, run_ranks
+from tangram.training.run.launch import RankError, run_ranks
 from tests.training.small import write_text
 
 STEPS = 5

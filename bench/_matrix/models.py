@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tangram.planner.job import Job
-from tangram.training.building import shallow, source_of
+from tangram.schema.job import Job
 from tangram.training.data import BYTES
-from tangram.training.packing import settle
+from tangram.training.objective.packing import settle
+from tangram.training.state.build_model import shallow, source_of
 
 SEQUENCE, BATCH = 32, 12
 """Tokens of a sample, samples of a step: eight ranks have two or one."""

@@ -26,14 +26,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright: ignore[reportPrivateUsage]
 
 from bench._matrix.cells import Name
-from tangram.planner.plan import Plan
-from tangram.training import loop
-from tangram.training.checkpoints import Checkpointer, JobState
+from tangram.schema.plan import Plan
 from tangram.training.data import step_batches
-from tangram.training.events import StepDone
-from tangram.training.launch import Rank, first_line
-from tangram.training.tally import Tally
-from tangram.training.world import World, axes_of, make_world
+from tangram.training.mesh.world import World, axes_of, make_world
+from tangram.training.observe.events import StepDone
+from tangram.training.run.launch import Rank, first_line
+from tangram.training.state.checkpointer import Checkpointer, JobState
+from tangram.training.step import loop
+from tangram.training.trials.dry_run_counts import Tally
 from tests.training.oracle.cases import Case
 from tests.training.oracle.compare import findings, worst
 from tests.training.oracle.plain import corpus_of, plain_run

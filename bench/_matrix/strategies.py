@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from tangram.planner.derived import ModelAxis
-from tangram.planner.schedules import MAKERS
-from tangram.planner.strategies import PIPELINE, Strategy
+from tangram.planner.local.derived_layouts import ModelAxis
+from tangram.planner.local.strategies import PIPELINE, Strategy
+from tangram.schema.schedules import MAKERS
 
 MODEL_AXES: Mapping[str, ModelAxis] = {
     "cp": ModelAxis("cp", "context", "gathered"),

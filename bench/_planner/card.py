@@ -22,9 +22,9 @@ which no training run was fitted. "Constant MFU" is FLOPs / (devices x best rate
 elsewhere): of the same device, type and kind of model where there are three, else of the same device, else of the type
 and kind.
 
-The widths of effects (`planner/learn.py`) and the constants of `planner/passes.py` and `frameworks.toml` were chosen
-while these groups were looked at, so they are less independent of them than the held-out runs are. On runs that
-nobody here has seen errors will be larger.
+The widths of effects (`planner/cost/calibration.py`) and the constants of `planner/cost/block_time.py` and
+`frameworks.toml` were chosen while these groups were looked at, so they are less independent of them than the held-out
+runs are. On runs that nobody here has seen errors will be larger.
 
 ## Step time
 

@@ -4,7 +4,7 @@ For each number of processes all plans are ranked with nothing known but the mac
 best of other kinds are run, some steps each, in rounds one after the other. The regret is how much longer the step of
 the one that is ranked first takes than that of the quickest, by medians over the rounds; where the ratio of the two
 within a round is sometimes below one, they are not told apart. Then what was measured is played back to the planner as
-trials (`planner.trials`): the regret after three, and how far the others are off before and after.
+trials (`planner.local.trials`): the regret after three, and how far the others are off before and after.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 
 from bench._planner.ranking import spearman
 from tangram.hardware.measure import Row
-from tangram.planner.history import Entry, History, key_of
-from tangram.planner.plan import Plan
-from tangram.planner.rank import Ranked
-from tangram.planner.read import load
-from tangram.planner.rerank import by_history
-from tangram.planner.trials import Trial, tried
-from tangram.training.auto import words_of
-from tangram.training.choosing import Planned, planned
+from tangram.planner.cost.history import Entry, History, key_of
+from tangram.planner.local.rank import Ranked
+from tangram.planner.local.rerank import by_history
+from tangram.planner.local.trials import Trial, tried
+from tangram.schema.files import load
+from tangram.schema.plan import Plan
 from tangram.training.data import load_tokens, prepare
-from tangram.training.events import Record
-from tangram.training.remembered import entry_of
-from tangram.training.trial import measured
+from tangram.training.observe.events import Record
+from tangram.training.trials.auto import words_of
+from tangram.training.trials.history_rows import entry_of
+from tangram.training.trials.local_plans import Planned, planned
+from tangram.training.trials.trial import measured
 
 __all__ = ["rows"]
 

@@ -12,9 +12,9 @@ from bench._planner.predict import known
 from bench._planner.rows import Case, number
 from tangram.hardware.devices import device
 from tangram.hardware.measure import Row
-from tangram.planner.choice import probability
-from tangram.planner.memory import memory
-from tangram.planner.setting import Setting
+from tangram.planner.cost.memory import memory
+from tangram.planner.search.strategy import probability
+from tangram.planner.space.setting import Setting
 
 GIB = 2.0**30
 KINDS = (

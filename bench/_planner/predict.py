@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from bench._planner.rows import Case, Row, number, why_not
 from tangram.errors import UserError
 from tangram.hardware.devices import device
-from tangram.planner.grid import Grid
-from tangram.planner.learn import Learned, Run, learn
-from tangram.planner.setting import Setting
-from tangram.planner.time import seconds
+from tangram.planner.cost.calibration import Learned, Run, learn
+from tangram.planner.cost.step_time import seconds
+from tangram.planner.space.grid import Grid
+from tangram.planner.space.setting import Setting
 
 RACK = 8
 """Devices of one machine at most; where a catalogue says more, they meet across machines."""

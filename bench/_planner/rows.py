@@ -17,9 +17,9 @@ from typing import Any
 from bench._planner.tables import table
 from tangram.errors import UserError
 from tangram.models.outline import Dims, Group, Outline, decoder
-from tangram.planner.framework import Framework, framework
-from tangram.planner.grid import Grid, grid
-from tangram.planner.setting import Precision
+from tangram.planner.space.framework_profiles import Framework, framework
+from tangram.planner.space.grid import Grid, grid
+from tangram.planner.space.setting import Precision
 
 Row = Mapping[str, str]
 

@@ -1,4 +1,4 @@
-"""Learns from all published runs and writes `planner/learned.npz`: run as `python -m bench._planner.teach`."""
+"""Learns from all published runs and writes `planner/cost/learned.npz`: run as `python -m bench._planner.teach`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from bench._planner.predict import predictable, runs
 from bench._planner.rows import cases, read
 from tangram.hardware.devices import device
-from tangram.planner.learn import learn, save
+from tangram.planner.cost.calibration import learn, save
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "data" / "published" / "runs.csv"

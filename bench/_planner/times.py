@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bench._planner.predict import Floats, HeldOut
 from bench._planner.rows import Case
 from tangram.hardware.devices import device
-from tangram.planner.learn import Run
+from tangram.planner.cost.calibration import Run
 
 Group = tuple[str, str, str, str]
 

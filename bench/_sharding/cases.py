@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tangram.sharding.proof.execute import differs
-from tangram.sharding.proof.samples import LARGEST
+from tangram.sharding.proof.samples.samples import LARGEST
 
 SAMPLES = 3
 """Of an entry."""

@@ -17,10 +17,10 @@ from bench._sharding.cases import RANKS, Case, Sample, gradients_of, leaf, unlik
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.layout.syntax import VOID, Cut, Dim
-from tangram.sharding.choices import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, HALO, REDUCE_SCATTER, received
+from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.simulate import Simulated, World, cut, together
-from tangram.sharding.propagate import Propagation, Step
-from tangram.sharding.table import builtin
+from tangram.sharding.propagation.axis_choices import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, HALO, REDUCE_SCATTER, received
+from tangram.sharding.propagation.propagate import Propagation, Step
 
 AXIS = "x"
 MESH = Mesh.parse(f"{AXIS}={RANKS}")

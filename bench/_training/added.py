@@ -12,15 +12,16 @@ import torch.distributed as dist
 
 from bench._training.job import fsdp
 from tangram.hardware.measure import Pairs, Row, paired
-from tangram.planner.plan import Plan
-from tangram.training import data, loop
-from tangram.training.boards import TensorBoard
-from tangram.training.building import build, source_of
-from tangram.training.checkpoints import Checkpointer, JobState
-from tangram.training.events import Record
-from tangram.training.launch import Rank, run_ranks
-from tangram.training.optimise import make_adamw
-from tangram.training.world import make_world
+from tangram.schema.plan import Plan
+from tangram.training import data
+from tangram.training.mesh.world import make_world
+from tangram.training.observe.events import Record
+from tangram.training.observe.tensorboard import TensorBoard
+from tangram.training.run.launch import Rank, run_ranks
+from tangram.training.state.build_model import build, source_of
+from tangram.training.state.checkpointer import Checkpointer, JobState
+from tangram.training.step import loop
+from tangram.training.step.optimiser_step import make_adamw
 
 TURN, WARM = 25, 2
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from bench._training.job import tables
 from bench._training.steps import WARM, ours, turn
 from tangram.hardware.measure import Pairs, Row, paired
-from tangram.planner.plan import Plan
+from tangram.schema.plan import Plan
 from tangram.training import data
-from tangram.training.building import source_of
-from tangram.training.dry import counted_alone
-from tangram.training.launch import Rank, run_ranks
-from tangram.training.world import make_world
+from tangram.training.mesh.world import make_world
+from tangram.training.run.launch import Rank, run_ranks
+from tangram.training.state.build_model import source_of
+from tangram.training.trials.dry_run import counted_alone
 
 SEQUENCE = 2048
 WAYS: Mapping[str, Mapping[str, str]] = {

@@ -13,7 +13,7 @@ import torch
 
 from bench._training.job import GLOBAL_BATCH, SEQUENCE, job
 from tangram.hardware.measure import Row, paired
-from tangram.planner.job import DataPlan
+from tangram.schema.job import DataPlan
 from tangram.training import data
 
 BATCHES = 2000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tangram.planner.job import Job
-from tangram.planner.plan import Plan
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan
 
 GLOBAL_BATCH, SEQUENCE = 8, 128
 

@@ -23,15 +23,15 @@ from bench._styles import megatron
 from bench._training.job import fsdp, job
 from tangram.hardware.measure import Pairs, Row, paired
 from tangram.models.build import build_on_meta, initial_tensors
-from tangram.planner.plan import Plan
+from tangram.schema.plan import Plan
 from tangram.training import data
-from tangram.training.apply import blocks_of, materialise
-from tangram.training.building import build, source_of
-from tangram.training.choosing import plans_of
-from tangram.training.launch import Rank, run_ranks
-from tangram.training.loop import train_step
-from tangram.training.optimise import make_adamw
-from tangram.training.world import World, make_world
+from tangram.training.mesh.world import World, make_world
+from tangram.training.parallel.apply import blocks_of, materialise
+from tangram.training.run.launch import Rank, run_ranks
+from tangram.training.state.build_model import build, source_of
+from tangram.training.step.loop import train_step
+from tangram.training.step.optimiser_step import make_adamw
+from tangram.training.trials.local_plans import plans_of
 
 TURN = 4
 """Steps in a turn."""

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tangram.checkpoint.background import AsyncSaver, Settings
-from tangram.checkpoint.save import About
-from tangram.checkpoint.state import describe
+from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
+from tangram.checkpoint.saving.save import About
+from tangram.checkpoint.state.entries import describe
 from tangram.relayout.peers import Peers
 
 TENSORS, COLUMNS, COMPUTE = 110, 4096, 0.5

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.checkpoint import commits, convert, diff, retention, tree, verify
-from tangram.checkpoint.commits import MANIFEST, MARKER
-from tangram.checkpoint.load import load
-from tangram.checkpoint.manifest import checksums
-from tangram.checkpoint.save import About
+from tangram.checkpoint.formats import hf_export
+from tangram.checkpoint.inspect import diff, tree, verify
+from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.saving.save import About
+from tangram.checkpoint.store import commits, retention
+from tangram.checkpoint.store.commits import MANIFEST, MARKER
+from tangram.checkpoint.store.manifest import checksums
 from tangram.errors import UserError
 from tangram.layout import Region
 from tests.checkpoint.making import make, regions
@@ -109,7 +111,7 @@ def _diff(path: Path) -> None:
 
 
 def _convert(path: Path) -> None:
-    convert.to_hugging_face(path, path.with_name("converted"))
+    hf_export.to_hugging_face(path, path.with_name("converted"))
 
 
 def _prune(path: Path) -> None:

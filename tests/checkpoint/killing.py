@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tangram.checkpoint import background, commits, retention, verify, writer
-from tangram.checkpoint.background import AsyncSaver, Settings
-from tangram.checkpoint.load import load
-from tangram.checkpoint.save import About, save
-from tangram.checkpoint.state import Held, describe
+from tangram.checkpoint.inspect import verify
+from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.saving import async_saver, writer_process
+from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
+from tangram.checkpoint.saving.save import About, save
+from tangram.checkpoint.state.entries import Held, describe
+from tangram.checkpoint.store import commits, retention
 from tangram.hardware.workers import Channel, Detached
 from tangram.relayout.peers import Peers
 from tests.checkpoint.stored import random_tensor, same
@@ -174,7 +176,7 @@ def start_forked(moment: int | None) -> Detached:
         here.close()
         if moment is not None:
             die_at(moment)
-        writer.serve(Channel(there))
+        writer_process.serve(Channel(there))
 
     pid = forked(act)
     there.close()
@@ -204,7 +206,7 @@ def rank_main(rank: int, folder: Path, doom: Doom) -> None:
     def start(*_: object) -> Detached:
         return processes.pop() if processes else start_forked(None)
 
-    background.start_detached = start
+    async_saver.start_detached = start
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
     peers = Peers(dist.group.WORLD)

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
-from tangram.checkpoint import between, commits, exchange, source
-from tangram.checkpoint.load import load
-from tangram.checkpoint.manifest import BLOCK
-from tangram.checkpoint.read import Want, read_wants
-from tangram.checkpoint.save import save
-from tangram.checkpoint.state import describe
+from tangram.checkpoint.loading import between_nodes, block_source, exchange
+from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.loading.read import Want, read_wants
+from tangram.checkpoint.saving.save import save
+from tangram.checkpoint.state.entries import describe
+from tangram.checkpoint.store import commits
+from tangram.checkpoint.store.manifest import BLOCK
 from tangram.errors import UserError
 from tangram.hardware import shared
 from tangram.layout import Layout, Mesh, Region, region
@@ -217,7 +218,7 @@ def one_cannot_read(folder: Path, found: Meshes) -> Any:
 
 def spoiled(folder: Path, found: Meshes) -> Any:
     """What one rank receives from another node is not what was sent."""
-    real, left = between.Between.receive, iter(range(3))
+    real, left = between_nodes.Between.receive, iter(range(3))
 
     def receive(*arguments: Any) -> Any:
         data = real(*arguments)
@@ -227,7 +228,7 @@ def spoiled(folder: Path, found: Meshes) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         _small(patch, "aabb")
         if dist.get_rank() == 2:
-            patch.setattr(between.Between, "receive", receive)
+            patch.setattr(between_nodes.Between, "receive", receive)
         manifest = commits.read_manifest(folder / "large")
         try:
             read_wants(folder / "large", manifest, [_wants("a b")], peers=Peers(dist.group.WORLD))
@@ -273,13 +274,13 @@ def _small(patch: pytest.MonkeyPatch, nodes: str = NODES[0]) -> None:
 
 
 def _spy(patch: pytest.MonkeyPatch, read: list[tuple[str, int]]) -> None:
-    real = source.Sources.read
+    real = block_source.Sources.read
 
-    def spied(self: source.Sources, file: str, block: int, out: Any) -> Any:
+    def spied(self: block_source.Sources, file: str, block: int, out: Any) -> Any:
         read.append((file, block))
         return real(self, file, block, out)
 
-    patch.setattr(source.Sources, "read", spied)
+    patch.setattr(block_source.Sources, "read", spied)
 
 
 def _failing(patch: pytest.MonkeyPatch, error: Exception) -> None:

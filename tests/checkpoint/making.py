@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.checkpoint import commits, parts
-from tangram.checkpoint.image import Outgoing, images
-from tangram.checkpoint.manifest import Manifest
-from tangram.checkpoint.save import About, finish, new_id
-from tangram.checkpoint.write import Ring, write_image
+from tangram.checkpoint.saving import rank_parts
+from tangram.checkpoint.saving.file_layout import Outgoing, images
+from tangram.checkpoint.saving.file_writer import Ring, write_image
+from tangram.checkpoint.saving.save import About, finish, new_id
+from tangram.checkpoint.store import commits
+from tangram.checkpoint.store.manifest import Manifest
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.relayout import TensorSpec
 
@@ -61,7 +62,7 @@ def make(
         files = images(own, writer, writers, save_id)
         done = [write_image(partial, f, [values[p.piece.name, p.piece.region] for p in f.placed], RING) for f in files]
         empty = {n: TensorSpec(tuple(t.shape), str(t.dtype)) for n, t in tensors.items() if not t.numel()}
-        parts.leave_part(partial, writer, parts.part_of(files, done, empty, objects))
+        rank_parts.leave_part(partial, writer, rank_parts.part_of(files, done, empty, objects))
     return finish(partial, path, writers, save_id, about or About())
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import AdamW
 
-from tangram.checkpoint.state import Held
+from tangram.checkpoint.state.entries import Held
 from tangram.layout import Layout, Mesh, region
 
 RANKS = 4

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tangram.checkpoint.background import AsyncSaver, Settings
-from tangram.checkpoint.save import About
-from tangram.checkpoint.state import Held, describe
+from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
+from tangram.checkpoint.saving.save import About
+from tangram.checkpoint.state.entries import Held, describe
 from tangram.relayout.peers import Peers
 
 ROWS, COLUMNS = 8, 5

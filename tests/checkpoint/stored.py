@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.checkpoint import between, blocks, commits, exchange, manifest, parts, scatter, source, windows, write
-from tangram.checkpoint.image import Outgoing, images
-from tangram.checkpoint.manifest import Manifest
-from tangram.checkpoint.write import Ring, write_image
+from tangram.checkpoint.loading import between_nodes, block_source, block_threads, exchange, scatter, shared_windows
+from tangram.checkpoint.saving import file_writer, rank_parts
+from tangram.checkpoint.saving.file_layout import Outgoing, images
+from tangram.checkpoint.saving.file_writer import Ring, write_image
+from tangram.checkpoint.store import commits, manifest
+from tangram.checkpoint.store.manifest import Manifest
 from tangram.layout import Region
 from tangram.relayout import TensorSpec
 
@@ -31,7 +33,7 @@ def store(
     """The checkpoint `path`, in which piece `i` of a tensor is written by writer `i`; what has no cuts lies whole."""
     writers = max([1, *map(len, cuts.values())])
     partial = commits.begin(path, save_id)
-    found: list[parts.Part] = []
+    found: list[rank_parts.Part] = []
     for writer in range(writers):
         mine: list[tuple[Outgoing, Tensor]] = []
         for name, tensor in tensors.items():
@@ -48,8 +50,8 @@ def store(
             for name, t in tensors.items()
             if not t.numel()
         }
-        found.append(parts.part_of(files, written, empty, objects))
-    made = parts.merged(found, id=save_id, step=7, created="2026-01-01T00:00:00+00:00")
+        found.append(rank_parts.part_of(files, written, empty, objects))
+    made = rank_parts.merged(found, id=save_id, step=7, created="2026-01-01T00:00:00+00:00")
     commits.commit(partial, path, made)
     return made
 
@@ -92,7 +94,7 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Te
     return torch.from_numpy(made).view(dtype).reshape(tuple(shape))
 
 
-MODULES = (between, blocks, exchange, manifest, scatter, source, windows, write)
+MODULES = (between_nodes, block_threads, exchange, manifest, scatter, block_source, shared_windows, file_writer)
 
 
 def with_small_blocks(patch: pytest.MonkeyPatch, size: int = 4096) -> None:

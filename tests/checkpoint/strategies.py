@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.state import Held
+from tangram.checkpoint.state.entries import Held
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.relayout.peers import Peers
 from tests.checkpoint.stored import elements, random_tensor

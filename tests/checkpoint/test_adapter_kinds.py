@@ -145,7 +145,7 @@ def test_added_tokens_come_with_their_embeddings(tmp_path: Path) -> None:
 
 def test_lengths_are_of_whole_rows_however_the_weight_is_cut(tmp_path: Path) -> None:
     """DoRA's length of a row is over all of its columns, also where pieces and blocks have some of them."""
-    from tangram.checkpoint.adapters import with_adapter
+    from tangram.checkpoint.conversion.lora_adapters import with_adapter
     from tangram.layout import Region
     from tests.checkpoint.test_adapters import opened, values_of, written
 

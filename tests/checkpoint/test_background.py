@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tangram.checkpoint import commits
-from tangram.checkpoint.background import AsyncSaver, Saved, Settings
-from tangram.checkpoint.save import About, save
-from tangram.checkpoint.state import describe
+from tangram.checkpoint.saving.async_saver import AsyncSaver, Saved, Settings
+from tangram.checkpoint.saving.save import About, save
+from tangram.checkpoint.state.entries import describe
+from tangram.checkpoint.store import commits
 from tangram.hardware import hostmemory
 from tangram.relayout.peers import Peers
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tangram.checkpoint import commits
+from tangram.checkpoint.store import commits
 from tests.checkpoint.saving_beside import ROWS, whole
 from tests.hardware.test_workers import gone, wait_until_gone
 

@@ -18,8 +18,8 @@ from bench._checkpoint.peers import Contender, Dcp, Ours
 from bench._checkpoint.speed import Phase
 from bench._checkpoint.state import State, fill, make, shapes, wrong
 from tangram.errors import UserError
-from tangram.training.launch import Rank
-from tangram.training.stop import Stop
+from tangram.training.run.launch import Rank
+from tangram.training.run.signals import Stop
 
 SIZE = 2e6
 

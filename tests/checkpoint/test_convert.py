@@ -15,11 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tangram.checkpoint import ahead, convert, digest
-from tangram.checkpoint.commits import read_manifest
-from tangram.checkpoint.convert import to_hugging_face
-from tangram.checkpoint.save import About, save
-from tangram.checkpoint.source import DamagedError
+from tangram.checkpoint.formats import hf_export, read_ahead
+from tangram.checkpoint.formats.hf_export import to_hugging_face
+from tangram.checkpoint.loading.block_source import DamagedError
+from tangram.checkpoint.saving.save import About, save
+from tangram.checkpoint.store import digest
+from tangram.checkpoint.store.commits import read_manifest
 from tangram.errors import UserError
 from tangram.layout import Region
 from tests.checkpoint.making import flip, make, recommit, regions
@@ -67,7 +68,7 @@ def test_one_file_has_every_bit(source: Path, tmp_path: Path) -> None:
     assert same(load_file(tmp_path / "new" / "hf" / "model.safetensors"), model())
     assert (made.tensors, made.cast, made.configured) == (7, 0, True)
     assert sum(counted) == (tmp_path / "new" / "hf" / "model.safetensors").stat().st_size
-    assert made.nbytes == convert.size_of(source)
+    assert made.nbytes == hf_export.size_of(source)
     assert list((tmp_path / "new").iterdir()) == [tmp_path / "new" / "hf"]
 
 
@@ -102,14 +103,14 @@ def test_files_are_cut_at_the_size_that_was_asked_for(source: Path, tmp_path: Pa
 
 
 def test_the_least_memory_is_enough(source: Path, tmp_path: Path) -> None:
-    to_hugging_face(source, tmp_path / "hf", memory=convert.LEAST)
+    to_hugging_face(source, tmp_path / "hf", memory=hf_export.LEAST)
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), model())
     with pytest.raises(UserError, match="give 44 MiB or more"):
-        to_hugging_face(source, tmp_path / "other", memory=convert.LEAST - 1)
+        to_hugging_face(source, tmp_path / "other", memory=hf_export.LEAST - 1)
 
 
 @pytest.mark.parametrize(
-    ("layout", "window"), [("_/tp _", ahead.WINDOW), ("_ _/tp", ahead.WINDOW), ("_ _/tp", 1 << 22)]
+    ("layout", "window"), [("_/tp _", read_ahead.WINDOW), ("_ _/tp", read_ahead.WINDOW), ("_ _/tp", 1 << 22)]
 )
 def test_each_block_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, window: int) -> None:
     """Also where windows of a block are made of blocks that lie across their borders."""
@@ -117,14 +118,14 @@ def test_each_block_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     cuts = {name: regions(tuple(t.shape), layout, "tp=2") for name, t in tensors.items()}
     make(tmp_path / "a", tensors, cuts, writers=2)
     read: list[tuple[str, int]] = []
-    plain = ahead.Sources.read
+    plain = read_ahead.Sources.read
 
     def counted(self: Any, file: str, block: int, out: Any) -> Any:
         read.append((file, block))
         return plain(self, file, block, out)
 
-    monkeypatch.setattr(ahead.Sources, "read", counted)
-    monkeypatch.setattr(ahead, "WINDOW", window)
+    monkeypatch.setattr(read_ahead.Sources, "read", counted)
+    monkeypatch.setattr(read_ahead, "WINDOW", window)
     to_hugging_face(tmp_path / "a", tmp_path / "hf")
     assert len(read) == len(set(read)) == 6
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), model(tensors))
@@ -136,7 +137,7 @@ def test_a_cast_rounds_as_torch_does_and_only_floating_point(source: Path, tmp_p
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), expected)
     assert made.cast == 5
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == {"dtype": "bfloat16"}
-    assert made.nbytes == convert.size_of(source, "bfloat16", rounded=True)
+    assert made.nbytes == hf_export.size_of(source, "bfloat16", rounded=True)
 
 
 def test_files_of_a_directory_come_before_those_of_the_checkpoint(source: Path, tmp_path: Path) -> None:
@@ -169,7 +170,7 @@ def llama(tied: bool) -> Any:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("shard", [convert.SHARD, 20_000])
+@pytest.mark.parametrize("shard", [hf_export.SHARD, 20_000])
 def test_transformers_loads_the_same_model(tmp_path: Path, tied: bool, shard: int) -> None:
     net = llama(tied).eval()
     save({"model": net}, tmp_path / "a", about=About(beside={"config.json": net.config.to_json_string()}))
@@ -268,10 +269,10 @@ def test_what_others_wrote_is_like_what_we_write(source: Path, tmp_path: Path) -
     [("512MiB", 512 << 20), ("5GB", 5 * 10**9), ("1.5 KB", 1500), ("4096", 4096), ("2Ki", 2048), ("7B", 7)],
 )
 def test_sizes_are_read(text: str, size: int) -> None:
-    assert convert.bytes_of(text) == size
+    assert hf_export.bytes_of(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "5XB", "1iB", "1e9", "5gb "])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="is no size"):
-        convert.bytes_of(text)
+        hf_export.bytes_of(text)

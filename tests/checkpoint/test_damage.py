@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tangram.checkpoint import commits, verify
-from tangram.checkpoint.commits import MANIFEST, MARKER
-from tangram.checkpoint.load import load
+from tangram.checkpoint.inspect import verify
+from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.store import commits
+from tangram.checkpoint.store.commits import MANIFEST, MARKER
 from tangram.errors import UserError
 from tests.checkpoint.hostile import TENSORS, make_small
 from tests.checkpoint.making import flip

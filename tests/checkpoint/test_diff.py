@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tangram.checkpoint import diff
-from tangram.checkpoint.diff import Change, Comparison, compare
-from tangram.checkpoint.source import DamagedError
+from tangram.checkpoint.inspect import diff
+from tangram.checkpoint.inspect.diff import Change, Comparison, compare
+from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.errors import UserError
 from tests.checkpoint.making import flip, make, regions
 

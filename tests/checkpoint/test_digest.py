@@ -14,9 +14,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tangram.checkpoint import digest
-from tangram.checkpoint.digest import NOTHING, Sums
-from tangram.checkpoint.image import Outgoing, add_piece
+from tangram.checkpoint.saving.file_layout import Outgoing, add_piece
+from tangram.checkpoint.store import digest
+from tangram.checkpoint.store.digest import NOTHING, Sums
 from tangram.layout import Region, intervals
 from tangram.relayout import TensorSpec
 

@@ -14,15 +14,16 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.checkpoint import commits, exchange, source
-from tangram.checkpoint.between import PeerError
-from tangram.checkpoint.deal import Deal, deal
-from tangram.checkpoint.read import Want, read_wants
-from tangram.checkpoint.windows import Shape, Window
+from tangram.checkpoint.loading import block_source, exchange
+from tangram.checkpoint.loading.assign_blocks import Deal, deal
+from tangram.checkpoint.loading.between_nodes import PeerError
+from tangram.checkpoint.loading.read import Want, read_wants
+from tangram.checkpoint.loading.shared_windows import Shape, Window
+from tangram.checkpoint.store import commits
 from tangram.hardware import shared
 from tangram.layout import Region, intervals
 from tangram.relayout.peers import Peers
-from tangram.training.forks import context_of_ranks
+from tangram.training.run.fork_server import context_of_ranks
 from tests.checkpoint.loading import LARGE, large
 from tests.checkpoint.stored import store, with_small_blocks
 
@@ -187,14 +188,14 @@ def _rank(rank: int, folder: str, layout: str, nodes: str, how: str) -> None:
             patch.setattr(exchange, "LIMIT", 2.0)
         manifest = commits.read_manifest(Path(folder) / "large")
         if rank == 1:
-            real, left = source.Sources.read, iter(range(3))
+            real, left = block_source.Sources.read, iter(range(3))
 
             def read(*arguments: Any) -> Any:
                 if next(left, None) is None:
                     os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
                 return real(*arguments)
 
-            patch.setattr(source.Sources, "read", read)
+            patch.setattr(block_source.Sources, "read", read)
         region = Region.full(LARGE) if layout == "copied" else Region.box((32 * rank, 0), (32, LARGE[1]))
         into = torch.zeros(region.local_shape or (0,), dtype=torch.int32)
         try:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tangram.checkpoint.covers import cover
+from tangram.checkpoint.conversion.convert import restructure
+from tangram.checkpoint.conversion.find_mapping import choose
+from tangram.checkpoint.formats.common.opened import Opened
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.formats.opened import Opened
-from tangram.checkpoint.restructure import restructure
-from tangram.checkpoint.structures import choose
+from tangram.checkpoint.inspect.family_coverage import cover
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.layout import Region

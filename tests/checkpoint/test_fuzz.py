@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.checkpoint import commits, retention, verify
-from tangram.checkpoint.commits import MANIFEST, MARKER
+from tangram.checkpoint.inspect import verify
+from tangram.checkpoint.store import commits, retention
+from tangram.checkpoint.store.commits import MANIFEST, MARKER
 from tangram.errors import UserError
 from tests.checkpoint.hostile import ACTIONS, act, make_small, seal
 

@@ -26,11 +26,11 @@ from torch.optim import (
     Rprop,
 )
 
-from tangram.checkpoint import commits
-from tangram.checkpoint.load import load
-from tangram.checkpoint.save import About, save, save_described
-from tangram.checkpoint.source import DamagedError
-from tangram.checkpoint.state import Held, describe
+from tangram.checkpoint.loading.block_source import DamagedError
+from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.saving.save import About, save, save_described
+from tangram.checkpoint.state.entries import Held, describe
+from tangram.checkpoint.store import commits
 from tangram.errors import UserError
 from tests.checkpoint.saving import Net, trained
 from tests.checkpoint.stored import random_tensor, same

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.checkpoint import manifest
-from tangram.checkpoint.manifest import BLOCK, Manifest, ManifestError, StoredFile, StoredPiece, StoredTensor
+from tangram.checkpoint.store import manifest
+from tangram.checkpoint.store.manifest import BLOCK, Manifest, ManifestError, StoredFile, StoredPiece, StoredTensor
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import TensorSpec

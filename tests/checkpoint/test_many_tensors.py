@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.checkpoint import commits, diff_structures, tree, verify
+from tangram.checkpoint.conversion.convert import IDENTITY, config_of, restructure, steps_of
+from tangram.checkpoint.conversion.find_mapping import choose
+from tangram.checkpoint.formats.common.opened import Opened
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.formats.opened import Opened
-from tangram.checkpoint.restructure import IDENTITY, config_of, restructure, steps_of
-from tangram.checkpoint.structures import choose
+from tangram.checkpoint.inspect import diff_across_formats, tree, verify
+from tangram.checkpoint.store import commits
 from tests.checkpoint import zero
 
 FEW, MANY = 48, 192
@@ -105,7 +106,7 @@ def test_deepspeed(root: Path) -> None:
 def test_comparing(made: Path) -> None:
     def work(n: int) -> None:
         a, b = open_any(made / f"dcp-{n}"), open_any(made / f"tangram-{n}")
-        assert diff_structures.compare(*diff_structures.seen_as(a, b, None)).same
+        assert diff_across_formats.compare(*diff_across_formats.seen_as(a, b, None)).same
 
     assert grows(work) < MOST
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from tangram.checkpoint import commits, digest, verify
-from tangram.checkpoint.manifest import Manifest
-from tangram.checkpoint.read import Want, read_wants
-from tangram.checkpoint.save import About, save_described
-from tangram.checkpoint.state import describe
-from tangram.checkpoint.write import Ring
+from tangram.checkpoint.inspect import verify
+from tangram.checkpoint.loading.read import Want, read_wants
+from tangram.checkpoint.saving.file_writer import Ring
+from tangram.checkpoint.saving.save import About, save_described
+from tangram.checkpoint.state.entries import describe
+from tangram.checkpoint.store import commits, digest
+from tangram.checkpoint.store.manifest import Manifest
 from tangram.layout import Region
 from tests.checkpoint.stored import bits, elements, same
 from tests.checkpoint.strategies import CORE, STRATEGIES, WHOLE, Strategy, ThreadPeers, Threads

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch.multiprocessing as mp
 
-from tangram.checkpoint import commits, verify
+from tangram.checkpoint.inspect import verify
+from tangram.checkpoint.store import commits
 from tests.checkpoint.strategy_ranks import NAMED, PAIRS, RANKS, play
 
 

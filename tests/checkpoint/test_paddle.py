@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tangram.checkpoint.formats import paddle
+from tangram.checkpoint.conversion.convert import IDENTITY, restructure
+from tangram.checkpoint.conversion.find_mapping import choose
+from tangram.checkpoint.formats.common.opened import Opened
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.formats.opened import Opened
-from tangram.checkpoint.formats.paddle_pickles import MODULE, Stored, metadata, read_metadata
-from tangram.checkpoint.formats.paddle_steps import power, step_of, with_betas
-from tangram.checkpoint.restructure import IDENTITY, restructure
-from tangram.checkpoint.structures import choose
+from tangram.checkpoint.formats.paddle import flex
+from tangram.checkpoint.formats.paddle.pickles import MODULE, Stored, metadata, read_metadata
+from tangram.checkpoint.formats.paddle.step_count import power, step_of, with_betas
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.layout import Region
@@ -108,7 +108,7 @@ def check_saved(folder: Path) -> None:
 
 def _raw(name: str) -> str:
     param, _, state = name.rpartition(".")
-    return f"{param}.{paddle.SUFFIXES[state]}" if state in paddle.SUFFIXES else name
+    return f"{param}.{flex.SUFFIXES[state]}" if state in flex.SUFFIXES else name
 
 
 def folder_of(path: Path, found: Mapping[str, Tensor] = TENSORS, config: Mapping[str, Any] | None = None) -> Path:
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_paddles_goes_to_torch_and_back(tmp_path: Path, capsys: 
     assert middle["odd.weight.step"] == 3
     # A DCP that was read says nothing of betas or states: they are given.
     source = open_any(tmp_path / "dcp")
-    states = {key: paddle.STATES[key] for key in ("exp_avg", "exp_avg_sq", "master", "step")}
+    states = {key: flex.STATES[key] for key in ("exp_avg", "exp_avg_sq", "master", "step")}
     known = with_betas(replace(source, states=states), (0.9, 0.95))
     restructure(known, bind(IDENTITY, known.specs), tmp_path / "back", "paddle", shard=300)
     after = open_any(tmp_path / "back")
@@ -316,7 +316,7 @@ def test_there_and_back_for_any_heads(
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
     moments = {f"{name}.exp_avg": torch.randn(shape) for name, shape in shapes.items()}
     hf = open_any(folder_of(folder / "hf", {**values, **moments}, config))
-    trained = replace(hf, states={"exp_avg": paddle.STATES["exp_avg"]})
+    trained = replace(hf, states={"exp_avg": flex.STATES["exp_avg"]})
     restructure(trained, choose(trained, "paddle", config).bound, folder / "there", "paddle", dtype="float64")
     there = open_any(folder / "there")
     made = tensors(there)
@@ -547,7 +547,7 @@ def test_the_module_that_metadata_names() -> None:
 )
 def test_what_paddle_has_no_place_for(tmp_path: Path, found: Mapping[str, Tensor], words: str) -> None:
     source = open_any(folder_of(tmp_path / "hf", found))
-    states = {**paddle.STATES, **ADAM_8BIT}
+    states = {**flex.STATES, **ADAM_8BIT}
     known = replace(source, states={k: v for k, v in states.items() if f"w.{k}" in found})
     known = with_betas(known, (0.9, 0.95)) if "2.5" in words else known
     with pytest.raises(UserError, match=re.escape(words)):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tangram.checkpoint.header import PAGE
-from tangram.checkpoint.pages import HUGE, pages
+from tangram.checkpoint.loading.page_memory import HUGE, pages
+from tangram.checkpoint.store.safetensors_header import PAGE
 
 
 @pytest.mark.parametrize(

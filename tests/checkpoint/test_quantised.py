@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tangram.checkpoint.quantised import dequantised, quantisation_of
-from tangram.checkpoint.restructure import IDENTITY, Filler
+from tangram.checkpoint.conversion.convert import IDENTITY, Filler
+from tangram.checkpoint.conversion.quantised import dequantised, quantisation_of
 from tangram.cli import main
 from tangram.layout import Region
 from tangram.relayout import bind

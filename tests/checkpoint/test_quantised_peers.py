@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tangram.cli import main
-from tangram.training.weights import load_pretrained
+from tangram.training.state.load_weights import load_pretrained
 from tests.checkpoint.peers.models import save
 from tests.checkpoint.test_quantised import convert, equal
 from tests.training.test_weights import PLAN

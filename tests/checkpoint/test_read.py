@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.checkpoint.manifest import BLOCK, Manifest
-from tangram.checkpoint.read import DamagedError, Want, read_wants, tensor
-from tangram.checkpoint.scatter import cut
+from tangram.checkpoint.loading.read import DamagedError, Want, read_wants, tensor
+from tangram.checkpoint.loading.scatter import cut
+from tangram.checkpoint.store.manifest import BLOCK, Manifest
 from tangram.errors import UserError
 from tangram.layout import Region, intervals
 from tests.checkpoint.stored import elements, random_tensor, same, store, with_small_blocks

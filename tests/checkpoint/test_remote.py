@@ -13,13 +13,13 @@ from moto.server import ThreadedMotoServer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tangram.checkpoint import remote
+from tangram.checkpoint.conversion import object_store
+from tangram.checkpoint.conversion.convert import IDENTITY, restructure
+from tangram.checkpoint.conversion.object_store import opening
+from tangram.checkpoint.formats.common.outgoing import Task
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.formats.outgoing import Task
 from tangram.checkpoint.formats.targets import TARGETS, Target
-from tangram.checkpoint.remote import opening
-from tangram.checkpoint.restructure import IDENTITY, restructure
-from tangram.checkpoint.save import save as save_own
+from tangram.checkpoint.saving.save import save as save_own
 from tangram.cli import main
 from tangram.relayout import bind
 from tests.checkpoint.peers.models import save
@@ -84,8 +84,8 @@ def test_a_checkpoint_of_tangram_with_its_states(server: str, bucket: str, tmp_p
 def test_only_what_is_looked_at_is_fetched_and_it_is_let_go(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "WHOLE", 1000)
-    monkeypatch.setattr(remote, "PIECE", 1 << 16)
+    monkeypatch.setattr(object_store, "WHOLE", 1000)
+    monkeypatch.setattr(object_store, "PIECE", 1 << 16)
     (tmp_path / "hf").mkdir()
     big = {f"t{i}": torch.randn(512, 256) for i in range(8)}
     save_file(big, tmp_path / "hf/model.safetensors")
@@ -118,7 +118,7 @@ def test_what_fails_on_the_way_leaves_nothing(
     found = open_any(tmp_path / "hf")
     bound, target = bind(IDENTITY, found.specs), Target("one that breaks", breaks, states=False, structure="hf")
     with monkeypatch.context() as patch:
-        patch.setattr("tangram.checkpoint.restructure.TARGETS", {"hf": target})
+        patch.setattr("tangram.checkpoint.conversion.convert.TARGETS", {"hf": target})
         with pytest.raises(OSError, match="No space"):
             restructure(found, bound, f"s3://{bucket}/x", "hf", shard=50_000)
     assert objects(server, bucket) == {}

@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 
-from tangram.checkpoint.convert import bytes_of
-from tangram.checkpoint.fetched import fetched
+from tangram.checkpoint.conversion.convert import IDENTITY, LEAST, restructure
 from tangram.checkpoint.formats import torch_dist
-from tangram.checkpoint.formats.archive import Opaque, Place, read_archive, tensors
+from tangram.checkpoint.formats.archives.archive import Opaque, Place, read_archive, tensors
+from tangram.checkpoint.formats.archives.mapped_files import Maps
+from tangram.checkpoint.formats.common.outgoing import boxes
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.formats.mapped import Maps
-from tangram.checkpoint.formats.outgoing import boxes
-from tangram.checkpoint.manifest import BLOCK
-from tangram.checkpoint.restructure import IDENTITY, LEAST, restructure
-from tangram.checkpoint.write import Ring, Stream
+from tangram.checkpoint.formats.hf_export import bytes_of
+from tangram.checkpoint.loading.prefetch import fetched
+from tangram.checkpoint.saving.file_writer import Ring, Stream
+from tangram.checkpoint.store.manifest import BLOCK
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.relayout import TensorSpec, bind

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.checkpoint import commits, retention
-from tangram.checkpoint.commits import MANIFEST, MARKER
-from tangram.checkpoint.retention import Best, Candidate, Policy, kept, parse
-from tangram.checkpoint.save import About
-from tangram.checkpoint.verify import verify
+from tangram.checkpoint.inspect.verify import verify
+from tangram.checkpoint.saving.save import About
+from tangram.checkpoint.store import commits, retention
+from tangram.checkpoint.store.commits import MANIFEST, MARKER
+from tangram.checkpoint.store.retention import Best, Candidate, Policy, kept, parse
 from tangram.errors import UserError
 from tests.checkpoint.making import flip, make
 

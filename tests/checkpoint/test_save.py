@@ -10,11 +10,11 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from tangram.checkpoint import commits, digest
-from tangram.checkpoint.image import Outgoing, add_piece
-from tangram.checkpoint.manifest import Manifest
-from tangram.checkpoint.save import About, SaveError, save
-from tangram.checkpoint.state import Held
+from tangram.checkpoint.saving.file_layout import Outgoing, add_piece
+from tangram.checkpoint.saving.save import About, SaveError, save
+from tangram.checkpoint.state.entries import Held
+from tangram.checkpoint.store import commits, digest
+from tangram.checkpoint.store.manifest import Manifest
 from tangram.errors import UserError
 from tangram.layout import Region
 from tests.checkpoint.saving import RANKS, STATES, meshes, trained, whole_values

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tangram.checkpoint.formats.configuration import is_quantised, true_of
+from tangram.checkpoint.conversion.convert import IDENTITY, bound_of, restructure
+from tangram.checkpoint.formats.common.config_json import is_quantised, true_of
+from tangram.checkpoint.formats.common.side_files import PROVENANCE, side_files, with_provenance, write_side_files
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.formats.small import PROVENANCE, side_files, with_provenance, write_side_files
-from tangram.checkpoint.restructure import IDENTITY, bound_of, restructure
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.relayout import TensorSpec
@@ -118,7 +118,7 @@ def test_a_name_that_leads_out_is_refused(tmp_path: Path) -> None:
 
 
 def test_large_and_countless_files_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tangram.checkpoint.formats import small
+    from tangram.checkpoint.formats.common import side_files as small
 
     monkeypatch.setattr(small, "LARGEST_OTHER", 10)
     monkeypatch.setattr(small, "MOST_INSIDE", 2)

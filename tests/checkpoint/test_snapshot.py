@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.save import write_share
-from tangram.checkpoint.snapshot import CHUNK, Pool, Share, Snapshot, places, share
-from tangram.checkpoint.state import Described, Entry, Held, describe
+from tangram.checkpoint.saving.save import write_share
+from tangram.checkpoint.saving.snapshot import CHUNK, Pool, Share, Snapshot, places, share
+from tangram.checkpoint.state.entries import Described, Entry, Held, describe
 from tangram.errors import UserError
 
 SAVE = "ab" * 16

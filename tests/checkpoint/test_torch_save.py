@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tangram.checkpoint.formats.common.opened import Opened
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.formats.opened import Opened
 from tangram.cli import main
 from tangram.errors import UserError
 from tests.checkpoint.zero import same, values

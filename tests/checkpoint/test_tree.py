@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.checkpoint import tree
-from tangram.checkpoint.manifest import StoredPiece, StoredTensor
-from tangram.checkpoint.source import DamagedError
+from tangram.checkpoint.inspect import tree
+from tangram.checkpoint.loading.block_source import DamagedError
+from tangram.checkpoint.store.manifest import StoredPiece, StoredTensor
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import TensorSpec

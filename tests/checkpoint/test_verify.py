@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tangram.checkpoint import commits, digest, manifest, verify
-from tangram.checkpoint.commits import MANIFEST, MARKER
-from tangram.checkpoint.manifest import BLOCK, StoredFile
-from tangram.checkpoint.save import About, save
-from tangram.checkpoint.scan import Finding
+from tangram.checkpoint.inspect import verify
+from tangram.checkpoint.inspect.scan import Finding
+from tangram.checkpoint.saving.save import About, save
+from tangram.checkpoint.store import commits, digest, manifest
+from tangram.checkpoint.store.commits import MANIFEST, MARKER
+from tangram.checkpoint.store.manifest import BLOCK, StoredFile
 from tangram.errors import UserError
 from tangram.layout import Region
 from tests.checkpoint.making import flip, make, recommit, regions

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tangram.checkpoint import commits, parts
-from tangram.checkpoint.snapshot import Pool, Share, Snapshot, share
-from tangram.checkpoint.state import Held, describe
-from tangram.checkpoint.writer import Order, Writer, _refuse_failed, attempt_id, share_fields
+from tangram.checkpoint.saving import rank_parts
+from tangram.checkpoint.saving.snapshot import Pool, Share, Snapshot, share
+from tangram.checkpoint.saving.writer_process import Order, Writer, _refuse_failed, attempt_id, share_fields
+from tangram.checkpoint.state.entries import Held, describe
+from tangram.checkpoint.store import commits
 from tangram.hardware.workers import Channel
 
 SAVE = "0123456789abcdef" * 2
@@ -226,10 +227,10 @@ def test_a_word_that_comes_too_late_is_in_no_checkpoint(tmp_path: Path) -> None:
     """A writer says that it cannot while the first one, which has heard enough, is at the commit."""
     partial = commits.begin(tmp_path / "a", SAVE)
     closing = commits.closing_path(partial)
-    parts.leave_failure(partial, 1, "too late")
+    rank_parts.leave_failure(partial, 1, "too late")
     (partial / ".failed-00002.json").write_text("half of one")
     partial.rename(closing)
     with pytest.raises(FileNotFoundError):
-        parts.leave_failure(partial, 1, "later still")
-    parts.remove_words(closing)
+        rank_parts.leave_failure(partial, 1, "later still")
+    rank_parts.remove_words(closing)
     assert not list(closing.iterdir())

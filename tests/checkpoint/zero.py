@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from tangram.checkpoint.conversion.convert import IDENTITY
+from tangram.checkpoint.formats.common.opened import Opened
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.formats.opened import Opened
-from tangram.checkpoint.restructure import IDENTITY
 from tangram.layout import Region
 from tangram.relayout import Piece, PieceIndex, bind, execute, plan
 

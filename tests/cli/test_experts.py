@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tangram.cli import main
-from tangram.training.events import ExpertLoads
-from tangram.training.loads import FILE, append, read, together
+from tangram.training.objective.expert_loads import FILE, append, read, together
+from tangram.training.observe.events import ExpertLoads
 
 COUNTS = (ExpertLoads(10, 40, {"mlp.experts": (60, 10, 5, 5)}), ExpertLoads(20, 40, {"mlp.experts": (40, 20, 15, 5)}))
 

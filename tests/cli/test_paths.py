@@ -10,10 +10,10 @@ from pydantic import BaseModel
 from tangram.cli import expanded
 from tangram.cli.errors import reported
 from tangram.errors import UserError
-from tangram.planner.axes import PipelinePlan
-from tangram.planner.job import DataPlan, ModelPlan, SourcePlan
-from tangram.planner.plan import Plan
-from tangram.planner.read import absolute, load
+from tangram.schema.files import absolute, load
+from tangram.schema.job import DataPlan, ModelPlan, SourcePlan
+from tangram.schema.parallelism import PipelinePlan
+from tangram.schema.plan import Plan
 from tests.training.small import small_plan, small_tables
 
 

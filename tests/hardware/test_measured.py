@@ -18,7 +18,7 @@ from tangram.hardware.curves import PRODUCT, product
 from tangram.hardware.devices import device
 from tangram.hardware.fit import fit
 from tangram.hardware.owncurves import curves_in, text_of
-from tangram.planner.choice import figures
+from tangram.planner.search.strategy import figures
 
 FEW: dict[str, Any] = {"SIDES": (64, 128, 256), "LENGTHS": (128, 256), "HEADS": ((4, 64),), "MOVED": (1 << 12, 1 << 18)}
 FEW |= {"POOL": 1 << 20, "MESSAGES": (1 << 12, 1 << 15, 1 << 18)}

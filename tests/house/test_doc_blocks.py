@@ -21,7 +21,7 @@ import typer
 from pydantic import BaseModel
 
 from tangram.cli import COMMANDS, _app, _load
-from tangram.planner.plan import Job, Plan
+from tangram.schema.plan import Job, Plan
 from tests.house.doc_blocks import ROOT, Block, Command, all_blocks, blocks_of, commands_of
 
 BLOCKS = all_blocks()

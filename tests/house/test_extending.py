@@ -15,11 +15,12 @@ from tangram.hardware.devices import tables
 from tangram.hardware.rates import WHOLE, catalogue
 from tangram.models import build
 from tangram.models.build import build_on_meta, make_config
-from tangram.planner import derived, schedules, strategies
-from tangram.planner import rank as ranking
-from tangram.planner.actions import Action, check, simulate
-from tangram.planner.job import Job
-from tangram.sharding.derive.marks import Mark
+from tangram.planner.local import derived_layouts, strategies
+from tangram.planner.local import rank as ranking
+from tangram.schema import schedules
+from tangram.schema.job import Job
+from tangram.schema.schedule_table import Action, check, simulate
+from tangram.sharding.derive.marking.marks import Mark
 from tangram.training.data.rows import Row, text_of
 from tests.planner.machine import rates
 
@@ -47,16 +48,16 @@ def test_marks_of_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"word_embed_proj_dim": 32, "ffn_dim": 64, "max_position_embeddings": 64}
     config: Any = AutoConfig.for_model("opt", **SMALL, **more, bos_token_id=0, eos_token_id=0, pad_token_id=None)
     model = build_on_meta(config)
-    graph = derived.sample_graph(model, 16, torch.float32)
+    graph = derived_layouts.sample_graph(model, 16, torch.float32)
 
     def cut() -> set[str]:
-        found = derived.tensor_layouts(config, model, graph, ("tp", 2), None)
-        assert isinstance(found, derived.TensorLayouts), found
+        found = derived_layouts.tensor_layouts(config, model, graph, ("tp", 2), None)
+        assert isinstance(found, derived_layouts.TensorLayouts), found
         return {name.rpartition(".layers.*.")[2] for name in found.parameters}
 
     assert not any("fc" in name for name in cut())
     marks = [Mark.parse(line) for line in block("text", "# opt.marks").splitlines()[1:]]
-    monkeypatch.setattr(derived, "marks_of", lambda kind: {"opt": marks}[kind])
+    monkeypatch.setattr(derived_layouts, "marks_of", lambda kind: {"opt": marks}[kind])
     assert cut() >= {"fc1.weight", "fc2.weight", "self_attn.out_proj.weight", "model.decoder.embed_tokens.weight"}
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.formats.paddle import WRITTEN
+from tangram.checkpoint.formats.paddle.flex import WRITTEN
 from tangram.cli import main
 from tests.checkpoint.test_paddle import check_saved, same, tensors
 
@@ -75,7 +75,7 @@ def torch_of(tensor: Any, dtype: str) -> Tensor:
 
 def _raw(folder: Path, name: str) -> str:
     """The name in the files."""
-    from tangram.checkpoint.formats.paddle import SUFFIXES
+    from tangram.checkpoint.formats.paddle.flex import SUFFIXES
 
     param, _, state = name.rpartition(".")
     return f"{param}.{SUFFIXES[state]}" if state in SUFFIXES and param in open_any(folder).specs else name

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("paddle", reason="the extra `paddle` is not installed")
 
 from tangram.errors import UserError
-from tangram.sharding.against import paddle
+from tangram.sharding.compare import paddle
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from torch import nn
 
 from bench._matrix.cells import Name
 from bench._matrix.ranks import Plant
-from tangram.training.pipeline import parts_of
+from tangram.training.parallel.pipeline import parts_of
 from tests.training.oracle.mistakes import (
     clipped_by_the_local_norm,
     copies_not_summed,

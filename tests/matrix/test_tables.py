@@ -14,7 +14,7 @@ from bench._matrix.ranks import Found, Run, Todo
 from bench._matrix.results import Kept, Result, beside, read, slower, wrong_of
 from bench._matrix.strategies import STRATEGIES, combined, strategy
 from tangram.errors import UserError
-from tangram.planner.schedules import MAKERS
+from tangram.schema.schedules import MAKERS
 from tests.training.small import write_text
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from tangram.errors import UserError
 from tangram.models.attention import by_tokens, mask_of, numbers_of, refuse_unable
 from tangram.models.build import build_on_meta, initial_tensors
-from tangram.training.apply import materialise
+from tangram.training.parallel.apply import materialise
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from tangram.errors import UserError
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, Group, decoder
-from tangram.planner.again import (
+from tangram.planner.cost.calibration import PARTS
+from tangram.planner.cost.memory import memory, needs
+from tangram.planner.cost.step_time import scaled, seconds
+from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
+from tangram.planner.search.branch_and_bound import search
+from tangram.planner.search.evaluate import Wanted
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.grid import Grid, grid, joined
+from tangram.planner.space.optimisers_and_offload import offloads_of
+from tangram.planner.space.recompute import (
     ALL_BLOCKS,
     EXPLAINED,
     NOTHING,
@@ -24,17 +33,8 @@ from tangram.planner.again import (
     is_free,
     spread,
 )
-from tangram.planner.framework import framework
-from tangram.planner.grid import Grid, grid, joined
-from tangram.planner.learn import PARTS
-from tangram.planner.means import offloads_of
-from tangram.planner.memory import memory, needs
-from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.search import search
-from tangram.planner.setting import Setting
-from tangram.planner.space import Able, Request, meshes, of_mesh
-from tangram.planner.time import scaled, seconds
-from tangram.planner.wanted import Wanted
+from tangram.planner.space.schedule_formulas import SCHEDULES
+from tangram.planner.space.setting import Setting
 
 SETTING = Setting(device("h100"), framework("megatron-core"))
 DENSE = decoder(Dims(11, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")

@@ -10,8 +10,8 @@ import pytest
 from tangram.cli import main
 from tangram.hardware.cluster import Link, builtin
 from tangram.models.outlined import outlined
-from tangram.planner.ask import plan
-from tangram.planner.choice import Ask, probability, safe
+from tangram.planner.search.query import plan
+from tangram.planner.search.strategy import Ask, probability, safe
 from tests.planner.commands import refused
 
 SPINE = ("llama-3-70b", "--cluster", "h100-8x8", "--tokens-per-batch", "4M", "--seq", "8192")

@@ -10,10 +10,10 @@ from transformers import AutoConfig, PreTrainedConfig
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.build import build_on_meta
-from tangram.planner.derived import ModelAxis, TensorLayouts, axes_layouts, sample_graph
-from tangram.planner.legal import legal
-from tangram.planner.plan import Plan
-from tangram.planner.rank import predict
+from tangram.planner.legality.check_plan import legal
+from tangram.planner.local.derived_layouts import ModelAxis, TensorLayouts, axes_layouts, sample_graph
+from tangram.planner.local.rank import predict
+from tangram.schema.plan import Plan
 from tests.planner.machine import rates
 from tests.training.oracle.axes import MIXTURES
 from tests.training.small import SMALL_MODEL

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
-from tangram.planner.balance import balance, in_order, place, ranks_do
+from tangram.planner.expert_placement import balance, in_order, place, ranks_do
 
 CASES = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)).flatmap(
     lambda n: st.tuples(

@@ -13,12 +13,12 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.build import build_on_meta
 from tangram.models.graph import Graph
-from tangram.planner.chosen import plan_of_choice, roles_of
-from tangram.planner.job import Job
-from tangram.planner.plan import Plan
+from tangram.planner.local.plan_from_sharding import plan_of_choice, roles_of
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan
 from tangram.sharding.choose.choose import choose
 from tangram.sharding.derive.derive import Derived, derive
-from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.marking.marks import Mark
 from tests.sharding.choose.test_choose import H100, SMALL, least_bytes, tiny
 from tests.training.small import small_tables
 

@@ -9,10 +9,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from tangram.errors import UserError
 from tangram.models.costs import ModelCosts
-from tangram.planner.counted import Counted
-from tangram.planner.derived import TensorLayouts
-from tangram.planner.rank import rank
-from tangram.planner.tensor_share import scaled
+from tangram.planner.local.derived_layouts import TensorLayouts
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.rank import rank
+from tangram.planner.local.tensor_share import scaled
 from tests.models.tiny import tiny
 from tests.planner.machine import rates
 from tests.planner.test_rank import job

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.planner.cuts import best_cut
+from tangram.planner.space.stage_cuts import best_cut
 
 Chain = tuple[list[np.ndarray], list[np.ndarray], int, list[float]]
 

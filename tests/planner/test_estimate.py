@@ -7,8 +7,8 @@ import pytest
 from tangram.hardware import overheads
 from tangram.models.build import build_on_meta
 from tangram.models.costs import ModelCosts, costs
-from tangram.planner.estimate import SPLIT_BACKWARD, Estimate, estimate, numbers_held, shard_size, whole_copies
-from tangram.planner.plan import Plan
+from tangram.planner.local.estimate import SPLIT_BACKWARD, Estimate, estimate, numbers_held, shard_size, whole_copies
+from tangram.schema.plan import Plan
 from tests.models.tiny import tiny
 from tests.planner.machine import rates
 

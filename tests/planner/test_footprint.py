@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, Outline, decoder
 from tangram.models.outlined import outlined
-from tangram.planner.dealt import dealt, fewer, sizes
-from tangram.planner.footprint import PARTS, Footprint, footprints
-from tangram.planner.framework import framework
-from tangram.planner.grid import Grid, grid, joined
-from tangram.planner.means import offloads_of
-from tangram.planner.memory import memory
-from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.setting import Setting
-from tangram.planner.space import Request, meshes, of_mesh
-from tangram.planner.timeline import play
+from tangram.planner.cost.memory import memory
+from tangram.planner.cost.memory_timeline import PARTS, Footprint, footprints
+from tangram.planner.cost.timeline import play
+from tangram.planner.legality.enumerate import Request, meshes, of_mesh
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.grid import Grid, grid, joined
+from tangram.planner.space.layers_per_stage import dealt, fewer, sizes
+from tangram.planner.space.optimisers_and_offload import offloads_of
+from tangram.planner.space.schedule_formulas import SCHEDULES
+from tangram.planner.space.setting import Setting
 
 ALIKE = decoder(Dims(16, 2048, 16, 32000, ffn=8192, kv_heads=4), "alike")
 MIXED = decoder(

@@ -16,15 +16,15 @@ from tangram.hardware import curves
 from tangram.hardware.cluster import Cluster, builtin
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, decoder
-from tangram.planner.ask import plan, requested
-from tangram.planner.choice import Ask, setting_of
-from tangram.planner.framework import framework
-from tangram.planner.grid import grid, joined
-from tangram.planner.search import search
-from tangram.planner.setting import Setting
-from tangram.planner.space import meshes, of_mesh
-from tangram.planner.time import hop_seconds, seconds
-from tangram.planner.traffic import exchange
+from tangram.planner.cost.communication_time import exchange
+from tangram.planner.cost.step_time import hop_seconds, seconds
+from tangram.planner.legality.enumerate import meshes, of_mesh
+from tangram.planner.search.branch_and_bound import search
+from tangram.planner.search.query import plan, requested
+from tangram.planner.search.strategy import Ask, setting_of
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.grid import grid, joined
+from tangram.planner.space.setting import Setting
 
 FLAT = builtin("h100-8x8")
 DEVICE, NETWORK = device("h100"), FLAT.links[1].rate

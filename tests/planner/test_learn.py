@@ -12,9 +12,9 @@ from bench._planner.teach import LEARNED, RUNS
 from bench._planner.times import errors
 from tangram.hardware.devices import device
 from tangram.models.outline import Group
-from tangram.planner.framework import framework
-from tangram.planner.learn import PARTS, Learned, Run, learn, load, published, save
-from tangram.planner.setting import Setting
+from tangram.planner.cost.calibration import PARTS, Learned, Run, learn, load, published, save
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.setting import Setting
 
 ROOT = Path(__file__).parents[2]
 

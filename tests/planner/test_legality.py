@@ -17,20 +17,20 @@ from tangram.errors import UserError
 from tangram.models.outline import Outline
 from tangram.models.outlined import outline_of
 from tangram.models.source import read_source
-from tangram.planner.choice import Choice, mesh_of
-from tangram.planner.counted import Counted
 from tangram.planner.exports.targets import EXPORTS
-from tangram.planner.grid import Grid, grid
-from tangram.planner.job import Job
-from tangram.planner.laid import laid
-from tangram.planner.legality import At, Facts, Rule, facts_of, holding, refusals
-from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.plan import Plan
-from tangram.planner.rules import LAID, RULES
-from tangram.planner.runnable import made
-from tangram.planner.trainer import RULES as TRAINER
-from tangram.planner.trainer import SAID, UNSAID
-from tangram.planner.without import NO_DATA, NO_RING
+from tangram.planner.legality.constraints import LAID, RULES
+from tangram.planner.legality.engine import At, Facts, Rule, facts_of, holding, refusals
+from tangram.planner.legality.exclusions import NO_DATA, NO_RING
+from tangram.planner.legality.plan_as_grid import laid
+from tangram.planner.legality.trainer_support import RULES as TRAINER
+from tangram.planner.legality.trainer_support import SAID, UNSAID
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.plan_from_cluster import made
+from tangram.planner.search.strategy import Choice, mesh_of
+from tangram.planner.space.grid import Grid, grid
+from tangram.planner.space.schedule_formulas import SCHEDULES
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan
 from tests.training.small import small_tables
 
 ROOT = Path(__file__).parents[2]
@@ -178,9 +178,9 @@ def test_ranks_are_called_as_whoever_asks_calls_them() -> None:
 
 def test_a_rule_that_is_planted_refuses_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search, a choice that becomes a plan, and a plan's file ask one table: a new row holds in all of them."""
-    from tangram.planner import laid as of_plans
-    from tangram.planner import legal as judging
-    from tangram.planner import rules
+    from tangram.planner.legality import check_plan as judging
+    from tangram.planner.legality import constraints as rules
+    from tangram.planner.legality import plan_as_grid as of_plans
 
     job, outline, counted = model(4, 2, 32)
     g = grid(batch=16, sequence=32, data=2, shard=2)

@@ -18,13 +18,21 @@ from tangram.hardware.cluster import load
 from tangram.hardware.devices import device
 from tangram.models.adapted import adapted, frozen_flops
 from tangram.models.outline import Dims, decoder
-from tangram.planner.choice import Ask, setting_of
-from tangram.planner.framework import framework
-from tangram.planner.grid import Grid, grid
-from tangram.planner.means import BASES, OPTIMISERS, Offload, moved_of, offload_words, offloads_of, optimisers_of
-from tangram.planner.memory import memory
-from tangram.planner.setting import Host, Setting
-from tangram.planner.time import seconds
+from tangram.planner.cost.memory import memory
+from tangram.planner.cost.step_time import seconds
+from tangram.planner.search.strategy import Ask, setting_of
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.grid import Grid, grid
+from tangram.planner.space.optimisers_and_offload import (
+    BASES,
+    OPTIMISERS,
+    Offload,
+    moved_of,
+    offload_words,
+    offloads_of,
+    optimisers_of,
+)
+from tangram.planner.space.setting import Host, Setting
 
 LLAMA_65B = decoder(Dims(80, 8192, 64, 32000, ffn=22016), "llama-65b")
 CORE = Setting(device("h100"), framework("megatron-core"))

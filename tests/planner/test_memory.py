@@ -11,10 +11,10 @@ import pytest
 
 from bench._planner.rows import cases, read
 from tangram.models.outline import Dims, decoder
-from tangram.planner.framework import framework
-from tangram.planner.grid import grid
-from tangram.planner.memory import block_activations, block_backward, memory, weights_of_shapes
-from tangram.planner.setting import Setting
+from tangram.planner.cost.memory import block_activations, block_backward, memory, weights_of_shapes
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.grid import grid
+from tangram.planner.space.setting import Setting
 
 ROOT = Path(__file__).parents[2]
 LLAMA = decoder(Dims(32, 4096, 32, 128256, ffn=14336, kv_heads=8), "llama-3-8b")

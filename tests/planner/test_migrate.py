@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
-from tangram.planner.job import VERSION
-from tangram.planner.migrate import STEPS, migrate
-from tangram.planner.plan import Plan
-from tangram.planner.read import dumps, load
+from tangram.schema.files import dumps, load
+from tangram.schema.job import VERSION
+from tangram.schema.migrations import STEPS, migrate
+from tangram.schema.plan import Plan
 
 OLD = Path(__file__).with_name("version_1.toml")
 

@@ -13,13 +13,13 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster, builtin
 from tangram.models.outline import Dims, Group, Outline, decoder
-from tangram.planner import mixed
-from tangram.planner.choice import Ask, setting_of
-from tangram.planner.grid import grid
-from tangram.planner.memory import memory
-from tangram.planner.mixed import Part, alone, enough, over_parts, parts_of
-from tangram.planner.mixed_tables import runs_of
-from tangram.planner.time import seconds
+from tangram.planner.cost.memory import memory
+from tangram.planner.cost.step_time import seconds
+from tangram.planner.report.heterogeneous_tables import runs_of
+from tangram.planner.search import heterogeneous
+from tangram.planner.search.heterogeneous import Part, alone, enough, over_parts, parts_of
+from tangram.planner.search.strategy import Ask, setting_of
+from tangram.planner.space.grid import grid
 from tests.planner.commands import refused
 
 WHOLE = builtin("h100-8x8")
@@ -110,7 +110,7 @@ def test_what_is_left_out_for_its_memory_fits_nowhere(monkeypatch: pytest.Monkey
     tight = [replace(part, limit=middle) for part in whole]
     found = over_parts(MIXTURE, tight, ask, NIC)
     assert 0 < len(found) < len(free)
-    monkeypatch.setattr(mixed, "_roomy", lambda outline, parts, g: np.arange(len(g)))
+    monkeypatch.setattr(heterogeneous, "_roomy", lambda outline, parts, g: np.arange(len(g)))
     assert over_parts(MIXTURE, tight, ask, NIC) == found
 
 
@@ -133,8 +133,8 @@ def test_within_a_part_a_hop_is_as_far_as_between_its_own_stages() -> None:
     for order in ([single, several], [slow, several]):
         parts = parts_of(order, ask)
         g = grid(batch=16, sequence=1024, pipeline=4, data=1, tensor=8, sequence_parallel=1.0)
-        hop = mixed._prices(MODEL, g, parts[0], NIC).hop  # pyright: ignore[reportPrivateUsage]
-        assert hop == pytest.approx(mixed._prices(MODEL, g, parts[1], NIC).hop)  # pyright: ignore[reportPrivateUsage]
+        hop = heterogeneous._prices(MODEL, g, parts[0], NIC).hop  # pyright: ignore[reportPrivateUsage]
+        assert hop == pytest.approx(heterogeneous._prices(MODEL, g, parts[1], NIC).hop)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_part_alone_is_planned_over_the_whole_space() -> None:

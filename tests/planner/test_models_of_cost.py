@@ -15,11 +15,11 @@ from bench._planner.rows import Case, cases, read
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, Group, decoder
 from tangram.models.outlined import outlined
-from tangram.planner.framework import framework
-from tangram.planner.grid import Grid, grid
-from tangram.planner.memory import memory
-from tangram.planner.setting import Setting
-from tangram.planner.time import seconds
+from tangram.planner.cost.memory import memory
+from tangram.planner.cost.step_time import seconds
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.grid import Grid, grid
+from tangram.planner.space.setting import Setting
 
 ROOT = Path(__file__).parents[2]
 LLAMA = outlined("llama-3-8b")
@@ -139,9 +139,9 @@ def test_parts_are_all_of_the_step_and_arrays_are_single_calls() -> None:
 
 def test_equal_stages_fill_and_drain_as_played_event_by_event() -> None:
     """The closed form beside the simulator of schedules, for stages of one length (forward 1, backward 2)."""
-    from tangram.planner.actions import simulate
-    from tangram.planner.schedules import schedule
-    from tangram.planner.time import pipeline_seconds
+    from tangram.planner.cost.step_time import pipeline_seconds
+    from tangram.schema.schedule_table import simulate
+    from tangram.schema.schedules import schedule
 
     headless = decoder(Dims(8, 1024, 16, 1, ffn=4096), "headless")
     for stages, micros in ((2, 4), (4, 8), (8, 8)):

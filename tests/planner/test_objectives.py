@@ -13,25 +13,25 @@ from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster, builtin
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, Outline, decoder
-from tangram.planner import across
-from tangram.planner.across import best, by_size, sizes
-from tangram.planner.again import is_free
-from tangram.planner.answer import tables
-from tangram.planner.ask import plan, requested
-from tangram.planner.budget import Budget, durations, fewest
-from tangram.planner.choice import Ask, Choice, described, limit_of, safe, setting_of, unlike
-from tangram.planner.framework import framework
-from tangram.planner.front import REACH, front, fronts, memory_front
-from tangram.planner.goodput import Goodput
-from tangram.planner.grid import joined
-from tangram.planner.learn import PARTS, published
-from tangram.planner.memory import memory
-from tangram.planner.objectives import OBJECTIVES, Aim, Terms, aim_of, objective
-from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.search import exhaustive, search
-from tangram.planner.setting import Setting
-from tangram.planner.space import Able, Request, meshes, of_mesh
-from tangram.planner.time import scaled, seconds
+from tangram.planner.cost.calibration import PARTS, published
+from tangram.planner.cost.goodput import Goodput
+from tangram.planner.cost.memory import memory
+from tangram.planner.cost.step_time import scaled, seconds
+from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
+from tangram.planner.report.answer_tables import tables
+from tangram.planner.search import by_device_count
+from tangram.planner.search.branch_and_bound import exhaustive, search
+from tangram.planner.search.by_device_count import best, by_size, sizes
+from tangram.planner.search.objectives import OBJECTIVES, Aim, Terms, aim_of, objective
+from tangram.planner.search.pareto import REACH, front, fronts, memory_front
+from tangram.planner.search.query import plan, requested
+from tangram.planner.search.strategy import Ask, Choice, described, limit_of, safe, setting_of, unlike
+from tangram.planner.search.training_duration import Budget, durations, fewest
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.grid import joined
+from tangram.planner.space.recompute import is_free
+from tangram.planner.space.schedule_formulas import SCHEDULES
+from tangram.planner.space.setting import Setting
 
 DENSE = decoder(Dims(12, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")
 MIXED = decoder(
@@ -225,7 +225,7 @@ def test_a_longest_step_that_is_too_short_loses_the_best(monkeypatch: pytest.Mon
     ask = replace(ASK, devices=64, memory=0.0, most=1)
     terms = Terms(ask.tokens)
     right = best(DENSE, CLUSTER, ask, aim_of("per-device", terms), what_if=False).choices
-    monkeypatch.setattr(across, "in_order", largest_first)
+    monkeypatch.setattr(by_device_count, "in_order", largest_first)
     turned = best(DENSE, CLUSTER, ask, aim_of("per-device", terms), what_if=False).choices
     wrong = best(DENSE, CLUSTER, ask, Aim(short, terms), what_if=False).choices
     assert turned[0].step == right[0].step

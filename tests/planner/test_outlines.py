@@ -17,15 +17,15 @@ from tangram.hardware.cluster import builtin
 from tangram.hardware.devices import device
 from tangram.models.blocks import Batched, Group
 from tangram.models.outline import Dims, Outline, decoder, runs_of
-from tangram.planner.ask import plan
-from tangram.planner.choice import Ask
-from tangram.planner.framework import framework
-from tangram.planner.grid import Grid, grid
-from tangram.planner.memory import at_rank, memory, needs
-from tangram.planner.passes import Ways
-from tangram.planner.setting import Setting
-from tangram.planner.space import equal_parts
-from tangram.planner.time import seconds
+from tangram.planner.cost.block_time import Ways
+from tangram.planner.cost.memory import at_rank, memory, needs
+from tangram.planner.cost.step_time import seconds
+from tangram.planner.legality.enumerate import equal_parts
+from tangram.planner.search.query import plan
+from tangram.planner.search.strategy import Ask
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.grid import Grid, grid
+from tangram.planner.space.setting import Setting
 from tests.models.kinds import config_of
 
 SETTING = Setting(device("h100"), framework("megatron-core"))
@@ -108,7 +108,7 @@ def test_many_runs_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
             looked.append(given[0].name)
             super().__init__(*given)
 
-    monkeypatch.setattr("tangram.planner.time.Ways", Counted)
+    monkeypatch.setattr("tangram.planner.cost.step_time.Ways", Counted)
     seconds(of(*[HEAVY, LIGHT] * 30), one(), SETTING)
     assert len(looked) == 2
 

@@ -14,17 +14,17 @@ from tangram.hardware.cluster import builtin
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, decoder
 from tangram.models.outlined import outlined
-from tangram.planner.ask import requested
-from tangram.planner.choice import Ask, mesh_of
-from tangram.planner.explain import Given, explain, ordered
-from tangram.planner.framework import framework
-from tangram.planner.grid import grid, joined
-from tangram.planner.legality import Rule
-from tangram.planner.search import search
-from tangram.planner.setting import Setting
-from tangram.planner.space import Able, Request, meshes, of_mesh
-from tangram.planner.time import seconds
-from tangram.planner.traffic import apart
+from tangram.planner.cost.communication_time import apart
+from tangram.planner.cost.step_time import seconds
+from tangram.planner.legality.engine import Rule
+from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
+from tangram.planner.search.branch_and_bound import search
+from tangram.planner.search.explain import Given, explain, ordered
+from tangram.planner.search.query import requested
+from tangram.planner.search.strategy import Ask, mesh_of
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.grid import grid, joined
+from tangram.planner.space.setting import Setting
 
 CLUSTER = builtin("h100-8x8")
 SETTING = Setting(device("h100"), framework("megatron-core"))

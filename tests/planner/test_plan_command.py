@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tangram.cli import main
-from tangram.planner.plan import Plan
-from tangram.planner.read import load
-from tangram.planner.show import rows
+from tangram.planner.local.show import rows
+from tangram.schema.files import load
+from tangram.schema.plan import Plan
 from tests.planner.commands import refused
 from tests.planner.small import JOB, PLAN
 

@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from tangram.errors import UserError
-from tangram.planner.plan import Plan
-from tangram.planner.read import dumps, load
+from tangram.schema.files import dumps, load
+from tangram.schema.plan import Plan
 from tests.planner.small import PLAN
 from tests.training.small import small_tables
 

@@ -8,13 +8,13 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta
-from tangram.planner.axes import LayoutsPlan
-from tangram.planner.counted import Counted
-from tangram.planner.job import Job
-from tangram.planner.legal import legal
-from tangram.planner.plan import Plan
-from tangram.planner.rank import FILLED, Ranked, predict, rank
-from tangram.planner.table import Ranking
+from tangram.planner.legality.check_plan import legal
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.rank import FILLED, Ranked, predict, rank
+from tangram.planner.local.ranking_table import Ranking
+from tangram.schema.job import Job
+from tangram.schema.parallelism import LayoutsPlan
+from tangram.schema.plan import Plan
 from tests.models.tiny import FIELDS, tiny
 from tests.planner.machine import rates
 

@@ -11,13 +11,13 @@ from tangram.__main__ import main
 from tangram.errors import UserError
 from tangram.hardware.cluster import builtin
 from tangram.models.outline import Dims, decoder
-from tangram.planner.ask import asked_of, plan
-from tangram.planner.choice import Ask
-from tangram.planner.explain import Given, explain
-from tangram.planner.front import fronts
-from tangram.planner.objectives import Terms
-from tangram.planner.ranked import by_step
-from tangram.planner.report import Shown
+from tangram.planner.report.report import Shown
+from tangram.planner.search.by_precision import by_step
+from tangram.planner.search.explain import Given, explain
+from tangram.planner.search.objectives import Terms
+from tangram.planner.search.pareto import fronts
+from tangram.planner.search.query import asked_of, plan
+from tangram.planner.search.strategy import Ask
 
 CLUSTER = builtin("h100-8x8")
 MODEL = decoder(Dims(12, 2048, 16, 32000, ffn=8192, kv_heads=4), "small")

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
-from tangram.planner.axes import AxesPlan, LayoutsPlan
-from tangram.planner.job import CheckpointPlan, DataPlan, Job, ModelPlan, OptimiserPlan, RunPlan, SourcePlan
-from tangram.planner.lines import line_of
-from tangram.planner.plan import Plan
-from tangram.planner.read import absolute, changes_of, dumps, load
+from tangram.schema.files import absolute, changes_of, dumps, load
+from tangram.schema.job import CheckpointPlan, DataPlan, Job, ModelPlan, OptimiserPlan, RunPlan, SourcePlan
+from tangram.schema.parallelism import AxesPlan, LayoutsPlan
+from tangram.schema.plan import Plan
+from tangram.schema.toml_lines import line_of
 from tests.planner.small import JOB, PLAN
 
 MARKS = '[layouts.marks]\n"*.q_proj.weight" = "o/tp i"\n\n'
@@ -235,7 +235,7 @@ def test_no_torch_is_loaded() -> None:
         "-X",
         "importtime",
         "-c",
-        f"from tangram.planner.read import load; load({str(QUICKSTART)!r})",
+        f"from tangram.schema.files import load; load({str(QUICKSTART)!r})",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "pydantic" in done.stderr

@@ -17,21 +17,21 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.hardware.cluster import builtin
 from tangram.models.outline import Dims, decoder
-from tangram.planner import drawn, page
-from tangram.planner.across import best
-from tangram.planner.answer import HELD, PARTS
-from tangram.planner.binds import KINDS as KINDS_OF_PARTS
-from tangram.planner.choice import Ask
-from tangram.planner.drawn import Picture
-from tangram.planner.explain import Given, explain
-from tangram.planner.footprint import footprints
-from tangram.planner.front import fronts
-from tangram.planner.goodput import Goodput
-from tangram.planner.objectives import Terms, aim_of
-from tangram.planner.page import write_whole
-from tangram.planner.report import Shown, as_html, pictures_of, step_as_html
-from tangram.planner.time import Seconds
-from tangram.planner.timeline import MOST, events_of
+from tangram.planner.cost.goodput import Goodput
+from tangram.planner.cost.memory_timeline import footprints
+from tangram.planner.cost.step_time import Seconds
+from tangram.planner.cost.timeline import MOST, events_of
+from tangram.planner.report import charts, html_page
+from tangram.planner.report.answer_tables import HELD, PARTS
+from tangram.planner.report.bottlenecks import KINDS as KINDS_OF_PARTS
+from tangram.planner.report.charts import Picture
+from tangram.planner.report.html_page import write_whole
+from tangram.planner.report.report import Shown, as_html, pictures_of, step_as_html
+from tangram.planner.search.by_device_count import best
+from tangram.planner.search.explain import Given, explain
+from tangram.planner.search.objectives import Terms, aim_of
+from tangram.planner.search.pareto import fronts
+from tangram.planner.search.strategy import Ask
 from tests.planner.commands import refused
 from tests.training.browser import Browser, browser
 
@@ -192,12 +192,12 @@ def test_every_part_has_its_colour() -> None:
 def test_bars_of_rows_add_up_to_their_steps_and_memory() -> None:
     choices = list(shown("long").answer.choices[:5])
     names = [f"row {i}" for i in range(5)]
-    time = drawn.time_of_rows(choices, names, ASK.tokens, sizes=False)
-    memory = drawn.memory_of_rows(choices, names, 80e9)
+    time = charts.time_of_rows(choices, names, ASK.tokens, sizes=False)
+    memory = charts.memory_of_rows(choices, names, 80e9)
     for i, one in enumerate(choices):
         assert sum(trace.x[i] for trace in time.traces) == pytest.approx(one.step, rel=0.03)
         assert sum(trace.x[i] for trace in memory.traces) == pytest.approx(one.memory / 1e9, rel=0.03)
-    sized = drawn.time_of_rows(choices, names, ASK.tokens, sizes=True)
+    sized = charts.time_of_rows(choices, names, ASK.tokens, sizes=True)
     assert sum(trace.x[0] for trace in sized.traces) == pytest.approx(
         choices[0].step * choices[0].devices / ASK.tokens * 1e6, rel=0.03
     )
@@ -206,7 +206,7 @@ def test_bars_of_rows_add_up_to_their_steps_and_memory() -> None:
 def test_the_largest_part_is_called_what_it_is() -> None:
     """A third of a step is not most of it."""
     one = shown("ranking").answer.choices[0]
-    said = drawn.time_of_rows([one], ["row 1"], ASK.tokens, sizes=False).said
+    said = charts.time_of_rows([one], ["row 1"], ASK.tokens, sizes=False).said
     name = max(one.parts, key=one.parts.__getitem__)
     assert said.endswith(f" in row 1, {one.parts[name] / one.step:.0%} of it {PARTS[name]}.")
 
@@ -242,9 +242,9 @@ def test_memory_of_stages_has_their_peaks() -> None:
 def test_no_peak_is_lost_where_points_are_left_out(rows: list[tuple[int, float]]) -> None:
     at = np.cumsum([float(gap) for gap, _ in rows])
     values = np.array([value for _, value in rows])
-    kept, (left,) = drawn.thinned(at, [values])
+    kept, (left,) = charts.thinned(at, [values])
     holds = np.append(np.diff(at) > 0, True)
-    assert len(kept) <= drawn.MOST_POINTS + 2
+    assert len(kept) <= charts.MOST_POINTS + 2
     assert left.max() == values[holds].max()
     assert (np.diff(kept) > 0).all()
 
@@ -314,7 +314,7 @@ def test_without_plotly_it_says_what_to_install(
     def nothing(name: str) -> Any:
         return None
 
-    monkeypatch.setattr(page, "find_spec", nothing)
+    monkeypatch.setattr(html_page, "find_spec", nothing)
     said = 'a report needs plotly: install with pip install "tangram-train[report]"'
     assert said in refused(capsys, *SAID, "--report", str(tmp_path / "plan.html"))
 

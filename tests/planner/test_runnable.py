@@ -22,24 +22,24 @@ from tangram.models.adapted import adapted
 from tangram.models.outline import Outline
 from tangram.models.outlined import outline_of
 from tangram.models.source import read_source
-from tangram.planner.again import Ladder, again_of, is_free, spread
-from tangram.planner.choice import Ask, Choice, described, setting_of
-from tangram.planner.counted import Counted
-from tangram.planner.estimate import BYTES, numbers_held
-from tangram.planner.explain import laid_out
+from tangram.planner.cost.calibration import published
 from tangram.planner.exports.numbers import given_of
-from tangram.planner.grid import Grid, joined
 from tangram.planner.imports.files import strategy_of
-from tangram.planner.job import Job
-from tangram.planner.learn import published
-from tangram.planner.legality import Rule, facts_of
-from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.plan import Plan
-from tangram.planner.read import dumps, load
-from tangram.planner.runnable import plan_to_train, why_not
-from tangram.planner.search import exhaustive, search
-from tangram.planner.space import Request, meshes, of_mesh
-from tangram.planner.trainer import RULES, RUNS
+from tangram.planner.legality.engine import Rule, facts_of
+from tangram.planner.legality.enumerate import Request, meshes, of_mesh
+from tangram.planner.legality.trainer_support import RULES, RUNS
+from tangram.planner.local.estimate import BYTES, numbers_held
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.plan_from_cluster import plan_to_train, why_not
+from tangram.planner.search.branch_and_bound import exhaustive, search
+from tangram.planner.search.explain import laid_out
+from tangram.planner.search.strategy import Ask, Choice, described, setting_of
+from tangram.planner.space.grid import Grid, joined
+from tangram.planner.space.recompute import Ladder, again_of, is_free, spread
+from tangram.planner.space.schedule_formulas import SCHEDULES
+from tangram.schema.files import dumps, load
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan
 from tests.training.small import small_tables, write_text
 
 H100 = builtin("h100-8x8")

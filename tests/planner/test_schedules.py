@@ -18,8 +18,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from tangram.errors import UserError
-from tangram.planner.actions import Action, Schedule, check, kept, parse, played, simulate, slots, text
-from tangram.planner.schedules import MAKERS, forward_only, micros_unlike, read_table, schedule, stages_unlike
+from tangram.schema.schedule_table import Action, Schedule, check, kept, parse, played, simulate, slots, text
+from tangram.schema.schedules import MAKERS, forward_only, micros_unlike, read_table, schedule, stages_unlike
 from tests.planner.torchs_schedules import torchs
 
 NUMBERS = [

@@ -15,18 +15,18 @@ from tangram.hardware.devices import device
 from tangram.models.adapted import adapted
 from tangram.models.outline import Dims, Outline, decoder
 from tangram.models.outlined import outlined
-from tangram.planner import search as searching
-from tangram.planner.framework import framework, frameworks
-from tangram.planner.grid import Grid, grid
-from tangram.planner.learn import PARTS
-from tangram.planner.means import offloads_of
-from tangram.planner.memory import memory
-from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.rules import LAID, RULES, legal, reasons
-from tangram.planner.search import exhaustive, search
-from tangram.planner.setting import Setting
-from tangram.planner.space import Able, Request, expanded, meshes, of_mesh, remade
-from tangram.planner.time import scaled, seconds
+from tangram.planner.cost.calibration import PARTS
+from tangram.planner.cost.memory import memory
+from tangram.planner.cost.step_time import scaled, seconds
+from tangram.planner.legality.constraints import LAID, RULES, legal, reasons
+from tangram.planner.legality.enumerate import Able, Request, expanded, meshes, of_mesh, remade
+from tangram.planner.search import branch_and_bound as searching
+from tangram.planner.search.branch_and_bound import exhaustive, search
+from tangram.planner.space.framework_profiles import framework, frameworks
+from tangram.planner.space.grid import Grid, grid
+from tangram.planner.space.optimisers_and_offload import offloads_of
+from tangram.planner.space.schedule_formulas import SCHEDULES
+from tangram.planner.space.setting import Setting
 
 DENSE = decoder(Dims(12, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")
 MIXED = decoder(
@@ -62,7 +62,7 @@ def few_at_a_time() -> Iterator[None]:
 
 def every(outline: Outline, request: Request) -> Grid:
     """All configurations of a space."""
-    from tangram.planner.grid import joined
+    from tangram.planner.space.grid import joined
 
     return joined([of_mesh(outline, request, mesh) for mesh in meshes(outline, request)])
 

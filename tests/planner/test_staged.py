@@ -16,14 +16,14 @@ from pydantic import ValidationError
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta
 from tangram.models.stages import Stages
-from tangram.planner import staged
-from tangram.planner.actions import parse
-from tangram.planner.counted import Counted
-from tangram.planner.legal import bound_layout, legal
-from tangram.planner.plan import Plan
-from tangram.planner.rank import Ranked, predict, rank
-from tangram.planner.read import dumps, load, mistakes
-from tangram.planner.show import rows
+from tangram.planner.legality.check_plan import bound_layout, legal
+from tangram.planner.local import stage_shares
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.rank import Ranked, predict, rank
+from tangram.planner.local.show import rows
+from tangram.schema.files import dumps, load, mistakes
+from tangram.schema.plan import Plan
+from tangram.schema.schedule_table import parse
 from tests.models.tiny import tiny
 from tests.planner.machine import rates
 from tests.planner.test_rank import job
@@ -91,9 +91,9 @@ def test_a_stage_needs_less_memory_and_waits(counted: Counted, four: tuple[Ranke
     assert ours.estimate.seconds.products == pytest.approx(whole.estimate.seconds.products * ratio)
 
 
-def shares_of(counted: Counted, plan: Plan) -> list[staged.Share]:
+def shares_of(counted: Counted, plan: Plan) -> list[stage_shares.Share]:
     costs = counted.costs(plan.data.micro_batch)
-    return staged.shares(plan, costs.parameters, costs)
+    return stage_shares.shares(plan, costs.parameters, costs)
 
 
 FOUR = (("model.embed_tokens",), ("model.layers.0",), ("model.layers.1",), ("model.norm", "lm_head"))
@@ -141,7 +141,7 @@ def test_no_other_cut_is_better(work: list[float], end: float, data: st.DataObje
         return max([*parts[:-1], parts[-1] + end])
 
     every = itertools.combinations(range(1, len(work)), count - 1)
-    found = staged._least_bounds(work, end, count)  # pyright: ignore[reportPrivateUsage]
+    found = stage_shares._least_bounds(work, end, count)  # pyright: ignore[reportPrivateUsage]
     assert len(found) == count - 1
     assert worst(found) == min(map(worst, every))
 

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from tangram.cli import main
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, decoder
-from tangram.planner.actions import simulate
-from tangram.planner.dealt import sizes
-from tangram.planner.framework import framework
-from tangram.planner.grid import Grid, grid
-from tangram.planner.memory import memory
-from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.rules import legal
-from tangram.planner.schedules import MAKERS
-from tangram.planner.schedules import schedule as by_name
-from tangram.planner.setting import Setting
-from tangram.planner.time import loads, pipeline_seconds, seconds
-from tangram.planner.timeline import MOST, as_trace, timeline
+from tangram.planner.cost.memory import memory
+from tangram.planner.cost.step_time import loads, pipeline_seconds, seconds
+from tangram.planner.cost.timeline import MOST, as_trace, timeline
+from tangram.planner.legality.constraints import legal
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.grid import Grid, grid
+from tangram.planner.space.layers_per_stage import sizes
+from tangram.planner.space.schedule_formulas import SCHEDULES
+from tangram.planner.space.setting import Setting
+from tangram.schema.schedule_table import simulate
+from tangram.schema.schedules import MAKERS
+from tangram.schema.schedules import schedule as by_name
 
 SETTING = Setting(device("h100"), framework("megatron-core"))
 MODEL = decoder(Dims(16, 2048, 16, 32000, ffn=8192, kv_heads=4), "model")

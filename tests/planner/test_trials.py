@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedConfig
 
-from tangram.planner.corrected import Here
-from tangram.planner.counted import Counted
-from tangram.planner.history import Entry, History, key_of
-from tangram.planner.job import Job
-from tangram.planner.plan import Plan
-from tangram.planner.rank import Ranked, rank
-from tangram.planner.rerank import asked_of, by_history
-from tangram.planner.table import Ranking
-from tangram.planner.trials import Trial, tried
+from tangram.planner.cost.history import Entry, History, key_of
+from tangram.planner.cost.history_correction import Here
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.rank import Ranked, rank
+from tangram.planner.local.ranking_table import Ranking
+from tangram.planner.local.rerank import asked_of, by_history
+from tangram.planner.local.trials import Trial, tried
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan
 from tests.models.tiny import tiny
 from tests.planner.machine import rates
 

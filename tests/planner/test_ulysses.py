@@ -16,18 +16,18 @@ from tangram.hardware import curves
 from tangram.hardware.cluster import builtin
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, decoder
-from tangram.planner.choice import Ask, mesh_of
-from tangram.planner.explain import Given, explain, laid_out
+from tangram.planner.cost.block_time import Ways
+from tangram.planner.cost.memory import memory
+from tangram.planner.cost.step_time import seconds
 from tangram.planner.exports.numbers import numbers_of
 from tangram.planner.exports.targets import EXPORTS, written
-from tangram.planner.framework import framework
-from tangram.planner.grid import grid
-from tangram.planner.memory import memory
-from tangram.planner.passes import Ways
-from tangram.planner.rules import legal, reasons
-from tangram.planner.setting import Setting
-from tangram.planner.space import Able, Request, meshes, of_mesh
-from tangram.planner.time import seconds
+from tangram.planner.legality.constraints import legal, reasons
+from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
+from tangram.planner.search.explain import Given, explain, laid_out
+from tangram.planner.search.strategy import Ask, mesh_of
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.grid import grid
+from tangram.planner.space.setting import Setting
 
 GROUPED = decoder(Dims(8, 2048, 16, 32000, ffn=8192, kv_heads=4), "grouped")
 SETTING = Setting(device("h100"), framework("megatron-core"))

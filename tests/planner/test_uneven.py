@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, decoder
-from tangram.planner import uneven
-from tangram.planner import wanted as wanting
-from tangram.planner.again import ALL_BLOCKS, NOTHING, SETS, SOME
-from tangram.planner.framework import framework
-from tangram.planner.grid import Grid, joined
-from tangram.planner.learn import PARTS
-from tangram.planner.means import offloads_of
-from tangram.planner.memory import memory
-from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.search import least_of, search
-from tangram.planner.setting import Setting
-from tangram.planner.space import Able, Request, meshes, of_mesh
-from tangram.planner.time import scaled, seconds
-from tangram.planner.uneven import Best, all_cuts, best_cuts, hopeless
-from tangram.planner.wanted import Wanted, some_blocks
+from tangram.planner.cost.calibration import PARTS
+from tangram.planner.cost.memory import memory
+from tangram.planner.cost.step_time import scaled, seconds
+from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
+from tangram.planner.search import evaluate as wanting
+from tangram.planner.search import uneven_stages
+from tangram.planner.search.branch_and_bound import least_of, search
+from tangram.planner.search.evaluate import Wanted, some_blocks
+from tangram.planner.search.uneven_stages import Best, all_cuts, best_cuts, hopeless
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.grid import Grid, joined
+from tangram.planner.space.optimisers_and_offload import offloads_of
+from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, SETS, SOME
+from tangram.planner.space.schedule_formulas import SCHEDULES
+from tangram.planner.space.setting import Setting
 
 SETTING = Setting(device("h100"), framework("megatron-core"))
 ALIKE = decoder(Dims(11, 1024, 16, 32000, ffn=4096, kv_heads=4), "alike")
@@ -80,7 +80,9 @@ def test_few_of_the_cuts_are_looked_at_and_many_help(at: int) -> None:
     assert (np.isfinite(even) & (found.step < even)).any()
 
 
-@pytest.mark.parametrize(("module", "name"), [(uneven, "_never"), (wanting, "some_blocks")], ids=["never", "some"])
+@pytest.mark.parametrize(
+    ("module", "name"), [(uneven_stages, "_never"), (wanting, "some_blocks")], ids=["never", "some"]
+)
 def test_a_wrong_step_loses_the_best(module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted mistakes: a rank between is always said to be too full; cuts without blocks are taken."""
     g, wrong = pipelines(2), name == "_never"
@@ -130,7 +132,7 @@ def test_much_of_what_does_not_fit_is_hopeless(at: int) -> None:
 @settings(deadline=None, max_examples=30)
 def test_no_cut_is_below_the_bound(at: int, ahead: int, behind: int, scales: dict[str, float] | None) -> None:
     g = pipelines(at)
-    cut = uneven._cut(g, np.full(len(g), ahead), np.full(len(g), behind))  # pyright: ignore[reportPrivateUsage]
+    cut = uneven_stages._cut(g, np.full(len(g), ahead), np.full(len(g), behind))  # pyright: ignore[reportPrivateUsage]
     some = some_blocks(MODELS[at], cut)
     parts = seconds(MODELS[at], cut.take(some), SETTING)
     least = least_of(MODELS[at], g.take(some), SETTING, scales)

@@ -15,15 +15,15 @@ from transformers import MixtralConfig
 from tangram.__main__ import main
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, decoder
-from tangram.planner.framework import framework
-from tangram.planner.grid import grid
-from tangram.planner.means import OPTIMISERS, Offload
-from tangram.planner.memory import memory
-from tangram.planner.search import exhaustive, search
-from tangram.planner.setting import Host, Setting
-from tangram.planner.space import Able, Request
-from tangram.planner.time import seconds
-from tangram.planner.unlike import busiest
+from tangram.planner.cost.expert_imbalance import busiest
+from tangram.planner.cost.memory import memory
+from tangram.planner.cost.step_time import seconds
+from tangram.planner.legality.enumerate import Able, Request
+from tangram.planner.search.branch_and_bound import exhaustive, search
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.grid import grid
+from tangram.planner.space.optimisers_and_offload import OPTIMISERS, Offload
+from tangram.planner.space.setting import Host, Setting
 
 SETTING = Setting(device("h100"), framework("megatron-core"))
 MIXED = decoder(Dims(6, 1024, 8, 32000, ffn=2048, experts=64, per_token=4, expert_ffn=1024, dense_layers=1), "mixed")

@@ -16,20 +16,20 @@ from tangram.errors import UserError
 from tangram.hardware.cluster import builtin
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, Group, Outline, decoder
-from tangram.planner import without as leaving
-from tangram.planner.again import is_free
-from tangram.planner.ask import plan, requested
-from tangram.planner.choice import Ask
-from tangram.planner.framework import framework
-from tangram.planner.grid import Grid, joined
-from tangram.planner.memory import memory
-from tangram.planner.pipelines import SCHEDULES, code
-from tangram.planner.rules import legal
-from tangram.planner.search import search
-from tangram.planner.setting import Setting
-from tangram.planner.space import Able, Request, meshes, of_mesh
-from tangram.planner.time import seconds
-from tangram.planner.without import AXES, without
+from tangram.planner.cost.memory import memory
+from tangram.planner.cost.step_time import seconds
+from tangram.planner.legality import exclusions as leaving
+from tangram.planner.legality.constraints import legal
+from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
+from tangram.planner.legality.exclusions import AXES, without
+from tangram.planner.search.branch_and_bound import search
+from tangram.planner.search.query import plan, requested
+from tangram.planner.search.strategy import Ask
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.grid import Grid, joined
+from tangram.planner.space.recompute import is_free
+from tangram.planner.space.schedule_formulas import SCHEDULES, code
+from tangram.planner.space.setting import Setting
 from tests.planner.commands import refused
 
 DENSE = decoder(Dims(6, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tangram.errors import UserError
-from tangram.planner.job import SourcePlan
+from tangram.schema.job import SourcePlan
 from tangram.training.data import Stream, Tokens, load_tokens, open_corpus, prepare
 from tests.training.data.texts import corpus_of, data_plan, ignore, texts_of, write_tokenizer
 

@@ -10,14 +10,14 @@ import torch
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
-from tangram.sharding import find
-from tangram.sharding.calls import Call
-from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.ops import find_rule
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.execute import check, whole
-from tangram.sharding.propagate import propagate
-from tangram.sharding.table import builtin
-from tangram.training.launch import run_ranks
+from tangram.sharding.propagation.propagate import propagate
+from tangram.training.run.launch import run_ranks
 from tests.training.code_models import PUBLIC, Off, Small, model_of, run_all
 from tests.training.oracle.warm import once as run_once
 
@@ -79,7 +79,7 @@ def test_a_mean_of_uneven_parts() -> None:
     """pytorch/pytorch#162692: the mean of 3 rows cut over 2 ranks counted both parts alike; of 1 row it was NaN."""
     for rows in (3, 1):
         call = Call.of(torch.ops.aten.mean.dim, (torch.arange(4.0 * rows).view(rows, 4).requires_grad_(), [0]), {})
-        bound = find.bound(builtin(), call)
+        bound = find_rule.bound(builtin(), call)
         dims = bound.inputs[0]
         assert dims is not None
         factor = dims[0][0]

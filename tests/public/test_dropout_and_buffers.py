@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.sharding.derive.marks import Mark
-from tangram.sharding.draws import Drawing
-from tangram.training.buffers import refuse_counted_twice
-from tangram.training.derived import parallel
-from tangram.training.launch import Rank, run_ranks
-from tangram.training.modes import draw_for
+from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.training.mesh.buffers import refuse_counted_twice
+from tangram.training.mesh.modes import draw_for
+from tangram.training.mesh.tensor_parallel import parallel
+from tangram.training.run.launch import Rank, run_ranks
 from tests.training.buffer_tasks import train_normed
 from tests.training.oracle.warm import once
 from tests.training.small import write_text

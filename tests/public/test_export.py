@@ -10,18 +10,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tangram.checkpoint.conversion.convert import IDENTITY, bound_of, restructure
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.restructure import IDENTITY, bound_of, restructure
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta
 from tangram.models.source import read_source
-from tangram.planner.job import OptimiserPlan
-from tangram.planner.plan import Plan
-from tangram.training.building import build_whole, source_of
+from tangram.schema.job import OptimiserPlan
+from tangram.schema.plan import Plan
 from tangram.training.data import load_tokens
-from tangram.training.decay import why_not
-from tangram.training.export import export
-from tangram.training.proofs import same_export
+from tangram.training.run.end_proofs import same_export
+from tangram.training.state.build_model import build_whole, source_of
+from tangram.training.state.export_hf import export
+from tangram.training.step.weight_decay import why_not
 from tests.training.causal_models import write_config
 from tests.training.chat import END, SETTINGS, TURN, write_chat
 from tests.training.small import small_tables, write_text

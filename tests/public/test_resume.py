@@ -14,11 +14,11 @@ import pytest
 import tomli_w
 
 from tangram.cli import main
-from tangram.planner.read import load
-from tangram.training.checkpoints import describe, newest
-from tangram.training.events import StepDone
-from tangram.training.optimise import lr_at
+from tangram.schema.files import load
+from tangram.training.observe.events import StepDone
 from tangram.training.start import Asked, train_as_asked
+from tangram.training.state.checkpointer import describe, newest
+from tangram.training.step.optimiser_step import lr_at
 from tests.training.small import small_tables, write_text
 
 
@@ -100,7 +100,7 @@ def test_a_long_folder_for_temporary_files(length: int, tmp_path: Path) -> None:
     folder = f"/tmp/{'x' * (length - 5)}"
     code = (
         "from multiprocessing.connection import Listener\n"
-        "from tangram.training.forks import context_of_ranks\n"
+        "from tangram.training.run.fork_server import context_of_ranks\n"
         "context_of_ranks()\n"
         "print(len(Listener(family='AF_UNIX').address))"
     )

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.sharding.calls import Call
 from tangram.sharding.discover import calls_from, drawn_calls, operator_of, propose
+from tangram.sharding.ops.calls import Call
 
 aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from tangram.sharding.export.dtensor import register
-from tangram.sharding.table import Table, parse_lines
+from tangram.sharding.dtensor.rules import register
+from tangram.sharding.ops.rule_table import Table, parse_lines
 
 Op = tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tangram.layout import Layout, Mesh, validate
 from tangram.layout.syntax import Cut, Dim
-from tangram.sharding.calls import Call
+from tangram.sharding.ops.calls import Call
 
 aten = torch.ops.aten
 SIZE = st.integers(1, 7)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tangram.errors import UserError
-from tangram.sharding.against import CASES, FOUND_WITH, Case, Outcome, run, script
+from tangram.sharding.compare import CASES, FOUND_WITH, Case, Outcome, run, script
 
 ON_THE_TORCH_OF_THE_TABLE = torch.__version__.partition("+")[0] == FOUND_WITH
 BY_NAME = {case.name: case for case in CASES}

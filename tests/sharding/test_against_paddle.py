@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tangram.errors import UserError
-from tangram.sharding.against import paddle
-from tangram.sharding.against.paddle_table import PAIRS
-from tangram.sharding.find import bound
-from tangram.sharding.table import builtin
+from tangram.sharding.compare import paddle
+from tangram.sharding.compare.paddle_table import PAIRS
+from tangram.sharding.ops.find_rule import bound
+from tangram.sharding.ops.rule_table import builtin
 
 
 def difference(verdict: str, given: str = "4/x 6", why: str = "") -> paddle.Difference:

@@ -12,14 +12,14 @@ from torch import Tensor
 from tangram.cli import main
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
-from tangram.sharding.calls import Call
-from tangram.sharding.find import bound
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.find_rule import bound
+from tangram.sharding.ops.rule_table import builtin, parse_lines
 from tangram.sharding.proof import shapes
 from tangram.sharding.proof.execute import check, ways, whole
 from tangram.sharding.proof.mutate import mutations, planted
 from tangram.sharding.proof.prove import prove_operator
 from tangram.sharding.proof.simulate import World, cut, together
-from tangram.sharding.table import builtin, parse_lines
 
 B, H, S, D = 4, 6, 5, 8
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

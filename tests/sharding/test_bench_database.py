@@ -6,7 +6,7 @@ import torch
 from bench._sharding import database, gaps, ours, sides
 from bench._sharding.cases import Case, Sample, samples
 from tangram.sharding.discover.report import Gap
-from tangram.sharding.table import Table, builtin, parse_lines
+from tangram.sharding.ops.rule_table import Table, builtin, parse_lines
 
 DOUBLE = 8
 

@@ -7,11 +7,11 @@ import pytest
 from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.layout.rule import Rule
-from tangram.sharding.bind import bind
-from tangram.sharding.calls import Call
 from tangram.sharding.discover import calls_from, drawn_calls, operator_of
-from tangram.sharding.discover.settle import whole
-from tangram.sharding.table import Table, builtin, parse_lines
+from tangram.sharding.discover.prove_draft import whole
+from tangram.sharding.ops.bind import bind
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.rule_table import Table, builtin, parse_lines
 from tests.sharding import discovered
 
 LAYER_NORM = (

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.sharding import find, table
-from tangram.sharding.calls import Call
 from tangram.sharding.discover import coverage, report
-from tangram.sharding.escapes import ESCAPES, rule_of
+from tangram.sharding.ops import find_rule, rule_table
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.computed_rules import ESCAPES, rule_of
+from tangram.sharding.ops.rule_table import Table
 from tangram.sharding.proof.execute import check, ways, whole
-from tangram.sharding.table import Table
 
 aten = torch.ops.aten
 
@@ -100,7 +100,7 @@ def test_what_a_function_gives_holds(name: str) -> None:
     rule = rule_of(call)
     assert rule is not None
     assert str(rule).partition(" : ")[2] == line
-    bound = find.bound(table.builtin(), call)
+    bound = find_rule.bound(rule_table.builtin(), call)
     assert len(bound.cuttable) == factors
     expected = whole(call)
     for cuts, mesh in ways(bound, (2, 3)):
@@ -109,25 +109,25 @@ def test_what_a_function_gives_holds(name: str) -> None:
 
 def test_a_line_of_ones_own_goes_before_the_function() -> None:
     call = Call.of(aten.repeat.default, (some(5, 4), [3, 1, 2]), {})
-    own = table.builtin().with_lines(table.parse_lines("repeat : ...^ -> ...^"))
-    assert find.bound(own, call).cuttable == []
+    own = rule_table.builtin().with_lines(rule_table.parse_lines("repeat : ...^ -> ...^"))
+    assert find_rule.bound(own, call).cuttable == []
 
 
 def test_indices_do_not_broadcast() -> None:
     """`gather` takes fewer indices than elements: a dim of one index is no broadcast one."""
     call = Call.of(aten.gather.default, (some(5, 3), 0, below(5, 4, 1)), {})
-    assert find.bound(table.builtin(), call).cuttable == ["{dim}0", "i"]
+    assert find_rule.bound(rule_table.builtin(), call).cuttable == ["{dim}0", "i"]
 
 
 def test_a_cut_that_the_table_lacks_is_reported() -> None:
     calls = [Call.of(aten.mm.default, (some(m, 6), some(6, 5)), {}) for m in (3, 4)]
-    whole_only = Table().with_lines(table.parse_lines("mm : ...^ -> ...^", "whole.rules"))
+    whole_only = Table().with_lines(rule_table.parse_lines("mm : ...^ -> ...^", "whole.rules"))
     found = report.gaps_of(whole_only, "mm", calls)
     assert {gap.cut: gap.calls for gap in found} == {
         "input 0 dim -2 -> cut": 2,
         "input 1 dim -1 -> cut": 2,
         "input 0 dim -1, input 1 dim -2 -> sum": 2,
     }
-    assert report.gaps_of(table.builtin(), "mm", calls) == []
+    assert report.gaps_of(rule_table.builtin(), "mm", calls) == []
     assert report.gaps_of(whole_only, "mm", calls[:1]) == []  # one shape says little
     assert len(report.gaps_of(Table(), "mm", calls)) == 3

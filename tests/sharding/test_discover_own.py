@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tangram.cli import main
-from tangram.sharding import table
+from tangram.sharding.ops import rule_table
+from tangram.sharding.ops.rule_table import parse_lines
 from tangram.sharding.proof.counterexample import script, smallest
 from tangram.sharding.proof.execute import Failure
 from tangram.sharding.proof.prove import trials
-from tangram.sharding.table import parse_lines
 from tests.sharding.test_proof import RIGHT, WRONG
 
 SAMPLES = """
@@ -121,12 +121,12 @@ def test_a_script_shows_what_is_wrong_and_nothing_where_all_is_right(tmp_path: P
     sources: dict[str, tuple[str, bool]] = {}
     for name in ("a scan that is cut", "a loss that forgets its share", "a bias that is added by all"):
         line, sample, _ = WRONG[name]
-        trial = smallest(table.builtin().with_lines(parse_lines(line)), [RIGHT[sample]()])
+        trial = smallest(rule_table.builtin().with_lines(parse_lines(line)), [RIGHT[sample]()])
         assert trial is not None
         assert trial.mesh.size <= 3
         sources[name] = script(trial), True
     for name in ("mm", "bias added once", "mean of uneven parts", "words", "loss"):
-        every = [t for t in trials(table.builtin(), [RIGHT[name]()]) if t.cuts and t.mesh.size == 3]
+        every = [t for t in trials(rule_table.builtin(), [RIGHT[name]()]) if t.cuts and t.mesh.size == 3]
         for where in ("output 0", "gradient of input 0"):
             trial = replace(every[-1 if name == "mm" else 0], failure=Failure("", "", where, "planted"))
             sources[f"{name}, {where}"] = script(trial), False

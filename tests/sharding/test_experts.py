@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
-from tangram.sharding.calls import Call
-from tangram.sharding.find import bound
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.find_rule import bound
+from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.execute import check, ways, whole
 from tangram.sharding.proof.simulate import World, cut, together
-from tangram.sharding.table import builtin
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tangram.hardware import workers
-from tangram.sharding.against import CASES, FOUND_WITH, Case, Outcome, run
+from tangram.sharding.compare import CASES, FOUND_WITH, Case, Outcome, run
 
 NO_OPERATORS = {
     "register-sharding-dims": "the key of calls of operators that users register themselves is torch's",

@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from tangram.errors import UserError
-from tangram.sharding.calls import Call, name_of
-from tangram.sharding.choices import waiting
-from tangram.sharding.export.choose import rows
-from tangram.sharding.export.dtensor import Registered, exported, register
-from tangram.sharding.find import bound
+from tangram.sharding.dtensor.choose import rows
+from tangram.sharding.dtensor.rules import Registered, exported, register
+from tangram.sharding.ops.calls import Call, name_of
+from tangram.sharding.ops.find_rule import bound
+from tangram.sharding.ops.rule_table import parse_lines
 from tangram.sharding.proof.execute import check, ways, whole
 from tangram.sharding.proof.pending import check_pending
-from tangram.sharding.proof.samples import Recorder
-from tangram.sharding.table import parse_lines
+from tangram.sharding.proof.samples.samples import Recorder
+from tangram.sharding.propagation.axis_choices import waiting
 
 aten = torch.ops.aten
-LINES = parse_lines(resources.files("tangram.sharding.export").joinpath("dtensor.rules").read_text(), "dtensor.rules")
+LINES = parse_lines(resources.files("tangram.sharding.dtensor").joinpath("dtensor.rules").read_text(), "dtensor.rules")
 
 
 def randn(*shape: int) -> torch.Tensor:

@@ -6,13 +6,13 @@ import torch
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
-from tangram.sharding import foreach
-from tangram.sharding.calls import Call, name_of
-from tangram.sharding.find import NoRuleError, bound, each
+from tangram.sharding.ops import foreach
+from tangram.sharding.ops.calls import Call, name_of
+from tangram.sharding.ops.find_rule import NoRuleError, bound, each
+from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof import lists
 from tangram.sharding.proof.prove import prove_operator
 from tangram.sharding.proof.simulate import World, cut, together
-from tangram.sharding.table import builtin
 
 aten = torch.ops.aten
 X = [torch.arange(6.0).reshape(3, 2), torch.ones(5)]

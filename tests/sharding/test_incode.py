@@ -15,19 +15,19 @@ from torch.library import custom_op
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
-from tangram.sharding.derive.changes import Change
+from tangram.sharding.derive.collectives_between import Label
 from tangram.sharding.derive.derive import ConflictError
 from tangram.sharding.derive.layouts import layout_of as layout_from
 from tangram.sharding.derive.layouts import value_layout
-from tangram.sharding.derive.marks import Mark
-from tangram.sharding.derive.moves import Label
-from tangram.sharding.derive.noted import noted
+from tangram.sharding.derive.marking.mark_ops import noted
+from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_whole, graph_of
-from tangram.sharding.derive.states import cut
-from tangram.sharding.incode import api, layout_of, mark, relayout
-from tangram.sharding.incode.api import marks_in
-from tangram.sharding.incode.placed import Placed
-from tangram.sharding.incode.session import Eager, Lying, Mode
+from tangram.sharding.derive.problem.states import cut
+from tangram.sharding.derive.transitions import Change
+from tangram.sharding.eager import api, layout_of, mark, relayout
+from tangram.sharding.eager.api import marks_in
+from tangram.sharding.eager.session import Eager, Lying, Mode
+from tangram.sharding.eager.sharded_tensor import Placed
 
 HERE = "test_incode.py:"
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.sharding import find, table
-from tangram.sharding.bind import RuleError
-from tangram.sharding.calls import Call
+from tangram.sharding.ops import find_rule, rule_table
+from tangram.sharding.ops.bind import RuleError
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.rule_table import Table, parse_lines
 from tangram.sharding.proof.execute import Failure, check, ways, whole
 from tangram.sharding.proof.pending import check_pending
-from tangram.sharding.table import Table, parse_lines
 
 aten = torch.ops.aten
 
@@ -20,7 +20,7 @@ def some(*shape: int) -> Tensor:
 
 def tried(rules: Table, call: Call) -> tuple[int, Failure | None]:
     """How many ways of cutting were tried until one was wrong."""
-    bound, expected, n = find.bound(rules, call), whole(call), 0
+    bound, expected, n = find_rule.bound(rules, call), whole(call), 0
     for cuts, mesh in ways(bound, (2, 3, 5)):
         n += 1
         if failure := check(call, bound, cuts, mesh, expected):
@@ -57,7 +57,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_proved(name: str) -> None:
-    n, failure = tried(table.builtin(), RIGHT[name]())
+    n, failure = tried(rule_table.builtin(), RIGHT[name]())
     assert failure is None
     assert n > 1
 
@@ -92,22 +92,22 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_refuted(name: str) -> None:
     line, sample, words = WRONG[name]
-    _, failure = tried(table.builtin().with_lines(parse_lines(line)), RIGHT[sample]())
+    _, failure = tried(rule_table.builtin().with_lines(parse_lines(line)), RIGHT[sample]())
     assert failure is not None
     assert words in str(failure)
 
 
 def test_a_view_that_is_cut_within_a_window_is_whole() -> None:
     call = RIGHT["windows"]()
-    assert find.bound(table.builtin(), call).cuttable == ["v10", "v2"]
+    assert find_rule.bound(rule_table.builtin(), call).cuttable == ["v10", "v2"]
 
 
 def test_a_dim_that_the_operator_lacks_is_named() -> None:
-    rules = table.builtin().with_lines(parse_lines("mm : ... {axis} ... -> ..."))
+    rules = rule_table.builtin().with_lines(parse_lines("mm : ... {axis} ... -> ..."))
     with pytest.raises(RuleError, match=r"the rule of mm speaks of \{axis\}, which is no argument of aten::mm"):
-        find.bound(rules, RIGHT["mm"]())
+        find_rule.bound(rules, RIGHT["mm"]())
 
 
 def test_an_operator_without_a_rule_is_named_with_the_command() -> None:
-    with pytest.raises(find.NoRuleError, match=r"no rule for mm: `tangram shard discover aten::mm`"):
-        find.bound(Table(), RIGHT["mm"]())
+    with pytest.raises(find_rule.NoRuleError, match=r"no rule for mm: `tangram shard discover aten::mm`"):
+        find_rule.bound(Table(), RIGHT["mm"]())

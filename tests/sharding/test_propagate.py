@@ -7,11 +7,11 @@ from torch._ops import OpOverload
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.errors import LayoutError
-from tangram.sharding.calls import Call
-from tangram.sharding.find import NoRuleError
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.find_rule import NoRuleError
+from tangram.sharding.ops.rule_table import Table, builtin, parse_lines
 from tangram.sharding.proof.propagated import check
-from tangram.sharding.propagate import Propagation, propagate
-from tangram.sharding.table import Table, builtin, parse_lines
+from tangram.sharding.propagation.propagate import Propagation, propagate
 from tests.sharding.propagating import some
 
 aten = torch.ops.aten

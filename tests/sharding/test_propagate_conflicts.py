@@ -6,10 +6,10 @@ import torch
 from torch._ops import OpOverload
 
 from tangram.layout import Layout, Mesh
-from tangram.sharding.calls import Call
-from tangram.sharding.conflicts import FactorTable, factor_table
-from tangram.sharding.propagate import propagate
-from tangram.sharding.table import builtin
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.rule_table import builtin
+from tangram.sharding.propagation.explain_conflicts import FactorTable, factor_table
+from tangram.sharding.propagation.propagate import propagate
 
 aten = torch.ops.aten
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, region
 from tangram.layout.syntax import Cut
-from tangram.sharding import find
-from tangram.sharding.calls import Call
-from tangram.sharding.conflicts import factor_table
-from tangram.sharding.local import layout_of
+from tangram.sharding.local_ops.local_call import layout_of
+from tangram.sharding.ops import find_rule
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.propagated import check
-from tangram.sharding.propagate import Propagation, propagate
-from tangram.sharding.table import builtin
+from tangram.sharding.propagation.explain_conflicts import factor_table
+from tangram.sharding.propagation.propagate import Propagation, propagate
 from tests.sharding.propagating import calls, cuts, layouts, meshes, some
 
 
@@ -53,7 +53,7 @@ def test_what_is_predicted_is_what_runs(data: st.DataObject) -> None:
 def test_inputs_that_agree_stay_where_they_are(data: st.DataObject) -> None:
     """Every axis cuts one factor, in all tensors that have it: nothing is left to move."""
     call, mesh = data.draw(calls()), data.draw(meshes())
-    bound = find.bound(builtin(), call)
+    bound = find_rule.bound(builtin(), call)
     wanted: dict[str, list[Cut]] = {}
     for axis in data.draw(st.permutations(list(mesh.axes))):
         free = [f for f in bound.cuttable if not {"max", "min"} & {*bound.pending[f]}]

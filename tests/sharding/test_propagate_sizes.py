@@ -3,11 +3,11 @@
 import torch
 
 from tangram.layout import Layout, Mesh
-from tangram.sharding.calls import Call
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.execute import whole
 from tangram.sharding.proof.propagated import check
-from tangram.sharding.propagate import propagate
-from tangram.sharding.table import builtin
+from tangram.sharding.propagation.propagate import propagate
 
 aten = torch.ops.aten
 X, W = torch.randn(1, 3, 4), torch.randn(3, 3, 3)

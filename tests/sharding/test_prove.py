@@ -11,10 +11,10 @@ import torch
 from tangram.cli import main
 from tangram.hardware import workers
 from tangram.hardware.workers import Json
-from tangram.sharding.calls import Call
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.rule_table import Table, builtin, parse_lines
 from tangram.sharding.proof.mutate import mutations, planted
 from tangram.sharding.proof.prove import prove_operator
-from tangram.sharding.table import Table, builtin, parse_lines
 
 aten = torch.ops.aten
 X = torch.arange(30.0, dtype=torch.float64).reshape(6, 5).sin()

@@ -8,18 +8,18 @@ from torch.nn import functional as F
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
-from tangram.sharding import random
-from tangram.sharding.bind import bind
-from tangram.sharding.calls import Call
-from tangram.sharding.draws import Drawing
-from tangram.sharding.find import bound
-from tangram.sharding.local import part_of, piece, run
+from tangram.sharding.local_ops import random_numbers
+from tangram.sharding.local_ops.local_call import part_of, piece, run
+from tangram.sharding.local_ops.local_variants import whole
+from tangram.sharding.local_ops.random_numbers import Key
+from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.ops.bind import bind
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.find_rule import bound
+from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.mutate import mutations, planted
 from tangram.sharding.proof.prove import prove_operator
 from tangram.sharding.proof.simulate import World, cut, together
-from tangram.sharding.random import Key
-from tangram.sharding.runners import whole
-from tangram.sharding.table import builtin
 
 aten = torch.ops.aten
 X = torch.arange(35.0, dtype=torch.float64).reshape(7, 5).sin().abs()
@@ -39,19 +39,19 @@ KNOWN = [  # counter, key and words from the known-answer file of Random123, phi
 @pytest.mark.parametrize(("counter", "key", "want"), KNOWN)
 def test_the_generator_gives_the_known_answers(counter: tuple[int, ...], key: tuple[int, int], want: str) -> None:
     low = torch.tensor([counter[0] | counter[1] << 32], dtype=torch.uint64).view(torch.int64)
-    found = random.philox(low, Key(key[0] | key[1] << 32, counter[2] | counter[3] << 32))
+    found = random_numbers.philox(low, Key(key[0] | key[1] << 32, counter[2] | counter[3] << 32))
     assert " ".join(f"{int(word):08x}" for word in found[:, 0]) == want
 
 
 DISTRIBUTIONS = {
-    "uniform": (lambda at: random.uniform(at, KEY), 0.5, 1 / 12),
-    "uniform of float64": (lambda at: random.uniform(at, KEY, torch.float64, -1, 3), 1.0, 16 / 12),
-    "normal": (lambda at: random.normal(at, KEY), 0.0, 1.0),
-    "normal of float64": (lambda at: random.normal(at, KEY, torch.float64), 0.0, 1.0),
-    "bernoulli": (lambda at: random.bernoulli(at, 0.3, KEY).double(), 0.3, 0.21),
-    "integers": (lambda at: random.integers(at, KEY, -3, 4).double(), 0.0, 4.0),
-    "exponential": (lambda at: random.exponential(at, KEY), 1.0, 1.0),
-    "geometric": (lambda at: random.geometric(at, 0.25, KEY), 4.0, 12.0),
+    "uniform": (lambda at: random_numbers.uniform(at, KEY), 0.5, 1 / 12),
+    "uniform of float64": (lambda at: random_numbers.uniform(at, KEY, torch.float64, -1, 3), 1.0, 16 / 12),
+    "normal": (lambda at: random_numbers.normal(at, KEY), 0.0, 1.0),
+    "normal of float64": (lambda at: random_numbers.normal(at, KEY, torch.float64), 0.0, 1.0),
+    "bernoulli": (lambda at: random_numbers.bernoulli(at, 0.3, KEY).double(), 0.3, 0.21),
+    "integers": (lambda at: random_numbers.integers(at, KEY, -3, 4).double(), 0.0, 4.0),
+    "exponential": (lambda at: random_numbers.exponential(at, KEY), 1.0, 1.0),
+    "geometric": (lambda at: random_numbers.geometric(at, 0.25, KEY), 4.0, 12.0),
 }
 
 
@@ -69,15 +69,20 @@ def test_mean_and_variance_are_the_distributions(name: str) -> None:
 
 def test_tails_and_quarters_of_distributions() -> None:
     at = torch.arange(100_000)
-    assert abs(float((random.normal(at, KEY).abs() < 1).double().mean()) - 0.6827) < 0.006
-    assert abs(float((random.cauchy(at, KEY).abs() < 1).double().mean()) - 0.5) < 0.006
+    assert abs(float((random_numbers.normal(at, KEY).abs() < 1).double().mean()) - 0.6827) < 0.006
+    assert abs(float((random_numbers.cauchy(at, KEY).abs() < 1).double().mean()) - 0.5) < 0.006
     x = torch.linspace(1e-12, 1, 1001, dtype=torch.float64)
-    assert torch.allclose(random._log(x), x.log(), 1e-14, 1e-15)
-    cosine, sine = random._circle(x[:-1])
+    assert torch.allclose(random_numbers._log(x), x.log(), 1e-14, 1e-15)
+    cosine, sine = random_numbers._circle(x[:-1])
     assert torch.allclose(cosine, (x[:-1] * 2 * torch.pi).cos(), 0, 2e-15)
     assert torch.allclose(sine, (x[:-1] * 2 * torch.pi).sin(), 0, 2e-15)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        assert 0 <= float(random.uniform(at, KEY, dtype).min()) <= float(random.uniform(at, KEY, dtype).max()) < 1
+        assert (
+            0
+            <= float(random_numbers.uniform(at, KEY, dtype).min())
+            <= float(random_numbers.uniform(at, KEY, dtype).max())
+            < 1
+        )
 
 
 LAYOUTS = ["a/x b", "a b/x", "a/x b/y", "a/x/y b", "a/y:cyclic[2]/x b", "(a/x b=4)/y", "a/x:zigzag b", "a b //x"]
@@ -88,10 +93,12 @@ LAYOUTS = ["a/x b", "a b/x", "a/x b/y", "a/x/y b", "a/y:cyclic[2]/x b", "(a/x b=
 def test_an_element_has_its_number_in_every_layout(text: str, mesh: str) -> None:
     layout, axes = Layout.parse(text).bind((28,) if text.startswith("(") else (7, 4)), Mesh.parse(mesh)
     at = torch.arange(28)
-    whole_of = {f: f(at) for f in (lambda at: random.uniform(at, KEY), lambda at: random.normal(at, KEY))}
+    whole_of = {
+        f: f(at) for f in (lambda at: random_numbers.uniform(at, KEY), lambda at: random_numbers.normal(at, KEY))
+    }
     seen = torch.zeros(28, dtype=torch.int64)
     for rank in range(axes.size):
-        own = random.places(layout, axes, rank)
+        own = random_numbers.places(layout, axes, rank)
         seen[own.flatten()] += 1
         for draw, want in whole_of.items():
             assert torch.equal(draw(own), want[own]), "bit for bit"
@@ -100,28 +107,32 @@ def test_an_element_has_its_number_in_every_layout(text: str, mesh: str) -> None
 
 def test_ranks_seeds_and_streams_draw_nothing_twice() -> None:
     layout, mesh = Layout.parse("a/x b").bind((64, 256)), Mesh.parse("x=4")
-    parts = [random.uniform(random.places(layout, mesh, r), KEY, torch.float64).flatten() for r in range(4)]
-    parts += [random.uniform(torch.arange(64 * 256), key, torch.float64) for key in (Key(8, 3), Key(7, 4))]
+    parts = [
+        random_numbers.uniform(random_numbers.places(layout, mesh, r), KEY, torch.float64).flatten() for r in range(4)
+    ]
+    parts += [random_numbers.uniform(torch.arange(64 * 256), key, torch.float64) for key in (Key(8, 3), Key(7, 4))]
     together_ = torch.cat(parts)
     assert len(together_.unique()) == len(together_)
 
 
 def test_dropout_is_the_same_for_every_layout_and_scales() -> None:
     mesh, x = Mesh.parse("x=3"), torch.ones(7, 5)
-    want = random.dropout(x, 0.25, Layout.parse("a b").bind((7, 5)), mesh, 0, seed=1)
+    want = random_numbers.dropout(x, 0.25, Layout.parse("a b").bind((7, 5)), mesh, 0, seed=1)
     assert set(want.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     layout = Layout.parse("a/x b").bind((7, 5))
-    parts = [random.dropout(p, 0.25, layout, mesh, r, seed=1) for r, p in enumerate(x.chunk(3))]
+    parts = [random_numbers.dropout(p, 0.25, layout, mesh, r, seed=1) for r, p in enumerate(x.chunk(3))]
     assert torch.equal(torch.cat(parts), want)
-    assert not torch.equal(random.dropout(x, 0.25, Layout.parse("a b").bind((7, 5)), mesh, 0, 1, stream=1), want)
+    assert not torch.equal(
+        random_numbers.dropout(x, 0.25, Layout.parse("a b").bind((7, 5)), mesh, 0, 1, stream=1), want
+    )
     with pytest.raises(UserError, match="not a part of"):
-        random.dropout(x, 0.25, layout, mesh, 0, seed=1)
+        random_numbers.dropout(x, 0.25, layout, mesh, 0, seed=1)
     with pytest.raises(UserError, match="between 0 and 1"):
-        random.dropout(x, 1.25, layout, mesh, 0, seed=1)
+        random_numbers.dropout(x, 1.25, layout, mesh, 0, seed=1)
     with pytest.raises(UserError, match="no int64 is drawn"):
-        random.uniform(torch.arange(3), KEY, torch.int64)
+        random_numbers.uniform(torch.arange(3), KEY, torch.int64)
     with pytest.raises(UserError, match="cannot be drawn"):
-        random.integers(torch.arange(3), KEY, 3, 3)
+        random_numbers.integers(torch.arange(3), KEY, 3, 3)
 
 
 CALLS = {
@@ -142,7 +153,7 @@ MAPS = ["", "zigzag", "cyclic"]
 def test_a_cut_operator_draws_bit_for_bit_what_the_whole_one_draws(name: str) -> None:
     call = CALLS[name]()
     factors = bound(builtin(), call)
-    with random.using(KEY):
+    with random_numbers.using(KEY):
         want = whole(call, factors).run()
     for mesh, axes in CUTS:
         for map_ in MAPS:
@@ -157,7 +168,7 @@ def test_a_cut_operator_draws_bit_for_bit_what_the_whole_one_draws(name: str) ->
                     local: list[Tensor | None] = [
                         t if t is None or d is None else piece(t, d, part, factors) for t, d in pairs
                     ]
-                    with random.using(KEY):
+                    with random_numbers.using(KEY):
                         found = run(call, factors, part, local)
                     for r, w, dims in zip(found, want, factors.outputs, strict=True):
                         assert torch.equal(r, piece(w, dims, part, factors))

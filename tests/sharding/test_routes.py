@@ -11,16 +11,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tangram.layout import Layout, LayoutError, Mesh
-from tangram.sharding import compositions, decompose
-from tangram.sharding.calls import Call
-from tangram.sharding.decompose import decomposition
-from tangram.sharding.find import NoRuleError
+from tangram.sharding import compositions
+from tangram.sharding.ops import decompose
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.decompose import decomposition
+from tangram.sharding.ops.find_rule import NoRuleError
+from tangram.sharding.ops.rule_table import Table, builtin, parse_lines
 from tangram.sharding.proof import routes as proof
 from tangram.sharding.proof.execute import whole
 from tangram.sharding.proof.routes import rms_norm_backward
 from tangram.sharding.proof.simulate import Simulated, World, cut, together
-from tangram.sharding.routes import Route, decomposed, route
-from tangram.sharding.table import Table, builtin, parse_lines
+from tangram.sharding.propagation.routes import Route, decomposed, route
 
 aten = torch.ops.aten
 ROWS = 5

@@ -6,15 +6,15 @@ from torch import Tensor
 
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
-from tangram.sharding.calls import Call
-from tangram.sharding.find import bound
-from tangram.sharding.local import run
-from tangram.sharding.parts import part_of
+from tangram.sharding.local_ops.local_call import run
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.find_rule import bound
+from tangram.sharding.ops.rank_part import part_of
+from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.execute import check, ways, whole
 from tangram.sharding.proof.mutate import mutations, planted
 from tangram.sharding.proof.prove import prove_operator
 from tangram.sharding.proof.simulate import World, cut, together
-from tangram.sharding.table import builtin
 
 aten = torch.ops.aten
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
+from tangram.sharding.ops.rule_table import Table, builtin
 from tangram.sharding.proof.simulate import World, cut, together
-from tangram.sharding.table import Table, builtin
 
 
 def simulated(text: str, tensor: torch.Tensor, world: World) -> torch.Tensor:

@@ -10,9 +10,9 @@ from tangram.kernels.attention import ATTEND
 from tangram.kernels.flash.operator import FLASH
 from tangram.layout.rule import Rule
 from tangram.models import noted
-from tangram.sharding.calls import Call
-from tangram.sharding.proof.fused_samples import FUSED
-from tangram.sharding.table import builtin, parse_lines
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.rule_table import builtin, parse_lines
+from tangram.sharding.proof.samples.fused_samples import FUSED
 
 aten = torch.ops.aten
 

@@ -14,21 +14,22 @@ from tangram.layout.errors import NotationError
 from tangram.layout.intervals import elements, intersect, size, span
 from tangram.layout.rule import Rule
 from tangram.layout.syntax import Cut
-from tangram.sharding import find, stretches
-from tangram.sharding.alike import of_result
-from tangram.sharding.bind import Bound, RuleError
-from tangram.sharding.calls import Call
-from tangram.sharding.halo import needed
-from tangram.sharding.links import read as read_by
-from tangram.sharding.parts import part_of, stands
+from tangram.sharding.local_ops import split_parts
+from tangram.sharding.ops import find_rule
+from tangram.sharding.ops.bind import Bound, RuleError
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.cut_trees import Tree, tree_of
+from tangram.sharding.ops.rank_part import part_of, stands
+from tangram.sharding.ops.rule_table import builtin, parse_lines
+from tangram.sharding.ops.same_cut import of_result
+from tangram.sharding.ops.windows import Window
 from tangram.sharding.proof.execute import check as check_cut
 from tangram.sharding.proof.execute import ways, whole
 from tangram.sharding.proof.propagated import check
 from tangram.sharding.proof.propagated import part_of as proved_part
-from tangram.sharding.propagate import Propagation, options, propagate
-from tangram.sharding.table import builtin, parse_lines
-from tangram.sharding.trees import Tree, tree_of
-from tangram.sharding.windows import Window
+from tangram.sharding.propagation.halo import needed
+from tangram.sharding.propagation.neighbour_needs import read as read_by
+from tangram.sharding.propagation.propagate import Propagation, options, propagate
 
 aten = torch.ops.aten
 CONV = "convolution : b i ...', o i ...^ -> b o ... ; window(1 stride padding dilation) filled"
@@ -66,7 +67,7 @@ def test_what_windows_cannot_say_is_refused() -> None:
         ("avg_pool2d : ... (h w)' -> ... h w ; window(kernel_size)", "has a ' on what is not one factor"),
     ):
         with pytest.raises(RuleError, match=words):
-            find.bound(builtin().with_lines(parse_lines(line)), call)
+            find_rule.bound(builtin().with_lines(parse_lines(line)), call)
 
 
 @st.composite
@@ -123,14 +124,14 @@ def test_results_have_the_sizes_that_torch_gives_them(name: str, n: int, k: int,
         result = call.run()[0]
     except RuntimeError:  # windows larger than the tensor
         return
-    bound = find.bound(builtin(), call)
+    bound = find_rule.bound(builtin(), call)
     sizes = [math.prod(bound.sizes[f] for f in dims) for dims in bound.outputs[0] if dims]
     assert sizes == [n for n, dims in zip(result.shape, bound.outputs[0], strict=True) if dims]
 
 
 def test_a_part_may_read_more_than_its_neighbour_holds() -> None:
     call = conv(6, 5, padding=2)
-    bound, cuts, mesh = find.bound(builtin(), call), {".1": (Cut("x"),)}, Mesh.parse("x=5")
+    bound, cuts, mesh = find_rule.bound(builtin(), call), {".1": (Cut("x"),)}, Mesh.parse("x=5")
     parts = [part_of(bound, cuts, mesh, rank) for rank in range(5)]
     assert [needed(bound, part, ".1") for part in parts] == [((0, 4),), ((0, 6),), ((2, 6),), (), ()]
     assert [stands(part, ".1", 6) for part in parts] == [((0, 2),), ((2, 4),), ((4, 6),), (), ()]
@@ -138,7 +139,7 @@ def test_a_part_may_read_more_than_its_neighbour_holds() -> None:
 
 def test_each_stretch_of_a_part_has_a_halo_of_its_own() -> None:
     call = conv(12, 3, padding=1)
-    bound, mesh = find.bound(builtin(), call), Mesh.parse("x=2")
+    bound, mesh = find_rule.bound(builtin(), call), Mesh.parse("x=2")
     parts = [part_of(bound, {".1": (Cut("x", "zigzag"),)}, mesh, rank) for rank in range(2)]
     assert [needed(bound, part, ".1") for part in parts] == [((0, 4), (8, 12)), ((2, 10),)]
     apart = part_of(bound, {".1": (Cut("x", "cyclic", (2,)),)}, mesh, 0)
@@ -259,10 +260,10 @@ def test_windows_that_take_stretches_for_others_are_found(mistake: str, monkeypa
         reads = Window.reads
         monkeypatch.setattr(Window, "reads", lambda self, some: intersect(reads(self, some), some))
     else:
-        join = stretches._side_by_side
-        monkeypatch.setattr(stretches, "_side_by_side", lambda some, *rest: join([*reversed(some)], *rest))
+        join = split_parts._side_by_side
+        monkeypatch.setattr(split_parts, "_side_by_side", lambda some, *rest: join([*reversed(some)], *rest))
     call, cuts = conv(16, 3, padding=1), {".1": (Cut("x", "zigzag"),)}
-    assert check_cut(call, find.bound(builtin(), call), cuts, Mesh.parse("x=2"), whole(call)) is not None
+    assert check_cut(call, find_rule.bound(builtin(), call), cuts, Mesh.parse("x=2"), whole(call)) is not None
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ def test_convolutions_of_all_kinds_are_right_on_ranks(
         expected = whole(call)
     except RuntimeError:  # windows larger than the tensor
         return
-    bound = find.bound(builtin(), call)
+    bound = find_rule.bound(builtin(), call)
     listed = [(cuts, mesh) for cuts, mesh in ways(bound, (2, 3)) if ".1" in cuts]
     for cuts, mesh in listed[: data.draw(st.integers(0, 4))]:
         assert check_cut(call, bound, cuts, mesh, expected) is None

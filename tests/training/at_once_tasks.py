@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from tangram.relayout.digits import WAITING
 from tangram.relayout.sequences import cheapest
-from tangram.sharding.derive.changes import Change, Joint, costs
-from tangram.sharding.derive.marks import Mark
-from tangram.sharding.derive.show import total
-from tangram.sharding.incode import relayout
+from tangram.sharding.derive.explain.show import total
+from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.transitions import Change, Joint, costs
+from tangram.sharding.eager import relayout
 from tangram.sharding.runtime.program import Program
-from tangram.training.derived import DerivedModel, parallel
-from tangram.training.incode import eager
-from tangram.training.launch import Rank
-from tangram.training.tally import Tally
+from tangram.training.mesh.eager_marks import eager
+from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
+from tangram.training.run.launch import Rank
+from tangram.training.trials.dry_run_counts import Tally
 from tests.training.derived_models import _furthest as furthest  # pyright: ignore[reportPrivateUsage]
 from tests.training.derived_models import inputs_of, loss_of, marks_for, model_of
 from tests.training.incode_tasks import devices_of

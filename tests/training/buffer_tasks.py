@@ -19,18 +19,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.planner.plan import Plan
-from tangram.sharding.derive.marks import Mark
-from tangram.sharding.draws import Drawing
-from tangram.training.apply import apply
-from tangram.training.checkpoints import Checkpointer, JobState
+from tangram.schema.plan import Plan
+from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.local_ops.random_ops import Drawing
 from tangram.training.data import Batch, RankBatches
-from tangram.training.derived import parallel
-from tangram.training.events import SaveFailed
-from tangram.training.launch import Rank
-from tangram.training.loop import train_step
-from tangram.training.optimise import make_adamw
-from tangram.training.world import make_world
+from tangram.training.mesh.tensor_parallel import parallel
+from tangram.training.mesh.world import make_world
+from tangram.training.observe.events import SaveFailed
+from tangram.training.parallel.apply import apply
+from tangram.training.run.launch import Rank
+from tangram.training.state.checkpointer import Checkpointer, JobState
+from tangram.training.step.loop import train_step
+from tangram.training.step.optimiser_step import make_adamw
 from tests.training.small import small_tables
 
 # ------------------------------------------------------------ buffers, on data ranks

@@ -22,16 +22,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.errors import UserError
 from tangram.models.build import initial_tensors
-from tangram.planner import strategies
-from tangram.planner.counted import Counted
-from tangram.planner.derived import ModelAxis
-from tangram.planner.job import Job
-from tangram.planner.plan import Plan
-from tangram.training import building, loop, optimise
+from tangram.planner.local import strategies
+from tangram.planner.local.derived_layouts import ModelAxis
+from tangram.planner.local.model_costs import Counted
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, open_corpus, prepare, sample_ids
-from tangram.training.launch import Rank
-from tangram.training.rank import settled_packing, with_packing
-from tangram.training.world import make_world
+from tangram.training.mesh.world import make_world
+from tangram.training.run.launch import Rank
+from tangram.training.run.rank import settled_packing, with_packing
+from tangram.training.state import build_model
+from tangram.training.step import loop, optimiser_step
 from tests.training.small import small_tables, write_text
 
 # By what classes call them; each takes those that it knows.
@@ -189,7 +190,7 @@ CONTEXT = strategies.Strategy("context", "cp=2", (), (ModelAxis("cp", "context",
 def over_an_axis(plan: Plan, strategy: strategies.Strategy) -> Plan:
     """The same over a model axis of two ranks, from the marks that are known for the model."""
     job = Job.model_validate({name: getattr(plan, name) for name in Job.model_fields})
-    counted = Counted(job, building.source_of(plan, BYTES).config)
+    counted = Counted(job, build_model.source_of(plan, BYTES).config)
     made = strategies.plan_of(strategy, job, counted)
     return made.model_copy(update={"data": plan.data})
 
@@ -209,10 +210,10 @@ def train_all(rank: Rank, plans: Mapping[str, Plan]) -> dict[str, Ran | str]:
 
 
 def _trained(plan: Plan, world: Any) -> Ran:
-    source = building.source_of(plan, BYTES)
-    model = building.build(plan, source, world, values=True)
+    source = build_model.source_of(plan, BYTES)
+    model = build_model.build(plan, source, world, values=True)
     plan = with_packing(plan, settled_packing(model, plan, world, None, source).packing)
-    optimiser = optimise.make_adamw(model, plan.optimiser)
+    optimiser = optimiser_step.make_adamw(model, plan.optimiser)
     corpus = open_corpus(plan.data, BYTES)
     losses: list[float] = []
     gradients: list[Mapping[str, npt.NDArray[np.float32]]] = []
@@ -243,13 +244,13 @@ def _whole(parameter: nn.Parameter) -> npt.NDArray[np.float32]:
 def plain(plan: Plan, packing: str) -> Ran:
     """The same in one process, without Tangram's loop: each piece of a document alone, nothing beside or behind it."""
     plan = plan.model_copy(update={"data": plan.data.model_copy(update={"packing": packing})})
-    config = building.source_of(plan, BYTES).config
+    config = build_model.source_of(plan, BYTES).config
     model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).train()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for name, whole in initial_tensors(config, plan.seed):
             tensors[name].copy_(whole)
-    optimiser = optimise.make_adamw(model, plan.optimiser)
+    optimiser = optimiser_step.make_adamw(model, plan.optimiser)
     losses: list[float] = []
     gradients: list[Mapping[str, npt.NDArray[np.float32]]] = []
     for step in range(2):
@@ -263,7 +264,7 @@ def plain(plan: Plan, packing: str) -> Ran:
         loss = total / counted
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), plan.optimiser.clip_norm)
-        optimise.set_lr(optimiser, 1e-3)
+        optimiser_step.set_lr(optimiser, 1e-3)
         optimiser.step()
         losses.append(float(loss.detach()))
         gradients.append({name: _whole(p) for name, p in model.named_parameters()})

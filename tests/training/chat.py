@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tangram.training.export import byte_tokenizer
+from tangram.training.state.export_hf import byte_tokenizer
 from tests.training.small import SMALL_MODEL
 
 END, TURN = 256, 257

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVari
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.sharding.derive.marks import Mark
-from tangram.training.derived import DerivedModel, parallel
-from tangram.training.launch import Rank
+from tangram.sharding.derive.marking.marks import Mark
+from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
+from tangram.training.run.launch import Rank
 
 
 class Code(nn.Module):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tangram.training.data import BYTES, prepare
-from tangram.training.launch import run_ranks
+from tangram.training.run.launch import run_ranks
 from tests.training.oracle.warm import once
 from tests.training.policies import Found, two_ranks
 from tests.training.small import small_plan, write_text

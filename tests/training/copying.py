@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tangram.training import copies
-from tangram.training.copies import Copies, in_buckets
-from tangram.training.launch import Rank
+from tangram.training.parallel import data_parallel
+from tangram.training.parallel.data_parallel import Copies, in_buckets
+from tangram.training.run.launch import Rank
 from tests.training.oracle.ranks import swapped
 
 Gradients = Mapping[str, list[float] | None]
@@ -45,7 +45,7 @@ def summed(rank: Rank, sizes: Sequence[int]) -> dict[int, dict[str, Gradients | 
     assert group is not None
     found: dict[int, dict[str, Gradients | str]] = {}
     for size in sizes:
-        with swapped(copies, "FIRST", size), swapped(copies, "BUCKET", size):
+        with swapped(data_parallel, "FIRST", size), swapped(data_parallel, "BUCKET", size):
             found[size] = _summed(rank.index, group)
     return found
 

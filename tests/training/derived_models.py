@@ -22,21 +22,21 @@ from torch.distributed.tensor import DTensor
 from tangram.layout import Mesh
 from tangram.layout.intervals import elements
 from tangram.layout.intervals import rank as rank_of
-from tangram.sharding.derive.changes import Change
-from tangram.sharding.derive.marks import Mark, marks_of, read_marks
+from tangram.sharding.derive.explain.show import total
+from tangram.sharding.derive.marking.marks import Mark, marks_of, read_marks
+from tangram.sharding.derive.marking.published import published
 from tangram.sharding.derive.of_model import fitting, graph_of
-from tangram.sharding.derive.published import published
-from tangram.sharding.derive.show import total
-from tangram.sharding.derive.states import SAME, SEVERAL
-from tangram.sharding.halo import needed
-from tangram.sharding.parts import stands
+from tangram.sharding.derive.problem.states import SAME, SEVERAL
+from tangram.sharding.derive.transitions import Change
+from tangram.sharding.ops.rank_part import stands
+from tangram.sharding.propagation.halo import needed
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Program
 from tangram.training.data import IGNORE
-from tangram.training.derived import DerivedModel, parallel, without_memory
-from tangram.training.launch import Rank
-from tangram.training.loads import Loads
-from tangram.training.loss import LOGITS, token_loss
+from tangram.training.mesh.tensor_parallel import DerivedModel, parallel, without_memory
+from tangram.training.objective.expert_loads import Loads
+from tangram.training.objective.loss import LOGITS, token_loss
+from tangram.training.run.launch import Rank
 from tests.sharding.derive.test_marks_files import tiny
 from tests.training.own_models import Another, Convolved, Diffusion, Two, Written
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from tangram.planner.plan import Plan
-from tangram.training import building
+from tangram.schema.plan import Plan
 from tangram.training.data import BYTES
-from tangram.training.dry import Counted, counted_steps
-from tangram.training.launch import Rank
-from tangram.training.world import make_world
+from tangram.training.mesh.world import make_world
+from tangram.training.run.launch import Rank
+from tangram.training.state import build_model
+from tangram.training.trials.dry_run import Counted, counted_steps
 
 
 def count_steps(rank: Rank, plans: Mapping[str, Plan]) -> dict[str, list[Counted]]:
@@ -20,6 +20,6 @@ def count_steps(rank: Rank, plans: Mapping[str, Plan]) -> dict[str, list[Counted
     assert group is not None
     for name, plan in plans.items():
         world = make_world(plan, rank.index, torch.device("cpu"), group)
-        model = building.build(plan, building.source_of(plan, BYTES), world, values=True)
+        model = build_model.build(plan, build_model.source_of(plan, BYTES), world, values=True)
         found[name] = counted_steps(model, plan, world)
     return found

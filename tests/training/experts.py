@@ -16,11 +16,11 @@ from transformers.utils import logging
 
 from tangram.checkpoint.formats.huggingface import mapped_reader
 from tangram.relayout import execute
-from tangram.training.apply import apply
-from tangram.training.checkpoints import Checkpointer, JobState, Progress, load
-from tangram.training.launch import Rank
-from tangram.training.weights import load_pretrained, plan_pretrained
-from tangram.training.world import make_world
+from tangram.training.mesh.world import make_world
+from tangram.training.parallel.apply import apply
+from tangram.training.run.launch import Rank
+from tangram.training.state.checkpointer import Checkpointer, JobState, Progress, load
+from tangram.training.state.load_weights import load_pretrained, plan_pretrained
 from tests.training.saving import Values, plan_of, values_of
 
 MOE = {

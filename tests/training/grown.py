@@ -8,11 +8,11 @@ import numpy.typing as npt
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tangram.planner.plan import Plan
-from tangram.training.building import build, source_of
+from tangram.schema.plan import Plan
 from tangram.training.data import load_tokens
-from tangram.training.launch import Rank
-from tangram.training.world import make_world
+from tangram.training.mesh.world import make_world
+from tangram.training.run.launch import Rank
+from tangram.training.state.build_model import build, source_of
 
 
 def load_grown(rank: Rank, plans: Mapping[str, Plan]) -> dict[str, dict[str, npt.NDArray[Any]]]:

@@ -18,16 +18,16 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.sharding.derive.layouts import layout_of as layout_from
 from tangram.sharding.derive.layouts import value_layout
-from tangram.sharding.derive.marks import Mark, matched
-from tangram.sharding.derive.noted import noted
+from tangram.sharding.derive.marking.mark_ops import noted
+from tangram.sharding.derive.marking.marks import Mark, matched
 from tangram.sharding.derive.of_model import derive_whole, graph_of, parameter_states
-from tangram.sharding.derive.states import SAME, SEVERAL, SUM
-from tangram.sharding.incode import layout_of, mark, relayout
-from tangram.sharding.incode.api import marks_in
-from tangram.sharding.incode.placed import Placed
-from tangram.training.derived import DerivedModel, parallel, without_memory
-from tangram.training.incode import EagerModel, eager
-from tangram.training.launch import Rank
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM
+from tangram.sharding.eager import layout_of, mark, relayout
+from tangram.sharding.eager.api import marks_in
+from tangram.sharding.eager.sharded_tensor import Placed
+from tangram.training.mesh.eager_marks import EagerModel, eager
+from tangram.training.mesh.tensor_parallel import DerivedModel, parallel, without_memory
+from tangram.training.run.launch import Rank
 from tests.training.derived_models import _furthest as furthest  # pyright: ignore[reportPrivateUsage]
 from tests.training.derived_models import inputs_of, loss_of, marks_for, model_of
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tangram.errors import UserError
-from tangram.training.launch import Rank
+from tangram.training.run.launch import Rank
 
 
 def add_up(rank: Rank, payload: int) -> int:

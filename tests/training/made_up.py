@@ -5,9 +5,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tangram.planner.plan import Plan
-from tangram.training.events import Evaluated, Record, Saved, StepDone
-from tangram.training.summary import Summary, summarise
+from tangram.schema.plan import Plan
+from tangram.training.observe.events import Evaluated, Record, Saved, StepDone
+from tangram.training.observe.summary import Summary, summarise
 from tests.training.small import small_plan
 
 TOKENS = 1000

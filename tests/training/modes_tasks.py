@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from tangram.layout import Mesh
-from tangram.sharding.derive.marks import Mark
-from tangram.sharding.draws import Drawing
+from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.local_ops.random_ops import Drawing
 from tangram.sharding.runtime.operators import Operators
-from tangram.training.derived import DerivedModel, parallel
-from tangram.training.launch import Rank
+from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
+from tangram.training.run.launch import Rank
 
 
 def _bert() -> nn.Module:

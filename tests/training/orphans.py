@@ -1,6 +1,6 @@
 """A program whose ranks wait for ever; the test kills it and looks for what is left."""
 
-from tangram.training.launch import run_ranks
+from tangram.training.run.launch import run_ranks
 from tests.training.launch_tasks import wait_for_ever
 
 if __name__ == "__main__":

@@ -10,17 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tangram.planner.estimate import Memory
-from tangram.planner.plan import Plan
-from tangram.training import building, loop, optimise
-from tangram.training.apply import apply
-from tangram.training.checkpoints import Checkpointer, JobState, load
+from tangram.planner.local.estimate import Memory
+from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, Batch, RankBatches, open_corpus
-from tangram.training.events import SaveFailed, Skipped, StepDone
-from tangram.training.exhausted import explained
-from tangram.training.guard import Guard
-from tangram.training.launch import Rank
-from tangram.training.world import World, make_world
+from tangram.training.mesh.world import World, make_world
+from tangram.training.objective.step_guard import Guard
+from tangram.training.observe.events import SaveFailed, Skipped, StepDone
+from tangram.training.parallel.apply import apply
+from tangram.training.run.launch import Rank
+from tangram.training.run.out_of_memory import explained
+from tangram.training.state import build_model
+from tangram.training.state.checkpointer import Checkpointer, JobState, load
+from tangram.training.step import loop, optimiser_step
 from tests.training.small import small_plan, small_tables
 
 Found = dict[str, Any]
@@ -97,7 +98,7 @@ def added_gradients(ranks: Ranks) -> Found:
         run = {"reduce_every": "step"} if name.startswith("once") else {}
         plan = slope_plan(ranks.folder, precision=precision, run=run, optimiser={"lr": 1e-3})
         model = apply(Slope(), plan, ranks.world(plan))
-        optimiser = optimise.make_adamw(model, plan.optimiser, plan.precision.masters)
+        optimiser = optimiser_step.make_adamw(model, plan.optimiser, plan.precision.masters)
         loop.backward(model, small_and_large(ranks.rank.index), slope_loss, 0)
         grad, parameter = local(model.weight.grad), model.weight
         found[name] = [str(grad.dtype).removeprefix("torch."), float(grad.flatten()[0])]
@@ -119,7 +120,7 @@ def scaled_steps(ranks: Ranks) -> Found:
     plan = slope_plan(ranks.folder, precision={"compute": "float16", "scale": SCALE})
     world = ranks.world(plan)
     model = apply(Slope(), plan, world)
-    optimiser, guard = optimise.make_adamw(model, plan.optimiser), Guard(plan)
+    optimiser, guard = optimiser_step.make_adamw(model, plan.optimiser), Guard(plan)
     found: Found = {"scales": [], "skipped": [], "norms": []}
     for step in range(12):
         large = ranks.rank.index == 1 and step in OVERFLOWS
@@ -147,8 +148,8 @@ def trained(
 ) -> tuple[loop.Trained, JobState, list[object]]:
     """Train the small model by the loop of `tangram train`, and save; what came of it, and the events of rank 0."""
     world, events = ranks.world(plan), list[object]()
-    model = building.build(plan, building.source_of(plan, BYTES), world, values=start is None)
-    state = JobState(model, optimise.make_adamw(model, plan.optimiser, plan.precision.masters))
+    model = build_model.build(plan, build_model.source_of(plan, BYTES), world, values=start is None)
+    state = JobState(model, optimiser_step.make_adamw(model, plan.optimiser, plan.precision.masters))
     if start is not None:
         state.progress = load(start, state, plan, world)
     if plant is not None:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from tangram.planner.plan import Plan
-from tangram.training.apply import apply
-from tangram.training.checkpoints import Checkpointer, JobState, Progress, load
-from tangram.training.events import Note, Saved, SaveFailed
-from tangram.training.launch import Rank
-from tangram.training.weights import load_pretrained
-from tangram.training.world import make_world
+from tangram.schema.plan import Plan
+from tangram.training.mesh.world import make_world
+from tangram.training.observe.events import Note, Saved, SaveFailed
+from tangram.training.parallel.apply import apply
+from tangram.training.run.launch import Rank
+from tangram.training.state.checkpointer import Checkpointer, JobState, Progress, load
+from tangram.training.state.load_weights import load_pretrained
 
 Values = dict[str, npt.NDArray[Any]]
 Events = list[Saved | SaveFailed | Note]

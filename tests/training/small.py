@@ -5,7 +5,7 @@ from typing import Any
 
 import tomli_w
 
-from tangram.planner.plan import Plan
+from tangram.schema.plan import Plan
 
 WORLD = 2
 SMALL_MODEL = {

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tangram.checkpoint.save import save
+from tangram.checkpoint.saving.save import save
 from tangram.cli.errors import reported
 from tangram.errors import UserError
-from tangram.training.environment import together
-from tangram.training.events import Note
-from tangram.training.launch import Rank, RankError
-from tangram.training.torchrun import Meeting, on_one, run_as_rank
+from tangram.training.observe.events import Note
+from tangram.training.run.environment import together
+from tangram.training.run.launch import Rank, RankError
+from tangram.training.run.torchrun import Meeting, on_one, run_as_rank
 
 
 def say(*words: object) -> None:

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from tangram.cli.errors import reported
-from tangram.training.events import Note
-from tangram.training.launch import Rank, run_ranks
-from tangram.training.stop import POLITE
+from tangram.training.observe.events import Note
+from tangram.training.run.launch import Rank, run_ranks
+from tangram.training.run.signals import POLITE
 
 
 def step_until_asked(rank: Rank, payload: None) -> tuple[str, int]:

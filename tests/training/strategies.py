@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tangram.planner.plan import Plan
+from tangram.schema.plan import Plan
 from tests.training.small import SMALL_MODEL
 
 MARKS = {"{*.q_proj.weight,*.up_proj.weight}": "out/tp in", "model.layers.*": "b s/tp h"}

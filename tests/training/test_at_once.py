@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tangram.training.launch import run_ranks
+from tangram.training.run.launch import run_ranks
 from tests.training.at_once_tasks import WORKS, Ran, run_all
 from tests.training.oracle.warm import once
 

@@ -7,10 +7,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tangram.errors import UserError
-from tangram.planner.read import dumps
-from tangram.training.boards import TensorBoard
-from tangram.training.events import Evaluated, Note, Saved, StepDone
-from tangram.training.extras import need_report
+from tangram.schema.files import dumps
+from tangram.training.observe.events import Evaluated, Note, Saved, StepDone
+from tangram.training.observe.optional_libraries import need_report
+from tangram.training.observe.tensorboard import TensorBoard
 from tests.training.made_up import plan_of
 
 
@@ -93,7 +93,9 @@ def test_nothing_is_written_for_a_run_without_events(tmp_path: Path) -> None:
 
 def test_a_missing_extra_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = importlib.util.find_spec
-    monkeypatch.setattr("tangram.training.extras.find_spec", lambda name: None if name == "plotly" else whole(name))
+    monkeypatch.setattr(
+        "tangram.training.observe.optional_libraries.find_spec", lambda name: None if name == "plotly" else whole(name)
+    )
     with pytest.raises(UserError) as refused:
         TensorBoard(tmp_path / "board")
     assert str(refused.value) == (

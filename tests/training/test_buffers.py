@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tangram.errors import UserError
-from tangram.training.buffers import before_step, refuse_counted_twice, undo
 from tangram.training.data import Batch
-from tangram.training.launch import run_ranks
+from tangram.training.mesh.buffers import before_step, refuse_counted_twice, undo
+from tangram.training.run.launch import run_ranks
 from tests.training.buffer_tasks import BETWEEN, CASTS, Ran, batch_of, loss_sum, normed, run_all
 from tests.training.oracle.warm import once
 from tests.training.small import write_text

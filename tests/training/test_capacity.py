@@ -16,22 +16,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.build import build_on_meta
-from tangram.planner.plan import Plan
 from tangram.relayout.peers import Peers
-from tangram.sharding.derive.states import SAME, SEVERAL, cut
-from tangram.training import capacity, loop
-from tangram.training.apply import apply
-from tangram.training.building import source_of
+from tangram.schema.plan import Plan
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, cut
 from tangram.training.data import BYTES, IGNORE, Batch, RankBatches
-from tangram.training.derived import Lies
-from tangram.training.dry import (
+from tangram.training.mesh.tensor_parallel import Lies
+from tangram.training.mesh.world import World, make_world
+from tangram.training.objective import expert_capacity
+from tangram.training.objective.router_loss import routers_in
+from tangram.training.parallel.apply import apply
+from tangram.training.state.build_model import source_of
+from tangram.training.step import loop
+from tangram.training.step.optimiser_step import make_adamw
+from tangram.training.trials.dry_run import (
     Counted,
     _fake_ranks,  # pyright: ignore[reportPrivateUsage]
     counted_alone,
 )
-from tangram.training.optimise import make_adamw
-from tangram.training.routers import routers_in
-from tangram.training.world import World, make_world
 from tests.training.oracle.axes import MIXTURES, WITH_EXPERTS
 from tests.training.oracle.cases import write_models
 from tests.training.oracle.dropping import dropping, kept
@@ -126,7 +127,7 @@ def test_the_largest_are_found_digit_by_digit(by: str, low: bool, world: World) 
     """Against choices taken one by one; in bfloat16 most weights are those of others, and earlier tokens go first."""
     generator = torch.Generator().manual_seed(len(by))
     model = model_of("qwen3_moe")
-    ours = cast(Any, capacity.Capacity(model, routers_in(model), 0.0, by, world, world.group))
+    ours = cast(Any, expert_capacity.Capacity(model, routers_in(model), 0.0, by, world, world.group))
     for experts, factor in ((4, 0.5), (7, 1.1), (5, 3.0), (4, 0.01)):
         weights_TE = torch.rand(ROWS * LENGTH, experts, generator=generator)
         weights_TE = weights_TE.bfloat16() if low else weights_TE - 0.5  # of a sort that has some below zero
@@ -153,13 +154,13 @@ def test_nothing_is_dropped_where_nothing_is_trained(world: World) -> None:
 def test_with_room_for_all_or_none_asked_for_nothing_is_dropped(world: World) -> None:
     model, batches = model_of("qwen3_moe"), batches_of(0)
     (plain, asked) = (apply(copy.deepcopy(model), plan_of(factor), world) for factor in (0.0, 4.0))
-    assert capacity.capacity_of(plain) is None
+    assert expert_capacity.capacity_of(plain) is None
     assert not any(module._forward_hooks for module in plain.modules())
     for one in (plain, asked):
         loop.backward(one, batches, loop.next_token_loss, 0)
     for name, gradient in gradients(asked).items():
         assert torch.equal(gradient, gradients(plain)[name])
-    watched = capacity.capacity_of(asked)
+    watched = expert_capacity.capacity_of(asked)
     assert watched is not None
     assert float(watched.taken()) == 0
 
@@ -195,10 +196,10 @@ def test_ranks_that_see_the_same_tokens_count_them_once(world: World, monkeypatc
     found: dict[tuple[str, int], tuple[list[int], bool]] = {}
     for rank in range(2):
         place = replace(world, mesh=mesh, index=rank, axes=replace(world.axes, model=("tp",)))
-        ours = cast(Any, capacity.Capacity(model, routers_in(model), 1.0, "probs", place, place.group))
+        ours = cast(Any, expert_capacity.Capacity(model, routers_in(model), 1.0, "probs", place, place.group))
         for state in (SAME, SEVERAL, cut(0), cut(1)):
             lies = Lies({"tp": state}, Mesh.parse("tp=2"), {"tp": rank}, {})
-            monkeypatch.setattr(capacity, "lies_of", lambda *_, lies=lies: lies)
+            monkeypatch.setattr(expert_capacity, "lies_of", lambda *_, lies=lies: lies)
             if state == cut(1):
                 with pytest.raises(UserError, match="is no whole rows on each rank"):
                     ours._part("gate", 1, places_T, places_T >= 0)
@@ -219,10 +220,10 @@ def test_ranks_that_see_the_same_tokens_count_them_once(world: World, monkeypatc
 def test_models_whose_routers_do_not_say_what_they_choose_are_refused() -> None:
     dense = build_on_meta(AutoConfig.for_model("qwen3", **FIELDS))
     with pytest.raises(UserError, match=r"^run\.expert_capacity is of experts, and Qwen3ForCausalLM has no routers"):
-        capacity.refuse(dense, plan_of())
-    capacity.refuse(dense, plan_of(0.0))
+        expert_capacity.refuse(dense, plan_of())
+    expert_capacity.refuse(dense, plan_of(0.0))
     for kind in KINDS:
-        capacity.refuse(build_on_meta(AutoConfig.for_model(kind, **{**FIELDS, **KINDS[kind]})), plan_of())
+        expert_capacity.refuse(build_on_meta(AutoConfig.for_model(kind, **{**FIELDS, **KINDS[kind]})), plan_of())
     other = build_on_meta(AutoConfig.for_model("jetmoe", **FIELDS, num_local_experts=4, kv_channels=4))
     with pytest.raises(UserError, match="needs routers that give the experts of each token and their weights"):
-        capacity.refuse(other, plan_of())
+        expert_capacity.refuse(other, plan_of())

@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 import pytest
 
-from tangram.planner.strategies import Strategy
-from tangram.training.launch import run_ranks
+from tangram.planner.local.strategies import Strategy
+from tangram.training.run.launch import run_ranks
 from tests.training.causal_models import (
     CAUSAL,
     CONTEXT,

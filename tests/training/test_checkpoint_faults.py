@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tangram.checkpoint import commits, verify
+from tangram.checkpoint.inspect import verify
+from tangram.checkpoint.store import commits
 from tangram.errors import UserError
-from tangram.training.checkpoints import Checkpointer, Progress, load, newest
-from tangram.training.events import Note, Saved, SaveFailed
+from tangram.training.observe.events import Note, Saved, SaveFailed
+from tangram.training.state.checkpointer import Checkpointer, Progress, load, newest
 from tests.training.saving import Values, net, plan_of, same, step, values, whole_state
 
 PLAN = plan_of(ranks=1, keep=2)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tangram.checkpoint import commits
+from tangram.checkpoint.store import commits
 from tangram.errors import UserError
-from tangram.training.checkpoints import Checkpointer, JobState, Progress, load, newest
-from tangram.training.events import Saved, SaveFailed
-from tangram.training.launch import run_ranks
+from tangram.training.observe.events import Saved, SaveFailed
+from tangram.training.run.launch import run_ranks
+from tangram.training.state.checkpointer import Checkpointer, JobState, Progress, load, newest
 from tests.training.saving import LAYOUTS, Seen, net, plan_of, same, step, trainable, two_ranks, values, whole_state
 
 ONE = plan_of(ranks=1)

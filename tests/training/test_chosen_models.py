@@ -11,17 +11,17 @@ import torch
 
 from tangram.hardware.cluster import builtin
 from tangram.layout import Mesh
-from tangram.sharding.choose.as_marks import as_marks
 from tangram.sharding.choose.choose import choose, kept
 from tangram.sharding.choose.costs import Training, costs
+from tangram.sharding.choose.export_marks import as_marks
 from tangram.sharding.choose.options import options
 from tangram.sharding.choose.search import search
-from tangram.sharding.derive.folding import fold
+from tangram.sharding.derive.explain.show import total
 from tangram.sharding.derive.of_model import graph_of
-from tangram.sharding.derive.show import total
-from tangram.sharding.table import builtin as rules
-from tangram.training.derived import without_memory
-from tangram.training.launch import run_ranks
+from tangram.sharding.derive.problem.folding import fold
+from tangram.sharding.ops.rule_table import builtin as rules
+from tangram.training.mesh.tensor_parallel import without_memory
+from tangram.training.run.launch import run_ranks
 from tests.training.derived_models import MISTAKES, Ran, Work, inputs_of, model_of, run_all
 from tests.training.oracle.warm import once as run_once
 

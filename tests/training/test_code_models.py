@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tangram.errors import UserError
-from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_whole, graph_of
 from tangram.sharding.runtime.lower import lower
-from tangram.training.launch import run_ranks
+from tangram.training.run.launch import run_ranks
 from tests.training.code_models import ATTRIBUTES, TABLES, Off, mesh_of, model_of, run_all
 from tests.training.oracle.warm import once as run_once
 

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tangram.cli import main
-from tangram.planner.read import load
-from tangram.training.export import byte_tokenizer
+from tangram.schema.files import load
+from tangram.training.state.export_hf import byte_tokenizer
 from tests.training.causal_models import write_config
 from tests.training.small import small_tables, write_text
 

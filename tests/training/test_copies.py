@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tangram.training.launch import run_ranks
+from tangram.training.run.launch import run_ranks
 from tests.training.copying import Gradients, summed
 
 SIZES = {"a bucket each": 4, "one bucket": 2**20}

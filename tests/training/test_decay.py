@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from tangram.cli import main
 from tangram.models.build import build_on_meta
 from tangram.models.source import read_source
-from tangram.planner.job import OptimiserPlan
-from tangram.planner.plan import matches
-from tangram.training.decay import groups, why_not
-from tangram.training.optimise import make_adamw
+from tangram.schema.job import OptimiserPlan
+from tangram.schema.plan import matches
+from tangram.training.step.optimiser_step import make_adamw
+from tangram.training.step.weight_decay import groups, why_not
 from tests.training.causal_models import CAUSAL, write_config
 from tests.training.small import plan_file, small_tables, write_text
 

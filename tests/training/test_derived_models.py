@@ -9,10 +9,10 @@ import torch
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_whole, graph_of
-from tangram.training.derived import refuse_cut_inputs
-from tangram.training.launch import RankError, run_ranks
+from tangram.training.mesh.tensor_parallel import refuse_cut_inputs
+from tangram.training.run.launch import RankError, run_ranks
 from tests.training.derived_models import MISTAKES, Ran, Work, inputs_of, model_of, named, run_all
 from tests.training.oracle.warm import once as run_once
 

@@ -17,14 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.planner.actions import check, simulate
-from tangram.planner.plan import Plan
-from tangram.planner.schedules import folded, looped
-from tangram.training import building
+from tangram.schema.plan import Plan
+from tangram.schema.schedule_table import check, simulate
+from tangram.schema.schedules import folded, looped
 from tangram.training.data import BYTES
-from tangram.training.dry import Counted, counted_alone, in_turn, said_of_values
-from tangram.training.launch import run_ranks
-from tangram.training.tally import Tally
+from tangram.training.run.launch import run_ranks
+from tangram.training.state import build_model
+from tangram.training.trials.dry_run import Counted, counted_alone, in_turn, said_of_values
+from tangram.training.trials.dry_run_counts import Tally
 from tests.training.dry_tasks import count_steps
 from tests.training.oracle.cases import cases, write_models
 from tests.training.oracle.warm import once
@@ -86,7 +86,7 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
 def compare_with_real_ranks(measured: Measured, name: str, rank: int) -> None:
     plan = measured.plans[name]
-    alone = counted_alone(plan, building.source_of(plan, BYTES), rank)
+    alone = counted_alone(plan, build_model.source_of(plan, BYTES), rank)
     for fake, real in zip(alone, measured.ranks[rank][name], strict=True):
         assert fake.run == real.run
         assert fake.times == real.times
@@ -118,7 +118,7 @@ def test_a_mixture_of_experts_is_counted_in_float32_too(tmp_path: Path) -> None:
     write_models(tmp_path)
     write_text(tmp_path / "text")
     plan = cases(tmp_path / "text", slow=True)["qwen3_moe: experts over two"].plan
-    whole, *_ = counted_alone(plan, building.source_of(plan, BYTES), 0)
+    whole, *_ = counted_alone(plan, build_model.source_of(plan, BYTES), 0)
     assert plan.precision.compute == "float32"
     assert whole.times["ep", "all-to-all"] > 0
 
@@ -126,7 +126,7 @@ def test_a_mixture_of_experts_is_counted_in_float32_too(tmp_path: Path) -> None:
 def test_an_axis_over_all_ranks_is_called_by_its_name(tmp_path: Path) -> None:
     tables = small_tables(write_text(tmp_path / "text"), model={"change": {**SMALL_MODEL, "num_hidden_layers": 1}})
     plan = Plan.model_validate({**tables, **STRATEGIES["fsdp"].tables})
-    for counted in counted_alone(plan, building.source_of(plan, BYTES), 0):
+    for counted in counted_alone(plan, build_model.source_of(plan, BYTES), 0):
         assert {axis for axis, _ in counted.times} == {axis for axis, _ in counted.nbytes} == {"dp"}
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tangram.training.exhausted import Held, NoMemoryError, explained, held, is_no_memory, sentence
-from tangram.training.masters import MasterAdamW
+from tangram.training.parallel.master_weights import MasterAdamW
+from tangram.training.run.out_of_memory import Held, NoMemoryError, explained, held, is_no_memory, sentence
 from tests.training.policies import PREDICTED, Found, too_much
 
 WITHIN = Held(parameters=2e6, gradients=2e6, optimiser=4e6, flows=4e6)

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.models.source import Source
-from tangram.training.checkpoints import JobState, load
 from tangram.training.data import BYTES
-from tangram.training.export import byte_tokenizer
-from tangram.training.export import export as export_model
-from tangram.training.launch import run_ranks
-from tangram.training.weights import load_pretrained
+from tangram.training.run.launch import run_ranks
+from tangram.training.state.checkpointer import JobState, load
+from tangram.training.state.export_hf import byte_tokenizer
+from tangram.training.state.export_hf import export as export_model
+from tangram.training.state.load_weights import load_pretrained
 from tests.training.experts import LARGE, MOE, NEOX, Found, build, export, files, two_ranks
 from tests.training.saving import plan_of
 from tests.training.small import small_tables, write_text

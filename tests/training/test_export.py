@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedModel
 
-from tangram.planner.plan import Plan
-from tangram.training.building import build_whole, source_of
+from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, END, Corpus, held_out_batches, open_corpus, prepare
-from tangram.training.export import export
-from tangram.training.exported import load_exported, logits_difference, unlike_weights
-from tangram.training.loop import evaluate
-from tangram.training.proofs import ProofError, same_logits, same_loss
-from tangram.training.rank import probe_batch, probe_logits
+from tangram.training.run.end_proofs import ProofError, same_logits, same_loss
+from tangram.training.run.rank import probe_batch, probe_logits
+from tangram.training.state.build_model import build_whole, source_of
+from tangram.training.state.check_export import load_exported, logits_difference, unlike_weights
+from tangram.training.state.export_hf import export
+from tangram.training.step.loop import evaluate
 from tests.training.small import SMALL_MODEL, small_plan, write_text
 
 CPU = torch.device("cpu")

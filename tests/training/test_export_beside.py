@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tangram.models.source import Source
-from tangram.training.building import build_whole, source_of
 from tangram.training.data import Tokens, load_tokens
-from tangram.training.export import export
-from tangram.training.proofs import ProofError, same_export
+from tangram.training.run.end_proofs import ProofError, same_export
+from tangram.training.state.build_model import build_whole, source_of
+from tangram.training.state.export_hf import export
 from tests.training.chat import BESIDE, END, SETTINGS, TEMPLATE, TURN, write_chat
 from tests.training.small import small_plan, write_text
 
@@ -138,7 +138,7 @@ def test_a_configuration_alone_brings_only_how_it_generates(chat: Made, tmp_path
 
 def test_an_export_that_lost_its_settings_writes_otherwise(chat: Made) -> None:
     """Settings are compared by what they write as well: by the source's, and by those of another model."""
-    from tangram.training.exported import load_exported, unlike_writing
+    from tangram.training.state.check_export import load_exported, unlike_writing
 
     loaded = load_exported(chat.model, chat.folder)
     assert unlike_writing(chat.model, loaded, chat.source, chat.tokens, PROMPT) == ""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
-from tangram.training.folder import alone, folder_to_resume, replace_plan, run_folder, run_name
+from tangram.training.run.run_folder import alone, folder_to_resume, replace_plan, run_folder, run_name
 
 PLAN = "seed = 1"
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tangram.errors import UserError
-from tangram.planner.job import Job
-from tangram.training.checkpoints import Progress
+from tangram.schema.job import Job
 from tangram.training.data import BYTES, open_corpus, prepare, sample_ids
-from tangram.training.guard import AstrayError, Guard, guard_for
-from tangram.training.loop import StepResult, skipped_event
+from tangram.training.objective.step_guard import AstrayError, Guard, guard_for
+from tangram.training.state.checkpointer import Progress
+from tangram.training.step.loop import StepResult, skipped_event
 from tests.training.policies import OVERFLOWS, SCALE, Found
 from tests.training.small import small_plan, small_tables, write_text
 

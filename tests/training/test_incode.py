@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tangram.training.launch import run_ranks
+from tangram.training.run.launch import run_ranks
 from tests.training.incode_tasks import FEW, LAYOUTS, MISTAKES, WEIGHTS, All, Ran, Works, run_all, run_models
 from tests.training.oracle.warm import once as run_once
 

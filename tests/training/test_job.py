@@ -10,9 +10,9 @@ import torch
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.training.data import BYTES, prepare
-from tangram.training.launch import Rank, run_ranks
-from tangram.training.loop import Costs
-from tangram.training.rank import RankJob, train_rank
+from tangram.training.run.launch import Rank, run_ranks
+from tangram.training.run.rank import RankJob, train_rank
+from tangram.training.step.loop import Costs
 from tests.training.small import WORLD, small_plan, write_text
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "job.toml"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
-from tangram.training import launch
-from tangram.training.launch import RankError, refuse_too_many, run_ranks
+from tangram.training.run import launch
+from tangram.training.run.launch import RankError, refuse_too_many, run_ranks
 from tests.training.launch_tasks import abort_at_exit, add_up, be_slow, fail, hang, lose_fork_server
 
 SOON = 30.0  # seconds, of which nearly all is the start of two processes on a busy machine
@@ -124,7 +124,7 @@ def test_what_a_rank_leaves_open_is_no_noise(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "from tests.training.launch_tasks import keep_a_lock\n"
-        "from tangram.training.launch import run_ranks\n"
+        "from tangram.training.run.launch import run_ranks\n"
         "if __name__ == '__main__':\n"
         "    run_ranks(keep_a_lock, None, world=1, on_event=print, device='cpu')\n"
     )

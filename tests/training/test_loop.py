@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tangram.planner.job import OptimiserPlan
-from tangram.training.guard import must_be_finite
-from tangram.training.loop import draw_for
-from tangram.training.optimise import lr_at
+from tangram.schema.job import OptimiserPlan
+from tangram.training.objective.step_guard import must_be_finite
+from tangram.training.step.loop import draw_for
+from tangram.training.step.optimiser_step import lr_at
 
 
 def rates(steps: int, **keys: object) -> list[float]:

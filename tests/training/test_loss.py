@@ -12,21 +12,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta
-from tangram.planner.derived import Moves, plan_moves, sample_graph
-from tangram.planner.legal import legal
-from tangram.planner.plan import Plan
+from tangram.planner.legality.check_plan import legal
+from tangram.planner.local.derived_layouts import Moves, plan_moves, sample_graph
 from tangram.relayout.peers import Peers
-from tangram.training import loop
-from tangram.training.apply import apply, give_storage
-from tangram.training.building import source_of
+from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, Batch
-from tangram.training.dry import (
+from tangram.training.mesh.world import make_world
+from tangram.training.objective.loss import leaving, lies_of
+from tangram.training.parallel.apply import apply, give_storage
+from tangram.training.state.build_model import source_of
+from tangram.training.step import loop
+from tangram.training.trials.dry_run import (
     Counted,
     _fake_ranks,  # pyright: ignore[reportPrivateUsage]
     counted_alone,
 )
-from tangram.training.loss import leaving, lies_of
-from tangram.training.world import make_world
 from tests.training.oracle.vocabulary import OVER_VOCABULARY, VOCABULARY
 from tests.training.small import SMALL_MODEL, small_tables
 

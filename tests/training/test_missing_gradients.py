@@ -6,7 +6,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tangram.errors import UserError
-from tangram.training.optimise import local_gradients
+from tangram.training.step.optimiser_step import local_gradients
 
 
 class Half(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tangram.training.launch import run_ranks
+from tangram.training.run.launch import run_ranks
 from tests.training.modes_tasks import MISTAKES, Ran, Work, run_all
 from tests.training.oracle.warm import once
 

@@ -11,12 +11,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.errors import UserError
-from tangram.planner.plan import Plan
-from tangram.training.building import build_whole, source_of
+from tangram.schema.plan import Plan
 from tangram.training.data import load_tokens
-from tangram.training.export import export
-from tangram.training.launch import run_ranks
-from tangram.training.proofs import same_export
+from tangram.training.run.end_proofs import same_export
+from tangram.training.run.launch import run_ranks
+from tangram.training.state.build_model import build_whole, source_of
+from tangram.training.state.export_hf import export
 from tests.training.chat import write_chat
 from tests.training.grown import load_grown
 from tests.training.saving import plan_of
@@ -87,7 +87,7 @@ def test_it_is_exported_with_its_vocabulary_and_tokenizer(chat: Path, tmp_path: 
 
 def test_a_head_with_a_bias(tmp_path: Path) -> None:
     """Phi's head has a bias, a number for each token."""
-    from tangram.training.weights import load_pretrained
+    from tangram.training.state.load_weights import load_pretrained
 
     sizes = {
         "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tangram.errors import UserError
-from tangram.training.guard import is_finite
-from tangram.training.packing import settle, why_not_causal
-from tangram.training.weights import load_pretrained
+from tangram.training.objective.packing import settle, why_not_causal
+from tangram.training.objective.step_guard import is_finite
+from tangram.training.state.load_weights import load_pretrained
 from tests.training.saving import plan_of
 from tests.training.test_weights import FILE, SMALL, build, export
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tangram.errors import UserError
-from tangram.training.packing import respects_documents, settle, why_not_causal
+from tangram.training.objective.packing import respects_documents, settle, why_not_causal
 
 SIZES = {
     "vocab_size": 64,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tangram.training.masters import MASTER, MasterAdamW
+from tangram.training.parallel.master_weights import MASTER, MasterAdamW
 from tests.training.policies import LITTLE, Found
 
 KEYS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -8,7 +8,7 @@ STEPS = """
 import sys
 from pathlib import Path
 import torch
-from tangram.training.profiling import profiled
+from tangram.training.observe.profiling import profiled
 before = torch.ones(1000)
 with profiled(Path(sys.argv[1]), 3, torch.device("cpu")) as step:
     for _ in range(8):

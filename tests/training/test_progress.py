@@ -8,9 +8,9 @@ from math import inf
 import pytest
 from rich.console import Console
 
-from tangram.planner import figures
-from tangram.training.events import Evaluated, Note, Saved, SaveFailed, StepDone, Table, Working
-from tangram.training.progress import ProgressLine
+from tangram.planner.report import figures
+from tangram.training.observe.events import Evaluated, Note, Saved, SaveFailed, StepDone, Table, Working
+from tangram.training.observe.progress import ProgressLine
 
 
 def shown(terminal: bool, width: int = 200, notes: tuple[str, ...] = ()) -> str:

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 from tangram.models.build import build_on_meta, initial_tensors
 from tangram.models.costs import ModelCosts, costs
 from tangram.models.source import read_source
-from tangram.planner.estimate import estimate
-from tangram.planner.plan import Plan
-from tangram.training.apply import blocks_of, materialise
-from tangram.training.recompute import recompute
+from tangram.planner.local.estimate import estimate
+from tangram.schema.plan import Plan
+from tangram.training.parallel.apply import blocks_of, materialise
+from tangram.training.parallel.recompute import recompute
 from tests.planner.machine import rates
 from tests.training.small import SMALL_MODEL, small_plan
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from tangram.errors import UserError
-from tangram.planner.job import PrecisionPlan
-from tangram.planner.page import script_json
-from tangram.planner.plan import Plan
-from tangram.planner.read import dumps
-from tangram.training.charts import MOST_POINTS, charts, smoothed, thinned
-from tangram.training.events import Record, SaveFailed
-from tangram.training.report import write_report
-from tangram.training.summary import Summary
+from tangram.planner.report.html_page import script_json
+from tangram.schema.files import dumps
+from tangram.schema.job import PrecisionPlan
+from tangram.schema.plan import Plan
+from tangram.training.observe.events import Record, SaveFailed
+from tangram.training.observe.summary import Summary
+from tangram.training.run.charts import MOST_POINTS, charts, smoothed, thinned
+from tangram.training.run.report import write_report
 from tests.training.browser import Browser, browser, executable
 from tests.training.made_up import ENTROPY, plan_of, record_of, summary_of
 

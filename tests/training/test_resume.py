@@ -10,13 +10,12 @@ import pytest
 from pydantic import BaseModel
 
 from tangram.errors import UserError
-from tangram.planner.axes import PipelinePlan
-from tangram.planner.job import Job
-from tangram.planner.plan import Plan
-from tangram.planner.read import dumps
-from tangram.training.events import Note
-from tangram.training.optimise import lr_at
-from tangram.training.resume import (
+from tangram.schema.files import dumps
+from tangram.schema.job import Job
+from tangram.schema.parallelism import PipelinePlan
+from tangram.schema.plan import Plan
+from tangram.training.observe.events import Note
+from tangram.training.run.resume import (
     ON_RESUME,
     Rule,
     Unlike,
@@ -28,6 +27,7 @@ from tangram.training.resume import (
     refuse_unknown,
 )
 from tangram.training.start import Asked, resumed
+from tangram.training.step.optimiser_step import lr_at
 from tests.training.small import small_plan, small_tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tangram.cli import main
-from tangram.training.proofs import SAME_LOSS, loss_difference
+from tangram.training.run.end_proofs import SAME_LOSS, loss_difference
 from tests.training.small import plan_file, write_text
 
 

@@ -18,21 +18,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.build import build_on_meta
-from tangram.planner.plan import Plan
 from tangram.relayout.peers import Peers
-from tangram.sharding.derive.states import SAME, SEVERAL, State
-from tangram.training import loop, routers
-from tangram.training.apply import apply
-from tangram.training.building import source_of
+from tangram.schema.plan import Plan
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, State
 from tangram.training.data import BYTES, IGNORE, Batch, RankBatches
-from tangram.training.derived import Lies
-from tangram.training.dry import (
+from tangram.training.mesh.tensor_parallel import Lies
+from tangram.training.mesh.world import World, make_world, of_stage
+from tangram.training.objective import router_loss
+from tangram.training.parallel.apply import apply
+from tangram.training.state.build_model import source_of
+from tangram.training.step import loop
+from tangram.training.step.optimiser_step import make_adamw
+from tangram.training.trials.dry_run import (
     Counted,
     _fake_ranks,  # pyright: ignore[reportPrivateUsage]
     counted_alone,
 )
-from tangram.training.optimise import make_adamw
-from tangram.training.world import World, make_world, of_stage
 from tests.training.oracle.axes import EP, MIXTURES, WITH_EXPERTS
 from tests.training.oracle.cases import write_models
 from tests.training.small import SMALL_MODEL, small_plan
@@ -157,7 +158,7 @@ def test_micro_batches_count_by_their_tokens_and_only_those_with_labels(world: W
 
     ours = apply(model, plan_of(), world)
     loop.backward(ours, batches, loop.next_token_loss, 0)
-    watched = routers.routers_of(ours)
+    watched = router_loss.routers_of(ours)
     assert watched is not None
     assert float(watched.taken()) == pytest.approx(expected, rel=1e-5)
     assert float(watched.taken()) == 0
@@ -167,7 +168,7 @@ def test_micro_batches_count_by_their_tokens_and_only_those_with_labels(world: W
 def test_nothing_is_kept_of_an_evaluation_or_of_what_is_computed_again(world: World) -> None:
     plan = plan_of(run={"recompute": ["model.layers.*"]})
     ours, batches = apply(model_of("qwen3_moe"), plan, world), batches_of(0)
-    watched = cast(Any, routers.routers_of(ours))
+    watched = cast(Any, router_loss.routers_of(ours))
     loop.backward(ours, batches, loop.next_token_loss, 0)
     assert watched._seen == {}
     loop.evaluate(ours, batches.micro, None)
@@ -177,7 +178,7 @@ def test_nothing_is_kept_of_an_evaluation_or_of_what_is_computed_again(world: Wo
 def test_without_it_no_router_is_watched(world: World) -> None:
     model = model_of("qwen3_moe")
     ours = apply(model, plan_of(run={"router_loss": 0.0}), world)
-    assert routers.routers_of(ours) is None
+    assert router_loss.routers_of(ours) is None
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -192,7 +193,7 @@ def test_every_type_of_transformers_that_has_it(kind: str, world: World) -> None
     (loss + WEIGHT * found.aux_loss).backward()
     ours = apply(model, plan_of(), world)
     loop.backward(ours, batches, loop.next_token_loss, 0)
-    watched = routers.routers_of(ours)
+    watched = router_loss.routers_of(ours)
     assert watched is not None
     assert float(watched.taken()) == pytest.approx(WEIGHT * found.aux_loss.item(), rel=1e-5)
     assert_alike(ours, right)
@@ -272,7 +273,7 @@ def test_ranks_that_see_the_same_count_once(
     """Of two ranks with all tokens: where their gradients are added up, each has half of one."""
     ours, (batch,) = apply(model_of("qwen3_moe"), plan_of(), world), batches_of(7).micro
     logits_TE = torch.randn(ROWS * LENGTH, 4, requires_grad=True)
-    watched = cast(Any, routers.routers_of(ours))
+    watched = cast(Any, router_loss.routers_of(ours))
 
     def seen() -> tuple[Tensor, float]:
         watched._seen.update({f"model.layers.{n}.mlp.gate": (logits_TE, 0) for n in range(2)})
@@ -281,8 +282,8 @@ def test_ranks_that_see_the_same_count_once(
 
     alone, told = seen()
     watched._world = replace(world, mesh=Mesh.parse("dp=1 tp=2"))
-    monkeypatch.setattr(routers, "lies_of", lambda *_: Lies({"tp": state}, Mesh.parse("tp=2"), {"tp": 0}, {}))
-    monkeypatch.setattr(routers, "summed", lambda x, group: 2 * x)
+    monkeypatch.setattr(router_loss, "lies_of", lambda *_: Lies({"tp": state}, Mesh.parse("tp=2"), {"tp": 0}, {}))
+    monkeypatch.setattr(router_loss, "summed", lambda x, group: 2 * x)
     gradient, half = seen()
     torch.testing.assert_close(gradient, part * alone)
     assert half == pytest.approx(told / 2)
@@ -319,8 +320,8 @@ def test_models_without_routers_or_without_such_a_loss_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"^run\.router_loss is of routers, and Qwen3ForCausalLM has none: leave it out$"
     ):
-        routers.refuse(dense, plan_of())
-    routers.refuse(dense, plan_of(run={"router_loss": 0.0}))
+        router_loss.refuse(dense, plan_of())
+    router_loss.refuse(dense, plan_of(run={"router_loss": 0.0}))
     biased = build_on_meta(AutoConfig.for_model("deepseek_v3", **{**FIELDS, **MIXTURES["deepseek_v3"]}))
     with pytest.raises(UserError, match="for DeepseekV3ForCausalLM it has none of this form"):
-        routers.refuse(biased, plan_of())
+        router_loss.refuse(biased, plan_of())

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tangram.training.stop import SAME_SECONDS, Stop, on_signals
+from tangram.training.run.signals import SAME_SECONDS, Stop, on_signals
 
 SOON = 30.0
 
@@ -177,7 +177,7 @@ def test_what_is_ignored_stays_ignored() -> None:
 def test_a_forked_child_can_be_terminated() -> None:
     code = (
         "import os, signal, sys, time\n"
-        "from tangram.training.stop import on_signals\n"
+        "from tangram.training.run.signals import on_signals\n"
         "with on_signals((signal.SIGTERM,), print, print):\n"
         "    ready, say = os.pipe()\n"
         "    child = os.fork()\n"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
-from tangram.planner import figures
-from tangram.training import pace
-from tangram.training.events import Evaluated, Record, Saved, SaveFailed, StepDone
-from tangram.training.summary import Summary, summarise, train_loss
+from tangram.planner.report import figures
+from tangram.training.observe import throughput
+from tangram.training.observe.events import Evaluated, Record, Saved, SaveFailed, StepDone
+from tangram.training.observe.summary import Summary, summarise, train_loss
 from tests.training.made_up import plan_of, record_of, summary_of
 
 # What programs that read the document rely on.
@@ -32,19 +32,19 @@ def steps_at(*seconds: float, tokens: int = 100, first: int = 1) -> Record:
 
 
 def test_a_step_takes_the_time_since_the_one_before() -> None:
-    assert pace.durations(steps_at(3.0, 4.0, 6.0)) == [3.0, 1.0, 2.0]
+    assert throughput.durations(steps_at(3.0, 4.0, 6.0)) == [3.0, 1.0, 2.0]
 
 
 def test_the_first_step_after_a_resume_is_timed_too() -> None:
-    assert pace.durations(steps_at(3.0, 4.0, first=501)) == [3.0, 1.0]
+    assert throughput.durations(steps_at(3.0, 4.0, first=501)) == [3.0, 1.0]
 
 
 def test_what_was_not_seen_is_not_timed() -> None:
     record = steps_at(3.0, 4.0, 6.0, 7.0)
     late = Record(steps=record.steps[1:2] + record.steps[3:])
-    assert pace.durations(late) == [None, None]
-    assert pace.step_seconds(late) is None
-    assert pace.durations(Record()) == []
+    assert throughput.durations(late) == [None, None]
+    assert throughput.step_seconds(late) is None
+    assert throughput.durations(Record()) == []
 
 
 def test_evaluations_and_saves_are_no_part_of_a_step() -> None:
@@ -52,31 +52,31 @@ def test_evaluations_and_saves_are_no_part_of_a_step() -> None:
     record(Saved(1, "a", 0.5, 3.0, True))  # before the evaluation, whose time has it in it
     record(Evaluated(1, 2.0, 11.25))
     record(Saved(2, "b", 4.0, 5.0, False))
-    assert pace.durations(record) == [1.0, 0.75, 2.0]
+    assert throughput.durations(record) == [1.0, 0.75, 2.0]
 
 
 def test_a_save_that_blocked_later_than_its_step_takes_nothing_off() -> None:
     record = steps_at(1.0, 2.0)
     record(Saved(1, "a", 5.0, 6.0, True))
-    assert pace.durations(record) == [1.0, 1.0]
+    assert throughput.durations(record) == [1.0, 1.0]
 
 
 def test_the_first_few_steps_do_not_count() -> None:
     slow = steps_at(50.0, 90.0, 120.0, 121.0, 122.0, 124.0)
-    assert pace.step_seconds(slow) == 1.0
-    assert pace.tokens_per_s(slow) == 100.0
-    assert pace.step_seconds(steps_at(50.0, 51.0, 52.0)) == 1.0  # too few to leave any out: their median
-    assert pace.step_seconds(steps_at(50.0)) == 50.0
+    assert throughput.step_seconds(slow) == 1.0
+    assert throughput.tokens_per_s(slow) == 100.0
+    assert throughput.step_seconds(steps_at(50.0, 51.0, 52.0)) == 1.0  # too few to leave any out: their median
+    assert throughput.step_seconds(steps_at(50.0)) == 50.0
 
 
 def test_flops_are_unknown_when_nobody_said_them() -> None:
     record = steps_at(0.5, 1.0, 1.5)
-    assert pace.tflops(record) == pytest.approx(0.012)
-    assert pace.mfu(record) == pytest.approx(0.06)
+    assert throughput.tflops(record) == pytest.approx(0.012)
+    assert throughput.mfu(record) == pytest.approx(0.06)
     nameless = Record(steps=[replace(step, peak_flops=0.0) for step in record.steps])
-    assert pace.tflops(nameless) == pytest.approx(0.012)
-    assert pace.mfu(nameless) is None
-    assert pace.tflops(Record(steps=[replace(step, flops=0.0) for step in record.steps])) is None
+    assert throughput.tflops(nameless) == pytest.approx(0.012)
+    assert throughput.mfu(nameless) is None
+    assert throughput.tflops(Record(steps=[replace(step, flops=0.0) for step in record.steps])) is None
 
 
 def test_the_training_loss_is_the_mean_of_the_last_ten_steps() -> None:

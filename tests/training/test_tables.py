@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tangram.training.tables import count, drawn, plain, printable
+from tangram.training.observe.text_tables import count, drawn, plain, printable
 
 HEADERS = ("", "plan", "mesh", "micro-batch", "memory", "step", "tokens/s")
 ROWS = (

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tangram.training.launch import run_ranks
+from tangram.training.run.launch import run_ranks
 from tests.training.small import small_tables, write_text
 from tests.training.together import Seen, alone, plan_of, run
 

@@ -12,10 +12,10 @@ from torch import nn
 from tangram.errors import UserError
 from tangram.kernels.attention import Seen
 from tangram.models.attention import numbers_of
-from tangram.planner.plan import Plan
-from tangram.planner.show import rows
+from tangram.planner.local.show import rows
+from tangram.schema.plan import Plan
 from tangram.training.data import Batch
-from tangram.training.told import balanced, given, tell
+from tangram.training.objective.model_inputs import balanced, given, tell
 from tests.training.small import small_tables, write_text
 from tests.training.strategies import GATHERED
 

@@ -11,10 +11,10 @@ import tomli_w
 
 from tangram.cli import main
 from tangram.hardware.workers import Job, run
-from tangram.planner.history import read
-from tangram.planner.plan import Plan
-from tangram.planner.read import dumps, load
-from tangram.training.trial import measured, shortened
+from tangram.planner.cost.history import read
+from tangram.schema.files import dumps, load
+from tangram.schema.plan import Plan
+from tangram.training.trials.trial import measured, shortened
 from tests.training.small import small_plan, small_tables, write_text
 
 STRATEGY = ("mesh", "axes", "layouts")

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from tangram.errors import UserError
-from tangram.training.launch import run_ranks
-from tangram.training.weights import load_pretrained
+from tangram.training.run.launch import run_ranks
+from tangram.training.state.load_weights import load_pretrained
 from tests.training.saving import load_cut, net, plan_of
 
 PLAN = plan_of(ranks=1)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tangram.models.conversions import keep_names
-from tangram.training.weights import load_pretrained
+from tangram.training.state.load_weights import load_pretrained
 from tests.training.experts import export, files
 from tests.training.saving import plan_of
 from tests.training.zoo import ELSEWHERE, KINDS, tiny

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tangram.planner.derived import TensorLayouts, sample_graph, tensor_layouts
-from tangram.planner.plan import Plan
-from tangram.training import loop
-from tangram.training.apply import apply
+from tangram.planner.local.derived_layouts import TensorLayouts, sample_graph, tensor_layouts
+from tangram.schema.plan import Plan
 from tangram.training.data import Batch, RankBatches
-from tangram.training.launch import Rank
-from tangram.training.optimise import make_adamw
-from tangram.training.world import make_world
+from tangram.training.mesh.world import make_world
+from tangram.training.parallel.apply import apply
+from tangram.training.run.launch import Rank
+from tangram.training.step import loop
+from tangram.training.step.optimiser_step import make_adamw
 
 Array = npt.NDArray[np.float32]
 FIELDS = {

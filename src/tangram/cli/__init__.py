@@ -18,7 +18,7 @@ import typer
 
 from tangram import __version__
 from tangram.cli.errors import reported
-from tangram.training.environment import started_by_torchrun
+from tangram.training.run.environment import started_by_torchrun
 
 __all__ = ["COMMANDS", "expanded", "main"]
 

@@ -9,10 +9,10 @@ import typer
 
 from tangram.cli.output import byte_bar, print_json, print_table, size
 from tangram.errors import UserError
-from tangram.training.tables import count, printable
+from tangram.training.observe.text_tables import count, printable
 
 if TYPE_CHECKING:
-    from tangram.checkpoint.verify import Report
+    from tangram.checkpoint.inspect.verify import Report
 
 __all__ = ["checkpoint"]
 
@@ -45,7 +45,8 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show the tree of tensors of a checkpoint, and where it comes from; of a folder, its checkpoints."""
-    from tangram.checkpoint import commits, foreign, tree
+    from tangram.checkpoint.inspect import foreign, tree
+    from tangram.checkpoint.store import commits
     from tangram.cli.foreign import inspect_foreign, print_tree, print_values
 
     with _files():
@@ -85,8 +86,8 @@ def verify(
     json: Json = False,
 ) -> int:
     """Read every byte once: checksums, headers, digests, coverage; exit code 1 when something is wrong."""
-    from tangram.checkpoint import foreign
-    from tangram.checkpoint import verify as of
+    from tangram.checkpoint.inspect import foreign
+    from tangram.checkpoint.inspect import verify as of
     from tangram.cli.foreign import verify_foreign
 
     with _files():
@@ -122,7 +123,7 @@ def diff(
     json: Json = False,
 ) -> int:
     """Compare names, shapes, types, values and objects of two checkpoints; exit code 1 when something differs."""
-    from tangram.checkpoint.tree import short
+    from tangram.checkpoint.inspect.tree import short
     from tangram.cli.convert import compared
 
     with _files():
@@ -207,10 +208,10 @@ def family(
     json: Json = False,
 ) -> int:
     """Say what of a checkpoint its family does not name, and what is missing; exit code 1 where it does not fit."""
-    from tangram.checkpoint.covers import cover
+    from tangram.checkpoint.conversion.convert import config_of, small_of
+    from tangram.checkpoint.conversion.quantised import by_weights
     from tangram.checkpoint.formats.detect import open_any
-    from tangram.checkpoint.quantised import by_weights
-    from tangram.checkpoint.restructure import config_of, small_of
+    from tangram.checkpoint.inspect.family_coverage import cover
     from tangram.models.families import family_named, family_of
 
     with _files():
@@ -245,8 +246,8 @@ def prune(
     json: Json = False,
 ) -> None:
     """Remove the checkpoints that no rule keeps; the newest stays in any case."""
-    from tangram.checkpoint import retention
-    from tangram.checkpoint.verify import verify as read
+    from tangram.checkpoint.inspect.verify import verify as read
+    from tangram.checkpoint.store import retention
 
     policy = retention.parse(keep or [])
     with _files():

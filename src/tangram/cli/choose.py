@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from tangram.hardware.cluster import Cluster
     from tangram.layout import Mesh
     from tangram.models.graph import Graph
-    from tangram.planner.job import Job
-    from tangram.sharding.choose.as_marks import Marked
+    from tangram.schema.job import Job
     from tangram.sharding.choose.choose import Chosen, Price
     from tangram.sharding.choose.costs import Training
+    from tangram.sharding.choose.export_marks import Marked
     from tangram.sharding.derive.derive import Derived
-    from tangram.sharding.derive.marks import Mark
+    from tangram.sharding.derive.marking.marks import Mark
 
 UNITS = {"": 1.0, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 
@@ -109,7 +109,7 @@ def answer(
 def _of_marks(graph: "Graph", mesh: "Mesh", cluster: "Cluster", kind: str) -> "Derived":
     """The plan of the marks that come with a model; over axes that they do not name, the batch is cut."""
     from tangram.sharding.derive.derive import Rates, derive
-    from tangram.sharding.derive.marks import Mark, marks_of
+    from tangram.sharding.derive.marking.marks import Mark, marks_of
 
     marks = marks_of(kind)
     if not marks:
@@ -122,8 +122,8 @@ def _of_marks(graph: "Graph", mesh: "Mesh", cluster: "Cluster", kind: str) -> "D
 
 def job_of(asked: Choosing, sequence: int) -> "Job | None":
     """The job that a plan is to be written for. Raises UserError for one that the choice cannot be for."""
-    from tangram.planner.plan import Plan
-    from tangram.planner.read import load
+    from tangram.schema.files import load
+    from tangram.schema.plan import Plan
 
     if asked.write is not None and (not asked.write.resolve().parent.is_dir() or asked.write.is_dir()):
         raise UserError(f"nothing can be written to {asked.write}: give a file in a folder that is there")
@@ -178,7 +178,7 @@ def write(
 
 
 def _as_marks(found: Answer, cluster: "Cluster", training: "Training") -> "Marked":
-    from tangram.sharding.choose.as_marks import as_marks
+    from tangram.sharding.choose.export_marks import as_marks
 
     return as_marks(found.chosen.plan, cluster, memory_limit=found.limit, training=training)
 
@@ -196,10 +196,10 @@ def _plan_text(
     training: "Training",
 ) -> tuple[str, tuple[str, ...]]:
     from tangram.models.build import build_on_meta
-    from tangram.planner.chosen import plan_of_choice
-    from tangram.planner.read import dumps
-    from tangram.training.building import source_of
+    from tangram.planner.local.plan_from_sharding import plan_of_choice
+    from tangram.schema.files import dumps
     from tangram.training.data import load_tokens
+    from tangram.training.state.build_model import source_of
 
     model = build_on_meta(source_of(job, load_tokens(job.data, job.model.path)).config)
     plan = plan_of_choice(
@@ -211,7 +211,7 @@ def _plan_text(
 def show(found: Answer, asked_json: bool, seconds: Mapping[str, float], wrote: Wrote | None = None) -> None:
     """Print it."""
     from tangram.sharding.choose.choose import kept
-    from tangram.sharding.derive.show import amount, as_json, folded_name, short, tables
+    from tangram.sharding.derive.explain.show import amount, as_json, folded_name, short, tables
 
     if asked_json:
         print_json(
@@ -247,7 +247,7 @@ def show(found: Answer, asked_json: bool, seconds: Mapping[str, float], wrote: W
 
 
 def _row(name: str, price: "Price") -> tuple[str, ...]:
-    from tangram.sharding.derive.show import amount
+    from tangram.sharding.derive.explain.show import amount
 
     times = (f"{x:.3g} s" for x in (price.seconds, price.work, price.moving))
     return (name, *times, *map(amount, (price.nbytes, price.states, price.saved)))

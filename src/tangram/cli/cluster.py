@@ -17,9 +17,15 @@ from tangram.hardware.cluster import Cluster
 from tangram.models.adapted import adapted
 from tangram.models.outline import Outline
 from tangram.models.outlined import outlined
-from tangram.planner import spent
-from tangram.planner.across import best
-from tangram.planner.answer import (
+from tangram.planner.cost.calibration import published
+from tangram.planner.cost.goodput import Goodput
+from tangram.planner.cost.timeline import as_trace, timeline
+from tangram.planner.exports.numbers import given_of
+from tangram.planner.imports.found import Found
+from tangram.planner.legality.trainer_support import RUNS
+from tangram.planner.local.ranking_table import Titled
+from tangram.planner.report import cost_tables
+from tangram.planner.report.answer_tables import (
     as_json,
     explained_json,
     explained_tables,
@@ -27,22 +33,16 @@ from tangram.planner.answer import (
     front_tables,
     tables,
 )
-from tangram.planner.ask import Answer, asked_of, count_of, devices_of
-from tangram.planner.budget import Budget, durations, fewest
-from tangram.planner.choice import Ask, Choice, safe
-from tangram.planner.duration_tables import duration_json, duration_tables
-from tangram.planner.explain import Explained, Given, explain
-from tangram.planner.exports.numbers import given_of
-from tangram.planner.front import Fronts, fronts
-from tangram.planner.goodput import Goodput
-from tangram.planner.imports.found import Found
-from tangram.planner.learn import published
-from tangram.planner.objectives import Terms, aim_of, hour_price
-from tangram.planner.page import need_plotly
-from tangram.planner.report import Shown, write_report, write_step
-from tangram.planner.table import Titled
-from tangram.planner.timeline import as_trace, timeline
-from tangram.planner.trainer import RUNS
+from tangram.planner.report.duration_tables import duration_json, duration_tables
+from tangram.planner.report.html_page import need_plotly
+from tangram.planner.report.report import Shown, write_report, write_step
+from tangram.planner.search.by_device_count import best
+from tangram.planner.search.explain import Explained, Given, explain
+from tangram.planner.search.objectives import Terms, aim_of, hour_price
+from tangram.planner.search.pareto import Fronts, fronts
+from tangram.planner.search.query import Answer, asked_of, count_of, devices_of
+from tangram.planner.search.strategy import Ask, Choice, safe
+from tangram.planner.search.training_duration import Budget, durations, fewest
 
 __all__ = ["Look", "answered"]
 
@@ -160,13 +160,13 @@ class _Found:
     def document(self) -> dict[str, object]:
         """For programs."""
         found = as_json(self.answer) if self.explained is None else explained_json(self.explained)
-        found["spent"] = spent.document(self.choices[0], self.terms) if self.choices else None
+        found["spent"] = cost_tables.document(self.choices[0], self.terms) if self.choices else None
         return found if self.fronts is None or not self.pareto else {**found, "pareto": front_json(self.fronts)}
 
     def tables(self) -> list[Titled]:
         """For people."""
         found = tables(self.answer) if self.explained is None else explained_tables(self.explained)
-        found = [*found, *(table for one in self.choices[:1] for table in spent.tables(one, self.terms))]
+        found = [*found, *(table for one in self.choices[:1] for table in cost_tables.tables(one, self.terms))]
         return found if self.fronts is None or not self.pareto else [*found, *front_tables(self.fronts)]
 
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from tangram.cli.output import byte_bar, print_json, print_table, size
 from tangram.errors import UserError
-from tangram.training.tables import count, printable
+from tangram.training.observe.text_tables import count, printable
 
 if TYPE_CHECKING:
-    from tangram.checkpoint.convert import Converted
-    from tangram.checkpoint.diff import Comparison
-    from tangram.checkpoint.formats.opened import Opened
-    from tangram.checkpoint.restructure import Restructured, Way
-    from tangram.checkpoint.structures import Chosen
+    from tangram.checkpoint.conversion.convert import Restructured, Way
+    from tangram.checkpoint.conversion.find_mapping import Chosen
+    from tangram.checkpoint.formats.common.opened import Opened
+    from tangram.checkpoint.formats.hf_export import Converted
+    from tangram.checkpoint.inspect.diff import Comparison
 
 __all__ = ["Asked", "compared", "run"]
 
@@ -62,11 +62,11 @@ class Asked:
 
 def run(source: str, target: str, asked: Asked) -> None:
     """Convert, and say what was done. Raises UserError for what cannot be."""
-    from tangram.checkpoint.convert import bytes_of
+    from tangram.checkpoint.conversion.convert import target_of
+    from tangram.checkpoint.conversion.object_store import is_remote, opening
+    from tangram.checkpoint.conversion.quantised import quantisation_of
+    from tangram.checkpoint.formats.hf_export import bytes_of
     from tangram.checkpoint.formats.own import is_own
-    from tangram.checkpoint.quantised import quantisation_of
-    from tangram.checkpoint.remote import is_remote, opening
-    from tangram.checkpoint.restructure import target_of
 
     target_of(asked.to)
     if asked.transformer_impl not in NAMES:
@@ -96,11 +96,12 @@ def rare_collections() -> Generator[None]:
 
 def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
-    from tangram.checkpoint import commits, diff, diff_structures
-    from tangram.checkpoint.foreign import is_foreign
-    from tangram.checkpoint.quantised import alike
-    from tangram.checkpoint.remote import is_remote, opening
-    from tangram.checkpoint.restructure import config_of, small_of
+    from tangram.checkpoint.conversion.convert import config_of, small_of
+    from tangram.checkpoint.conversion.object_store import is_remote, opening
+    from tangram.checkpoint.conversion.quantised import alike
+    from tangram.checkpoint.inspect import diff, diff_across_formats
+    from tangram.checkpoint.inspect.foreign import is_foreign
+    from tangram.checkpoint.store import commits
 
     def foreign(place: str) -> bool:
         return is_remote(place) or is_foreign(Path(place))
@@ -112,15 +113,15 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
     with rare_collections(), opening(a) as one_side, opening(b) as other:
         small = small_of(config) if config else {**other.small, **one_side.small}
         left, right = alike(one_side, other)
-        way, other_side = diff_structures.seen_as(left, right, config_of(small))
-        with byte_bar("comparing", diff_structures.to_read(way, other_side, pattern)) as told:
-            return diff_structures.compare(way, other_side, pattern, told)
+        way, other_side = diff_across_formats.seen_as(left, right, config_of(small))
+        with byte_bar("comparing", diff_across_formats.to_read(way, other_side, pattern)) as told:
+            return diff_across_formats.compare(way, other_side, pattern, told)
 
 
 def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -> None:
     """The model of one of Tangram's checkpoints as it is: proved by digests."""
-    from tangram.checkpoint import convert as of
-    from tangram.checkpoint.formats.small import is_of_tokenizer
+    from tangram.checkpoint.formats import hf_export as of
+    from tangram.checkpoint.formats.common.side_files import is_of_tokenizer
 
     with byte_bar("exporting", of.size_of(source, asked.dtype, asked.rounded)) as told:
         made = of.to_hugging_face(
@@ -150,12 +151,12 @@ def _beside(made: "Converted | Restructured") -> None:
 
 
 def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int], local: bool) -> None:
-    from tangram.checkpoint.adapters import with_adapter
-    from tangram.checkpoint.configured import fitted
-    from tangram.checkpoint.formats.paddle_steps import betas_of, with_betas, with_steps
-    from tangram.checkpoint.quantised import prepared
-    from tangram.checkpoint.restructure import cast_specs, config_of, restructure, small_of, steps_of
-    from tangram.checkpoint.structures import choose, model_of, structure_of
+    from tangram.checkpoint.conversion.configured import fitted
+    from tangram.checkpoint.conversion.convert import cast_specs, config_of, restructure, small_of, steps_of
+    from tangram.checkpoint.conversion.find_mapping import choose, model_of, structure_of
+    from tangram.checkpoint.conversion.lora_adapters import with_adapter
+    from tangram.checkpoint.conversion.quantised import prepared
+    from tangram.checkpoint.formats.paddle.step_count import betas_of, with_betas, with_steps
     from tangram.models.families import family_named
 
     small = small_of(asked.config) if asked.config else dict(source.small)
@@ -227,7 +228,7 @@ def _skipped(source: "Opened", notes: Sequence[str]) -> None:
 
 
 def _how(chosen: "Chosen") -> str:
-    from tangram.checkpoint.structures import KEPT
+    from tangram.checkpoint.conversion.find_mapping import KEPT
 
     return chosen.said if chosen.said.startswith(KEPT) else f"by {chosen.said}"
 
@@ -260,7 +261,7 @@ def _planned(
     rate: float | None,
 ) -> None:
     """What would be done, and how long it would take at so many bytes a second."""
-    from tangram.checkpoint.convert import by_size, bytes_of
+    from tangram.checkpoint.formats.hf_export import by_size, bytes_of
 
     files = len(by_size(ways, bytes_of(asked.shard_size), lambda way: way.nbytes))
     fields: dict[str, Any] = {
@@ -318,7 +319,7 @@ def _settings(file: Path) -> dict[str, Any]:
     """Of the table `optimiser` of a plan or job. Raises UserError for a file that has none."""
     import tomllib
 
-    from tangram.checkpoint.formats.opened import SETTINGS
+    from tangram.checkpoint.formats.common.opened import SETTINGS
 
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8")).get("optimiser", {})

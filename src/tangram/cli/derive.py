@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
 from tangram.layout import Mesh, NotationError
-from tangram.planner.read import changes_of
+from tangram.schema.files import changes_of
 
 if TYPE_CHECKING:
     from tangram.cli.choose import Choosing
     from tangram.models.graph import Graph
     from tangram.models.named import Inputs
     from tangram.sharding.derive.derive import ConflictError, Derived
-    from tangram.sharding.derive.marks import Mark
-    from tangram.sharding.derive.rates import Rates
+    from tangram.sharding.derive.marking.marks import Mark
+    from tangram.sharding.derive.problem.rates import Rates
 
 
 SHIPPED = "shipped"
@@ -125,7 +125,7 @@ def _mesh(text: str) -> Mesh:
 def _rates(asked: Asked, mesh: Mesh) -> "Rates":
     """Those of the cluster for each axis that the mesh has."""
     from tangram.hardware.cluster import load
-    from tangram.sharding.derive.rates import Rates
+    from tangram.sharding.derive.problem.rates import Rates
 
     rates = Rates(cluster=load(asked.cluster) if asked.cluster else None)
     for axis in mesh.axes:
@@ -135,7 +135,7 @@ def _rates(asked: Asked, mesh: Mesh) -> "Rates":
 
 def _sides(asked: Asked) -> "list[list[Mark] | None]":
     """The marks that were given, of the one derivation or of two; None for those that come with Tangram."""
-    from tangram.sharding.derive.marks import Mark
+    from tangram.sharding.derive.marking.marks import Mark
 
     given = [*(_of_file(str(asked.file)) if asked.file else []), *map(Mark.parse, asked.marks)]
     if asked.diff is None:
@@ -146,7 +146,7 @@ def _sides(asked: Asked) -> "list[list[Mark] | None]":
 
 
 def _of_file(name: str) -> "list[Mark]":
-    from tangram.sharding.derive.marks import read_marks
+    from tangram.sharding.derive.marking.marks import read_marks
 
     found = read_marks(Path(name))
     if not found:
@@ -156,8 +156,8 @@ def _of_file(name: str) -> "list[Mark]":
 
 def _shipped(kind: str, model: Any) -> "list[Mark]":
     """The marks that come with Tangram for a type of model, else those of transformers' plan of it."""
-    from tangram.sharding.derive.marks import marks_of
-    from tangram.sharding.derive.published import published
+    from tangram.sharding.derive.marking.marks import marks_of
+    from tangram.sharding.derive.marking.published import published
 
     found = (marks_of(kind) if kind else None) or published(model, "tp", "tp")
     if not found:
@@ -199,7 +199,7 @@ def _conflict(
     asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", error: "ConflictError", rates: "Rates"
 ) -> UserError:
     """The sentence on marks that contradict each other; before it, where they meet and what works."""
-    from tangram.sharding.derive.conflicts import conflict
+    from tangram.sharding.derive.explain.conflicts import conflict
 
     with progress("looking for what works"):
         told = conflict(graph, marks, mesh, error, rates)
@@ -211,7 +211,7 @@ def _conflict(
 
 
 def _print(asked: Asked, found: "Derived") -> None:
-    from tangram.sharding.derive.show import amount, as_json, tables, total
+    from tangram.sharding.derive.explain.show import amount, as_json, tables, total
 
     if asked.json:
         print_json({**as_json(found), "seconds": asked.seconds})
@@ -232,7 +232,7 @@ def _print(asked: Asked, found: "Derived") -> None:
 
 
 def _print_why(asked: Asked, found: "Derived", node: str, rates: "Rates") -> None:
-    from tangram.sharding.derive.why import lines, why
+    from tangram.sharding.derive.explain.why import lines, why
 
     with progress("asking what else it could be"):
         told = why(found, node, rates)
@@ -244,8 +244,8 @@ def _print_why(asked: Asked, found: "Derived", node: str, rates: "Rates") -> Non
 
 
 def _write_page(asked: Asked, found: "Derived", path: Path) -> None:
-    from tangram.sharding.derive.html import write_page
-    from tangram.sharding.derive.show import amount, total
+    from tangram.sharding.derive.explain.show import amount, total
+    from tangram.sharding.derive.page.page import write_page
 
     write_page(path, found, Path(asked.name).name)
     if asked.json:
@@ -255,7 +255,7 @@ def _write_page(asked: Asked, found: "Derived", path: Path) -> None:
 
 
 def _print_difference(asked: Asked, one: "Derived", other: "Derived", files: tuple[str, str]) -> None:
-    from tangram.sharding.derive.diff import difference, summary, tables
+    from tangram.sharding.derive.explain.diff import difference, summary, tables
 
     found = difference(one, other)
     if asked.json:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from tangram.cli.output import print_json, print_table, progress, size
 from tangram.errors import UserError
-from tangram.planner.job import Job
-from tangram.planner.plan import Plan
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan
 
 if TYPE_CHECKING:
-    from tangram.training.dry import Needs
+    from tangram.training.trials.dry_run import Needs
 
 HEADERS = ("rank", "stage", "keeps", "parameters", "gradients", "optimiser", "gathered", "activations", "at the peak")
 
@@ -20,7 +20,7 @@ def dry(plan: Job, *, json: bool) -> int:
     """Print memory by what it is, and collectives with their bytes. Raises UserError where the plan cannot start."""
     if not isinstance(plan, Plan):
         raise UserError("--dry-run takes a plan, and this is a job: `tangram plan JOB --out plan.toml` makes one of it")
-    from tangram.training.dry import dry_run  # loads torch: only for a sound plan
+    from tangram.training.trials.dry_run import dry_run  # loads torch: only for a sound plan
 
     begun = time.monotonic()
     with progress("reading") as line:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import typer
 
 from tangram.errors import UserError
-from tangram.training.environment import SaidElsewhere, leave_word, speaks
-from tangram.training.tables import printable
+from tangram.training.observe.text_tables import printable
+from tangram.training.run.environment import SaidElsewhere, leave_word, speaks
 
 __all__ = ["reported", "say"]
 

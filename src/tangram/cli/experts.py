@@ -25,8 +25,8 @@ def experts(
     """Print by layer the balance of ranks in the experts' own order and as placed, and the experts of each slot."""
     if min(slots, last) < 0 or min(ranks, nodes, groups) < 1:
         raise UserError("--slots and --last are 0 or more, --ranks, --nodes and --groups 1 or more")
-    from tangram.planner.balance import balance, in_order, place
-    from tangram.training.loads import read, together
+    from tangram.planner.expert_placement import balance, in_order, place
+    from tangram.training.objective.expert_loads import read, together
 
     counts = read(run)
     found: dict[str, dict[str, object]] = {}

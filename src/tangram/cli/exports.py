@@ -12,16 +12,16 @@ from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.hardware.workers import command
 from tangram.models.outline import Outline
-from tangram.planner.answer import ZERO
-from tangram.planner.choice import Ask, Choice
 from tangram.planner.exports.numbers import Written, given_of, numbers_of
 from tangram.planner.exports.targets import picked, target
 from tangram.planner.imports.files import strategy_of
 from tangram.planner.imports.found import Found
+from tangram.planner.legality.enumerate import Able
+from tangram.planner.local.ranking_table import Titled
 from tangram.planner.platforms.jobs import RUN, job_of
 from tangram.planner.platforms.targets import platform
-from tangram.planner.space import Able
-from tangram.planner.table import Titled
+from tangram.planner.report.answer_tables import ZERO
+from tangram.planner.search.strategy import Ask, Choice
 
 __all__ = ["Typed", "Wanted", "asked_typed", "checked", "given_in", "read_table", "said_json", "write"]
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tangram.cli.output import byte_bar, print_json, print_table, size
-from tangram.training.tables import count, printable
+from tangram.training.observe.text_tables import count, printable
 
 if TYPE_CHECKING:
-    from tangram.checkpoint.manifest import StoredTensor
-    from tangram.checkpoint.tree import Values
+    from tangram.checkpoint.inspect.tree import Values
+    from tangram.checkpoint.store.manifest import StoredTensor
 
 __all__ = ["inspect_foreign", "print_tree", "print_values", "verify_foreign"]
 
@@ -21,8 +21,8 @@ def inspect_foreign(
     path: Path, kind: str, pattern: str, values: str | None, all_lines: bool, depth: int, json: bool
 ) -> None:
     """Print what is in a checkpoint of another format. Raises UserError where it cannot be read."""
-    from tangram.checkpoint import foreign, tree
     from tangram.checkpoint.formats.detect import FORMATS, open_any
+    from tangram.checkpoint.inspect import foreign, tree
 
     opened = open_any(path)
     if values is not None:
@@ -46,7 +46,7 @@ def inspect_foreign(
 
 def verify_foreign(path: Path, json: bool) -> int:
     """Read all of a checkpoint of another format; 1 where something cannot be."""
-    from tangram.checkpoint import foreign
+    from tangram.checkpoint.inspect import foreign
 
     with byte_bar("reading", None) as told:
         found = foreign.read_all(path, told)
@@ -67,7 +67,7 @@ def verify_foreign(path: Path, json: bool) -> int:
 
 def print_tree(tensors: "Sequence[StoredTensor]", all_lines: bool, depth: int) -> None:
     """Tensors as a tree of their names."""
-    from tangram.checkpoint import tree
+    from tangram.checkpoint.inspect import tree
 
     rows = [
         (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
-from tangram.planner.job import Job
-from tangram.planner.plan import Plan
-from tangram.planner.read import dumps
+from tangram.schema.files import dumps
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan
 
 __all__ = ["Wish", "check", "planned_here"]
 
@@ -46,14 +46,14 @@ def check(file: Path, job: Job | Plan, wish: Wish) -> Job:
 
 def planned_here(job: Job, name: str, wish: Wish, *, json: bool) -> int:
     """Rank, try, write, print; exit code 1 where no plan fits."""
-    from tangram.training.choosing import planned  # loads torch and transformers: only for a sound job
+    from tangram.training.trials.local_plans import planned  # loads torch and transformers: only for a sound job
 
     with progress("measuring the machine, counting the model, ranking plans"):
         found = planned(job, wish.processes, stages=wish.stages, schedule=wish.schedule, anew=wish.anew)
     ranking, document, tables = found.ranking, dict[str, object](), []
     if wish.measure and ranking.fitting:
         from tangram.cli.trials import trials_json, trials_table, watching
-        from tangram.training.auto import try_plans
+        from tangram.training.trials.auto import try_plans
 
         with watching() as line:
             tried = try_plans(found, wish.measure, name, line, limit=wish.limit)

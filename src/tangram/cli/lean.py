@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
 from tangram.models.outline import Outline
-from tangram.planner.choice import Ask
-from tangram.planner.means import FULL, base_of, kept_base, offloads_of, optimisers_of
+from tangram.planner.search.strategy import Ask
+from tangram.planner.space.optimisers_and_offload import FULL, base_of, kept_base, offloads_of, optimisers_of
 
 __all__ = ["Lean"]
 
@@ -26,7 +26,7 @@ class Lean:
     """Of experts' loads the standard deviation over the mean."""
     checkpoint_every: int = 0
     without: str = ""
-    """Names of `planner.without`, with commas between."""
+    """Names of `planner.legality.exclusions`, with commas between."""
 
     def of(self, asked: Ask, outline: Outline) -> Ask:
         """With what is asked of a model. Raises UserError."""

@@ -14,9 +14,9 @@ from tangram.errors import UserError
 from tangram.hardware import cluster as clusters
 from tangram.models.adapted import adapted
 from tangram.models.outlined import outlined
-from tangram.planner.ask import asked_of
-from tangram.planner.mixed import alone, enough, over_parts, parts_of
-from tangram.planner.mixed_tables import OverParts
+from tangram.planner.report.heterogeneous_tables import OverParts
+from tangram.planner.search.heterogeneous import alone, enough, over_parts, parts_of
+from tangram.planner.search.query import asked_of
 
 __all__ = ["answered_over_parts", "names_of_parts"]
 

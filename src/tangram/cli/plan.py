@@ -9,7 +9,7 @@ import typer
 from tangram.cli.jobs import Wish, check, planned_here
 from tangram.cli.output import print_json, print_table
 from tangram.errors import UserError
-from tangram.planner.read import changes_of, load
+from tangram.schema.files import changes_of, load
 
 __all__ = ["plan"]
 
@@ -164,13 +164,13 @@ def plan(
     _refuse(elsewhere, "is of what is planned for a cluster: give one with --cluster, or leave it out")
     job = load(file, changes_of(change or []))
     if show:
-        from tangram.planner.show import rows
+        from tangram.planner.local.show import rows
 
         said = rows(job)
         if job.optimiser.weight_decay:
-            from tangram.training import decay  # loads torch
+            from tangram.training.step import weight_decay  # loads torch
 
-            said += decay.rows(job)
+            said += weight_decay.rows(job)
         print_json(dict(said)) if json else print_table(str(file), ("what", "how"), said)
         return 0
     wish = Wish(processes, stages, schedule, anew, measure, limit, out, pick)

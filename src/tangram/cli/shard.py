@@ -216,7 +216,7 @@ def _mutants(operators: Sequence[str], every: int, json: bool) -> None:
 
 
 def _against(names: Sequence[str] | None, save: Path | None, with_rules: bool, json: bool) -> None:
-    from tangram.sharding import against
+    from tangram.sharding import compare as against
 
     cases = {case.name: case for case in against.CASES}
     unknown = [name for name in names or () if name not in cases]
@@ -235,7 +235,7 @@ def _against(names: Sequence[str] | None, save: Path | None, with_rules: bool, j
 
 
 def _against_paddle(names: Sequence[str], json: bool) -> None:
-    from tangram.sharding.against import paddle
+    from tangram.sharding.compare import paddle
 
     reports, differences = paddle.compare(names)
     wrong = [one for one in differences if one.verdict.startswith("ours") and one.verdict != "ours is right"]
@@ -262,7 +262,7 @@ def rule(
     operator: Annotated[str, typer.Argument(help="As aten calls it, as sum.dim_IntList.")], json: Json = False
 ) -> None:
     """Show the rule of an operator, and where it stands."""
-    from tangram.sharding.show import rules_of
+    from tangram.sharding.ops.show_rule import rules_of
 
     rows = rules_of(operator)
     if json:

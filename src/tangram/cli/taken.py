@@ -10,16 +10,16 @@ from tangram.cli.exports import Typed, Wanted
 from tangram.errors import UserError
 from tangram.models.outline import Outline
 from tangram.models.outlined import outline_of
-from tangram.planner.choice import Choice
-from tangram.planner.counted import Counted
 from tangram.planner.imports.tangram import TYPES
-from tangram.planner.job import Job
-from tangram.planner.plan import Plan
-from tangram.planner.read import dumps, load
-from tangram.planner.runnable import plan_to_train, why_not
-from tangram.planner.table import Titled
-from tangram.training.building import source_of
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.plan_from_cluster import plan_to_train, why_not
+from tangram.planner.local.ranking_table import Titled
+from tangram.planner.search.strategy import Choice
+from tangram.schema.files import dumps, load
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan
 from tangram.training.data import load_tokens
+from tangram.training.state.build_model import source_of
 
 __all__ = ["TANGRAM", "Given", "Taking", "job_in", "not_run", "own"]
 

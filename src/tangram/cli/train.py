@@ -12,11 +12,11 @@ from tangram.cli.errors import say
 from tangram.cli.output import print_json
 from tangram.errors import UserError
 from tangram.models.directory import refuse_missing
-from tangram.planner.read import changes_of, load
-from tangram.training.environment import speaks, together
-from tangram.training.folder import PLAN_FILE, folder_to_resume, run_name
-from tangram.training.progress import ProgressLine
-from tangram.training.startup import Startup
+from tangram.schema.files import changes_of, load
+from tangram.training.observe.progress import ProgressLine
+from tangram.training.observe.startup_times import Startup
+from tangram.training.run.environment import speaks, together
+from tangram.training.run.run_folder import PLAN_FILE, folder_to_resume, run_name
 
 __all__ = ["train"]
 
@@ -75,7 +75,7 @@ def train(
                 raise UserError("--dry-run runs nothing: leave --out, --resume and torchrun out")
             return dry(asked, json=json)
 
-        from tangram.training.resume import refuse_unknown  # these load torch: only for a sound plan
+        from tangram.training.run.resume import refuse_unknown  # these load torch: only for a sound plan
         from tangram.training.start import FAILURES, Asked, train_as_asked
 
         refuse_unknown(allow or [])

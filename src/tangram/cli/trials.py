@@ -14,10 +14,10 @@ from rich.console import Console
 
 from tangram.cli.output import print_json, print_table, size
 from tangram.errors import UserError
-from tangram.planner import history
-from tangram.planner.history import Entry
-from tangram.planner.trials import Tried
-from tangram.training.progress import ProgressLine
+from tangram.planner.cost import history
+from tangram.planner.cost.history import Entry
+from tangram.planner.local.trials import Tried
+from tangram.training.observe.progress import ProgressLine
 
 __all__ = ["SHOWN", "show_history", "trials_json", "trials_table", "watching"]
 

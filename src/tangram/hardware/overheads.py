@@ -31,4 +31,4 @@ OPTIMISER_PASSES = 12
 
 PROCESS_BYTES = 360e6
 """What a rank holds before there is a model: the highest resident memory of a process on Linux that has imported torch,
-`tangram.training.loop` and a model of transformers, and has built that on meta."""
+`tangram.training.step.loop` and a model of transformers, and has built that on meta."""

@@ -19,22 +19,19 @@ from tangram.hardware.machine import accelerators
 from tangram.hardware.rates import rates
 from tangram.models.build import build_on_meta
 from tangram.models.source import read_source
-from tangram.planner.estimate import megabytes
-from tangram.planner.job import Job
-from tangram.planner.plan import Plan
-from tangram.planner.rank import MOST_PROCESSES, predict
-from tangram.planner.read import dumps, load
-from tangram.planner.table import Ranking
-from tangram.training import capacity, routers
-from tangram.training.apply import freeze
-from tangram.training.auto import try_plans
-from tangram.training.building import source_of
-from tangram.training.choosing import planned, plans_of
+from tangram.planner.local.estimate import megabytes
+from tangram.planner.local.rank import MOST_PROCESSES, predict
+from tangram.planner.local.ranking_table import Ranking
+from tangram.schema.files import dumps, load
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan
 from tangram.training.data import load_tokens
-from tangram.training.events import Doing, Note, Table
-from tangram.training.folder import PLAN_FILE, alone, refuse_in_use, replace_plan, run_folder
-from tangram.training.forks import make_ready
-from tangram.training.job import (
+from tangram.training.objective import expert_capacity, router_loss
+from tangram.training.observe.events import Doing, Note, Table
+from tangram.training.observe.text_tables import count
+from tangram.training.parallel.apply import freeze
+from tangram.training.run.fork_server import make_ready
+from tangram.training.run.job import (
     JOB_FAILURES,
     Chosen,
     Prepared,
@@ -44,12 +41,15 @@ from tangram.training.job import (
     run_here,
     train_job,
 )
-from tangram.training.launch import pick_device
-from tangram.training.rank import RankJob, RankReport, train_rank
-from tangram.training.remembered import remembering
-from tangram.training.resume import checkpoint_to_resume
-from tangram.training.tables import count
-from tangram.training.torchrun import Meeting, on_one, run_as_rank
+from tangram.training.run.launch import pick_device
+from tangram.training.run.rank import RankJob, RankReport, train_rank
+from tangram.training.run.resume import checkpoint_to_resume
+from tangram.training.run.run_folder import PLAN_FILE, alone, refuse_in_use, replace_plan, run_folder
+from tangram.training.run.torchrun import Meeting, on_one, run_as_rank
+from tangram.training.state.build_model import source_of
+from tangram.training.trials.auto import try_plans
+from tangram.training.trials.history_rows import remembering
+from tangram.training.trials.local_plans import planned, plans_of
 
 FAILURES = JOB_FAILURES
 
@@ -71,7 +71,7 @@ class Asked:
     trials: int = 0
     """Plans of a job that are tried before one is taken, at most."""
     allow: tuple[str, ...] = ()
-    """Keys that a resume may change (`training.resume`)."""
+    """Keys that a resume may change (`training.run.resume`)."""
 
 
 def train_as_asked(asked: Asked, on_event: OnEvent, meeting: Meeting | None) -> Mapping[str, Any] | None:
@@ -147,8 +147,8 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
     config = source_of(job, load_tokens(job.data, job.model.path)).config
     model = build_on_meta(config)
     freeze(model, job)
-    routers.refuse(model, job)
-    capacity.refuse(model, job)
+    router_loss.refuse(model, job)
+    expert_capacity.refuse(model, job)
     if isinstance(job, Plan):
         found = rates(pick_device(job.run.device, 0, 1).type, processes)
         return Chosen(job, predict(job, found, config), processes * found.peak_flops(job.precision.compute))

@@ -18,7 +18,7 @@ from bench._convergence.initial import biased
 from bench._convergence.settings import MILLION, QUICK, SMALL, Run, digest_of, queue, settings_of
 from bench._convergence.waiting import work
 from tangram.errors import UserError
-from tangram.training.folder import alone
+from tangram.training.run.run_folder import alone
 
 NEVER = math.inf
 RUN = Run(QUICK, "plain", "bf16", 256, 1)

@@ -4,12 +4,12 @@ from hypothesis import strategies as st
 
 from tangram.hardware.cluster import Cluster, builtin
 from tangram.models.outline import Dims, Group, Outline, decoder
-from tangram.planner.again import ALL_BLOCKS, NOTHING, SETS, SOME, again_name
-from tangram.planner.dealt import fewer, sizes
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.exports.targets import EXPORTS
-from tangram.planner.framework import framework
-from tangram.planner.pipelines import SCHEDULES
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.layers_per_stage import fewer, sizes
+from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, SETS, SOME, again_name
+from tangram.planner.space.schedule_formulas import SCHEDULES
 
 CLUSTER: Cluster = builtin("h100-8x8")
 DENSE = decoder(Dims(12, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")

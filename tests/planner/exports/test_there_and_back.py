@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from tangram.errors import UserError
 from tangram.models.outline import Outline
 from tangram.models.outlined import outlined
-from tangram.planner.again import SOME
-from tangram.planner.ask import plan
-from tangram.planner.choice import Ask
-from tangram.planner.explain import laid_out
 from tangram.planner.exports.megatron import layout_text
 from tangram.planner.exports.numbers import Numbers, chunk_blocks, given_of, numbers_of
 from tangram.planner.exports.targets import EXPORTS
 from tangram.planner.imports.files import strategy_of
 from tangram.planner.imports.megatron import chunks_of
+from tangram.planner.search.explain import laid_out
+from tangram.planner.search.query import plan
+from tangram.planner.search.strategy import Ask
+from tangram.planner.space.recompute import SOME
 from tests.planner.exports.drawn import CLUSTER, DENSE, MIXED, drawn
 
 FILES = {"megatron-lm": "args.sh", "torchtitan": "job.toml", "torchtitan-options": "options.sh"}

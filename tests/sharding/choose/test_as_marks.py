@@ -10,17 +10,17 @@ import pytest
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.sharding.choose import as_marks as module
-from tangram.sharding.choose.as_marks import Marked, as_marks
+from tangram.sharding.choose import export_marks as module
 from tangram.sharding.choose.choose import Chosen, Price, choose, priced
+from tangram.sharding.choose.export_marks import Marked, as_marks
 from tangram.sharding.choose.patterns import together
 from tangram.sharding.derive.derive import Derived, derive
-from tangram.sharding.derive.folding import fold
+from tangram.sharding.derive.explain.show import total
 from tangram.sharding.derive.layouts import value_layout
-from tangram.sharding.derive.marks import Mark, alternatives, matched
-from tangram.sharding.derive.show import total
-from tangram.sharding.derive.states import cut
-from tangram.sharding.table import builtin
+from tangram.sharding.derive.marking.marks import Mark, alternatives, matched
+from tangram.sharding.derive.problem.folding import fold
+from tangram.sharding.derive.problem.states import cut
+from tangram.sharding.ops.rule_table import builtin
 from tests.sharding.choose.test_choose import H100, tiny
 
 QUICK = replace(H100, links=tuple(replace(link, latency=0.0, hop=0.0) for link in H100.links))

@@ -25,13 +25,13 @@ from tangram.sharding.choose.costs import Both, Training, costs
 from tangram.sharding.choose.options import options
 from tangram.sharding.choose.search import search
 from tangram.sharding.derive.derive import Derived, derive
-from tangram.sharding.derive.folding import fold
 from tangram.sharding.derive.layouts import value_layout
-from tangram.sharding.derive.marks import Mark, marks_of
-from tangram.sharding.derive.rates import Rates
-from tangram.sharding.derive.solve import Costs
+from tangram.sharding.derive.marking.marks import Mark, marks_of
+from tangram.sharding.derive.problem.folding import fold
+from tangram.sharding.derive.problem.rates import Rates
+from tangram.sharding.derive.solve.solve import Costs
+from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.derived import check
-from tangram.sharding.table import builtin
 
 H100 = cluster.builtin("h100-8x8")
 

@@ -17,9 +17,9 @@ from tangram.layout import Mesh
 from tangram.models.capture import capture
 from tangram.sharding.choose.choose import priced
 from tangram.sharding.choose.options import fits
-from tangram.sharding.choose.steps import Kind, Steps
+from tangram.sharding.choose.transition_time import Kind, Steps
 from tangram.sharding.derive.derive import derive
-from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, cut
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, cut
 
 H100 = cluster.builtin("h100-8x8")
 N = 800e6

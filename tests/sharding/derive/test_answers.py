@@ -12,12 +12,12 @@ from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.choose import choose as choosing
 from tangram.sharding.choose.choose import choose, priced
-from tangram.sharding.derive import bounded, solve
 from tangram.sharding.derive.derive import derive
-from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.explain.show import total
+from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_whole, graph_of, parameter_states
-from tangram.sharding.derive.show import total
-from tangram.sharding.derive.states import SAME, cut
+from tangram.sharding.derive.problem.states import SAME, cut
+from tangram.sharding.derive.solve import bounded, solve
 
 
 class Mixed(nn.Module):

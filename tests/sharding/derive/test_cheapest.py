@@ -19,13 +19,13 @@ from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.models.graph import Graph
 from tangram.models.named import named
+from tangram.sharding.derive.collectives_between import LEAVE_NOTHING, Move
 from tangram.sharding.derive.derive import Derived, Over, Problem, Rates, derive, fixed_by
-from tangram.sharding.derive.folding import Step
 from tangram.sharding.derive.layouts import moved
-from tangram.sharding.derive.marks import Mark, marks_of
-from tangram.sharding.derive.moves import LEAVE_NOTHING, Move
-from tangram.sharding.derive.rates import effort
-from tangram.sharding.derive.solve import Name, least
+from tangram.sharding.derive.marking.marks import Mark, marks_of
+from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.problem.rates import effort
+from tangram.sharding.derive.solve.solve import Name, least
 
 BOUND = 1.1
 SEQUENCE = "{model.embed_tokens,model.layers.*,model.norm}: b s/cp h"

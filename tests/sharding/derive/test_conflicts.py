@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from tangram.layout import Mesh
 from tangram.models.capture import capture
 from tangram.models.graph import Graph
-from tangram.sharding.derive.conflicts import Conflict, conflict
 from tangram.sharding.derive.derive import ConflictError, derive
-from tangram.sharding.derive.marks import Mark
-from tangram.sharding.derive.show import total
+from tangram.sharding.derive.explain.conflicts import Conflict, conflict
+from tangram.sharding.derive.explain.show import total
+from tangram.sharding.derive.marking.marks import Mark
 from tests.sharding.derive.test_derive import derived, language
 
 

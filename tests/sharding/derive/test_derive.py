@@ -20,7 +20,7 @@ from tangram.models.fold import folded
 from tangram.models.graph import Graph
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.layouts import moved, value_layout
-from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.proof.derived import check
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

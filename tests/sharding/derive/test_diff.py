@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tangram.sharding.derive.diff import difference, summary, tables
-from tangram.sharding.derive.show import total
+from tangram.sharding.derive.explain.diff import difference, summary, tables
+from tangram.sharding.derive.explain.show import total
 from tests.sharding.derive.test_derive import MEGATRON, derived, language
 
 

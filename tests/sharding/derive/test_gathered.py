@@ -10,7 +10,7 @@ from tangram.layout import Layout, Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.layouts import moved, used, value_layout
-from tangram.sharding.derive.marks import Mark, states
+from tangram.sharding.derive.marking.marks import Mark, states
 from tangram.sharding.derive.of_model import fitting, graph_of, parameter_states
 from tests.sharding.derive.test_marks_files import tiny
 

@@ -12,7 +12,7 @@ from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import moved
-from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_whole, graph_of
 from tangram.sharding.proof.derived import check
 from tests.training.own_models import Convolved

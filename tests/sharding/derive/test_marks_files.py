@@ -17,7 +17,7 @@ from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.sharding.derive.derive import derive
 from tangram.sharding.derive.layouts import moved, value_layout
-from tangram.sharding.derive.marks import marks_of, states
+from tangram.sharding.derive.marking.marks import marks_of, states
 from tangram.sharding.proof.derived import check
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -2,7 +2,7 @@
 
 import torch
 
-from tangram.sharding.derive.marks import Mark, matched, matching
+from tangram.sharding.derive.marking.marks import Mark, matched, matching
 from tangram.sharding.derive.of_model import graph_of
 from tests.sharding.derive.test_marks_files import tiny
 

@@ -15,7 +15,7 @@ from tangram.models.fold import folded
 from tangram.models.named import named
 from tangram.sharding.derive.derive import derive
 from tangram.sharding.derive.layouts import value_layout
-from tangram.sharding.derive.marks import marks_of
+from tangram.sharding.derive.marking.marks import marks_of
 
 DIM = {"colwise": 0, "rowwise": 1, "grouped_gemm": 0, "replicated_with_grad_allreduce": None}
 """The dim of a weight that a style cuts; None: whole."""

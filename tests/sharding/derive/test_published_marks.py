@@ -9,9 +9,9 @@ from torch import nn
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.sharding.derive.derive import derive
-from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.marking.published import published
 from tangram.sharding.derive.of_model import fitting, graph_of
-from tangram.sharding.derive.published import published
 from tests.sharding.derive.test_marks_files import tiny
 
 EXPERTS = "model.layers.*.mlp.experts"

@@ -10,12 +10,13 @@ from tangram.errors import UserError
 from tangram.hardware import cluster
 from tangram.layout import Mesh
 from tangram.models.capture import capture
-from tangram.sharding import cost, find
-from tangram.sharding.calls import Call
 from tangram.sharding.derive.derive import Problem
-from tangram.sharding.derive.folding import fold
-from tangram.sharding.derive.rates import Rates, effort
-from tangram.sharding.table import builtin
+from tangram.sharding.derive.problem.folding import fold
+from tangram.sharding.derive.problem.rates import Rates, effort
+from tangram.sharding.ops import find_rule
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.rule_table import builtin
+from tangram.sharding.propagation import op_cost
 
 
 def test_each_axis_has_its_own() -> None:
@@ -58,4 +59,4 @@ def test_rows_in_groups_meet_one_matrix_each() -> None:
     call = Call(
         torch.ops.aten._grouped_mm.default, {"self": x, "mat2": w, "offs": ends, "bias": None, "out_dtype": None}
     )
-    assert cost.flops(call, find.bound(builtin(), call), {}, Mesh.parse("x=1"), None) == 2 * 64 * 8 * 16
+    assert op_cost.flops(call, find_rule.bound(builtin(), call), {}, Mesh.parse("x=1"), None) == 2 * 64 * 8 * 16

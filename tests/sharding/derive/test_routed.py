@@ -15,8 +15,8 @@ from tangram.models.capture import capture
 from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.sharding.derive.derive import Derived, derive
-from tangram.sharding.derive.marks import Mark
-from tangram.sharding.derive.states import OWN, SENT, SENT_ENDS, SENT_IDS, Routed
+from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.problem.states import OWN, SENT, SENT_ENDS, SENT_IDS, Routed
 from tangram.sharding.proof import routed
 from tangram.sharding.proof.derived import Ran, check
 from tests.sharding.derive.test_marks_files import tiny

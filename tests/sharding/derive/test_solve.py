@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.sharding.derive import solve
-from tangram.sharding.derive.bounded import bounded, gap
-from tangram.sharding.derive.solve import Costs, TooWideError, eliminated, least
-from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, cut, price, way
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, cut, price, way
+from tangram.sharding.derive.solve import solve
+from tangram.sharding.derive.solve.bounded import bounded, gap
+from tangram.sharding.derive.solve.solve import Costs, TooWideError, eliminated, least
 
 EVERY = [SAME, SEVERAL, SUM, cut(0), cut(1), cut(0, 4)]
 DUAL = {"same": "same", "several": "sum", "sum": "several", "cut": "cut"}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tangram.errors import UserError
-from tangram.sharding.derive.alternatives import alternatives
 from tangram.sharding.derive.derive import derive
+from tangram.sharding.derive.explain.alternatives import alternatives
+from tangram.sharding.derive.explain.show import total
+from tangram.sharding.derive.explain.why import lines, why
 from tangram.sharding.derive.layouts import used
-from tangram.sharding.derive.marks import Mark
-from tangram.sharding.derive.nodes import value_of
-from tangram.sharding.derive.show import total
-from tangram.sharding.derive.states import cut
-from tangram.sharding.derive.why import lines, why
+from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.marking.nodes import value_of
+from tangram.sharding.derive.problem.states import cut
 from tests.sharding.derive.test_derive import MEGATRON, derived, language
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tangram.layout import Mesh
 from tangram.relayout.collectives import Place, dual, joined, parted
-from tangram.sharding.derive.changes import Joint, change, costs, ordered, wanted
-from tangram.sharding.derive.states import SAME, SEVERAL, SUM, State, cut
-from tangram.training.derived import own_part
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, cut
+from tangram.sharding.derive.transitions import Joint, change, costs, ordered, wanted
+from tangram.training.mesh.tensor_parallel import own_part
 from tests.relayout.sequencing import played
 
 MESH = Mesh.parse("a=2 b=2 c=3")

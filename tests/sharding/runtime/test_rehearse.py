@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.sharding.derive.marks import Mark
+from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_whole, graph_of
-from tangram.sharding.derive.states import cut, part_dim
+from tangram.sharding.derive.problem.states import cut, part_dim
+from tangram.sharding.runtime.dry_check import rehearsed
 from tangram.sharding.runtime.program import Program
-from tangram.sharding.runtime.rehearse import rehearsed
 
 
 class Code(nn.Module):

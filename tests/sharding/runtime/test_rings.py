@@ -6,14 +6,14 @@ import torch
 from tangram.layout import Mesh
 from tangram.models.attention import by_tokens
 from tangram.models.build import build_on_meta
-from tangram.planner.derived import SEQUENCE
-from tangram.sharding.derive.changes import apart
-from tangram.sharding.derive.marks import Mark
+from tangram.planner.local.derived_layouts import SEQUENCE
+from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_whole, graph_of
-from tangram.sharding.derive.states import cut
+from tangram.sharding.derive.problem.states import cut
+from tangram.sharding.derive.transitions import apart
 from tangram.sharding.runtime.lower import lower
 from tangram.sharding.runtime.program import Program
-from tangram.sharding.runtime.rings import KEYS, NAME, VALUES, Passed
+from tangram.sharding.runtime.ring_attention import KEYS, NAME, VALUES, Passed
 from tests.models.test_attention import MODELS, config_of
 
 ROWS, LENGTH = 2, 16

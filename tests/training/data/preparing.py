@@ -2,9 +2,9 @@
 
 import sys
 
-from tangram.planner.job import DataPlan
+from tangram.schema.job import DataPlan
 from tangram.training.data import BYTES, prepare
-from tangram.training.events import Working
+from tangram.training.observe.events import Working
 
 
 def tell(event: object) -> None:

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
-from tangram.planner.job import DataPlan, SourcePlan
+from tangram.schema.job import DataPlan, SourcePlan
 from tangram.training.data import BYTES, load_tokens, open_corpus, prepare
 from tangram.training.data.store import BLOCK
-from tangram.training.events import Note, Working
+from tangram.training.observe.events import Note, Working
 from tests.training.data.texts import corpus_of, data_plan, ignore, texts_of, write_files, write_tokenizer
 
 PART = 400  # bytes of text: a dozen parts

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
-from tangram.planner.job import SourcePlan
+from tangram.schema.job import SourcePlan
 from tangram.training.data.files import list_files
 from tangram.training.data.sources import documents
 from tests.training.data.texts import corpus_of, data_plan, texts_of
@@ -117,7 +117,7 @@ def test_one_line_says_what_was_taken_and_left_out(tmp_path: Path) -> None:
 
 def test_what_was_counted_before_a_kill_is_counted_once(tmp_path: Path) -> None:
     from tangram.training.data import BYTES, open_corpus, prepare
-    from tangram.training.events import Working
+    from tangram.training.observe.events import Working
 
     root = tmp_path / "corpus"
     root.mkdir()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tangram.errors import UserError
-from tangram.planner.job import SourcePlan
+from tangram.schema.job import SourcePlan
 from tangram.training.data.files import list_files
 from tangram.training.data.sources import documents
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
-from tangram.planner.job import DataPlan, SourcePlan
+from tangram.schema.job import DataPlan, SourcePlan
 from tangram.training import data
 from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, Stream
 from tangram.training.data.corpus import is_single

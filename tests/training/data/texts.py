@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tangram.planner.job import DataPlan, SourcePlan
+from tangram.schema.job import DataPlan, SourcePlan
 from tangram.training.data import BYTES, Corpus, Tokens, open_corpus, prepare
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from tangram.training.launch import run_ranks
+from tangram.training.run.launch import run_ranks
 from tests.training.oracle.cases import Case, cases
 from tests.training.oracle.warm import Work, prepared, work
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tangram.planner.plan import Plan
-from tangram.planner.schedules import MAKERS
+from tangram.schema.plan import Plan
+from tangram.schema.schedules import MAKERS
 from tests.training.oracle.axes import (
     BY_TOKENS,
     BY_TOKENS_QUICK,

@@ -17,9 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from tangram.training import loop, optimise, shards
-from tangram.training.checkpoints import JobState
 from tangram.training.data import Batch, RankBatches
+from tangram.training.parallel import fsdp
+from tangram.training.state.checkpointer import JobState
+from tangram.training.step import loop, optimiser_step
 from tests.training.oracle.cases import FEW
 from tests.training.oracle.mistakes_of_axes import AXES_MISTAKES, not_summed
 from tests.training.oracle.mistakes_of_losses import CONTEXT_MISTAKES, LOSS_MISTAKES, VOCABULARY_MISTAKES
@@ -156,12 +157,12 @@ def one_block_averaged(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def copies_not_summed(setting: Setting) -> Planted:
     """HSDP sums gradients over the ranks that share the parameters, and not over the copies."""
-    real = shards.fully_shard
+    real = fsdp.fully_shard
 
     def one_copy(module: nn.Module, **told: Any) -> Any:
         return real(module, **{**told, "mesh": setting.world.devices["shard"]})
 
-    with swapped(shards, "fully_shard", one_copy):
+    with swapped(fsdp, "fully_shard", one_copy):
         yield
 
 
@@ -289,7 +290,7 @@ def not_cut_again_after_an_evaluation(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def norms_decay(setting: Setting) -> Planted:
     """Weight decay on every parameter."""
-    real = optimise.make_adamw
+    real = optimiser_step.make_adamw
 
     def decaying(model: nn.Module, plan: Any, masters: str) -> AdamW:
         made = real(model, plan, masters)
@@ -297,7 +298,7 @@ def norms_decay(setting: Setting) -> Planted:
             group["weight_decay"] = plan.weight_decay
         return made
 
-    with swapped(optimise, "make_adamw", decaying):
+    with swapped(optimiser_step, "make_adamw", decaying):
         yield
 
 
@@ -314,7 +315,7 @@ def clipped_by_the_local_norm(setting: Setting) -> Planted:
 
     def local(gradients: list[tuple[Tensor, int]], norm: float, limit: float, scale: float) -> None:
         own = float(torch.stack([grad.double().square().sum() for grad, _ in gradients]).sum().sqrt())
-        optimise.clip(gradients, own, limit)
+        optimiser_step.clip(gradients, own, limit)
 
     with swapped(loop, "clip", local):
         yield

@@ -12,7 +12,11 @@ from torch import Tensor
 from tangram.kernels import attention
 from tangram.models import attention as attend
 from tangram.relayout import ring
-from tangram.training import capacity, derived, loop, pipeline, routers, schedules, told
+from tangram.training.mesh import tensor_parallel
+from tangram.training.objective import expert_capacity, router_loss
+from tangram.training.objective import model_inputs as told
+from tangram.training.parallel import pipeline, schedule_runtime
+from tangram.training.step import loop
 from tests.training.oracle.planting import other_values
 from tests.training.oracle.ranks import Setting, swapped
 
@@ -22,7 +26,7 @@ Wrong = Callable[[Tensor, Any, int], Tensor | None]
 
 
 def _brought(wrong: Wrong) -> Any:
-    real: Any = derived.DerivedModel._bring  # pyright: ignore[reportPrivateUsage]
+    real: Any = tensor_parallel.DerivedModel._bring  # pyright: ignore[reportPrivateUsage]
 
     def bring(self: Any, x: Tensor, change: Any) -> Tensor:
         for step in change:
@@ -30,7 +34,7 @@ def _brought(wrong: Wrong) -> Any:
             x = real(self, x, (step,)) if made is None else made
         return x
 
-    return swapped(derived.DerivedModel, "_bring", bring)
+    return swapped(tensor_parallel.DerivedModel, "_bring", bring)
 
 
 @contextlib.contextmanager
@@ -63,7 +67,7 @@ def keys_of_one_rank_only(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def not_summed(part: str) -> Planted:
     """Gradients of the parameters whose names have this part stay those of a rank's tokens; nobody compares."""
-    real = derived.DerivedModel.sum_gradients
+    real = tensor_parallel.DerivedModel.sum_gradients
 
     def some(self: Any) -> None:
         everything = self._summed
@@ -72,7 +76,7 @@ def not_summed(part: str) -> Planted:
         self._summed = everything
 
     with (
-        swapped(derived.DerivedModel, "sum_gradients", some),
+        swapped(tensor_parallel.DerivedModel, "sum_gradients", some),
         swapped(loop, "refuse_unlike_gradients", lambda *_: None),
     ):
         yield
@@ -173,75 +177,75 @@ def places_left_in_order(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def routers_balanced_by_rank(setting: Setting) -> Planted:
     """Each rank asks its routers for a balance of its own tokens."""
-    with swapped(routers, "summed", lambda x, group: x):
+    with swapped(router_loss, "summed", lambda x, group: x):
         yield
 
 
 @contextlib.contextmanager
 def routers_of_empty_rows(setting: Setting) -> Planted:
     """Routers are asked for a balance of tokens that do not count, too."""
-    with swapped(routers, "IGNORE", -1):
+    with swapped(router_loss, "IGNORE", -1):
         yield
 
 
 @contextlib.contextmanager
 def routers_seen_by_every_rank(setting: Setting) -> Planted:
     """Ranks that have a part of the tokens each are taken for ranks that have the same."""
-    real = routers.Routers._part  # pyright: ignore[reportPrivateUsage]
+    real = router_loss.Routers._part  # pyright: ignore[reportPrivateUsage]
 
     def alike(self: Any, *given: Any) -> Any:
         return replace(real(self, *given), shared=setting.world.model_size)
 
-    with swapped(routers.Routers, "_part", alike):
+    with swapped(router_loss.Routers, "_part", alike):
         yield
 
 
 @contextlib.contextmanager
 def room_by_rank(setting: Setting) -> Planted:
     """Each of four ranks drops what its own tokens have too much of, for a quarter of the room."""
-    real = capacity.largest
+    real = expert_capacity.largest
 
     def own(key: Tensor, index: Tensor, counted: Tensor, limit: Tensor, *rest: Any) -> Any:
-        with swapped(capacity, "summed", lambda x, group: x):
+        with swapped(expert_capacity, "summed", lambda x, group: x):
             return real(key, index, counted, -(-limit // 4), *rest)
 
-    with swapped(capacity, "largest", own):
+    with swapped(expert_capacity, "largest", own):
         yield
 
 
 @contextlib.contextmanager
 def the_least_wanted_kept(setting: Setting) -> Planted:
     """Experts keep the choices of the smallest weights."""
-    real: Any = capacity._in_order  # pyright: ignore[reportPrivateUsage]
-    with swapped(capacity, "_in_order", lambda x: (1 << 32) - 1 - real(x)):
+    real: Any = expert_capacity._in_order  # pyright: ignore[reportPrivateUsage]
+    with swapped(expert_capacity, "_in_order", lambda x: (1 << 32) - 1 - real(x)):
         yield
 
 
 @contextlib.contextmanager
 def room_for_empty_rows(setting: Setting) -> Planted:
     """Rows that fill up a micro-batch take room, and make more of it."""
-    with swapped(capacity, "IGNORE", -1):
+    with swapped(expert_capacity, "IGNORE", -1):
         yield
 
 
 @contextlib.contextmanager
 def every_rank_first(setting: Setting) -> Planted:
     """Each data rank takes its rows for the first ones of the micro-batch."""
-    real = capacity.Capacity.before
+    real = expert_capacity.Capacity.before
 
     def first(self: Any, seen: Any) -> None:
         world, self._world = self._world, replace(self._world, data_index=0)
         real(self, seen)
         self._world = world
 
-    with swapped(capacity.Capacity, "before", first):
+    with swapped(expert_capacity.Capacity, "before", first):
         yield
 
 
 @contextlib.contextmanager
 def choices_of_the_own_stage_only(setting: Setting) -> Planted:
     """Stages pass on what their routers' probabilities add up to, and not how often experts were chosen."""
-    real: Any = schedules.Stage.forward_maybe_with_nosync
+    real: Any = schedule_runtime.Stage.forward_maybe_with_nosync
 
     def forget(self: Any, *given: Any, **told: Any) -> Any:
         x, *came = given
@@ -251,21 +255,21 @@ def choices_of_the_own_stage_only(setting: Setting) -> Planted:
             came = [torch.cat([sums[:-counts], torch.zeros_like(sums[-counts:])])]
         return real(self, x, *came, **told)
 
-    with swapped(schedules.Stage, "forward_maybe_with_nosync", forget):
+    with swapped(schedule_runtime.Stage, "forward_maybe_with_nosync", forget):
         yield
 
 
 @contextlib.contextmanager
 def sums_without_gradients_to_earlier_stages(setting: Setting) -> Planted:
     """What pulls the probabilities stays with the last stage."""
-    real: Any = schedules.Stage.backward_one_chunk
+    real: Any = schedule_runtime.Stage.backward_one_chunk
 
     def keep(self: Any, micro: int, *given: Any, **told: Any) -> None:
         for info in self.grad_recv_info.get(micro, ())[1:]:
             info.buffer.zero_()
         real(self, micro, *given, **told)
 
-    with swapped(schedules.Stage, "backward_one_chunk", keep):
+    with swapped(schedule_runtime.Stage, "backward_one_chunk", keep):
         yield
 
 
@@ -294,13 +298,13 @@ def recomputed_as_the_latest(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def room_over_all_stages(setting: Setting) -> Planted:
     """The tokens of a micro-batch are added up over the ranks of all stages."""
-    real = capacity.Capacity.before
+    real = expert_capacity.Capacity.before
 
     def before(self: Any, *seen: Any) -> None:
         real(self, *seen)
         self._batches = [(*rest, tokens * setting.world.stages) for *rest, tokens in self._batches]
 
-    with swapped(capacity.Capacity, "before", before):
+    with swapped(expert_capacity.Capacity, "before", before):
         yield
 
 

@@ -10,7 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tangram.training import derived, loop, loss
+from tangram.training.mesh import tensor_parallel
+from tangram.training.objective import loss
+from tangram.training.step import loop
 from tests.training.oracle.ranks import Setting, swapped
 from tests.training.oracle.vocabulary import VOCABULARY
 
@@ -53,13 +55,13 @@ def ignored_labels_counted(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def labels_of_the_first_tokens(setting: Setting) -> Planted:
     """Every rank of the context axis takes the labels of the first part."""
-    real = derived.Lies.part
+    real = tensor_parallel.Lies.part
 
-    def first(self: derived.Lies, whole: Tensor, dims: Sequence[int]) -> Tensor:
+    def first(self: tensor_parallel.Lies, whole: Tensor, dims: Sequence[int]) -> Tensor:
         part = real(self, whole, dims)
         return whole[:, : part.shape[1]] if whole.ndim == 2 else part
 
-    with swapped(derived.Lies, "part", first):
+    with swapped(tensor_parallel.Lies, "part", first):
         yield
 
 

@@ -6,8 +6,9 @@ from typing import Any, cast
 
 import torch
 
-from tangram.training import copies, loop
-from tangram.training.shards import StepShards, sharded
+from tangram.training.parallel import data_parallel
+from tangram.training.parallel.fsdp import StepShards, sharded
+from tangram.training.step import loop
 from tests.training.oracle.ranks import Mistake, Setting, swapped
 
 Planted = Iterator[None]
@@ -64,23 +65,23 @@ def reduced_once_too_often(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def copies_averaged(setting: Setting) -> Planted:
     """The sum over ranks is divided by their number, as DistributedDataParallel does it."""
-    real = copies.Bucket.start
+    real = data_parallel.Bucket.start
 
-    def averaged(self: copies.Bucket, group: Any) -> None:
+    def averaged(self: data_parallel.Bucket, group: Any) -> None:
         if self.flat is not None:
             self.flat /= setting.world.data_size
         real(self, group)
 
-    with swapped(copies.Bucket, "start", averaged):
+    with swapped(data_parallel.Bucket, "start", averaged):
         yield
 
 
 @contextlib.contextmanager
 def one_bucket_not_reduced(setting: Setting) -> Planted:
     """Of several buckets the last stays as it is on each rank."""
-    real = copies.Copies._start_next
+    real = data_parallel.Copies._start_next
 
-    def forgotten(self: copies.Copies) -> None:
+    def forgotten(self: data_parallel.Copies) -> None:
         own = cast(Any, self)
         if own._started == len(own._buckets) - 1 > 0:
             own._buckets[-1].work = torch.futures.Future()
@@ -90,9 +91,9 @@ def one_bucket_not_reduced(setting: Setting) -> Planted:
             real(self)
 
     with (
-        swapped(copies, "FIRST", 2**12),
-        swapped(copies, "BUCKET", 2**13),
-        swapped(copies.Copies, "_start_next", forgotten),
+        swapped(data_parallel, "FIRST", 2**12),
+        swapped(data_parallel, "BUCKET", 2**13),
+        swapped(data_parallel.Copies, "_start_next", forgotten),
     ):
         yield
 
@@ -100,28 +101,28 @@ def one_bucket_not_reduced(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def sums_summed_again(setting: Setting) -> Planted:
     """What ranks have summed of a micro-batch goes into the sum of the next."""
-    with swapped(copies.Copies, "_keep", lambda self, parameter, _=None: None):
+    with swapped(data_parallel.Copies, "_keep", lambda self, parameter, _=None: None):
         yield
 
 
 @contextlib.contextmanager
 def earlier_micro_batches_forgotten(setting: Setting) -> Planted:
     """Of every micro-batch but the last nothing is left where ranks sum once a step."""
-    real = copies.Copies.before
+    real = data_parallel.Copies.before
 
-    def forgotten(self: copies.Copies, last: bool) -> None:
+    def forgotten(self: data_parallel.Copies, last: bool) -> None:
         real(self, last)
         if last:
             cast(Any, self)._module.zero_grad()
 
-    with swapped(copies.Copies, "before", forgotten):
+    with swapped(data_parallel.Copies, "before", forgotten):
         yield
 
 
 @contextlib.contextmanager
 def stages_of_copies_not_reduced(setting: Setting) -> Planted:
     """A pipeline's table ends without the sum over copies."""
-    with swapped(copies.Copies, "reduce", lambda self: None):
+    with swapped(data_parallel.Copies, "reduce", lambda self: None):
         yield
 
 

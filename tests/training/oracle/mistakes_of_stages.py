@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tangram.training import loop, pipeline, schedules
 from tangram.training.data import Batch
+from tangram.training.parallel import pipeline, schedule_runtime
+from tangram.training.step import loop
 from tests.training.oracle.ranks import Setting, swapped
 
 Planted = Iterator[None]
@@ -78,13 +79,13 @@ def stages_counted_as_copies(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def weights_of_a_micro_batch_passed_over(setting: Setting) -> Planted:
     """Of the first micro-batch nobody does the second part of the backward."""
-    real = schedules.Stage.backward_weight_one_chunk
+    real = schedule_runtime.Stage.backward_weight_one_chunk
 
-    def but_the_first(self: schedules.Stage, bwd_chunk_id: int, last_backward: bool = False) -> None:
+    def but_the_first(self: schedule_runtime.Stage, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if bwd_chunk_id:
             real(self, bwd_chunk_id, last_backward=last_backward)
 
-    with swapped(schedules.Stage, "backward_weight_one_chunk", but_the_first):
+    with swapped(schedule_runtime.Stage, "backward_weight_one_chunk", but_the_first):
         yield
 
 

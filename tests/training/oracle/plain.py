@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from tangram.models.build import initial_tensors
-from tangram.planner.job import DataPlan
-from tangram.planner.plan import Plan
-from tangram.sharding.draws import Drawing
-from tangram.training.building import source_of
+from tangram.schema.job import DataPlan
+from tangram.schema.plan import Plan
+from tangram.sharding.local_ops.random_ops import Drawing
 from tangram.training.data import BYTES, Batch, Corpus, open_corpus, sample_ids
 from tangram.training.data.samples import collate
+from tangram.training.state.build_model import source_of
 from tests.training.oracle.cases import Case
 from tests.training.oracle.dropping import dropping
 from tests.training.oracle.own import own_model

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tangram.training import building, loop
 from tangram.training.data import IGNORE, Batch, RankBatches
+from tangram.training.state import build_model
+from tangram.training.step import loop
 from tests.training.oracle.ranks import Setting, swapped
 
 
@@ -31,12 +32,12 @@ def other_batches(change: Callable[[RankBatches, dict[str, Any]], RankBatches]) 
 
 def other_values(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:
     """Initial values that are not those of the model."""
-    real = building.initial_tensors
+    real = build_model.initial_tensors
 
     def wrong(*given: Any, **told: Any) -> Iterator[tuple[str, Tensor]]:
         yield from change({name: tensor.clone() for name, tensor in real(*given, **told)}).items()
 
-    return swapped(building, "initial_tensors", wrong)
+    return swapped(build_model, "initial_tensors", wrong)
 
 
 def counted_in(batches: RankBatches) -> int:

@@ -11,15 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tangram.planner.plan import Plan
-from tangram.training import apply, building, checkpoints, loop, optimise
-from tangram.training.checkpoints import Checkpointer, JobState, Progress
+from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, Batch, RankBatches, Stream
 from tangram.training.data.samples import collate
-from tangram.training.events import SaveFailed, StepDone
-from tangram.training.launch import Rank
-from tangram.training.pipeline import parts_of
-from tangram.training.world import World, axes_of, make_world
+from tangram.training.mesh.world import World, axes_of, make_world
+from tangram.training.observe.events import SaveFailed, StepDone
+from tangram.training.parallel import apply
+from tangram.training.parallel.pipeline import parts_of
+from tangram.training.run.launch import Rank
+from tangram.training.state import build_model
+from tangram.training.state import checkpointer as checkpoints
+from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
+from tangram.training.step import loop, optimiser_step
 from tests.training.oracle.cases import Case
 from tests.training.oracle.own import Own, own_loss_sum, own_model
 from tests.training.oracle.plain import corpus_of
@@ -178,8 +181,8 @@ def built(case: Case, setting: Setting, seed: int) -> JobState:
     if case.own:
         model = own_built(case.own, plan, setting.world)
     else:
-        model = building.build(plan, building.source_of(plan, BYTES), setting.world, values=True)
-    state = JobState(model, optimise.make_adamw(model, setting.plan.optimiser, setting.plan.precision.masters))
+        model = build_model.build(plan, build_model.source_of(plan, BYTES), setting.world, values=True)
+    state = JobState(model, optimiser_step.make_adamw(model, setting.plan.optimiser, setting.plan.precision.masters))
     for tell in setting.built:
         tell(model)
     return state
@@ -229,7 +232,7 @@ def own_loop(
     assert state.optimiser is not None
     for step in range(until):
         batches = next(stream)
-        lr = optimise.lr_at(step, plan.run.steps, plan.optimiser)
+        lr = optimiser_step.lr_at(step, plan.run.steps, plan.optimiser)
         done = loop.train_step(state.model, state.optimiser, batches, plan, world, lr=lr, loss_sum=own_loss_sum)
         keeper.norms.append(done.norm)
         state.progress = Progress(step + 1, stream.position)

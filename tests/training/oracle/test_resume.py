@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tangram.training.launch import run_ranks
+from tangram.training.run.launch import run_ranks
 from tests.training.oracle.cases import LONG, SHORT, Case, cases
 from tests.training.oracle.test_strategies import ALL, real_rows
 from tests.training.oracle.trace import Trace

@@ -14,9 +14,9 @@ import pytest
 from torch import nn
 
 from tangram.errors import UserError
-from tangram.training.apply import apply
 from tangram.training.data import BYTES, prepare
-from tangram.training.launch import Rank, run_ranks
+from tangram.training.parallel.apply import apply
+from tangram.training.run.launch import Rank, run_ranks
 from tests.training.oracle.cases import LONG, STEPS, Case, cases, write_models
 from tests.training.oracle.mistakes import COMPARED, MISTAKES
 from tests.training.oracle.mistakes_of_shards import REFUSED

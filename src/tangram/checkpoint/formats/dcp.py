@@ -34,17 +34,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tangram.checkpoint.fetched import fetched
-from tangram.checkpoint.formats.archive import UNPICKLE, Opaque, Place
-from tangram.checkpoint.formats.mapped import Maps
-from tangram.checkpoint.formats.model_part import model_part
-from tangram.checkpoint.formats.naming import Naming
-from tangram.checkpoint.formats.opened import Opened
-from tangram.checkpoint.formats.outgoing import Task, filled
-from tangram.checkpoint.formats.small import small_files, write_side_files
-from tangram.checkpoint.formats.small_archives import Archives, archived
-from tangram.checkpoint.manifest import DTYPES
-from tangram.checkpoint.write import Ring, Stream
+from tangram.checkpoint.formats.archives.archive import UNPICKLE, Opaque, Place
+from tangram.checkpoint.formats.archives.mapped_files import Maps
+from tangram.checkpoint.formats.archives.small_archives import Archives, archived
+from tangram.checkpoint.formats.common.model_part import model_part
+from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.optimiser_names import Naming
+from tangram.checkpoint.formats.common.outgoing import Task, filled
+from tangram.checkpoint.formats.common.side_files import small_files, write_side_files
+from tangram.checkpoint.loading.prefetch import fetched
+from tangram.checkpoint.saving.file_writer import Ring, Stream
+from tangram.checkpoint.store.manifest import DTYPES
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec

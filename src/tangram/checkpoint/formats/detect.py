@@ -4,20 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tangram.checkpoint.formats import (
-    dcp,
-    deepspeed,
-    huggingface,
-    own,
-    paddle,
-    rank_files,
-    seen,
-    shards,
-    torch_dist,
-    torch_save,
-)
-from tangram.checkpoint.formats.mapped import Maps
-from tangram.checkpoint.formats.opened import Opened
+from tangram.checkpoint.formats import dcp, huggingface, own, rank_files, shards, torch_dist, torch_save
+from tangram.checkpoint.formats.archives.mapped_files import Maps
+from tangram.checkpoint.formats.common import unrecognised
+from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.deepspeed import zero
+from tangram.checkpoint.formats.paddle import flex
 from tangram.errors import UserError
 from tangram.models.directory import hub_hint, refuse_pointers, unread_weights
 
@@ -35,8 +27,8 @@ FORMATS: Mapping[str, Format] = {
     "tangram": Format("a checkpoint of Tangram", own.is_own, own.open_folder),
     "torch_dist": Format("Megatron-core's distributed checkpoint", torch_dist.is_torch_dist, torch_dist.open_folder),
     "dcp": Format("torch's distributed checkpoint", lambda path: (path / dcp.INDEX).is_file(), dcp.open_folder),
-    "deepspeed": Format("a checkpoint of DeepSpeed", deepspeed.is_deepspeed, deepspeed.open_folder),
-    "paddle": Format("Paddle's flex checkpoint", paddle.is_paddle, paddle.open_folder),
+    "deepspeed": Format("a checkpoint of DeepSpeed", zero.is_deepspeed, zero.open_folder),
+    "paddle": Format("Paddle's flex checkpoint", flex.is_paddle, flex.open_folder),
     "hf": Format("a Hugging Face directory", huggingface.has_weights, huggingface.open_folder),
     "ranks": Format("files of ranks, as verl's", rank_files.is_rank_files, rank_files.open_folder),
     "shards": Format("safetensors without an index", shards.is_shards, shards.open_folder),
@@ -58,5 +50,5 @@ def open_any(path: Path, maps: Maps | None = None) -> Opened:
             return known.open(path, maps or Maps(path))
     if path.is_dir() and (other := unread_weights(path)):
         raise UserError(f'"{path}" is in no format that is read: its weights {other}')
-    what = seen.seen(path, {one.said: one.fits for one in FORMATS.values()})
+    what = unrecognised.seen(path, {one.said: one.fits for one in FORMATS.values()})
     raise UserError(f'"{path}" is no checkpoint in a format that is read: {what}')

@@ -15,14 +15,14 @@ from typing import Any, cast
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tangram.checkpoint import header
-from tangram.checkpoint.convert import index_of, planned_images
-from tangram.checkpoint.formats.mapped import Maps
-from tangram.checkpoint.formats.opened import Opened
-from tangram.checkpoint.formats.outgoing import Task, taking
-from tangram.checkpoint.formats.small import small_files, write_side_files
-from tangram.checkpoint.parts import MODEL
-from tangram.checkpoint.write import Ring, write_from
+from tangram.checkpoint.formats.archives.mapped_files import Maps
+from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.outgoing import Task, taking
+from tangram.checkpoint.formats.common.side_files import small_files, write_side_files
+from tangram.checkpoint.formats.hf_export import index_of, planned_images
+from tangram.checkpoint.saving.file_writer import Ring, write_from
+from tangram.checkpoint.saving.rank_parts import MODEL
+from tangram.checkpoint.store import safetensors_header
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
@@ -146,11 +146,13 @@ def mapped_reader(path: Path) -> Callable[[Hashable, str], Tensor]:
 def open_folder(path: Path, maps: Maps) -> Opened:
     """A directory with its configuration. Raises UserError for one that is not whole."""
     index = read_index(path)
-    slots: dict[tuple[str, str], header.Slot] = {}
+    slots: dict[tuple[str, str], safetensors_header.Slot] = {}
     for file in dict.fromkeys(str(piece.place) for piece in index.pieces):
         size = (path / file).stat().st_size
         data = maps.data(file)
-        found, _ = header.parse(data[: 8 + header.header_length(data[:8], size, file)], size, file)
+        found, _ = safetensors_header.parse(
+            data[: 8 + safetensors_header.header_length(data[:8], size, file)], size, file
+        )
         slots.update({(file, slot.name): slot for slot in found})
 
     def read(place: Hashable, name: str) -> Tensor:

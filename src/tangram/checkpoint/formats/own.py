@@ -1,7 +1,7 @@
 """Tangram's own checkpoints as one of the formats: model and optimiser, every block proved when it is first looked at.
 
-What is written is a checkpoint like one that was saved: checksums, digests, marker; `tangram.checkpoint.load` and
-`verify` take it.
+What is written is a checkpoint like one that was saved: checksums, digests, marker; `tangram.checkpoint.loading.load`
+and `verify` take it.
 """
 
 import datetime
@@ -14,18 +14,18 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from tangram.checkpoint import commits
-from tangram.checkpoint.convert import by_size
-from tangram.checkpoint.formats.mapped import Maps
-from tangram.checkpoint.formats.naming import Naming, named
-from tangram.checkpoint.formats.opened import SETTINGS, Opened
-from tangram.checkpoint.formats.outgoing import Task, taking
-from tangram.checkpoint.formats.small import of_checkpoint, packed
-from tangram.checkpoint.image import Outgoing, images
-from tangram.checkpoint.manifest import BLOCK, StoredPiece, checksum
-from tangram.checkpoint.parts import MODEL, merged, part_of, with_small_files
-from tangram.checkpoint.source import DamagedError
-from tangram.checkpoint.write import Ring, Written, write_from
+from tangram.checkpoint.formats.archives.mapped_files import Maps
+from tangram.checkpoint.formats.common.opened import SETTINGS, Opened
+from tangram.checkpoint.formats.common.optimiser_names import Naming, named
+from tangram.checkpoint.formats.common.outgoing import Task, taking
+from tangram.checkpoint.formats.common.side_files import of_checkpoint, packed
+from tangram.checkpoint.formats.hf_export import by_size
+from tangram.checkpoint.loading.block_source import DamagedError
+from tangram.checkpoint.saving.file_layout import Outgoing, images
+from tangram.checkpoint.saving.file_writer import Ring, Written, write_from
+from tangram.checkpoint.saving.rank_parts import MODEL, merged, part_of, with_small_files
+from tangram.checkpoint.store import commits
+from tangram.checkpoint.store.manifest import BLOCK, StoredPiece, checksum
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
 

@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.formats.archive import Opaque, Place, read_archive
-from tangram.checkpoint.formats.mapped import Maps
-from tangram.checkpoint.formats.opened import Opened
-from tangram.checkpoint.formats.small import small_files
-from tangram.checkpoint.formats.state_dicts import leaves, listed, plain_names, tensor_kind, view
+from tangram.checkpoint.formats.archives.archive import Opaque, Place, read_archive
+from tangram.checkpoint.formats.archives.mapped_files import Maps
+from tangram.checkpoint.formats.archives.state_dicts import leaves, listed, plain_names, tensor_kind, view
+from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.side_files import small_files
 from tangram.errors import UserError
 from tangram.layout import Region, coverage
 from tangram.relayout import Piece, TensorSpec

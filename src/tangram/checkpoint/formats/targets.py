@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tangram.checkpoint.formats import dcp, huggingface, own, paddle, torch_dist
-from tangram.checkpoint.formats.outgoing import Task
-from tangram.checkpoint.header import NAMES
-from tangram.checkpoint.manifest import DTYPES
+from tangram.checkpoint.formats import dcp, huggingface, own, torch_dist
+from tangram.checkpoint.formats.common.outgoing import Task
+from tangram.checkpoint.formats.paddle import flex
+from tangram.checkpoint.store.manifest import DTYPES
+from tangram.checkpoint.store.safetensors_header import NAMES
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,6 @@ TARGETS: Mapping[str, Target] = {
     "torch_dist": Target("Megatron-core's distributed checkpoint", torch_dist.write, True, "core"),
     "dcp": Target("torch's distributed checkpoint", dcp.write, True, ""),
     "tangram": Target("a checkpoint of Tangram", own.write, True, "hf"),
-    "paddle": Target("Paddle's flex checkpoint", paddle.write, True, "paddle", frozenset(paddle.WRITTEN)),
+    "paddle": Target("Paddle's flex checkpoint", flex.write, True, "paddle", frozenset(flex.WRITTEN)),
 }
 """By name."""

@@ -23,14 +23,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.fetched import fetched
 from tangram.checkpoint.formats import dcp
-from tangram.checkpoint.formats.archive import Place, read_archive
-from tangram.checkpoint.formats.mapped import Maps
-from tangram.checkpoint.formats.naming import MASTER, STEP, Naming, common_step, named, with_steps
-from tangram.checkpoint.formats.opened import SETTINGS, Opened
-from tangram.checkpoint.formats.outgoing import Task, filled
-from tangram.checkpoint.formats.small import small_files, write_side_files
+from tangram.checkpoint.formats.archives.archive import Place, read_archive
+from tangram.checkpoint.formats.archives.mapped_files import Maps
+from tangram.checkpoint.formats.common.opened import SETTINGS, Opened
+from tangram.checkpoint.formats.common.optimiser_names import MASTER, STEP, Naming, common_step, named, with_steps
+from tangram.checkpoint.formats.common.outgoing import Task, filled
+from tangram.checkpoint.formats.common.side_files import small_files, write_side_files
+from tangram.checkpoint.loading.prefetch import fetched
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec

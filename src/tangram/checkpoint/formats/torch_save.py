@@ -18,13 +18,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from tangram.checkpoint.formats import dcp
-from tangram.checkpoint.formats.archive import Opaque, Place, read_archive
-from tangram.checkpoint.formats.huggingface import PICKLED
-from tangram.checkpoint.formats.mapped import Maps
-from tangram.checkpoint.formats.model_part import DEEPEST, model_part
-from tangram.checkpoint.formats.opened import Opened
-from tangram.checkpoint.formats.small import small_files
-from tangram.checkpoint.formats.state_dicts import (
+from tangram.checkpoint.formats.archives.archive import Opaque, Place, read_archive
+from tangram.checkpoint.formats.archives.mapped_files import Maps
+from tangram.checkpoint.formats.archives.state_dicts import (
     Found,
     Number,
     Optimiser,
@@ -35,6 +31,10 @@ from tangram.checkpoint.formats.state_dicts import (
     view,
     whole,
 )
+from tangram.checkpoint.formats.common.model_part import DEEPEST, model_part
+from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.side_files import small_files
+from tangram.checkpoint.formats.huggingface import PICKLED
 from tangram.errors import UserError
 from tangram.relayout import Piece, TensorSpec
 

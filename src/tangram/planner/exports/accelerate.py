@@ -13,8 +13,8 @@ import yaml
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Group, Outline
-from tangram.planner.choice import node
 from tangram.planner.exports.numbers import Numbers, Written, comment, experts_of, recomputed
+from tangram.planner.search.strategy import node
 
 __all__ = ["accelerate"]
 

@@ -1,6 +1,6 @@
 """The numbers of one strategy, pulled out once: what exports write and imports read back.
 
-Nothing here knows a project: names are Tangram's own, sizes are those of `planner.grid`.
+Nothing here knows a project: names are Tangram's own, sizes are those of `planner.space.grid`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.models.outline import Group, Outline
-from tangram.planner.again import again_of
-from tangram.planner.choice import Ask, Choice, mesh_of
-from tangram.planner.dealt import sizes
-from tangram.planner.explain import Given
-from tangram.planner.setting import Precision
+from tangram.planner.search.explain import Given
+from tangram.planner.search.strategy import Ask, Choice, mesh_of
+from tangram.planner.space.layers_per_stage import sizes
+from tangram.planner.space.recompute import again_of
+from tangram.planner.space.setting import Precision
 
 __all__ = [
     "Numbers",
@@ -38,7 +38,7 @@ class Numbers:
     virtual: int
     """Chunks of blocks that each pipeline rank has."""
     schedule: str
-    """Of the pipeline, as `planner.pipelines` names it; "" without one."""
+    """Of the pipeline, as `planner.space.schedule_formulas` names it; "" without one."""
     tensor: int
     sequence_parallel: bool
     context: int
@@ -55,7 +55,7 @@ class Numbers:
     """Samples of a step over all ranks."""
     sequence: int
     again: str
-    """What is computed again, as `planner.again` names it."""
+    """What is computed again, as `planner.space.recompute` names it."""
     precision: Precision
     ulysses: int = 1
     """Of the context ranks those that exchange heads."""
@@ -140,7 +140,7 @@ def experts_of(outline: Outline) -> int:
 
 
 def chunk_blocks(one: Numbers, outline: Outline) -> list[int]:
-    """Blocks of each chunk in the order in which they run: as `planner.dealt` cuts them.
+    """Blocks of each chunk in the order in which they run: as `planner.space.layers_per_stage` cuts them.
 
     Raises UserError where a chunk would have none.
     """

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Outline
-from tangram.planner.again import ALL_BLOCKS, NOTHING, SETS, WHOLE
-from tangram.planner.choice import Ask, Choice
 from tangram.planner.exports.accelerate import accelerate
 from tangram.planner.exports.deepspeed import deepspeed
 from tangram.planner.exports.megatron import megatron
 from tangram.planner.exports.numbers import Numbers, Written, numbers_of
 from tangram.planner.exports.paddleformers import paddleformers
 from tangram.planner.exports.torchtitan import SHARES, options, torchtitan
-from tangram.planner.legality import Rule
-from tangram.planner.space import Able
+from tangram.planner.legality.engine import Rule
+from tangram.planner.legality.enumerate import Able
+from tangram.planner.search.strategy import Ask, Choice
+from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, SETS, WHOLE
 
 __all__ = ["EXPORTS", "Target", "export", "picked", "written"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tangram.models.outline import Group
-from tangram.planner.again import EXPLAINED, again_name
 from tangram.planner.exports.numbers import Numbers
+from tangram.planner.space.recompute import EXPLAINED, again_name
 
 __all__ = ["Found", "nearest"]
 

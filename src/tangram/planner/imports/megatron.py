@@ -10,13 +10,13 @@ from collections.abc import Mapping
 
 from tangram.errors import UserError
 from tangram.models.outline import Group, Outline
-from tangram.planner.again import again_name
-from tangram.planner.dealt import fewer, sizes
 from tangram.planner.exports.megatron import STRATEGIES
 from tangram.planner.exports.numbers import Numbers, experts_of
 from tangram.planner.imports.found import Found, nearest
 from tangram.planner.imports.words import Words
-from tangram.planner.setting import Precision
+from tangram.planner.space.layers_per_stage import fewer, sizes
+from tangram.planner.space.recompute import again_name
+from tangram.planner.space.setting import Precision
 
 __all__ = ["chunks_of", "megatron"]
 

@@ -1,7 +1,7 @@
 """A plan of Tangram's own as a strategy of the joint space: what `tangram plan --explain plan.toml` reads.
 
-The other way of `planner.runnable`, which tests hold it to. What blocks are computed again is seen by names that end in
-a number; modules inside of blocks are told and taken as kept.
+The other way of `planner.local.plan_from_cluster`, which tests hold it to. What blocks are computed again is seen by
+names that end in a number; modules inside of blocks are told and taken as kept.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.outline import Group, Outline
-from tangram.planner.again import again_name, spread
-from tangram.planner.axes import marked
-from tangram.planner.estimate import shard_size
-from tangram.planner.explain import ordered
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.imports.found import Found
-from tangram.planner.pipelines import code
-from tangram.planner.plan import Plan
-from tangram.planner.read import load
-from tangram.planner.setting import Precision
+from tangram.planner.local.estimate import shard_size
+from tangram.planner.search.explain import ordered
+from tangram.planner.space.recompute import again_name, spread
+from tangram.planner.space.schedule_formulas import code
+from tangram.planner.space.setting import Precision
+from tangram.schema.files import load
+from tangram.schema.parallelism import marked
+from tangram.schema.plan import Plan
 
 __all__ = ["TYPES", "tangram"]
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.models.outline import Group, Outline
-from tangram.planner.dealt import sizes
 from tangram.planner.exports.numbers import Numbers, experts_of
 from tangram.planner.imports.found import Found, nearest
 from tangram.planner.imports.words import Words
-from tangram.planner.pipelines import SCHEDULES
-from tangram.planner.setting import Precision
+from tangram.planner.space.layers_per_stage import sizes
+from tangram.planner.space.schedule_formulas import SCHEDULES
+from tangram.planner.space.setting import Precision
 
 __all__ = ["is_torchtitan", "torchtitan"]
 

@@ -11,7 +11,7 @@ import yaml
 
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
-from tangram.planner.choice import node
+from tangram.planner.search.strategy import node
 
 __all__ = ["PORT", "RUN", "Job", "job_of", "resource", "words", "written"]
 

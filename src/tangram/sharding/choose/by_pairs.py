@@ -20,7 +20,7 @@ from tangram.hardware.cluster import Cluster
 from tangram.sharding.choose.costs import Both, Training, costs, work
 from tangram.sharding.choose.options import Options
 from tangram.sharding.choose.search import Choice, Point, search
-from tangram.sharding.derive.solve import Name
+from tangram.sharding.derive.solve.solve import Name
 
 Kept = Mapping[Name, NDArray[np.intp]]
 

@@ -27,12 +27,12 @@ from tangram.sharding.choose.costs import Both, Training, costs
 from tangram.sharding.choose.options import Options, of_derived, options
 from tangram.sharding.choose.search import Choice, search
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.folding import fold
 from tangram.sharding.derive.layouts import layout_of, lying, used
-from tangram.sharding.derive.marks import Mark
-from tangram.sharding.derive.solve import Name
-from tangram.sharding.derive.states import SAME
-from tangram.sharding.table import Table, builtin
+from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.problem.folding import fold
+from tangram.sharding.derive.problem.states import SAME
+from tangram.sharding.derive.solve.solve import Name
+from tangram.sharding.ops.rule_table import Table, builtin
 
 LARGEST = 50_000_000
 """Entries of all tables together; above it a choice over more than two axes is made over two at a time."""

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from tangram.hardware.cluster import Cluster, moved_seconds, product_seconds
 from tangram.sharding.choose.options import Moves, Options, States, still
-from tangram.sharding.choose.saved import memories, saved
-from tangram.sharding.choose.steps import Steps
-from tangram.sharding.derive.folding import Step, far_from_borders
-from tangram.sharding.derive.rates import effort
-from tangram.sharding.derive.solve import Costs
-from tangram.sharding.derive.states import SAME, SEVERAL, State, part_dim
+from tangram.sharding.choose.saved_tensors import memories, saved
+from tangram.sharding.choose.transition_time import Steps
+from tangram.sharding.derive.problem.folding import Step, far_from_borders
+from tangram.sharding.derive.problem.rates import effort
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, State, part_dim
+from tangram.sharding.derive.solve.solve import Costs
 
 Array = NDArray[np.float64]
 _FAR = 1e-4

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
+from tangram.sharding.derive.collectives_between import Move
 from tangram.sharding.derive.derive import Derived, Over, Problem, Rates, fixed_by
-from tangram.sharding.derive.folding import Folded, Step
-from tangram.sharding.derive.marks import Mark
-from tangram.sharding.derive.moves import Move
-from tangram.sharding.derive.solve import Name
-from tangram.sharding.derive.states import SAME, SEVERAL, State
+from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.problem.folding import Folded, Step
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, State
+from tangram.sharding.derive.solve.solve import Name
 
 States = tuple[State, ...]
 """One for each axis."""

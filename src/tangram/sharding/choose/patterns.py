@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from tangram.errors import UserError
-from tangram.sharding.derive.folding import Folded
-from tangram.sharding.derive.marks import Mark, matched
-from tangram.sharding.derive.nodes import operators
+from tangram.sharding.derive.marking.marks import Mark, matched
+from tangram.sharding.derive.marking.nodes import operators
+from tangram.sharding.derive.problem.folding import Folded
 
 
 def together(folded: Folded, marks: Mapping[int, Mark]) -> list[Mark]:

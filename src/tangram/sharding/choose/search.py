@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.sharding.choose.costs import Both
-from tangram.sharding.derive.reduce import Kept, all_of, reduced, restricted
-from tangram.sharding.derive.solve import Costs, Found, Name, Table, eliminated, marginals
+from tangram.sharding.derive.solve.prune_dominated import Kept, all_of, reduced, restricted
+from tangram.sharding.derive.solve.solve import Costs, Found, Name, Table, eliminated, marginals
 
 Choice = Mapping[Name, int]
 Nearby = Callable[[Choice], Iterable[Kept]]

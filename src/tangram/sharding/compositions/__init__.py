@@ -1,7 +1,7 @@
 """Operators over a dim as others that need of a cut dim only small sums and maxima: a function each, on plain tensors.
 
 Each is stable where torch's operator is, and has its gradient, also where that is not the formula's: a norm of zeros
-has a gradient of zeros. Those that torch decomposes well are not here (`tangram.sharding.decompose`).
+has a gradient of zeros. Those that torch decomposes well are not here (`tangram.sharding.ops.decompose`).
 """
 
 from __future__ import annotations

@@ -19,18 +19,28 @@ import numpy as np
 
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
-from tangram.sharding.derive.bounded import bounded, gap
-from tangram.sharding.derive.fixed import ConflictError, fixed_by
-from tangram.sharding.derive.folding import Folded, Step, far_at_taker, far_from_borders, fold
+from tangram.sharding.derive.collectives_between import (
+    Label,
+    Move,
+    groups,
+    label_of,
+    labels,
+    legal,
+    moves,
+    place_of,
+    row_moves,
+)
 from tangram.sharding.derive.linked import passed
-from tangram.sharding.derive.marks import Mark
-from tangram.sharding.derive.moves import Label, Move, groups, label_of, labels, legal, moves, place_of, row_moves
-from tangram.sharding.derive.rates import Rates, effort
+from tangram.sharding.derive.marking.apply_marks import ConflictError, fixed_by
+from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.problem.folding import Folded, Step, far_at_taker, far_from_borders, fold
+from tangram.sharding.derive.problem.rates import Rates, effort
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, Kept, State, part_dim, price, rows
+from tangram.sharding.derive.problem.states import cut as cut_state
 from tangram.sharding.derive.regions import Regions, even, kinds_of, regions_of, together
-from tangram.sharding.derive.solve import Costs, Name
-from tangram.sharding.derive.states import SAME, SEVERAL, SUM, Kept, State, part_dim, price, rows
-from tangram.sharding.derive.states import cut as cut_state
-from tangram.sharding.table import Table, builtin
+from tangram.sharding.derive.solve.bounded import bounded, gap
+from tangram.sharding.derive.solve.solve import Costs, Name
+from tangram.sharding.ops.rule_table import Table, builtin
 
 __all__ = ["ConflictError", "Derived", "Over", "Problem", "Rates", "derive", "fixed_by"]
 

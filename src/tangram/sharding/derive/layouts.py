@@ -10,15 +10,15 @@ from functools import partial
 from tangram.layout import Layout
 from tangram.layout.locate import held
 from tangram.layout.syntax import VOID, Cut, Dim
-from tangram.sharding.calls import Call
-from tangram.sharding.derive.changes import Step as Moves
-from tangram.sharding.derive.changes import change, costs, summed_once, wanted
+from tangram.sharding.derive.collectives_between import Label
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.folding import Step
 from tangram.sharding.derive.linked import cut_of, passed
-from tangram.sharding.derive.moves import Label
-from tangram.sharding.derive.states import SAME, SEVERAL, Routed, State, part_dim
-from tangram.sharding.local import Part
+from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, Routed, State, part_dim
+from tangram.sharding.derive.transitions import Step as Moves
+from tangram.sharding.derive.transitions import change, costs, summed_once, wanted
+from tangram.sharding.local_ops.local_call import Part
+from tangram.sharding.ops.calls import Call
 
 
 def divided(n: int, cuts: Sequence[tuple[str, int]]) -> Dim:

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from tangram.layout import Mesh
 from tangram.layout.syntax import Cut
-from tangram.sharding import links
-from tangram.sharding.choices import HALO, SCAN
-from tangram.sharding.derive.folding import Step
-from tangram.sharding.derive.moves import Label
+from tangram.sharding.derive.collectives_between import Label
+from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.propagation import neighbour_needs
+from tangram.sharding.propagation.axis_choices import HALO, SCAN
 
 
 class Passed(NamedTuple):
@@ -33,6 +33,6 @@ def passed(step: Step, label: Label | None, axis: str, k: int) -> Passed | None:
     if label is None or label.factor not in step.bound.linked:
         return None
     mesh, trees = Mesh((((axis, k),),)), {label.factor: (cut_of(axis, label),)}
-    for place, some in links.halos(step.call, step.bound, trees, mesh).items():
+    for place, some in neighbour_needs.halos(step.call, step.bound, trees, mesh).items():
         return Passed(HALO, place, sum(n for _, n in some))
-    return Passed(SCAN, 0, sum(n for _, n in links.scans(step.call, step.bound, trees, mesh)))
+    return Passed(SCAN, 0, sum(n for _, n in neighbour_needs.scans(step.call, step.bound, trees, mesh)))

@@ -17,9 +17,9 @@ from tangram.models.fold import folded
 from tangram.models.graph import Graph
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.layouts import lying
-from tangram.sharding.derive.marks import Mark, alternatives, matched, states
-from tangram.sharding.derive.noted import noted
-from tangram.sharding.derive.states import SAME, State
+from tangram.sharding.derive.marking.mark_ops import noted
+from tangram.sharding.derive.marking.marks import Mark, alternatives, matched, states
+from tangram.sharding.derive.problem.states import SAME, State
 
 States = Mapping[str, State]
 

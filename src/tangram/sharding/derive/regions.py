@@ -19,10 +19,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tangram.sharding.bind import Dims
-from tangram.sharding.derive.folding import Folded, Step
-from tangram.sharding.derive.moves import Label, Move, groups, place_of
-from tangram.sharding.derive.states import (
+from tangram.sharding.derive.collectives_between import Label, Move, groups, place_of
+from tangram.sharding.derive.problem.folding import Folded, Step
+from tangram.sharding.derive.problem.states import (
     OWN,
     OWN_ENDS,
     OWN_IDS,
@@ -35,7 +34,8 @@ from tangram.sharding.derive.states import (
     State,
     cut,
 )
-from tangram.sharding.runners import RUNNERS
+from tangram.sharding.local_ops.local_variants import RUNNERS
+from tangram.sharding.ops.bind import Dims
 
 IDS, ORDER, TOKENS, ROWS, COUNTS, ENDS, BLANK, NUMBERS, BACK = (
     "ids", "order", "tokens", "rows", "counts", "ends", "blank", "numbers", "back"

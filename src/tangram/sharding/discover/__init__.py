@@ -6,7 +6,7 @@ settle   the line proved; what is refuted taken back; notes added that hold
 draw     calls of operators that torch has no samples of
 """
 
-from tangram.sharding.discover.draw import calls_from, drawn_calls, operator_of, own_calls
 from tangram.sharding.discover.propose import Proposal, discover, propose
+from tangram.sharding.discover.sample_calls import calls_from, drawn_calls, operator_of, own_calls
 
 __all__ = ["Proposal", "calls_from", "discover", "drawn_calls", "operator_of", "own_calls", "propose"]

@@ -21,10 +21,10 @@ import torch
 from torch import _decomp as decomposition
 from torch._ops import OpOverload
 
-from tangram.sharding import views
-from tangram.sharding.calls import name_of, tensor_arguments
-from tangram.sharding.escapes import ESCAPES
-from tangram.sharding.table import POINTWISE, Line, builtin
+from tangram.sharding.ops import views
+from tangram.sharding.ops.calls import name_of, tensor_arguments
+from tangram.sharding.ops.computed_rules import ESCAPES
+from tangram.sharding.ops.rule_table import POINTWISE, Line, builtin
 
 
 @dataclass(frozen=True)

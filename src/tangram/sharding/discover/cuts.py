@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.sharding.calls import Call
-from tangram.sharding.proof import samples
+from tangram.sharding.ops.calls import Call
 from tangram.sharding.proof.execute import REDUCE, differs
+from tangram.sharding.proof.samples import samples
 
 TRIES = 160
 """Of sets of dims of one call."""

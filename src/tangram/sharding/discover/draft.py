@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from string import ascii_lowercase
 
 from tangram.layout.rule import Slot
-from tangram.sharding.bind import ALL
-from tangram.sharding.calls import Call, schema_of
 from tangram.sharding.discover.cuts import Found
-from tangram.sharding.discover.pattern import Context, Form, Key, context, input_forms, output_forms, slots_of
+from tangram.sharding.discover.operand_patterns import Context, Form, Key, context, input_forms, output_forms, slots_of
+from tangram.sharding.ops.bind import ALL
+from tangram.sharding.ops.calls import Call, schema_of
 
 CHOICES = 4000
 """Of forms of the inputs, that are looked at."""

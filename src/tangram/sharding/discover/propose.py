@@ -17,12 +17,12 @@ from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.layout.grammar import parse_rule
 from tangram.layout.rule import Rule
-from tangram.sharding.calls import DIM_ARGUMENTS, Call, schema_of
 from tangram.sharding.discover.cuts import OF_VALUES, RANDOM, Found, NotTriedError, candidates, found_in, found_with
 from tangram.sharding.discover.draft import Case, Draft, draft
-from tangram.sharding.discover.draw import load, own_calls
-from tangram.sharding.discover.settle import Settled, settle
-from tangram.sharding.proof import samples
+from tangram.sharding.discover.prove_draft import Settled, settle
+from tangram.sharding.discover.sample_calls import load, own_calls
+from tangram.sharding.ops.calls import DIM_ARGUMENTS, Call, schema_of
+from tangram.sharding.proof.samples import samples
 
 LIMIT = 60.0
 """Seconds for an operator's cuts, and for its proof."""

@@ -16,13 +16,13 @@ import torch
 
 from tangram.errors import UserError
 from tangram.hardware import workers
-from tangram.sharding import find
-from tangram.sharding.calls import Call
 from tangram.sharding.discover.coverage import reason
 from tangram.sharding.discover.cuts import Found
 from tangram.sharding.discover.propose import findings
-from tangram.sharding.proof import samples
-from tangram.sharding.table import Table, builtin
+from tangram.sharding.ops import find_rule
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.rule_table import Table, builtin
+from tangram.sharding.proof.samples import samples
 
 CALLS = 10
 """Of an operator that are tried."""
@@ -75,7 +75,7 @@ def gaps_of(table: Table, name: str, calls: Sequence[Call]) -> list[Gap]:
             continue
         try:
             known = _allowed(table, call)
-        except find.NoRuleError:
+        except find_rule.NoRuleError:
             known = set[frozenset[tuple[int, int]]]()
         except UserError:
             continue  # a rule that does not fit is the proof's to say
@@ -88,7 +88,7 @@ def gaps_of(table: Table, name: str, calls: Sequence[Call]) -> list[Gap]:
 
 
 def _allowed(table: Table, call: Call) -> set[frozenset[tuple[int, int]]]:
-    bound = find.bound(table, call)
+    bound = find_rule.bound(table, call)
     return {
         frozenset((i, d) for i, dims in enumerate(bound.inputs) for d, fs in enumerate(dims or ()) if factor in fs)
         for factor in bound.cuttable

@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tangram.hardware import workers
 from tangram.layout import region
 from tangram.layout.intervals import elements, size
-from tangram.sharding.bind import Dims
-from tangram.sharding.calls import Call, schema_of
-from tangram.sharding.local import Part, layout_of, part_of, piece, run
-from tangram.sharding.proof import samples
+from tangram.sharding.local_ops.local_call import Part, layout_of, part_of, piece, run
+from tangram.sharding.ops.bind import Dims
+from tangram.sharding.ops.calls import Call, schema_of
+from tangram.sharding.ops.rule_table import Table
 from tangram.sharding.proof.execute import EXPECTED_ERRORS, whole
 from tangram.sharding.proof.prove import Trial, table_with, trials
-from tangram.sharding.table import Table
+from tangram.sharding.proof.samples import samples
 
 LIMIT = 60.0
 """Seconds for an operator."""

@@ -24,11 +24,11 @@ from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import VOID, Cut, Dim
-from tangram.sharding.draws import Drawing
+from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.execute import differs
-from tangram.sharding.proof.samples import LARGEST
+from tangram.sharding.proof.samples.samples import LARGEST
 from tangram.sharding.proof.simulate import Simulated, World, cut, together
-from tangram.sharding.table import builtin
 
 SAMPLES = 3
 """Of an entry."""

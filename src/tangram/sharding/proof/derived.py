@@ -17,16 +17,16 @@ from torch import Tensor
 from tangram.layout import Layout
 from tangram.models.graph import Graph, filled
 from tangram.models.replay import defined, replay
-from tangram.sharding.calls import Call
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.folding import Step, meta
 from tangram.sharding.derive.layouts import called, layout_of, lying, made, needed, part, steps_of_nodes, used
-from tangram.sharding.derive.states import State
-from tangram.sharding.local import run_all
+from tangram.sharding.derive.problem.folding import Step, meta
+from tangram.sharding.derive.problem.states import State
+from tangram.sharding.local_ops.local_call import run_all
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.execute import differs
 from tangram.sharding.proof.routed import Routes, is_routed
 from tangram.sharding.proof.simulate import Simulated, World, cut, of_parts, together
-from tangram.sharding.table import builtin
 
 
 @dataclass(frozen=True)

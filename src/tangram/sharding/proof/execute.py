@@ -22,10 +22,10 @@ from torch import Tensor
 
 from tangram.layout import Mesh, region
 from tangram.layout.syntax import Cut
-from tangram.sharding import halo, scan
-from tangram.sharding.bind import Bound, Dims
-from tangram.sharding.calls import Call
-from tangram.sharding.local import Cuts, Part, layout_of, part_of, piece, run
+from tangram.sharding.local_ops.local_call import Cuts, Part, layout_of, part_of, piece, run
+from tangram.sharding.ops.bind import Bound, Dims
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.propagation import halo, scan
 
 REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 EXPECTED_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, ZeroDivisionError)

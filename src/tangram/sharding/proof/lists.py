@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from tangram.errors import UserError
-from tangram.sharding import foreach
-from tangram.sharding.calls import Call, is_written, name_of, schema_of
+from tangram.sharding.ops import foreach
+from tangram.sharding.ops.calls import Call, is_written, name_of, schema_of
 from tangram.sharding.proof.execute import Failure, differs
 
 SHAPES = ((5, 3), (4,))

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from tangram.layout import Mesh
 from tangram.layout.syntax import Cut
-from tangram.sharding import links
-from tangram.sharding.bind import Bound
-from tangram.sharding.local import Cuts
+from tangram.sharding.local_ops.local_call import Cuts
+from tangram.sharding.ops.bind import Bound
+from tangram.sharding.propagation import neighbour_needs
 
 
 def maps(n: int, k: int, axis: str = "x") -> Iterator[Cut]:
@@ -37,7 +37,7 @@ def ways(bound: Bound, worlds: Sequence[int]) -> Iterator[tuple[Cuts, Mesh]]:
         yield {factor: (several[i % len(several)],)}, Mesh.parse(f"x={k}")
     for world, factor in itertools.product(worlds, linked):
         for cut in maps(_elements(bound, factor), world):
-            if not links.refusal(bound, factor, (cut,)):
+            if not neighbour_needs.refusal(bound, factor, (cut,)):
                 yield {factor: (cut,)}, Mesh.parse(f"x={world}")
     both, mesh = (Cut("x", "zigzag"), Cut("y", "cyclic")), Mesh.parse("x=2 y=3")
     for first, second in itertools.pairwise(linked):

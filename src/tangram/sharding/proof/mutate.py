@@ -19,10 +19,10 @@ from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.layout.rule import Operand, Piece, Rule
 from tangram.layout.syntax import VOID, Dim
-from tangram.sharding.proof import samples
+from tangram.sharding.ops.rule_table import POINTWISE, Line, Table, builtin
+from tangram.sharding.ops.windows import KINDS
 from tangram.sharding.proof.prove import EACH, LIMIT, prove_operator
-from tangram.sharding.table import POINTWISE, Line, Table, builtin
-from tangram.sharding.windows import KINDS
+from tangram.sharding.proof.samples import samples
 
 NEEDED = frozenset(
     "once offset scale product filled whole equal counted triangle outside places mean "  # noqa: SIM905

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tangram.sharding.bind import Bound
-from tangram.sharding.calls import Call
-from tangram.sharding.choices import waiting
+from tangram.sharding.ops.bind import Bound
+from tangram.sharding.ops.calls import Call
 from tangram.sharding.proof.execute import Failure, Whole, differs
+from tangram.sharding.propagation.axis_choices import waiting
 
 
 def check_pending(call: Call, bound: Bound, expected: Whole) -> Iterator[Failure | None]:

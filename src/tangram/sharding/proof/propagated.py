@@ -19,11 +19,11 @@ from torch import Tensor
 from tangram.layout import Layout, Mesh, region, validate
 from tangram.layout.intervals import IntSet, elements
 from tangram.layout.locate import held
-from tangram.sharding.alike import made_of
-from tangram.sharding.local import Part, run_all
+from tangram.sharding.local_ops.local_call import Part, run_all
+from tangram.sharding.ops.cut_trees import dim_of
+from tangram.sharding.ops.same_cut import made_of
 from tangram.sharding.proof.execute import EXPECTED_ERRORS, REDUCE, Failure, differs, undefined
-from tangram.sharding.propagate import Propagation
-from tangram.sharding.trees import dim_of
+from tangram.sharding.propagation.propagate import Propagation
 
 
 def check(found: Propagation, expected: Sequence[Any]) -> Failure | None:

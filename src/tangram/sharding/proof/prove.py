@@ -29,15 +29,17 @@ from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.layout import Mesh
 from tangram.layout.rule import Rule
-from tangram.sharding import find, foreach, runners
-from tangram.sharding.bind import Bound
-from tangram.sharding.calls import Call
-from tangram.sharding.decompose import is_decomposed
-from tangram.sharding.local import Cuts
-from tangram.sharding.proof import lists, mapped, samples, shapes
+from tangram.sharding.local_ops import local_variants
+from tangram.sharding.local_ops.local_call import Cuts
+from tangram.sharding.ops import find_rule, foreach
+from tangram.sharding.ops.bind import Bound
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.decompose import is_decomposed
+from tangram.sharding.ops.rule_table import POINTWISE, Table, builtin, parse_lines
+from tangram.sharding.proof import lists, mapped, shapes
 from tangram.sharding.proof.execute import Failure, Whole, check, ways, whole
 from tangram.sharding.proof.pending import check_pending
-from tangram.sharding.table import POINTWISE, Table, builtin, parse_lines
+from tangram.sharding.proof.samples import samples
 
 WORLDS = (2, 3, 5)
 CALLS, EACH_LINE = 4, 2
@@ -73,7 +75,7 @@ def calls_of(table: Table, calls: Sequence[Call]) -> list[Call]:
 
     def cuttable(call: Call) -> int:
         try:
-            return len(find.bound(table, call).cuttable)
+            return len(find_rule.bound(table, call).cuttable)
         except UserError:
             return 99  # a rule that does not fit is to be seen
         except Exception:  # noqa: BLE001  so is one whose operator refuses
@@ -110,8 +112,8 @@ def trials(table: Table, calls: Sequence[Call]) -> Iterator[Trial]:
     mapped_once: list[Rule] = []
     for call in calls_of(table, calls):
         for i, (variant, worlds) in enumerate(_variants(call)):
-            bound, alone = find.bound(table, variant), Mesh.parse("x=1")
-            expected = _expected(runners.whole(variant, bound)) if bound.cuttable else None
+            bound, alone = find_rule.bound(table, variant), Mesh.parse("x=1")
+            expected = _expected(local_variants.whole(variant, bound)) if bound.cuttable else None
             if expected is not None:
                 refused = _refused(variant, expected)
                 by_maps = () if i or any(rule is bound.rule for rule in mapped_once) else mapped.ways(bound, worlds)
@@ -187,7 +189,7 @@ def prove_operator(table: Table, name: str, calls: Sequence[Call]) -> Verdict:
             without.update(trial.without)
             if trial.failure is not None:
                 return verdict("refuted", str(trial.failure))
-    except find.NoRuleError as error:
+    except find_rule.NoRuleError as error:
         return verdict("whole", "it goes in steps") if is_decomposed(name) else verdict("no rule", str(error))
     except UserError as error:
         return verdict("refuted", str(error))

@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 
 from tangram.layout import Mesh
-from tangram.sharding.derive.changes import ordered
 from tangram.sharding.derive.layouts import layout_of
-from tangram.sharding.derive.states import OWN, OWN_IDS, SENT, SENT_ENDS, SENT_IDS, SORTED, Routed, State, part_dim
+from tangram.sharding.derive.problem.states import (
+    OWN,
+    OWN_IDS,
+    SENT,
+    SENT_ENDS,
+    SENT_IDS,
+    SORTED,
+    Routed,
+    State,
+    part_dim,
+)
+from tangram.sharding.derive.transitions import ordered
+from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.simulate import World, cut, of_parts, together
-from tangram.sharding.table import builtin
 
 
 def is_routed(states: Mapping[str, State]) -> bool:

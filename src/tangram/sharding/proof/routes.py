@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_leaves
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import VOID, Cut, Dim
-from tangram.sharding.calls import Call
-from tangram.sharding.decompose import decomposition
-from tangram.sharding.proof import samples
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.decompose import decomposition
+from tangram.sharding.ops.rule_table import Table, builtin
 from tangram.sharding.proof.execute import EXPECTED_ERRORS, Failure, Whole, differs, whole
 from tangram.sharding.proof.prove import Verdict
+from tangram.sharding.proof.samples import samples
 from tangram.sharding.proof.simulate import Simulated, World, carried_out, cut, together
-from tangram.sharding.table import Table, builtin
 
 WORLDS = (2, 3, 5)
 CALLS = 4

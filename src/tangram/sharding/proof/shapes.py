@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.sharding.bind import Bound, Dims
-from tangram.sharding.calls import Call
-from tangram.sharding.find import bound as find_bound
-from tangram.sharding.local import Part, part_of, run
+from tangram.sharding.local_ops.local_call import Part, part_of, run
+from tangram.sharding.ops.bind import Bound, Dims
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.find_rule import bound as find_bound
+from tangram.sharding.ops.rule_table import Table
 from tangram.sharding.proof.execute import EXPECTED_ERRORS, ways
-from tangram.sharding.table import Table
 
 aten = torch.ops.aten
 

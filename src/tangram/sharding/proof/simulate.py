@@ -24,15 +24,16 @@ from tangram.layout import Layout, Mesh, Region, region
 from tangram.layout.intervals import elements
 from tangram.layout.locate import held
 from tangram.layout.syntax import VOID, Dim
-from tangram.sharding import foreach, random, views
-from tangram.sharding.calls import Call, is_written, schema_of
-from tangram.sharding.decompose import Ref
-from tangram.sharding.local import run_all
+from tangram.sharding.local_ops import random_numbers
+from tangram.sharding.local_ops.local_call import run_all
+from tangram.sharding.ops import foreach, views
+from tangram.sharding.ops.calls import Call, is_written, schema_of
+from tangram.sharding.ops.decompose import Ref
+from tangram.sharding.ops.rule_table import Table
 from tangram.sharding.proof.execute import REDUCE
 from tangram.sharding.proof.propagated import part_of
-from tangram.sharding.propagate import Propagation
-from tangram.sharding.routes import Route, decomposed, route
-from tangram.sharding.table import Table
+from tangram.sharding.propagation.propagate import Propagation
+from tangram.sharding.propagation.routes import Route, decomposed, route
 
 
 @dataclass
@@ -243,7 +244,7 @@ def _on_ranks(call: Call, found: Propagation, ready: Sequence[Simulated | None],
         ):  # a wrapper looks dense whatever its parts are, so torch takes a view where it would copy
             own = [None if t is None else t.contiguous() for t in own]
         local.append(own)
-    with random.using(random.Key(world.seed, world.drawn)):
+    with random_numbers.using(random_numbers.Key(world.seed, world.drawn)):
         results = run_all(call, found.bound, parts, local, in_place=in_place)
     world.moved += sum(one.nbytes for one in found.totals) * world.mesh.size
     world.drawn += found.bound.rule.note("counted") is not None

@@ -1,1 +1,1 @@
-"""The op rules, by family: files of text that `tangram.sharding.table` reads."""
+"""The op rules, by family: files of text that `tangram.sharding.ops.rule_table` reads."""

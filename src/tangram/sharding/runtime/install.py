@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.models.called import caller, line_of, name_of
-from tangram.sharding.derive.changes import Change
+from tangram.sharding.derive.transitions import Change
 from tangram.sharding.runtime.program import Action, CallKey, Program
 
 Bring = Callable[[Tensor, Change], Tensor]

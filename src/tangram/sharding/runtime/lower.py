@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from tangram.errors import UserError
 from tangram.models.graph import Called, Graph, Node, filled, refs
 from tangram.models.overwrites import unsaid
-from tangram.sharding.calls import schema_of
-from tangram.sharding.derive.changes import Change, change, summed_once, wanted
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.folding import Step as Node_Step
 from tangram.sharding.derive.layouts import lying, made, needed, steps_of_nodes, used
-from tangram.sharding.derive.states import SAME, SEVERAL, State, part_dim
+from tangram.sharding.derive.problem.folding import Step as Node_Step
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, State, part_dim
+from tangram.sharding.derive.transitions import Change, change, summed_once, wanted
+from tangram.sharding.ops.calls import schema_of
 from tangram.sharding.runtime.program import Action, Border, CallKey, Place, Program
 
 States = Mapping[str, State]

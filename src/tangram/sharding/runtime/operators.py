@@ -15,16 +15,16 @@ from torch.utils._pytree import tree_unflatten
 
 from tangram.errors import UserError
 from tangram.models.graph import Called, Node
-from tangram.sharding import random
-from tangram.sharding.calls import Call
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.folding import Step
 from tangram.sharding.derive.layouts import called, part, steps_of_nodes
-from tangram.sharding.local import run
-from tangram.sharding.parts import Part
+from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.local_ops import random_numbers
+from tangram.sharding.local_ops.local_call import run
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.rank_part import Part
 from tangram.sharding.runtime.install import Bring
-from tangram.sharding.runtime.linked import Linked
 from tangram.sharding.runtime.lower import makers, places_of, written_by
+from tangram.sharding.runtime.neighbour_ops import Linked
 from tangram.sharding.runtime.program import Action, draws
 
 
@@ -81,7 +81,7 @@ class Operators:
         written = written_by(node)
         call, there = called(self._found, step), any(v in given for v in written)
         if draws(step.bound):  # all ranks, whatever they have of it: they count the same calls
-            with random.using(random.fresh()):
+            with random_numbers.using(random_numbers.fresh()):
                 found = run(call, step.bound, self.part(step), local, in_place=there)
         elif not step.bound.linked.isdisjoint(self.part(step).held):
             found = self._run_linked(call, step, local)

@@ -12,12 +12,12 @@ from functools import cached_property
 
 import torch
 
-from tangram.sharding.bind import Bound
-from tangram.sharding.derive.changes import Change
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.folding import Folded
-from tangram.sharding.derive.folding import Step as FoldedStep
 from tangram.sharding.derive.layouts import steps_of_nodes
+from tangram.sharding.derive.problem.folding import Folded
+from tangram.sharding.derive.problem.folding import Step as FoldedStep
+from tangram.sharding.derive.transitions import Change
+from tangram.sharding.ops.bind import Bound
 
 Place = tuple[int, int]
 """A tensor that an operator takes: the number of its node, and the place."""
@@ -104,7 +104,8 @@ class Program:
 
 
 def draws(bound: Bound) -> bool:
-    """Whether an operator draws a random number for each element of the whole tensor (`sharding.draws`)."""
+    """Whether an operator draws a random number for each element of the whole tensor
+    (`sharding.local_ops.random_ops`)."""
     return bound.rule.note("counted") is not None
 
 

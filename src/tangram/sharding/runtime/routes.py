@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.relayout.routed import Route
-from tangram.sharding.derive.states import OWN, OWN_IDS, SENT, SENT_IDS, SORTED, Routed
+from tangram.sharding.derive.problem.states import OWN, OWN_IDS, SENT, SENT_IDS, SORTED, Routed
 
 
 class Routes:

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from tangram.errors import UserError
-from tangram.planner.job import DataPlan, SourcePlan
+from tangram.schema.job import DataPlan, SourcePlan
 from tangram.training.data.files import LEFT_OUT, Files, list_files
 from tangram.training.data.sources import EMPTY, READING, Document, documents
 from tangram.training.data.store import FORMAT, Store, Writer, open_store
 from tangram.training.data.tokens import NotText, SpecialToken, Tokens
-from tangram.training.events import Note, Working
+from tangram.training.observe.events import Note, Working
 
 PART_BYTES = 4 << 20  # of text in a part, unless one document has more; what a kill loses at most
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tangram.errors import UserError
-from tangram.planner.job import DataPlan
+from tangram.schema.job import DataPlan
 from tangram.training.data.cache import PART_BYTES, fill, open_source
 from tangram.training.data.files import LEFT_OUT, TAKEN, in_words
 from tangram.training.data.samples import Split

@@ -14,7 +14,7 @@ from fnmatch import translate
 from pathlib import Path, PurePosixPath
 
 from tangram.errors import UserError
-from tangram.planner.job import SourcePlan
+from tangram.schema.job import SourcePlan
 from tangram.training.data.rows import unreadable
 
 STDLIB = "stdlib"

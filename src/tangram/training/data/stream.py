@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from tangram.errors import UserError
-from tangram.planner.job import DataPlan
+from tangram.schema.job import DataPlan
 from tangram.training.data.corpus import Corpus, is_single
 from tangram.training.data.mix import Mix, make_mix
 from tangram.training.data.samples import IGNORE, Batch, Split, collate

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from tangram.errors import UserError
 from tangram.models.directory import TEXT, refuse_missing, refuse_pointers
-from tangram.planner.job import DataPlan, Special
+from tangram.schema.job import DataPlan, Special
 from tangram.training.data.windows import LONG, can_be_cut, long_row
 
 END = 256  # before and after every document of bytes

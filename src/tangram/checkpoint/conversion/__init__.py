@@ -1,0 +1,1 @@
+"""From one format, structure or precision to another; adapters merged; object stores."""

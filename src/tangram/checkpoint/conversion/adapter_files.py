@@ -1,0 +1,349 @@
+"""What the files of a peft adapter say: pairs of LoRA, magnitudes of DoRA, tensors in full, and scales.
+
+Whatever else a configuration says is refused, also what this version has never heard of: a merge that leaves something
+out gives weights that look right.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tangram.checkpoint.formats.archives.mapped_files import Maps
+from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.side_files import LARGEST_SMALL
+from tangram.checkpoint.store import safetensors_header
+from tangram.checkpoint.store.commits import read_bounded
+from tangram.errors import UserError
+
+__all__ = ["WEIGHTS", "Change", "Changes", "Pair", "changes_of"]
+
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."
+HEAD = "lm_head.weight"
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+"""What the input embeddings of a model are called, at the end of their names."""
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+READ = frozenset({
+    "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_alpha", "lora_dropout", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size",
+    "r", "rank_pattern", "alpha_pattern", "revision", "runtime_config", "target_modules", "target_parameters",
+    "task_type", "use_dora", "use_rslora",
+})  # fmt: skip
+"""Keys of a configuration that are read, or that change nothing in a merge; all others have to say nothing."""
+NOTHING: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
+BESIDE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Ways to begin A and B that leave the weights as they were; others (PiSSA, OLoRA, CorDA, LoftQ) change them."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a configuration says of scales."""
+
+    rank: float
+    alpha: float
+    ranks: Mapping[str, float]
+    alphas: Mapping[str, float]
+    root: bool
+    """By the root of the rank (rsLoRA)."""
+    parameters: tuple[str, ...]
+    """Ends of names of parameters that are adapted by themselves, as fused experts are."""
+    magnitudes: bool = False
+    """DoRA."""
+    transposed: bool = False
+    """Weights of linear layers are [in, out], as GPT-2's are."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A and B of a weight of two dims, or for each expert of three."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    experts: int = 0
+    """0: a weight of two dims."""
+    turned: bool = False
+    """The matrix (of each expert) has its inputs as rows."""
+    magnitude: Tensor | None = None
+    """Of each output, DoRA's length of its weights: [out]."""
+
+    def factors(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Two matrices, as views, whose product is what is added."""
+        if not self.experts:
+            return (self.a.T, self.b.T) if self.turned else (self.b, self.a)
+        a = self.a.view(self.experts, -1, self.a.shape[1])[expert]
+        b = self.b.view(self.b.shape[0], -1, self.experts)[:, :, expert]
+        return (a.T, b.T) if self.turned else (b, a)
+
+    def same(self, other: "Pair") -> bool:
+        """Whether both add the same: an embedding and the head that is tied to it have A and B the other way round."""
+        one, two = self.factors(0), other.factors(0)
+        equal = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, two, strict=True))
+        return equal and self.scale == other.scale and (self.magnitude is None) == (other.magnitude is None)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of a tensor."""
+
+    base: str
+    """The tensor of the source that it is made of; its own name unless a tied head comes apart."""
+    full: Tensor | None = None
+    """In the base's place: a module that was trained in full, a bias, embeddings of more tokens."""
+    pair: Pair | None = None
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What an adapter makes of a source's tensors, by name; others stay."""
+
+    tensors: Mapping[str, Change]
+    untied: bool = False
+    """The head was the embeddings, and is no longer: as in a model that has the adapter beside its weights."""
+
+
+def changes_of(source: Opened, folder: Path, maps: Maps) -> Changes:
+    """What an adapter changes. `maps`: of its folder.
+
+    A head that is tied to the embeddings stays so where both are changed alike, and comes apart where they are not.
+    Raises UserError for another kind of adapter, and for tensors that fit nothing in the source.
+    """
+    config = _config(folder)
+    pairs, full = _sorted(_tensors(folder, maps), config, folder)
+    embedding = _embedding(source) if HEAD not in source.specs or _tied(source) else None
+    table: dict[str, Change] = {}
+    for module, parts in pairs.items():
+        tied = embedding if f"{module}.weight" == HEAD else None
+        name, pair = _fitted(source, config, module, parts, folder, tied or "")
+        key = HEAD if tied else name
+        if key in table:
+            raise UserError(f'the adapter "{folder}" has two pairs that could be for {name}')
+        table[key] = Change(name, pair=pair)
+    for name, value in full.items():
+        base = embedding if name == HEAD and embedding is not None else name
+        if base not in source.specs:
+            raise UserError(f'the adapter "{folder}" has {name}, and "{source.path}" has no such tensor')
+        _fits(source.specs[base].shape, value, name, folder)
+        table[name] = replace(table.get(name, Change(base)), full=value)
+    if not table:
+        raise UserError(f'the adapter "{folder}" has no tensors')
+    return Changes(table) if embedding is None else _of_tied(source, table, embedding)
+
+
+def _of_tied(source: Opened, table: dict[str, Change], embedding: str) -> Changes:
+    """Whether a head stays tied to embeddings, and what becomes of it."""
+    head, own = table.get(HEAD), table.get(embedding)
+    if head is None and own is None:
+        return Changes(table)
+    if own is not None:
+        rows = own.full is not None and len(own.full) != source.specs[embedding].shape[0]
+        if (head is None and rows) or (head is not None and _alike(own, head)):  # more tokens are no other head
+            others = {name: change for name, change in table.items() if name != HEAD}
+            return Changes({**others, HEAD: own} if HEAD in source.specs else others)
+    return Changes({HEAD: Change(embedding), **table}, untied=True)
+
+
+def _alike(a: Change, b: Change) -> bool:
+    if not _same_values(a.full, b.full):
+        return False
+    return a.pair is b.pair if a.pair is None or b.pair is None else a.pair.same(b.pair)
+
+
+def _same_values(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+def _fits(shape: tuple[int, ...], value: Tensor, name: str, folder: Path) -> None:
+    """Embeddings and a head may have other numbers of rows: tokens were added. Raises UserError for another shape."""
+    rows = name == HEAD or name.endswith(EMBEDDINGS)
+    if tuple(value.shape) != shape and not (rows and value.ndim == 2 and value.shape[1] == shape[1]):
+        raise UserError(
+            f'the adapter "{folder}" has {name} as {list(value.shape)}, and in the checkpoint it is {list(shape)}'
+        )
+
+
+def _sorted(
+    tensors: Mapping[str, Tensor], config: Config, folder: Path
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """Pairs (A, B, magnitude) by module, and full tensors by name. Raises UserError for what is neither."""
+    pairs: dict[str, dict[str, Tensor]] = {}
+    full: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        own = name.removeprefix(PREFIX)
+        match = re.fullmatch(r"(.+)\.lora_(?:(embedding_)?([AB])(?:\.weight)?|(magnitude)_vector(?:\.weight)?)", own)
+        if own == name or (match is None and "lora_" in own):
+            raise UserError(f'the adapter "{folder}" has {name}, which is no tensor of LoRA or DoRA')
+        dims = {1} if match is not None and match[4] else {2} if match is not None else {1, 2, 3}
+        if str(value.dtype).removeprefix("torch.") not in FLOATS or value.ndim not in dims:
+            raise UserError(
+                f'the adapter "{folder}" has {name} as {value.dtype} {list(value.shape)}: no matrix of LoRA'
+            )
+        if not value.isfinite().all():
+            raise UserError(
+                f'the adapter "{folder}" has numbers in {name} that are not finite: its training went wrong'
+            )
+        if match is None:
+            full[own.replace(".base_layer.", ".")] = value
+        else:
+            pairs.setdefault(match[1], {})[f"{match[2] or ''}{match[3] or match[4]}"] = value
+    for module, parts in pairs.items():
+        if {"A", "B"} - parts.keys() and {"embedding_A", "embedding_B"} - parts.keys():
+            raise UserError(f'the adapter "{folder}" has {module}.lora_{min(parts)} without the other of A and B')
+        if ("magnitude" in parts) != config.magnitudes:
+            what = "no magnitude, and use_dora is true" if config.magnitudes else "a magnitude, and use_dora is false"
+            raise UserError(f'the adapter "{folder}" has for {module} {what}: it is not whole')
+    return pairs, full
+
+
+def _config(folder: Path) -> Config:
+    """The configuration. Raises UserError for one that says more than LoRA or DoRA."""
+    file = folder / CONFIG
+    if not file.is_file():
+        raise UserError(f'the adapter "{folder}" has no {CONFIG}: give a directory that peft has written')
+    try:
+        raw: Any = json.loads(read_bounded(file.resolve(), LARGEST_SMALL))
+    except ValueError as error:
+        raise UserError(f'"{file}" cannot be read: {error}') from None
+    if not isinstance(raw, dict):
+        raise UserError(f'"{file}" is no table')
+    fields = cast("dict[str, Any]", raw)
+    if fields.get("peft_type") != "LORA":
+        raise UserError(f'the adapter "{folder}" is of the type {fields.get("peft_type")!r}: only LORA is merged')
+    for key, value in fields.items():
+        if key not in READ and value not in NOTHING:
+            raise UserError(
+                f'the adapter "{folder}" has {key} = {json.dumps(value)[:60]}, and only LoRA and DoRA are merged: '
+                "merge it with peft's merge_and_unload"
+            )
+    if (begun := fields.get("init_lora_weights")) not in BESIDE:
+        raise UserError(
+            f'the adapter "{folder}" began with init_lora_weights = {json.dumps(begun)[:60]}, which may have '
+            "changed the weights beside it: save it with peft's path_initial_model_for_weight_conversion"
+        )
+    named = cast("list[Any]", fields.get("target_parameters") or [])
+    ranks, alphas = (_numbers(fields.get(key) or {}) for key in ("rank_pattern", "alpha_pattern"))
+    usual = _numbers({key: fields.get(key) for key in ("r", "lora_alpha")})
+    if usual is None or ranks is None or alphas is None or not all(isinstance(one, str) for one in named):
+        raise UserError(f'"{file}" does not say ranks and alphas as numbers: r, lora_alpha and their patterns')
+    root, dora, transposed = (bool(fields.get(key)) for key in ("use_rslora", "use_dora", "fan_in_fan_out"))
+    return Config(usual["r"], usual["lora_alpha"], ranks, alphas, root, tuple(named), dora, transposed)
+
+
+def _numbers(table: Any) -> dict[str, float] | None:
+    """A table of numbers, None for anything else."""
+    if not isinstance(table, dict):
+        return None
+    found = cast("dict[str, Any]", table)
+    good = all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in found.values())
+    return found if good else None
+
+
+def _scale(config: Config, name: str, rank: int, folder: Path) -> float:
+    """By what a product is multiplied. Raises UserError where A and B have another rank than the configuration says."""
+
+    def said(patterns: Mapping[str, float], usual: float) -> float:
+        try:
+            key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)
+        except re.error as error:
+            raise UserError(f'"{folder / CONFIG}" has a pattern that is none: {error}') from None
+        return usual if key is None else patterns[key]
+
+    expected = said(config.ranks, config.rank)
+    if expected != rank or not rank:
+        raise UserError(f'the adapter "{folder}" has rank {rank} for {name}, and its {CONFIG} says {expected}')
+    return said(config.alphas, config.alpha) / (math.sqrt(rank) if config.root else rank)
+
+
+def _tensors(folder: Path, maps: Maps) -> dict[str, Tensor]:
+    file = folder / WEIGHTS
+    if not file.is_file():
+        pickled = f" (its {PICKLED} is pickled and is not read)" if (folder / PICKLED).is_file() else ""
+        raise UserError(f'the adapter "{folder}" has no {WEIGHTS}{pickled}')
+    data, size = maps.data(WEIGHTS), file.stat().st_size
+    length = safetensors_header.header_length(data[:8], size, str(file))
+    slots, _ = safetensors_header.parse(data[: 8 + length], size, str(file))
+    return {slot.name: maps.view(WEIGHTS, slot.offset, slot.dtype, slot.shape) for slot in slots}
+
+
+def _fitted(
+    source: Opened, config: Config, module: str, parts: Mapping[str, Tensor], folder: Path, tied: str
+) -> tuple[str, Pair]:
+    """Which weight A and B of a module are for. Raises UserError where none fits, or it is not plain.
+
+    `tied`: the embeddings, where the module is a head that is tied to them.
+    """
+    embedding = "embedding_A" in parts
+    a, b = (parts[f"{'embedding_' if embedding else ''}{key}"] for key in "AB")
+    plain = tied or f"{module}.weight"
+    owner = module.removesuffix(".base_layer")
+    while owner.endswith(".base_layer"):
+        owner = owner.removesuffix(".base_layer")
+    ends = [f"{owner}.{one.rpartition('.')[2]}" for one in config.parameters]
+    named = {n for n, one in zip(ends, config.parameters, strict=True) if n == one or n.endswith(f".{one}")}
+    candidates = [plain] if plain in source.specs else sorted(named & source.specs.keys())
+    if not candidates:
+        apart = any(name.startswith(f"{owner}.0.") for name in source.specs)
+        why = "; there the experts lie one by one, and the adapter is of all together" if apart and named else ""
+        raise UserError(f'the adapter "{folder}" has {module}, and "{source.path}" no weight of it{why}')
+    fits: list[tuple[str, int, bool]] = []
+    for name in candidates:
+        shape = source.specs[name].shape
+        experts = shape[0] if len(shape) == 3 else 0
+        if not all(shape) or len(shape) not in (2, 3) or a.shape[0] != b.shape[1] or a.shape[0] % (experts or 1):
+            continue
+        ways = [way for way in (False, True) if _shape(a, b, way) == shape[-2:]]
+        if not experts and len(ways) > 1:  # a square matrix: the head of a model of transposed ones is none
+            ways = [embedding or (config.transposed and module != "lm_head")]
+        fits += [(name, experts, way) for way in ways if way in (True, embedding)]
+    if not fits:
+        shapes = ", ".join(f"{name} {list(source.specs[name].shape)}" for name in candidates)
+        raise UserError(
+            f'the adapter "{folder}" has A {list(a.shape)} and B {list(b.shape)} for {module}, and {shapes} is of '
+            "another shape"
+        )
+    if len(fits) > 1:
+        said = ", ".join(sorted({name for name, *_ in fits}))
+        raise UserError(
+            f'the shapes of {module} in the adapter "{folder}" do not tell how they fit {said}: merge by peft'
+        )
+    name, experts, turned = fits[0]
+    if source.specs[name].dtype not in FLOATS:
+        raise UserError(f"{name} is {source.specs[name].dtype}, into which nothing is merged: add --dequantise")
+    rank = a.shape[0] // (experts or 1)
+    key = name if experts else module
+    magnitude = parts.get("magnitude")
+    if magnitude is not None and (experts or len(magnitude) != b.shape[0]):
+        raise UserError(
+            f'the adapter "{folder}" has a magnitude of {len(magnitude)} for {module}, which does not fit it'
+        )
+    return name, Pair(a, b, _scale(config, key, rank, folder), experts, turned, magnitude)
+
+
+def _shape(a: Tensor, b: Tensor, turned: bool) -> tuple[int, int]:
+    """Of what is added."""
+    return (a.shape[1], b.shape[0]) if turned else (b.shape[0], a.shape[1])
+
+
+def _tied(source: Opened) -> bool:
+    """Whether the configuration says that the head is the embeddings."""
+    try:
+        fields: Any = json.loads(source.small.get("config.json", b"{}"))
+    except ValueError:
+        return False
+    return isinstance(fields, dict) and bool(cast("dict[str, Any]", fields).get("tie_word_embeddings"))
+
+
+def _embedding(source: Opened) -> str | None:
+    """The embeddings that a head without a tensor of its own is tied to; None where it is not plain which."""
+    found = [name for name in source.specs if name.endswith(EMBEDDINGS)]
+    return found[0] if len(found) == 1 else None

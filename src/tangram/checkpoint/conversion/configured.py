@@ -1,0 +1,212 @@
+"""Whether tensors are those of the configuration that is to lie beside them, and what of them is told or left out.
+
+    names     those of the configuration's model, as transformers loads them; else it is refused: N of M are not
+    tied      two names of one tensor, both stored: equal ones become one, unlike ones are refused
+    derived   what old versions of transformers stored and new ones compute (`rotary_emb.inv_freq`) goes
+    facts     numbers in the configuration that the shapes contradict
+
+Nothing is looked at in a model that transformers has no class for, nor where weights are quantised.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tangram.checkpoint.conversion.convert import IDENTITY, Filler
+from tangram.checkpoint.formats.common.model_part import leads, only
+from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.optimiser_names import named_without, split
+from tangram.checkpoint.formats.common.outgoing import boxes
+from tangram.checkpoint.store.manifest import DTYPES
+from tangram.errors import UserError
+from tangram.layout import Region
+from tangram.layout.intervals import span
+from tangram.relayout import TensorSpec, bind
+
+SAID = 3
+"""Names that a sentence has."""
+COMPARED = 1 << 22
+"""Elements of two tensors that are compared at once."""
+DERIVED = re.compile(
+    r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|rotary_pos_emb\.inv_freq|attn\.masked_bias"
+    r"|(?:attn|attention)\.masked_bias|embeddings\.position_ids)"
+)
+MASK = re.compile(r"(?:.*\.)?(?:attn|attention)\.bias")
+"""A causal mask of four dims where an attention has one; a bias has one dim."""
+TIED = (
+    ("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "transformer.wte.weight"),
+    ("lm_head.weight", "language_model.model.embed_tokens.weight"), ("output.weight", "tok_embeddings.weight"),
+    ("lm_head.weight", "shared.weight"),
+)  # fmt: skip
+"""Names of a head and of the embeddings that it may be."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A checkpoint without what its configuration does not want, and sentences about that."""
+
+    source: Opened
+    notes: tuple[str, ...]
+
+
+def fitted(source: Opened, config: Mapping[str, Any] | None, check: bool) -> Fitted:
+    """A checkpoint as its configuration has it. `check`: hold the names to it, where it is to say what they are.
+
+    Raises UserError where they are another model's, or tied tensors differ.
+    """
+    notes: list[str] = []
+    source = _without_derived(source, notes)
+    if config is None or "quantization_config" in config:
+        return Fitted(source, tuple(notes))
+    if check:
+        source = _named_by(source, config)
+    source = _without_copies(source, config, notes)
+    notes += facts(source.specs, config)
+    return Fitted(source, tuple(notes))
+
+
+# ---------------------------------------------------------------- names
+
+
+def _named_by(source: Opened, config: Mapping[str, Any]) -> Opened:
+    """The part of a checkpoint that has the names of a configuration's model."""
+    from tangram.models.build import declared_on_meta  # loads transformers
+    from tangram.models.conversions import read_conversion
+
+    model = declared_on_meta(config)
+    if model is None:
+        return source
+    wanted = model.state_dict().keys()
+    owners = split(source.specs, source.states)
+    params = [name for name in source.specs if not owners[name][1]]
+    counts = {lead: sum(name.removeprefix(lead) in wanted for name in params if name.startswith(lead))
+              for lead in leads(params)}  # fmt: skip
+    lead = max(counts, key=lambda one: counts[one])
+    if lead and counts[lead] > counts[""]:
+        own = {name for name in source.specs if owners[name][0].startswith(lead)}
+        source = named_without(only(source, own), lead)
+        params = [name.removeprefix(lead) for name in params if name.startswith(lead)]
+    found = read_conversion(model, {name: source.specs[name].shape for name in params})
+    if found.surplus:
+        more = f" and {len(found.surplus) - SAID:,} more" if len(found.surplus) > SAID else ""
+        raise UserError(
+            f"{len(found.surplus):,} of {len(params):,} names are not those of the configuration "
+            f"({type(model).__name__}): {', '.join(found.surplus[:SAID])}{more}; "
+            "give the --config DIR of this model, or a --mapping FILE"
+        )
+    if found.unlike:
+        raise UserError(f"the weights are not those of the configuration ({type(model).__name__}): {found.unlike[0]}")
+    return source
+
+
+# ---------------------------------------------------------------- what goes
+
+
+def _without_derived(source: Opened, notes: list[str]) -> Opened:
+    derived = {
+        name
+        for name, spec in source.specs.items()
+        if DERIVED.fullmatch(name) or (MASK.fullmatch(name) and len(spec.shape) == 4)
+    }
+    if not derived or len(derived) == len(source.specs):
+        return source
+    kinds = sorted({".".join(name.split(".")[-2:]) for name in derived})
+    notes.append(f"left out, since models compute them: {len(derived):,} of {', '.join(kinds)}")
+    return _quietly(source, source.specs.keys() - derived)
+
+
+def _without_copies(source: Opened, config: Mapping[str, Any], notes: list[str]) -> Opened:
+    if not config.get("tie_word_embeddings"):
+        return source
+    pair = next((pair for pair in TIED if all(name in source.specs for name in pair)), None)
+    if pair is None:
+        return source
+    head, words = pair
+    if source.specs[head] != source.specs[words]:
+        raise UserError(
+            f"the configuration ties {head} to {words}, but they have unlike shapes or types: "
+            "set its tie_word_embeddings to false where both are meant"
+        )
+    differing, elements = unlike_elements(source, head, words)
+    if differing:
+        raise UserError(
+            f"the configuration ties {head} to {words}, but {differing:,} of {elements:,} elements differ: "
+            "set its tie_word_embeddings to false where both are meant"
+        )
+    notes.append(f"{head} is {words}, bit for bit, as the configuration says: one tensor")
+    owners = split(source.specs, source.states)
+    return _quietly(source, {name for name in source.specs if owners[name][0] != head})
+
+
+def _quietly(source: Opened, names: Collection[str]) -> Opened:
+    """Some tensors alone, where a sentence tells of the others."""
+    return replace(only(source, names), beside=source.beside)
+
+
+def unlike_elements(source: Opened, one: str, other: str) -> tuple[int, int]:
+    """How many elements of two tensors of one type and shape differ in a bit, and how many there are."""
+    specs = {name: source.specs[name] for name in (one, other)}
+    pair = only(source, specs.keys())
+    filler = Filler(pair, bind(IDENTITY, specs), specs, 64 << 20)
+    spec, differing, elements = specs[one], 0, 0
+    for box in boxes(spec.shape, COMPARED):
+        region = Region.of([tuple(span(a, b) for a, b in box)])
+        two = [torch.empty([b - a for a, b in box], dtype=getattr(torch, spec.dtype)) for _ in specs]
+        if two[0].numel():
+            for name, into in zip(specs, two, strict=True):
+                filler.fill(name, region, into)
+            bits = [into.reshape(-1).view(torch.uint8).view(-1, DTYPES[spec.dtype]) for into in two]
+            differing += int((bits[0] != bits[1]).any(1).sum())
+            elements += two[0].numel()
+    return differing, elements
+
+
+# ---------------------------------------------------------------- facts
+
+
+def facts(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> list[str]:
+    """Numbers of a configuration that the shapes of a directory's tensors contradict: a short sentence each."""
+    said = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
+    found = [fact(specs, said) for fact in FACTS]
+    return [one for one in found if one]
+
+
+def _layers(specs: Mapping[str, TensorSpec], said: Mapping[str, int]) -> str:
+    numbers = {int(match[1]) for name in specs if (match := re.match(r"(?:model\.)?layers\.(\d+)\.", name))}
+    layers, later = said.get("num_hidden_layers"), said.get("num_nextn_predict_layers", 0)
+    if layers is None or not numbers:
+        return ""
+    there = max(numbers) + 1
+    if there == layers and later:
+        return f"config.json has num_nextn_predict_layers {later}, but no weights of it are there (layer {layers})"
+    if there not in (layers, layers + later):
+        return f"config.json has num_hidden_layers {layers}, but the weights are of {there}"
+    return ""
+
+
+def _groups(specs: Mapping[str, TensorSpec], said: Mapping[str, int]) -> str:
+    key = next((name for name in specs if name.endswith("self_attn.k_proj.weight")), None)
+    query = next((name for name in specs if name.endswith("self_attn.q_proj.weight")), None)
+    heads = said.get("num_attention_heads")
+    if key is None or query is None or not heads or not specs[key].shape:
+        return ""
+    dim = said.get("head_dim") or specs[query].shape[0] // heads
+    rows, groups = specs[key].shape[0], said.get("num_key_value_heads")
+    there = rows // dim if dim and rows % dim == 0 else None
+    if there is None or there == (groups or heads):
+        return ""
+    what = f"has num_key_value_heads {groups}" if groups else f"has no num_key_value_heads, which means {heads}"
+    return f"config.json {what}, but the weights have {there} (k_proj has {rows} rows, {dim} each)"
+
+
+def _words(specs: Mapping[str, TensorSpec], said: Mapping[str, int]) -> str:
+    spec, rows = specs.get("model.embed_tokens.weight"), said.get("vocab_size")
+    if spec is None or rows is None or not spec.shape or spec.shape[0] == rows:
+        return ""
+    return f"config.json has vocab_size {rows:,}, but the embeddings have {spec.shape[0]:,} rows"
+
+
+FACTS: Sequence[Callable[[Mapping[str, TensorSpec], Mapping[str, int]], str]] = (_layers, _groups, _words)

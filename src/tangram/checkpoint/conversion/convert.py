@@ -1,0 +1,306 @@
+"""From a checkpoint of any format and structure to another, as a stream: a mapping says what becomes of what.
+
+    opened source -> mapping, bound: coverage proved before a byte moves -> boxes of each new tensor, filled by relayout
+    -> blocks of the new files
+
+Memory is what the buffers and the pages that were just read take, a setting; what was read is let go as it is used.
+Everything is written under a temporary name and appears by one rename.
+
+Trade-off: a tensor of the source is read where the new order of bytes wants it, through maps, not in its files' order;
+where a mapping scatters (experts from many small tensors into one), the disk sees small requests.
+"""
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tangram import __version__
+from tangram.checkpoint.conversion.object_store import placing
+from tangram.checkpoint.formats.common.config_json import true_of
+from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.optimiser_names import split
+from tangram.checkpoint.formats.common.outgoing import Task
+from tangram.checkpoint.formats.common.side_files import side_files, small_files, with_provenance
+from tangram.checkpoint.formats.hf_export import SHARD, cast_of, with_dtype
+from tangram.checkpoint.formats.targets import TARGETS, Target
+from tangram.checkpoint.saving.file_writer import RING
+from tangram.checkpoint.store.digest import Bytes
+from tangram.checkpoint.store.manifest import BLOCK, DTYPES
+from tangram.errors import UserError
+from tangram.layout import Region
+from tangram.layout.intervals import span
+from tangram.layout.region import stretch
+from tangram.models.directory import hub_hint
+from tangram.relayout import Bound, Piece, PieceIndex, TensorSpec, bind, execute, plan
+from tangram.relayout.states import States
+
+__all__ = ["IDENTITY", "LEAST", "MEMORY", "TARGETS", "Filler", "Restructured", "Way", "restructure", "steps_of"]
+
+IDENTITY = "{name*} -> {name*}"
+"""The mapping that leaves everything as it is."""
+MEMORY = 512 << 20
+LEAST = RING * BLOCK + (64 << 20)
+"""Bytes of memory without which nothing can be converted."""
+CHUNK = 64 << 20
+"""Bytes of a chunk of a DCP at most."""
+_OUT = "out"
+
+
+@dataclass(frozen=True)
+class Way:
+    """What becomes of a tensor."""
+
+    name: str
+    spec: TensorSpec
+    sources: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return math.prod(self.spec.shape) * DTYPES[self.spec.dtype]
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        spec = {"shape": list(self.spec.shape), "dtype": self.spec.dtype}
+        return {"name": self.name, **spec, "of": list(self.sources)}
+
+
+@dataclass(frozen=True)
+class Restructured:
+    """What has been written."""
+
+    path: str
+    format: str
+    tensors: int
+    nbytes: int
+    files: tuple[str, ...]
+    cast: int
+    configured: bool
+    """Whether the configuration is there."""
+    seconds: float
+    changed: tuple[str, ...] = ()
+    """What was changed in the configuration, so that it is true of the tensors."""
+    left_beside: tuple[str, ...] = ()
+    """What is beside the weights and was not carried along."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        lists = {key: list(getattr(self, key)) for key in ("files", "changed", "left_beside")}
+        return {**vars(self), **lists, "seconds": round(self.seconds, 3)}
+
+
+def bound_of(source: Opened, mapping: str, sizes: Mapping[str, int]) -> Bound:
+    """A mapping bound to a checkpoint's tensors. Raises UserError for one that does not fit."""
+    return bind(mapping, source.specs, sizes=sizes)
+
+
+def cast_specs(bound: Bound, dtype: str | None, states: States, rounded: bool = False) -> dict[str, TensorSpec]:
+    """The tensors that are made, in a natural order; those of a model in another type where that is asked.
+
+    `states`: of the optimiser, which are never cast. Raises UserError where bits would be lost and `rounded` is not
+    said.
+    """
+    owners = split(bound.target.specs, states)
+    made: dict[str, TensorSpec] = {}
+    for name, spec in sorted(bound.target.specs.items(), key=lambda item: _natural(item[0])):
+        kept = dtype is None or owners[name][1]
+        made[name] = spec if kept else TensorSpec(spec.shape, cast_of(name, spec.dtype, dtype, rounded))
+    return made
+
+
+def steps_of(bound: Bound, made: Mapping[str, TensorSpec]) -> list[Way]:
+    """Every new tensor, as it is cast, and what it is made of."""
+    found: list[Way] = []
+    for name, spec in made.items():
+        family, region = bound.target.lift(name, Region.full(spec.shape))
+        sources: dict[str, None] = {}
+        for cell in bound.cells[family.name]:
+            hit = any(cell.target.boxes(box) for box in region.boxes)
+            if hit and cell.source is not None:
+                sources[cell.source.tensor] = None
+        found.append(Way(name, spec, tuple(sources)))
+    return found
+
+
+def restructure(
+    source: Opened,
+    bound: Bound,
+    target: Path | str,
+    to: str,
+    *,
+    dtype: str | None = None,
+    rounded: bool = False,
+    shard: int = SHARD,
+    memory: int = MEMORY,
+    stack: bool = True,
+    experts_apart: bool = True,
+    small: Mapping[str, bytes] | None = None,
+    config: Path | None = None,
+    told: Callable[[int], None] | None = None,
+) -> Restructured:
+    """Write what a mapping makes of a checkpoint as the new directory `target`, or at an address of an object store.
+
+    `to`: one of TARGETS. `dtype`: floating-point tensors of the model are cast to it; `rounded` says that this may lose
+    bits. `shard`: bytes of a file at most. `memory`: bytes for all buffers. `stack`: layers that are alike lie stacked
+    in a torch_dist, as Megatron-core has them. `experts_apart`: experts have an optimiser of their own there. `small`:
+    side files, the source's own unless given; `config`: the directory that they are of then. `told` hears how many more
+    bytes are written. Raises UserError for what cannot be done and DamagedError for damage; nothing is left of the
+    target then.
+    """
+    begin = time.perf_counter()
+    writer = target_of(to)
+    if memory < LEAST:
+        raise UserError(f"{memory:,} bytes of memory are too few: give {LEAST >> 20} MiB or more")
+    specs = cast_specs(bound, dtype, source.states, rounded)
+    if not specs:
+        raise UserError(f'"{source.path}" has no tensors to convert')
+    for name, spec in specs.items():
+        if spec.dtype not in writer.dtypes:
+            raise UserError(f"{name} is {spec.dtype}, which {writer.said} cannot hold: give a --dtype")
+    beside = dict(source.small if small is None else small)
+    if dtype is not None and "config.json" in beside:
+        beside["config.json"] = with_dtype(beside["config.json"], dtype)
+    made = {"from": source.format, "folder": source.path.name, "to": to, "dtype": dtype, "tangram": __version__}
+    made |= {key: source.objects[key] for key in ("dequantised", "adapter") if key in source.objects}
+    changed: tuple[str, ...] = ()
+    if writer.structure == "hf":
+        owners = split(specs, source.states)
+        beside, changed = true_of(beside, {name: spec for name, spec in specs.items() if not owners[name][1]})
+    origin = source.path if config is None else config
+    left = side_files(origin).left if origin.is_dir() else ()
+    made = {**made, "mapping": _lines(bound)}
+    beside = with_provenance(beside, made, origin.resolve().name if beside else "", left)
+    nbytes = sum(math.prod(spec.shape) * DTYPES[spec.dtype] for spec in specs.values())
+    filler = Filler(source, bound, specs, max(1, memory // 4))
+    chunk = min(CHUNK, (memory - LEAST) // 4 + BLOCK)
+    with placing(str(target), nbytes + sum(map(len, beside.values()))) as (folder, done):
+        task = Task(
+            folder, specs, source.states, filler.fill, filler.bytes_of, chunk, shard, stack, experts_apart, beside,
+            source.objects, told or _deaf, done,
+        )  # fmt: skip
+        files = writer.write(task)
+    cast = sum(bound.target.specs[name] != spec for name, spec in specs.items())
+    configured = "config.json" in beside
+    return Restructured(
+        str(target), to, len(specs), nbytes, tuple(files), cast, configured, time.perf_counter() - begin, changed, left
+    )
+
+
+def target_of(to: str) -> Target:
+    """How a format is written. Raises UserError for one that is not."""
+    if to not in TARGETS:
+        raise UserError(f"--to {to}: give one of {', '.join(TARGETS)}")
+    return TARGETS[to]
+
+
+def small_of(folder: Path) -> dict[str, bytes]:
+    """Configuration and tokenizer of a directory. Raises UserError for one without a config.json."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f'--config "{folder}": give a directory with a config.json{hub_hint(folder)}')
+    return small_files(folder)
+
+
+def config_of(small: Mapping[str, bytes]) -> dict[str, Any] | None:
+    """The configuration among small files. Raises UserError for one that is no table."""
+    if "config.json" not in small:
+        return None
+    try:
+        fields: Any = json.loads(small["config.json"])
+    except ValueError as error:
+        raise UserError(f"the config.json cannot be read: {error}") from None
+    if not isinstance(fields, dict):
+        raise UserError("the config.json is no table")
+    return cast("dict[str, Any]", fields)
+
+
+# ---------------------------------------------------------------- filling
+
+
+def _deaf(_: int) -> None:
+    """Nobody wants to hear."""
+
+
+class Filler:
+    """Boxes of new tensors, made of what a source's pieces have."""
+
+    def __init__(self, source: Opened, bound: Bound, specs: Mapping[str, TensorSpec], keep: int) -> None:
+        """`keep`: bytes that are read before what was read is let go."""
+        self._source, self._bound, self._specs, self._keep = source, bound, specs, keep
+        self._holders = PieceIndex(source.pieces, bound.source)
+        self._own = bound.target.specs
+        self._direct = _copies_of(source, bound)
+        self._read = 0
+
+    def fill(self, name: str, region: Region, out: Tensor) -> None:
+        """A box of a tensor into memory of its shape."""
+        own = getattr(torch, self._own[name].dtype)
+        values = self._as_it_is(name)
+        if values is not None and values.dtype == own:
+            into = values[tuple(slice(a, b) for a, b in region.hull)]
+            out.copy_(into)
+        else:
+            into = out if out.dtype == own else torch.empty(out.shape, dtype=own)
+            steps = plan(self._bound, self._holders, [Piece(_OUT, name, region)])
+            execute(steps, self._source.read, {(_OUT, name): into})
+            if into is not out:
+                out.copy_(into)
+        self._read += into.nbytes
+        if self._read > self._keep:
+            self._source.release()
+            self._read = 0
+
+    def _as_it_is(self, name: str) -> Tensor | None:
+        """All values of a tensor that is one whole piece of the source: no plan says more."""
+        piece = self._direct.get(name)
+        values = self._source.read(piece.place, piece.tensor) if piece else None
+        return values if values is not None and tuple(values.shape) == self._own[name].shape else None
+
+    def bytes_of(self, name: str, first: int, out: Bytes) -> None:
+        """Bytes of a tensor in row-major order, from the byte `first` on."""
+        spec = self._specs[name]
+        itemsize = DTYPES[spec.dtype]
+        flat = torch.from_numpy(out).view(getattr(torch, spec.dtype))
+        at = 0
+        for box in stretch(tuple(span(0, n) for n in spec.shape), first // itemsize, (first + len(out)) // itemsize):
+            shape = [b - a for ((a, b),) in box]
+            size = math.prod(shape)
+            self.fill(name, Region.of([box]), flat[at : at + size].view(shape))
+            at += size
+
+
+def _lines(bound: Bound) -> list[str]:
+    """The statements of a mapping; one for all tensors that keep their names, as what takes the rest."""
+    other = [s for s in bound.mapping.statements if s.source != s.target or s.options]
+    kept = len(other) < len(bound.mapping.statements)
+    return [*map(str, other), *([IDENTITY] if kept else [])]
+
+
+def _copies_of(source: Opened, bound: Bound) -> dict[str, Piece]:
+    """The pieces that are a new tensor as they are: whole, alone, and of the same shape without any codec."""
+    whole: dict[str, Piece | None] = {}
+    for piece in source.pieces:
+        alone = piece.tensor not in whole and piece.region.local_shape == source.specs[piece.tensor].shape
+        whole[piece.tensor] = piece if alone else None
+    found: dict[str, Piece] = {}
+    for name, cells in bound.cells.items():
+        target, cell = bound.target.families[name], cells[0]
+        if len(cells) > 1 or cell.source is None or cell.tied or cell.options or target.family_dims:
+            continue
+        same = (cell.source.dims, cell.source.slots) == (cell.target.dims, cell.target.slots)
+        piece = whole.get(cell.source.tensor) if same and cell.sizes == target.spec.shape else None
+        if piece is not None and target.spec == source.specs[piece.tensor]:
+            found[name] = piece
+    return found
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Names with their numbers in order: layer 2 before layer 10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

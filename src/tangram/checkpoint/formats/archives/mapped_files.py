@@ -1,0 +1,100 @@
+"""Files that are mapped and seen as tensors: nothing is read before it is used, and what was read can be let go.
+
+Maps are read-only and shared with the page cache, so a file of any size costs no memory that the system could not take
+back; `release` gives it back at once, for who works under a limit.
+"""
+
+import math
+import mmap
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tangram.checkpoint.store.manifest import DTYPES
+from tangram.errors import UserError
+
+AHEAD = 256 << 20
+"""Bytes that the disk is asked for at once; they lie in the page cache, not in the process."""
+AT_LEAST = 64 << 20
+"""Bytes that it is asked for where a tensor has fewer: what follows in the file is mostly wanted next."""
+
+
+class Maps:
+    """The files of one checkpoint, mapped when first asked for. Threads may share it once a file is mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, mmap.mmap] = {}
+        self._bytes: dict[str, Tensor] = {}
+        self._asked: dict[str, tuple[int, int]] = {}
+
+    def data(self, file: str) -> mmap.mmap:
+        """All bytes of a file. Raises UserError for one that is not there, or empty."""
+        if file not in self._open:
+            path = self.folder / file
+            try:
+                with path.open("rb") as stream:
+                    self._open[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            except FileNotFoundError:
+                raise UserError(f'"{self.folder}" is not whole: its file {file} is not there') from None
+            except ValueError:  # of length 0
+                raise UserError(f'"{path}" is empty') from None
+        return self._open[file]
+
+    def below(self, folder: Path) -> "Maps":
+        """The files of a folder inside, or of this one."""
+        return self if folder == self.folder else Maps(folder)
+
+    def ensure(self, file: str, start: int, stop: int) -> None:
+        """See to it that bytes of a file are there before they are looked at. Of a local file they are."""
+
+    def view(
+        self, file: str, offset: int, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """The elements that begin at a byte of a file, row by row or with strides in elements.
+
+        Raises UserError where the file ends before them.
+        """
+        strides = stride if stride is not None else _rows(shape)
+        size = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if math.prod(shape) else 0
+        kind = getattr(torch, dtype)
+        if not size:
+            return torch.empty(shape, dtype=kind)
+        data = self.data(file)
+        self.ensure(file, offset, offset + size * DTYPES[dtype])
+        if offset < 0 or min(strides, default=0) < 0 or offset + size * DTYPES[dtype] > len(data):
+            raise UserError(f'"{self.folder / file}" is cut off: it has {len(data):,} bytes, and more are asked for')
+        self._ahead(file, data, offset, size * DTYPES[dtype])
+        if offset % DTYPES[dtype]:
+            return _bytes(data, offset, size * DTYPES[dtype]).view(kind).as_strided(shape, strides)
+        if file not in self._bytes:
+            self._bytes[file] = _bytes(data, 0, len(data))
+        flat = self._bytes[file][offset : offset + size * DTYPES[dtype]].view(kind)
+        return flat.as_strided(shape, strides, flat.storage_offset())
+
+    def _ahead(self, file: str, data: mmap.mmap, offset: int, nbytes: int) -> None:
+        """Have the disk read what is about to be used, in large requests; once, until it is let go."""
+        first, last = self._asked.get(file, (0, 0))
+        if not (first <= offset and offset + nbytes <= last):
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            wanted = min(max(offset + nbytes - start, AT_LEAST), AHEAD, len(data) - start)
+            data.madvise(mmap.MADV_WILLNEED, start, wanted)
+            self._asked[file] = start, max(start + wanted, offset + nbytes)
+
+    def release(self) -> None:
+        """Let go of what was read; it is read again where it is used again."""
+        for data in self._open.values():
+            data.madvise(mmap.MADV_DONTNEED)
+        self._asked.clear()
+
+
+def _bytes(data: mmap.mmap, offset: int, count: int) -> Tensor:
+    with warnings.catch_warnings():  # torch warns of read-only buffers; this one is only read
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(data, dtype=torch.uint8, count=count, offset=offset)
+
+
+def _rows(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,0 +1,113 @@
+"""Which tensors of a training program's checkpoint are the model's: found by structure, under whatever keys they lie.
+
+    app.model.layers.0.w, app.optim.state.layers.0.w.exp_avg     the model is what `app.model.` is before
+    layers.0.w, state.layers.0.w.exp_avg, train_state.step       the model has no key of its own
+    model.layers.0.w, epoch                                      `model.`, since beside it lies what is no model's
+
+The optimiser's states tell most: the names that they have are the model's. Without any, keys that programs give to a
+model are followed as long as what lies beside them is known to be none of a model. All else is left out, and listed.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.optimiser_names import Naming, named
+from tangram.relayout import TensorSpec
+
+MODELS = frozenset(
+    {"model", "module", "state_dict", "model_state", "model_state_dict", "network", "student", "actor", "policy"}
+)
+"""Keys under which programs keep a model."""
+HOLDERS = frozenset({"app", "state", "state_dict", "checkpoint", "ckpt", "trainer", "train_state"})
+"""Keys under which they keep the model and what belongs to its training."""
+NEVER = ("optim", "lr_sched", "dataloader", "train_state", "rng_state", "grad_scaler", "loss_scaler", "param_groups")
+"""How keys begin that no model has."""
+STARTS = (*NEVER, "opt_state", "scheduler", "rng", "random_state", "scaler", "ema_state", "sampler", "progress")
+"""The same beside a key that is a model's."""
+DEEPEST = 5
+
+
+def model_part(source: Opened, naming: Naming, objects: Collection[str] = ()) -> Opened:
+    """A checkpoint of its model and of the states of it that an optimiser keeps, by the names of the model.
+
+    `objects`: entries that are no tensors, whose names say what lies beside what. What is left out is in `beside`.
+    """
+    states = {name: found for name in source.specs if (found := naming.read(name))}
+    params = {name: spec for name, spec in source.specs.items() if name not in states}
+    prefix = _by_states(params, {param for param, _ in states.values()})
+    if prefix is None:
+        prefix = _by_keys(params, [*objects, *states])
+    own = {name for name in params if name.startswith(prefix) and not (prefix == "" and is_beside(name))} or {*params}
+    plain = {name.removeprefix(prefix) for name in own}
+    own |= {name for name, (param, _) in states.items() if param in plain}
+    return named(only(source, own), naming, prefix)
+
+
+def only(source: Opened, names: Collection[str]) -> Opened:
+    """The same with some tensors alone; the names of the others in `beside`."""
+    if len(names) == len(source.specs):
+        return source
+    return replace(
+        source,
+        specs={name: spec for name, spec in source.specs.items() if name in names},
+        pieces=tuple(piece for piece in source.pieces if piece.tensor in names),
+        beside=(*source.beside, *(name for name in source.specs if name not in names)),
+    )
+
+
+def is_beside(name: str) -> bool:
+    """Whether a name is of what a training program keeps beside its model."""
+    first = name.partition(".")[0]
+    return first.startswith(NEVER) and name != first  # a tensor of the module may be called so itself
+
+
+def leads(names: Collection[str]) -> list[str]:
+    """What may stand before the names of a part, the shortest first: "", `app.`, `app.model.` and so on."""
+    found: dict[str, None] = {"": None}
+    for name in names:
+        parts = name.split(".")[:-1][:DEEPEST]
+        found.update(dict.fromkeys(f"{'.'.join(parts[: i + 1])}." for i in range(len(parts))))
+    return sorted(found, key=lambda lead: lead.count("."))
+
+
+def _by_states(params: Mapping[str, TensorSpec], trained: Collection[str]) -> str | None:
+    """What stands before the names that states have, in those of the parameters; None where nothing says it."""
+    first = next((one for one in trained if not one.isdigit()), None)
+    if first is None:
+        return None
+    found = sorted(name.removesuffix(first) for name in params if name == first or name.endswith(f".{first}"))
+    return next((lead for lead in found if all(f"{lead}{one}" in params for one in trained)), None)
+
+
+def _by_keys(params: Mapping[str, TensorSpec], objects: Collection[str]) -> str:
+    """Keys are followed where one of them is a model's, or holds one, and the others are of no model."""
+    lead = ""
+    for _ in range(DEEPEST):
+        inside = [name.removeprefix(lead) for name in params if name.startswith(lead)]
+        firsts = Counter(name.partition(".")[0] for name in inside)
+        there = {name.removeprefix(lead) for name in objects if name.startswith(lead)}
+        deep = {name.partition(".")[0] for name in inside if "." in name}
+        keys = [key for key in firsts if key in deep and key in MODELS | HOLDERS and not _is_counter(key, lead, params)]
+        others = {key for key in firsts if key not in keys}
+        lone = all(key.startswith(STARTS) or (key not in deep and _is_scalar(params[lead + key])) for key in others)
+        if len(keys) != 1 or not lone:
+            return lead
+        (key,) = keys
+        known = {name.partition(".")[0] for name in there} - {key}
+        told = bool(others) or any(one.startswith(STARTS) for one in known)
+        twice = any(name.startswith(f"{key}.{key}.") for name in inside)
+        if not (told or twice or key in HOLDERS or key == "module"):
+            return lead
+        lead += f"{key}."
+    return lead
+
+
+def _is_counter(key: str, lead: str, params: Mapping[str, TensorSpec]) -> bool:
+    """Whether under a key there are numbers alone, as torchtitan's `train_state.step`."""
+    return all(_is_scalar(spec) for name, spec in params.items() if name.startswith(f"{lead}{key}."))
+
+
+def _is_scalar(spec: TensorSpec) -> bool:
+    return spec.shape in ((), (1,))

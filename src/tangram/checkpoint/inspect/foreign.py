@@ -1,0 +1,120 @@
+"""A checkpoint of another program's format looked into: its tensors for a tree, the values of one, and all of it read.
+
+Such a format has no checksums (DeepSpeed, torch, Paddle, Megatron-core and Hugging Face have none), so to verify it is
+to prove that every element of every tensor is there once and can be read.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tangram.checkpoint.conversion.convert import IDENTITY, Filler
+from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.outgoing import boxes
+from tangram.checkpoint.formats.detect import FORMATS, open_any
+from tangram.checkpoint.formats.own import is_own
+from tangram.checkpoint.inspect import tree
+from tangram.checkpoint.store import commits
+from tangram.checkpoint.store.manifest import DTYPES, StoredPiece, StoredTensor
+from tangram.errors import UserError
+from tangram.layout import Region
+from tangram.layout.intervals import span
+from tangram.relayout import bind
+
+CHUNK = 1 << 25
+"""Bytes that are read together."""
+KEEP = 128 << 20
+"""Bytes that are read before what was read is let go."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What came of reading all of a checkpoint."""
+
+    path: Path
+    format: str
+    tensors: int
+    nbytes: int
+    findings: tuple[str, ...]
+    seconds: float
+
+    @property
+    def sound(self) -> bool:
+        """Whether all is there and can be read."""
+        return not self.findings
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {**vars(self), "path": str(self.path), "sound": self.sound, "findings": list(self.findings)}
+
+
+def format_of(path: Path) -> str | None:
+    """The format of another program that lies at a path; None of Tangram's own, and of what is in none."""
+    if is_own(path) or not path.exists():
+        return None
+    return next((name for name, known in FORMATS.items() if name != "tangram" and known.fits(path)), None)
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether nothing of Tangram's own lies at a path: no checkpoint, no part of one, no folder of some."""
+    if not path.exists() or is_own(path) or (path / commits.MANIFEST).exists():
+        return False
+    return not (path.is_dir() and any(is_own(one) for one in path.iterdir()))
+
+
+def refuse_unknown(path: Path) -> None:
+    """Say what was seen at a path that has no checkpoint of any format. Raises UserError there."""
+    if is_foreign(path):
+        open_any(path)
+
+
+def tensors_of(opened: Opened) -> list[StoredTensor]:
+    """Its tensors as those of Tangram's own checkpoints are, without digests."""
+    pieces: dict[str, list[StoredPiece]] = {name: [] for name in opened.specs}
+    for piece in opened.pieces:
+        pieces[piece.tensor].append(StoredPiece(piece.region, "", 0))
+    return [StoredTensor(name, spec, "", tuple(pieces[name])) for name, spec in opened.specs.items()]
+
+
+def values_of(opened: Opened, name: str) -> tree.Values:
+    """Look at the values of one tensor, in parts. Raises UserError where it is not there."""
+    if name not in opened.specs:
+        raise UserError(f'"{opened.path}" has no tensor {name!r}: `tangram checkpoint inspect` lists them')
+    return tree.values_from(opened.specs[name], name, _parts(_filler(opened), opened, name))
+
+
+def read_all(path: Path, told: Callable[[int], None]) -> Reading:
+    """Read every tensor of a checkpoint. What keeps one from being read is a finding."""
+    begin, kind = time.perf_counter(), format_of(path) or ""
+    try:
+        opened = open_any(path)
+        filler = _filler(opened)
+    except UserError as error:
+        return Reading(path, kind, 0, 0, (str(error),), time.perf_counter() - begin)
+    nbytes, findings = 0, list[str]()
+    for name in opened.specs:
+        try:
+            for part in _parts(filler, opened, name):
+                nbytes += part.nbytes
+                told(part.nbytes)
+        except UserError as error:
+            findings.append(str(error))
+    return Reading(path, opened.format, len(opened.specs), nbytes, tuple(findings), time.perf_counter() - begin)
+
+
+def _filler(opened: Opened) -> Filler:
+    return Filler(opened, bind(IDENTITY, opened.specs), opened.specs, KEEP)
+
+
+def _parts(filler: Filler, opened: Opened, name: str) -> Iterator[Tensor]:
+    spec = opened.specs[name]
+    for box in boxes(spec.shape, max(1, CHUNK // DTYPES[spec.dtype])):
+        values = torch.empty([b - a for a, b in box], dtype=getattr(torch, spec.dtype))
+        if values.numel():
+            filler.fill(name, Region.of([tuple(span(a, b) for a, b in box)]), values)
+            yield values.reshape(-1)

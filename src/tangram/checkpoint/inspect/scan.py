@@ -1,0 +1,252 @@
+"""One pass over the files of a checkpoint: what is wrong with them, as values.
+
+Threads share the blocks; each has memory for one, so memory does not grow with the checkpoint. Reads go around the page
+cache where the file system lets them: what counts is what the disk has, and a job beside it keeps its cache.
+"""
+
+import bisect
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tangram.checkpoint.loading.page_memory import pages
+from tangram.checkpoint.saving.file_layout import Outgoing, add_piece
+from tangram.checkpoint.store import digest, safetensors_header
+from tangram.checkpoint.store.commits import MANIFEST, MARKER
+from tangram.checkpoint.store.digest import Bytes, Sums
+from tangram.checkpoint.store.manifest import BLOCK, DTYPES, Manifest, ManifestError, checksum
+
+THREADS = max(4, min(16, os.cpu_count() or 1))
+"""That read and sum blocks: some wait for the disk while the others compute."""
+DATA = ".safetensors"
+SAVE = "tangram_save"
+
+Told = Callable[[int], None]
+"""Is called, from any thread, with how many more bytes have been read."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong."""
+
+    kind: str
+    """marker, manifest, missing, link, size, extra, unreadable, header, block or digest."""
+    text: str
+    """A sentence for people."""
+    file: str = ""
+    start: int | None = None
+    """The bytes of the file that it concerns, `start <= i < stop`; None for the whole file."""
+    stop: int | None = None
+    tensors: tuple[str, ...] = ()
+    """That have bytes there."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "kind": self.kind,
+            "text": self.text,
+            "file": self.file,
+            "bytes": None if self.start is None else [self.start, self.stop],
+            "tensors": list(self.tensors),
+        }
+
+
+@dataclass
+class Scan:
+    """One pass over the files of a checkpoint. Threads share `sums` and `damaged` under the lock."""
+
+    path: Path
+    manifest: Manifest
+    sums: dict[str, Sums] = field(default_factory=dict[str, Sums])
+    damaged: list[Finding] = field(default_factory=list[Finding])
+    unsure: set[str] = field(default_factory=set[str])
+    """Tensors whose bytes could not all be read or have a wrong checksum: their digest says nothing new."""
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pieces: dict[str, list[tuple[int, int, Outgoing]]] = {name: [] for name in self.manifest.files}
+        for name, tensor in self.manifest.tensors.items():
+            for piece in tensor.pieces:
+                stop = piece.offset + piece.region.size * tensor.itemsize
+                own = Outgoing(name, tensor.spec, piece.region)
+                self._pieces[piece.file].append((piece.offset, stop, own))
+        for pieces in self._pieces.values():
+            pieces.sort(key=lambda item: item[0])
+        self._there: dict[str, int] = {}
+        """Bytes of each plain file that is there, as far as the manifest wants them."""
+
+    def touched(self, file: str, start: int, stop: int) -> list[tuple[int, int, Outgoing]]:
+        """The pieces that have bytes of a file there: (offset, stop, piece)."""
+        pieces = self._pieces[file]
+        first = bisect.bisect_right(pieces, start, key=lambda item: item[1])
+        last = bisect.bisect_left(pieces, stop, key=lambda item: item[0])
+        return pieces[first:last]
+
+    def _finding(self, kind: str, text: str, file: str, start: int = 0, stop: int | None = None) -> Finding:
+        stop = self.manifest.files[file].size if stop is None else stop
+        names = tuple(dict.fromkeys(piece.name for _, _, piece in self.touched(file, start, stop)))
+        self.unsure.update(names)
+        return Finding(kind, text, file, start, stop, names)
+
+    def presence(self) -> list[Finding]:
+        """That all files are there and no others."""
+        found: list[Finding] = []
+        for name, file in self.manifest.files.items():
+            whole = self.path / name
+            try:
+                size = whole.lstat().st_size
+            except FileNotFoundError:
+                found.append(self._finding("missing", f"{name} is not there", name))
+                continue
+            if whole.is_symlink() or not whole.is_file():
+                found.append(self._finding("link", f"{name} is a link or no plain file; it is not followed", name))
+                continue
+            self._there[name] = min(size, file.size)
+            if size < file.size:
+                said = f"{name} is cut off: it has {size:,} of {file.size:,} bytes"
+                found.append(self._finding("size", said, name, size // BLOCK * BLOCK, file.size))
+                self._there[name] = size // BLOCK * BLOCK
+            elif size > file.size:
+                said = f"{name} has {size:,} bytes, {size - file.size:,} more than were written"
+                found.append(Finding("size", said, name, file.size, size))
+        known = {MARKER, MANIFEST, *self.manifest.files}
+        others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in known)
+        return found + [Finding("extra", f"{name} does not belong to the checkpoint", name) for name in others]
+
+    def headers(self) -> list[Finding]:
+        """That the safetensors headers say what the manifest says."""
+        found: list[Finding] = []
+        for name in self._there:
+            if not name.endswith(DATA):
+                continue
+            try:
+                wrong = self._header(name)
+            except (ManifestError, OSError) as error:
+                wrong = str(error)
+            if wrong:
+                found.append(Finding("header", wrong, name))
+        return found
+
+    def _header(self, name: str) -> str:
+        """What is wrong with the header of a file, nothing where it is right."""
+        size = self._there[name]
+        with (self.path / name).open("rb") as stream:
+            head = stream.read(8)
+            head += stream.read(safetensors_header.header_length(head, size, name))
+        slots, metadata = safetensors_header.parse(head, self.manifest.files[name].size, name)
+        if metadata.get(SAVE) != self.manifest.id:
+            return f"{name} is of another save: {metadata.get(SAVE, 'none')!r}, not {self.manifest.id!r}"
+        said = {slot.name: (slot.dtype, slot.shape, slot.offset) for slot in slots}
+        meant = {piece.key: (*_stored(piece), offset) for offset, _, piece in self._pieces[name]}
+        for key, place in meant.items():
+            if said.get(key) != place:
+                return f"the header of {name} has {key} as {said.get(key)}, the manifest as {place}"
+        others = [slot.name for slot in slots if slot.name not in meant]
+        return f"the header of {name} has {others[0]}, which is not in the manifest" if others else ""
+
+    def read(self, told: Told, threads: int) -> int:
+        """Sum all blocks. Returns how many bytes were read."""
+        jobs = self._jobs()
+        with ThreadPoolExecutor(threads, "tangram-verify") as pool:
+            return sum([worker.result() for worker in [pool.submit(self._work, jobs, told) for _ in range(threads)]])
+
+    def _jobs(self) -> Iterator[tuple[str, int]]:
+        return ((name, start) for name, size in self._there.items() for start in range(0, size, BLOCK))
+
+    def _work(self, jobs: Iterator[tuple[str, int]], told: Told) -> int:
+        room = pages(BLOCK)
+        opened: tuple[str, int] | None = None
+        done = 0
+        try:
+            while True:
+                with self._lock:
+                    job = next(jobs, None)
+                if job is None:
+                    return done
+                name, start = job
+                length = min(BLOCK, self.manifest.files[name].size - start)
+                try:
+                    if opened is None or opened[0] != name:
+                        if opened is not None:
+                            os.close(opened[1])
+                        opened = None
+                        opened = (name, open_direct(self.path / name))
+                    read_at(opened[1], start, room, length)
+                except OSError as error:
+                    said = f"{name} cannot be read: {error.strerror or error}"
+                    with self._lock:
+                        self.damaged.append(self._finding("unreadable", said, name, start, start + length))
+                    continue
+                self._block(name, start, room[:length])
+                done += length
+                told(length)
+        finally:
+            if opened is not None:
+                os.close(opened[1])
+
+    def _block(self, name: str, start: int, data: Bytes) -> None:
+        stop = start + len(data)
+        right = checksum(data.data) == self.manifest.files[name].sums[start // BLOCK]
+        sums: dict[str, Sums] = {}
+        if right:
+            for offset, end, piece in self.touched(name, start, stop):
+                first, last = max(start, offset), min(stop, end)
+                add_piece(piece, first - offset, data[first - start : last - start], sums)
+        with self._lock:
+            if not right:
+                said = f"bytes {start:,} to {stop:,} of {name} are not those that were written"
+                self.damaged.append(self._finding("block", said, name, start, stop))
+            for tensor, some in sums.items():
+                self.sums[tensor] = digest.add(self.sums.get(tensor, digest.NOTHING), some)
+
+    def digests(self) -> Iterator[Finding]:
+        """Tensors whose elements are not those that were saved, though every block is what was written."""
+        for name, tensor in self.manifest.tensors.items():
+            own = digest.digest(tensor.spec.dtype, tensor.spec.shape, self.sums.get(name, digest.NOTHING))
+            if name not in self.unsure and own != tensor.digest:
+                yield Finding("digest", f"{name} has the digest {own}, the manifest {tensor.digest}", tensors=(name,))
+
+
+def _stored(piece: Outgoing) -> tuple[str, tuple[int, ...]]:
+    """Type and shape by which a header names a piece."""
+    dtype = piece.spec.dtype
+    return (
+        (dtype, piece.shape) if dtype in safetensors_header.NAMES else ("uint8", (piece.region.size * DTYPES[dtype],))
+    )
+
+
+# ---------------------------------------------------------------- reading
+
+
+def open_direct(file: Path) -> int:
+    """A descriptor of a plain file that reads around the page cache, where the file system takes that."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(file, flags | getattr(os, "O_DIRECT", 0))
+    except OSError:  # no such mode here; another reason is found again
+        return os.open(file, flags)
+
+
+def read_at(descriptor: int, start: int, room: Bytes, length: int) -> None:
+    """Fill `room[:length]` from the byte `start` on; `room` begins on a page and may be filled up to its end.
+
+    Raises OSError, also where the file ends before.
+    """
+    done = 0
+    while done < length:
+        try:
+            count = os.preadv(descriptor, [room[done:].data], start + done)
+        except OSError:
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            if not flags & getattr(os, "O_DIRECT", 0):
+                raise
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # it was taken at opening, but not here
+            continue
+        if count == 0:
+            raise OSError(5, "it ends too early")
+        done += count

@@ -1,0 +1,192 @@
+"""The files of a checkpoint while they are read: whole blocks, each proved before it is given to anybody.
+
+A file is opened by its name inside the folder, never through a link, and looked at once: its size, and the id of the
+save in its header, must be the manifest's. A block is read in one request past the page cache where the file system
+takes that (O_DIRECT: what is read once should not push out what others need, and it costs half the processor time), and
+its checksum is compared before the caller sees it.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+from tangram.checkpoint.loading.page_memory import pages
+from tangram.checkpoint.loading.scatter import Moves
+from tangram.checkpoint.store.digest import Bytes
+from tangram.checkpoint.store.manifest import BLOCK, Manifest, StoredFile, checksum
+from tangram.checkpoint.store.safetensors_header import PAGE
+from tangram.errors import UserError
+
+_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+
+class DamagedError(UserError):
+    """What lies in a checkpoint is not what was written; the sentence names the tensor and the file."""
+
+
+class Sources:
+    """The open files of one checkpoint. Several threads may read from it."""
+
+    def __init__(self, path: Path, manifest: Manifest, wanted: Moves) -> None:
+        """`wanted`: what is read of it, for errors that name tensors."""
+        self._path = path
+        self._manifest = manifest
+        self._wanted = wanted
+        self._open: dict[str, _Source] = {}
+        self._lock = threading.Lock()
+        try:
+            self._folder = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        except OSError as error:
+            raise UserError(f'the checkpoint "{path}" cannot be read: {error.strerror}') from None
+
+    def __enter__(self) -> "Sources":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for source in self._open.values():
+            os.close(source.descriptor)
+        os.close(self._folder)
+
+    def length(self, file: str, block: int) -> int:
+        """The bytes of a block: the last of a file may be shorter."""
+        return min(BLOCK, self._manifest.files[file].size - block * BLOCK)
+
+    def read(self, file: str, block: int, out: Bytes) -> Bytes:
+        """The bytes of a block, proved, in `out`, which begins on a page and has room for whole pages.
+
+        Raises DamagedError, or OSError as the disk does.
+        """
+        source = self._source(file)
+        start, length = block * BLOCK, self.length(file, block)
+        found = source.read(start, out[: -(-length // PAGE) * PAGE])
+        if found < length:
+            raise self.damaged(file, block, f"ends after {start + found} bytes")
+        return self.proved(file, block, out[:length])
+
+    def proved(self, file: str, block: int, data: Bytes, whence: str = "") -> Bytes:
+        """The bytes of a block, which have the checksum that was written; raises DamagedError for others."""
+        if checksum(data.data) != self._manifest.files[file].sums[block]:
+            start = block * BLOCK
+            how = f"has other bytes from {start} to {start + len(data)}{whence} than were written"
+            raise self.damaged(file, block, how)
+        return data
+
+    def damaged(self, file: str, block: int | None, how: str) -> DamagedError:
+        """The error that names checkpoint, file and tensors; of a whole file without `block`."""
+        found = self._wanted.names(file, block) or _names(self._manifest, file, block)
+        more = f" and {len(found) - 1} more tensors" if len(found) > 1 else ""
+        what = f", with {found[0]}{more}," if found else ""
+        return DamagedError(f'the checkpoint "{self._path}" is damaged: its file "{file}"{what} {how}')
+
+    def _source(self, file: str) -> "_Source":
+        source = self._open.get(file)
+        if source is None:
+            with self._lock:
+                source = self._open.get(file)
+                if source is None:
+                    source = self._open[file] = self._opened(file)
+        return source
+
+    def _opened(self, file: str) -> "_Source":
+        stored = self._manifest.files[file]
+        if Path(file).name != file:
+            raise self.damaged(file, None, "has a name that leads out of the folder")
+        try:
+            descriptor, direct = self._descriptor(file)
+        except OSError as error:
+            how = "is a link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
+            raise self.damaged(file, None, how) from None
+        source = _Source(descriptor, direct, stored)
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise self.damaged(file, None, "is no plain file")
+            if found.st_size != stored.size:
+                raise self.damaged(file, None, f"has {found.st_size} of {stored.size} bytes")
+            own = _save_id(source)
+            if own != self._manifest.id:
+                raise self.damaged(file, None, f"is of another save: its header has the id {own}, not the manifest's")
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return source
+
+    def _descriptor(self, file: str) -> tuple[int, bool]:
+        if _DIRECT:
+            try:
+                return os.open(file, _FLAGS | _DIRECT, dir_fd=self._folder), True
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a file system without it
+                    raise
+        return os.open(file, _FLAGS, dir_fd=self._folder), False
+
+
+class _Source:
+    """One open file."""
+
+    def __init__(self, descriptor: int, direct: bool, file: StoredFile) -> None:
+        self.descriptor = descriptor
+        self.direct = direct
+        self.file = file
+
+    def read(self, start: int, out: Bytes) -> int:
+        """Fill `out`, whole pages, from the page `start` on; how many bytes there were."""
+        done = 0
+        while done < len(out):
+            try:
+                got = os.preadv(self.descriptor, [out[done:].data], start + done)
+            except OSError as error:
+                if not self.direct or error.errno != errno.EINVAL:  # taken at opening, but not here
+                    raise
+                self._buffered()
+                continue
+            if not got:
+                break
+            done += got
+            if done % PAGE and self.direct:  # the end of the file; past it no aligned request can begin
+                break
+        return done
+
+    def _buffered(self) -> None:
+        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+        self.direct = False
+
+
+def _names(manifest: Manifest, file: str, block: int | None) -> list[str]:
+    """The tensors that have bytes in a block, or in a whole file."""
+    low, high = (0, manifest.files[file].size) if block is None else (block * BLOCK, (block + 1) * BLOCK)
+    return [
+        name
+        for name, tensor in manifest.tensors.items()
+        for piece in tensor.pieces
+        if piece.file == file and piece.offset < high and piece.offset + piece.region.size * tensor.itemsize > low
+    ]
+
+
+_METADATA = re.compile(rb'\{"__metadata__":(\{[^{}]*\})')
+
+
+def _save_id(source: _Source) -> str | None:
+    """The id of the save that a file's header has, which begins with its metadata; None where there is none.
+
+    Only its first page is read: that block's checksum is compared when something of it is wanted.
+    """
+    page = pages(PAGE)
+    head = page[: source.read(0, page)].tobytes()
+    match = _METADATA.match(head, 8)
+    if match is None:
+        return None
+    try:
+        fields: dict[str, Any] = json.loads(match[1])
+    except ValueError:
+        return None
+    found = fields.get("tangram_save")
+    return found if isinstance(found, str) else None

@@ -1,0 +1,299 @@
+"""All ranks together read each block from storage once.
+
+Which rank reads a block, and whose window or message brings it to the others, is dealt out first (`deal`). Then every
+rank has threads that read blocks, or receive them from other nodes (`between`), prove them, and lay them into the slots
+of its window, one after the other; meanwhile it copies what it wants from the windows of its node. A slot is filled
+again when everybody is past it. So reading, sums, messages and copies overlap, nobody waits for all the others, and
+memory is the window. Only which blocks are wanted passes between all ranks; each works out the same deal from it.
+
+A rank that fails says so in its window, and to the ranks of other nodes that it would have passed blocks to or from;
+one that dies is missed. All others stop within seconds, and all raise the same sentence. Ranks that have no memory in
+common are nodes of their own.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tangram.checkpoint.loading.assign_blocks import Deal, Task, Wants, deal
+from tangram.checkpoint.loading.between_nodes import Between, PeerError, ToldError
+from tangram.checkpoint.loading.block_source import DamagedError, Sources
+from tangram.checkpoint.loading.block_threads import READERS, Line, in_threads
+from tangram.checkpoint.loading.page_memory import pages
+from tangram.checkpoint.loading.scatter import Item, Moves
+from tangram.checkpoint.loading.shared_windows import Shape, Window
+from tangram.checkpoint.store.digest import Bytes
+from tangram.checkpoint.store.manifest import BLOCK, Manifest, blocks_of
+from tangram.errors import UserError
+from tangram.hardware import shared
+from tangram.hardware.shared import Shared
+from tangram.relayout.peers import Peers
+
+LIMIT = 900.0
+"""Seconds without any progress after which a rank gives up: longer than storage stalls and recovers."""
+LOOK = 0.5
+"""Seconds without progress after which a rank looks whether the others still live."""
+SLOTS = 4
+"""Of a window at most."""
+
+
+def read_together(path: Path, manifest: Manifest, plan: Callable[[], Moves], peers: Peers, memory: int) -> None:
+    """Fill what all ranks want. Collective; `plan` gives what this one wants. Raises the same on all ranks.
+
+    DamagedError, UserError, and PeerError where another rank ended: that one raises nothing.
+    """
+    files = sorted(manifest.files)
+    numbers = {file: i for i, file in enumerate(files)}
+    wanted, error = _tried(plan)
+    blocks = [] if wanted is None else [[numbers[file], some] for file, some in wanted.blocks.items()]
+    words = _said(peers, {"node": shared.node(), "save": manifest.id, "error": error, "blocks": blocks})
+    _raise_first([word["error"] for word in words])
+    if len({word["save"] for word in words}) > 1:
+        raise UserError("the ranks read manifests of different saves: give all of them the same checkpoint")
+    if wanted is None:
+        raise AssertionError("what has no plan has an error")
+    wants: list[Wants] = [{files[n]: some for n, some in word["blocks"]} for word in words]
+    nodes = [word["node"] for word in words]
+    here = [i for i, node in enumerate(nodes) if node == nodes[peers.index]]
+    sizes = {name: blocks_of(manifest.files[name].size) for name in files}
+    made = deal(wants, nodes, peers.index, sizes)
+    room = (memory // BLOCK - READERS) // len(here)  # what a rank sees of all windows counts as its memory
+    slots = max(1, min(SLOTS, room, *(len(stretch) for stretch in made.stretches)))
+    me = here.index(peers.index)
+    found = _windows(peers, here, me, Shape(slots if any(made.stretches) else 0, len(here)))
+    if not found:
+        made, me = deal(wants, range(peers.size), peers.index, sizes), 0
+    _, error = _tried(lambda: _Exchange(wanted, made, me, found, here, peers).run(path, manifest, memory))
+    _raise_first(_said(peers, error))
+
+
+# ---------------------------------------------------------------- what passes between ranks
+
+
+def _windows(peers: Peers, here: Sequence[int], me: int, shape: Shape) -> list[Window]:
+    """The windows of the ranks of this node, open to this one; none where they cannot have memory in common."""
+    for way in shared.WAYS:
+        made, _ = _tried(lambda way=way: way(shape.size))
+        try:
+            if made is not None:
+                Window(made.memory, shape).begin()
+            names = _said(peers, "" if made is None else made.name)
+            found, error = _tried(lambda made=made, names=names: _opened(made, [names[i] for i in here], me, shape))
+            if not any(_said(peers, error)):
+                return found
+        finally:
+            if made is not None:
+                made.close()
+    return []
+
+
+def _opened(made: Shared | None, names: Sequence[str], me: int, shape: Shape) -> list[Window]:
+    if made is None or not all(names):
+        raise OSError("a rank has no memory that others can open")
+    memory = [made.memory if i == me else shared.opened(name, shape.size) for i, name in enumerate(names)]
+    return [Window(some, shape) for some in memory]
+
+
+def _said(peers: Peers, word: Any) -> list[Any]:
+    try:
+        return peers.all_words(word)
+    except RuntimeError as error:  # as the backend says it when a connection closes
+        raise PeerError(f"another rank ended while all of them read the checkpoint: {error}") from None
+
+
+def _tried(act: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What it gives, or its error as words: a kind and a sentence."""
+    try:
+        return act(), []
+    except PeerError:
+        raise
+    except ToldError:
+        return None, []
+    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait to hear of it
+        return None, _words(error)
+
+
+def _words(error: BaseException) -> list[str]:
+    if isinstance(error, UserError):
+        return ["damaged" if isinstance(error, DamagedError) else "user", str(error)]
+    return ["", f"{type(error).__name__}: {error}"]
+
+
+def _raise_first(errors: Sequence[list[str]]) -> None:
+    for rank, words in enumerate(errors):
+        if words:
+            kind, text = words
+            if kind == "damaged":
+                raise DamagedError(text)
+            raise UserError(text if kind else f"rank {rank} could not read the checkpoint: {text}")
+
+
+# ---------------------------------------------------------------- reading and copying
+
+
+class _Exchange:
+    """One rank's part."""
+
+    def __init__(
+        self, wanted: Moves, made: Deal, me: int, found: Sequence[Window], ranks: Sequence[int], peers: Peers
+    ) -> None:
+        self._wanted = wanted
+        self._made = made
+        self._me = me
+        self._windows = found
+        self._ranks = ranks
+        self._peers = peers
+        self._filled: dict[int, int] = {}
+        self._error: BaseException | None = None
+
+    def run(self, path: Path, manifest: Manifest, memory: int) -> None:
+        """Read and copy everything; returns when all ranks of the node have what they want."""
+        threads = min(READERS, len(self._made.tasks), max(1, memory // BLOCK - 1))
+        with Sources(path, manifest, self._wanted) as sources:
+            between = Between(self._peers, lambda item: sources.length(*item), LIMIT)
+            line = Line(self._made.tasks)
+            try:
+                in_threads(
+                    lambda: self._guarded(self._step(sources, between, line)), threads, self._guarded(self._rest)
+                )
+            except BaseException as error:  # noqa: BLE001  raised again, after whoever waits for this rank knows
+                first = self._error or error  # not what other threads made of it
+                between.abandon(self._made.tasks, first)
+                raise first from None
+
+    def _guarded(self, act: Callable[[], Any]) -> Callable[[], Any]:
+        """The same, that says its error to everybody at once."""
+
+        def guarded() -> Any:
+            try:
+                return act()
+            except BaseException as error:
+                if self._error is None or isinstance(self._error, ToldError):
+                    self._error = error
+                    if self._windows:
+                        text = "" if isinstance(error, ToldError) else _words(error)[1]
+                        self._windows[self._me].fail(text, gone=isinstance(error, PeerError))
+                raise
+
+        return guarded
+
+    def _step(self, sources: Sources, between: Between, line: Line[Task]) -> Callable[[], bool]:
+        """A step for one thread: the next block is got hold of."""
+        room = pages(BLOCK)
+
+        def step() -> bool:
+            task = line.take()
+            if task is None:
+                return False
+            try:
+                self._get(task, sources, between, room)
+            except BaseException as error:
+                between.abandon([task], error)  # at once: another thread may wait for who waits for this
+                raise
+            if self._windows:
+                self._windows[self._me].move()
+            return True
+
+        return step
+
+    def _get(self, task: Task, sources: Sources, between: Between, room: Bytes) -> None:
+        """Read or receive a block, let the ranks of this node have it, send it to others, take what is wanted of it."""
+        out = room if task.slot is None else self._slot(task.slot)
+        if task.source is None:
+            data = sources.read(*task.item, out)
+        else:
+            data = sources.proved(*task.item, between.receive(task, out), f", as rank {task.source} sent it,")
+        if task.slot is not None:
+            self._windows[self._me].ready[task.slot % len(self._windows[self._me].slots)] = task.slot + 1
+        sending = between.send(task, data) if task.to else None
+        try:
+            self._wanted.put(*task.item, data)
+        finally:
+            if sending is not None:
+                sending.finish()
+        if task.slot is not None:
+            self._filled[task.slot % len(self._windows[self._me].slots)] = task.slot
+
+    def _slot(self, number: int) -> Bytes:
+        """The slot for a block of the window, once nobody needs what lay there before."""
+        window = self._windows[self._me]
+        slot = number % len(window.slots)
+        before = number - len(window.slots)
+        others = [i for i in range(len(self._windows)) if i != self._me]
+
+        def free() -> bool:
+            return before < 0 or (self._filled.get(slot) == before and all(window.passed[i] > before for i in others))
+
+        self._until(free)
+        return window.slots[slot]
+
+    def _rest(self) -> None:
+        """Copy from the others' windows, and wait for them."""
+        if not self._windows:
+            return
+        queues = {
+            i: [(number, item) for number, item in enumerate(stretch) if self._wanted.has(item)]
+            for i, stretch in enumerate(self._made.stretches)
+            if i != self._me
+        }
+        for i, queue in queues.items():
+            queue.reverse()
+            self._pass(i, queue)
+        while queues := {i: queue for i, queue in queues.items() if queue}:
+            self._until(lambda queues=queues: any(self._there(i, queue[-1][0]) for i, queue in queues.items()))
+            for i, queue in queues.items():
+                while queue and self._there(i, queue[-1][0]):
+                    number, item = queue.pop()
+                    self._wanted.put(*item, self._windows[i].slots[number % len(self._windows[i].slots)])
+                    self._pass(i, queue)
+                    self._windows[self._me].move()
+        self._windows[self._me].finish()
+        self._until(lambda: all(window.done for window in self._windows))
+
+    def _there(self, i: int, number: int) -> bool:
+        ready = self._windows[i].ready
+        return bool(ready[number % len(ready)] == number + 1)
+
+    def _pass(self, i: int, queue: list[tuple[int, Item]]) -> None:
+        """Tell a rank which of its blocks this one wants next."""
+        self._windows[i].passed[self._me] = queue[-1][0] if queue else len(self._made.stretches[i])
+
+    def _until(self, true: Callable[[], bool]) -> None:
+        """Wait for something that other ranks do. Raises ToldError when one has failed, PeerError when one is gone."""
+        pause, looked = 2e-4, time.monotonic()
+        moved, since = -1, looked
+        while not true():
+            self._hear()
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
+            now = time.monotonic()
+            if now - looked > LOOK:
+                looked = now
+                if (found := sum(window.moves for window in self._windows)) != moved:
+                    moved, since = found, now
+                self._look(now - since)
+
+    def _delivered(self, i: int) -> bool:
+        """Whether a rank has read all of its stretch; it may be done with what it wants itself before that."""
+        ready, count = self._windows[i].ready, len(self._made.stretches[i])
+        return all(ready[number % len(ready)] == number + 1 for number in range(max(0, count - len(ready)), count))
+
+    def _hear(self) -> None:
+        """Stop where another rank has said that it failed, or that it misses one."""
+        failures = [window.failure for window in self._windows]
+        for failure, gone in failures:
+            if gone:
+                raise PeerError(failure)
+        if any(failure is not None for failure, _ in failures):
+            raise ToldError
+
+    def _look(self, still: float) -> None:
+        """Refuse to wait for a rank that has ended, or for storage that has."""
+        ended = [i for i, window in enumerate(self._windows) if not window.alive]
+        left = [i for i in ended if not (self._windows[i].done and self._delivered(i))]
+        if left:
+            self._hear()  # after: the last word of one that ended because of another is there by now
+            raise PeerError(f"rank {self._ranks[left[0]]} ended while all of them read the checkpoint")
+        if still > LIMIT:
+            raise PeerError(f"no rank of this node has read, received or copied anything for {still:.0f} seconds")

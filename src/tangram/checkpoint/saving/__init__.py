@@ -1,0 +1,1 @@
+"""Writing a checkpoint: the snapshot, the files of each rank, in the background."""

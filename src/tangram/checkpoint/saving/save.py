@@ -1,0 +1,160 @@
+"""Save a state: every rank writes its share, the first puts the parts together and commits.
+
+    save({"model": model, "optim": optimiser, "progress": {"step": 100}}, "runs/step-100", group=group)
+
+Whatever fails on any rank, all of them hear of it, and nothing is left where a checkpoint would be.
+"""
+
+import contextlib
+import datetime
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tangram.checkpoint.saving import rank_parts
+from tangram.checkpoint.saving.file_layout import Outgoing, images
+from tangram.checkpoint.saving.file_writer import Ring, write_image
+from tangram.checkpoint.saving.rank_shares import mine
+from tangram.checkpoint.state.entries import Described, Entry, State, describe
+from tangram.checkpoint.store import commits
+from tangram.checkpoint.store.manifest import Manifest
+from tangram.errors import UserError
+from tangram.relayout.peers import PeerLostError, Peers
+
+
+class SaveError(UserError):
+    """A checkpoint could not be written; what was good before still is."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What is written beside the tensors."""
+
+    step: int = 0
+    mesh: str = ""
+    """Text of the mesh that the state lies on, for people."""
+    beside: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Small files by name, as `config.json`: with it and a model that lies whole, others load the folder as it is."""
+
+
+def save(
+    state: State, path: str | Path, *, group: dist.ProcessGroup | None = None, about: About | None = None
+) -> Manifest | None:
+    """Write the state of all ranks of `group` (None: of this process alone) as the checkpoint `path`, and wait.
+
+    `group` must move tensors of the CPU (gloo). Returns the manifest on the first rank, None on the others. Raises
+    SaveError on all ranks when one of them cannot write or has died, or when there is a checkpoint `path` already;
+    UserError for a state that no checkpoint can hold.
+    """
+    peers = Peers(group)
+    try:
+        return save_described(describe(state, peers), Path(path), peers, about or About())
+    except PeerLostError as error:
+        raise SaveError(f'the checkpoint "{path}" was not written: {error}') from error
+
+
+def save_described(
+    described: Described, path: Path, peers: Peers, about: About, ring: Ring | None = None
+) -> Manifest | None:
+    """The same for a state that is described already. `ring`: memory to write through, kept by the caller."""
+    word = peers.from_first(_begin(path) if peers.index == 0 else None)
+    if word["error"]:
+        raise SaveError(word["error"])
+    partial = commits.partial_path(path, word["id"])
+    error = _try(lambda: write_share(described, partial, peers.index, peers.size, word["id"], ring))
+    errors = [f"rank {rank}: {text}" for rank, text in enumerate(peers.all_words(error)) if text]
+    manifest: Manifest | None = None
+    if peers.index == 0:
+        if not errors:
+            made: list[Manifest] = []
+            error = _try(lambda: made.append(finish(partial, path, peers.size, word["id"], about)))
+            manifest = made[0] if made else None
+            errors = [error] if error else []
+        if errors:
+            shutil.rmtree(partial, ignore_errors=True)
+    verdict = peers.from_first({"errors": errors})
+    if verdict["errors"]:
+        more = f" (and {len(verdict['errors']) - 1} more ranks)" if len(verdict["errors"]) > 1 else ""
+        raise SaveError(f'the checkpoint "{path}" could not be written: {verdict["errors"][0]}{more}')
+    return manifest
+
+
+def new_id() -> str:
+    """The id of a new save."""
+    return secrets.token_hex(16)
+
+
+def _begin(path: Path) -> dict[str, str]:
+    save_id = new_id()
+    if path.exists():
+        return {"id": save_id, "error": f'there is a checkpoint "{path}" already: give another name, or remove it'}
+    error = _try(lambda: commits.begin(path, save_id))
+    return {"id": save_id, "error": f'the folder of "{path}" cannot be made: {error}' if error else ""}
+
+
+def _try(act: Any) -> str:
+    """What went wrong, as a sentence; nothing when all went well."""
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait to hear of it
+        return sentence(error)
+    return ""
+
+
+def sentence(error: BaseException) -> str:
+    """An error in one sentence, without a trace."""
+    if isinstance(error, OSError) and error.strerror:
+        return f'"{error.filename}": {error.strerror}' if error.filename else error.strerror
+    if isinstance(error, UserError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def outgoing(entries: list[Entry]) -> list[Outgoing]:
+    """Entries as pieces of files."""
+    return [Outgoing(entry.name, entry.spec, entry.region, entry.layout) for entry in entries]
+
+
+def write_share(
+    state: Described, partial: Path, index: int, writers: int, save_id: str, ring: Ring | None = None
+) -> None:
+    """Write what the rank at this place writes of the state, and leave its part in the folder under way."""
+    own = mine(state.entries, index)
+    pieces = outgoing(own)
+    values = {id(piece): entry.local for piece, entry in zip(pieces, own, strict=True)}
+    files = images(pieces, index, writers, save_id)
+    ring = ring or Ring()
+    written = [write_image(partial, image, [values[id(p.piece)] for p in image.placed], ring) for image in files]
+    empty = {entry.name: entry.spec for entry in state.entries if 0 in entry.spec.shape}
+    rank_parts.leave_part(partial, index, rank_parts.part_of(files, written, empty, state.objects))
+
+
+def finish(partial: Path, path: Path, writers: int, save_id: str, about: About) -> Manifest:
+    """Put the parts of all writers together and commit them as `path`."""
+    found = rank_parts.found_parts(partial, writers)
+    if found is None:
+        raise SaveError("a rank left no part, though it said that all went well")
+    manifest = rank_parts.merged(
+        found,
+        id=save_id,
+        step=about.step,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        mesh=about.mesh,
+    )
+    closing = commits.closing_path(partial)
+    partial.rename(closing)
+    try:
+        manifest = rank_parts.with_small_files(closing, manifest, about.beside)
+        rank_parts.remove_words(closing)
+        commits.commit(closing, path, manifest)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            closing.rename(partial)
+        raise
+    return manifest

@@ -1,0 +1,397 @@
+"""The process that writes what a rank has copied, and goes on alone when the rank dies.
+
+    caller -> memory (an open file, what lies in it), save, told        writer -> ready, bytes, done
+
+The writers of a save say nothing to each other: they look at its folder. The first makes it, every one writes its files
+from the shared memory and leaves its part, or the reason why it cannot; when all parts are there the first commits. An
+attempt that fails is followed by another, in a new folder with an id of its own, from the same memory. A failed one is
+removed when every writer has been heard and the next one's folder is there: so nobody looks for what has gone.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tangram.checkpoint.saving import rank_parts
+from tangram.checkpoint.saving.file_layout import Outgoing
+from tangram.checkpoint.saving.file_writer import Written, write_mapped
+from tangram.checkpoint.saving.save import About, finish, sentence
+from tangram.checkpoint.saving.snapshot import Places, Share, places
+from tangram.checkpoint.store import commits, retention
+from tangram.checkpoint.store.manifest import region_fields, region_of
+from tangram.errors import UserError
+from tangram.hardware.hostmemory import mapped
+from tangram.hardware.workers import Channel
+from tangram.relayout import TensorSpec
+
+T = TypeVar("T")
+LOOK = 0.02
+"""Seconds between two looks at the folder."""
+TELL = 0.5
+"""Seconds between two words on how far the writing is."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """One save, as its writers are told of it; JSON."""
+
+    id: str
+    path: str
+    """Of the checkpoint to be; where there is one already, a number is added to the name."""
+    step: int
+    retries: int
+    pause: float
+    limit: float
+    """Seconds without any progress in the folder after which a writer waits no longer for the others."""
+    keep: tuple[str, ...] = ()
+    """Rules of `retention`; none: all are kept."""
+    objects: Any = None
+    """Of this rank."""
+    mesh: str = ""
+    beside: Any = None
+    problem: str = ""
+    """Why this rank has nothing to write, for the attempt under way."""
+    hopeless: bool = False
+    """Whether that holds for all attempts."""
+
+
+class _FailedError(Exception):
+    """An attempt came to nothing."""
+
+
+class _ToldError(Exception):
+    """The caller knows how the save ended."""
+
+
+def attempt_id(save_id: str, attempt: int) -> str:
+    """The id of an attempt at a save: every writer knows it without a word."""
+    return hashlib.sha256(f"{save_id} {attempt}".encode()).hexdigest()[:32] if attempt else save_id
+
+
+def share_fields(own: Share, index: int, writers: int) -> dict[str, Any]:
+    """What a writer must know of the memory, as JSON."""
+    return {
+        "index": index,
+        "writers": writers,
+        "pieces": [[p.name, p.spec.dtype, list(p.spec.shape), p.layout, *region_fields(p.region)] for p in own.pieces],
+        "empty": {name: [spec.dtype, list(spec.shape)] for name, spec in own.empty.items()},
+    }
+
+
+def serve(channel: Channel) -> None:
+    """The process's main function: save what it is told to until the caller is gone."""
+    caller = os.getppid()
+    channel.send({"ready": True})
+    writer = Writer(channel)
+    with contextlib.suppress(EOFError):
+        while True:
+            alive = os.getppid() == caller  # a process that the caller forked may hold the channel open
+            if (received := channel.receive(5.0 if alive else 0.0)) is not None:
+                writer.hear(*received)
+            elif not alive:
+                return
+
+
+class Writer:
+    """What one rank's writer knows and does."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._gone = False
+        self._memory: Any = None
+        self._index, self._writers = 0, 1
+        self._pieces: tuple[Outgoing, ...] = ()
+        self._empty: dict[str, TensorSpec] = {}
+
+    def hear(self, message: dict[str, Any], files: list[int]) -> None:
+        """Do what the caller says."""
+        if "share" in message:
+            self._learn(message["share"])
+        if "forget" in message:
+            self._memory = None
+        if "memory" in message:
+            self._memory = mapped(files[0], message["memory"])
+            os.close(files[0])
+        if "save" in message:
+            order = Order(**message["save"])
+            try:
+                path, reason, notes = self._save(order)
+            except _ToldError as told:
+                path, reason, notes = told.args
+            except Exception as error:  # noqa: BLE001  whatever it is, the caller is told
+                path, reason, notes = "", sentence(error), []
+            self._say({"done": order.id, "path": path, "reason": reason, "notes": notes})
+
+    def _learn(self, fields: Any) -> None:
+        self._index, self._writers = fields["index"], fields["writers"]
+        self._pieces = tuple(
+            Outgoing(name, TensorSpec(tuple(shape), dtype), region_of(region, name), layout)
+            for name, dtype, shape, layout, *region in fields["pieces"]
+        )
+        self._empty = {name: TensorSpec(tuple(shape), dtype) for name, (dtype, shape) in fields["empty"].items()}
+
+    def _say(self, message: dict[str, Any]) -> None:
+        try:
+            if not self._gone:
+                self._channel.send(message)
+        except OSError:  # the caller is gone, and this is the process that goes on
+            self._gone = True
+
+    # ------------------------------------------------------------ a save
+
+    def _save(self, order: Order) -> tuple[str, str, list[str]]:
+        """Where the checkpoint is, or the reason why there is none; and what else the caller should know."""
+        target = Path(order.path)
+        folders = [commits.partial_path(target, attempt_id(order.id, i)) for i in range(order.retries + 1)]
+        if order.problem and (path := _committed(target.parent, order)):  # by the process that this one replaces
+            return str(path), "", []
+        return self._lead(order, folders) if self._index == 0 else self._follow(order, folders)
+
+    def _lead(self, order: Order, folders: list[Path]) -> tuple[str, str, list[str]]:
+        """The first writer's way."""
+        target, reason = Path(order.path), ""
+        _remove([commits.closing_path(folder) for folder in folders])  # of the process that this one replaces
+        commits.sweep(target.parent, 3 * order.limit, but=folders)
+        first = max((i for i, folder in enumerate(folders) if folder.exists()), default=0)
+        for attempt, partial in list(enumerate(folders))[first:]:
+            problem = order.problem if order.hopeless or attempt == first else ""
+            try:
+                if attempt > first:
+                    self._pause(order.pause)
+                if not partial.exists():
+                    commits.begin(target, attempt_id(order.id, attempt))
+                _remove(folders[:attempt])
+                path = self._attempt(order, partial, attempt_id(order.id, attempt), problem)
+                return str(path), "", self._retained(target.parent, order.keep)
+            except (_FailedError, OSError) as error:
+                reason = _reason(error)
+        _remove(folders)
+        return "", reason, []
+
+    def _attempt(self, order: Order, partial: Path, save_id: str, problem: str) -> Path:
+        """Write, wait for the others, commit."""
+        try:
+            self._write(order, partial, save_id, problem)
+
+            def look() -> list[rank_parts.Part] | None:
+                _refuse_failed(partial)
+                return rank_parts.found_parts(partial, self._writers)
+
+            self._until(partial, order.limit, look)
+            path = _free(Path(order.path))
+            about = About(order.step, order.mesh, order.beside or {})
+            finish(partial, path, self._writers, save_id, about)
+            return path
+        except Exception as error:  # noqa: BLE001  whatever it is, the other writers wait to hear of it
+            with contextlib.suppress(OSError):
+                (partial / f"part-{self._index:05d}.json").unlink()  # it has no part in what failed
+            self._leave_failure(partial, _reason(error))
+            with contextlib.suppress(_FailedError):
+                others = range(1, self._writers)
+                self._until(partial, order.limit, lambda: all(self._heard(partial, i) for i in others) or None)
+            raise _FailedError(_reason(error)) from None
+
+    def _follow(self, order: Order, folders: list[Path]) -> tuple[str, str, list[str]]:
+        """The other writers' way."""
+        problem, attempt, reason = order.problem, 0, ""
+        while attempt < len(folders):
+            attempt = self._appeared(order, folders, attempt)
+            partial, save_id = folders[attempt], attempt_id(order.id, attempt)
+            try:
+                written = (
+                    partial / f"part-{self._index:05d}.json"
+                ).exists() or not partial.exists()  # or it is closing
+                if not written:
+                    self._write(order, partial, save_id, problem)
+                path = self._until(partial, 2 * order.limit, lambda at=partial: _verdict(order, at))
+                return str(path), "", []
+            except (_FailedError, OSError) as error:
+                reason = _reason(error)
+                self._leave_failure(partial, reason)
+            problem = order.problem if order.hopeless else ""
+            attempt += 1
+        return "", reason, []
+
+    def _appeared(self, order: Order, folders: list[Path], attempt: int) -> int:
+        """The latest attempt, from this one on, that the first writer has made a folder for."""
+
+        def look() -> int | None:
+            return next((i for i in reversed(range(attempt, len(folders))) if folders[i].exists()), None)
+
+        return self._until(Path(order.path).parent, 2 * order.limit, look)
+
+    # ------------------------------------------------------------ steps of it
+
+    def _write(self, order: Order, partial: Path, save_id: str, problem: str) -> None:
+        """Write this rank's files and leave its part. Raises OSError, and _FailedError for a problem from before."""
+        if problem:
+            raise _FailedError(f"rank {self._index} cannot write: {problem}")
+        found = places(self._pieces, self._index, self._writers, save_id)
+        try:
+            with self._telling(partial, found):
+                written = [self._file(partial, found, i) for i in range(len(found.files))]
+            part = rank_parts.part_of(found.files, written, self._empty, order.objects or {})
+            rank_parts.leave_part(partial, self._index, part)
+        except OSError as error:
+            for file in found.files:
+                with contextlib.suppress(OSError):  # on a full disk the reason needs room
+                    (partial / file.name).unlink(missing_ok=True)
+            raise _FailedError(f"rank {self._index} cannot write: {sentence(error)}") from None
+
+    def _file(self, partial: Path, found: Places, number: int) -> Written:
+        file, start = found.files[number], found.starts[number]
+        stop = found.starts[number + 1] if number + 1 < len(found.starts) else found.size
+        memory = self._memory[start:stop]
+        memory[: len(file.head)] = bytearray(file.head)
+        return write_mapped(partial, file, memory)
+
+    @contextlib.contextmanager
+    def _telling(self, partial: Path, found: Places) -> Generator[None]:
+        """Say how many bytes are written, while they are; nothing while nothing moves."""
+        ended = threading.Event()
+
+        def tell() -> None:
+            last = -1
+            while not ended.wait(TELL):
+                now = sum(_size(partial / file.name) for file in found.files)
+                if now != last:
+                    self._say({"bytes": now})
+                last = now
+
+        thread = threading.Thread(target=tell, name="tangram-tell", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+        self._say({"bytes": found.nbytes})
+
+    def _leave_failure(self, partial: Path, reason: str) -> None:
+        """Say why in the folder, if that can be done: on a full disk another may make room first.
+
+        Who has been heard already leaves nothing more there: the first may be removing the folder.
+        """
+        for _ in range(20):
+            try:
+                if not self._heard(partial, self._index):
+                    rank_parts.leave_failure(partial, self._index, reason)
+                return
+            except FileNotFoundError:  # the folder is gone: nobody waits
+                return
+            except OSError:
+                time.sleep(0.1)
+
+    def _heard(self, partial: Path, writer: int) -> bool:
+        return any((partial / f"{kind}-{writer:05d}.json").exists() for kind in ("part", "failed"))
+
+    def _until(self, folder: Path, limit: float, look: Callable[[], T | None]) -> T:
+        """What `look` finds at last. Raises _FailedError when nothing in the folder moves for `limit` seconds."""
+        seen = _movement(folder)
+        since = told = time.monotonic()
+        while (found := look()) is None:
+            self._listen(LOOK)
+            now = time.monotonic()
+            if now - told > TELL:
+                told = now
+                self._say({"waiting": True})
+                if (movement := _movement(folder)) != seen:
+                    seen, since = movement, now
+            if now - since > limit:
+                raise _FailedError(f"for {limit:g} s nothing was heard of the writer of another rank")
+        return found
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._say({"waiting": True})
+            self._listen(min(left, TELL))
+
+    def _listen(self, seconds: float) -> None:
+        """Wait, and hear whether the caller knows how the save ended."""
+        if self._gone:
+            time.sleep(seconds)
+            return
+        try:
+            received = self._channel.receive(seconds)
+        except EOFError:
+            self._gone = True
+            return
+        if received is not None and "told" in received[0]:
+            told: Any = received[0]["told"]
+            raise _ToldError(told["path"], told["reason"], [])
+
+    def _retained(self, folder: Path, keep: tuple[str, ...]) -> list[str]:
+        """Remove what no rule keeps; what the caller should know of it."""
+        try:
+            for path in retention.plan(folder, retention.parse(keep)).removed if keep else ():
+                self._say({"waiting": True})
+                commits.remove(path)
+        except (OSError, UserError) as error:
+            return [f"an old checkpoint could not be removed: {sentence(error)}"]
+        return []
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, _FailedError) else sentence(error)
+
+
+def _refuse_failed(partial: Path) -> None:
+    """Raise _FailedError with what a writer has left as the reason why it cannot."""
+    with contextlib.suppress(FileNotFoundError):  # it goes with its folder, which may be closing at this moment
+        for file in sorted(partial.iterdir()):
+            if file.name.startswith("failed-"):
+                raise _FailedError(json.loads(file.read_text())["reason"])
+
+
+def _verdict(order: Order, partial: Path) -> Path | None:
+    """The checkpoint, None while that is open. Raises _FailedError when this attempt came to nothing."""
+    _refuse_failed(partial)
+    if partial.exists() or commits.closing_path(partial).exists():
+        return None
+    if path := _committed(Path(order.path).parent, order):
+        return path
+    raise _FailedError("it was given up; the first rank says why")
+
+
+def _committed(folder: Path, order: Order) -> Path | None:
+    """The checkpoint that an attempt at this save became."""
+    ids = {attempt_id(order.id, attempt) for attempt in range(order.retries + 1)}
+    return next((path for path, marker in reversed(commits.whole(folder)) if marker.id in ids), None)
+
+
+def _free(path: Path) -> Path:
+    """The path, or with a number where there is one already: of a run that went back, say."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _movement(folder: Path) -> list[tuple[str, int]]:
+    """Changes whenever anything in a folder does."""
+    try:
+        with os.scandir(folder) as found:
+            return sorted((entry.name, entry.stat().st_size) for entry in found)
+    except OSError:
+        return []
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0

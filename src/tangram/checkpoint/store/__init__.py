@@ -1,0 +1,1 @@
+"""The directory of a run's checkpoints: commits, manifests, digests, retention."""

@@ -1,0 +1,317 @@
+"""Seconds of one pass of a micro-batch through one block, for every configuration of a grid at once.
+
+A block's pass takes as long as its operators one after another on the device, or as the host needs to start them all,
+whichever is longer:
+
+    products      by the curve of the device for their shape; the backward multiplies twice, by the other two shapes
+    attention     by the curve of the fused kernel; unfused, as products and sequence x sequence numbers through memory;
+                  of scans the products of two results, which have no weights to make gradients of
+    streams       bytes by the rate of memory; fused or not as the framework has them
+    tensor        two exchanges of a block's hidden states in the forward and two in the backward
+    expert        tokens to their experts' ranks and back, forward and backward
+    context       keys and values around, as far as attention does not cover it; ranks that exchange heads (`ulysses`)
+                  have all tokens of their group and a part of the heads while attention works (Jacobs et al. 2023)
+
+Each is an array over the grid; `planner.cost.step_time` makes a step of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.hardware import curves
+from tangram.models.outline import Batched, Block, Group, Product, Scores, Stream
+from tangram.planner.cost.communication_time import exchange
+from tangram.planner.cost.expert_imbalance import busiest
+from tangram.planner.space.grid import Grid
+from tangram.planner.space.setting import Setting
+
+__all__ = ["Pass", "Ways", "none"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of a micro-batch through one block, or several."""
+
+    products: Array
+    attention: Array
+    streams: Array
+    launch: Array
+    tensor: Array
+    expert: Array
+    context: Array
+
+    @property
+    def total(self) -> Array:
+        return sum((getattr(self, one.name) for one in fields(self)), np.zeros(()))
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def __mul__(self, times: Any) -> Pass:
+        return Pass(*(getattr(self, one.name) * times for one in fields(self)))
+
+
+def none(g: Grid) -> Pass:
+    return Pass(*(np.zeros(len(g)) for _ in fields(Pass)))
+
+
+KERNELS = {"product": 2.0, "scores": 2.0, "unfused scores": 8.0, "stream": 1.0, "unfused stream": 4.0, "exchange": 4.0}
+"""How many kernels the host starts for an operator, with and without fusing."""
+SCORE_PASSES = 4.5
+"""How often unfused attention has a matrix of queries x keys through memory: product, scale, softmax, dropout."""
+SUSTAINED = 0.87
+"""Of the rate of products measured alone what is left when a device works without pause, at the limit of its power."""
+CAST_BYTES = 4.0
+"""Moved for each number that is brought to 8 bits or fewer: 2 read, 1 written, 1 more transposed."""
+UNFUSED = 1.6
+"""How much more goes through memory where each norm, activation or rotation is several kernels."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """A block with its grid and setting: what each of its passes takes."""
+
+    block: Block
+    hidden: int
+    g: Grid
+    setting: Setting
+
+    def forward(self, groups: Array | None = None) -> Pass:
+        """All operators once; or only those of the groups that each configuration computes again."""
+        block = self.block
+
+        def share(group: Group) -> Any:
+            return 1.0 if groups is None else _chosen(groups, group)
+
+        halves = 0.0 if groups is None else 0.5 * _chosen(groups, Group.ALTERNATE)
+        run = [(one, np.maximum(share(one.group), halves)) for one in block.products]
+        products = sum((times * self.product(one, "forward") for one, times in run), self.nothing)
+        casts = sum((times * self.casts(one, "forward") for one, times in run), self.nothing)
+        attention = sum((share(one.group) * self.scores(one, backward=False) for one in block.scores), self.nothing)
+        scans = sum((share(one.group) * self.scan(one) for one in block.batched), self.nothing)
+        streams = sum((share(one.group) * self.stream(one, one.forward) for one in block.streams), self.nothing) + casts
+        started = sum((share(group) * times for group, times in self.kernels()), self.nothing)
+        tensor, expert = self.exchanges()
+        a, m = share(Group.ATTENTION), share(Group.MLP)
+        context = self.around(attention) + self.dealt()
+        return self.waiting(
+            started, products, attention + scans, streams, tensor * (a + m) / 2, expert * m, a * context
+        )
+
+    def repeated(self, forward: Pass) -> Pass:
+        """What is computed again in the backward of each configuration, by its groups."""
+        if not self.g.recompute.any():
+            return forward * 0.0
+        return self.forward(self.g.recompute)
+
+    def backward(self) -> Pass:
+        """All operators backward."""
+        block = self.block
+        products = sum((self.product(one, "backward") for one in block.products), self.nothing)
+        casts = sum((self.casts(one, "backward") for one in block.products), self.nothing)
+        attention = sum((self.scores(one, backward=True) for one in block.scores), self.nothing)
+        scans = sum((2 * self.scan(one) for one in block.batched), self.nothing)
+        streams = sum((self.stream(one, one.backward) for one in block.streams), self.nothing) + casts
+        started = sum((2 * times for _, times in self.kernels()), self.nothing)
+        tensor, expert = self.exchanges()
+        context = 2 * self.around(attention / 2) + self.dealt()
+        return self.waiting(started, products, attention + scans, streams, tensor, expert, context)
+
+    @cached_property
+    def busy(self) -> Array:
+        """Of what goes to experts the part of the busiest rank, for which the others wait."""
+        return busiest(self.block.experts, self.g, self.setting)
+
+    @property
+    def nothing(self) -> Array:
+        return np.zeros(len(self.g))
+
+    def waiting(
+        self,
+        started: Array,
+        products: Array,
+        attention: Array,
+        streams: Array,
+        tensor: Array,
+        expert: Array,
+        context: Array,
+    ) -> Pass:
+        """A pass, with the time that the host needs beyond the device's."""
+        setting = self.setting
+        start = started * (0.0 if setting.graphs else setting.framework.launch)
+        busy = products + attention + streams + tensor + expert + context
+        return Pass(products, attention, streams, np.maximum(start - busy, 0.0), tensor, expert, context)
+
+    # ------------------------------------------------------------ operators
+
+    def rows(self, one: Product) -> tuple[Array, Array]:
+        """Of a product: rows of one of the matrices that a rank has, and how many there are."""
+        g = self.g
+        if not one.experts:
+            whole = 1.0 if one.cut else np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+            return g.tokens / whole, np.ones(len(g))
+        local = np.maximum(one.experts / g.expert, 1.0)
+        routed = g.tokens * self.block.per_token * g.expert_tensor / g.tensor
+        return np.maximum(routed / local * self.busy, 1.0), local
+
+    def sizes(self, one: Product) -> tuple[Array, Array]:
+        """Inputs and outputs of what a rank has of a product."""
+        ranks = self.g.expert_tensor if one.experts else self.g.tensor
+        inputs, outputs = np.full(len(self.g), float(one.inputs)), np.full(len(self.g), float(one.outputs))
+        return (inputs / ranks if one.cut == "in" else inputs), (outputs / ranks if one.cut == "out" else outputs)
+
+    def product(self, one: Product, way: str) -> Array:
+        """Seconds of one map: its product, or the two of its backward."""
+        device, kind = self.setting.device, self.kind(one)
+        (m, count), (k, n) = self.rows(one), self.sizes(one)
+        if way == "forward":
+            return curves.product_seconds(device, kind, m, n, k, count) / SUSTAINED
+        inputs = curves.product_seconds(device, kind, m, k, n, count)
+        if one.frozen:
+            return inputs / SUSTAINED
+        return (inputs + curves.product_seconds(device, kind, k, n, m, count)) / SUSTAINED
+
+    def kind(self, one: Product) -> str:
+        """What a product is computed in: routers stay in 16 bits."""
+        low = self.setting.precision in ("fp8", "fp4")
+        return "bf16" if low and not one.cut and not one.experts else self.setting.precision
+
+    def casts(self, one: Product, way: str) -> Array:
+        """To bring what enters a product to 8 bits, and frozen weights that are kept in fewer to 16."""
+        return self.lowered(one, way) + self.unpacked(one)
+
+    def unpacked(self, one: Product) -> Array:
+        """Frozen weights, read in what they are kept in and written in 16 bits."""
+        base = self.setting.base
+        if not (one.frozen and base.unpacked):
+            return self.nothing
+        (k, n), count = self.sizes(one), np.maximum(one.experts / self.g.expert, 1.0)
+        return curves.moved_seconds(self.setting.device, (base.nbytes + 2.0) * count * k * n)
+
+    def lowered(self, one: Product, way: str) -> Array:
+        """What enters a product, to 8 bits."""
+        if self.setting.precision not in ("fp8", "fp4") or self.kind(one) == "bf16":
+            return self.nothing
+        (m, count), (k, n) = self.rows(one), self.sizes(one)
+        numbers = count * (m * k + n * k / self.g.micros) if way == "forward" else count * m * n
+        return curves.moved_seconds(self.setting.device, CAST_BYTES * numbers)
+
+    def scores(self, one: Scores, *, backward: bool) -> Array:
+        """Of attention on this rank's heads and queries."""
+        g, setting = self.g, self.setting
+        over = g.tensor * g.ulysses
+        heads, kv_heads = np.maximum(one.heads / over, 1.0), np.maximum(one.kv_heads / over, 1.0)
+        queries, keys = g.sequence * g.ulysses / g.context, g.sequence
+        width = (one.qk_dim + one.v_dim) / 2
+        kind = "fp32" if setting.precision == "fp32" else "bf16"
+        if setting.framework.fused_attention:
+            pieces = keys / np.minimum(keys, float(one.chunk or np.inf))  # that see nothing of each other
+            seen = np.minimum(keys / pieces, float(one.window or np.inf))
+            return curves.attention_seconds(
+                setting.device,
+                kind,
+                g.micro * pieces,
+                queries / pieces,
+                seen,
+                heads,
+                kv_heads,
+                width,
+                causal=one.causal & (seen >= keys / pieces),
+                backward=backward,
+            )
+        times = 2.0 if backward else 1.0
+        flops = curves.product_seconds(setting.device, kind, queries, keys, width, 2 * times * g.micro * heads)
+        numbers = g.micro * heads * queries * keys
+        return flops + curves.moved_seconds(setting.device, times * SCORE_PASSES * setting.flow_bytes * numbers)
+
+    def scan(self, one: Batched) -> Array:
+        """Products of two results, forward; the backward has two for each."""
+        g, setting = self.g, self.setting
+        kind = "fp32" if setting.precision == "fp32" else "bf16"
+        count = g.tokens * one.times / (g.tensor if one.cut == "tensor" else 1.0)
+        return curves.product_seconds(setting.device, kind, one.rows, one.outputs, one.inputs, count)
+
+    def stream(self, one: Stream, passes: float) -> Array:
+        """Of an operator that memory bounds."""
+        g, setting = self.g, self.setting
+        rows = g.tokens * (self.block.per_token * g.expert_tensor / g.tensor * self.busy if one.routed else 1.0)
+        ranks = g.expert_tensor if one.routed else g.tensor
+        if one.cut == "tensor":
+            rows = rows / ranks
+        elif one.cut == "tokens":
+            rows = rows / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+        times = 1.0 if setting.framework.fused_streams else UNFUSED
+        return curves.moved_seconds(setting.device, rows * one.width * passes * times * setting.flow_bytes)
+
+    def kernels(self) -> list[tuple[Group, Any]]:
+        """How many the host starts in a forward, by the group they are of."""
+        fused, alone = self.setting.framework.fused_streams, self.setting.framework.fused_attention
+        scores, streams = "scores" if alone else "unfused scores", "stream" if fused else "unfused stream"
+        found = [(one.group, KERNELS["product"]) for one in self.block.products]
+        found += [(one.group, KERNELS[scores]) for one in self.block.scores]
+        found += [(one.group, KERNELS["product"]) for one in self.block.batched]
+        found += [(one.group, KERNELS[streams]) for one in self.block.streams]
+        over = np.where(self.g.tensor > 1, KERNELS["exchange"], 0.0)
+        dealt = np.where(self.g.ulysses > 1, KERNELS["exchange"], 0.0)
+        return [*found, (Group.ATTENTION, over + dealt), (Group.MLP, over)]
+
+    # ------------------------------------------------------------ exchanges
+
+    def exchanges(self) -> tuple[Array, Array]:
+        """Of a pass: hidden states over tensor ranks, by as many halves of the block as are cut, and tokens over expert
+        ranks."""
+        g, setting = self.g, self.setting
+        hidden = g.tokens * self.hidden * setting.flow_bytes
+        over = exchange(setting, "all-reduce", hidden, g.tensor, np.ones(len(g)))
+        over = 2 * over * (1 - setting.framework.overlap_tensor)
+        if not self.block.experts:
+            return over * self.block.halves / 2, self.nothing
+        sent = hidden * self.block.per_token * g.expert_tensor / g.tensor * self.busy
+        to = exchange(setting, "all-to-all", sent, g.expert, g.expert_tensor, g)
+        alone = (self.block.halves - 1) / 2
+        return over * alone + over / 2 * (g.expert_tensor > 1), 2 * to * (1 - setting.framework.overlap_expert)
+
+    def around(self, attention: Array) -> Array:
+        """Keys and values over the context ranks that have the same heads, as far as attention does not cover them."""
+        g, setting = self.g, self.setting
+        ring = g.context / g.ulysses
+        if not (ring > 1).any() or not self.block.scores:
+            return self.nothing
+        numbers = sum((self.keys(one) for one in self.block.scores), self.nothing)
+        nbytes = setting.flow_bytes * g.micro * g.sequence * numbers
+        all_keys = exchange(setting, "all-gather", nbytes, ring, g.tensor * g.ulysses)
+        return np.maximum(all_keys - 0.5 * attention, 0.1 * all_keys)
+
+    def keys(self, one: Scores) -> Array:
+        """Numbers of a token's keys and values on a rank; where ranks are more than heads each has one, copied."""
+        over = self.g.tensor * self.g.ulysses
+        copied = np.where(self.g.ulysses > 1, np.maximum(one.kv_heads / over, 1.0), one.kv_heads / over)
+        return copied * (one.qk_dim + one.v_dim)
+
+    def dealt(self) -> Array:
+        """Queries, keys and values to the ranks of their heads, what attention makes of them back to those of their
+        tokens; nothing covers it. The backward sends the gradients of as much."""
+        g, setting = self.g, self.setting
+        if not (g.ulysses > 1).any() or not self.block.scores:
+            return self.nothing
+        each = setting.flow_bytes * g.tokens
+        found = self.nothing
+        for one in self.block.scores:
+            to = one.heads * one.qk_dim / g.tensor + self.keys(one) * g.ulysses
+            back = one.heads * one.v_dim / g.tensor
+            found = found + sum(exchange(setting, "all-to-all", each * way, g.ulysses, g.tensor) for way in (to, back))
+        return found
+
+
+def _chosen(groups: Array, group: Group) -> Array:
+    """1 where a configuration computes a group again. Whole blocks are all of theirs."""
+    whole = (groups & int(Group.BLOCK)) == int(Group.BLOCK)
+    return np.where(whole | ((groups & int(group)) > 0), 1.0, 0.0)

@@ -1,0 +1,245 @@
+"""Learning from measured runs: how far the closed form of time is off, by what, and how sure that is.
+
+The logarithm of measured over predicted seconds is modelled as a sum of few effects,
+
+    log(measured / predicted) = sum_j w_j x_j + noise
+
+whose features x are the shares of a step's parts ("products are a tenth slower than their curve"), alone and within a
+device, a framework or a place, and one constant for each of those. Every weight has a normal prior around zero with
+the width of its family (`WIDTHS`), so what has not been seen stays at the physics, with an interval as wide as such
+effects are; noise has the heavy tails of Student's t with four degrees of freedom, so single bad rows do not count
+(iterated weights; Gelman et al., Bayesian Data Analysis, 3rd edition, 17.2). The posterior is normal and is kept: a
+few runs of a new place move that place's own effects most, since what is common is known better already.
+
+`Learned` is what `tangram plan` corrects its predictions by. The trade-off: effects are linear in logarithms, so what
+overlaps differently is met only on average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.planner.cost.step_time import Seconds
+from tangram.planner.space.setting import Setting
+
+__all__ = ["SURE", "Learned", "Run", "features", "learn", "load", "published", "save"]
+
+Array = NDArray[Any]
+
+WIDTHS = {
+    "part": 0.25,
+    "device": 0.12,
+    "device part": 0.20,
+    "precision part": 0.20,
+    "framework": 0.12,
+    "framework part": 0.20,
+    "place": 0.12,
+    "place part": 0.25,
+}
+"""How large effects of each family are: the standard deviation of a weight before anything is seen."""
+PARTS = tuple(one.name for one in fields(Seconds))
+SURE = 1.6449
+"""Standard deviations to each side of the middle 90 of 100 of a normal."""
+TAILS = 4.0
+TURNS = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was predicted of a run, and what was measured."""
+
+    parts: Mapping[str, float]
+    """Predicted seconds, by what they are spent on."""
+    device: str
+    framework: str
+    precision: str
+    place: str
+    """Whose machines and software: effects of their own."""
+    measured: float = float("nan")
+    """Seconds of a step."""
+
+    @property
+    def predicted(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+
+def features(run: Run) -> dict[tuple[str, str, str], float]:
+    """The features of a run: (family, of what, part) and its value."""
+    shares = {name: part / run.predicted for name, part in run.parts.items()}
+    found: dict[tuple[str, str, str], float] = {}
+    for name, share in shares.items():
+        found["part", "", name] = share
+        found["device part", run.device, name] = share
+        found["framework part", run.framework, name] = share
+        found["precision part", run.precision, name] = share
+        found["place part", run.place, name] = share
+    found["device", run.device, ""] = 1.0
+    found["framework", run.framework, ""] = 1.0
+    found["place", run.place, ""] = 1.0
+    return found
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A normal distribution over the weights, and the noise of single runs."""
+
+    names: tuple[tuple[str, str, str], ...]
+    mean: Array
+    """Of each weight."""
+    covariance: Array
+    noise: float
+    """Standard deviation of a run's logarithm around what its effects say."""
+
+    def scales(self, device: str, setting: Setting) -> dict[str, float]:
+        """By what each part of a step is multiplied on a device, with a framework, in a type."""
+        known = dict(zip(self.names, self.mean.tolist(), strict=True))
+        of = {"device": device, "framework": setting.framework.name, "precision": setting.precision}
+        constant = sum(known.get((family, of[family], ""), 0.0) for family in ("device", "framework"))
+        return {
+            part: math.exp(
+                constant
+                + known.get(("part", "", part), 0.0)
+                + sum(known.get((f"{family} part", name, part), 0.0) for family, name in of.items())
+            )
+            for part in PARTS
+        }
+
+    def spread(self, runs: Sequence[Run]) -> Array:
+        """The standard deviation of each run's logarithm."""
+        return self.correct(runs)[1]
+
+    def elsewhere(self) -> Learned:
+        """Without the effects of the places that it was learned from: what is known of any other."""
+        keep = [i for i, (family, _, _) in enumerate(self.names) if not family.startswith("place")]
+        at = np.array(keep, dtype=int)
+        return Learned(tuple(self.names[i] for i in keep), self.mean[at], self.covariance[np.ix_(at, at)], self.noise)
+
+    def correct(self, runs: Sequence[Run]) -> tuple[Array, Array]:
+        """Seconds of each run's step, and the standard deviation of their logarithm."""
+        values, unseen = _matrix(runs, self.names)
+        mean = values @ self.mean
+        variance = np.einsum("ij,jk,ik->i", values, self.covariance, values) + unseen + self.noise**2
+        return np.array([run.predicted for run in runs]) * np.exp(mean), np.sqrt(variance)
+
+    def after(self, runs: Sequence[Run]) -> Learned:
+        """With some more runs, of this place or any other; the noise stays."""
+        if not runs:
+            return self
+        names = _names(runs, self.names)
+        grown = _grown(self, names)
+        values, _ = _matrix(runs, names)
+        return _condition(grown, values, _targets(runs), self.noise)
+
+
+def save(one: Learned, path: Path) -> None:
+    """As an archive of numpy; the covariance in 16 bits, as correlations."""
+    deviation = np.sqrt(np.diag(one.covariance))
+    correlation = (one.covariance / np.outer(deviation, deviation)).astype(np.float16)
+    lower = correlation[np.tril_indices(len(deviation))]
+    np.savez_compressed(
+        path, names=np.array(["|".join(name) for name in one.names]), mean=one.mean.astype(np.float32),
+        deviation=deviation.astype(np.float32), correlation=lower, noise=one.noise,
+    )  # fmt: skip
+
+
+def load(path: Path) -> Learned:
+    """What `save` wrote."""
+    with np.load(path, allow_pickle=False) as kept:
+        names = tuple(cast("tuple[str, str, str]", tuple(name.split("|"))) for name in kept["names"].tolist())
+        deviation: Array = kept["deviation"].astype(np.float64)
+        half = np.zeros((len(names), len(names)))
+        half[np.tril_indices(len(names))] = kept["correlation"]
+        both = half + np.tril(half, -1).T
+        mean: Array = kept["mean"].astype(np.float64)
+        return Learned(names, mean, both * np.outer(deviation, deviation), float(kept["noise"]))
+
+
+@cache
+def published() -> Learned:
+    """What published runs have taught (`bench/_planner/teach.py`), for runs anywhere else."""
+    with resources.as_file(resources.files("tangram.planner.cost").joinpath("learned.npz")) as path:
+        return load(path)
+
+
+def learn(runs: Sequence[Run], noise: float = 0.08) -> Learned:
+    """From runs, starting at the physics. `noise` is where its estimate begins."""
+    names = _names(runs, ())
+    start = Learned(names, np.zeros(len(names)), np.diag([WIDTHS[family] ** 2 for family, _, _ in names]), noise)
+    if not runs:
+        return start
+    values, _ = _matrix(runs, names)
+    targets = _targets(runs)
+    left = targets - values @ _condition(start, values, targets, noise).mean
+    return _condition(start, values, targets, max(0.02, float(np.median(np.abs(left))) / 0.6745))
+
+
+def _condition(prior: Learned, values: Array, targets: Array, noise: float) -> Learned:
+    """The posterior of some rows, their noise with heavy tails."""
+    if len(targets) < len(prior.names):
+        return _by_rows(prior, values, targets, noise)
+    precision = np.linalg.inv(prior.covariance)
+    pull = precision @ prior.mean
+    weights, mean, covariance = np.ones(len(targets)), prior.mean, prior.covariance
+    for _ in range(TURNS):
+        scaled = values * (weights / noise**2)[:, None]
+        covariance = np.linalg.inv(precision + values.T @ scaled)
+        mean = covariance @ (pull + scaled.T @ targets)
+        weights = _weights(targets - values @ mean, noise)
+    return Learned(prior.names, mean, covariance, noise)
+
+
+def _by_rows(prior: Learned, values: Array, targets: Array, noise: float) -> Learned:
+    """The same for fewer rows than weights."""
+    spread = prior.covariance @ values.T
+    inner = values @ spread
+    weights, mean, covariance = np.ones(len(targets)), prior.mean, prior.covariance
+    for _ in range(TURNS):
+        gain = np.linalg.solve(inner + np.diag(noise**2 / weights), spread.T).T
+        mean = prior.mean + gain @ (targets - values @ prior.mean)
+        covariance = prior.covariance - gain @ spread.T
+        weights = _weights(targets - values @ mean, noise)
+    return Learned(prior.names, mean, covariance, noise)
+
+
+def _weights(left: Array, noise: float) -> Array:
+    return (TAILS + 1) / (TAILS + (left / noise) ** 2)
+
+
+def _targets(runs: Sequence[Run]) -> Array:
+    return np.log([run.measured / run.predicted for run in runs])
+
+
+def _names(runs: Iterable[Run], known: tuple[tuple[str, str, str], ...]) -> tuple[tuple[str, str, str], ...]:
+    return tuple(dict.fromkeys((*known, *(name for run in runs for name in features(run)))))
+
+
+def _matrix(runs: Sequence[Run], names: tuple[tuple[str, str, str], ...]) -> tuple[Array, Array]:
+    """Values by run and name, and the prior variance of what the names lack."""
+    place = {name: i for i, name in enumerate(names)}
+    values, unseen = np.zeros((len(runs), len(names))), np.zeros(len(runs))
+    for i, run in enumerate(runs):
+        for name, value in features(run).items():
+            if name in place:
+                values[i, place[name]] = value
+            else:
+                unseen[i] += (WIDTHS[name[0]] * value) ** 2
+    return values, unseen
+
+
+def _grown(one: Learned, names: tuple[tuple[str, str, str], ...]) -> Learned:
+    """With more weights, at their priors."""
+    more = len(names) - len(one.names)
+    mean = np.concatenate([one.mean, np.zeros(more)])
+    covariance = np.diag(np.array([WIDTHS[family] ** 2 for family, _, _ in names]))
+    covariance[: len(one.names), : len(one.names)] = one.covariance
+    return Learned(names, mean, covariance, one.noise)

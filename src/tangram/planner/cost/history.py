@@ -1,0 +1,206 @@
+"""What was predicted and what was measured: one SQLite file, to which every training and every trial adds a row.
+
+    $TANGRAM_HISTORY, else $XDG_DATA_HOME/tangram/history.sqlite, else ~/.local/share/tangram/history.sqlite
+
+An empty TANGRAM_HISTORY keeps none. Rows are only added, each in a transaction of its own, so that trainings side by
+side may do so, and one that dies leaves a whole file. A row that cannot be read (somebody edited it, another version
+wrote it) is left out and counted.
+
+The trade-off: one file of a user on a machine, not a service. Where home folders are shared over NFS without locks,
+give each machine its own; a row says whose it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sqlite3
+from collections.abc import Generator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, cast
+
+from tangram.errors import UserError
+from tangram.schema.plan import Plan
+
+__all__ = ["OUTCOMES", "Entry", "History", "add", "family_of", "key_of", "path", "read"]
+
+VERSION = 1
+PATIENCE = 10.0
+"""Seconds that are waited for another process's row."""
+OUTCOMES = ("measured", "out of memory", "not done", "failed")
+
+OF_THE_PLAN = ("model", "precision", "mesh", "axes", "layouts", "pipeline", "context")
+OF_DATA = ("sequence", "global_batch", "micro_batch", "packing")
+NOT_OF_RUN = {"steps", "max_seconds", "evaluate_every", "on_nonfinite", "skips_in_a_row", "diverged"}
+"""Of [run], what says nothing about how long a step takes or what it needs."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One training or trial."""
+
+    at: float
+    """When it ended, in seconds since 1970."""
+    kind: str
+    """"training" or "trial"."""
+    name: str
+    """Of the job."""
+    plan: str
+    """As its file is."""
+    key: str
+    """Of what decides time and memory (`key_of`)."""
+    family: str
+    """Of what of it no number says (`family_of`)."""
+    device: str
+    place: str
+    """The machine, its software and on how many ranks."""
+    precision: str
+    model: int
+    """The version of the estimate that predicted."""
+    parts: Mapping[str, float]
+    """Predicted seconds of a step, by what they are spent on, as the estimate says without any history."""
+    expected: float
+    """Predicted seconds of a step, with what the history said then."""
+    low: float
+    high: float
+    """90 of 100 were expected between these."""
+    held: Mapping[str, float]
+    """Predicted bytes of the rank that needs most, by what they are of."""
+    room: float
+    """Bytes that a rank could use."""
+    outcome: str
+    """One of `OUTCOMES`."""
+    seconds: float | None = None
+    """Measured, of a step: the median."""
+    used: float | None = None
+    """Measured bytes of the rank that took most."""
+    why: str = ""
+    """In a sentence, where nothing was measured."""
+
+    @property
+    def memory(self) -> float:
+        """Predicted bytes of the rank that needs most."""
+        return sum(self.held.values())
+
+    @property
+    def measured(self) -> bool:
+        """Whether there are seconds."""
+        return self.outcome == "measured" and self.seconds is not None
+
+
+@dataclass(frozen=True)
+class History:
+    """All rows of a file, the oldest first."""
+
+    entries: tuple[Entry, ...] = ()
+    left_out: int = 0
+    """Rows that could not be read."""
+
+
+def path() -> Path | None:
+    """The file; None where none is kept."""
+    said = os.environ.get("TANGRAM_HISTORY")
+    if said is not None:
+        return Path(said).expanduser() if said.strip() else None
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "tangram" / "history.sqlite"
+
+
+def key_of(plan: Plan) -> str:
+    """The same for two plans whose steps take the same time and memory: whatever else they train on, and how long."""
+    whole = plan.model_dump(mode="json")
+    said: dict[str, Any] = {name: whole[name] for name in OF_THE_PLAN}
+    said["data"] = {name: whole["data"][name] for name in OF_DATA}
+    said["run"] = {name: value for name, value in whole["run"].items() if name not in NOT_OF_RUN}
+    return _digest(said)
+
+
+def family_of(plan: Plan) -> str:
+    """The same for two plans of one model in one layout, whatever their batches and what they compute again."""
+    whole = plan.model_dump(mode="json")
+    return _digest({name: whole[name] for name in OF_THE_PLAN})
+
+
+def _digest(said: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def add(entry: Entry, file: Path) -> None:
+    """One more row. Raises UserError where the file cannot be written."""
+    with _opened(file) as database:
+        values = [_stored(getattr(entry, one.name)) for one in fields(Entry)]
+        marks = ", ".join("?" * len(values))
+        with database:
+            database.execute(f"INSERT INTO runs ({_columns()}) VALUES ({marks})", values)
+
+
+def read(file: Path) -> History:
+    """All rows; none where there is no file yet. Raises UserError for a file that is no history."""
+    if not file.exists():
+        return History()
+    with _opened(file) as database:
+        rows = database.execute(f"SELECT {_columns()} FROM runs ORDER BY at, rowid").fetchall()
+    found = [_entry(row) for row in rows]
+    kept = tuple(one for one in found if one is not None)
+    return History(kept, len(found) - len(kept))
+
+
+@contextmanager
+def _opened(file: Path) -> Generator[sqlite3.Connection]:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with closing(sqlite3.connect(file, timeout=PATIENCE)) as database:
+            version = int(database.execute("PRAGMA user_version").fetchone()[0])
+            if version > VERSION:
+                raise UserError(f"the history {file} is of a newer version ({version}): set TANGRAM_HISTORY to another")
+            with database:  # two that begin together both find version 0
+                database.execute(f"CREATE TABLE IF NOT EXISTS runs ({_columns()})")
+                database.execute(f"PRAGMA user_version = {VERSION}")
+            yield database
+    except sqlite3.Error as error:
+        raise UserError(f"the history {file} cannot be used ({error}): set TANGRAM_HISTORY to another file") from None
+    except OSError as error:
+        raise UserError(f"the history {file} cannot be used: {error.strerror}: set TANGRAM_HISTORY") from None
+
+
+def _columns() -> str:
+    return ", ".join(f'"{one.name}"' for one in fields(Entry))
+
+
+def _stored(value: Any) -> Any:
+    return json.dumps(dict(cast("Mapping[str, float]", value))) if isinstance(value, Mapping) else value
+
+
+NUMBERS = ("at", "expected", "low", "high", "room")
+TEXTS = ("kind", "name", "plan", "key", "family", "device", "place", "precision", "why")
+
+
+def _entry(row: tuple[Any, ...]) -> Entry | None:
+    """Of a row that makes sense."""
+    said: dict[str, Any] = dict(zip((one.name for one in fields(Entry)), row, strict=True))
+    try:
+        said |= {name: float(said[name]) for name in NUMBERS}
+        said |= {name: float(said[name]) for name in ("seconds", "used") if said[name] is not None}
+        said |= {name: _numbers(said[name]) for name in ("parts", "held")}
+        said["model"] = int(said["model"])
+        found = Entry(**said)
+    except (TypeError, ValueError, AttributeError):
+        return None
+    known = [getattr(found, name) for name in (*NUMBERS, "seconds", "used")]
+    sizes = [*found.parts.values(), *found.held.values()]
+    sound = (
+        all(isinstance(getattr(found, name), str) for name in TEXTS)
+        and all(map(math.isfinite, (*sizes, *(one for one in known if one is not None))))
+        and min(sizes, default=0) >= 0
+        and sum(found.parts.values()) > 0
+        and found.outcome in OUTCOMES
+        and (found.outcome != "measured" or (found.seconds or 0) > 0)
+    )
+    return found if sound else None
+
+
+def _numbers(text: str) -> dict[str, float]:
+    return {str(name): float(part) for name, part in cast("dict[str, Any]", json.loads(text)).items()}

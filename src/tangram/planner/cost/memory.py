@@ -1,0 +1,400 @@
+"""Bytes that a rank needs, for every configuration of a grid at once: of the first stage, the last, and the worst.
+
+At its peak a rank holds what it keeps all the time (parameters, gradients, optimiser's states), what the micro-batches
+in flight left for their backward, and the largest of what comes and goes: logits and their gradient on the last stage,
+the widest gradient of a block's backward with what is computed again for it, what FSDP gathers, gradients that
+products write beside the kept ones.
+
+    numbers      of a stage's blocks, over tensor and expert ranks; the first has the embedding, the last the head
+    states       as the framework keeps them (`planner.space.framework_profiles`), sharded as `zero` says
+    in flight    1F1B: stage i of p has p - i micro-batches; with v chunks a rank 2 (p - i - 1) + (v - 1) p + 1 chunks,
+                 at most all (Narayanan et al. 2021; Megatron-LM, schedules.py); where the backward is split v p on each
+                 rank, of DualPipeV one more (played: `planner.cost.memory_timeline`, and a test compares)
+    activations  a block's `Kept` rows that are not made again; of a block that is made again as a whole its input
+
+Of a pipeline the first rank is looked at, the last, and those where blocks of other sizes begin: a mixture's second
+rank may need more than its first, which has the dense blocks; and the second where the first has fewer blocks. Which
+blocks a rank's chunks have is exact (`planner.space.layers_per_stage`); where chunks are not alike, those in flight are
+taken as the mean of the rank's, which is up to 14 % off what playing the schedule gives
+(`planner.cost.memory_timeline`; 17 % of what is left where states wait on the host), else nothing.
+
+Three totals: what tensors take (`allocated`), what the allocator holds for them (`reserved`), and what the device shows
+(`device`), with the context and the libraries' workspaces, which are no tensors.
+
+The trade-off: peaks of single kernels and the allocator's order of events are not played; their size is a share that
+frameworks' entries say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.models.outline import Block, Group, Kept, Outline
+from tangram.planner.cost.expert_imbalance import SURE, busiest
+from tangram.planner.cost.model_state_bytes import held, held_bytes
+from tangram.planner.space.grid import Grid
+from tangram.planner.space.layers_per_stage import chunk_of, dealt
+from tangram.planner.space.optimisers_and_offload import away
+from tangram.planner.space.schedule_formulas import beyond, folded, splits
+from tangram.planner.space.setting import Setting
+
+__all__ = ["Memory", "Rank", "Stage", "at_rank", "counts_of", "memory", "needs", "stage", "takes_of"]
+
+Array = NDArray[Any]
+MIB = 2.0**20
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Of a rank of one stage, in bytes; arrays over the grid."""
+
+    parameters: Array
+    gradients: Array
+    optimiser: Array
+    activations: Array
+    passing: Array
+    """The largest of what comes and goes: logits, a block made again, what is gathered."""
+    host: Array
+    """In the host's memory."""
+
+    @property
+    def allocated(self) -> Array:
+        """The sum of what is on the device."""
+        return sum((part for name, part in self.parts().items() if name != "host"), np.zeros(()))
+
+    def parts(self) -> dict[str, Array]:
+        """By name."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of all ranks."""
+
+    first: Rank
+    """Of the first stage: most micro-batches in flight."""
+    last: Rank
+    """Of the last stage: the head."""
+    between: tuple[Rank, ...]
+    """Of stages that may need more than both, where blocks are not alike: the first with none of the small ones, and
+    the one before it."""
+    reserve: float
+    """What the allocator holds beyond tensors, as a share of them."""
+    context: float
+    """Bytes that are no tensors: the device's context, workspaces, communicators."""
+
+    @property
+    def allocated(self) -> Array:
+        """Of the rank that needs most."""
+        return self.worst.allocated
+
+    @property
+    def host(self) -> Array:
+        """In the host's memory, of the rank that has most there."""
+        return np.maximum.reduce([one.host for one in (self.first, self.last, *self.between)])
+
+    @property
+    def reserved(self) -> Array:
+        """What the allocator holds there."""
+        return self.allocated * (1 + self.reserve)
+
+    @property
+    def device(self) -> Array:
+        """What the device shows."""
+        return self.reserved + self.context
+
+    @property
+    def worst(self) -> Rank:
+        """The rank that needs most, part by part."""
+        found = self.first
+        for one in (self.last, *self.between):
+            found = _where(found.allocated >= one.allocated, found, one)
+        return found
+
+
+def memory(outline: Outline, g: Grid, setting: Setting) -> Memory:
+    """Of each configuration of the grid."""
+    takes = takes_of(outline, g, setting)
+    first, last = (_rank(outline, g, setting, place, takes) for place in (np.zeros(len(g)), g.pipeline - 1))
+    between = tuple(_rank(outline, g, setting, place, takes) for place in _unlike(outline, g))
+    return Memory(first, last, between, setting.framework.reserve, setting.framework.context)
+
+
+def needs(outline: Outline, g: Grid, setting: Setting) -> Array:
+    """Bytes that the device of the fullest rank shows; infinite where a host has not the memory for what waits."""
+    of = memory(outline, g, setting)
+    return np.where(of.host <= setting.host.memory_bytes, of.device, np.inf)
+
+
+def at_rank(
+    outline: Outline, g: Grid, setting: Setting, place: Array, counts: list[Array] | None = None,
+    takes: Sequence[Takes] | None = None,
+) -> Array:  # fmt: skip
+    """`needs` of one rank of the pipeline, for each configuration that of its own; `counts`: if it had so many blocks
+    of each run. With more blocks it is never less. A grid of one is of all places. `takes`: `takes_of`, if known."""
+    framework, takes = setting.framework, takes_of(outline, g, setting) if takes is None else takes
+    one = _rank(outline, g, setting, place, takes, counts)
+    shown = one.allocated * (1 + framework.reserve) + framework.context
+    return np.where(one.host <= setting.host.memory_bytes, shown, np.inf)
+
+
+BORDERS = 4
+"""How many places where other blocks begin are looked at, the first of a model whose kinds alternate: after these its
+pattern begins anew on ranks that have fewer micro-batches in flight, with at most one block more of a kind."""
+
+
+def _unlike(outline: Outline, g: Grid) -> list[Array]:
+    """Pipeline ranks about each place where blocks of other sizes begin, as after a mixture's first dense blocks; and
+    the second, which may have more than the first where that has fewer blocks."""
+    found: list[Array] = []
+    if (g.ahead + g.behind).any():
+        found.append(np.minimum(g.pipeline - 1, 1.0))
+    at, looked = 0, 0
+    for (block, count), (after, _) in pairwise(outline.runs):
+        at += count
+        looked += block.numbers != after.numbers
+        if looked > BORDERS:
+            break
+        if block.numbers != after.numbers and (g.pipeline > 1).any():
+            chunk, beyond_it = chunk_of(outline, g, at)
+            chunk = chunk + (beyond_it > 0)
+            place = np.where(folded(g.schedule), np.minimum(chunk, g.pipeline - 1), chunk % g.pipeline)
+            found += [place, np.maximum(place - 1, 0)]
+    return found
+
+
+def _where(mask: Array, one: Rank, other: Rank) -> Rank:
+    of, rest = one.parts(), other.parts()
+    return Rank(**{name: np.where(mask, of[name], rest[name]) for name in of})
+
+
+def _rank(
+    outline: Outline, g: Grid, setting: Setting, place: Array, takes: Sequence[Takes],
+    counts: list[Array] | None = None,
+) -> Rank:  # fmt: skip
+    """One of the pipeline's ranks at its peak."""
+    embeds, last = place == 0, place == g.pipeline - 1
+    heads: Array = np.asarray(np.where(folded(g.schedule), embeds, last), dtype=float)
+    has = stage(outline, g, setting, counts or dealt(outline, g, place), embeds * 1.0, heads, takes)
+    flying = _in_flight(g, place) / g.virtual
+    passing = np.maximum(has.logits, has.again) + has.spare + has.workspace + has.gathered_behind
+    kept = has.kept * flying + has.embedded * flying
+    one = Rank(has.parameters, has.gradients, has.optimiser, kept, passing, np.zeros(len(g)))
+    return _offloaded(one, g, has.largest) if g.offload.any() else one
+
+
+def _offloaded(one: Rank, g: Grid, largest: Array) -> Rank:
+    """With what waits in the host's memory there; of activations those of two blocks are on their way."""
+    states, weights, flows = away(g.offload)
+    staying = np.minimum(one.activations, 2 * largest)
+    host = np.where(weights, one.parameters + one.gradients, 0.0) + np.where(states, one.optimiser, 0.0)
+    return Rank(
+        np.where(weights, 0.0, one.parameters), np.where(weights, 0.0, one.gradients),
+        np.where(states, 0.0, one.optimiser), np.where(flows, staying, one.activations), one.passing,
+        host + np.where(flows, one.activations - staying, 0.0),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What so many blocks, with the embedding and the head or without, take of a rank's bytes, and when."""
+
+    parameters: Array
+    gradients: Array
+    optimiser: Array
+    kept: Array
+    """Of each micro-batch, from its forward to the end of its backward."""
+    largest: Array
+    """Of it the most that one block keeps."""
+    embedded: Array
+    """The same, of the embedding."""
+    logits: Array
+    """While the head works."""
+    again: Array
+    """While a backward works: what is made again, and the widest gradient."""
+    spare: Array
+    """Gradients that products write beside the kept ones."""
+    workspace: float
+    gathered_ahead: Array
+    """While a forward works: parameters that are divided."""
+    gathered_behind: Array
+    """While a backward works: the same, and gradients that are not divided yet."""
+
+
+@dataclass(frozen=True)
+class Takes:
+    """What one block takes, wherever it lies."""
+
+    left: Array
+    """Bytes that stay for the backward of a micro-batch."""
+    again: Array
+    """Bytes while its backward works."""
+    shapes: Array
+    """Numbers of a rank's weights, each shape once."""
+    gathered: Array
+    """Numbers of a rank's weights where data ranks divide nothing."""
+
+
+def takes_of(outline: Outline, g: Grid, setting: Setting, *, least: bool = False) -> list[Takes]:
+    """Of each kind of block; `least`: without what making a block again takes beside its backward, so that with fewer
+    blocks made again none takes less."""
+    found: list[Takes] = []
+    for block, _ in outline.predicting.by_kind([count for _, count in outline.predicting.runs]):
+        numbers = block.numbers
+        left, remade = block_activations(block, outline.hidden, g, setting)
+        again = block_backward(block, outline.hidden, g, setting) + (0.0 if least else remade)
+        gathered = numbers.tensor / g.tensor + numbers.whole + numbers.experts / (g.expert * g.expert_tensor)
+        found.append(Takes(left, again, weights_of_shapes(block, g), gathered))
+    return found
+
+
+def stage(
+    outline: Outline, g: Grid, setting: Setting, counts: list[Array], embeds: Array, heads: Any,
+    takes: Sequence[Takes],
+) -> Stage:  # fmt: skip
+    """Of so many blocks of each run; `embeds`, `heads`: 1 with the embedding, the head, else 0."""
+    framework = setting.framework
+    kept, again, whole, scratch, largest = (np.zeros(len(g)) for _ in range(5))
+    tied, predictors, further = outline.tied, outline.predictors, outline.further + outline.positions * outline.hidden
+    outline, counts = outline.predicting, [*counts, *([heads * predictors] if predictors else [])]
+    for (_, count), one in zip(outline.by_kind(counts), takes, strict=True):
+        there = count > 0
+        kept, again = kept + count * one.left, np.maximum(again, np.where(there, one.again, 0.0))
+        largest = np.maximum(largest, np.where(there, one.left, 0.0))
+        scratch = np.maximum(scratch, np.where(there, one.shapes, 0.0))
+        whole = np.maximum(whole, np.where(there, one.gathered, 0.0))
+    ends = outline.vocab * outline.hidden / g.tensor
+    beside = ends * np.maximum(embeds, heads) if tied else ends * (embeds + heads)
+    numbers = held(outline, g, counts, beside + further * embeds)
+    each = setting.flow_bytes * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    embedded = embeds * each * outline.hidden * (0.5 if framework.dropout else 0.0)
+    # The head's weight has its gradient made while logits and theirs are there.
+    head = logits(outline, g, setting) * (1 + predictors) + ends * framework.scratch_bytes
+    wide, cut = max(framework.gathered_bytes, setting.flow_bytes), g.zero >= 3
+    return Stage(
+        *held_bytes(g, setting, *numbers), kept, largest, embedded, heads * head, again,
+        scratch * framework.scratch_bytes,
+        framework.workspace,
+        np.where(cut, whole * (2 * wide) + ends * wide, 0.0),
+        np.where(cut, whole * (2 * wide + framework.reduce_bytes) + ends * wide, 0.0),
+    )  # fmt: skip
+
+
+def counts_of(outline: Outline, start: Array, end: Array) -> list[Array]:
+    """How many blocks of each run lie from `start` to `end`."""
+    found: list[Array] = []
+    at = 0
+    for _, count in outline.runs:
+        found.append(np.maximum(np.minimum(end, at + count) - np.maximum(start, at), 0.0))
+        at += count
+    return found
+
+
+def _in_flight(g: Grid, place: Array) -> Array:
+    """Chunks of a micro-batch that a pipeline rank has kept at its peak."""
+    all_of_them = g.micros * g.virtual
+    place = np.where(splits(g.schedule), 0.0, place)  # all ranks keep as much as the first
+    plain = np.minimum(g.pipeline - place, g.micros)
+    hops = np.where(splits(g.schedule), 1, 2)  # forwards that a rank begins with more than the next one
+    chunks = hops * (g.pipeline - place - 1) + (g.virtual - 1) * g.pipeline + 1 + beyond(g.schedule)
+    chunks = np.minimum(chunks, all_of_them)
+    return np.where(g.virtual > 1, chunks, plain)
+
+
+def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> tuple[Array, Array]:
+    """Bytes of a block that stay for the backward of a micro-batch, and what making it again needs beyond that."""
+    full, left = np.zeros(len(g)), np.zeros(len(g))
+    for one in block.kept:
+        nbytes = kept_bytes(one, block, g, setting)
+        full = full + nbytes
+        left = left + nbytes * stays(one, g)
+    scores = np.zeros(len(g))
+    if not setting.framework.fused_attention:
+        # Softmax's output is kept once: its backward and the product with the values take the same tensor. Dropout
+        # keeps its mask and its own output beside it.
+        each = 2 * setting.flow_bytes + 1.0 if setting.framework.dropout else setting.flow_bytes
+        for one in block.scores:
+            heads = np.maximum(one.heads / g.tensor, 1.0)
+            numbers = g.micro * heads * g.sequence / g.context * g.sequence
+            scores = scores + numbers * each
+    if setting.framework.dropout:
+        masks = 2.0 * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+        full, left = full + masks, left + masks
+    full = full + scores
+    left = left + scores * ((g.recompute & int(Group.SCORES | Group.ATTENTION)) == 0)
+    if (g.ulysses > 1).any():
+        more = _exchanged(block, g, setting)
+        full, left = full + more, left + more * ((g.recompute & int(Group.ATTENTION)) == 0)
+    blocks = (g.recompute & int(Group.BLOCK)) == int(Group.BLOCK)
+    inputs = setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    mean = np.where(blocks, g.recomputed * inputs + (1 - g.recomputed) * full, left)
+    return mean, np.where(g.recompute > 0, np.maximum(full - np.where(blocks, inputs, left), 0.0), 0.0)
+
+
+def _exchanged(block: Block, g: Grid, setting: Setting) -> Array:
+    """Bytes that are kept beside a block's rows where ranks exchange heads for tokens.
+
+    What attention gives is kept twice, by heads for its own backward and by tokens for the product after it; of
+    key-value heads that are fewer than the ranks each rank keeps a whole one.
+    """
+    found = np.zeros(len(g))
+    over = g.tensor * g.ulysses
+    for one in block.scores:
+        again = one.heads * one.v_dim / g.tensor
+        copied = np.maximum(1.0 - one.kv_heads / over, 0.0) * (one.qk_dim + one.v_dim) * g.ulysses
+        found = found + setting.flow_bytes * g.tokens * (again + copied)
+    return np.where(g.ulysses > 1, found, 0.0)
+
+
+def block_backward(block: Block, hidden: int, g: Grid, setting: Setting) -> Array:
+    """Bytes of gradients at the widest place of a block's backward: of what an operator was given, while that is still
+    kept, and of the block's own stream."""
+    widest = np.zeros(len(g))
+    for one in block.kept:
+        widest = np.maximum(widest, kept_bytes(one, block, g, setting))
+    return widest + setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+
+
+def weights_of_shapes(block: Block, g: Grid) -> Array:
+    """Numbers of a rank's weights of a block, each shape once, of experts one.
+
+    Transformer Engine adds to the kept gradient inside the product and gives autograd an empty gradient in its stead,
+    one for each shape, which stays (`get_dummy_wgrad`).
+    """
+    shapes = {(one.inputs, one.outputs, one.cut, one.experts > 0) for one in block.products if not one.frozen}
+    found = np.zeros(len(g))
+    for inputs, outputs, cut, routed in sorted(shapes):
+        ranks = np.ones(len(g)) if not cut else g.expert_tensor if routed else g.tensor
+        found = found + inputs * outputs / ranks
+    return found
+
+
+def stays(one: Kept, g: Grid) -> Array:
+    """Which share of a row is not made again: all, nothing, or half where every second product is."""
+    whole = int(one.group & ~Group.ALTERNATE)
+    half = (g.recompute & int(one.group & Group.ALTERNATE)) > 0
+    return np.where((g.recompute & whole) > 0, 0.0, np.where(half, 0.5, 1.0))
+
+
+def kept_bytes(one: Kept, block: Block, g: Grid, setting: Setting) -> Array:
+    """Of one row of a block, for a micro-batch."""
+    rows = g.tokens
+    if one.routed:
+        rows = rows * block.per_token * g.expert_tensor / g.tensor * busiest(block.experts, g, setting, SURE)
+    ranks = g.expert_tensor if one.routed else g.tensor
+    if one.cut == "tensor":
+        rows = rows / ranks
+    elif one.cut == "tokens":
+        rows = rows / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    return rows * one.width * (one.nbytes or setting.flow_bytes)
+
+
+def logits(outline: Outline, g: Grid, setting: Setting) -> Array:
+    """Of a micro-batch, with what the loss makes of them."""
+    return g.tokens * outline.vocab / g.tensor * setting.framework.logit_bytes

@@ -1,0 +1,77 @@
+"""Numbers that a rank holds, and bytes of what is kept of them: parameters, gradients, the optimiser's states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.models.outline import Outline
+from tangram.planner.space.grid import Grid
+from tangram.planner.space.optimisers_and_offload import states_of
+from tangram.planner.space.setting import Setting
+
+__all__ = ["Held", "divided", "experts_over", "held", "held_bytes"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Numbers of a rank's weights; arrays over the grid."""
+
+    dense: Array
+    """Those that data and context ranks have alike."""
+    routed: Array
+    """Those of its experts."""
+
+
+def held(outline: Outline, g: Grid, counts: Any, ends: Any) -> tuple[Held, Held]:
+    """All numbers of so many blocks of each run with `ends` (numbers beside blocks); of them those that are trained.
+
+    Where nothing is frozen both are the same object.
+    """
+    over = g.expert * g.expert_tensor
+    dense, routed, trained, taught = (np.zeros(len(g)) for _ in range(4))
+    for block, count in outline.by_kind(counts):
+        one = block.numbers
+        dense = dense + count * (one.tensor / g.tensor + one.whole)
+        routed = routed + count * one.experts / over
+        if outline.adapted:
+            one = block.trained
+            trained = trained + count * (one.tensor / g.tensor + one.whole)
+            taught = taught + count * one.experts / over
+    whole = Held(dense + ends, routed)
+    return whole, Held(trained, taught) if outline.adapted else whole
+
+
+def experts_over(g: Grid) -> Array:
+    """Ranks that have the same experts."""
+    return np.maximum(g.data * g.context * g.tensor / (g.expert * g.expert_tensor), 1.0)
+
+
+def divided(g: Grid, numbers: Held, level: int) -> Array:
+    """Numbers that a rank keeps of what is divided from a level of `zero` on."""
+    cut = g.zero >= level
+    over = np.where(cut, g.shard, 1.0)
+    return numbers.dense / over + numbers.routed / np.where(cut, np.minimum(experts_over(g), g.shard), 1.0)
+
+
+def held_bytes(g: Grid, setting: Setting, whole: Held, trained: Held) -> tuple[Array, Array, Array]:
+    """Of parameters, of gradients and of the optimiser's states."""
+    framework = setting.framework
+    alone = setting.precision == "fp32"  # what is computed with is what is updated: no masters beside it
+    kept = 4.0 if alone else framework.parameter_bytes
+    masters = 0.0 if alone else max(framework.optimiser_bytes - 8.0, 0.0)  # the table's are AdamW's in float32
+    low = 1.0 if setting.precision in ("fp8", "fp4") and framework.keeps_low_weights else 0.0
+    parameters = divided(g, trained, 3) * kept
+    if trained is not whole:
+        frozen = Held(whole.dense - trained.dense, whole.routed - trained.routed)
+        parameters = parameters + divided(g, frozen, 3) * setting.base_bytes
+    return (
+        parameters + (whole.dense + whole.routed) * low * (g.zero < 3),
+        divided(g, trained, 2 if framework.divides_gradients else 3) * framework.gradient_bytes,
+        divided(g, trained, 1) * (masters + states_of(g.optimiser)),
+    )

@@ -1,0 +1,251 @@
+"""Seconds of a training step, for every configuration of a grid at once, by what they are spent on.
+
+A step is so many micro-batches through a pipeline, then what data ranks still have to sum, then the optimiser:
+
+    step = M max_i(s_i) + (sum_i(s_i) - max_i(s_i)) / v  +  exposed data traffic  +  optimiser
+
+with s_i the forward and backward of a micro-batch on stage i and v chunks a rank (Narayanan et al. 2021, 2.2, for equal
+stages); what this is above a stage's own share of the work is idle. What a pass through a block takes is
+`planner.cost.block_time`.
+
+What runs beside (gradients summed under the backward, parameters gathered under computation) counts as far as it does
+not fit under. Every part is an array of seconds on the longest way through the step; they add up to the step.
+
+The trade-off: a closed form knows no jitter and no imbalance of real schedules; `schema.schedules` plays events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.hardware import curves
+from tangram.models.outline import Block, Outline
+from tangram.planner.cost.block_time import Pass, Ways, none
+from tangram.planner.cost.communication_time import data_seconds, exchange, optimiser_seconds
+from tangram.planner.cost.offload_time import host_seconds
+from tangram.planner.space.grid import Grid
+from tangram.planner.space.layers_per_stage import cut
+from tangram.planner.space.schedule_formulas import folded, splits
+from tangram.planner.space.setting import Setting
+
+__all__ = [
+    "Passes", "Scales", "Seconds", "block_seconds", "hop_seconds", "loads", "passes_of", "pipeline_seconds", "scaled",
+    "seconds", "slowest_rank",
+]  # fmt: skip
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of a step, by what they are spent on; arrays over the grid."""
+
+    products: Array
+    attention: Array
+    streams: Array
+    head: Array
+    """The embedding's end of the model: logits, loss."""
+    launch: Array
+    """In which devices wait for the host."""
+    tensor: Array
+    expert: Array
+    context: Array
+    stages: Array
+    """Sent between stages."""
+    idle: Array
+    """In which a stage waits for others: for the slowest, and while the pipeline fills and drains."""
+    data: Array
+    """Gradients and parameters over data ranks, as far as nothing covers them."""
+    optimiser: Array
+    host: Array
+    """In which devices wait for what is in their hosts' memory."""
+
+    @property
+    def step(self) -> Array:
+        """The sum."""
+        return sum((getattr(self, one.name) for one in fields(self)), np.zeros(()))
+
+    def parts(self) -> dict[str, Array]:
+        """By name."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+Scales = Mapping[str, float] | None
+"""By what each part of a step is multiplied (`planner.cost.calibration`); None: by one."""
+
+
+def scaled(one: Seconds, scales: Scales) -> Array:
+    """Seconds of steps, each part multiplied: what is longer in every part stays longer."""
+    parts = one.parts()
+    return np.asarray(sum((scales[name] if scales else 1.0) * part for name, part in parts.items()))
+
+
+LOGIT_BYTES = 24.0
+"""Moved for each logit: written and read in 16 bits, its exponential and gradient in float32."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Of one micro-batch, seconds through all blocks by what they are spent on, and through the head."""
+
+    forward: dict[str, Array]
+    backward: dict[str, Array]
+    """With what is computed again."""
+    weights: Array
+    """Of the backward's products, what makes gradients of weights."""
+    head: Array
+    """Forward and backward."""
+    hop: Array
+    """What a stage hands on and gets back."""
+
+
+def passes_of(outline: Outline, g: Grid, setting: Setting) -> Passes:
+    """Of each configuration of the grid."""
+    ahead, back, again, further = _passes(outline, g, setting)
+    rest = back + again
+    return Passes(
+        {one.name: getattr(ahead, one.name) for one in fields(ahead)},
+        {one.name: getattr(rest, one.name) for one in fields(rest)},
+        _weights(outline, back),
+        _head(outline, g, setting) + further,
+        hop_seconds(outline, g, setting),
+    )
+
+
+def block_seconds(outline: Outline, g: Grid, setting: Setting) -> list[Array]:
+    """Of a micro-batch through one block of each run, forward, backward and what is made again."""
+    kinds = {block: sum(_of_block(block, outline, g, setting), none(g)).total for block, _ in outline.kinds}
+    return [kinds[block] for block, _ in outline.runs]
+
+
+def _of_block(block: Block, outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pass]:
+    """Forward, backward, and what is made again, on the mean of all blocks."""
+    passes = Ways(block, outline.hidden, g, setting)
+    forward = passes.forward()
+    return forward, passes.backward(), passes.repeated(forward) * g.recomputed
+
+
+def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pass, Array]:
+    """All blocks forward, backward, and what of them is made again; and seconds of all that of predictors' blocks."""
+    ahead, back, again = (none(g) for _ in range(3))
+    further = np.zeros(len(g))
+    for block, count in outline.kinds:
+        forward, backward, repeated = _of_block(block, outline, g, setting)
+        ahead, back, again = ahead + forward * count, back + backward * count, again + repeated * count
+        if outline.predictors and block == outline.runs[-1][0]:
+            further = (forward + backward + repeated).total
+    if outline.predictors:
+        join = Ways(outline.join, outline.hidden, g, setting)
+        further = (further + (join.forward() + join.backward()).total) * outline.predictors
+    return ahead, back, again, further
+
+
+def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False, fewer: bool = False) -> Seconds:
+    """Of a step of each configuration of the grid; with `least` what no cut of the blocks into chunks is quicker than,
+    and what is never less where blocks take longer; with `fewer`, nor with fewer chunks, from two on, or where
+    pipeline ranks lie within data ranks."""
+    ahead, back, again, further = _passes(outline, g, setting)
+    whole = ahead + back + again
+    body = whole * (1 / g.pipeline)
+    head = _head(outline, g, setting) + further
+    chunks = np.minimum(g.virtual, 2.0) if fewer else g.virtual
+    hop = hop_seconds(outline, replace(g, virtual=chunks, inner=np.ones(len(g))) if fewer else g, setting)
+    micros = g.micros
+    weights = _weights(outline, back) / np.maximum(whole.total, 1e-30)
+    way = pipeline_seconds(outline, g, whole.total, head, weights, least=least)
+    way = way + 2 * hop * (g.pipeline - 1) / chunks
+    return Seconds(
+        **{one.name: getattr(body, one.name) * micros for one in fields(body)},
+        head=head * micros / g.pipeline,
+        stages=hop * micros,
+        idle=way - (body.total + head / g.pipeline) * micros,
+        data=data_seconds(outline, g, setting, ahead.total / g.pipeline, body.total + head / g.pipeline),
+        optimiser=optimiser_seconds(outline, g, setting),
+        host=host_seconds(outline, g, setting, ahead.total / g.pipeline, body.total + head / g.pipeline),
+    )
+
+
+def _weights(outline: Outline, back: Pass) -> Array:
+    """Of the backward, what makes gradients of weights: one of the two products of each map, if they are trained."""
+    return back.products * (0.0 if outline.adapted else 0.5)
+
+
+def pipeline_seconds(
+    outline: Outline, g: Grid, blocks: Array, head: Array, weights: Any = 0.0, *, least: bool = False
+) -> Array:
+    """All micro-batches through all stages: the slowest each time, the others once.
+
+    `weights`: which share of a micro-batch's work makes gradients of weights; a schedule that splits the backward fills
+    its waits with them, twice as many as there are (`planner.space.schedule_formulas`).
+    """
+    slowest = slowest_rank(outline, g, blocks, head, least=least)
+    waits = np.where(splits(g.schedule), np.maximum(1 - 2 * weights, 0.0), 1.0)
+    return slowest * g.micros + np.maximum(blocks + head - slowest, 0.0) / g.virtual * waits
+
+
+def slowest_rank(outline: Outline, g: Grid, blocks: Array, head: Array, *, least: bool = False) -> Array:
+    """Seconds of a micro-batch on it; with `least` on that of the best cut or less: some rank has as many blocks as the
+    mean, rounded up, and some takes as long as the mean with the head."""
+    each = blocks / outline.layers
+    if least:
+        return np.maximum(np.ceil(outline.layers / g.pipeline) * each, (blocks + head) / g.pipeline)
+    most, last = loads(outline, g)
+    return np.maximum(most * each, last * each + head)
+
+
+def loads(outline: Outline, g: Grid) -> tuple[Array, Array]:
+    """Blocks of the rank that has most of those without the head, and of the rank with the head.
+
+    Of ranks between the first and the last, or behind the first where chunks go down the ranks and up again, the second
+    has most, or the one that has two of the first chunks after each other.
+    """
+    (each, more), ranks = cut(outline.layers, g), g.pipeline
+    dealt_out, even = ~folded(g.schedule), g.virtual * each
+    first = even + np.ceil(more / ranks) - g.ahead
+    between = even + np.maximum(np.ceil((more - 1) / ranks), 0.0)
+    last = even + np.floor(more / ranks) - g.behind
+    turning = even + np.where(more > ranks, 2.0, np.where(more > 1, 1.0, 0.0))
+    both = even + (more > 0) - g.ahead - g.behind
+    looped = np.where(ranks > 2, np.maximum(first, between), np.where(ranks > 1, first, 0.0))
+    return np.where(dealt_out, looped, turning), np.where(dealt_out, last, both)
+
+
+def _head(outline: Outline, g: Grid, setting: Setting) -> Array:
+    """Logits and loss of a micro-batch, forward and backward, with the further passes of predictors."""
+    device, vocab, hidden = setting.device, outline.vocab / g.tensor, float(outline.hidden)
+    kind = "fp32" if setting.precision == "fp32" else "bf16"
+    products = curves.product_seconds(device, kind, g.tokens, vocab, hidden)
+    products = products + curves.product_seconds(device, kind, g.tokens, hidden, vocab)
+    if not outline.adapted:  # a frozen head has no gradient
+        products = products + curves.product_seconds(device, kind, hidden, vocab, g.tokens)
+    loss = curves.moved_seconds(device, LOGIT_BYTES * g.tokens * vocab)
+    over = exchange(setting, "all-reduce", g.tokens * hidden * setting.flow_bytes, g.tensor, np.ones(len(g)))
+    return (products + loss + over) * (1 + outline.predictors)
+
+
+def _leaving(size: int, g: Grid, stride: Array) -> Array:
+    """Of the ways from stage to stage the share between other groups of `size` devices."""
+    return (np.ceil(g.pipeline / np.maximum(np.floor(size / stride), 1.0)) - 1) / np.maximum(g.pipeline - 1, 1.0)
+
+
+def hop_seconds(outline: Outline, g: Grid, setting: Setting) -> Array:
+    """What a stage hands on of a micro-batch and gets back of it, as far as computation does not cover it; the mean of
+    stages whose neighbour is at the same fast link and of others."""
+    cut = np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    nbytes = g.tokens * outline.hidden * setting.flow_bytes / cut
+    stride = g.tensor * g.context * np.where(g.inner > 0, 1.0, g.data)
+    two = np.where(g.pipeline > 1, 2.0, 1.0)
+    far = exchange(setting, "p2p", nbytes, two, np.full(len(g), float(setting.node)))
+    one = np.where(stride * 2 <= setting.node, exchange(setting, "p2p", nbytes, two, stride), far)
+    share = _leaving(setting.node, g, stride)
+    one = share * far + (1 - share) * one
+    for size, _ in setting.islands:  # those that go farther than what was priced so far
+        farther = exchange(setting, "p2p", nbytes, two, np.full(len(g), float(size)))
+        one = one + _leaving(size, g, stride) * np.maximum(farther - far, 0.0)
+        far = np.maximum(farther, far)
+    return 2 * one * g.virtual * np.where(g.virtual > 1, 0.5, 1.0)

@@ -1,0 +1,1 @@
+"""The ranking of strategies for the machine at hand: plans that `tangram train` runs."""

@@ -1,0 +1,304 @@
+"""The model axes of a plan by derivation: layouts of all parameters, and what moves, from a few marks.
+
+Tensor axes: marks come with Tangram for some types of model, else from the model's own `tp_plan` and `ep_plan`
+(transformers), of which only what they say of weights is taken; what they would do with activations follows. A model
+with neither gets Llama's marks, as far as its modules are called so. Context and expert axes: the marks of a table, by
+the way in which they cut. Names that are not in the model at hand, or that an axis would cut unevenly, are left out, so
+a vocabulary of odd size stays whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from tangram.errors import UserError
+from tangram.layout import Layout, Mesh
+from tangram.models.graph import Graph
+from tangram.models.named import token_inputs
+from tangram.planner.legality.check_plan import bound_layout
+from tangram.planner.local.tensor_share import TensorShare, tensor_share
+from tangram.relayout.collectives import ALL_REDUCE
+from tangram.schema.plan import Plan
+from tangram.sharding.derive.derive import Derived
+from tangram.sharding.derive.layouts import layout_of, local_shape, moved, used
+from tangram.sharding.derive.marking.marks import Mark, marks_of, matched, states
+from tangram.sharding.derive.marking.published import published
+from tangram.sharding.derive.of_model import States, derive_whole, fitting, graph_of, parameter_states
+from tangram.sharding.derive.problem.states import SAME, State, cut, received
+
+SEQUENCE = "{model.embed_tokens,model.layers.*,model.norm}: b s/AXIS h"
+WAYS: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("context", "gathered"): (SEQUENCE,),
+    ("context", "ring"): (SEQUENCE,),
+    ("context", "heads"): (
+        SEQUENCE,
+        "{*.q_proj,*.k_proj,*.v_proj,*.q_b_proj}: b s out/AXIS",
+        "*.kv_b_proj: b one s out/AXIS",
+    ),
+    ("expert", "sequence"): (SEQUENCE,),
+    ("expert", "samples"): ("{model.embed_tokens,model.layers.*,model.norm}: b/AXIS s h",),
+    ("expert", "whole"): (),
+    ("tensor", "weights"): (),
+}
+"""By role and way, what else is cut over such an axis (its experts are, over an expert axis).
+
+context, gathered: the sequence, and all keys and values are gathered. ring: the sequence in a balanced order, and keys
+and values go round (attention by tokens). heads: the sequence, and inside of attention the
+heads instead (all-to-all, as in DeepSpeed-Ulysses). expert, sequence or samples: what lies between the experts, so that
+its ranks compute it in parts; whole: all of them compute it. tensor, weights: the marks that are on weights, without
+those that cut the sequence between blocks (Megatron-LM's tensor parallelism without its sequence parallelism).
+"""
+
+
+@dataclass(frozen=True)
+class ModelAxis:
+    """A model axis of a plan."""
+
+    name: str
+    role: Literal["tensor", "context", "expert"]
+    way: str = ""
+    """Of `WAYS`; "" of a tensor axis: all marks that are known."""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Collectives of one kind that a rank takes part in, in the forward and the backward of one sample."""
+
+    nbytes: float
+    """What a rank receives, each time."""
+    times: int
+
+
+@dataclass(frozen=True)
+class TensorLayouts:
+    """What a plan says of its model axes."""
+
+    parameters: Mapping[str, str]
+    """By name pattern; those that are whole are not named."""
+    marks: Mapping[str, str]
+    vocabulary: bool
+    """Whether the vocabulary is cut, too."""
+    moves: tuple[Moves, ...]
+    share: TensorShare
+    """What a rank of the tensor axes does."""
+
+
+def tensor_layouts(
+    config: PreTrainedConfig, model: nn.Module, graph: Graph, axis: tuple[str, int], shard: str | None
+) -> TensorLayouts | str | None:
+    """The layouts over a tensor axis (name and size) and, of all parameters, over the data axis `shard`.
+
+    `graph`: of one sample. None: no marks are known for such a model. A sentence: they do not fit.
+    """
+    return axes_layouts(config, model, graph, Mesh(((axis,),)), [ModelAxis(axis[0], "tensor")], shard)
+
+
+def axes_layouts(
+    config: PreTrainedConfig, model: nn.Module, graph: Graph, mesh: Mesh, axes: Sequence[ModelAxis], shard: str | None
+) -> TensorLayouts | str | None:
+    """The layouts over model axes, which are those of `mesh`, and, of all parameters, over the data axis `shard`.
+
+    `graph`: of as many samples as an axis cuts, or one. None: no marks are known for such a model and axis. A sentence:
+    they do not fit. Where tensor ranks cannot divide what lies between their products as well as others do, they only
+    divide the products.
+    """
+    marks: list[Mark] = []
+    for axis in axes:
+        found = _marks_over(config, model, axis)
+        own = fitting(graph, found, mesh)
+        if axis.way == "weights":
+            own = [mark for mark in own if _on_parameters(graph, mark)]
+        if not found:
+            return None
+        between = WAYS.get((axis.role, axis.way), ())[:1]
+        if not own or not all(fitting(graph, [_of_text(text, axis)], mesh) for text in between):
+            return _nothing(config, mesh, axis.name)
+        marks += own
+    tensor = {axis.name for axis in axes if axis.role == "tensor"}
+    if _unevenly_together(graph, marks, mesh):
+        marks = [mark for mark in marks if not mark.layout.axes & tensor or _on_parameters(graph, mark)]
+    try:
+        lies = _lying(graph, marks, mesh, [axis.name for axis in axes if axis.role == "tensor"])
+        whole = derive_whole(graph, [*marks, *_settled(graph, lies)], mesh, left=True)
+    except UserError as error:
+        return " ".join(str(error).split())
+    for axis in axes:
+        if axis.role != "context" and not any(own[axis.name].kind == "cut" for own in lies.values()):
+            return _nothing(config, mesh, axis.name)
+    if split := next((name for name, own in lies.items() if any(s.outer > 1 for s in own.values())), None):
+        return f"{split} would be cut in several blocks, which this version cannot train"
+    shapes = {value.name: value.shape for _, value in graph.of_kind("parameter")}
+    parameters = dict(by_pattern({name: _text(len(shapes[name]), own, shard) for name, own in lies.items()}))
+    ends = [name for name, own in lies.items() if "embed" in name and any(s.kind == "cut" for s in own.values())]
+    return TensorLayouts(
+        parameters, _together(marks, mesh), bool(ends), tuple(_moves(whole)), tensor_share(whole, tensor)
+    )
+
+
+def plan_moves(plan: Plan, graph: Graph) -> tuple[Moves, ...]:
+    """What moves over a plan's model axes, by its marks so far as they fit the graph. Raises UserError."""
+    sizes = dict(Mesh.parse(plan.mesh).views[0])
+    mesh = Mesh((tuple((axis, sizes[axis]) for axis in plan.model_axes),))
+    marks = [Mark.parse(f"{pattern}: {layout}") for pattern, layout in plan.layouts.marks.items()]
+    parameters = [(value.name, tuple(value.shape)) for _, value in graph.of_kind("parameter")]
+    lies = {name: _cut_as(bound_layout(plan, name, shape), mesh) for name, shape in parameters}
+    marks = [*fitting(graph, marks, mesh), *_settled(graph, lies)]
+    return tuple(_moves(derive_whole(graph, marks, mesh, left=True)))
+
+
+def _cut_as(layout: Layout, mesh: Mesh) -> States:
+    where = {axis: d for d, dim in enumerate(layout.dims) for axis in dim.axes}
+    return {axis: cut(where[axis]) if axis in where else SAME for axis in mesh.axes}
+
+
+def _unevenly_together(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> bool:
+    """Whether marks that each axis has by itself would cut a dim unevenly, taken together."""
+    cuts: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for mark in marks:
+        for v in matched(graph, mark).values():
+            for d, dim in enumerate(mark.layout.dims):
+                cuts[v, d] |= dim.axes
+    return any(graph.values[v].shape[d] % prod(mesh.axes[axis][0] for axis in own) for (v, d), own in cuts.items())
+
+
+def _nothing(config: PreTrainedConfig, mesh: Mesh, axis: str) -> str:
+    size = mesh.axes[axis][0]
+    return f"the marks of a {config.model_type} model cut nothing of this one into {size} even parts"
+
+
+def _lying(graph: Graph, marks: Sequence[Mark], mesh: Mesh, tensor: Sequence[str]) -> Mapping[str, States]:
+    """How parameters lie: over tensor axes as follows from marks, over others as marks say and otherwise whole."""
+    lies: dict[str, dict[str, State]] = {v.name: dict.fromkeys(mesh.axes, SAME) for _, v in graph.of_kind("parameter")}
+    if tensor:
+        own = Mesh((tuple((axis, n) for axis, n in mesh.views[0] if axis in tensor),))
+        some = [mark for mark in marks if mark.layout.axes <= set(tensor)]
+        for name, found in parameter_states(derive_whole(graph, some, own, left=True)).items():
+            lies[name] |= found
+    for mark in marks:
+        for name, v in matched(graph, mark).items():
+            if graph.values[v].kind == "parameter":
+                lies[name] |= states(mark.layout, graph.values[v].shape, mesh)
+    return lies
+
+
+def _settled(graph: Graph, lies: Mapping[str, States]) -> list[Mark]:
+    """Where parameters lie, as marks of each."""
+    return [Mark(value.name, layout_of(value.shape, lies[value.name])) for _, value in graph.of_kind("parameter")]
+
+
+def sample_graph(model: nn.Module, sequence: int, dtype: torch.dtype, samples: int = 1) -> Graph:
+    """A language model on one sample, or on some."""
+    return graph_of(model, token_inputs(samples, sequence), dtype)
+
+
+def _marks_over(config: PreTrainedConfig, model: nn.Module, axis: ModelAxis) -> list[Mark]:
+    """The marks over one axis; none where no such are known."""
+    if axis.role == "tensor":
+        return [_over(mark, axis.name) for mark in known_marks(config, model)]
+    experts = published(model, "none", axis.name) if axis.role == "expert" else []
+    whole = [mark for mark in experts if axis.name in mark.layout.axes]
+    others = [_of_text(text, axis) for text in WAYS[axis.role, axis.way]]
+    return [] if axis.role == "expert" and not whole else [*whole, *others]
+
+
+def _on_parameters(graph: Graph, mark: Mark) -> bool:
+    return all(graph.values[v].kind == "parameter" for v in matched(graph, mark).values())
+
+
+def _of_text(text: str, axis: ModelAxis) -> Mark:
+    return Mark.parse(text.replace("AXIS", axis.name))
+
+
+def _together(marks: Sequence[Mark], mesh: Mesh) -> dict[str, str]:
+    """Marks as a plan has them: those of one pattern are one, of which each dim is cut in the order of the mesh."""
+    order = [*mesh.axes]
+    found: dict[str, Layout] = {}
+    for mark in marks:
+        before = found.get(mark.pattern)
+        if before is None:
+            found[mark.pattern] = mark.layout
+            continue
+        dims = tuple(
+            replace(a, cuts=tuple(sorted((*a.cuts, *b.cuts), key=lambda cut: order.index(cut.axis))))
+            for a, b in zip(before.dims, mark.layout.dims, strict=True)
+        )
+        found[mark.pattern] = replace(before, dims=dims)
+    return {pattern: str(layout) for pattern, layout in found.items()}
+
+
+def known_marks(config: PreTrainedConfig, model: nn.Module) -> list[Mark]:
+    """The marks that come with Tangram, else those of transformers' plans of the model, experts whole on a rank.
+
+    Else Llama's: many decoders call their modules as it does, and whatever a mark is on, the rest follows from it.
+    """
+    return marks_of(str(config.model_type)) or published(model, "tp", "tp") or marks_of("llama") or []
+
+
+def _over(mark: Mark, axis: str) -> Mark:
+    """A mark over `tp`, over another axis."""
+    text = re.sub(r"/tp\b", f"/{axis}", str(mark.layout))
+    return Mark.parse(f"{mark.pattern}: {text}")
+
+
+def _text(ndim: int, states: States, shard: str | None) -> str | None:
+    """A layout as a plan has it; None for a parameter that no model axis cuts."""
+    dims = dims_of(ndim, states)
+    if dims == ["_"] * ndim:
+        return None
+    dims[0] += f"/{shard}" if shard else ""
+    return " ".join(dims)
+
+
+def dims_of(ndim: int, states: States) -> list[str]:
+    """The dims of a parameter as a layout has them, each with the axes that cut it, as in `_/tp`."""
+    dims = ["_"] * ndim
+    for axis, state in states.items():
+        if state.kind == "cut":
+            dims[state.dim] += f"/{axis}"
+    return dims
+
+
+def by_pattern(texts: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
+    """Layouts by pattern: one for all layers where they lie alike."""
+    groups: dict[str, dict[str, str | None]] = {}
+    for name, text in texts.items():
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), {})[name] = text
+    for pattern, own in groups.items():
+        found = {*own.values()}
+        one = found.pop()
+        if not found:
+            yield from [(pattern, one)] if one is not None else []
+        else:
+            yield from ((name, text) for name, text in own.items() if text is not None)
+
+
+def _moves(found: Derived) -> Iterator[Moves]:
+    for one in moved(found):
+        name = found.folded.value(one.value)
+        if name.kind == "parameter":
+            continue  # once a step
+        for nbytes in (one.forward_bytes, one.backward_bytes):
+            if nbytes:
+                yield Moves(nbytes, one.times)
+    yield from _moves_of_loss(found)
+
+
+def _moves_of_loss(found: Derived) -> Iterator[Moves]:
+    """Of logits that are cut over the vocabulary: a number a token, and then two (`kernels.cross_entropy`)."""
+    graph = found.folded.graph
+    if (v := graph.outputs.get("logits")) is None:
+        return
+    states = used(found, found.folded.classes[v])
+    rows = prod(local_shape(found, graph.values[v].shape, states)[:-1])
+    for over in found.axes:
+        if states[over.axis] == cut(len(graph.values[v].shape) - 1):
+            yield from (Moves(received(ALL_REDUCE, 4.0 * n * rows, over.k), 1) for n in (1, 2))

@@ -1,0 +1,146 @@
+"""A job's model on meta, and what it costs: counted once for all plans that are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from tangram.errors import UserError
+from tangram.models.build import build_on_meta
+from tangram.models.costs import ModelCosts, at_micro_batch, costs
+from tangram.models.graph import Graph
+from tangram.models.outlined import FIELDS, int_field
+from tangram.planner.legality.plan_as_grid import refused_heads
+from tangram.planner.local.derived_layouts import Moves, TensorLayouts, plan_moves, sample_graph, tensor_layouts
+from tangram.planner.local.stage_shares import Stages, cut_into_stages
+from tangram.planner.local.tensor_share import local_shapes, scaled
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan, matches
+
+
+def frozen(model: nn.Module, job: Job) -> nn.Module:
+    """The model with the parameters frozen that the job freezes."""
+    for name, parameter in model.named_parameters():
+        if matches(job.model.freeze, name):
+            parameter.requires_grad_(False)
+    return model
+
+
+class Counted:
+    """A job's model on meta and what it costs, counted once for each number of tensor ranks."""
+
+    def __init__(self, job: Job, config: PreTrainedConfig) -> None:
+        self.job, self.config = job, config
+        self.model = frozen(build_on_meta(config), job)
+        self._pair = cache(lambda: self._count(self.model))
+        self._narrow = cache(self._narrowed)
+        dtype = getattr(torch, job.precision.compute)
+        self._graph = cache(lambda: sample_graph(self.model, job.data.sequence, dtype))
+
+    def moves(self, plan: Plan) -> tuple[Moves, ...]:
+        """What moves over a plan's model axes for one sample. Raises UserError where nothing can be derived."""
+        return plan_moves(plan, self._graph())
+
+    def costs(self, micro_batch: float) -> ModelCosts:
+        """Of the whole model, for one micro-batch."""
+        return at_micro_batch(*self._pair(), micro_batch)
+
+    def local_costs(self, lies: TensorLayouts | None, axis: tuple[str, int], micro_batch: float) -> ModelCosts:
+        """Of one rank of a tensor axis (name and size), for one micro-batch.
+
+        Those of the model that a configuration says that has the rank's parts of parameters; where none does, those of
+        the whole model by the share that follows from the layouts.
+        """
+        if lies is None or axis[1] == 1:
+            return self.costs(micro_batch)
+        narrow = self._narrow(axis[1], lies.vocabulary)
+        if narrow is not None and narrow.shapes == self._parts(lies, axis):
+            return at_micro_batch(*narrow.costs, micro_batch)
+        logits = 1 / axis[1] if lies.vocabulary else 1.0
+        return scaled(self.costs(micro_batch), lies.share, logits=logits)
+
+    def _parts(self, lies: TensorLayouts, axis: tuple[str, int]) -> Mapping[str, tuple[int, ...]]:
+        shapes = _shapes(self.model)
+        dims = {name: text for name in shapes if (text := _layout(name, lies.parameters)) is not None}
+        return local_shapes(shapes, dims, axis)
+
+    def tensor(self, axis: tuple[str, int], shard: str | None) -> TensorLayouts | str | None:
+        """How everything lies over a tensor axis, derived from the marks that are known; None where none are."""
+        if found := refused_heads(self.config, tensor=[axis]):
+            return found[0].said
+        try:
+            graph = self._graph()
+        except UserError as error:
+            return " ".join(str(error).split())
+        return tensor_layouts(self.config, self.model, graph, axis, shard)
+
+    def stages(self, count: int) -> Stages:
+        """The modules of each of so many stages of a pipeline. Raises UserError where it cannot be cut so."""
+        return cut_into_stages(self._graph(), self.costs(1), count)
+
+    @property
+    def graph(self) -> Graph:
+        """What the model runs for one sample. Raises UserError where it cannot be captured."""
+        return self._graph()
+
+    def _count(self, model: nn.Module) -> tuple[ModelCosts, ModelCosts]:
+        dtype = getattr(torch, self.job.precision.compute)
+        one, two = (costs(model, self.job.data.sequence, batch, dtype) for batch in (1, 2))
+        return one, two
+
+    def _narrowed(self, tensor: int, vocabulary: bool) -> _Narrow | None:
+        """The model of one of so many tensor ranks; None where no configuration says it."""
+        config = _one_of(self.config, tensor, vocabulary)
+        if config is None:
+            return None
+        try:
+            model = build_on_meta(config)
+            return _Narrow(_shapes(model), self._count(model))
+        except UserError:
+            return None
+
+
+@dataclass(frozen=True)
+class _Narrow:
+    """A model of fewer heads and a narrower inside."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    costs: tuple[ModelCosts, ModelCosts]
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _layout(name: str, layouts: Mapping[str, str]) -> str | None:
+    return next((layout for pattern, layout in layouts.items() if matches((pattern,), name)), None)
+
+
+def _one_of(config: PreTrainedConfig, tensor: int, vocabulary: bool) -> PreTrainedConfig | None:
+    """The model that one of so many tensor ranks computes: fewer heads, a narrower inside. None: no fields say it."""
+    config = deepcopy(config)
+    text = config.get_text_config()
+    sizes = {
+        name: int_field(text, FIELDS[name]) for name in ("heads", "hidden", "head_dim", "kv_heads", "ffn", "vocab")
+    }
+    if not (sizes["heads"] and sizes["hidden"] and sizes["ffn"]):
+        return None
+    (heads, n), (_, hidden), (ffn, width) = sizes["heads"], sizes["hidden"], sizes["ffn"]
+    changes = {heads: n // tensor, ffn: width // tensor}
+    changes["head_dim"] = sizes["head_dim"][1] if sizes["head_dim"] else hidden // n
+    changes["num_key_value_heads"] = (sizes["kv_heads"][1] if sizes["kv_heads"] else n) // tensor
+    if vocabulary and sizes["vocab"]:
+        changes[sizes["vocab"][0]] = sizes["vocab"][1] // tensor
+        changes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    try:
+        for name, value in changes.items():
+            setattr(text, name, value)
+    except Exception:  # noqa: BLE001  classes refuse with what they like: fields that follow from others, no None
+        return None
+    return config

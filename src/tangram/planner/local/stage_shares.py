@@ -1,0 +1,149 @@
+"""What each rank of a pipeline has of a model, and for how long it keeps it: the whole model is one stage of one rank.
+
+The schedule's table is played through (`schema.schedule_table`), with the FLOPs of the blocks as time, a backward of
+twice its forward's, and what is recomputed once more:
+
+    kept     micro-batches whose activations a stage keeps at a time
+    slots    times of a micro-batch on the rank with most work in a step: more than there are micro-batches by those in
+             which it waits (the bubble)
+
+What lies outside of the blocks counts as the last stage's, whose head is the most of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tangram.errors import UserError
+from tangram.models.costs import OUTSIDE, ModelCosts, Parameter, Part
+from tangram.models.graph import Graph
+from tangram.schema.plan import Plan, matches
+from tangram.schema.schedule_table import Action, kept, simulate
+
+Stages = tuple[tuple[str, ...], ...]
+"""For each stage the modules whose parameters it has."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank of the pipeline axis has."""
+
+    stages: tuple[int, ...]
+    parameters: tuple[Parameter, ...]
+    local: ModelCosts
+    """Its parts of what one tensor rank computes."""
+    work: float
+    """Its share of all work."""
+    kept: tuple[int, ...]
+    """For each of its stages."""
+    activations: float
+    """Bytes that its stages keep of micro-batches when it is most; of blocks that are recomputed less."""
+    slots: float
+
+
+def recomputed(plan: Plan, block: str) -> bool:
+    """Whether the forward of a block runs again in the backward."""
+    return block != OUTSIDE and matches(plan.run.recompute, block)
+
+
+def kept_bytes(plan: Plan, part: Part) -> float:
+    """What a part keeps of a micro-batch for its backward.
+
+    Of one that is computed again: what goes in, and what operators make that do not run again (`run.recompute_keep`).
+    """
+    if not recomputed(plan, part.name):
+        return part.kept_bytes
+    made = sum(part.made[kind].nbytes for kind in plan.run.recompute_keep)
+    return min(part.input_bytes + made, part.kept_bytes)
+
+
+def again_flops(plan: Plan, part: Part) -> float:
+    """What is computed once more in its backward."""
+    if not recomputed(plan, part.name):
+        return 0.0
+    return part.forward_flops - sum(part.made[kind].flops for kind in plan.run.recompute_keep)
+
+
+def shares(plan: Plan, parameters: Sequence[Parameter], local: ModelCosts) -> list[Share]:
+    """What each rank has of a model with these parameters, of which a tensor rank computes `local`."""
+    table = plan.actions(1 if plan.pipeline is None else None)  # of one stage micro-batches follow each other
+    last = table.stages - 1
+    parts: list[list[Part]] = [[] for _ in range(table.stages)]
+    for part in local.parts:
+        parts[last if part.name == OUTSIDE else plan.stage_of(f"{part.name}.")].append(part)
+    forward = [sum(part.forward_flops for part in own) for own in parts]
+    again = [sum(again_flops(plan, part) for part in own) for own in parts]
+
+    def flops(action: Action) -> float:
+        more = again[action.stage] if action.kind in ("I", "B") else 0.0
+        return (2 if action.kind == "B" else 1) * forward[action.stage] + more
+
+    found = simulate(table, flops)
+    sizes = [sum(kept_bytes(plan, part) for part in own) for own in parts]
+    most = kept(table, sizes)
+    rows = [table.stages_of(rank) for rank in range(table.ranks)]
+    busiest = max(sum(3 * forward[stage] + again[stage] for stage in own) for own in rows)
+    slots = found.seconds / busiest if busiest else float(table.micros)
+    if plan.pipeline is None:
+        slots = float(plan.micro_steps)
+    total = sum(forward) or 1.0
+    return [
+        Share(
+            own,
+            tuple(one for one in parameters if plan.stage_of(one.name) in own),
+            replace(
+                local,
+                parts=tuple(part for stage in own for part in parts[stage]),
+                logits_bytes=local.logits_bytes if last in own else 0.0,
+            ),
+            sum(forward[stage] for stage in own) / total,
+            tuple(found.alive[stage] for stage in own),
+            most[rank],
+            slots,
+        )
+        for rank, own in enumerate(rows)
+    ]
+
+
+def cut_into_stages(graph: Graph, costs: ModelCosts, count: int) -> Stages:
+    """The modules of each of `count` stages, cut between blocks so that the stage with most work has least.
+
+    `graph`: of the whole model, which says in what order modules run; `costs`: of its blocks. What runs before the
+    blocks is the first stage's, what runs after them the last one's. Raises UserError where there are fewer blocks.
+    """
+    blocks = [part.name for part in costs.blocks]
+    if len(blocks) < count:
+        raise UserError(f"the model has {len(blocks)} blocks, too few for {count} stages")
+    first = {run.module: run.first for run in reversed(graph.runs)}
+    outside = sorted({p.name.rpartition(".")[0] for p in costs.parameters if p.block == OUTSIDE}, key=first.__getitem__)
+    before = [name for name in outside if first[name] < first[blocks[0]]]
+    after = [name for name in outside if first[name] >= first[blocks[0]]]
+    work = {part.name: part.forward_flops for part in costs.parts}
+    bounds = _least_bounds([work[name] for name in blocks], work.get(OUTSIDE, 0.0), count)
+    stages = [blocks[a:b] for a, b in itertools.pairwise([0, *bounds, len(blocks)])]
+    stages[0], stages[-1] = [*before, *stages[0]], [*stages[-1], *after]
+    return tuple(map(tuple, stages))
+
+
+def _least_bounds(work: Sequence[float], end: float, count: int) -> tuple[int, ...]:
+    """Where to cut a row so that the largest sum of a part is least; the last part has `end` more. Exact."""
+    known: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
+
+    def best(start: int, parts: int) -> tuple[float, tuple[int, ...]]:
+        """Of what begins at `start`, in so many parts."""
+        if (start, parts) in known:
+            return known[start, parts]
+        if parts == 1:
+            found = sum(work[start:]) + end, ()
+        else:
+            choices: list[tuple[float, tuple[int, ...]]] = []
+            for cut in range(start + 1, len(work) - parts + 2):
+                rest, bounds = best(cut, parts - 1)
+                choices.append((max(sum(work[start:cut]), rest), (cut, *bounds)))
+            found = min(choices)
+        known[start, parts] = found
+        return found
+
+    return best(0, count)[1]

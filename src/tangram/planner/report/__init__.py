@@ -1,0 +1,1 @@
+"""Answers for people: tables, charts and the HTML report."""

@@ -1,0 +1,173 @@
+"""The best configurations of the joint space: branch and bound, equal to trying everything.
+
+A branch is what has a mesh (pipeline, tensor, context and data ranks), a micro-batch, folded experts and a schedule in
+common. Its bound is the step of that one of its configurations in which nothing is computed again and the optimiser's
+states are divided, exposed data traffic left aside: by the model of time every other part is at least as long where
+something is computed again or divided otherwise, whatever each part is multiplied by (`tests/planner/test_space.py`
+draws configurations and factors). Branches are taken by their bound; when it is longer than the last of the best found,
+the rest cannot hold a better one. Of the branches that are left each way of computing again has a bound of its own.
+So what is returned is what trying all would return.
+
+As soon as something fits, what needs too much on one rank by any cut, with all blocks computed again, is left out
+(`planner.search.uneven_stages.hopeless`). Of each configuration that is left, the quickest cut of the blocks into
+chunks that fits is taken (`planner.search.uneven_stages`), with as few blocks computed again as fit or more where that
+is quicker (`planner.space.recompute`); bounds are of the best that any could be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.errors import UserError
+from tangram.models.outline import Outline
+from tangram.planner.cost.step_time import Scales, seconds
+from tangram.planner.legality.enumerate import Request, expanded, meshes, of_mesh, remade
+from tangram.planner.search.evaluate import Wanted
+from tangram.planner.search.uneven_stages import CACHED, all_cuts, best_cuts, hopeless
+from tangram.planner.space.grid import Grid, joined
+from tangram.planner.space.setting import Setting
+
+__all__ = ["Found", "bounds_of", "exhaustive", "least_of", "search"]
+
+Floats = NDArray[np.float64]
+FIRST, BLOCK = 32, 2048
+"""Branches that are looked at together: few at first, until something is known that others have to be quicker than."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best configurations, the fastest first."""
+
+    grid: Grid
+    step: Floats
+    """Seconds."""
+    memory: Floats
+    """Bytes of the rank that needs most, as the device sees them."""
+    looked: int
+    """Configurations that were evaluated."""
+    of: int
+    """Configurations in the space; -1 where branches were cut before they were laid out."""
+    smallest: Grid
+    """Of those looked at, cut evenly, the one that needs least memory."""
+    smallest_memory: float
+
+
+def search(
+    outline: Outline, request: Request, setting: Setting, limit: float, most: int = 10, scales: Scales = None,
+    within: float = np.inf,
+) -> Found:  # fmt: skip
+    """The `most` fastest configurations that need at most `limit` bytes; fewer where fewer fit.
+
+    `within`: seconds that a step may take.
+    """
+    rows = [of_mesh(outline, request, mesh, bound=True) for mesh in meshes(outline, request)]
+    if not any(map(len, rows)):
+        raise UserError(
+            f"{request.devices} devices and {request.batch} samples of {request.sequence} tokens have no legal layout "
+            f"for {outline.name}: change the batch to a multiple of the devices, or leave less out"
+        )
+    every = joined(rows)
+    bounds = least_of(outline, every, setting, scales, fewer=True)
+    order = np.argsort(bounds, kind="stable")
+
+    def branches() -> Iterator[tuple[float, Grid]]:
+        start, count = 0, FIRST
+        while start < len(order):
+            few = order[start : start + count]
+            yield float(bounds[few[0]]), every.take(few)
+            start, count = start + count, min(2 * count, BLOCK)
+
+    def laid_out(rows: Grid, last: float) -> Grid:
+        found = remade(outline, request, rows)
+        if np.isfinite(last):
+            found = found.take(least_of(outline, found, setting, scales) <= last * (1 + 1e-12))
+        return expanded(outline, request, found)
+
+    wanted = Wanted(outline, setting, limit, scales, request.able)
+    return _take(wanted, most, len(every), branches(), laid_out, within)
+
+
+def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales, *, fewer: bool = False) -> Floats:
+    """Of each row that `remade` laid out what none of its configurations is quicker than; with `fewer`, of each that
+    `of_mesh` laid out with `bound`.
+
+    Without what data ranks move beyond computation: of that more hides where more is computed again, and with parts
+    multiplied unlike each other the one could outweigh the other.
+    """
+    found: list[Floats] = []
+    for start in range(0, len(rows), CACHED):  # so many stay in a processor's caches
+        parts = seconds(outline, rows.take(slice(start, start + CACHED)), setting, least=True, fewer=fewer).parts()
+        del parts["data"], parts["host"]
+        found.append(np.asarray(sum((scales[name] if scales else 1.0) * part for name, part in parts.items())))
+    return np.concatenate(found)
+
+
+def bounds_of(outline: Outline, every: Grid, sizes: Sequence[int], setting: Setting, scales: Scales) -> list[float]:
+    """Of each mesh, what none of its configurations is quicker than; `every` has their rows one after the other."""
+    starts = np.cumsum([0, *sizes])[:-1]
+    return np.minimum.reduceat(least_of(outline, every, setting, scales, fewer=True), starts).tolist()
+
+
+def exhaustive(
+    outline: Outline, request: Request, setting: Setting, limit: float, most: int = 10, scales: Scales = None
+) -> Found:
+    """The same by trying everything."""
+    every = ((0.0, of_mesh(outline, request, mesh)) for mesh in meshes(outline, request))
+    wanted = Wanted(outline, setting, limit, scales, request.able)
+    return _take(wanted, most, 0, every, lambda rows, last: rows, whole=True)
+
+
+def _take(
+    wanted: Wanted, most: int, looked: int, branches: Iterator[tuple[float, Grid]],
+    laid_out: Callable[[Grid, float], Grid], within: float = np.inf, *, whole: bool = False,
+) -> Found:  # fmt: skip
+    """`laid_out`: of a branch all configurations that may be as quick as some seconds; `whole`: all cuts of all
+    configurations are evaluated."""
+    best: list[Grid] = []
+    steps: list[Floats] = []
+    needs: list[Floats] = []
+    last = within
+    smallest: tuple[float, Grid] | None = None
+    for bound, rows in branches:
+        if bound > last and smallest is not None:
+            break
+        g = laid_out(rows, last if smallest is not None else np.inf)
+        if not len(g):
+            continue
+        looked += len(g)
+        if best and not whole:
+            g = g.take(~hopeless(wanted, g))
+            if not len(g):
+                continue
+        g, step, need = wanted.tried(g) if whole else wanted.evaluated(g, last)
+        at = int(np.argmin(need))
+        if smallest is None or need[at] < smallest[0]:
+            smallest = (float(need[at]), g.take(slice(at, at + 1)))
+        if (step <= last).sum() >= most:  # a better cut of these is as quick at least
+            last = min(last, float(np.partition(step, most - 1)[most - 1]))
+        cuts = all_cuts(wanted, g, step, need) if whole else best_cuts(wanted, g, step, need, last)
+        looked += cuts.looked
+        fits = np.isfinite(cuts.step)
+        if not fits.any():
+            continue
+        g, need, step = cuts.grid.take(fits), cuts.need[fits], cuts.step[fits]
+        keep = np.argsort(step, kind="stable")[:most]
+        keep = keep[step[keep] <= within]
+        best, steps, needs = [*best, g.take(keep)], [*steps, step[keep]], [*needs, need[keep]]
+        if sum(map(len, steps)) >= most:
+            last = min(last, float(np.sort(np.concatenate(steps))[most - 1]))
+    if smallest is None:
+        raise UserError(
+            f"nothing that is allowed of {wanted.outline.name} can be run: rules leave no configuration of any mesh; "
+            "allow more (kinds of optimisers, what waits on the host, all but what --runs runs)"
+        )
+    if not best:
+        empty = smallest[1].take(slice(0, 0))
+        return Found(empty, np.zeros(0), np.zeros(0), looked, -1, smallest[1], smallest[0])
+    step, need, g = np.concatenate(steps), np.concatenate(needs), joined(best)
+    order = np.lexsort((need, step))[:most]
+    return Found(g.take(order), step[order], need[order], looked, -1, smallest[1], smallest[0])

@@ -1,0 +1,58 @@
+"""The quickest strategies for what is asked, over every type that products may be computed in.
+
+Each type is a search of its own, with its own rates and corrections; one that comes later looks only for what is as
+quick as the best of those before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tangram.hardware.cluster import Cluster
+from tangram.models.outline import Outline
+from tangram.planner.cost.calibration import Learned
+from tangram.planner.legality.enumerate import Request
+from tangram.planner.search.branch_and_bound import search
+from tangram.planner.search.strategy import Ask, Choice, described, safe, setting_of
+
+__all__ = ["Ranked", "by_step", "ranked"]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """What was found."""
+
+    choices: tuple[Choice, ...]
+    """The fastest first."""
+    smallest: Choice
+    """What needs least memory, whether it fits or not."""
+    looked: int
+    """Configurations that were evaluated."""
+
+
+def ranked(
+    outline: Outline, cluster: Cluster, ask: Ask, request: Request, limit: float, most: int, learned: Learned,
+    within: float = math.inf,
+) -> Ranked:  # fmt: skip
+    """The `most` fastest whose steps take at most `within` seconds, and of which nine of ten runs stay within `limit`
+    bytes. Raises UserError where nothing is legal."""
+    choices: list[Choice] = []
+    smallest: list[Choice] = []
+    looked = 0
+    for one in ask.each():
+        setting = setting_of(cluster, one)
+        scales = learned.scales(setting.device.name, setting)
+        found = search(outline, request, setting, safe(limit), most, scales, within)
+        choices += described(outline, found.grid, setting, one, limit, learned)
+        smallest += described(outline, found.smallest, setting, one, limit, learned)
+        looked += found.looked
+        if len(choices) >= most:
+            within = min(within, sorted(choice.step for choice in choices)[most - 1])
+    return Ranked(by_step(choices)[:most], min(smallest, key=lambda one: one.memory), looked)
+
+
+def by_step(choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """The fastest first, of those the smallest."""
+    return tuple(sorted(choices, key=lambda one: (one.step, one.memory)))

@@ -1,0 +1,132 @@
+"""One given strategy: whether it is legal, what it needs, what utilisation to expect, and what it loses to the best.
+
+The answer to "is my MFU right, what should it be?" and "why does it not run?", before anything is launched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tangram.errors import UserError
+from tangram.hardware.cluster import Cluster
+from tangram.layout import LayoutError, Mesh
+from tangram.models.outline import Outline
+from tangram.planner.cost.calibration import published
+from tangram.planner.legality.constraints import reasons
+from tangram.planner.search.query import Answer, plan, requested
+from tangram.planner.search.strategy import Ask, Choice, described, limit_of, setting_of
+from tangram.planner.space.grid import Grid, grid
+from tangram.planner.space.recompute import again_of
+from tangram.planner.space.schedule_formulas import SCHEDULES, code
+
+__all__ = ["Explained", "Given", "explain"]
+
+AXES = {"pp": "pipeline", "dp": "data", "cp": "context", "heads": "ulysses", "tp": "tensor"}
+"""What axes of a mesh are for, by their names."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A strategy as a person gives it."""
+
+    mesh: str
+    """Of the axes pp, dp, cp, heads and tp; those that are not named have one rank. Ranks of cp send keys around, those
+    of heads exchange heads for tokens (Ulysses)."""
+    micro: int = 1
+    chunks: int = 1
+    schedule: str = "1F1B"
+    """Of the pipeline; of several chunks 1F1B is Interleaved1F1B."""
+    zero: int = 1
+    again: str = "nothing"
+    experts: str = "1 x 1"
+    """Expert ranks x the experts' tensor ranks."""
+    shard: int = 0
+    """Over how many of the data and context ranks states are divided; 0: all."""
+    sequence_parallel: bool = True
+    """Whether tensor ranks divide the tokens of what they do not divide otherwise."""
+    uneven: str = "0 0"
+    """How many blocks fewer the first chunk of the model has, and the last one."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What is to be said of it."""
+
+    refused: tuple[str, ...]
+    """Why it cannot run; empty where it can."""
+    choice: Choice | None
+    best: Answer
+
+
+def explain(outline: Outline, cluster: Cluster, ask: Ask, given: Given) -> Explained:
+    """Of a strategy. Raises UserError where it cannot be read."""
+    g = laid_out(cluster, ask, given)
+    refused = reasons(outline, g)
+    best = plan(outline, cluster, ask)
+    if refused:
+        return Explained(tuple(refused), None, best)
+    setting, limit = setting_of(cluster, ask), limit_of(cluster, ask)
+    return Explained((), described(outline, g, setting, ask, limit, published())[0], best)
+
+
+def _only(kinds: tuple[int, ...]) -> int:
+    """Of the kinds of optimisers that may be used the one."""
+    if len(kinds) != 1:
+        raise UserError("--explain looks at one strategy: give one --optimiser with it")
+    return next(iter(kinds))
+
+
+def ordered(mesh: str, axes: list[str]) -> bool:
+    """Whether pipeline ranks lie within data ranks. Raises UserError for an order that is not known."""
+    orders = {"pp dp cp heads tp": False, "dp pp cp heads tp": True}
+    for order, inner in orders.items():
+        if axes == [name for name in order.split() if name in axes]:
+            return inner
+    raise UserError(
+        f'the mesh "{mesh}" has axes in an order that is not priced: those farthest apart come first, as in '
+        f"{' or '.join(orders)}"
+    )
+
+
+def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
+    """As a grid of one."""
+    if ask.others:
+        raise UserError("--explain looks at one strategy: give one --precision with it")
+    request = requested(cluster, ask)
+    try:
+        axes = Mesh.parse(given.mesh).axes
+    except LayoutError as error:
+        raise UserError(f'"{given.mesh}" is no mesh: {error}') from None
+    if unknown := [name for name in axes if name not in AXES]:
+        raise UserError(f'the mesh "{given.mesh}" has the axis {unknown[0]}: axes are named {", ".join(AXES)}')
+    sizes = {AXES[name]: size for name, (size, _) in axes.items()}
+    ranks = 1
+    for size in sizes.values():
+        ranks *= size
+    if ranks != request.devices:
+        raise UserError(f'the mesh "{given.mesh}" has {ranks} ranks, and there are {request.devices} devices')
+    inner = ordered(given.mesh, [name for name, (size, _) in axes.items() if size > 1])
+    sizes["context"] = sizes.get("context", 1) * sizes.get("ulysses", 1)
+    group, share = again_of(given.again)
+    try:
+        expert, expert_tensor = (int(part) for part in given.experts.split("x"))
+    except ValueError:
+        raise UserError(f'"{given.experts}" are no expert ranks: write 8 x 1') from None
+    try:
+        ahead, behind = (int(part) for part in given.uneven.split())
+    except ValueError:
+        ahead = behind = -1
+    if min(ahead, behind) < 0:
+        raise UserError(f'"{given.uneven}" are no numbers of blocks fewer of the first and the last chunk: write 1 1')
+    schedule = code("Interleaved1F1B" if given.schedule == "1F1B" and given.chunks > 1 else given.schedule)
+    if schedule < 0:
+        names = ", ".join(one.name for one in SCHEDULES)
+        raise UserError(f'the search knows no schedule "{given.schedule}": give one of {names}')
+    return grid(
+        batch=request.batch, sequence=request.sequence, micro=given.micro, virtual=given.chunks, schedule=schedule,
+        zero=given.zero, ahead=ahead, behind=behind,
+        recompute=int(group), recomputed=share, expert=expert, expert_tensor=expert_tensor,
+        sequence_parallel=float(given.sequence_parallel and sizes.get("tensor", 1) > 1),
+        shard=given.shard or sizes.get("data", 1) * sizes.get("context", 1),
+        optimiser=_only(ask.optimisers), offload=max(ask.offloads), inner=float(inner), **sizes,
+    )  # fmt: skip

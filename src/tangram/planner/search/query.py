@@ -1,0 +1,178 @@
+"""From a model, a cluster and a batch to a ranked list of strategies: what `tangram plan MODEL --cluster C` answers.
+
+    plan(model, cluster, ask) -> Answer
+
+Nothing here trains or needs a device; the inputs know nothing of training either, so that another objective can use
+them. Predictions are corrected by what published runs have taught (`planner.cost.calibration`), and carry an interval.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tangram.errors import UserError
+from tangram.hardware.cluster import Cluster
+from tangram.models.outline import Outline
+from tangram.planner.cost.calibration import Learned, published
+from tangram.planner.legality.enumerate import Request
+from tangram.planner.legality.exclusions import without
+from tangram.planner.search.by_precision import ranked
+from tangram.planner.search.objectives import Aim
+from tangram.planner.search.strategy import Ask, Choice, assumed, limit_of, unlike
+from tangram.planner.search.suggest_fit import Change, would_fit
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.optimisers_and_offload import kept_words
+from tangram.planner.space.setting import Precision
+
+__all__ = ["Answer", "asked_of", "count_of", "devices_of", "plan", "requested"]
+
+UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3, "B": 1024**3}
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp4", "fp32")
+
+MOST_TOKENS = 2**40
+"""Of a step; the search takes longer the more ways there are to divide its samples."""
+
+
+def count_of(text: str, units: Mapping[str, int]) -> int:
+    """A number of tokens as typed. Raises UserError."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in units else (text, "")
+    try:
+        return int(float(number) * units.get(unit, 1))
+    except (ValueError, OverflowError):
+        raise UserError(f'"{text}" is no number of tokens: write 4194304, or 4M') from None
+
+
+def devices_of(text: str) -> tuple[int, int]:
+    """Of "64" 0 and 64, of the range "8-64" its ends, of "" 0 and 0, which is all. Raises UserError."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)", text.strip() or "0", re.ASCII)
+    if found is None:
+        raise UserError(f'"{text}" is no number of devices: write --gpus 64, or a range as in --gpus 8-64')
+    fewest, most = int(found[1] or 0), int(found[2])
+    if found[1] is not None and not 1 <= fewest <= most:
+        raise UserError(f"--gpus {text} is no range of devices: give the fewest first, from 1, as in 8-64")
+    return fewest, most
+
+
+def asked_of(tokens: str, sequence: int, precision: str, framework: str, devices: str, memory: float, most: int) -> Ask:
+    """As typed: "4M" tokens (of 1,024 x 1,024), "bf16,fp8", "8-64" devices, memory in GB. Raises UserError."""
+    count = count_of(tokens, UNITS)
+    types: dict[str, Precision] = {one: one for one in PRECISIONS}
+    names = tuple(dict.fromkeys(one.strip() for one in precision.split(",")))
+    for name in names:
+        if name not in types:
+            raise UserError(f'there is no precision "{name}": give one of {", ".join(PRECISIONS)}, or several')
+    if not memory >= 0 or math.isinf(memory):
+        raise UserError("--memory is a number of GB from 0, which is all that a device has")
+    least, several = devices_of(devices)
+    kinds: tuple[Precision, ...] = tuple(types[name] for name in names)
+    return Ask(count, sequence, kinds[0], framework, several, memory * 1e9, most, others=kinds[1:], fewest=least)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found, the fastest first."""
+
+    outline: Outline
+    cluster: str
+    ask: Ask
+    limit: float
+    choices: tuple[Choice, ...]
+    smallest: Choice
+    """What needs least memory, whether it fits or not."""
+    looked: int
+    assumed: tuple[str, ...]
+    """What the catalogue does not know, and what was taken in its place."""
+    otherwise: Mapping[str, Choice | None]
+    """The best if something were otherwise, by what; None where nothing fits."""
+    would: tuple[Change, ...] = ()
+    """Where nothing fits, of each kind of change the smallest with which something does."""
+    aim: Aim | None = None
+    """What choices are ranked by; None: by their steps."""
+    missed: str = ""
+    """Why there are no choices although some fit."""
+    quickest: Choice | None = None
+    """Of those that fit, then."""
+
+    @property
+    def enough(self) -> int:
+        """Where nothing fits, devices on which something does; 0 where none were found."""
+        return next((int(one.to) for one in self.would if one.kind == "devices"), 0)
+
+    @property
+    def several(self) -> bool:
+        """Whether choices may be of several numbers of devices."""
+        return self.ask.fewest > 0 or (self.aim is not None and self.aim.objective.sizes)
+
+    @property
+    def instead(self) -> dict[str, float]:
+        """Seconds of the best step if something were otherwise, by what; nan where nothing fits."""
+        return {name: one.step if one else float("nan") for name, one in self.otherwise.items()}
+
+
+def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) -> Answer:
+    """The best strategies on one number of devices; `what_if`: and what they would be otherwise.
+
+    Raises UserError where numbers cannot be; for a range of devices, too, which is `across.best`'s.
+    """
+    request, limit, learned = requested(cluster, ask), limit_of(cluster, ask), published()
+    found = ranked(outline, cluster, ask, request, limit, 4 * ask.most, learned)
+    choices = found.choices
+    otherwise = _otherwise(outline, request, limit, ask, learned, cluster) if choices and what_if else {}
+    would = () if choices or not what_if else would_fit(outline, cluster, ask, request, limit, learned)
+    return Answer(
+        outline, cluster.name, ask, limit, unlike(choices)[: ask.most], found.smallest, found.looked,
+        (*assumed(cluster, ask), *kept_words(outline, ask.base)), otherwise, would,
+    )  # fmt: skip
+
+
+def requested(cluster: Cluster, ask: Ask) -> Request:
+    """The space's numbers. Raises UserError for those that cannot be."""
+    devices, able = ask.devices or cluster.ranks, without(ask.able, ask.without)
+    if ask.fewest:
+        raise UserError("one strategy is of one number of devices: give --gpus a number, and no range")
+    if devices > cluster.ranks:
+        raise UserError(f"{cluster.name} has {cluster.ranks} devices, and {devices} are asked for: ask for fewer")
+    if ask.tokens > MOST_TOKENS:
+        raise UserError(f"a step has at most {MOST_TOKENS:,} tokens: ask for fewer")
+    if ask.sequence < 1 or ask.tokens < ask.sequence:
+        raise UserError(f"a step of {ask.tokens} tokens has no sample of {ask.sequence}: give more tokens")
+    if ask.tokens % ask.sequence:
+        below, above = ask.tokens // ask.sequence * ask.sequence, -(-ask.tokens // ask.sequence) * ask.sequence
+        raise UserError(
+            f"{ask.tokens} tokens are not samples of {ask.sequence}: the nearest batches are {below} and {above}"
+        )
+    schedules = tuple(one for one in framework(ask.framework).schedules if one in able.schedules)
+    return Request(
+        devices, ask.tokens // ask.sequence, ask.sequence, schedules=schedules, able=able,
+        node=cluster.links[0].ranks if len(cluster.links) > 1 else 0,
+        islands=tuple(link.ranks for link in cluster.links[1:-1]), optimisers=ask.optimisers, offloads=ask.offloads,
+    )  # fmt: skip
+
+
+def _otherwise(
+    outline: Outline, request: Request, limit: float, ask: Ask, learned: Learned, cluster: Cluster
+) -> dict[str, Choice | None]:
+    """The best if memory, network or the sequence were otherwise; None where nothing fits."""
+    near = cluster.links[: len(cluster.links) > 1]  # one link alone is all the network there is
+    half = replace(cluster, links=(*near, *(replace(far, rate=far.rate / 2) for far in cluster.links[len(near) :])))
+    cases = {
+        "with 5 GB more memory": (request, cluster, limit + 5e9),
+        "with 5 GB less memory": (request, cluster, limit - 5e9),
+        "with half of the network": (request, half, limit),
+    }
+    if request.batch % 2 == 0:
+        longer = replace(request, batch=request.batch // 2, sequence=request.sequence * 2)
+        cases["at twice the sequence, the same tokens"] = (longer, cluster, limit)
+    found: dict[str, Choice | None] = {}
+    for name, (other, where, most) in cases.items():
+        # What it says of FLOPs and tokens is of its own sequence.
+        asked = replace(ask, sequence=other.sequence)
+        try:
+            shown = ranked(outline, where, asked, other, most, 1, learned).choices if most > 0 else ()
+        except UserError:
+            shown = ()
+        found[name] = shown[0] if shown else None
+    return found

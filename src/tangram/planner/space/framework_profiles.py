@@ -1,0 +1,94 @@
+"""What of memory and time depends on the framework that runs a plan: `frameworks.toml`, one entry a framework and era.
+
+These are facts about programs (which kernels are fused, in what type gradients are kept, what overlaps), not about
+models or machines; each has its reason beside it in the table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from tangram.errors import UserError
+
+__all__ = ["Framework", "framework", "frameworks"]
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One entry of the table; what each key means is said there."""
+
+    name: str
+    names: tuple[str, ...]
+    since: str
+    fused_attention: bool
+    fused_streams: bool
+    launch: float
+    overlap_reduce: float
+    overlap_gather: float
+    overlap_tensor: float
+    overlap_expert: float
+    gradient_bytes: float
+    reduce_bytes: float
+    optimiser_bytes: float
+    parameter_bytes: float
+    gathered_bytes: float
+    divides_gradients: bool
+    keeps_low_weights: bool
+    dropout: bool
+    logit_bytes: float
+    scratch_bytes: float
+    workspace: float
+    reserve: float
+    context: float
+    schedules: tuple[str, ...]
+
+
+@cache
+def frameworks() -> tuple[Framework, ...]:
+    """All entries, the default first."""
+    file = resources.files("tangram.planner.space").joinpath("frameworks.toml")
+    tables: dict[str, dict[str, Any]] = tomllib.loads(file.read_text(encoding="utf-8"))
+    usual = {"since": "", **tables["default"]}
+    known = {one.name for one in fields(Framework)} - {"name"}
+    found: list[Framework] = []
+    for name, table in tables.items():
+        if unknown := sorted(set(table) - known):
+            raise UserError(f"frameworks.toml: {name} has no key {unknown[0]!r}")
+        values: dict[str, Any] = {**usual, **table, "names": tuple(table.get("names", (name,)))}
+        values["schedules"] = tuple(values["schedules"])
+        found.append(Framework(name, **values))
+    return tuple(found)
+
+
+def _begins(said: str, start: str) -> bool:
+    """With whole words; only nothing begins with nothing."""
+    rest = said.removeprefix(start)
+    return said == start or (bool(start) and rest != said and not (start[-1].isalnum() and rest[:1].isalnum()))
+
+
+def framework(name: str, date: str = "") -> Framework:
+    """The entry of a name as people write it, and of a date ("2023-06", the newest where it is empty).
+
+    Raises UserError where no entry has the name; an empty name has the default.
+    """
+    said = name.strip().lower()
+    if not date and said in {one.name for one in frameworks()}:
+        return next(one for one in frameworks() if one.name == said)
+    begins = [
+        (len(start), one.since, one)
+        for one in frameworks()
+        for start in one.names
+        if _begins(said, start) and not (date and one.since > date)
+    ]
+    if not begins:
+        near = difflib.get_close_matches(said, [start for one in frameworks() for start in one.names], 1)
+        raise UserError(
+            f"there is no framework {name!r}{f' (did you mean {near[0]!r}?)' if near else ''}: "
+            f"there are {', '.join(one.name for one in frameworks())}"
+        )
+    return max(begins, key=lambda one: one[:2])[2]

@@ -1,0 +1,130 @@
+"""Many configurations at once: one array for each number of a strategy, a place in all of them is one configuration.
+
+The models of memory and time (`planner.cost.memory`, `planner.cost.step_time`) take a grid and answer with arrays;
+nothing in them loops over configurations. What is not a number (device, framework, types) is a `Setting`: one a grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.errors import UserError
+
+__all__ = ["Grid", "grid", "joined"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Configurations of a training step; all arrays of one dim and one length."""
+
+    tensor: Array
+    sequence_parallel: Array
+    """0 or 1: whether tensor ranks divide the tokens of what they do not divide otherwise."""
+    pipeline: Array
+    virtual: Array
+    """Chunks of layers that each pipeline rank has; 1: no interleaving."""
+    schedule: Array
+    """Of the pipeline, a code (`planner.space.schedule_formulas`)."""
+    ahead: Array
+    """How many blocks fewer the first chunk has than an even cut gives it (`planner.space.layers_per_stage`)."""
+    behind: Array
+    """The same of the last chunk."""
+    context: Array
+    """Ranks that cut a sequence."""
+    ulysses: Array
+    """Of the context ranks those that exchange heads for tokens while attention works; the others send keys around."""
+    expert: Array
+    expert_tensor: Array
+    """Tensor ranks of the experts."""
+    inner: Array
+    """Whether pipeline ranks lie within data ranks, which are then farthest apart: 0 or 1; 0: the other way around."""
+    data: Array
+    """Ranks that take different samples: of all ranks what tensor, pipeline and context ranks leave."""
+    zero: Array
+    """What data ranks divide: 0 nothing, 1 the optimiser's states, 2 gradients too, 3 parameters too."""
+    shard: Array
+    """Over how many of the data (and context) ranks they are divided; copies beyond it."""
+    micro: Array
+    """Samples of a micro-batch."""
+    batch: Array
+    """Samples of a step over all ranks."""
+    sequence: Array
+    """Tokens of a sample."""
+    recompute: Array
+    """Which groups (`models.outline.Group`) are computed again in the backward, as bits."""
+    recomputed: Array
+    """In which share of the layers: 0 to 1."""
+    optimiser: Array
+    """A code (`planner.space.optimisers_and_offload`)."""
+    offload: Array
+    """What waits in the host's memory (`means.Offload`), as bits."""
+
+    @property
+    def ranks(self) -> Array:
+        """All devices."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @cached_property
+    def micros(self) -> Array:
+        """Micro-batches of a step on each rank, at least one."""
+        return np.maximum(np.ceil(self.batch / (self.data * self.micro)), 1.0)
+
+    @cached_property
+    def tokens(self) -> Array:
+        """Of a micro-batch on one rank."""
+        return self.micro * self.sequence / self.context
+
+    def columns(self) -> dict[str, Array]:
+        """Its arrays, by name."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def take(self, index: Any) -> Grid:
+        """Some of the configurations, by a mask or places."""
+        return Grid(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
+
+
+_CODES = ("recompute", "schedule", "optimiser", "offload")
+_ONES = ("tensor", "pipeline", "virtual", "context", "ulysses", "expert", "data", "micro")
+
+
+def grid(*, batch: Any, sequence: Any, **given: Any) -> Grid:
+    """A grid of numbers and arrays that go together; what is not given is 1, or off.
+
+    `shard` is all data and context ranks by default, `expert_tensor` 1, `recomputed` 1. Raises UserError for numbers
+    that cannot be (ranks, samples, tokens below 1).
+    """
+    known = {one.name for one in fields(Grid)}
+    if unknown := sorted(set(given) - known):
+        raise UserError(f"a grid has no {', '.join(unknown)}: it has {', '.join(sorted(known))}")
+    values: dict[str, Any] = dict.fromkeys((*_ONES, "expert_tensor", "recomputed"), 1.0)
+    values |= dict.fromkeys(
+        ("sequence_parallel", "zero", "recompute", "optimiser", "offload", "ahead", "behind", "inner"), 0
+    )
+    values |= {"batch": batch, "sequence": sequence} | given
+    values.setdefault("schedule", np.where(np.asarray(values["virtual"]) > 1, 1, 0))  # as chunks go by custom
+    values.setdefault("shard", np.asarray(values["data"]) * np.asarray(values["context"]))
+    arrays = dict(zip(values, np.broadcast_arrays(*map(np.atleast_1d, values.values())), strict=True))
+    found = {name: array.astype(np.int64 if name in _CODES else np.float64) for name, array in arrays.items()}
+    for name in (*_ONES, "expert_tensor", "shard", "batch", "sequence"):
+        if not (found[name] >= 1).all():
+            raise UserError(f"{name} is {found[name].min():g} in a configuration: it is at least 1")
+    for name in ("ahead", "behind"):
+        if not (found[name] >= 0).all():
+            raise UserError(f"{name} is {found[name].min():g} in a configuration: it is at least 0")
+    return Grid(**found)
+
+
+def joined(grids: Sequence[Grid]) -> Grid:
+    """One after the other."""
+    return Grid(**{one.name: np.concatenate([getattr(g, one.name) for g in grids]) for one in fields(Grid)})

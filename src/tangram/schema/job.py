@@ -1,0 +1,352 @@
+"""The job: what to train, without a strategy. Model, data, optimiser, precision, when to save and to stop.
+
+All tables are frozen and refuse unknown keys. Loads neither torch nor transformers, so that a mistake shows at once.
+"""
+
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tangram.checkpoint.store.retention_rules import parse as parse_retention
+from tangram.errors import UserError
+
+VERSION = 3
+
+
+class Mistake(ValueError):
+    """What is wrong between several keys, and the dotted key that is best changed (its line is shown)."""
+
+    def __init__(self, key: str, why: str) -> None:
+        super().__init__(why)
+        self.key = key
+
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+PathText = Annotated[str, Field(min_length=1)]
+
+
+class Table(BaseModel):
+    """A table of the plan: exact types, no unknown keys, no change after reading."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _arrays(cls, tables: Any) -> Any:
+        """Arrays of the file are tuples here: what is frozen has no list."""
+        if not isinstance(tables, dict):
+            return tables
+        items = cast(dict[Any, Any], tables).items()
+        return {key: tuple(cast(list[Any], value)) if isinstance(value, list) else value for key, value in items}
+
+
+class ModelPlan(Table):
+    """Which model: a preset of `tangram.models`, or a Hugging Face directory or configuration file.
+
+    Neither is given where a training loop of one's own makes the model.
+    """
+
+    preset: str | None = None
+    path: PathText | None = None
+    """A Hugging Face directory (its safetensors weights are read when there) or a config.json, relative to the file."""
+    change: dict[str, bool | int | float | str] = {}
+    """Fields of the model's configuration to change."""
+    freeze: tuple[str, ...] = ()
+    """Name patterns of parameters that are not trained."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.preset is not None and self.path is not None:
+            raise ValueError("give the model by preset or by path, not both")
+        return self
+
+
+class SourcePlan(Table):
+    """One source of documents."""
+
+    path: PathText
+    """A file or folder, relative to the plan file; "stdlib" is the sources of the Python that runs."""
+    pattern: str | None = None
+    """For a folder: which files under it, as in "**/*.py". The default takes every file of a known kind."""
+    field: str = "text"
+    """For JSONL, parquet and `datasets` directories: the column that holds the text."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """How many samples come from this source, in proportion to the other weights."""
+
+
+Special = Literal["refuse", "parse", "text"]
+"""Of special tokens in text."""
+
+
+class DataPlan(Table):
+    """Which text, cut into which samples, and how many of them make a step."""
+
+    sources: Annotated[tuple[SourcePlan, ...], Field(min_length=1)]
+    tokenizer: PathText = "model"
+    """"bytes", "model" (the tokenizer beside the model; bytes for a preset), or a Hugging Face directory."""
+    special_tokens: Special = "refuse"
+    """The text of a special token in a document, as "</s>": "refuse" stops; "parse" makes it that token, for text
+    rendered by a template; "text" makes it characters like any other, so that nothing in a document can end it."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """The share of documents, chosen by the hash of their content, that is never trained on."""
+    held_out_samples: Positive = 64
+    sequence: Annotated[int, Field(gt=1)]
+    global_batch: Positive
+    """Samples in one step over all ranks and micro-batches."""
+    micro_batch: Positive = 1
+    """Samples that one rank takes through the model at once; the rest of its share follows, gradients add up."""
+    packing: Literal["auto", "packed", "single"] = "auto"
+    """Which documents a sample holds: "packed" as many as fit, which the model has to keep apart; "single" one, and the
+    rest of the window counts nothing; "auto" asks the model before training and takes "packed" where it can."""
+    cache: PathText | None = None
+    """Where tokens are kept between runs; the default is the user's cache folder."""
+
+
+class OptimiserPlan(Table):
+    """AdamW with a linear warm-up."""
+
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
+    weight_decay: Share = 0.0
+    no_decay: tuple[str, ...] = ("*norm*", "*.bias", "bias")
+    """Name patterns of parameters without weight decay, beside vectors, biases, norms, scans and sinks, which have none
+    by what they are: `tangram plan --show` lists them."""
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    """The largest norm of the whole gradient that is applied unscaled; inf applies every one."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: half a cosine; or constant and then (wsd) linear over the last `decay_steps`."""
+    warmup_steps: Count = 0
+    decay_steps: Count = 0
+    """Of "wsd": the steps at the end in which the rate falls."""
+    final_lr: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The rate at the last step, as a share of `lr`."""
+    states: Literal["as parameters"] = "as parameters"
+    """How the optimiser's states lie: cut like their parameters."""
+
+
+Type = Literal["float32", "bfloat16", "float16"]
+"""Of numbers."""
+
+
+class ScalePlan(Table):
+    """What the loss of a float16 computation is multiplied by, so that small gradients stay above zero."""
+
+    initial: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 65536.0
+    every: Positive = 2000
+    """Steps without an overflow after which the scale grows."""
+    growth: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
+    backoff: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """What the scale is multiplied by after an overflow; it stays at 1 or more."""
+
+
+class PrecisionPlan(Table):
+    """In which numbers: what is computed, kept, updated and added up, each by its own name."""
+
+    compute: Type = "float32"
+    """Of the forward and the backward."""
+    parameters: Type = "float32"
+    """As the parameters are kept between steps: float32, or as they are computed with."""
+    masters: Literal["float32", "bfloat16"] = "float32"
+    """What the optimiser updates, and its states. Where the parameters are kept in another type, it has a copy."""
+    accumulate: Literal["float32", "bfloat16"] | None = None
+    """In which the gradients of a step's micro-batches are added up, and lie until the update. The default is float32;
+    where they are added before ranks reduce them, as in a pipeline, it is the type of `reduce`."""
+    reduce: Type = "float32"
+    """In which ranks add up their gradients."""
+    scale: ScalePlan = ScalePlan()
+    """Of a computation in float16; others have none."""
+
+    def mistake(self) -> Mistake | None:
+        """What makes no sense of the types together."""
+        if self.reduce != "float32" and self.compute == "float32":
+            return Mistake(
+                "precision.reduce",
+                "gradients of a float32 computation are summed in float32: leave precision.reduce out",
+            )
+        if self.reduce == "float16" and self.compute != "float16":
+            return Mistake(
+                "precision.reduce",
+                f"gradients of a computation in {self.compute} leave the range of float16: reduce them in float32 or "
+                "bfloat16",
+            )
+        if self.parameters not in ("float32", self.compute):
+            return Mistake(
+                "precision.parameters",
+                f"parameters that are kept in {self.parameters} are computed with as they are, but precision.compute "
+                f'is {self.compute}: make it "{self.parameters}", too, or keep the parameters in float32',
+            )
+        if self.masters != "float32" and self.parameters != self.masters:
+            return Mistake(
+                "precision.masters",
+                f"{self.parameters} parameters need float32 masters: what an update adds is lost in {self.masters}",
+            )
+        return None
+
+    def mistake_of_sums(self, run: "RunPlan", pipeline: bool) -> Mistake | None:
+        """What makes no sense of the way in which gradients are added up over micro-batches and ranks."""
+        if pipeline and (run.reshard, run.reduce_every) != ("after forward", "micro-batch"):
+            key = "reduce_every" if run.reshard == "after forward" else "reshard"
+            return Mistake(
+                f"run.{key}",
+                "a pipeline's schedule says when parameters are gathered and gradients reduced, each once a step: "
+                f"leave run.{key} out",
+            )
+        if pipeline or run.reduce_every == "step":
+            before = "micro-batches' gradients are added here before ranks reduce them, in the type of precision.reduce"
+            if self.reduce == "float16":
+                return Mistake(
+                    "precision.reduce", f'{before}, and sums leave the range of float16: make that "float32"'
+                )
+            if self.accumulate not in (None, self.reduce):
+                return Mistake(
+                    "precision.accumulate", f'{before}, which is "{self.reduce}": leave precision.accumulate out'
+                )
+        elif self.parameters == "float32" and self.accumulate == "bfloat16":
+            return Mistake(
+                "precision.accumulate",
+                "gradients of float32 parameters add up in float32: leave precision.accumulate out, or keep the "
+                'parameters in bfloat16 (precision.parameters = "bfloat16")',
+            )
+        return None
+
+
+class CheckpointPlan(Table):
+    """When to save while training; a last checkpoint is always written at the end."""
+
+    every_steps: Count = 0
+    """0 saves at the end only."""
+    keep: Positive = 2
+    """How many of the newest are kept."""
+    also: tuple[str, ...] = ()
+    """Rules by which others are kept, too: "every=1000" steps, "best=metrics.held_out_loss:min:2", "younger=2d"."""
+    asynchronous: bool = True
+    """Go on training while the copy is written."""
+
+    @model_validator(mode="after")
+    def _rules_can_be_read(self) -> Self:
+        try:
+            parse_retention((f"last={self.keep}", *self.also))
+        except UserError as error:
+            raise ValueError(str(error).removeprefix("--keep ")) from None
+        return self
+
+
+class DivergencePlan(Table):
+    """When a loss has diverged."""
+
+    above: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """A multiple of the median of the last losses; 0 never asks."""
+    steps: Positive = 3
+    """How many steps in a row are above it."""
+    window: Annotated[int, Field(ge=3)] = 50
+    """How many losses the median is taken of; until there are so many nothing is said."""
+
+    @model_validator(mode="after")
+    def _above_the_median(self) -> Self:
+        if 0 < self.above <= 1:
+            raise ValueError(f"losses above {self.above:g} times their median are usual: give a multiple above 1")
+        return self
+
+
+class RunPlan(Table):
+    """When to stop, and on what to run."""
+
+    steps: Positive
+    max_seconds: Annotated[float, Field(gt=0)] = float("inf")
+    """Training stops after the step in which this time has passed, if that is before `steps`."""
+    evaluate_every: Count = 0
+    """Steps between two measurements of the held-out loss; 0 measures at the end only."""
+    count_experts: Count = 0
+    """Steps between two counts of how many tokens went to each expert (`experts.jsonl`); 0 counts none."""
+    router_loss: Share = 0.0
+    """What the load-balancing loss of a mixture's routers is multiplied by, before it is added
+    (`training.objective.router_loss`)."""
+    expert_capacity: Share = 0.0
+    """Each expert takes at most this many times its even share of a global micro-batch's choices, the others are
+    dropped (`training.objective.expert_capacity`); 0 drops none."""
+    drop_by: Literal["probs", "position"] = "probs"
+    """Which choices an expert keeps: those of the largest weights, or of the first tokens."""
+    device: Literal["auto", "cpu"] = "auto"
+    deterministic: bool = False
+    attention: Literal[
+        "model", "sdpa", "tokens",
+        "bf16", "fp8-fwd", "fp8", "nvfp4-emulated", "fp8-e5m2-emulated", "nvfp4-dropin-emulated",
+    ] = "model"  # fmt: skip
+    """"model": as the model's class has it. "sdpa": torch's. "tokens": by documents and places of tokens, in blocks of
+    which those that are hidden are not computed; no mask of sequence x sequence is made (`kernels.attention`). The
+    others: so, too, by the kernels of a mode of `kernels.flash`."""
+    compile: bool = False
+    """torch.compile each block."""
+    recompute: tuple[str, ...] = ()
+    """Name patterns of modules whose activations are computed again in the backward instead of being kept."""
+    recompute_keep: tuple[Literal["products", "attention"], ...] = ()
+    """Kinds of operators whose results are kept within these modules, so that they do not run again."""
+    reshard: Literal["after forward", "after backward", "after step"] = "after forward"
+    """Until when a rank keeps the parameters that it has gathered from the ranks of FSDP: the longer, the fewer
+    gathers, and the more memory."""
+    reduce_every: Literal["micro-batch", "step"] = "micro-batch"
+    """When ranks add up their gradients; until then a rank keeps those of all parameters whole."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What happens to a step whose loss or gradient is not finite, or whose loss has diverged: the run ends, or the
+    step is not applied. Its samples are written to the folder of the run."""
+    skips_in_a_row: Positive = 10
+    """Of steps that have gone astray; one more stops the run. Overflows that lower the loss scale are none of them."""
+    diverged: DivergencePlan = DivergencePlan()
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether attention is told each token's document and place."""
+        return self.attention not in ("model", "sdpa")
+
+
+class Job(Table):
+    """What to train, without a strategy."""
+
+    version: Literal[3] = VERSION
+    seed: Count = 0
+    model: ModelPlan = ModelPlan()
+    data: DataPlan
+    optimiser: OptimiserPlan
+    precision: PrecisionPlan = PrecisionPlan()
+    checkpoint: CheckpointPlan = CheckpointPlan()
+    run: RunPlan
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        optimiser, steps = self.optimiser, self.run.steps
+        if optimiser.warmup_steps >= steps:
+            raise Mistake(
+                "optimiser.warmup_steps",
+                f"warming up takes {optimiser.warmup_steps} steps of the {steps} in run.steps: take fewer than {steps}",
+            )
+        if optimiser.schedule == "wsd" and not optimiser.decay_steps:
+            raise Mistake("optimiser.schedule", 'the schedule "wsd" needs decay_steps, the steps at the end that decay')
+        if optimiser.schedule != "wsd" and optimiser.decay_steps:
+            raise Mistake(
+                "optimiser.decay_steps", f'only the schedule "wsd" has decay_steps; this is "{optimiser.schedule}"'
+            )
+        if optimiser.warmup_steps + optimiser.decay_steps > steps:
+            raise Mistake(
+                "optimiser.decay_steps",
+                f"warming up and decaying take {optimiser.warmup_steps} + {optimiser.decay_steps} steps, more than the "
+                f"{steps} in run.steps",
+            )
+        if self.run.recompute_keep and not self.run.recompute:
+            raise Mistake(
+                "run.recompute_keep", "no module is computed again: name some in run.recompute, or leave this out"
+            )
+        if self.run.recompute_keep and self.run.compile:
+            raise Mistake(
+                "run.recompute_keep",
+                "what runs inside of a compiled block cannot be kept by kind: take run.compile = false, or compute "
+                "whole modules again",
+            )
+        if mistake := self.precision.mistake():
+            raise mistake
+        if self.run.evaluate_every and not self.data.held_out:
+            raise Mistake("run.evaluate_every", "data.held_out = 0 leaves nothing to measure the held-out loss on")
+        return self

@@ -1,0 +1,180 @@
+"""Runs cases in helper processes, and says of each what it found.
+
+All cases of one number of ranks share one set of processes, since starting them costs far more than a case. The cases
+do not share a process group: each has its own, so that a rank that raised leaves nothing behind for the next case.
+A case that hangs or kills its process costs the set; a fresh one takes the cases after it. So those that are known
+for it come last.
+"""
+
+import faulthandler
+import json
+import runpy
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch.distributed import FileStore, PrefixStore
+
+from tangram.errors import UserError
+from tangram.hardware import workers
+from tangram.sharding.compare.case import Case, Verdict
+from tangram.sharding.compare.script import script
+from tangram.sharding.compare.table import CASES
+from tangram.sharding.dtensor.rules import register
+
+__all__ = ["Outcome", "run", "work"]
+
+_START = 180.0
+"""Seconds in which the processes must have started, on however busy a machine."""
+
+_CUT_SHORT = "with exit code 1 and without a result"
+"""How the helper ends that was not done with a case in time."""
+
+_Found = dict[str, Any]
+_ORDER: tuple[Verdict, ...] = ("right", "wrong", "raises", "hangs", "not run")
+"""From the mildest: the verdict of a case is the worst of its ranks'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one case with the torch at hand."""
+
+    name: str
+    verdict: Verdict
+    expected: str = ""
+    """Shape and first values with plain torch."""
+    got: str = ""
+    """The same with DTensor, or why there is none, of the rank that fared worst."""
+    error: float | None = None
+    """The largest absolute difference on any rank; None where there is none to take, as for another shape."""
+    seconds: float = 0.0
+    """Both computations, on the slowest rank."""
+
+
+def run(
+    cases: Sequence[Case] | None = None,
+    save: Path | None = None,
+    told: Callable[[Outcome], None] = lambda outcome: None,
+    *,
+    fixed: bool = False,
+) -> list[Outcome]:
+    """Run the cases (all of the table by default) on the installed torch; outcomes in the order of the cases, one for
+    each name.
+
+    `save`: a folder to put the scripts in, as NAME.py; it is made where there is none. `told` hears of each outcome as
+    soon as it is known. `fixed`: with our rules in the place of DTensor's own. Raises UserError when the folder cannot
+    be written.
+    """
+    chosen = list({case.name: case for case in (CASES if cases is None else cases)}.values())
+    outcomes: dict[str, Outcome] = {}
+
+    def tell(outcome: Outcome) -> None:
+        outcomes[outcome.name] = outcome
+        told(outcome)
+
+    with tempfile.TemporaryDirectory(prefix="tangram-against-") as temporary:
+        scripts = _write(chosen, Path(temporary) if save is None else save)
+        for ranks in sorted({case.ranks for case in chosen}):
+            left = [case for case in chosen if case.ranks == ranks]
+            left.sort(key=lambda case: case.found == "hangs")
+            while left:
+                left = _set_of_processes(left, scripts, ranks, Path(temporary), tell, fixed)
+    return [outcomes[case.name] for case in chosen]
+
+
+def _write(cases: Sequence[Case], folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for case in cases:
+            folder.joinpath(f"{case.name}.py").write_text(script(case))
+    except OSError as error:
+        raise UserError(f"the scripts cannot be written to {folder} ({error.strerror}); name another folder") from error
+    return folder.absolute()
+
+
+def _set_of_processes(
+    cases: list[Case], scripts: Path, ranks: int, temporary: Path, tell: Callable[[Outcome], None], fixed: bool
+) -> list[Case]:
+    """Start processes, tell what they find of the cases in turn; the cases that are left when one has cost them."""
+    with tempfile.TemporaryDirectory(dir=temporary) as name:
+        folder = Path(name)
+        todo: list[workers.Json] = [
+            {"name": case.name, "script": str(scripts / f"{case.name}.py"), "limit": case.limit} for case in cases
+        ]
+        jobs = [
+            workers.Job(
+                f"{__name__}:work", {"todo": todo, "rank": rank, "ranks": ranks, "folder": name, "fixed": fixed}
+            )
+            for rank in range(ranks)
+        ]
+        ended = workers.run(jobs, _START + sum(case.limit for case in cases))
+        heard = [_heard(folder / f"{rank}.jsonl") for rank in range(ranks)]
+    for number, case in enumerate(cases):
+        found = [one[case.name] for one in heard if "verdict" in one.get(case.name, {})]
+        if len(found) == ranks:
+            tell(_sum_up(case, found))
+            continue
+        began = any(case.name in one for one in heard)
+        tell(_unfinished(case, found, ended, began))
+        if began:
+            return cases[number + 1 :]
+    return []
+
+
+def _heard(path: Path) -> dict[str, _Found]:
+    """What a rank has left, by case; the last line is of what it was at when it ended."""
+    heard: dict[str, _Found] = {}
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        if line.endswith("\n"):  # the process may have been ended while it wrote
+            found = cast(_Found, json.loads(line))
+            heard[found["name"]] = found
+    return heard
+
+
+def _sum_up(case: Case, found: list[_Found]) -> Outcome:
+    worst = max(found, key=lambda one: (_ORDER.index(one["verdict"]), one.get("error", 0.0)))
+    return Outcome(
+        case.name,
+        worst["verdict"],
+        worst.get("expected", ""),
+        worst["got"],
+        max((one["error"] for one in found if "error" in one), default=None) if "error" in worst else None,
+        max(one.get("seconds", 0.0) for one in found),
+    )
+
+
+def _unfinished(case: Case, found: list[_Found], ended: Sequence[workers.Outcome], began: bool) -> Outcome:
+    """The case that some rank did not finish: it hung, or it ended the process."""
+    own = [one.error for one in ended if one.error is not None and not one.error.startswith("ended because")]
+    why = next(iter(own), "the processes ended without a word")
+    if not began:
+        return Outcome(case.name, "not run", got=why)
+    expected = next((one["expected"] for one in found if "expected" in one), "")
+    if "with signal" in why:
+        return Outcome(case.name, "raises", expected, why)
+    if not why.endswith(_CUT_SHORT) and not why.startswith("not done"):
+        return Outcome(case.name, "not run", expected, why)
+    others = f"; another rank {found[0]['verdict']}: {found[0]['got']}" if found else ""
+    return Outcome(case.name, "hangs", expected, f"a rank was not done within {case.limit:g} s{others}")
+
+
+def work(todo: list[dict[str, Any]], rank: int, ranks: int, folder: str, fixed: bool = False) -> None:
+    """One rank of a set of processes: run the scripts' cases in turn, and leave a line for each before going on."""
+    if fixed:
+        register()
+    store = FileStore(f"{folder}/store", ranks)
+    with Path(folder, f"{rank}.jsonl").open("w", buffering=1) as lines:
+        for one in todo:
+
+            def report(found: _Found, name: str = one["name"], limit: float = one["limit"]) -> None:
+                lines.write(json.dumps({"name": name, **found}) + "\n")
+                if found:  # who is done waits longer than who hangs: the first to end is the one that did not answer
+                    faulthandler.dump_traceback_later(2 * limit, exit=True)
+
+            report({})
+            frame = runpy.run_path(one["script"])
+            faulthandler.dump_traceback_later(one["limit"], exit=True)
+            frame["on_rank"](rank, ranks, PrefixStore(one["name"], store), report)
+            faulthandler.cancel_dump_traceback_later()

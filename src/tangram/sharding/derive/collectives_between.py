@@ -1,0 +1,170 @@
+"""What an operator can do over one axis: the states that it needs of its inputs and those that it gives.
+
+    nothing        every rank computes the same, or each with gradients of its own
+    cut a factor   inputs that have it are cut, the others are on every rank; results are cut, or pending sums
+    wait           a pending sum passes, where the rule says that the operator is linear
+
+A factor of a rule stands at a place of a dim: `(dim, outer)` of the state is translated to a factor and an offset in
+it and back, so a cut passes views that split or merge dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, cut, rows
+from tangram.sharding.ops.bind import Bound, Dims
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.propagation.axis_choices import waiting
+
+UNREAD = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"})
+"""Operators that take a tensor for its type and its place, and read nothing of it: it may lie as it likes."""
+
+
+_POINTWISE = ("silu", "gelu", "relu", "tanh", "neg", "mul.Tensor", "detach", "alias", "clone", "_to_copy")
+_VIEWS = ("view", "_unsafe_view", "transpose.int", "t", "split.Tensor", "split_with_sizes", "slice.Tensor")
+LEAVE_NOTHING = frozenset({*_POINTWISE, *_VIEWS})
+"""Operators that give nothing where they take nothing, each place of a batch by itself."""
+
+
+class Label(NamedTuple):
+    """A factor of an operator, or what is left of it after the first `inner` blocks."""
+
+    factor: str
+    inner: int = 1
+
+    def __str__(self) -> str:
+        return self.factor + (f"%{self.inner}" if self.inner > 1 else "")
+
+
+class Move(NamedTuple):
+    """One thing that an operator can do."""
+
+    label: Label | None
+    """What it cuts; None: nothing."""
+    inputs: tuple[State | None, ...]
+    """What it needs of each tensor, by place; None where there is none, or nothing of it is read."""
+    outputs: tuple[State, ...]
+    share: float
+    """Of the work, what is done on a rank: 1, or 1/k."""
+
+
+def label_of(bound: Bound, dims: Dims, state: State) -> Label | None:
+    """The factor of an operator that a cut of a tensor is one of."""
+    factors = dims[state.dim]
+    before = 1
+    for factor in factors:
+        n = bound.sizes[factor]
+        if state.outer < before * n:
+            inner = state.outer // before
+            return Label(factor, inner) if state.outer % before == 0 and n % inner == 0 else None
+        before *= n
+    return None
+
+
+def place_of(bound: Bound, dims: Dims, label: Label) -> State | None:
+    """Where a tensor has a factor; None where it lacks it."""
+    for dim, factors in enumerate(dims):
+        before = 1
+        for factor in factors:
+            if factor == label.factor:
+                return cut(dim, before * label.inner)
+            before *= bound.sizes[factor]
+    return None
+
+
+def legal(bound: Bound, label: Label, k: int, *, linked: bool = False) -> bool:
+    """Whether an operator allows a cut into `k` even parts. `linked`: also where those need something of each other."""
+    n = bound.sizes[label.factor]
+    if label.factor in bound.linked and not (linked and _reads_as_many(bound, label.factor)):
+        return False
+    return label.factor in bound.cuttable and n % label.inner == 0 and (n // label.inner) % k == 0
+
+
+def _reads_as_many(bound: Bound, factor: str) -> bool:
+    """Whether the result of windows is as long as what they read, so that both are cut in even parts."""
+    window = bound.windows.get(factor)
+    return window is None or window.n == bound.sizes[factor]
+
+
+def labels(bound: Bound, states: Sequence[Sequence[State]], k: int, *, linked: bool = False) -> Iterator[Label]:
+    """The factors that can be cut, given the states that its inputs and outputs can have."""
+    found: dict[Label, None] = {}
+    for dims, some in zip((*bound.inputs, *bound.outputs), states, strict=True):
+        for state in some:
+            if dims is not None and state.kind == "cut" and (label := label_of(bound, dims, state)) is not None:
+                found[label] = None
+    return (label for label in found if legal(bound, label, k, linked=linked))
+
+
+def moves(call: Call, bound: Bound, some: Sequence[Label], k: int, differentiable: Sequence[bool]) -> list[Move]:
+    """All that an operator can do. `differentiable`: for each result whether it has a gradient."""
+    there = [dims is not None and call.name not in UNREAD for dims in bound.inputs]
+    count = len(bound.outputs)
+
+    def every(state: State) -> tuple[State | None, ...]:
+        return tuple(state if one else None for one in there)
+
+    found = [Move(None, every(SAME), (SAME,) * count, 1.0), Move(None, every(SEVERAL), (SEVERAL,) * count, 1.0)]
+    for label in some:
+        after = [_after(bound, i, label, one) for i, one in enumerate(differentiable)]
+        if all(state is not None for state in after):
+            inputs = tuple(None if dims is None else place_of(bound, dims, label) or SEVERAL for dims in bound.inputs)
+            found.append(Move(label, inputs, tuple(s for s in after if s is not None), 1 / k))
+    for places in waiting(bound, call):
+        inputs = tuple(SUM if i in places else SEVERAL if one else None for i, one in enumerate(there))
+        found.append(Move(None, inputs, (SUM,) * count, 1.0))
+    return list(dict.fromkeys(found))
+
+
+def groups(call: Call, bound: Bound) -> Label | None:
+    """Of a product of rows in groups, each with a matrix of its own, the factor of the groups; None of others."""
+    note = bound.rule.note("ragged")
+    if call.name != "_grouped_mm" or note is None or [t.ndim for t in call.tensors[:2] if t is not None] != [2, 3]:
+        return None
+    return next((Label(f) for f in (note[1], f"{note[1]}0") if f in bound.sizes), None)
+
+
+def row_moves(call: Call, bound: Bound, some: Sequence[Sequence[State]], k: int) -> list[Move]:
+    """What can be done with rows that come from one rank each (`states.rows`): groups cut, and what leaves nothing."""
+    count, found = len(bound.inputs), list[Move]()
+    label = groups(call, bound)
+    if label is not None and legal(bound, label, k):
+        own = [None if dims is None else place_of(bound, dims, label) or SEVERAL for dims in bound.inputs]
+        for first in (SEVERAL, rows(0)):
+            found += [Move(label, (first, *own[1:]), (given,), 1 / k) for given in (SUM, rows(0))]
+        return found
+    if call.name not in LEAVE_NOTHING:
+        return []
+    sides = zip((*bound.inputs, *bound.outputs), some, strict=True)
+    there = [(dims, state) for dims, own in sides if dims is not None for state in own if state.kind == "sum"]
+    for label in dict.fromkeys(label_of(bound, dims, state) for dims, state in there):
+        if label is None or label.factor not in bound.cuttable:
+            continue
+        places = [None if dims is None else place_of(bound, dims, label) for dims in (*bound.inputs, *bound.outputs)]
+        as_rows = [None if place is None else rows(place.dim, place.outer) for place in places]
+        if None not in as_rows[count:]:
+            ins = tuple(
+                None if dims is None else state or SEVERAL for dims, state in zip(bound.inputs, as_rows, strict=False)
+            )
+            found.append(Move(None, ins, tuple(state for state in as_rows[count:] if state is not None), 1.0))
+    return found
+
+
+def _after(bound: Bound, output: int, label: Label, differentiable: bool) -> State | None:
+    state = place_of(bound, bound.outputs[output], label)
+    if state is not None:
+        return state
+    return SUM if bound.pending[label.factor][output] == "sum" else None
+
+
+def blocks(shape: Sequence[int], state: State) -> int:
+    """The size of what a cut is one of: of each block of its dim."""
+    return shape[state.dim] // state.outer
+
+
+def size(shape: Sequence[int]) -> int:
+    """Elements."""
+    return math.prod(shape)

@@ -1,0 +1,1 @@
+"""A derivation for people: tables, reasons, contradictions, differences, alternatives."""

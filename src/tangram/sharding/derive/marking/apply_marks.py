@@ -1,0 +1,60 @@
+"""What marks fix: the states of the tensors that they name, over each axis, where no two of them contradict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tangram.errors import UserError
+from tangram.layout import Mesh
+from tangram.models.graph import Graph
+from tangram.sharding.derive.marking.marks import Mark, lying, matched
+from tangram.sharding.derive.problem.folding import Folded
+from tangram.sharding.derive.problem.states import SAME, State
+
+
+class ConflictError(UserError):
+    """Marks that no layouts fit, over `axis`; `derive.conflicts` looks for what would work."""
+
+    def __init__(self, said: str, axis: str) -> None:
+        super().__init__(said)
+        self.axis = axis
+
+
+def fixed_by(
+    folded: Folded, marks: Sequence[Mark], mesh: Mesh, *, all_axes: bool = True
+) -> dict[int, dict[str, State]]:
+    """By class and axis, the states that marks fix. `all_axes`: a parameter is whole over those that no mark names."""
+    graph = folded.graph
+    found: dict[int, dict[str, State]] = {}
+    by: dict[tuple[int, str], str] = {}
+    for mark in marks:
+        for name, v in matched(graph, mark).items():
+            own = found.setdefault(folded.classes[v], {})
+            lies = _lies(mark, name, graph, v, mesh)
+            for axis, state in lies.items():
+                k = mesh.axes[axis][0]
+                if k == 1:  # whatever a mark says, the one rank has all
+                    continue
+                _refuse_uneven(graph.values[v].shape, state, k, name, mark)
+                if own.setdefault(axis, state) != state:
+                    other = by[folded.classes[v], axis]
+                    said = f"the marks `{other}` and `{mark}` contradict each other on {name} over {axis}"
+                    raise ConflictError(said, axis)
+                by[folded.classes[v], axis] = str(mark)
+    for v, own in found.items():
+        if all_axes and graph.values[v].kind == "parameter":
+            own.update({axis: SAME for axis in mesh.axes if axis not in own})
+    return found
+
+
+def _lies(mark: Mark, name: str, graph: Graph, value: int, mesh: Mesh) -> dict[str, State]:
+    try:
+        return lying(mark, graph, value, mesh)
+    except UserError as error:
+        raise UserError(f"the mark `{mark}` does not fit {name}: {error}") from None
+
+
+def _refuse_uneven(shape: Sequence[int], state: State, k: int, name: str, mark: Mark) -> None:
+    if state.kind == "cut" and (shape[state.dim] // state.outer) % k:
+        n = shape[state.dim] // state.outer
+        raise UserError(f"the mark `{mark}` cuts {n} of {name} into {k} parts that are not even")

@@ -1,0 +1,210 @@
+"""Marks: which tensors lie how, by name. All else follows.
+
+    model.layers.*.self_attn.q_proj.weight    (heads/tp d) h
+    model.layers.*                            b s/tp h
+    *.up_proj.weight                          out/tp/dp in -> out/tp in
+
+A name is that of a parameter, of a buffer or an input, of a module, for the first tensor that it gives, or of a result
+of the model, as `logits`; with a colon that of an operator in a module, as `model.norm:rsqrt`, or `model.norm:mul#2`
+for the second of that name, for the first tensor that this gives. `*` stands for any characters, `{a,b}` for either,
+`{0..31}` for any of these numbers. A mark binds the axes that it names, on every tensor that it matches; one that names
+no axis says that they are whole, over every axis. Over axes that none of its marks names a parameter is whole, and
+another tensor is free. Of a parameter a second layout, behind an arrow, says how it is used: it lies cut over further
+axes and is gathered each time, as FSDP does.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from tangram.errors import UserError
+from tangram.layout import Layout, Mesh, NotationError
+from tangram.layout.syntax import Dim
+from tangram.models.graph import Graph
+from tangram.sharding.derive.marking.nodes import operators
+from tangram.sharding.derive.problem.states import SAME, SUM, Kept, State, cut
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One mark."""
+
+    pattern: str
+    layout: Layout
+    used: Layout | None = field(default=None, kw_only=True)
+    """How it is used, where it is gathered to be used."""
+
+    @staticmethod
+    def parse(text: str) -> Mark:
+        """`name: layout` or `name: layout -> layout`. Raises UserError."""
+        at = re.search(r":\s", text) or re.search(":", text)  # a colon within a name has no space behind it
+        name, colon, layouts = (text[: at.start()], ":", text[at.start() + 1 :]) if at else (text, "", "")
+        layout, arrow, used = layouts.partition("->")
+        if not colon or not name.strip():
+            raise UserError(f"a mark is written as `name: layout`, as in `*.q_proj.weight: out/tp in`, not {text!r}")
+        try:
+            after = Layout.parse(used.strip()) if arrow else None
+            return Mark(name.strip(), Layout.parse(layout.strip()), used=after)
+        except NotationError as error:
+            at = f" at {error.text[error.position :]!r}" if error.text[error.position :] else ""
+            raise UserError(f"the layout of the mark {text!r} cannot be read{at}: {error.reason}") from None
+
+    def on(self, graph: Graph) -> dict[str, int] | None:
+        """The tensors that it is on where that is no matter of names (`derive.noted`); None where it is."""
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.pattern}: {self.layout}" + (f" -> {self.used}" if self.used else "")
+
+
+def matched(graph: Graph, mark: Mark) -> dict[str, int]:
+    """The tensors that a mark names. Raises UserError where there are none, or not all have the same number of dims."""
+    if (own := mark.on(graph)) is not None:
+        return own
+    if (exact := next((i for i, value in graph.of_kind("parameter") if value.name == mark.pattern), None)) is not None:
+        return {mark.pattern: exact}
+    patterns, known = [*alternatives(mark.pattern)], _known(graph, mark.pattern)
+    named = {name for pattern in patterns for name in matching(pattern, known)}
+    found = {name: v for name, v in known.items() if name in named}
+    if not found:
+        close = _closest(mark.pattern, known)
+        raise UserError(f"the mark `{mark}` names no tensor of the model{close}")
+    ndim = {len(graph.values[v].shape) for v in found.values()}
+    if len(ndim) > 1:
+        some = {len(graph.values[v].shape): name for name, v in found.items()}
+        shown = " and ".join(f"{name} of {n} dims" for n, name in sorted(some.items()))
+        raise UserError(f"the mark `{mark}` names unlike tensors, {shown}: give each a mark of its own")
+    return found
+
+
+def matching(pattern: str, names: Iterable[str]) -> set[str]:
+    """The names that a pattern without `{}` fits: `layers.*` are the layers, and not what is inside them."""
+    found = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+    outer = {name for name in found if name.count(".") == pattern.count(".")}
+    return outer or found if pattern.endswith("*") else found
+
+
+def names_any(graph: Graph, mark: Mark) -> bool:
+    """Whether a mark names a tensor of the graph at all."""
+    return any(fnmatch.fnmatchcase(name, p) for p in alternatives(mark.pattern) for name in _known(graph, mark.pattern))
+
+
+def _known(graph: Graph, pattern: str) -> dict[str, int]:
+    """The tensors that can be named; with a colon, what operators give."""
+    if ":" in pattern:
+        return operators(graph)
+    named = {value.name: i for i, value in graph.of_kind("parameter", "buffer", "input")}
+    return {**graph.outputs, **{name: v for name, v in graph.results.items() if name}, **named}
+
+
+def alternatives(pattern: str) -> Iterator[str]:
+    """`a.{b,c}` as `a.b` and `a.c`, `a.{0..2}` as `a.0`, `a.1` and `a.2`."""
+    parts = re.split(r"\{([^}]*)\}", pattern)
+    choices = [
+        [one for some in part.split(",") for one in _range(some)] if i % 2 else [part] for i, part in enumerate(parts)
+    ]
+    return ("".join(chosen) for chosen in itertools.product(*choices))
+
+
+def _range(text: str) -> list[str]:
+    """The numbers of `0..31`; of another text the text."""
+    ends = re.fullmatch(r"(\d+)\.\.(\d+)", text)
+    return [str(number) for number in range(int(ends[1]), int(ends[2]) + 1)] if ends else [text]
+
+
+def _closest(pattern: str, known: Mapping[str, int]) -> str:
+    import difflib
+
+    plain = pattern.strip("*.{}")
+    tails = {".".join(name.split(".")[-1 - plain.count(".") :]): name for name in known}  # as far as the pattern goes
+    near = difflib.get_close_matches(plain, tails, 1, 0.5)
+    return f"; the nearest is {tails[near[0]]}" if near else ""
+
+
+def lying(mark: Mark, graph: Graph, value: int, mesh: Mesh) -> dict[str, State]:
+    """By axis, how a tensor lies by a mark; by one that names no axis it is whole. Raises UserError."""
+    of = graph.values[value]
+    found = states(mark.layout, of.shape, mesh) or dict.fromkeys(mesh.axes, SAME)
+    if mark.used is None:
+        return found
+    used = states(mark.used, of.shape, mesh)
+    gathered = {axis: state for axis, state in found.items() if axis not in used}
+    if of.kind != "parameter" or any(found.get(axis) != state for axis, state in used.items()) or not gathered:
+        raise UserError("behind an arrow stands how a parameter is used: the same layout with fewer axes")
+    return {axis: Kept(*state) if axis in gathered else state for axis, state in found.items()}
+
+
+def states(layout: Layout, shape: Sequence[int], mesh: Mesh) -> dict[str, State]:
+    """By axis, how a tensor of this shape lies. Raises UserError for what a derivation cannot start from."""
+    bound = layout.bind(tuple(shape))
+    if bound.flat or bound.at:
+        what = "`//` cuts what a rank holds" if bound.flat else "`@` places it on some ranks"
+        raise UserError(f"the layout `{layout}`: {what}, which a derivation cannot follow: leave it out")
+    found: dict[str, State] = {}
+    for d, dim in enumerate(bound.dims):
+        for axis, outer in _cuts(dim, 1, layout):
+            if axis not in mesh.axes:
+                raise UserError(f"the layout `{layout}` names the axis {axis}, which is none of the mesh `{mesh}`")
+            before = next((a for a, own in found.items() if own == cut(d, outer) and _later(mesh, a, axis)), None)
+            if before is not None:
+                raise UserError(
+                    f"the layout `{layout}` cuts over {before} before {axis}, which stands first in the mesh `{mesh}`: "
+                    "change one of the two orders"
+                )
+            found[axis] = cut(d, outer)
+    for op, axis in bound.pending:
+        if op != "sum":
+            raise UserError(f"the layout `{layout}`: a derivation knows pending sums, not {op}")
+        found[axis] = SUM
+    return found
+
+
+def _later(mesh: Mesh, axis: str, other: str) -> bool:
+    axes = [*mesh.axes]
+    return axes.index(axis) > axes.index(other)
+
+
+def _cuts(dim: Dim, outer: int, layout: Layout) -> Iterator[tuple[str, int]]:
+    """The axes that cut a dim, each with the blocks that stand before what it cuts."""
+    if len(dim.terms) > 1 or any(c.map for c in dim.cuts) or (dim.terms and dim.cuts):
+        raise UserError(f"the layout `{layout}`: a derivation knows even cuts of factors and of products, no others")
+    for term in dim.terms:
+        before = outer
+        for x in term:
+            yield from _cuts(x, before, layout)
+            before *= x.n or 1
+    for one in dim.cuts:
+        yield one.axis, outer
+
+
+def read_marks(file: Path) -> list[Mark]:
+    """The marks of a file, one a line; `#` begins a comment. Raises UserError with the line."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f'the marks "{file}" cannot be read: {error}') from None
+    return _parsed(text, str(file))
+
+
+def marks_of(model_type: str) -> list[Mark] | None:
+    """The marks that come with Tangram for tensor and sequence parallelism over `tp`; None where there are none."""
+    file = resources.files("tangram.sharding.marks").joinpath(f"{model_type}.marks")
+    return _parsed(file.read_text(encoding="utf-8"), file.name) if file.is_file() else None
+
+
+def _parsed(content: str, file: str) -> list[Mark]:
+    found: list[Mark] = []
+    for number, line in enumerate(content.splitlines(), 1):
+        text = re.sub(r"(^|\s)#.*", "", line).strip()
+        if text:
+            try:
+                found.append(Mark.parse(text))
+            except UserError as error:
+                raise UserError(f"{file}, line {number}: {error}") from None
+    return found

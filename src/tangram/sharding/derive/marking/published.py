@@ -1,0 +1,74 @@
+"""What transformers publishes of a model's weights (`tp_plan`, `ep_plan`), read as marks: checked, never trusted.
+
+Only where weights are cut is taken; what its styles would do with activations and gradients follows from it. A style
+of another kind, as those of activations and of modules, gives no mark. What does not fit the model or the mesh is left
+out by `of_model.fitting`, what contradicts itself is refused by the derivation.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import NamedTuple, cast
+
+from torch import nn
+
+from tangram.sharding.derive.marking.marks import Mark
+
+
+class Style(NamedTuple):
+    """How a style cuts a weight."""
+
+    dim: int
+    """From the last: -1."""
+    blocks: int = 1
+    """How many weights lie in the dim one after the other, each cut by itself."""
+
+
+STYLES: Mapping[str, Style] = {
+    "colwise": Style(-2),
+    "colwise_rep": Style(-2),
+    "colwise_gather_output": Style(-2),
+    "embedding_rowwise": Style(-2),
+    "rowwise": Style(-1),
+    "rowwise_rep": Style(-1),
+    "rowwise_split_input": Style(-1),
+    "packed_colwise": Style(-2, 2),
+    "packed_rowwise": Style(-1, 2),
+}
+"""transformers' words for how the weight of a module, or one that stands by itself, is cut over the tensor axis."""
+EXPERTS = frozenset({"grouped_gemm"})
+"""Its words for weights of all experts, cut by expert: the first dim."""
+
+
+def published(model: nn.Module, tensor: str, experts: str | None = None) -> list[Mark]:
+    """The marks that a transformers model's plans come to, one for each of their lines; none for another module.
+
+    `tensor`, `experts`: the axes of the tensor-parallel and of the expert-parallel plan; without the latter experts are
+    cut as the former says. Over one axis for both, its weights of experts are cut by expert.
+    """
+    shapes = {name: len(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    plans = [cast("Mapping[str, str]", getattr(model, name, None) or {}) for name in ("_tp_plan", "_ep_plan")]
+    whole_experts = {name for name, style in plans[1].items() if style in EXPERTS} if experts else set[str]()
+    found: list[Mark] = []
+    for name, style in plans[0].items():
+        if style in STYLES and not (name in whole_experts and experts == tensor):
+            found += _mark(name, shapes, tensor, STYLES[style])
+    for name in sorted(whole_experts):
+        found += _mark(name, shapes, str(experts), None)
+    return found
+
+
+def _mark(name: str, shapes: Mapping[str, int], axis: str, style: Style | None) -> list[Mark]:
+    """Of a line of a plan, which names a module or a weight; without a style a weight of experts."""
+    for pattern in (name, f"{name}.weight"):
+        ndim = next((n for own, n in shapes.items() if fnmatch.fnmatchcase(own, pattern)), None)
+        if ndim is not None:
+            dim = 0 if style is None else max(ndim + style.dim, 0)
+            if style is not None and ndim == 1 and style.dim == -1:
+                return []  # a bias that is added to what is summed
+            factor = (
+                f"({style.blocks} _/{axis})" if style is not None and style.blocks > 1 and ndim > 1 else f"_/{axis}"
+            )
+            return [Mark.parse(f"{pattern}: {' '.join(factor if d == dim else '_' for d in range(ndim))}")]
+    return []

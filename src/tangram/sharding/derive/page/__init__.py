@@ -1,0 +1,1 @@
+"""A derivation as one page for a browser."""

@@ -1,0 +1,1 @@
+"""The problem that a derivation solves: the folded graph, the states of tensors, rates."""

@@ -1,0 +1,1 @@
+"""The cheapest choice for every variable: exact, or bounded with its gap."""

@@ -1,0 +1,283 @@
+"""How a tensor is brought from one way to lie over the axes of a mesh to another: what ranks do, and what it costs.
+
+    Step     over one axis: a collective and its dual
+    Joint    over several at once: the cheapest sequence that `relayout.sequences` knows, there and back
+
+One rule: what one axis after the other takes several steps for is asked of `sequences`, and done so where ranks then
+receive fewer bytes or, of as many, take part in fewer collectives. Rows in orders of their own (`states.Routed`) and
+cuts that do not nest have no such sequence, and are moved one axis after the other.
+
+Trade-off: bytes are compared, and no links, so that what runs does not depend on a cluster's file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tangram.layout import Mesh
+from tangram.relayout import collectives, digits, sequences
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, Routed, State, cut, part_dim, plain, received, way
+
+States = Mapping[str, State]
+NOTHING_SENT = frozenset({sequences.SLICE, sequences.ZERO})
+
+
+class Step(NamedTuple):
+    """A tensor that lies otherwise over one axis, after."""
+
+    axis: str
+    source: State
+    target: State
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A tensor that lies otherwise over several axes, by a sequence of collectives over some of them at once."""
+
+    apart: tuple[Step, ...]
+    """The same, one axis after the other."""
+    there: tuple[sequences.Step, ...] = field(compare=False)
+    back: tuple[sequences.Step, ...] | None = field(compare=False)
+    """What is done with the gradient; None where there is none."""
+
+
+Change = tuple[Step | Joint, ...]
+"""One after the other."""
+
+
+class Cost(NamedTuple):
+    """What a rank does in a part of a change, forward and backward, and the bytes that it then receives."""
+
+    axes: tuple[str, ...]
+    forward: str
+    backward: str
+    forward_bytes: float
+    backward_bytes: float
+
+
+def apart(change: Change) -> Iterator[Step]:
+    """A change one axis after the other."""
+    for one in change:
+        yield from one.apart if isinstance(one, Joint) else (one,)
+
+
+def wanted(source: States, target: States, *, differentiable: bool) -> dict[str, State]:
+    """Over which axes something is done between two ways to lie, and how the tensor lies then."""
+    found: dict[str, State] = {}
+    for axis, a in source.items():
+        b = target.get(axis, a)  # of what is not read, as it is
+        step = way(a, b) if a != b else None
+        if step is not None and (step.forward or (step.backward and differentiable)):
+            found[axis] = b
+    return found
+
+
+def summed_once(source: States, target: States, *, differentiable: bool) -> tuple[str, ...]:
+    """The axes over which every rank has a whole parameter for something of its own: its gradient is summed once."""
+    goals = wanted(source, target, differentiable=differentiable)
+    return tuple(axis for axis, b in goals.items() if (source[axis], b) == (SAME, SEVERAL))
+
+
+def change(
+    shape: Sequence[int],
+    itemsize: int,
+    source: States,
+    goals: States,
+    mesh: Mesh,
+    *,
+    differentiable: bool,
+    at_once: bool = True,
+) -> Change:
+    """What brings a tensor of a whole `shape` from how it lies over each axis to how it is to lie over some (`wanted`).
+
+    `source`: over every axis that it may be cut over, in the order of the mesh. `differentiable`: whether a gradient
+    comes back. `at_once` false: one axis after the other, whatever it costs.
+    """
+    if not goals:
+        return ()
+    own = {axis: plain(state) for axis, state in source.items()}
+    goals = {axis: plain(state) for axis, state in goals.items()}
+    steps = tuple(ordered(own, goals, {axis: mesh.axes[axis][0] for axis in source}))
+    routed = any(isinstance(s, Routed) for s in (*own.values(), *goals.values()))
+    if len(steps) == 1 or routed or not at_once:
+        return steps
+    lies = tuple((digits.Digit(mesh.axes[a][1], mesh.axes[a][0]), a, own[a], goals.get(a, own[a])) for a in source)
+    found = _joint(tuple(shape), itemsize, lies, steps, differentiable)
+    return steps if found is None else (found,)
+
+
+def change_of(part: Tensor, source: States, target: States, mesh: Mesh, *, differentiable: bool) -> Change:
+    """`change` of a tensor of which a rank has a part; over every axis that differs."""
+    shape = [*part.shape]
+    for axis, state in source.items():
+        if state.kind == "cut":
+            shape[state.dim] *= mesh.axes[axis][0]
+    goals = {axis: state for axis, state in target.items() if state != source[axis]}
+    return change(shape, part.element_size(), source, goals, mesh, differentiable=differentiable)
+
+
+@lru_cache(1 << 12)
+def _joint(
+    shape: tuple[int, ...],
+    itemsize: int,
+    lies: tuple[tuple[digits.Digit, str, State, State], ...],
+    steps: tuple[Step, ...],
+    differentiable: bool,
+) -> Joint | None:
+    """The cheapest sequences between two states; None where one axis after the other is as cheap, or there is none."""
+    there = _sequence(shape, itemsize, lies)
+    turned = tuple((digit, axis, collectives.dual(b), collectives.dual(a)) for digit, axis, a, b in lies)
+    back = _sequence(shape, itemsize, turned) if differentiable else ()
+    if there is None or back is None:
+        return None
+    found = Joint(steps, there, back if differentiable else None)
+    source = {axis: a for _, axis, a, _ in lies}
+    sizes = {axis: digit.k for digit, axis, _, _ in lies}
+    nbytes = float(itemsize * math.prod(shape))
+    sides = [[*costs(one, nbytes, source, sizes, differentiable=differentiable)] for one in ((found,), steps)]
+    paid = [sum(c.forward_bytes + c.backward_bytes for c in side) for side in sides]
+    if math.isclose(*paid, rel_tol=1e-9):
+        paid = [len(_sent((*there, *back))), sum(bool(n) for cost in sides[1] for n in cost[3:])]
+    return found if paid[0] < paid[1] else None
+
+
+def _sent(steps: Sequence[sequences.Step]) -> list[str]:
+    """The collectives that send something."""
+    return [step.collective for step in steps if step.collective not in NOTHING_SENT]
+
+
+def _sequence(
+    shape: tuple[int, ...], itemsize: int, lies: Sequence[tuple[digits.Digit, str, State, State]]
+) -> tuple[sequences.Step, ...] | None:
+    sides = _spots([(digit.k, a) for digit, _, a, _ in lies]), _spots([(digit.k, b) for digit, _, _, b in lies])
+    summed = any(a == digits.WAITING != b for a, b in zip(*sides, strict=True))
+    rows = [row for row in zip(lies, *sides, strict=True) if summed or row[1] is not None or row[2] is not None]
+    rows.sort(key=lambda row: -row[0][0].stride)
+    names = tuple(axis for (_, axis, *_), _, _ in rows)
+    own = tuple(digit for (digit, *_), _, _ in rows)
+    source, target = tuple(a for _, a, _ in rows), tuple(b for _, _, b in rows)
+    problem = digits.Problem(shape, own, names, names, source, target)
+    if not (digits.fits(problem, source) and digits.fits(problem, target)):
+        return None
+    return sequences.cheapest(problem, itemsize)
+
+
+def _spots(lies: Sequence[tuple[int, State]]) -> list[digits.Spot | None]:
+    """Where the digits of axes (ranks and state of each, in the order of the mesh) stand in a tensor."""
+    before: dict[tuple[int, int], int] = {}
+    found: list[digits.Spot | None] = []
+    for k, state in lies:
+        if state.kind == "cut":
+            at = before.get((state.dim, state.outer), 1)
+            before[state.dim, state.outer] = at * k
+            found.append(digits.Spot(state.dim, state.outer * at))
+        else:
+            found.append(digits.WAITING if state.kind == "sum" else None)
+    return found
+
+
+# ---------------------------------------------------------------- one axis after the other
+
+
+def ordered(source: States, target: States, sizes: Mapping[str, int]) -> Iterator[Step]:
+    """Steps over single axes, of which each can be done by itself; cuts as they are on what ranks have at that time.
+
+    What lies under a cut that moves is put together before, and cut again. `sizes`: of the axes, in the order of the
+    mesh: of two that cut one factor the first lies outside.
+    """
+    axes, now = [*sizes], dict(source)
+    goals = {axis: state for axis, state in target.items() if state != now[axis]}
+    final = {**now, **goals}
+
+    def under(axis: str, goal: State) -> list[str]:
+        cuts = {(s.dim, s.outer) for s in (now[axis], goal) if s.kind == "cut"}
+        later = (a for a in axes[axes.index(axis) + 1 :] if a in now and now[a].kind == "cut")
+        crossed = [a for a in goals if a != axis and _crossed(goal, now[a], now, sizes, axis)]
+        return [*crossed, *(a for a in later if (now[a].dim, now[a].outer) in cuts)]
+
+    def waits(axis: str) -> bool:
+        """For an axis that lies outside, on what this one is to cut."""
+        goal = goals[axis]
+        outer = (s for a in axes[: axes.index(axis)] if a in goals for s in (now[a], goals[a]))
+        return goal.kind == "cut" and any(s == goal for s in outer)
+
+    def step(axis: str, goal: State) -> Step:
+        found = Step(axis, here(now[axis], axis, now, sizes), here(goal, axis, now, sizes))
+        now[axis] = goal
+        return found
+
+    while goals:
+        axis = next((a for a in reversed(axes) if a in goals and not waits(a) and not under(a, goals[a])), None)
+        if axis is not None:
+            yield step(axis, goals.pop(axis))
+        else:
+            blocked = next(a for a in axes if a in goals)
+            inner = under(blocked, goals[blocked])[-1]
+            while deeper := under(inner, SAME):
+                inner = deeper[-1]
+            goals[inner] = final[inner]
+            yield step(inner, SAME)
+
+
+def _crossed(goal: State, lies: State, now: States, sizes: Mapping[str, int], axis: str) -> bool:
+    """Whether two cuts of one dim cannot be at a time: the parts of the outer one are no whole blocks of the inner.
+
+    The outer one is of all axes together that cut it: parts of 2 x 2 ranks are no whole blocks where there are two.
+    """
+    if goal.kind != "cut" or lies.kind != "cut" or goal.dim != lies.dim or goal.outer == lies.outer:
+        return False
+    outer, blocks = sorted((goal.outer, lies.outer))
+    then = {**now, axis: goal}
+    k = math.prod(sizes[a] for a, s in then.items() if (s.kind, s.dim, s.outer) == ("cut", goal.dim, outer))
+    return blocks % (outer * k) != 0
+
+
+def here(state: State, axis: str, others: Mapping[str, State], sizes: Mapping[str, int]) -> State:
+    """A cut as it is one of what a rank has by the cuts of other axes: fewer blocks stand before it."""
+    if state.kind != "cut":
+        return state
+    outer = state.outer
+    for other, own in others.items():
+        if other != axis and own.kind == "cut" and own.dim == state.dim and own.outer < state.outer:
+            outer //= sizes[other]
+    return cut(state.dim, outer)
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+def costs(
+    change: Change, nbytes: float, source: States, sizes: Mapping[str, int], *, differentiable: bool
+) -> Iterator[Cost]:
+    """What each part of a change costs, of a tensor of so many bytes that lies so before. `sizes`: of all axes."""
+    own = nbytes / math.prod(sizes[axis] for axis, state in source.items() if part_dim(state) is not None)
+    for one in change:
+        if isinstance(one, Joint):
+            axes = tuple(axis for axis in source if any(axis == step.axis for step in one.apart))
+            ways = one.there, one.back or ()
+            there, back = map(sequences.received, ways)
+            yield Cost(axes, _said(ways[0]), _said(ways[1]), there, back)
+        else:
+            yield _cost(one, own, sizes[one.axis], differentiable=differentiable)
+        for axis, a, b in apart((one,)):
+            own *= sizes[axis] if part_dim(a) is not None else 1
+            own /= sizes[axis] if part_dim(b) is not None else 1
+
+
+def _cost(step: Step, own: float, k: int, *, differentiable: bool) -> Cost:
+    """Of a step over an axis of `k` ranks, each of which has `own` bytes before it."""
+    found = way(step.source, step.target) or collectives.way(step.source, step.target)
+    forward, backward = found[0], found[1] if differentiable else ""
+    together = own * (k if part_dim(step.source) is not None else 1)
+    return Cost((step.axis,), forward, backward, received(forward, together, k), received(backward, together, k))
+
+
+def _said(steps: Sequence[sequences.Step]) -> str:
+    """The collectives that send something; what a rank does by itself where none does."""
+    return " + ".join(_sent(steps) or [step.collective for step in steps])

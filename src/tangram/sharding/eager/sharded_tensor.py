@@ -1,0 +1,238 @@
+"""A tensor that shows the size of the whole, and holds one rank's plain part with the layout that it is in.
+
+Why not plain local parts with layouts in a table beside: a model's code works out numbers from sizes
+(`torch.arange(x.shape[1])`, `x.view(b, s, -1, d)`), which of a part's sizes come out wrong in silence. Here it reads
+those of the whole, and every function of torch that it calls goes to the session instead. Why not a tensor whose
+operators are dispatched below autograd, as DTensor: backward operators would need rules of their own; here autograd
+sees plain parts and what moves them, and the backward of a move is the move between the duals.
+
+So a `Placed` has no gradient history: its part has. What no session is asked about, as code of a library that takes
+tensors apart, ends in an error and never in a number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from tangram.errors import UserError
+from tangram.layout import Layout
+from tangram.sharding.derive.layouts import layout_of
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, price
+from tangram.sharding.eager.greedy import NEVER
+
+if TYPE_CHECKING:
+    from tangram.sharding.eager.session import Eager
+
+States = Mapping[str, State]
+Key = tuple[tuple[str, State], ...]
+
+
+class Placed(Tensor):
+    """One rank's part of a tensor. `shape`, `stride()` and `dtype` are those of the whole."""
+
+    _session: Eager
+    _states: dict[str, State]
+    _parts: dict[Key, Tensor]
+    """What this rank has of it, by how it lies."""
+    _lies: dict[str, State]
+    """How it lies in truth: what is said to be whole is gathered when it is read, with the gradient that its reader
+    has."""
+    _family: list[weakref.ref[Placed]]
+    """Those that share memory on one process."""
+    _stale: str
+    standing: str
+    """Of a parameter, and of what is made of parameters alone, its name."""
+    by: dict[str, tuple[State, object]]
+    """Over which axes a mark says how it lies, and which."""
+
+    @staticmethod
+    def of(
+        session: Eager, like: Tensor, part: Tensor, states: States, standing: str = "", base: Placed | None = None
+    ) -> Placed:
+        """A tensor of the size and strides of `like`, of which this rank has `part`."""
+        wrapped: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
+            Placed, like.shape, like.stride(), dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
+        )
+        found: Placed = wrapped
+        found._session, found.standing, found.by, found._stale = session, standing, {}, ""
+        found._states = found._lies = {a: s if part.requires_grad or s != SEVERAL else SAME for a, s in states.items()}
+        found._parts = {_key(found._states): part}
+        found._family = base._family if base is not None else []
+        found._family.append(weakref.ref(found))
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every function of torch is the session's."""
+        from torch.utils._pytree import tree_leaves
+
+        leaves: list[Any] = tree_leaves((args, kwargs))
+        session = next((x._session for x in leaves if isinstance(x, Placed)), None)
+        if session is None:
+            return cast(Any, super()).__torch_function__(func, types, args, kwargs or {})
+        return session.call(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What comes here went past the session."""
+        raise UserError(
+            f"{func} runs on a tensor with a layout where no layout can be derived: give it the whole tensor, as "
+            "`relayout(x, ...)` with no axis in it"
+        )
+
+    def __repr__(self, **_: Any) -> str:
+        """Its layout, and this rank's part."""
+        return f"Placed({self.notation}, this rank has {self.part!r})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self._session.number_of(self), spec) if self.ndim == 0 else repr(self)
+
+    __hash__ = object.__hash__
+
+    # ------------------------------------------------------------ how it lies
+
+    @property
+    def states(self) -> States:
+        """Over each axis of the mesh with more than one rank."""
+        return self._states
+
+    @property
+    def notation(self) -> Layout:
+        """How it lies, in the notation."""
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            return layout_of(self.shape, self._states)
+
+    @property
+    def part(self) -> Tensor:
+        """What this rank has of it, a plain tensor."""
+        return self.as_(self._states)
+
+    def said(self, states: States, by: Mapping[str, tuple[State, object]]) -> None:
+        """It lies so from now on, by these marks. What is to be whole is moved when it is read, for its reader."""
+        self._states = {**self._states, **states}
+        own, key = _key(self._lies), _key(self._states)
+        later = any(state == SAME != self._lies[axis] for axis, state in self._states.items())
+        if not (self.trained and (later or not torch.is_grad_enabled())):
+            self._parts = {key: self.as_(self._states)}
+            self._lies = self._states
+        else:
+            self._parts = {k: x for k, x in self._parts.items() if k in (own, key)}
+        self.by.update(by)
+
+    def copied(self) -> Placed:
+        """The same elements, to be said to lie otherwise."""
+        found = Placed.of(self._session, self, self._parts[_key(self._lies)], self._lies, base=self)
+        found._states, found._parts, found._stale = dict(self._states), {**self._parts}, self._stale
+        found.by = dict(self.by)
+        return found
+
+    def price(self, axis: str, wanted: State) -> float:
+        """Bytes that a rank receives to have it so over an axis, there and back; infinite where there is no way."""
+        k, trained, now, truly = self._session.sizes[axis], self.trained, self._states[axis], self._lies[axis]
+        if wanted == now or (not trained and wanted == SEVERAL and now == SAME):
+            return 0.0
+        if self.standing and "cut" in (wanted.kind, now.kind):
+            return NEVER
+        n = self._nbytes(axis)
+        if (now, wanted) == (SAME, SEVERAL):  # from where it is in truth, beside what it would have cost as it is said
+            ways = [price(truly, state, n, k, differentiable=trained) for state in (wanted, now)]
+            return max(0.0, ways[0] - ways[1])
+        if (now.kind, wanted.kind) == ("cut", "sum"):  # a part among zeros: nothing is sent
+            return 0.0
+        return price(now, wanted, n, k, differentiable=trained)
+
+    @property
+    def trained(self) -> bool:
+        """Whether gradients flow through it."""
+        return next(iter(self._parts.values())).requires_grad
+
+    def _nbytes(self, axis: str) -> float:
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            n = float(self.numel() * self.element_size())
+        for other, state in self._states.items():
+            if other != axis and state.kind == "cut":
+                n /= self._session.sizes[other]
+        return n
+
+    def as_(self, wanted: States) -> Tensor:
+        """This rank's part where it lies as `wanted`: brought there, once for all who want it so."""
+        if self._stale:
+            raise UserError(
+                f"{self._stale} writes into a tensor that shares memory with this one, but not on parts: write it as "
+                "an operator that gives a new tensor"
+            )
+        wanted = self._plain(wanted)
+        key = _key(wanted)
+        if key in self._parts:
+            return self._parts[key]
+        source = self._lies if _as_said(self._states, wanted) else self._states
+        whole = self._parts[_key(source)] if _key(source) in self._parts else self.as_(source)
+        part = self._session.brought(whole, source, wanted, self.trained)
+        if self.trained and not torch.is_grad_enabled():
+            return part  # what has no gradient is not kept for those who want one
+        self._parts[key] = part
+        if _is_added_up(self._lies, wanted):  # and stays so
+            if _is_added_up(self._states, wanted):
+                self._states = dict(wanted)
+            self._lies, self._parts = dict(wanted), {key: part}
+        return part
+
+    def _plain(self, wanted: States) -> States:
+        """Without a gradient, what each rank has all of is the same, whatever it is used for."""
+        return wanted if self.trained else {a: SAME if state == SEVERAL else state for a, state in wanted.items()}
+
+    # ------------------------------------------------------------ writes
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other tensor shares its memory on one process, which then would have to move with it."""
+        return all(one is None or one is self for one in (ref() for ref in self._family))
+
+    def for_writing(self, wanted: States) -> Tensor:
+        """This rank's part where it lies as `wanted`, which it does from now on; to be written in place."""
+        part, wanted = self.as_(wanted), self._plain(wanted)
+        if _key(wanted) != _key(self._lies):
+            part = part.clone()  # what a move gives may be a view
+            self._states = self._lies = dict(wanted)
+            self._parts = {_key(wanted): part}
+        return part
+
+    def wrote(self, part: Tensor, line: str) -> None:
+        """Its part has been written in place; others that share its memory on one process may not on this rank."""
+        self._lies = self._states
+        self._parts = {_key(self._states): part}
+        for one in (ref() for ref in self._family):
+            if one is None or one is self:
+                continue
+            own = one._parts.get(_key(one._lies))
+            if own is None or _memory(own) != _memory(part):
+                one._stale = line
+            else:
+                one._parts = {_key(one._lies): own}
+
+    def derived_elsewhere(self) -> bool:
+        """Whether autograd was told of it behind the session's back, as by an `autograd.Function`."""
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            return self.grad_fn is not None
+
+
+def _as_said(states: States, wanted: States) -> bool:
+    """Whether it is wanted as it is said to lie, but for what its gradient is: then one move will do."""
+    return all(wanted[a] == s or (s == SAME and wanted[a] == SEVERAL) for a, s in states.items())
+
+
+def _is_added_up(states: States, wanted: States) -> bool:
+    return any(state == SUM and wanted[axis] != SUM for axis, state in states.items())
+
+
+def _key(states: States) -> Key:
+    return tuple(states.items())
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()

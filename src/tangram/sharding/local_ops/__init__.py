@@ -1,0 +1,1 @@
+"""What a rank computes of an operator whose part is no plain call: random numbers, windows, grouped matmuls."""

@@ -1,0 +1,218 @@
+"""Calls that a rank carries out otherwise than by the operator on its part: a note of the rule says which.
+
+    counted              random numbers belong to the elements of the whole tensor
+    ragged(t e)          rows t come in groups e, whose ends are counted through all rows
+    triangle(r c)        rows r above or below the diagonal of columns c, counted in the whole matrix
+    looked(1 v)          input 1 holds indices into v of input 0: others' give nothing, and a pending sum
+    spill(1 v)           input 1 holds indices into v of input 0, which is written there: what is others' is dropped
+    causal(s)            queries s attend to keys up to their own place in the whole sequence
+    taken(index v)       the argument `index` counts through v: others give nothing, and a pending sum
+
+A runner has what the part holds of the factors, and the operator's arguments as the part has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tangram.layout.intervals import IntSet, elements, size
+from tangram.sharding.local_ops import grouped_matmul, random_numbers, random_ops
+from tangram.sharding.ops.calls import Call
+
+if TYPE_CHECKING:
+    from tangram.sharding.ops.bind import Bound
+
+Held = Mapping[str, IntSet]
+Runner = Callable[[Call, "Bound", Held, Sequence[str], bool], tuple[Any, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Otherwise(Call):
+    """A call that is run by something else."""
+
+    how: Callable[[Call, bool], tuple[Any, ...]]
+
+    def run(self, *, in_place: bool = False) -> tuple[Any, ...]:
+        """As `Call.run`."""
+        return self.how(self, in_place)
+
+
+def of(call: Call, bound: Bound, held: Held) -> Call:
+    """A part's call as it is to be run: itself, where the rule says nothing else. `held`: of the cut factors."""
+    for name, args in bound.rule.notes:
+        if name in RUNNERS:
+            return Otherwise(call.operator, call.arguments, partial(_run, RUNNERS[name], bound, held, args))
+    return call
+
+
+def _run(runner: Runner, bound: Bound, held: Held, args: Sequence[str], call: Call, in_place: bool) -> tuple[Any, ...]:
+    return runner(call, bound, held, args, in_place)
+
+
+def whole(call: Call, bound: Bound) -> Call:
+    """A whole call as it is to be run, to compare parts with."""
+    return of(call, bound, {}) if bound.rule.note("counted") is not None else call
+
+
+def _counted(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+    tensors = [t for t in call.tensors if t is not None]
+    if isinstance(tensors[0], FakeTensor):
+        return _with(call, call.tensors).run(in_place=in_place)
+    local = cast("Sequence[int]", torch.broadcast_shapes(*[t.shape for t in tensors]))
+    sets: list[IntSet] = []
+    shape: list[int] = []
+    for factors, n in zip(bound.outputs[0], local, strict=True):
+        shape.append(math.prod(bound.sizes[f] for f in factors) if factors else n)
+        sets.append(_product([held.get(f, _all(bound.sizes[f])) for f in factors], [bound.sizes[f] for f in factors])
+                    if factors else _all(n))  # fmt: skip
+    return random_ops.draw(call, random_numbers.numbered(sets, shape, tensors[0].device), in_place)
+
+
+def _all(n: int) -> IntSet:
+    return ((0, n),) if n else ()
+
+
+def _product(sets: Sequence[IntSet], sizes: Sequence[int]) -> IntSet:
+    """The indices into a product of factors, of which these are held; the last one moves fastest."""
+    if len(sets) == 1:
+        return sets[0]
+    found = cast("list[int]", random_numbers.numbered([*sets], [*sizes]).flatten().tolist())
+    return tuple((i, i + 1) for i in found)
+
+
+def _ragged(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+    rows, groups = (held.get(name) for name in args)
+    return grouped_matmul.run(call, rows, groups)
+
+
+def _triangle(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+    """A part that begins at a row, or a column, has its diagonal shifted; one of several runs is masked."""
+    (x,) = call.tensors
+    assert x is not None
+    diagonal: int = call.arguments["diagonal"]
+    rows, columns = (held.get(name, _all(n)) for name, n in zip(args, x.shape[-2:], strict=True))
+    if len(rows) <= 1 and len(columns) <= 1:
+        shift = (rows[0][0] if rows else 0) - (columns[0][0] if columns else 0)
+        plain = Call(call.operator, {**call.arguments, "diagonal": diagonal + shift})
+        return plain.run(in_place=in_place)
+    above = _steps(columns, x)[None, :] - _steps(rows, x)[:, None] - diagonal
+    keep = above <= 0 if "tril" in call.name else above >= 0
+    if call.name.partition(".")[0].endswith("_"):
+        return ((x if in_place else x.clone()).masked_fill_(~keep, 0),)
+    return (torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device)),)
+
+
+def _own(indices: Tensor, held: IntSet, n: int) -> tuple[Tensor, Tensor]:
+    """Indices into `n` elements as places among those that are held, or behind them; and which of them are there."""
+    table = torch.full((n,), size(held), dtype=torch.int64, device=indices.device)
+    table[_steps(held, indices)] = torch.arange(size(held), device=indices.device)
+    own = table[torch.where(indices < 0, indices + n, indices).long()]
+    return own, own < size(held)
+
+
+def _pairs(bound: Bound, held: Held, args: Sequence[str]) -> list[tuple[int, int, IntSet, int]]:
+    """Of `1 v`, where v is cut: the input, the dim of input 0 that it indexes, what is held there, and of how many."""
+    found: list[tuple[int, int, IntSet, int]] = []
+    for place, name in zip(args[::2], args[1::2], strict=True):
+        factor = f"{name}0" if name.startswith("{") else name
+        if factor in held:
+            dim = next(d for d, factors in enumerate(bound.inputs[0] or ()) if factor in factors)
+            found.append((int(place), dim, held[factor], bound.sizes[factor]))
+    return found
+
+
+def _looked(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+    tensors = _tensors(call)
+    there = torch.ones((), dtype=torch.bool, device=tensors[0].device)
+    pairs = _pairs(bound, held, args)
+    for place, dim, own, n in pairs:
+        places, here = _own(tensors[place], own, n)
+        there = there & here
+        tensors[0] = _longer(tensors[0], dim)  # so that there is something to look up
+        tensors[place] = places
+    (found,) = _with(call, tensors).run()
+    if not pairs:
+        return (found,)
+    behind = [*bound.outputs[0]]
+    while behind and there.ndim and not any(f.startswith("i") for f in behind[-1]):
+        behind.pop()
+    more = len(bound.outputs[0]) - len(behind) if there.ndim else 0
+    return (torch.where(there.reshape([*there.shape, *[1] * more]), found, found.new_zeros(())),)
+
+
+def _spill(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+    """What is written elsewhere goes to a place behind the last, which is then left out."""
+    tensors = _tensors(call)
+    pairs = _pairs(bound, held, args)
+    if not pairs:
+        return _with(call, tensors).run(in_place=in_place)
+    x = tensors[0]
+    for place, dim, own, n in pairs:
+        tensors[0] = _longer(tensors[0], dim)
+        tensors[place] = _own(tensors[place], own, n)[0]
+    (found,) = _with(call, tensors).run()
+    for _, dim, _, _ in pairs:
+        found = found.narrow(dim, 0, found.shape[dim] - 1)
+    return (x.copy_(found) if in_place else found,)
+
+
+def _taken(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+    """`select`: of a part that has it not, nothing, with a gradient of nothing: other ranks wait for it."""
+    (x,) = _tensors(call)
+    dim, index = call.arguments["dim"] % x.ndim, call.arguments[args[0]]
+    own, n = held.get(f"{args[1]}0"), x.shape[dim]
+    if own is None:
+        return _with(call, [x]).run(in_place=in_place)
+    n = bound.sizes[f"{args[1]}0"]
+    at = elements(own).index(index % n) if index % n in elements(own) else -1
+    if at >= 0:
+        return Call(call.operator, {**call.arguments, "index": at}).run(in_place=in_place)
+    return (x.narrow(dim, 0, 0).sum(dim, dtype=x.dtype),)
+
+
+def _causal(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+    """A part that begins with the first query is causal by itself; others are told what to hide."""
+    query, key = _tensors(call)[:2]
+    own = held.get(args[0])
+    if own is None or (len(own) == 1 and own[0][0] == 0):
+        return _with(call, call.tensors).run()
+    hidden = _steps(own, query)[:, None] < torch.arange(key.shape[-2], device=query.device)[None, :]
+    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill(hidden, -torch.inf)
+    return Call(call.operator, {**call.arguments, "is_causal": False, "attn_mask": mask[None, None]}).run()
+
+
+def _tensors(call: Call) -> list[Any]:
+    return [*call.tensors]
+
+
+def _with(call: Call, tensors: Sequence[Tensor | None]) -> Call:
+    """A call of the operator itself."""
+    return Call(call.operator, call.with_tensors(tensors).arguments)
+
+
+def _longer(x: Tensor, dim: int) -> Tensor:
+    return torch.cat([x, x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])], dim)
+
+
+def _steps(held: IntSet, like: Tensor) -> Tensor:
+    return torch.tensor(elements(held) if size(held) else [], dtype=torch.int64, device=like.device)
+
+
+RUNNERS: Mapping[str, Runner] = {
+    "counted": _counted,
+    "ragged": _ragged,
+    "triangle": _triangle,
+    "looked": _looked,
+    "spill": _spill,
+    "taken": _taken,
+    "causal": _causal,
+}
+"""By the note that asks for it."""

@@ -1,0 +1,102 @@
+"""Where one rank stands in a call that is cut: what it holds of each factor, and so of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tangram.layout import Layout, Mesh, region
+from tangram.layout.intervals import IntSet, elements
+from tangram.layout.locate import held
+from tangram.layout.syntax import Cut, Dim
+from tangram.sharding.ops.bind import Bound, Dims
+from tangram.sharding.ops.cut_trees import Tree, axes_of, dim_of
+from tangram.sharding.ops.same_cut import of_result
+
+Cuts = Mapping[str, tuple[Cut, ...]]
+"""The cuts of each factor that is cut, major axis first."""
+
+
+def factor_dim(factor: str, n: int, bound: Bound, cuts: Cuts) -> Dim:
+    """A factor of `n` elements as a dim of a layout, with its cuts, which are those of what it is read of."""
+    own = tuple(cuts.get(factor, ()))
+    if factor in bound.windows:
+        made = of_result(own, bound.windows[factor].n, n)
+        assert isinstance(made, tuple), f"{factor} cannot be cut so: see `links.refusal`"
+        own = made
+    return Dim(factor, n, cuts=own)
+
+
+def layout_of(dims: Dims, shape: Sequence[int], bound: Bound, cuts: Cuts) -> Layout:
+    """How a tensor lies when factors are cut. What is read by windows is cut as the result is, whatever its size."""
+    found: list[Dim] = []
+    for factors, n in zip(dims, shape, strict=True):
+        if not any(f in cuts for f in factors):
+            found.append(Dim("_", n))
+            continue
+        made = [
+            factor_dim(f, n if f in bound.windows and len(factors) == 1 else bound.sizes[f], bound, cuts)
+            for f in factors
+        ]
+        found.append(made[0] if len(made) == 1 else Dim(terms=(tuple(made),)))
+    return Layout(tuple(found))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one rank stands: what it holds of each factor, and its coordinates on the axes that cut each."""
+
+    mesh: Mesh
+    rank: int
+    held: Mapping[str, IntSet]
+    cuts: Mapping[str, Tree]
+    """Of what is read by windows, those of the input."""
+
+    def first_along(self, factor: str) -> bool:
+        """Whether it is the first of the ranks that a factor is cut over."""
+        own = self.mesh.coords(self.rank)
+        return all(own[axis] == 0 for axis in axes_of(self.cuts.get(factor, ())))
+
+
+def part_of(bound: Bound, cuts: Cuts, mesh: Mesh, rank: int) -> Part:
+    """What a rank holds of the cut factors."""
+    held: dict[str, IntSet] = {}
+    for factor in cuts:
+        found = region(Layout((factor_dim(factor, bound.sizes[factor], bound, cuts),)), mesh, rank)
+        held[factor] = found.boxes[0][0] if found else ()
+    return Part(mesh, rank, held, cuts)
+
+
+def piece(tensor: Tensor, dims: Dims, part: Part, bound: Bound) -> Tensor:
+    """A rank's part of a whole tensor, where all factors are cut one after the other."""
+    cuts = {f: tree for f, tree in part.cuts.items() if isinstance(tree, tuple)}
+    assert len(cuts) == len(part.cuts)
+    for dim, factors in enumerate(dims):
+        cut = [f for f in factors if f in part.held]
+        if cut:
+            n = tensor.shape[dim]
+            found = region(layout_of((factors,), (n,), bound, cuts), part.mesh, part.rank)
+            index = elements(found.boxes[0][0]) if found else []
+            tensor = tensor.index_select(dim, torch.tensor(index, dtype=torch.int64))
+    return tensor
+
+
+def peers(parts: Sequence[Part], factor: str) -> list[list[int]]:
+    """Which of some ranks share a factor among each other: by their places in `parts`, in the order of what they hold.
+
+    Ranks that hold nothing of it are with the others, first.
+    """
+    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for i, part in enumerate(parts):
+        axes = axes_of(part.cuts[factor])
+        key = tuple((axis, at) for axis, at in part.mesh.coords(part.rank).items() if axis not in axes)
+        groups.setdefault(key, []).append(i)
+    return [sorted(some, key=lambda i: parts[i].held[factor]) for some in groups.values()]
+
+
+def stands(part: Part, factor: str, n: int) -> IntSet:
+    """What a rank holds of a dim of `n` elements that is cut as a factor is."""
+    return held(dim_of(part.cuts[factor], n), part.mesh, part.mesh.coords(part.rank))

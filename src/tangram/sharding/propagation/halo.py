@@ -1,0 +1,197 @@
+"""Windows over a cut dim: what a part of the result needs of the input, and the operator run on just that.
+
+The input lies as the result does, cut in the same way (`alike`), by any map; what a part's windows read beyond its
+borders comes from whichever parts hold it, not only the next, for a part may be smaller than a window. Each stretch of
+a part is run by itself (`stretches`): what is outside of the tensor is put there as padding, and the operator runs
+without padding of its own along the dim. The notes say how:
+
+    window, spread, pad, times      which elements a window has (`tangram.sharding.ops.windows`)
+    outside(least)          padding is less than anything, or the argument that is named; else it is nothing
+    places(1)               result 1 counts places in the dims that are read by windows: in the whole tensor
+    mean(divisor_override count_include_pad)    the mean of each window: divided by what it has in the whole tensor
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tangram.layout.intervals import IntSet, intersect, size, union
+from tangram.layout.intervals import rank as positions
+from tangram.sharding.ops.bind import Bound
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.rank_part import Part, peers, stands
+from tangram.sharding.ops.windows import Window, entry_of, kind_of
+
+
+def needed(bound: Bound, part: Part, factor: str) -> IntSet:
+    """The elements of the input's dim that a part of a cut factor reads, within the tensor: for each stretch of it one.
+
+    Where the stretches' windows overlap, an element is there once.
+    """
+    window = bound.windows[factor]
+    return union(*(window.reads((one,)) for one in part.held[factor]))
+
+
+def exchanged(
+    bound: Bound, parts: Sequence[Part], given: Sequence[Sequence[Tensor | None]]
+) -> list[Sequence[Tensor | None]]:
+    """The tensors of ranks that are all here, with what each reads of the others: plain slices, put side by side.
+
+    `given`: for each of `parts` its part of each input. One dim after the other, so that corners come along.
+    """
+    found = list(given)
+    for factor, window in bound.windows.items():
+        if factor not in parts[0].held:
+            continue
+        have = [stands(part, factor, window.n) for part in parts]
+        before = list(found)
+        for group in peers(parts, factor):
+            for i in group:
+                own = list(before[i])
+                own[window.place] = _read(before, group, have, needed(bound, parts[i], factor), window, i)
+                found[i] = own
+    return found
+
+
+def _read(
+    given: Sequence[Sequence[Tensor | None]],
+    group: Sequence[int],
+    have: Sequence[IntSet],
+    wanted: IntSet,
+    window: Window,
+    rank: int,
+) -> Tensor:
+    pieces = sorted((one, i) for i in group for one in intersect(have[i], wanted))
+    found: list[Tensor] = []
+    for (a, b), i in pieces:
+        ((start, _),) = positions(have[i], ((a, b),))
+        found.append(_tensor(given[i], window).narrow(window.dim, start, b - a))
+    return torch.cat(found, window.dim) if found else _tensor(given[rank], window).narrow(window.dim, 0, 0)
+
+
+def _tensor(given: Sequence[Tensor | None], window: Window) -> Tensor:
+    return cast(Tensor, given[window.place])
+
+
+def _cut(bound: Bound, part: Part) -> list[tuple[str, Window, int, int]]:
+    """The windows over cut dims, and from where to where this rank has the result."""
+    found: list[tuple[str, Window, int, int]] = []
+    for factor, window in bound.windows.items():
+        if part.held.get(factor):
+            ((lo, hi),) = part.held[factor]  # `stretches` runs each by itself
+            found.append((factor, window, lo, hi))
+    return found
+
+
+def padded(call: Call, bound: Bound, part: Part, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The tensors with padding where windows stick out of the whole tensor."""
+    found = list(tensors)
+    for _, window, lo, hi in _cut(bound, part):
+        start, stop = window.run_on(lo, hi)
+        there = window.reads(((lo, hi),))
+        before = there[0][0] - start if there else stop - start
+        behind = stop - start - before - size(there)
+        if before or behind:
+            own = _tensor(found, window)
+            pads = [0, 0] * (own.ndim - 1 - window.dim) + [before, behind]
+            found[window.place] = torch.ops.aten.constant_pad_nd(own, pads, _outside(call, bound, own.dtype))
+    return found
+
+
+def _outside(call: Call, bound: Bound, dtype: torch.dtype) -> float:
+    (name,) = bound.rule.note("outside") or ("",)
+    return 0 if not name else least(dtype) if name == "least" else call.arguments[name]
+
+
+def least(dtype: torch.dtype) -> float:
+    """What is less than anything."""
+    return False if dtype == torch.bool else -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def most(dtype: torch.dtype) -> float:
+    """What is more than anything."""
+    return True if dtype == torch.bool else torch.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def arguments(call: Call, bound: Bound, part: Part) -> dict[str, Any]:
+    """The arguments that say what is padded, as a part has them whose padding is there already."""
+    found: dict[str, Any] = {}
+    kind, args = kind_of(bound.rule)
+    if kind == "times":
+        made = [entry_of(call.arguments[args[0]], i) for i in range(len(bound.windows))]
+        for _, window, lo, hi in _cut(bound, part):
+            start, stop = window.run_on(lo, hi)
+            made[window.entry] = (stop - start) * window.stride
+        return {args[0]: made}
+    for window in (window for factor, window in bound.windows.items() if factor in part.held):
+        if kind == "pad":
+            pads = found.setdefault(args[0], [*call.arguments[args[0]]])
+            at = 2 * (len(bound.inputs[window.place] or ()) - 1 - window.dim)
+            pads[at : at + 2] = [0] * len(pads[at : at + 2])
+            continue
+        for name in (args[2], *(args[4:5] if kind == "spread" else ())):
+            value = call.arguments[name]
+            if name not in found:
+                listed = [*cast("Sequence[int]", value)] if isinstance(value, list | tuple) else [value]
+                found[name] = listed * len(bound.windows) if len(listed) == 1 else listed
+            found[name][window.entry] = 0
+    if (mean := bound.rule.note("mean")) is not None and _counts(call, bound, part) is not None:
+        found[mean[0]] = 1
+    return found
+
+
+def put_right(call: Call, bound: Bound, part: Part, results: Sequence[Any]) -> tuple[Any, ...]:
+    """The results with what windows say of the whole tensor."""
+    found = list(results)
+    cut = _cut(bound, part)
+    for factor, window, lo, hi in cut:
+        extra = lo - window.first(window.run_on(lo, hi)[0])
+        for i, dims in enumerate(bound.outputs):
+            if window.spread and (factor,) in dims:
+                found[i] = found[i].narrow(dims.index((factor,)), extra, hi - lo)
+    if cut and (places := bound.rule.note("places")) is not None:
+        found[int(places[0])] = _placed(bound, part, found[int(places[0])])
+    counts = _counts(call, bound, part)
+    if cut and counts is not None:
+        how = None if found[0].is_floating_point() or found[0].is_complex() else "trunc"
+        found[0] = torch.div(found[0], counts.to(found[0].device, found[0].dtype), rounding_mode=how)
+    return tuple(found)
+
+
+def _placed(bound: Bound, part: Part, places: Tensor) -> Tensor:
+    """Places among the elements that a part's windows read as places in the whole tensor."""
+    cut = {window.entry: window.run_on(lo, hi) for _, window, lo, hi in _cut(bound, part)}
+    windows = sorted(bound.windows.values(), key=lambda window: window.entry)
+    whole, times = torch.zeros_like(places), 1
+    for window in reversed(windows):
+        start, stop = cut.get(window.entry, (0, window.n))
+        at = places % (stop - start) + start
+        places = places // (stop - start)
+        if start < 0:  # of a window without a largest element torch says the first place that is in the tensor
+            at = torch.where(at < 0, at % window.dilation, at)
+        whole, times = whole + at * times, times * window.n
+    return whole
+
+
+def _counts(call: Call, bound: Bound, part: Part) -> Tensor | None:
+    """How many elements each window of a mean has; None where all that are cut are full, or the call says it."""
+    mean = bound.rule.note("mean")
+    if mean is None or call.arguments[mean[0]] is not None:
+        return None
+    cut = {factor: range(lo, hi) for factor, _, lo, hi in _cut(bound, part)}
+    own = {
+        factor: [max(1, w.covered(o, padding=call.arguments[mean[1]])) for o in cut.get(factor, range(w.m))]
+        for factor, w in bound.windows.items()
+    }
+    if all(n == bound.windows[factor].extent for factor in cut for n in own[factor]):
+        return None
+    ndim = len(bound.windows)
+    shaped = [
+        torch.tensor(own[f]).reshape([-1 if w.entry == e else 1 for e in range(ndim)]) for f, w in bound.windows.items()
+    ]
+    return math.prod(shaped[1:], start=shaped[0])

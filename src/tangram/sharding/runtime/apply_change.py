@@ -1,0 +1,51 @@
+"""Tensors brought as a change says, on the ranks of real groups, and their gradients back by the duals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tangram.relayout import steps
+from tangram.relayout.collectives import move
+from tangram.sharding.derive.problem.states import Routed
+from tangram.sharding.derive.transitions import Change, Joint
+from tangram.sharding.runtime.routes import Routes
+
+GroupOf = Callable[[tuple[str, ...]], dist.ProcessGroup]
+"""The group of this rank over some axes, whose ranks are in the order of the mesh."""
+
+
+def brought(
+    x: Tensor, change: Change, group_of: GroupOf, routes: Routes | None = None, *, differentiable: bool = True
+) -> Tensor:
+    """What this rank has of a tensor after a change, given what it has before. Collective.
+
+    `routes`: of rows that ranks sort for themselves, where there are such. With `differentiable` false the result has
+    no gradient. Raises RelayoutError where `x` has not the shape that the change is for.
+    """
+    for one in change:
+        if isinstance(one, Joint):
+            x = _at_once(x, one, group_of, differentiable)
+            continue
+        axis, source, target = one
+        if isinstance(source, Routed) and isinstance(target, Routed):
+            assert routes is not None, "rows are sorted by who has routes"
+            x = routes.brought(x, axis, source, target)
+        else:
+            x = move(x, source, target, group_of((axis,)), differentiable=differentiable)
+    return x
+
+
+def _over_axes(x: Tensor, joint: Joint, group_of: GroupOf, differentiable: bool) -> Tensor:
+    groups = {step.axes: group_of(step.axes) for step in (*joint.there, *(joint.back or ()))}
+    if differentiable and joint.back is not None:
+        return steps.relayout(x, joint.there, joint.back, groups)
+    return steps.run(joint.there, x.detach(), groups)
+
+
+# Groups are made when they are first needed, and parts are found by number: nothing for a compiler to trace.
+_at_once = cast("Callable[[Tensor, Joint, GroupOf, bool], Tensor]", torch.compiler.disable(_over_axes))

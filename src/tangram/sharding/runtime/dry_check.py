@@ -1,0 +1,360 @@
+"""A rehearsal: the model run without memory on the parts of a rank, every operator compared with what was derived.
+
+The code of a model works out sizes, from tensors that are now parts: mostly that is right (`x.view(*x.shape[:-1], -1,
+d)`), sometimes it is not (`torch.arange(x.shape[1])`, a size that stands in the configuration). What a function of
+torch does on parts is compared with what the derivation says, operator by operator: sizes of results and literal
+arguments. Where they are unlike, the program gets an action that runs the operators in the function's stead, and the
+rehearsal goes on with what they give. So whatever a run meets later has been met here.
+
+Code may also take another way on a part: it asks whether two sizes are equal, and calls a function or does not. What
+that code sees is then derived once more so that it is whole there, and rehearsed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.errors import UserError
+from tangram.models.capture import place_and_reason, quiet
+from tangram.models.graph import Called, Graph, Node, Ref
+from tangram.models.twin import fake_twin
+from tangram.sharding.derive.derive import ConflictError, Derived, derive
+from tangram.sharding.derive.layouts import called, local_shape, lying, made, needed, steps_of_nodes, used
+from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.problem.states import State, part_dim
+from tangram.sharding.derive.transitions import Change, apart
+from tangram.sharding.local_ops.local_call import arguments_of, as_it_is
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.runtime.install import Now, Runtime, done
+from tangram.sharding.runtime.lower import lower, makers, places_of, refuse_lost_writes
+from tangram.sharding.runtime.operators import Operators
+from tangram.sharding.runtime.program import Action, CallKey, Program, draws
+
+PASSING = frozenset(
+    {"clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "_reshape_alias"}
+    | {"tangram.mark", "tangram.relayout"}
+)
+"""Operators that give what they take: code may need more or fewer of them on a part."""
+SIZES = frozenset({"size", "sizes", "shape", "split_size", "split_sizes", "normalized_shape", "repeats", "output_size"})
+"""Arguments that are right where the result has the right size."""
+
+
+def rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Program:
+    """The program of a derivation, with all that its code needs. `model` (on meta or not) is not changed.
+
+    Raises UserError for what cannot be run, with the line of the model.
+    """
+    while True:
+        try:
+            return _rehearsed(found, model, inputs, dtype)
+        except _OtherWayError as error:
+            whole = found.whole | _cut_ones(found, error.run)
+            if whole == found.whole:
+                raise UserError(f"{type(model).__name__} cannot be run on parts: {error}") from error
+            try:
+                found = derive(found.folded.graph, found.marks, found.mesh, whole=whole)
+            except ConflictError:
+                raise UserError(f"{type(model).__name__} cannot be run on parts: {error}") from error
+
+
+class _OtherWayError(Exception):
+    """The code of a run does something else on parts than on the whole."""
+
+    def __init__(self, said: str, run: int) -> None:
+        super().__init__(said)
+        self.run = run
+
+
+def _cut_ones(found: Derived, run: int) -> frozenset[int]:
+    """The classes of the tensors that the code of a run sees in parts."""
+    graph, classes = found.folded.graph, found.folded.classes
+    seen = [v for call in graph.calls if call.run == run for v in call.gives]
+    seen += [v for one in graph.runs if one.parent == run for v in one.gives]
+    seen += graph.runs[run].takes
+    maker, steps = makers(graph), steps_of_nodes(found)
+
+    def states(v: int) -> list[State]:
+        own = [*used(found, classes[v]).values()]
+        return [*own, *made(found, steps[maker[v][0]], maker[v][1]).values()] if v in maker else own
+
+    there = {v for v in seen if v is not None and graph.values[v].kind != "parameter"}
+    cut = {v for v in there if any(part_dim(state) is not None for state in states(v))}
+    for call in (call for call in graph.calls if call.run == run):
+        for i in range(call.first, call.stop):
+            for place, v in enumerate(places_of(graph.nodes[i], steps[i])):
+                ways = needed(found, steps[i], place).values() if v in there else ()
+                cut |= {v for state in ways if v is not None and part_dim(state) is not None}
+    return frozenset(classes[v] for v in cut)
+
+
+def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Program:
+    """The same for one derivation. Raises _OtherWayError, too."""
+    program = lower(found)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = fake_twin(model, dtype, fake)
+    with fake:
+        _cut(twin, found)
+        given = {name: _input(found, name, x) for name, x in inputs.items()}
+    rehearsal = _Rehearsal(program)
+    runtime = Runtime()
+    runtime.wrap(twin)
+    runtime.begin(Now(program, rehearsal.bring, rehearsal.instead, rehearsal.around))
+    try:
+        with quiet(), fake, rehearsal.record:  # gradients are on or off as they were for the capture
+            twin(**given)
+    except (UserError, _OtherWayError):
+        raise
+    except Exception as error:
+        raise _OtherWayError(place_and_reason(error), rehearsal.last) from error
+    rehearsal.refuse_left_out()
+    for action in (action for own in program.actions.values() for action in own.values()):
+        _see_what_is_written(found.folded.graph, action)
+        _refuse_called_again(found.folded.graph.calls[action.call])
+    return program
+
+
+def _refuse_called_again(call: Called) -> None:
+    """In the backward nobody would see the call: it would be made as it is, and draw other numbers."""
+    if call.again:
+        raise UserError(
+            f"{call.line}: {call.function} is done otherwise on a part, and torch.utils.checkpoint calls it again "
+            "outside of any module's forward: checkpoint a module instead of a function"
+        )
+
+
+def _see_what_is_written(graph: Graph, action: Action) -> None:
+    """Raise _OtherWayError where a write would be lost: whole, what the code of that run sees may be written."""
+    call = graph.calls[action.call]
+    try:
+        refuse_lost_writes(graph, call, action)
+    except UserError as error:
+        raise _OtherWayError(str(error), call.run) from error
+
+
+def _cut(twin: nn.Module, found: Derived) -> None:
+    """Give every parameter the size of its part, as it is used."""
+    graph, folded = found.folded.graph, found.folded
+    states = {value.name: used(found, folded.classes[v]) for v, value in graph.of_kind("parameter")}
+    seen: dict[Tensor, nn.Parameter] = {}
+    for name, parameter in [*twin.named_parameters(remove_duplicate=False)]:
+        if parameter not in seen and name in states:
+            part = torch.empty(local_shape(found, parameter.shape, states[name]), dtype=parameter.dtype, device="cpu")
+            seen[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        if parameter in seen:
+            path, _, key = name.rpartition(".")
+            twin.get_submodule(path).register_parameter(key, seen[parameter])
+
+
+def _input(found: Derived, name: str, x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    graph = found.folded.graph
+    v = next(i for i, value in graph.of_kind("input") if value.name == name)
+    states = lying(found, found.folded.classes[v])
+    return torch.empty(local_shape(found, x.shape, states), dtype=x.dtype, device="cpu")
+
+
+class _Record(TorchDispatchMode):
+    """Keeps what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[tuple[Call, list[Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        leaves: list[Any] = tree_leaves(found)
+        if func.namespace != "prim" and any(isinstance(x, Tensor) for x in leaves):
+            self.ran.append((Call.of(func, args, kwargs or {}), leaves))
+        return found
+
+
+def _at(node: Node, step: Step, v: int) -> list[int]:
+    """The places where a node takes a value."""
+    return [place for place, own in enumerate(places_of(node, step)) if own == v]
+
+
+class _Rehearsal:
+    def __init__(self, program: Program) -> None:
+        self.program, self.found = program, program.found
+        self.graph = self.found.folded.graph
+        self.operators = Operators(self.found, 0)
+        self.record = _Record()
+        self.sizes = {over.axis: over.k for over in self.found.axes}
+        self.calls = {(c.run, (c.line, c.function, c.turn)): i for i, c in enumerate(self.graph.calls)}
+        self.met: set[int] = set()
+        """The calls that the code has made."""
+        self.last = 0
+        """The run whose code has called last."""
+
+    def bring(self, x: Tensor, change: Change) -> Tensor:
+        """What would come, of the size that it has then."""
+        sizes = [*x.shape]
+        for axis, source, target in apart(change):
+            if (dim := part_dim(source)) is not None:
+                sizes[dim] *= self.sizes[axis]
+            if (dim := part_dim(target)) is not None:
+                sizes[dim] //= self.sizes[axis]
+        before = [*self.record.ran]
+        part = x.new_empty(sizes)
+        self.record.ran[:] = before  # nothing that the model's code has run
+        return part
+
+    def instead(self, action: Action, leaves: Sequence[Any]) -> Any:
+        """What the operators on parts would give, of the sizes that it has then."""
+        call = self.graph.calls[action.call]
+        _see_what_is_written(self.graph, action)
+        self.operators.refuse_unknown(call, action)
+        return tree_unflatten([self._part(v, action) for v in call.gives if v is not None], call.form)
+
+    def _of_other_size(self, call: Called, action: Action, found: Any) -> str:
+        """Views of a wrong size are seen only by what comes of them."""
+        leaves: list[Any] = tree_leaves(found)
+        for v, x in zip(call.gives, leaves, strict=True):
+            if v is not None and tuple(x.shape) != (want := self._shape(v, action)):
+                return f"it gives {tuple(x.shape)} on a part, not {want}"
+        return ""
+
+    def _part(self, v: int, action: Action) -> Tensor:
+        return torch.empty(self._shape(v, action), dtype=self.graph.values[v].dtype, device="cpu")
+
+    def _shape(self, v: int, action: Action) -> tuple[int, ...]:
+        """The size of what a call gives."""
+        states = used(self.found, self.found.folded.classes[v])
+        if v not in action.after and v in self.operators.maker:
+            i, k = self.operators.maker[v]
+            states = made(self.found, self.operators.steps[i], k)
+        return local_shape(self.found, self.graph.values[v].shape, states)
+
+    def around(
+        self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], action: Action | None
+    ) -> Any:
+        """Call a function, compare, and run its operators in its stead where it does otherwise."""
+        self.last = run
+        number = self.calls.get((run, key))
+        if number is None:  # no operators ran in it
+            return self._unknown(run, key, func, args, kwargs)
+        self.met.add(number)
+        call = self.graph.calls[number]
+        action = action or Action(number)
+        if not action.why:
+            action.why = self._another(call)
+        before = self.record.ran = []
+        now = Now(self.program, self.bring, self.instead)
+        if not action.why:
+            try:
+                found = done(now, action, func, args, kwargs)
+            except (RuntimeError, ValueError, TypeError) as error:
+                found, action.why = None, f"it fails on a part: {(str(error).splitlines() or [''])[0]}"
+            else:
+                action.why = self._unlike(call, before) or self._of_other_size(call, action, found)
+            if not action.why:
+                return found
+        self.program.actions.setdefault(run, {})[key] = action
+        return self.instead(action, ())
+
+    def _unknown(self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function that runs no operators, if so."""
+        count = len(self.record.ran)
+        found = func(*args, **kwargs)
+        if any(call.name not in PASSING for call, _ in self.record.ran[count:]):
+            raise _OtherWayError(f"{key[0]}: {key[1]} is called on a part only", run)
+        return found
+
+    def refuse_left_out(self) -> None:
+        """Raise _OtherWayError for a call that the code makes on the whole only."""
+        does = {action.call for own in self.program.actions.values() for action in own.values()}
+        for number, call in enumerate(self.graph.calls):
+            ran = (i for i in range(call.first, call.stop) if not self._passes(i))
+            if number not in self.met and (number in does or any(self._counts(i, call) for i in ran)):
+                raise _OtherWayError(f"{call.line}: {call.function} is not called on a part", call.run)
+
+    def _passes(self, i: int) -> bool:
+        """Whether what follows a node is the same without it: it gives what it takes, or repeats it for nobody's part.
+
+        Code may repeat rows only where there are several of them, and on a part there is one.
+        """
+        name, v = self.operators.steps[i].call.name, self.graph.nodes[i].results[0]
+        if name != "expand" or v is None:
+            return name in PASSING
+        there = used(self.found, self.found.folded.classes[v])
+        takers = (
+            (j, place)
+            for j in self.graph.takers.get(v, ())
+            if j in self.operators.steps
+            for place in _at(self.graph.nodes[j], self.operators.steps[j], v)
+        )
+        ways = [made(self.found, self.operators.steps[i], 0)]
+        ways += [
+            needed(self.found, self.operators.steps[j], place)
+            for j, place in takers
+            if not self.graph.nodes[j].backward
+        ]
+        return all(own.get(axis, state) == state for own in ways for axis, state in there.items())
+
+    def _another(self, call: Called) -> str:
+        """Whether some operator is another one on a part, or draws: what it draws is by the place in the whole."""
+        for i in range(call.first, call.stop):
+            step = self.operators.steps[i]
+            if draws(step.bound):
+                return f"{step.call.name} draws random numbers"
+            if not as_it_is(step.bound, self.operators.part(step)):
+                return f"{step.call.name} is another operator on a part"
+        return ""
+
+    def _unlike(self, call: Called, ran: Sequence[tuple[Call, list[Any]]]) -> str:
+        """How what a function ran differs from what was derived; "" where it does not."""
+        there = [one for one in ran if one[0].name not in PASSING]
+        for i in range(call.first, call.stop):
+            name = self.operators.steps[i].call.name
+            if self.graph.nodes[i].implied or name in PASSING:
+                continue
+            if not there or there[0][0].name != name:
+                if self._counts(i, call):
+                    return "it runs other operators on a part"
+            elif reason := self._differs(i, *there.pop(0)):
+                return reason
+        return "it runs other operators on a part" if there else ""
+
+    def _counts(self, i: int, call: Called) -> bool:
+        """Whether anything comes of what a node gives: autograd makes views anew that nobody takes."""
+        return any(v in self.graph.takers or v in call.gives for v in self.graph.nodes[i].results if v is not None)
+
+    def _differs(self, i: int, ran: Call, results: Sequence[Any]) -> str:
+        node, step = self.graph.nodes[i], self.operators.steps[i]
+        given = [v for v in node.results if v is not None]
+        shapes = [tuple(x.shape) for x in results if isinstance(x, Tensor)]
+        for k, (v, shape) in enumerate(zip(given, shapes, strict=True)):
+            want = local_shape(self.found, self.graph.values[v].shape, made(self.found, step, k))
+            if shape != want:
+                return f"{step.call.name} gives {shape} on a part, not {want}"
+        own = arguments_of(step.call, step.bound, self.operators.part(step))
+        told = called(self.found, step).arguments
+        for name, value in node.arguments.items():
+            if name in SIZES or _has_tensors(value):
+                continue
+            want = own.get(name, told[name])
+            if _plain(ran.arguments[name]) != _plain(want):
+                return f"{step.call.name} is told {name}={ran.arguments[name]} on a part, not {want}"
+        return ""
+
+
+def _has_tensors(value: Any) -> bool:
+    leaves: list[Any] = tree_leaves(value, is_leaf=lambda x: isinstance(x, Ref))
+    return any(isinstance(x, Ref) for x in leaves)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in cast("Sequence[Any]", value)]
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value

@@ -1,0 +1,167 @@
+"""Buffers that steps change, as the running statistics of batch norms: after each step alike on all ranks.
+
+    running_mean, running_var     of norms: the mean over the ranks, so what one process has in the mean of its samples
+    min_val, max_val              of torch's observers: the least and the largest of any rank
+    num_batches_tracked           the largest: ranks may have other numbers of micro-batches
+    others                        have to be alike by themselves, which is looked at after each step that changed them
+
+Without this each rank would save its own as if it were that of all. DDP, too, leaves one rank's to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.ao.quantization.observer import HistogramObserver, ObserverBase
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+
+from tangram.errors import UserError
+from tangram.training.mesh.world import World, of_stage
+
+MEAN, LEAST, LARGEST = "mean", "least", "largest"
+RULES: Mapping[type[nn.Module], Mapping[str, str]] = {
+    _NormBase: {"running_mean": MEAN, "running_var": MEAN, "num_batches_tracked": LARGEST},
+    ObserverBase: {"min_val": LEAST, "max_val": LARGEST},
+}
+"""How values of ranks become one, by the kind of module and the buffer."""
+UNRULED: tuple[type[nn.Module], ...] = (HistogramObserver,)
+"""Kinds that keep more than a rule speaks of."""
+
+
+@dataclass(frozen=True)
+class Before:
+    """The buffers as they were before a step."""
+
+    versions: Mapping[str, tuple[int, int]]
+    """Of each: which tensor it was, and how often that had been written."""
+    ruled: Mapping[str, str]
+    """Those that a step may change by a rule."""
+    values: Mapping[str, Tensor]
+    """Of these, copied: what a step that is not applied leaves."""
+
+
+def before_step(parts: Sequence[nn.Module]) -> Before:
+    """To be taken before the first forward of a step; costs nothing where a model has no buffers."""
+    ruled = {name: rule for name, _, rule in _ruled(parts)}
+    own = dict(_buffers(parts))
+    values = {name: own[name].detach().clone() for name in ruled}
+    return Before({name: (id(one), _version(one)) for name, one in own.items()}, ruled, values)
+
+
+@torch.no_grad()
+def synchronise(parts: Sequence[nn.Module], before: Before, world: World) -> None:
+    """Make the buffers that a step has changed alike on all ranks of a stage. Collective, where there are any.
+
+    Raises UserError on all ranks where one is not, for which there is no rule.
+    """
+    own = dict(_buffers(parts))
+    others = {
+        name: one
+        for name, one in own.items()
+        if name not in before.ruled and before.versions.get(name) != (id(one), _version(one))
+    }
+    if world.size == world.stages or not (others or before.ruled):
+        return
+    group = of_stage(world)
+    for rule in (MEAN, LEAST, LARGEST):
+        _reduce([own[name] for name, its in before.ruled.items() if its == rule], rule, group)
+    refuse_unlike(others, group)
+
+
+@torch.no_grad()
+def undo(parts: Sequence[nn.Module], before: Before) -> None:
+    """Of a step that is not applied: what it has made of buffers by a rule, which may not be finite."""
+    own = dict(_buffers(parts))
+    for name, value in before.values.items():
+        own[name].copy_(value)
+
+
+def refuse_unlike(buffers: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Raise UserError, on all ranks of a group, where one has other values than another. Collective."""
+    if not buffers:
+        return
+    digests = torch.stack([_digest(one) for one in buffers.values()])
+    both = torch.cat([digests, -digests])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    unlike = both[: len(buffers)] != -both[len(buffers) :]
+    if bool(unlike.any()):
+        name = [*buffers][int(unlike.nonzero()[0])]
+        raise UserError(
+            f"{name} is a buffer that steps change, and it is not alike on all ranks: make it of what all ranks have "
+            "(torch.distributed.all_reduce in the model's forward), or have no data axes"
+        )
+
+
+def refuse_unlike_saved(model: nn.Module, world: World) -> None:
+    """The same for what a checkpoint would hold of a model's buffers. Collective, where there are any."""
+    saved = model.state_dict(keep_vars=True).keys()
+    own = {name: one for name, one in model.named_buffers() if name in saved}
+    if world.size > world.stages and own:
+        refuse_unlike(own, of_stage(world))
+
+
+def refuse_counted_twice(path: str, module: nn.Module) -> None:
+    """Raise UserError for a module that is computed again in the backward, and counts what it sees in each forward."""
+    for name, one in cast("Iterator[tuple[str, nn.Module]]", module.named_modules()):
+        if any(True for _ in _rules_of(one)):
+            raise UserError(
+                f"run.recompute names {path}, and {f'{path}.{name}'.rstrip('.')} changes its buffers in each forward, "
+                "so they would change twice: leave it out of run.recompute"
+            )
+
+
+def _ruled(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:
+    for number, part in enumerate(parts):
+        for path, module in cast("Iterator[tuple[str, nn.Module]]", part.named_modules()):
+            if module.training:
+                for buffer, rule in _rules_of(module):
+                    yield _name(number, f"{path}.{buffer}".lstrip(".")), module, rule
+
+
+def _rules_of(module: nn.Module) -> Iterator[tuple[str, str]]:
+    own: dict[str, Any] = module._buffers  # pyright: ignore[reportPrivateUsage]
+    for kind, rules in RULES.items():
+        if isinstance(module, kind) and not isinstance(module, UNRULED):
+            yield from ((name, rule) for name, rule in rules.items() if own.get(name) is not None)
+
+
+def _buffers(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for number, part in enumerate(parts):
+        yield from ((_name(number, name), one) for name, one in part.named_buffers())
+
+
+def _name(number: int, name: str) -> str:
+    return name if number == 0 else f"{name} of this rank's stage {number}"
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _reduce(tensors: Sequence[Tensor], rule: str, group: dist.ProcessGroup) -> None:
+    """One all-reduce for each type of numbers."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for one in tensors:
+        by_type.setdefault(one.dtype, []).append(one)
+    operation = {MEAN: dist.ReduceOp.SUM, LEAST: dist.ReduceOp.MIN, LARGEST: dist.ReduceOp.MAX}[rule]
+    for some in by_type.values():
+        flat = torch.cat([one.reshape(-1) for one in some])
+        dist.all_reduce(flat, operation, group)
+        if rule == MEAN:
+            flat /= dist.get_world_size(group)
+        parts = cast("Sequence[Tensor]", torch.split(flat, [one.numel() for one in some]))
+        for one, part in zip(some, parts, strict=True):
+            one.copy_(part.view_as(one))
+
+
+def _digest(x: Tensor) -> Tensor:
+    """A number of the bytes, that any other value would change: each byte times a number of its place."""
+    flat = x.detach().contiguous().reshape(-1).view(torch.uint8).long()
+    places = torch.arange(1, flat.numel() + 1, device=flat.device) * 0x9E3779B1
+    mixed = (flat + 1) * (places ^ (places >> 15))
+    return (mixed ^ (mixed >> 17)).sum() >> 1  # its negative is a number, too

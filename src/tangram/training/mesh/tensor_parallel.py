@@ -1,0 +1,392 @@
+"""Tensor parallelism as derived: a model's own code on plain local tensors, what moves between ranks by a program.
+
+    cut          parameters become DTensors over the tensor axis; a module's forward sees its local parts
+    first call   of each size of the inputs and mode (`training.mesh.modes`): capture, derive, rehearse; the program
+                 says
+                 what moves, and where
+    each call    collectives at the borders of modules, their duals in the backward
+    each step    gradients of parameters that all ranks have whole, and use for something of their own, are summed
+
+Whatever holds the model outside of its forward (FSDP2, the optimiser, a checkpoint) sees DTensors. Trade-off: inputs of
+another size are derived anew, a second or less for a model of one kind of layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from tangram.errors import UserError
+from tangram.layout import Mesh
+from tangram.models.graph import Graph
+from tangram.models.masks import as_captured
+from tangram.relayout.dtensor import placements_of
+from tangram.schema.plan import Plan
+from tangram.sharding.derive.derive import ConflictError, Derived
+from tangram.sharding.derive.layouts import layout_of, lying, used
+from tangram.sharding.derive.marking.marks import Mark, matched, names_any
+from tangram.sharding.derive.of_model import States, derive_whole, graph_of, parameter_states, uneven
+from tangram.sharding.derive.problem.states import SAME, State, cut
+from tangram.sharding.derive.transitions import Change, here
+from tangram.sharding.eager.api import marks_in
+from tangram.sharding.runtime.apply_change import brought
+from tangram.sharding.runtime.dry_check import rehearsed
+from tangram.sharding.runtime.install import Now, Runtime
+from tangram.sharding.runtime.lower import refuse_cut_buffers
+from tangram.sharding.runtime.neighbour_ops import Linked
+from tangram.sharding.runtime.operators import Operators
+from tangram.sharding.runtime.program import Program
+from tangram.sharding.runtime.ring_attention import NAME as RING
+from tangram.sharding.runtime.ring_attention import Passed, Rings
+from tangram.sharding.runtime.routes import Routes
+from tangram.training.mesh import modes
+from tangram.training.mesh.groups import Devices, devices_of
+from tangram.training.mesh.layout_to_torch import Cuts, named_modules
+from tangram.training.mesh.world import World, dim_of
+
+_HELD = "_tangram_derived"
+Sizes = tuple[tuple[str, Any], ...]
+"""Of the inputs."""
+
+
+def marks_of_plan(plan: Plan) -> list[Mark]:
+    """The plan's marks."""
+    return [Mark.parse(f"{pattern}: {layout}") for pattern, layout in plan.layouts.marks.items()]
+
+
+def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], world: World) -> None:
+    """Cut the parameters over the model axes as the plan's layouts say, and have the model run as its marks say."""
+    axes = world.axes.model
+    mesh = Mesh((tuple((axis, world.mesh.axes[axis][0]) for axis in axes),))
+    where = {name: dict(cuts[p].model) for name, p in model.named_parameters(remove_duplicate=False)}
+    lies = {name: {axis: cut(own[axis]) if axis in own else SAME for axis in axes} for name, own in where.items()}
+    devices = Devices(world.over, {axis: world.devices.get_group(dim_of(axis)) for axis in axes})
+    held = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, getattr(torch, plan.precision.compute))
+    held.gradients_seen = plan.pipeline is None
+    held.rings = plan.axes.context if plan.context.keys == "ring" else ()
+
+
+def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, inputs: Mapping[str, Any]) -> DerivedModel:
+    """Make a model (whole, with the same values on all ranks, or on meta) parallel in place as marks say.
+
+    Marks in the model's own code (`tangram.sharding.eager`) count, too. `devices` names the axes; `inputs` are keyword
+    arguments of the model, of which only the sizes count: where its parameters lie is derived with them, and stays so
+    for all that follow. Each rank gives the model all of its inputs, and gets its results whole, or its part of those
+    that are marked. After the backward, `sum_gradients`. One forward at a time. Training and evaluation are captured
+    apart. What is drawn, as by dropout, is what one process draws within `sharding.local_ops.random_ops.Drawing`, by
+    the state of torch's generator; ranks take that of the first. Collective. Raises UserError.
+    """
+    names = devices.mesh_dim_names or ()
+    mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    marks = [*marks_in(model), *marks]
+    inputs = modes.without_cache(inputs, [*inspect.signature(model.forward).parameters])
+    template = without_memory(model)
+    found = derive_whole(graph_of(template, inputs, dtype), marks, mesh)
+    if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
+        found = rehearsed(found, template, {name: modes.asked(x) for name, x in inputs.items()}, dtype).found
+    return DerivedModel(model, marks, mesh, devices_of(devices), parameter_states(found), dtype)
+
+
+@dataclass(frozen=True)
+class Lies:
+    """How a result of a model lies over the ranks that have computed it: for who takes it in parts."""
+
+    states: States
+    """By axis; `same` over those that are not named."""
+    mesh: Mesh
+    coords: Mapping[str, int]
+    """Of this rank, by axis."""
+    groups: Mapping[str, dist.ProcessGroup]
+
+    def axes_of(self, dims: Sequence[int]) -> tuple[str, ...]:
+        """The axes that cut one of these dims."""
+        return tuple(axis for axis, state in self.states.items() if state.kind == "cut" and state.dim in dims)
+
+    def part(self, whole: Tensor, dims: Sequence[int]) -> Tensor:
+        """This rank's part of a tensor of which it has all, whose dims are these of the result and cut as they are."""
+        states = {axis: cut(dims.index(self.states[axis].dim), self.states[axis].outer) for axis in self.axes_of(dims)}
+        return own_part(whole, states, self.mesh, self.coords)
+
+
+def derived_of(model: nn.Module) -> DerivedModel | None:
+    """What `install` or `parallel` has put on a model; None for another one."""
+    return cast("DerivedModel | None", model.__dict__.get(_HELD))
+
+
+class DerivedModel:
+    """The programs of a model, one for each size of its inputs. Wraps the model's forwards, and cuts its parameters."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        marks: Sequence[Mark],
+        mesh: Mesh,
+        devices: Devices,
+        lies: Mapping[str, States],
+        dtype: torch.dtype,
+    ) -> None:
+        self._model, self._mesh, self._lies, self._dtype = model, mesh, lies, dtype
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        # Where parameters lie is settled, for inputs of every size.
+        self._marks = [*marks, *(Mark(name, layout_of(shapes[name], lies[name])) for name in shapes)]
+        self._devices, self._groups = devices, devices.groups
+        self._coords = {name: dist.get_rank(group) for name, group in self._groups.items()}
+        self._rank = sum(at * mesh.axes[name][1] for name, at in self._coords.items())
+        self._template = without_memory(model)
+        self._parameters = [*inspect.signature(model.forward).parameters]
+        self._programs: dict[tuple[Sizes, modes.Mode], Now] = {}
+        self._summed: Mapping[str, tuple[str, ...]] | None = None
+        self._leaves = False
+        self.gradients_seen = True
+        """Whether a parameter has its gradient as soon as a backward has ended. Stages get theirs at the step's end."""
+        self.rings: Sequence[str] = ()
+        """Axes over which keys of attention by tokens go round, and no rank has all."""
+        self._runtime = Runtime()
+        self._routes = Routes(self._groups)
+        as_dtensors(model, lies, mesh, self._coords, devices)
+        _see_local_parts(model, self._gathered)
+        self._runtime.wrap(model)
+        model.forward = self._begun(model.forward)
+        model.__dict__[_HELD] = self
+
+    @property
+    def programs(self) -> Sequence[Program]:
+        """Those that were needed so far."""
+        return [now.program for now in self._programs.values()]
+
+    @property
+    def together(self) -> Mapping[tuple[str, ...], dist.ProcessGroup]:
+        """The groups over several axes that were needed so far."""
+        return self._devices.made
+
+    @contextmanager
+    def leaving(self) -> Generator[None]:
+        """Within, results that no mark names stay as they come to be, in whatever parts; `lies` tells."""
+        before, self._leaves = self._leaves, True
+        try:
+            yield
+        finally:
+            self._leaves = before
+
+    def lies(self, result: str | tuple[str, int]) -> Lies:
+        """How what the last forward gave lies: by its name ("output0" of a tensor alone), or by module and leaf."""
+        assert self._runtime.now is not None  # a forward has been
+        found = self._runtime.now.program.found
+        graph = found.folded.graph
+        if isinstance(result, str):
+            value = graph.outputs[result]
+        else:
+            value = cast(int, next(run.gives for run in graph.runs if run.module == result[0])[result[1]])
+        return Lies(used(found, found.folded.classes[value]), self._mesh, self._coords, self._groups)
+
+    def prepare(self, inputs: Mapping[str, Any]) -> Program:
+        """The program for inputs of these sizes (keyword arguments of the model), made where there is none.
+
+        Raises UserError where it cannot be derived or run.
+        """
+        return self._now(modes.without_cache(inputs, self._parameters)).program
+
+    def _begun(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The whole model's forward, as the program of its inputs' sizes says."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = modes.without_cache({**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._parameters)
+            now = self._now(given)
+            if torch.is_grad_enabled():
+                self._sum_alike(now.program)
+            if now.program.random:
+                modes.agree_on_draws(self._groups, self._model)
+            self._runtime.begin(now)
+            with as_captured() if now.program.cuts_queries else nullcontext():
+                return forward(**given)
+
+        return run
+
+    def _now(self, given: Mapping[str, Any]) -> Now:
+        sizes = ("", self._leaves), *((name, modes.size_of(x)) for name, x in given.items())
+        mode = modes.mode_of(self._model)
+        if (sizes, mode) not in self._programs:
+            modes.refuse_held(given)
+            modes.refuse_ever_new([*(own for some, own in self._programs if some == sizes), mode])
+            self._programs[sizes, mode] = self._planned(given)
+        return self._programs[sizes, mode]
+
+    def _sum_alike(self, program: Program) -> None:
+        """Gradients of one step are sums, or not, whatever inputs they are from. Those of a probe are thrown away."""
+        if self._summed == program.summed:
+            return
+        if self._summed is None or (self.gradients_seen and all(p.grad is None for p in self._model.parameters())):
+            self._summed = program.summed
+        else:
+            raise UserError(
+                "inputs of another size or mode would sum the gradients of other parameters: mark more tensors"
+            )
+
+    def _planned(self, given: Mapping[str, Any]) -> Now:
+        modes.follow(self._template, self._model)
+        with _disable_current_modes(), modes.steady(self._model):  # of a run without memory: the template has its own
+            return self._planned_from({name: modes.asked(x) for name, x in given.items()})
+
+    def _planned_from(self, given: Mapping[str, Any]) -> Now:
+        graph = graph_of(self._template, given, self._dtype, grad=torch.is_grad_enabled())
+        marks = [mark for mark in self._marks if names_any(graph, mark)]
+        marks += [Passed.over([axis for axis in self._mesh.axes if axis in self.rings])] if self.rings else []
+        marks = [mark for mark in marks if not _too_small(graph, mark, self._mesh)]
+        try:
+            found = derive_whole(graph, marks, self._mesh, left=self._leaves)
+        except ConflictError as error:
+            raise UserError(
+                f"{error}; where parameters lie has to be what follows from the marks, as `tangram plan` writes both"
+            ) from None
+        program = rehearsed(found, self._template, given, self._dtype)
+        refuse_cut_inputs(program.found)  # what was rehearsed, which may have more tensors whole than `found`
+        refuse_cut_buffers(program.found)
+        operators = Operators(program.found, self._rank, Linked(self._groups))
+        rings = {RING: Rings(self._groups, self._bring).attend} if self.rings else {}
+        return Now(
+            program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring), together=rings
+        )
+
+    def _gathered(self, name: str, part: Tensor) -> Tensor:
+        """What a module uses of a parameter, of which a rank holds a part."""
+        change = self._runtime.now.program.gathered.get(name) if self._runtime.now is not None else None
+        return self._bring(part, change) if change else part
+
+    def _bring(self, x: Tensor, change: Change) -> Tensor:
+        return brought(x, change, self._devices.together, self._routes)
+
+    def sum_gradients(self) -> None:
+        """Add up, once a step, what each rank has of the gradients that are sums. Collective over the axes."""
+        summed = self._summed or {}
+        for axis in self._groups:
+            grads = [self._model.get_parameter(name).grad for name, axes in summed.items() if axis in axes]
+            _add_up([_local(g) for g in grads if g is not None], self._groups[axis])
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _add_up(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        by_dtype.setdefault(grad.dtype, []).append(grad)
+    for some in by_dtype.values():
+        flat = torch.cat([g.reshape(-1) for g in some])
+        dist.all_reduce(flat, group=group)
+        parts = cast("Sequence[Tensor]", torch.split(flat, [g.numel() for g in some]))
+        for g, part in zip(some, parts, strict=True):
+            g.copy_(part.view_as(g))
+
+
+def as_dtensors(
+    model: nn.Module, lies: Mapping[str, States], mesh: Mesh, coords: Mapping[str, int], devices: Devices
+) -> None:
+    """Make DTensors of the parameters that are cut, over the axes that cut each.
+
+    Every rank has all of each, so nothing is sent.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    states_of = {parameter: lies[name] for name, parameter in model.named_parameters()}
+    for _, module in named_modules(model):
+        for key, whole in [*module.named_parameters(recurse=False)]:
+            states = states_of[whole]
+            axes = [(axis, n) for axis, n in mesh.views[0] if states[axis].kind == "cut"]
+            if not axes:
+                continue
+            if whole not in made:
+                cutting = {axis: states[axis] for axis, _ in axes}
+                part = DTensor.from_local(
+                    own_part(whole.data, cutting, mesh, coords),
+                    devices.over([*cutting]),
+                    placements_of(layout_of(whole.shape, cutting), Mesh((tuple(axes),))),
+                    run_check=False,
+                    shape=whole.shape,
+                    stride=whole.stride(),
+                )
+                made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+            module.register_parameter(key, made[whole])
+
+
+def own_part(whole: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int]) -> Tensor:
+    """A rank's part of a tensor, with storage of its own."""
+    part, done = whole, dict[str, State]()
+    sizes = {axis: n for axis, (n, _) in mesh.axes.items()}
+    for axis, state in states.items():
+        if state.kind == "cut":
+            dim, outer = state.dim, here(state, axis, done, sizes).outer
+            n, shape = part.shape[dim] // (outer * sizes[axis]), part.shape
+            blocks = part.reshape(*shape[:dim], outer, sizes[axis], n, *shape[dim + 1 :])
+            part = blocks.select(dim + 1, coords[axis]).reshape(*shape[:dim], outer * n, *shape[dim + 1 :])
+            done[axis] = state
+    return part.clone() if part is not whole else whole
+
+
+def _too_small(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
+    """Whether what flows in a graph cannot be cut as a mark says, as one sample over two ranks: all compute it then.
+
+    Probes of a model are as small as that; the sizes of training are looked at before a run starts.
+    """
+    flows = all(graph.values[v].kind != "parameter" for v in matched(graph, mark).values())
+    return flows and uneven(graph, mark, mesh)
+
+
+def refuse_cut_inputs(found: Derived) -> None:
+    """Raise UserError where a mark cuts what every rank is given."""
+    graph = found.folded.graph
+    for v, value in graph.of_kind("input", "buffer"):
+        axis = next((a for a, s in lying(found, found.folded.classes[v]).items() if s != SAME), None)
+        if axis is not None:
+            raise UserError(
+                f"a mark cuts {value.name} over {axis}, but every rank has all of what a model is given: mark what is "
+                "made of it"
+            )
+
+
+def without_memory(model: nn.Module) -> nn.Module:
+    """A copy on meta."""
+    memo: dict[int, Any] = {}
+    for t in [*model.parameters(), *cast("Sequence[Tensor]", [*model.buffers()])]:
+        empty = t.detach().to("meta")
+        memo[id(t)] = nn.Parameter(empty, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
+def _see_local_parts(model: nn.Module, brought: Callable[[str, Tensor], Tensor]) -> None:
+    """Let the forward of each module that has cut parameters see plain tensors in their place, as it uses them."""
+    names = {p: name for name, p in model.named_parameters()}
+    for _, module in named_modules(model):
+        own: dict[str, nn.Parameter | None] = module._parameters  # pyright: ignore[reportPrivateUsage]
+        keys = {key: names[p] for key, p in own.items() if isinstance(p, DTensor)}
+        if keys:
+            module.forward = _with_parts(module, keys, module.forward, brought)
+
+
+def _with_parts(
+    module: nn.Module,
+    keys: Mapping[str, str],
+    forward: Callable[..., Any],
+    brought: Callable[[str, Tensor], Tensor],
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        own = cast("dict[str, Any]", module._parameters)  # pyright: ignore[reportPrivateUsage]
+        before = {key: own[key] for key in keys}
+        own.update({key: brought(keys[key], _local(p)) for key, p in before.items()})
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            own.update(before)
+
+    return run

@@ -1,0 +1,155 @@
+"""How many tokens went to each expert of each layer, counted on the devices while a run trains.
+
+A module of experts is one that is told each token's experts (`_INDEX`) and has `num_experts`, as those of transformers.
+Counts stay on the device and are added up; now and then (`run.count_experts`) the ranks put them together, which is the
+only time the host waits. A layer that several ranks compute alike, or that is computed
+again in the backward, is counted as often by all of them: it is divided out, for how many there are is known.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tangram.errors import UserError
+from tangram.training.data import Batch
+from tangram.training.mesh.world import World
+from tangram.training.observe.events import ExpertLoads
+
+FILE = "experts.jsonl"
+"""In the folder of a run: a line for each count."""
+_INDEX = ("top_k_index", "router_indices")
+"""What the argument is called that has each token's experts."""
+
+
+@dataclass
+class _Counted:
+    counts: Tensor
+    per_token: int = 0
+
+
+class Loads:
+    """Counts what the experts of a model's parts are given, until `close`, says so every some steps (0: never)."""
+
+    def __init__(self, parts: Iterable[nn.Module], device: torch.device, every: int) -> None:
+        self._every = every
+        self._counted: dict[str, _Counted] = {}
+        self._handles: list[Any] = []
+        self._tokens = 0
+        for part in parts if every else ():
+            for name, module in cast("Iterable[tuple[str, nn.Module]]", part.named_modules()):
+                place = _place(module)
+                if place is not None:
+                    own = _Counted(torch.zeros(int(cast(Any, module).num_experts), dtype=torch.int64, device=device))
+                    self._counted[name] = own
+                    self._handles.append(module.register_forward_pre_hook(_hook(own, *place), with_kwargs=True))
+
+    def after(self, step: int, micro: Sequence[Batch], world: World, emit: Callable[[object], None]) -> None:
+        """A step on these batches is done. Collective where it is time to say what was counted; rank 0 does."""
+        if not self._every:
+            return
+        self._tokens += sum(batch.inputs_BS.numel() for batch in micro)
+        if step % self._every == 0:
+            told = self.told(step, world)
+            if world.index == 0:
+                emit(told)
+
+    def told(self, step: int, world: World) -> ExpertLoads:
+        """What was counted since the last time, over the global batches. Collective over all ranks."""
+        mine = {name: (cast("list[int]", own.counts.tolist()), own.per_token) for name, own in self._counted.items()}
+        every: list[Any] = [None] * world.size
+        dist.all_gather_object(every, (mine, self._tokens), group=world.group)
+        # ranks that share a part of the data have all been given it
+        tokens = sum(one[1] for one in every) * world.data_size // world.size
+        layers: dict[str, tuple[int, ...]] = {}
+        for name in dict.fromkeys(name for one in every for name in one[0]):
+            found = [one[0][name] for one in every if name in one[0]]
+            summed = [sum(column) for column in zip(*(counts for counts, _ in found), strict=True)]
+            layers[name] = _once(summed, tokens * max(per_token for _, per_token in found))
+        for own in self._counted.values():
+            own.counts.zero_()
+        self._tokens = 0
+        return ExpertLoads(step, tokens, layers)
+
+    def close(self) -> None:
+        """Count no more."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _once(counts: list[int], rows: int) -> tuple[int, ...]:
+    """What was counted several times alike, once: together there are as many as rows."""
+    times = sum(counts) // rows if rows else 1
+    if not times or any(n % times for n in counts) or sum(counts) != times * rows:
+        return tuple(counts)  # as ranks have counted it
+    return tuple(n // times for n in counts)
+
+
+def _place(module: nn.Module) -> tuple[str, int] | None:
+    """The argument of each token's experts, by name and by position."""
+    # The class says it: what stands around a module's own forward takes anything.
+    names = [*inspect.signature(type(module).forward).parameters][1:] if hasattr(module, "num_experts") else []
+    return next(((name, names.index(name)) for name in _INDEX if name in names), None)
+
+
+def _hook(own: _Counted, name: str, place: int) -> Any:
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index = kwargs[name] if name in kwargs else args[place]
+        if module.training and torch.is_grad_enabled():
+            flat = index.detach().flatten()
+            own.counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
+            own.per_token = index.shape[-1]
+
+    return count
+
+
+# ---------------------------------------------------------------- files
+
+
+def append(folder: Path, told: ExpertLoads) -> None:
+    """Add a count to the run's file."""
+    line = json.dumps({"step": told.step, "tokens": told.tokens, "layers": told.layers})
+    with (folder / FILE).open("a", encoding="utf-8") as stream:
+        stream.write(line + "\n")
+
+
+def read(path: Path) -> list[ExpertLoads]:
+    """The counts of a run's folder, or of a file of such lines. Raises UserError."""
+    file = path / FILE if path.is_dir() else path
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f'"{file}": {error.strerror}; run.count_experts says how often a run counts') from None
+    except UnicodeDecodeError:
+        raise UserError(f'"{file}" is not UTF-8 text: give the folder of a run that counted experts') from None
+    found: list[ExpertLoads] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            one = json.loads(line)
+            layers = {str(name): tuple(map(int, counts)) for name, counts in one["layers"].items()}
+            found.append(ExpertLoads(int(one["step"]), int(one["tokens"]), layers))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            if number == len(lines):
+                break  # a run that was killed has left a part of its last line
+            raise UserError(f'"{file}": line {number} is no count of experts') from None
+    if not found:
+        raise UserError(f'"{file}" has no count of experts: run.count_experts says how often a run counts')
+    return found
+
+
+def together(counts: Iterable[ExpertLoads]) -> Mapping[str, tuple[int, ...]]:
+    """By layer, the sums of several counts."""
+    found: dict[str, tuple[int, ...]] = {}
+    for one in counts:
+        for name, own in one.layers.items():
+            before = found.get(name, (0,) * len(own))
+            found[name] = tuple(a + b for a, b in zip(before, own, strict=True))
+    return found

@@ -1,0 +1,79 @@
+"""The loss of tokens, from logits as they lie: cut over the vocabulary, over the sequence, over both or not at all.
+
+    vocabulary cut   a rank has some of the classes: two numbers a token go over the axis (`kernels.cross_entropy`)
+    tokens cut       a rank has some of the tokens, takes their labels, and what it sums is summed over the axis
+    whole            all ranks compute the same
+
+So of a model that is derived (`derived`) the logits are never put together. Where it is to give them whole, ask it as
+any model, outside of `next_token_loss`; a mark `logits: ...` says how they lie in either case.
+"""
+
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tangram.kernels.cross_entropy import Classes, OverParts, cross_entropy
+from tangram.relayout.collectives import largest, move, summed
+from tangram.sharding.derive.problem.states import SAME, SUM
+from tangram.training.data import IGNORE
+from tangram.training.mesh.tensor_parallel import Lies, derived_of
+
+Reduce = Callable[[Tensor, dist.ProcessGroup], Tensor]
+LOGITS = "logits"
+"""What a Hugging Face model calls them."""
+
+
+def leaving(model: nn.Module) -> AbstractContextManager[None]:
+    """Within, a derived model leaves its logits in parts; another one has but whole ones."""
+    derived = derived_of(model)
+    return nullcontext() if derived is None else derived.leaving()
+
+
+def lies_of(model: nn.Module, result: str = LOGITS) -> Lies | None:
+    """How the logits of a model's last forward lie; None: whole."""
+    derived = derived_of(model)
+    return None if derived is None else derived.lies(result)
+
+
+def token_loss(logits_BSV: Tensor, labels_BS: Tensor, lies: Lies | None = None) -> Tensor:
+    """The cross-entropy in nats of the labels, summed over those that count; the same number on every rank.
+
+    `logits_BSV`: this rank's part of them, by `lies`; `labels_BS`: all. Collective over the axes that cut the logits.
+    """
+    if lies is None:
+        return _summed(logits_BSV, labels_BS, None)
+    loss = _summed(logits_BSV, lies.part(labels_BS, (0, 1)), _classes(logits_BSV, lies))
+    for axis in lies.axes_of((0, 1)):
+        loss = move(loss, SUM, SAME, lies.groups[axis])
+    return loss
+
+
+def _summed(logits_BSV: Tensor, labels_BS: Tensor, classes: Classes | None) -> Tensor:
+    return cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), IGNORE, classes).sum()
+
+
+def _classes(logits_BSV: Tensor, lies: Lies) -> Classes | None:
+    axes = lies.axes_of((2,))
+    if not axes:
+        return None
+    count = logits_BSV.shape[2]
+    for axis in axes:
+        count *= lies.mesh.axes[axis][0]
+    numbers_W = lies.part(torch.arange(count, device=logits_BSV.device), (2,))
+
+    def over(reduce: Reduce) -> OverParts:
+        def run(x: Tensor) -> Tensor:
+            for axis in axes:
+                x = reduce(x, lies.groups[axis])
+            return x
+
+        return run
+
+    return Classes(numbers_W, count, over(largest), over(summed))

@@ -1,0 +1,245 @@
+"""Which documents a sample of this model may hold: measured, not assumed.
+
+Where attention stops is known to nobody but the model: transformers' newer classes find documents by position ids that
+begin anew; others take no notice and would train on a context that is none, with a loss that looks well. So the model
+is asked before training, by its gradients: what a document's logits owe to the tokens of the one before it must be
+exactly zero. Logits alone would not tell: in bfloat16, with the small weights of a fresh model, they round a leak away.
+
+A model that does not keep documents apart trains on windows of one document each. That needs no more than what every
+training of the next token needs: that nothing reaches a token from its right. It is asked in the same way.
+"""
+
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tangram.errors import UserError
+from tangram.training.data import Batch
+from tangram.training.objective.model_inputs import given
+from tangram.training.objective.step_guard import is_finite
+
+PROBED = 8  # tokens of each of the two documents
+SAME_SWAPPED = 8.0  # units in the last place of the largest logit; nothing but the order of sums may differ
+SAME_ALONE = 0.1  # relative, of norms; a token that stands at another place differs by much more
+
+
+@dataclass(frozen=True)
+class Settled:
+    """How the text of a run is packed, and why, in words."""
+
+    packing: Literal["packed", "single"]
+    why: str
+
+
+def settle(
+    model: nn.Module,
+    asked: Literal["auto", "packed", "single"],
+    before: Literal["packed", "single"] | None,
+    on_all: Callable[[bool], bool],
+    *,
+    device: torch.device | None = None,
+) -> Settled:
+    """What `data.packing` comes to for this model, which is asked; `before`: what the run had that is resumed.
+
+    `on_all` makes one answer of those of all ranks, which call this together. Raises UserError for a model that is not
+    causal, and where documents are to share windows in a model that does not keep them apart.
+    """
+    name = _class_of(model)
+    wanted = before or "auto" if asked == "auto" else asked
+    apart = wanted != "single" and on_all(respects_documents(model, device=device))
+    if wanted == "packed" and not apart:
+        raise UserError(
+            f"{name} lets a document see the one that is packed before it: it takes no notice of position ids, so give "
+            'each document windows of its own with data.packing = "single"'
+        )
+    fault = why_not_causal(model, positions=apart, device=device)
+    if not on_all(not fault):
+        raise UserError(f"{name} cannot be trained on the next token: {fault or 'another rank finds it not causal'}")
+    if asked != "auto":
+        why = "as the plan says"
+    elif before is not None:
+        why = "as in the run that goes on"
+    elif apart:
+        why = f"{name} keeps them apart"
+    else:
+        why = f"{name} would let a document see the one that is packed before it"
+    return Settled("packed" if apart else "single", why)
+
+
+def why_not_causal(model: nn.Module, *, positions: bool = False, device: torch.device | None = None) -> str:
+    """Why a model is not one in which nothing reaches a token from its right, or cannot be shown to be; "" if it is.
+
+    Every place of a row is asked at once: row r of a batch counts the logits up to place r only, and what they owe to
+    the embeddings of the tokens after it must be exactly zero. `positions`: whether training gives position ids. All
+    ranks that share its parameters call this together; gradients are None afterwards. Costs four passes of at most
+    `PROBED` * (2 * `PROBED` - 1) * 2 tokens.
+    """
+    device = device or next(model.parameters()).device
+    length = 2 * PROBED
+    vocabulary = _vocabulary(model)
+    ids_BS = (torch.arange(3, 3 + length, device=device) % vocabulary).repeat(length - 1, 1)
+    right_BS = torch.ones_like(ids_BS, dtype=torch.bool).triu(1)  # of row r: what stands to the right of place r
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            given_BSV, owed_BS = _owed(model, ids_BS, positions, ~right_BS)
+            with torch.no_grad():
+                other_BSV = _run(model, torch.where(right_BS, (ids_BS + length) % vocabulary, ids_BS), positions)
+                first_BS = torch.arange(length, device=device) == 0
+                behind_BSV = _run(model, torch.where(first_BS, (ids_BS + length) % vocabulary, ids_BS), positions)
+    finally:
+        model.train(was_training)
+        model.zero_grad(set_to_none=True)
+    if not (is_finite(given_BSV) and (owed_BS is None or is_finite(owed_BS))):
+        return _not_finite(model)
+    unit = torch.finfo(given_BSV.dtype).eps * float(given_BSV.abs().max())
+    apart_BS = (given_BSV - other_BSV).abs().amax(-1)
+    if bool((apart_BS[~right_BS] > SAME_SWAPPED * unit).any()) or (
+        owed_BS is not None and bool((owed_BS[right_BS] != 0).any())
+    ):
+        return (
+            "what stands to the right of a token reaches it, so it sees what it has to predict; take a causal model (a "
+            "BERT-like one becomes one with model.change.is_decoder = true)"
+        )
+    if not bool((given_BSV[:, 1:] != behind_BSV[:, 1:]).any()):
+        return "no token sees the one before it, so whether it is causal cannot be told; give it weights other than 0"
+    return ""
+
+
+def _not_finite(model: nn.Module) -> str:
+    """What is the matter with a model whose logits are not finite: the first parameter that is not, counted here."""
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not is_finite(local):
+            count = int((~local.detach().isfinite()).sum())
+            return f"{name} has {count:,} of {local.numel():,} values here that are not finite (NaN or infinity)"
+    return (
+        "its logits or gradients are not finite, though its parameters here are: its type of numbers may be too small"
+    )
+
+
+def respects_documents(model: nn.Module, *, device: torch.device | None = None) -> bool:
+    """Whether a document's logits are the same behind one document, behind another, and alone.
+
+    The model is called as in training: position ids that begin anew, no attention mask. All ranks that share its
+    parameters call this together and get the same answer; gradients are None afterwards. Costs four passes of at
+    most 16 tokens. A model in which no token sees an earlier one (weights that are zero) cannot be judged: False.
+    """
+    if not _takes_positions(model):
+        return False
+    device = device or next(model.parameters()).device
+    ids_S = torch.arange(3, 3 + 3 * PROBED, device=device) % _vocabulary(model)
+    one_S, other_S, document_S = ids_S[:PROBED], ids_S[PROBED:-PROBED], ids_S[-PROBED:]
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):  # what is compiled for 16 tokens serves nobody
+            behind_one_SV, owed_S = _traced(model, one_S, document_S)
+            with torch.no_grad():
+                behind_other_SV = _logits(model, other_S, document_S)
+                alone_SV = _logits(model, document_S)
+                changed_SV = _logits(model, torch.cat([other_S[:1], document_S[1:]]))
+    finally:
+        model.train(was_training)
+        model.zero_grad(set_to_none=True)
+    if owed_S is not None and bool((owed_S[:PROBED] != 0).any()):
+        return False
+    if not bool((alone_SV[1:] != changed_SV[1:]).any()):
+        return False
+    unit = torch.finfo(alone_SV.dtype).eps * float(alone_SV.abs().max())
+    if float((behind_one_SV - behind_other_SV).abs().max()) > SAME_SWAPPED * unit:
+        return False
+    apart = float((behind_one_SV - alone_SV).double().square().sum())
+    return apart <= SAME_ALONE**2 * float(alone_SV.double().square().sum())
+
+
+def _traced(model: nn.Module, before_S: Tensor, document_S: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The document's logits, and how much they owe to the embedding of each token of the row.
+
+    None where embeddings are not to be had whole: there is no such module, or it hands on a part of the sequence.
+    """
+    inputs_BS, positions_BS = _packed(before_S, document_S)
+    counted_BS = (torch.arange(inputs_BS.shape[1], device=inputs_BS.device) >= len(before_S))[None]
+    logits_BSV, owed_BS = _owed(model, inputs_BS, positions_BS, counted_BS)
+    return logits_BSV[0, len(before_S) :], None if owed_BS is None else owed_BS[0]
+
+
+def _owed(
+    model: nn.Module, inputs_BS: Tensor, positions: Tensor | bool, counted_BS: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """All logits, and how much the counted ones owe to the embedding of each token."""
+    kept: list[Tensor] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if not output.requires_grad:
+            output.requires_grad_()  # a frozen embedding
+        output.retain_grad()
+        kept.append(output)
+
+    embeddings = _embeddings(model)
+    handle = embeddings.register_forward_hook(keep) if embeddings is not None else None
+    try:
+        with torch.enable_grad():
+            logits_BSV = _run(model, inputs_BS, positions)
+            weights_M = torch.cos(torch.arange(logits_BSV.numel(), device=logits_BSV.device))  # which cancel nowhere
+            weighted_BSV = logits_BSV.float() * weights_M.view_as(logits_BSV)
+            weighted_BSV.masked_fill(~counted_BS[..., None], 0).sum().backward()
+    finally:
+        if handle is not None:
+            handle.remove()
+    if len(kept) != 1 or kept[0].grad is None or kept[0].shape[:2] != inputs_BS.shape:
+        return logits_BSV.detach(), None
+    return logits_BSV.detach(), kept[0].grad.float().abs().amax(-1)
+
+
+def _run(model: nn.Module, inputs_BS: Tensor, positions: Tensor | bool) -> Tensor:
+    """The logits, as in training: with position ids (True: from 0 on), or (False) without any."""
+    whole_BS = torch.arange(inputs_BS.shape[1], device=inputs_BS.device).expand_as(inputs_BS)
+    positions_BS = None if positions is False else whole_BS if positions is True else positions
+    seen = given(model, Batch(inputs_BS, inputs_BS, positions_BS))
+    return seen.in_order(model(input_ids=seen.batch.inputs_BS, use_cache=False, **seen.told).logits)
+
+
+def _packed(*documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Some documents in one row: tokens, and position ids."""
+    positions_BS = torch.cat([torch.arange(len(ids_S), device=ids_S.device) for ids_S in documents])[None]
+    return torch.cat(documents)[None], positions_BS
+
+
+def _logits(model: nn.Module, *documents: Tensor) -> Tensor:
+    """The logits of the last of some documents that are packed into one row."""
+    logits_BSV = _run(model, *_packed(*documents))
+    return logits_BSV[0, -len(documents[-1]) :]
+
+
+def _embeddings(model: nn.Module) -> nn.Module | None:
+    get: Any = getattr(model, "get_input_embeddings", None)
+    try:
+        return cast("nn.Module | None", get()) if callable(get) else None
+    except (NotImplementedError, AttributeError):  # some classes name none
+        return None
+
+
+def _class_of(model: nn.Module) -> str:
+    """As transformers names it; FSDP makes a class of its own of it."""
+    return next(kind.__name__ for kind in inspect.getmro(type(model)) if not issubclass(kind, FSDPModule))
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    taken = inspect.signature(model.forward).parameters
+    return "position_ids" in taken or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+
+
+def _vocabulary(model: nn.Module) -> int:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(getattr(text, "vocab_size", 4 * PROBED))

@@ -1,0 +1,128 @@
+"""What a run came to, as the one document `summary.json`. What is not known is null, and nothing is made up."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+from tangram.planner.report.html_page import write_whole
+from tangram.schema.plan import Plan
+from tangram.training.observe import throughput
+from tangram.training.observe.events import Record
+
+LAST_STEPS = 10  # whose mean is the training loss of a run: one step's is noisy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The content of `summary.json`. Losses are in nats per token, rates over all ranks; None: not known."""
+
+    model: str
+    parameters: int
+    ranks: int
+    mesh: str
+    steps: int
+    """The last step that was done; a run that was resumed goes on counting."""
+    tokens: int
+    """Trained on since training began or was resumed."""
+    wall_s: float
+    """The whole job: reading, training, saving, proving."""
+    resumed_from: int | None = None
+    """The step of the checkpoint that training went on from."""
+    stopped_early: str | None = None
+    """Why it ended before the last step: "time" or "signal"."""
+    packing: str | None = None
+    """Which documents a sample held: "packed" as many as fit, "single" one."""
+    padding: float | None = None
+    """The share of the places of samples that held none."""
+    text: Mapping[str, Any] | None = None
+    """What was taken of each source, what was left out and why, and how many times the planned steps see its text."""
+
+    skipped_steps: int = 0
+    """Steps of this run that were not applied: `steps` counts them."""
+    step_seconds: float | None = None
+    tokens_per_s: float | None = None
+    tflops: float | None = None
+    mfu: float | None = None
+    train_loss: float | None = None
+    """The mean of the last ten steps."""
+    eval_loss: float | None = None
+    """The held-out loss at the end, on the ranks that trained."""
+    unigram_entropy: float | None = None
+    """Of the held-out text: no model that ignores the context gets below it."""
+
+    eval_loss_relayout: float | None = None
+    """The same from the checkpoint, loaded in one process."""
+    relayout_relative_difference: float | None = None
+    relayout_logits_max_diff: float | None = None
+    export_logits_max_diff: float | None = None
+    """Between the trained model and what transformers loads from its export."""
+
+    checkpoint_blocked_s: float | None = None
+    """How long training stood still for all checkpoints together."""
+    peak_rss_mb: float | None = None
+    """The most memory of a rank."""
+    predicted: Mapping[str, Any] | None = None
+    """By the planner: `step_seconds`, `tokens_per_s`, and `memory_mb` of a rank; null without a prediction."""
+
+    checkpoint: str | None = None
+    export: str | None = None
+    report: str | None = None
+    tensorboard: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON has them: what is no finite number is null."""
+        return {field.name: _finite(getattr(self, field.name)) for field in fields(self)}
+
+    def write(self, path: Path) -> None:
+        """Write the document; under its name there is the whole of it or what was there before."""
+        write_whole(path, json.dumps(self.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def summarise(*, plan: Plan, record: Record, stopped: str | None = None, **known: Any) -> Summary:
+    """The summary of a run. `known`: fields that do not follow from the plan and the record."""
+    worked_out: dict[str, Any] = {
+        "ranks": plan.ranks,
+        "mesh": plan.mesh,
+        "steps": record.steps[-1].step if record.steps else known.get("resumed_from") or 0,
+        "skipped_steps": len(record.skips),
+        "tokens": sum(step.tokens for step in record.steps),
+        "step_seconds": throughput.step_seconds(record),
+        "tokens_per_s": throughput.tokens_per_s(record),
+        "tflops": throughput.tflops(record),
+        "mfu": throughput.mfu(record),
+        "train_loss": train_loss(record),
+        "checkpoint_blocked_s": blocked_seconds(record),
+        "peak_rss_mb": peak_rss_mb(record),
+    }
+    everything: dict[str, Any] = {**worked_out, "stopped_early": stopped, **known}
+    return Summary(**everything)
+
+
+def train_loss(record: Record) -> float | None:
+    """The mean training loss of the last ten steps."""
+    return fmean(step.loss for step in record.steps[-LAST_STEPS:]) if record.steps else None
+
+
+def blocked_seconds(record: Record) -> float:
+    """How long training stood still for all checkpoints together."""
+    return math.fsum(save.blocked_seconds for save in record.saves)
+
+
+def peak_rss_mb(record: Record) -> float | None:
+    """The most memory of rank 0 at the end of a step; between the steps it may have had more."""
+    return max((step.rss_mb for step in record.steps), default=0.0) or None
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for every number that JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(inner) for inner in cast(Sequence[Any], value)]
+    return value

@@ -1,0 +1,1 @@
+"""DDP, FSDP, pipelines, recompute and precision, applied to a model."""

@@ -1,0 +1,163 @@
+"""Make any module parallel as a plan says: `apply(model, plan, world)`.
+
+    freeze -> keep this rank's stages -> cut over the model axes (`training.mesh.tensor_parallel`) -> compile, recompute
+    -> FSDP2 over the data axes, or sums of the gradients of whole copies (`training.parallel.fsdp`)
+
+The module is changed in place and its own code stays as it is. A parameter that is cut ends as a DTensor.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tangram.errors import UserError
+from tangram.models.costs import block_names
+from tangram.models.stages import Through, keep_stages
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan, matches
+from tangram.training.mesh.layout_to_torch import cuts_of, is_meta
+from tangram.training.mesh.tensor_parallel import install
+from tangram.training.mesh.world import World
+from tangram.training.objective import expert_capacity, router_loss
+from tangram.training.objective.model_inputs import tell
+from tangram.training.parallel.fsdp import shard
+from tangram.training.parallel.pipeline import Pipeline, own_results
+from tangram.training.parallel.precision import keep_parameters
+from tangram.training.parallel.recompute import recompute
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def apply(model: Model, plan: Plan, world: World) -> Model:
+    """Make `model` parallel in place, as the plan's layouts say, and return it.
+
+    A model on meta (shapes only) is cut before it has memory; give it values with `materialise`. One that has values
+    must have the same on every rank, on the rank's device. Collective: all ranks of `world` call it. Raises UserError
+    for layouts that do not fit the model, and where ranks have different values.
+    """
+    tell(model, plan)
+    freeze(model, plan)
+    keep_parameters(model, plan)
+    of_routers, of_experts = router_loss.asked(model, plan), expert_capacity.asked(model, plan)  # of all stages
+    numbers = plan.stages_at(world.stage)
+    parts = [model] if plan.pipeline is None else keep_stages(model, plan.pipeline.stages, numbers)
+    cuts = cuts_of(model, plan)
+    if not is_meta(model):
+        _refuse_unlike_values(model, world)
+    if world.model_size > 1:
+        for part in parts:
+            install(part, plan, cuts, world)
+        cuts = cuts_of(model, plan)  # the parameters that stand in the model now; as DTensors they have whole shapes
+    for number, part in zip(numbers, parts, strict=True):
+        if number < len(plan.rank_of_stage) - 1:  # of the last the loss is made at once
+            own_results(part)
+    blocks = {part: [block for block in blocks_of(part) if not isinstance(block, Through)] for part in parts}
+    if plan.run.compile:
+        for block in itertools.chain(*blocks.values()):
+            block.forward = torch.compile(block.forward)
+    recompute(blocks, plan)
+    for part in parts:
+        shard(part, blocks[part], plan, cuts, world)
+    if plan.pipeline is not None:
+        Pipeline(model, dict(zip(numbers, parts, strict=True)), plan, world)
+    router_loss.watch(parts, of_routers, plan, world)
+    expert_capacity.watch(parts, of_experts, plan, world)
+    return model
+
+
+def freeze(model: nn.Module, plan: Job) -> None:
+    """Switch off the gradients of the parameters that the plan freezes. Raises UserError for a pattern without any."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in plan.model.freeze:
+        if not any(matches((pattern,), name) for name in names):
+            raise UserError(f'model.freeze names "{pattern}", which fits no parameter: the first is "{names[0]}"')
+    for name, parameter in model.named_parameters():
+        if matches(plan.model.freeze, name):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("model.freeze leaves no parameter to train")
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks. FSDP gathers one of them at a time."""
+    return [model.get_submodule(name) for name in block_names(model)]
+
+
+def _refuse_unlike_values(model: nn.Module, world: World) -> None:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != world.device.type:
+            raise UserError(
+                f"{name} is on {tensor.device}, but this rank computes on {world.device}: move the model there"
+            )
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, digest.hexdigest(), group=world.group)
+    firsts: dict[int, int] = {}
+    for rank in range(world.size):
+        firsts.setdefault(world.stage_of(rank), rank)
+    unlike = [rank for rank, other in enumerate(found) if other != found[firsts[world.stage_of(rank)]]]
+    if unlike:
+        first = firsts[world.stage_of(unlike[0])]
+        raise UserError(
+            f"rank {unlike[0]} has other initial values than rank {first}: use the same seed on every rank, or make "
+            "the model on meta and give it values with materialise"
+        )
+
+
+def materialise(model: nn.Module, device: torch.device, values: Iterable[tuple[str, Tensor]]) -> None:
+    """Give a model on meta storage and the given whole tensors, of which each rank keeps its shard."""
+    give_storage(model, device)
+    filled = fill(model, values)
+    waiting = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} - filled
+    if waiting:
+        raise RuntimeError(f"these tensors got no value: {', '.join(sorted(waiting))}")
+
+
+@torch.no_grad()
+def fill(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> set[str]:
+    """Copy whole tensors into a model that has storage; the names that were given."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    filled: set[str] = set()
+    for name, whole in values:
+        put(tensors[name], whole)
+        filled.add(name)
+    return filled
+
+
+def give_storage(model: nn.Module, device: torch.device) -> None:
+    """Memory for every tensor of a model on meta, without values; tied parameters stay one."""
+    tied = _tied(model)
+    model.to_empty(device=device)
+    for first, *others in tied:
+        parameter = model.get_parameter(first)
+        for name in others:
+            path, _, key = name.rpartition(".")
+            model.get_submodule(path).register_parameter(key, parameter)
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that stands in several places."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def put(target: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor into a parameter or buffer, or this rank's part of it into a shard."""
+    if target.shape != whole.shape:
+        raise RuntimeError(f"a tensor of shape {tuple(whole.shape)} does not fit one of {tuple(target.shape)}")
+    if isinstance(target, DTensor):
+        # Every rank has the same whole tensor, so nothing needs to be sent.
+        part = distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(part.to_local())
+    else:
+        target.copy_(whole)

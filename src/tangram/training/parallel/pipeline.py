@@ -1,0 +1,249 @@
+"""Micro-batches through the stages of a model, as a schedule's table says (`schema.schedules`).
+
+A rank has one stage or several (`models.stages`), and torch's `PipelineStage` moves what flows between them: hidden
+states forward, their gradients back, each tensor whole on every rank of a stage, and with them the sums that a loss of
+routers is made of (`training.objective.router_loss`). Within a stage all is as without a pipeline: FSDP2, derived
+tensor parallelism, recomputing, compiled blocks. Gradients of all micro-batches are added before FSDP reduces them,
+once a step.
+
+A table is made for each size of the micro-batches and number of them, and kept.
+"""
+
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tangram.errors import UserError
+from tangram.models.capture import quiet
+from tangram.models.outlined import FIELDS, int_field
+from tangram.schema.plan import Plan
+from tangram.schema.schedule_table import Schedule
+from tangram.schema.schedules import forward_only
+from tangram.training.data import Batch
+from tangram.training.mesh.tensor_parallel import Lies
+from tangram.training.mesh.world import World
+from tangram.training.objective.expert_capacity import capacity_of
+from tangram.training.objective.loss import leaving, lies_of
+from tangram.training.objective.model_inputs import Given, given
+from tangram.training.objective.router_loss import Routers, routers_of
+from tangram.training.parallel.schedule_runtime import Before, Stage, Table
+
+_HELD = "_tangram_pipeline"
+TokenLoss = Callable[[Tensor, Tensor, Lies | None], Tensor]
+"""The loss of logits (B, S, V), which lie so, and labels (B, S), summed over the labels that count."""
+RouterLoss = Callable[[Routers, Tensor], Tensor]
+"""What the last stage's routers make of the sums over all layers."""
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """The pipeline whose stages a model has; None for a whole one."""
+    return cast("Pipeline | None", model.__dict__.get(_HELD))
+
+
+def parts_of(model: nn.Module) -> Sequence[nn.Module]:
+    """What of a model runs on this rank: it, or its stages."""
+    pipeline = pipeline_of(model)
+    return [model] if pipeline is None else [*pipeline.parts.values()]
+
+
+def own_results(part: nn.Module) -> None:
+    """Have a stage give no views: a backward in two parts cuts off what it gives, which torch does not do to a view.
+
+    What brings a result from the ranks of a tensor axis may be one.
+    """
+    forward = part.forward
+
+    def run(*given: Any, **told: Any) -> Tensor:
+        result: Tensor = forward(*given, **told)
+        return result.clone() if result._is_view() else result
+
+    part.forward = run
+
+
+def _size(config: Any, name: str) -> int:
+    """A size that a configuration says. Raises UserError where it does not."""
+    if (found := int_field(config.get_text_config(), FIELDS[name])) is None:
+        raise UserError(
+            f"a {config.model_type} model's configuration has no {FIELDS[name][0]}: it has no stages to run"
+        )
+    return found[1]
+
+
+class Pipeline:
+    """This rank's stages, and what they do for the micro-batches of a step. All ranks of the pipeline call alike."""
+
+    def __init__(self, model: nn.Module, parts: Mapping[int, nn.Module], plan: Plan, world: World) -> None:
+        """Of a rank's model and its stages, by number."""
+        self.parts = parts
+        self._model, self._world, self._plan = model, world, plan
+        self._rank_of = plan.rank_of_stage
+        self._dtype = getattr(torch, plan.precision.compute)
+        self._hidden, self._vocabulary = (_size(cast(Any, model).config, name) for name in ("hidden", "vocab"))
+        self.actions: Callable[[int], Schedule] = plan.actions
+        """The table for so many micro-batches."""
+        self._made: dict[tuple[Any, ...], Table] = {}
+        self._loss: Callable[[Tensor, Tensor], Tensor] = _no_loss
+        self._before: Before = _nothing
+        self._router_loss: RouterLoss = _no_router_loss
+        self._seen: Sequence[Given] = ()
+        model.__dict__[_HELD] = self
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the logits, and the loss."""
+        return self._last is not None
+
+    @property
+    def _last(self) -> nn.Module | None:
+        """The stage that has them."""
+        return self.parts.get(len(self._rank_of) - 1)
+
+    def backward(
+        self, micro: Sequence[Batch], loss: TokenLoss, before: Before, router_loss: RouterLoss
+    ) -> list[Tensor]:
+        """Add the gradients of micro-batches of one size; their losses on the last stage, else none.
+
+        `before` is called with a micro-batch and a stage before the forward of the one through the other, `router_loss`
+        where the stages' routers are watched; what is returned is without it.
+        """
+        self._router_loss = router_loss
+        return self._run_in_parts(micro, loss, before, train=True)
+
+    def losses(self, micro: Sequence[Batch], loss: TokenLoss) -> list[Tensor]:
+        """The losses of micro-batches of one size on the last stage, else none; without gradients."""
+        with torch.no_grad():
+            return self._run_in_parts(micro, loss, _nothing, train=False)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """The logits (B, S, V) of a batch, which the last stage gives to all; without gradients."""
+        kept: list[Tensor] = []
+
+        def keep(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+            kept.append(logits_BSV.detach())
+            return logits_BSV.sum()
+
+        with torch.no_grad():
+            self._run([batch], keep, _nothing, train=False)
+        group = self._world.devices.get_group("pipeline")
+        rows, length = batch.inputs_BS.shape
+        device = self._world.device
+        logits_BSV = kept[0] if kept else torch.empty(rows, length, self._vocabulary, dtype=self._dtype, device=device)
+        dist.broadcast(logits_BSV, group_src=self._rank_of[-1], group=group)
+        return given(self._model, batch).in_order(logits_BSV)
+
+    def _run_in_parts(self, micro: Sequence[Batch], loss: TokenLoss, before: Before, *, train: bool) -> list[Tensor]:
+        """As `_run`; the last stage leaves its logits as they lie, and the loss is told how."""
+        last = self._last
+        if last is None:
+            return self._run(micro, _no_loss, before, train=train)
+        with leaving(last):
+            return self._run(
+                micro, lambda logits, labels: loss(logits, labels, lies_of(last, "output0")), before, train=train
+            )
+
+    def _run(
+        self, micro: Sequence[Batch], loss: Callable[[Tensor, Tensor], Tensor], before: Before, *, train: bool
+    ) -> list[Tensor]:
+        table = self._table(micro[0], len(micro), train)
+        self._loss, self._before = loss, before
+        for part in self.parts.values():
+            if part.training != self._model.training:
+                part.train(self._model.training)
+        seen = self._seen = [given(self._model, batch) for batch in micro]
+        for part in self.parts.values():
+            if train and (capacity := capacity_of(part)) is not None:
+                capacity.before(*seen)
+        inputs = [torch.cat([one.batch.inputs_BS for one in seen])] if 0 in self.parts else []
+        told = {name: torch.cat([one.told[name] for one in seen]) for name in seen[0].told}
+        labels = torch.cat([one.batch.labels_BS for one in seen]) if self.is_last else None
+        losses: list[Tensor] = []
+        run = cast("Callable[..., Any]", table.step if train else table.eval)
+        try:
+            with quiet("torch.distributed.pipelining.schedules"):  # it logs the whole table
+                run(*inputs, target=labels, losses=losses if self.is_last else None, return_outputs=False, **told)
+        except RuntimeError as error:  # torch tells of shapes; what went wrong is its cause
+            if (cause := error.__cause__) is None:
+                raise
+            raise cause from cause.__cause__
+        finally:
+            self._seen = ()
+        return [one.detach() for one in losses]
+
+    def _table(self, batch: Batch, count: int, train: bool) -> Table:
+        rows, length = batch.inputs_BS.shape
+        key = (rows, length, count, train)
+        if key not in self._made:
+            actions = self.actions(count) if train else forward_only(self._rank_of, count)
+            stages = [self._stage(number, rows, length, train) for number in self.parts]
+            self._made[key] = Table(stages, actions, self._loss_of, self._loss_of_sums)
+        return self._made[key]
+
+    def _stage(self, number: int, rows: int, length: int, train: bool) -> Stage:
+        """Told what comes and goes, so that nothing is run to find out."""
+        ids = torch.empty(rows, length, dtype=torch.long, device="meta")
+        flow = torch.empty(rows, length, self._hidden, dtype=self._dtype, device="meta", requires_grad=True)
+        logits = torch.empty(rows, length, self._vocabulary, dtype=self._dtype, device="meta", requires_grad=True)
+        first, last = number == 0, number + 1 == len(self._rank_of)
+        routers = routers_of(self.parts[number]) if train else None
+        beside: tuple[Tensor, ...] = ()
+        if routers is not None:
+            beside = (torch.empty(routers.width, dtype=torch.float64, device="meta", requires_grad=True),)
+        stage = Stage(
+            self.parts[number],
+            number,
+            len(self._rank_of),
+            self._world.device,
+            input_args=(ids,) if first else (flow, *beside),
+            output_args=(logits,) if last else (flow, *beside),
+            group=self._world.devices.get_group("pipeline"),
+        )
+        stage.before, stage.before_backward, stage.after_backward = self._begin, self._turn, self._end
+        stage.sums = self._sums if beside else None
+        return stage
+
+    def _loss_of(self, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+        return self._loss(logits_BSV, labels_BS)
+
+    def _loss_of_sums(self, sums: Tensor) -> Tensor:
+        routers = routers_of(cast(nn.Module, self._last))
+        assert routers is not None  # the sums are theirs
+        return self._router_loss(routers, sums)
+
+    def _sums(self, micro: int, stage: int) -> Tensor:
+        routers = routers_of(self.parts[stage])
+        assert routers is not None
+        return routers.sums(self._seen[micro].batch.labels_BS)
+
+    def _begin(self, micro: int, stage: int) -> None:
+        self._before(micro, stage)
+        self._turn(micro, stage)
+
+    def _turn(self, micro: int, stage: int) -> None:
+        """What runs next is of this micro-batch: a forward, or a backward that computes some of it again."""
+        if (capacity := capacity_of(self.parts[stage])) is not None:
+            capacity.turn(micro)
+
+    def _end(self, micro: int, stage: int) -> None:
+        if (routers := routers_of(self.parts[stage])) is not None:
+            routers.forget()
+
+
+def _no_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    """Of a rank that has no logits."""
+    raise AssertionError("a stage that is not the last has no loss")
+
+
+def _no_router_loss(routers: Routers, sums: Tensor) -> Tensor:
+    """Of an evaluation."""
+    raise AssertionError("what is not trained has no loss of routers")
+
+
+def _nothing(micro: int, stage: int) -> None:
+    """Of an evaluation, which draws no random numbers."""

@@ -1,0 +1,59 @@
+"""The types of numbers that a plan names, made true on a model: how parameters are kept, and gradients added up.
+
+FSDP2 has two of the five types of `[precision]` as its own: it computes with parameters cast to `compute`, and reduces
+gradients in `reduce`. What it then adds to a rank's part of the gradient it rounds to the type of the parameters, once
+for each micro-batch. Where parameters are kept in a low type, that loses what is small beside the sum; so there the
+gradient has a type of its own (`Tensor.grad_dtype`), and FSDP2 is made to leave its sums in that (`unrounded`).
+
+Where gradients of micro-batches are added before ranks reduce them (`Plan.adds_before_reducing`), FSDP2 adds them in
+the type in which it reduces; a plan that says anything else is refused.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan
+from tangram.training.parallel.fsdp_grad_dtype import leave_sums_in
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The type of this name, as in "bfloat16"."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def keep_parameters(model: nn.Module, plan: Job) -> None:
+    """Keep the floating-point parameters in the type that the plan says; buffers stay as they are."""
+    dtype = dtype_of(plan.precision.parameters)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def of_one_type(plan: Plan) -> bool:
+    """Whether parameters are computed with as they are kept, and have gradients of that type."""
+    return plan.precision.parameters == plan.precision.compute == plan.gradients
+
+
+def policy_of(plan: Plan) -> MixedPrecisionPolicy:
+    """What FSDP2 has to know: in which type it computes, and in which it reduces."""
+    precision = plan.precision
+    if precision.compute == "float32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=dtype_of(precision.compute), reduce_dtype=dtype_of(precision.reduce))
+
+
+def keep_gradients(model: nn.Module, plan: Plan) -> None:
+    """Have the gradients of parameters, which are FSDP2's, lie in the type that the plan adds them up in."""
+    if plan.gradients == plan.precision.parameters:
+        return
+    dtype = dtype_of(plan.gradients)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+                leave_sums_in(group, dtype)

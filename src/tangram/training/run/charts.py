@@ -1,0 +1,210 @@
+"""What the charts of a report show, as plain values; `report.js` draws them.
+
+A chart is lines over steps, levels (horizontal lines with a name) and marks (steps at which something happened). No
+colour and no size is said here: a line has a role, and the style sheet says how that role looks in light and dark.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from tangram.planner.report import figures
+from tangram.training.observe import throughput
+from tangram.training.observe.events import Record
+from tangram.training.observe.summary import Summary
+
+MOST_POINTS = 2000  # of one line: more than a screen has columns
+SMOOTH_FROM = 50  # steps; a shorter curve is read as it is
+LOSS = "%{y:.4f}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One quantity over steps."""
+
+    name: str
+    role: str
+    """How it looks: "train", "smooth", "points", "plain"."""
+    x: Sequence[int]
+    y: Sequence[float]
+    hover: str
+    """What is said of a point, as plotly writes numbers; `%{customdata}` is what `more` has for it."""
+    more: Sequence[float | None] = ()
+
+
+@dataclass(frozen=True)
+class Level:
+    """One value that holds for all steps, to compare with."""
+
+    name: str
+    y: float
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened after a step."""
+
+    x: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart; `said` is what it shows, for those who do not see it."""
+
+    key: str
+    title: str
+    unit: str
+    said: str
+    lines: Sequence[Line]
+    levels: Sequence[Level] = ()
+    marks: Sequence[Mark] = ()
+    from_zero: bool = True
+    ticks: str = "~s"
+    """How the numbers of the upright axis are written, in d3's notation."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON has them."""
+        return asdict(self)
+
+
+def charts(record: Record, summary: Summary) -> list[Chart]:
+    """The charts of a run, the most important first; what was not measured has none."""
+    if not record.steps:
+        return []
+    made = [
+        _loss(record, summary),
+        _throughput(record, summary),
+        _utilisation(record),
+        _memory(record, summary),
+        _gradients(record),
+    ]
+    return [chart for chart in made if chart is not None]
+
+
+def predicted(summary: Summary, key: str) -> float | None:
+    """A predicted figure; None where there is none that is a positive finite number."""
+    value = (summary.predicted or {}).get(key)
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        return None
+    return float(value)
+
+
+def thinned(x: Sequence[int], y: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+    """The places of at most so many points that look like all of them: of each stretch its lowest and its highest.
+
+    The first and the last point stay, and no spike is lost, which taking every n-th point would do.
+    """
+    if len(x) <= most:
+        return list(range(len(x)))
+    stretches = (most - 2) // 2
+    kept = {0, len(x) - 1}
+    for number in range(stretches):
+        stretch = range(number * len(x) // stretches, (number + 1) * len(x) // stretches)
+        kept |= {min(stretch, key=y.__getitem__), max(stretch, key=y.__getitem__)}
+    return sorted(kept)
+
+
+def smoothed(values: Sequence[float], width: int) -> list[float]:
+    """The mean of so many values around each; fewer at both ends, so that the curve is not shifted."""
+    half = width // 2
+    ways = (min(half, at, len(values) - 1 - at) for at in range(len(values)))
+    return [fmean(values[at - way : at + way + 1]) for at, way in enumerate(ways)]
+
+
+def _line(
+    name: str, role: str, points: Mapping[int, float | None], hover: str, more: Mapping[int, float] | None = None
+) -> Line:
+    """A line through the points that are finite numbers, thinned."""
+    known = [(step, value) for step, value in points.items() if value is not None and math.isfinite(value)]
+    x, y = [step for step, _ in known], [value for _, value in known]
+    kept = thinned(x, y)
+    told = [more[x[at]] for at in kept] if more else []
+    return Line(
+        name, role, [x[at] for at in kept], [_short(y[at]) for at in kept], hover, [_short(one) for one in told]
+    )
+
+
+def _short(value: float) -> float:
+    """Seven digits: more cannot be seen, and the page is smaller."""
+    return float(f"{value:.7g}")
+
+
+def _loss(record: Record, summary: Summary) -> Chart | None:
+    losses = {step.step: step.loss for step in record.steps if math.isfinite(step.loss)}
+    rates = {step.step: step.lr for step in record.steps}
+    held_out: dict[int, float | None] = {event.step: event.loss for event in record.evaluations}
+    if summary.eval_loss is not None:
+        held_out.setdefault(record.steps[-1].step, summary.eval_loss)
+    raw = _line("training, each step", "train", losses, f"{LOSS} at learning rate %{{customdata:.2e}}", rates)
+    lines = [raw]
+    if len(losses) >= SMOOTH_FROM:
+        width = max(5, len(losses) // 30) | 1
+        even = dict(zip(losses, smoothed(list(losses.values()), width), strict=True))
+        lines.append(_line(f"training, mean of {width} steps", "smooth", even, LOSS))
+    if any(value is not None and math.isfinite(value) for value in held_out.values()):
+        lines.append(_line("held out", "points", dict(sorted(held_out.items())), LOSS))
+    if not any(line.x for line in lines):
+        return None
+    entropy = summary.unigram_entropy
+    levels = [Level("unigram entropy", entropy)] if entropy is not None and math.isfinite(entropy) else []
+    marks = [
+        Mark(save.step, f"committed, training stood still for {figures.seconds(save.blocked_seconds)}")
+        for save in record.saves
+    ]
+    said = "No training loss is a finite number."
+    if len(raw.x) == 1:
+        said = f"Training loss {raw.y[0]:.2f} at step {raw.x[0]:,}."
+    elif raw.x:
+        said = f"Training loss from {raw.y[0]:.2f} to {raw.y[-1]:.2f} over steps {raw.x[0]:,} to {raw.x[-1]:,}."
+    return Chart("loss", "Loss", "nats per token", said, lines, levels, marks, from_zero=False, ticks="")
+
+
+def _throughput(record: Record, summary: Summary) -> Chart | None:
+    rates = {
+        step.step: step.tokens / took
+        for step, took in zip(record.steps, throughput.durations(record), strict=True)
+        if took is not None
+    }
+    if not rates or summary.tokens_per_s is None:
+        return None
+    said = f"Median {figures.rate(summary.tokens_per_s, 'tokens/s')}."
+    line = _line("measured", "plain", rates, "%{y:,.0f} tokens/s")
+    return Chart("throughput", "Throughput", "tokens/s", said, [line], _predicted(summary, "tokens_per_s"))
+
+
+def _utilisation(record: Record) -> Chart | None:
+    shares = {
+        step.step: throughput.share_of_peak(step, took)
+        for step, took in zip(record.steps, throughput.durations(record), strict=True)
+        if took is not None
+    }
+    settled = throughput.mfu(record)
+    if settled is None:
+        return None
+    said = f"Median {figures.percent(settled)} of what the devices can do."
+    line = _line("measured", "plain", shares, "%{y:.1%}")
+    return Chart("mfu", "Model FLOPs utilisation", "MFU", said, [line], ticks=".0%" if settled > 0.02 else ".1%")
+
+
+def _memory(record: Record, summary: Summary) -> Chart | None:
+    resident = {step.step: step.rss_mb for step in record.steps if step.rss_mb}
+    if not resident:
+        return None
+    line = _line("measured on rank 0", "plain", resident, "%{y:,.0f} MB")
+    said = f"Rank 0 at the end of a step: {figures.megabytes(max(resident.values()))} at most."
+    return Chart("memory", "Memory", "MB", said, [line], _predicted(summary, "memory_mb"), ticks=",")
+
+
+def _gradients(record: Record) -> Chart | None:
+    line = _line("before clipping", "plain", {step.step: step.gradient_norm for step in record.steps}, "%{y:.3g}")
+    if not line.x:
+        return None
+    return Chart("gradients", "Gradient norm", "L2", "Of the whole gradient, before clipping.", [line])
+
+
+def _predicted(summary: Summary, key: str) -> list[Level]:
+    value = predicted(summary, key)
+    return [] if value is None else [Level("predicted", value)]

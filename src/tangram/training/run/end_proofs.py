@@ -1,0 +1,165 @@
+"""The proofs at the end of a job: what it leaves behind is what it trained.
+
+The newest checkpoint's model is loaded whole in one process, another layout than the one that wrote it. There the
+held-out loss and the logits of a fixed batch must be those that the ranks have measured. Transformers must load the
+export with every tensor, the same logits, the settings of generation that the model came with, the same tokens written
+by them, and the same tokenizer. The states of the optimiser are proved by the checkpoint's own digests only.
+"""
+
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from tangram.models.attention import exactly
+from tangram.models.source import Source
+from tangram.schema.plan import Plan
+from tangram.training.data import Corpus, Tokens, held_out_batches
+from tangram.training.observe.events import Doing, Note
+from tangram.training.observe.text_tables import printable
+from tangram.training.run.rank import RankReport, probe_batch, probe_logits
+from tangram.training.run.run_folder import near
+from tangram.training.state.build_model import build_whole
+from tangram.training.state.check_export import (
+    load_exported,
+    logits_difference,
+    unlike_settings,
+    unlike_tokenizer,
+    unlike_weights,
+    unlike_writing,
+)
+from tangram.training.state.checkpointer import JobState, load
+from tangram.training.state.export_hf import export
+from tangram.training.state.sample_text import sample_text
+from tangram.training.step import loop
+
+# Relative; of a loss below one nat absolute, since rounding is of logits, which do not get smaller with the loss. The
+# sums are the same but for their order.
+SAME_LOSS = {"float32": 1e-6, "bfloat16": 2e-3, "float16": 3e-4}
+SAME_LOGITS = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}  # of the largest logit
+
+
+class ProofError(Exception):
+    """The job ran, but what it left behind is not what it trained."""
+
+
+@dataclass(frozen=True)
+class Proved:
+    """What was measured in one process."""
+
+    loss: float | None
+    """None where nothing is held out to measure it on."""
+    relative: float | None
+    """Of the loss, to the one that the ranks measured."""
+    logits: float
+    """The largest difference to the logits of the ranks."""
+    export: float
+    """The largest difference to the logits of the exported model."""
+    prompt: str
+    written: str
+    """What the model makes of the prompt."""
+
+
+def prove(
+    plan: Plan,
+    source: Source,
+    tokens: Tokens,
+    corpus: Corpus,
+    checkpoint: Path,
+    out: Path,
+    measured: RankReport,
+    device: torch.device,
+    on_event: Callable[[object], None],
+) -> Proved:
+    """Measure all of it in this process. Raises ProofError for the first thing that is not so."""
+    on_event(Doing("loading the checkpoint whole in one process"))
+    model = build_whole(plan, source, device)
+    load(checkpoint, JobState(model, None), plan, None)
+    assert measured.probe is not None  # the caller has seen to it
+    computed = as_computed(model, plan)
+    loss = relative = None
+    words = "in one process"
+    if measured.held_out_loss is not None:
+        loss, relative = same_loss(computed, plan, corpus, measured.held_out_loss)
+        limit = SAME_LOSS[plan.precision.compute]
+        words = f"loss {loss:.6f} in one process; relative difference {relative:.1e}, at most {limit:.0e}"
+    difference = same_logits(computed, plan, corpus, measured.probe)
+    on_event(Note(f"reloaded   {words}; logits of a fixed batch differ by {difference:.1e}"))
+    on_event(Doing("exporting, and loading the export with transformers"))
+    folder = out / "export"
+    with exactly(model):  # transformers has no casts of attention
+        export(model, folder, tokens, source, {"checkpoint": checkpoint.name})
+        inputs_BS = probe_batch(corpus, plan, device).inputs_BS
+        exported = same_export(model, folder, source, tokens, inputs_BS)
+    words = f"every tensor, the tokenizer and {_settings(source)} the same, logits differ by {exported:.1e}"
+    on_event(Note(f"exported   {near(folder)}; loaded by transformers: {words}"))
+    prompt, written = sample_text(model, tokens, inputs_BS)
+    shown = indent(printable(written.strip()), " " * 11)
+    on_event(Note(f"sample     of what the model writes, after {prompt[-24:]!r}:\n{shown}"))
+    return Proved(loss, relative, difference, exported, prompt, written)
+
+
+def _settings(source: Source) -> str:
+    return "settings of generation" if source.folder is None else f"how {source.name} generates"
+
+
+def same_export(model: PreTrainedModel, folder: Path, source: Source, tokens: Tokens, inputs_BS: torch.Tensor) -> float:
+    """The difference in logits to what transformers loads from an export; ProofError for anything that is not so."""
+    loaded = load_exported(model, folder)
+    difference = logits_difference(model, loaded, inputs_BS)
+    wrong = unlike_weights(model, loaded)
+    if wrong or not difference <= SAME_LOGITS["float32"]:
+        raise ProofError(
+            f"transformers loads {folder} as another model: {wrong or f'the logits differ by {difference}'}"
+        )
+    if wrong := unlike_settings(loaded, source, tokens) or unlike_writing(model, loaded, source, tokens, inputs_BS):
+        raise ProofError(f"the model in {folder} generates otherwise than the one that training began from: {wrong}")
+    if wrong := unlike_tokenizer(folder, tokens, tokens.decode(cast("list[int]", inputs_BS[0].tolist()))):
+        raise ProofError(f"the tokenizer in {folder} is not the one that the text was read with: {wrong}")
+    return difference
+
+
+def as_computed(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
+    """The model as the ranks computed with it: a copy with rounded parameters, where the plan's precision is low."""
+    if plan.precision.compute == "float32":
+        return model
+    rounded = copy.deepcopy(model)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.to(getattr(torch, plan.precision.compute))
+    return rounded
+
+
+def same_loss(model: PreTrainedModel, plan: Plan, corpus: Corpus, before: float) -> tuple[float, float]:
+    """The held-out loss of the reloaded model and how far it is from the one before; ProofError when too far."""
+    batches = held_out_batches(corpus, plan.data, index=0, size=1, device=model.device)
+    after = loop.evaluate(model, batches, None)
+    relative = loss_difference(after, before)
+    if not relative <= SAME_LOSS[plan.precision.compute]:
+        raise ProofError(f"the reloaded checkpoint has a held-out loss of {after}, not the {before} that was measured")
+    return after, relative
+
+
+def loss_difference(after: float, before: float) -> float:
+    """As `SAME_LOSS` counts it."""
+    return abs(after - before) / max(1.0, before)
+
+
+def same_logits(model: PreTrainedModel, plan: Plan, corpus: Corpus, before_BSV: npt.NDArray[np.float32]) -> float:
+    """How far the logits of the fixed batch are from the ones before; ProofError when too far."""
+    after_BSV = probe_logits(model, corpus, plan, model.device)
+    difference = float(np.abs(after_BSV - before_BSV).max())
+    limit = SAME_LOGITS[plan.precision.compute] * float(np.abs(before_BSV).max())
+    if not difference <= limit:
+        raise ProofError(
+            f"the reloaded checkpoint has other logits: they differ by {difference}, at most {limit} is right"
+        )
+    return difference

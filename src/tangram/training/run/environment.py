@@ -1,0 +1,91 @@
+"""What the environment says of this process when something else has started the ranks: torchrun, or a Slurm script.
+
+It loads no torch, so that the command line can ask.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tangram.errors import UserError
+
+if TYPE_CHECKING:
+    from tangram.training.run.torchrun import Meeting
+
+_TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+
+
+class SaidElsewhere(Exception):
+    """The job has ended for a reason that another rank tells; this one only leaves, with the exit code `code`."""
+
+    def __init__(self, code: int, sentence: str = "another rank says why the job has ended") -> None:
+        super().__init__(sentence)
+        self.code = code
+        self.sentence = sentence
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among all that were started together."""
+
+    index: int
+    world: int
+    local_index: int
+    local_world: int
+    node: str
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one rank of several that somebody else has started: torchrun, or what sets the same."""
+    return all(os.environ.get(name) for name in _TOLD)
+
+
+def speaks() -> bool:
+    """Whether this process says what all ranks would say alike, as that an option is unknown."""
+    return not started_by_torchrun() or os.environ["RANK"] == "0" or not os.environ["RANK"].isdecimal()
+
+
+def leave_word(sentence: str) -> None:
+    """Write why this rank ends where torchrun looks for it: the last line of its report then says it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file or not started_by_torchrun():
+        return
+    more = {"py_callstack": f"error: {sentence}", "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):  # it has been printed
+        Path(file).write_text(json.dumps({"message": {"message": sentence, "extraInfo": more}}), encoding="utf-8")
+
+
+def together() -> "contextlib.AbstractContextManager[Meeting | None]":
+    """Around all that a rank does: the meeting of torchrun's ranks, or None where nobody else started them."""
+    if not started_by_torchrun():
+        return contextlib.nullcontext()
+    from tangram.training.run.torchrun import met  # loads torch
+
+    return met()
+
+
+def place() -> Place:
+    """This process's place. Raises UserError where the variables make none."""
+    index, world, local_index = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    _number("MASTER_PORT")
+    local_world = _number("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=1)
+    if not index < world:
+        raise UserError(f"RANK is {index} and WORLD_SIZE {world}: ranks count from 0 to one less than WORLD_SIZE")
+    return Place(index, world, local_index, local_world, os.environ.get("GROUP_RANK") or socket.gethostname())
+
+
+def _number(*names: str, default: int | None = None) -> int:
+    name = next((name for name in names if os.environ.get(name)), None)
+    if name is None:
+        if default is not None:
+            return default
+        raise UserError(f"{names[0]} is not set: start the ranks with torchrun, or set what torchrun sets")
+    text = os.environ[name]
+    if not (text.isascii() and text.isdecimal()):
+        raise UserError(f'the environment variable {name} is "{text}": it must be a whole number')
+    return int(text)

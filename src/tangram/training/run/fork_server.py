@@ -1,0 +1,115 @@
+"""How the processes of ranks are started: forked from one that has imported what they need.
+
+Importing torch and transformers takes a core some seconds. One process does it for all ranks, which are forked from it
+(`multiprocessing`'s fork server): it computes nothing and holds no device, so there is nothing that a fork could break.
+`make_ready` starts it while there is still something else to do. Where that is not to be had, ranks are spawned.
+
+Trade-off: that process takes the memory of one rank that does nothing, and what ranks see of their parent's environment
+and streams has to be handed to them.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Generator, Mapping
+from multiprocessing import reduction, resource_tracker
+from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
+from typing import Any, cast
+
+from tangram.errors import UserError
+from tangram.training.run.signals import POLITE
+
+_LONGEST = 103 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+"""Bytes of a path below which a socket of multiprocessing has an address on every system (macOS: 103, Linux: 107)."""
+_SHORT = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))  # tried in turn
+
+IMPORTED = ["tangram.training.run.rank"]
+"""What ranks need. By name: it stands on this module."""
+
+
+def make_ready() -> None:
+    """Begin to import what ranks will need, in the process that they are forked from; returns at once."""
+    if isinstance(context_of_ranks(), ForkServerContext):
+        with signals_held_back():
+            multiprocessing.forkserver.ensure_running()
+
+
+def context_of_ranks() -> ForkServerContext | SpawnContext:
+    """How processes are started. The libraries of other systems than Linux do not take to forks."""
+    settle_temporary_folder()
+    if not sys.platform.startswith("linux"):
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
+def settle_temporary_folder() -> None:
+    """Have multiprocessing make its sockets where their paths are short enough, whatever TMPDIR is.
+
+    The address of a socket is at most 107 bytes on Linux. Processes that are started take the folder over. Raises
+    UserError where no folder will do.
+    """
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) <= _LONGEST:
+        return
+    short = next((str(folder) for folder in _SHORT if folder.is_dir() and os.access(folder, os.W_OK)), None)
+    if short is None:
+        raise UserError(
+            f'the folder for temporary files "{usual}" is too long for the address of a socket: set TMPDIR to one of '
+            f"at most {_LONGEST} bytes"
+        )
+    try:
+        tempfile.tempdir = short
+        multiprocessing.util.get_temp_dir()  # made once, and used from then on
+    finally:
+        tempfile.tempdir = usual
+
+
+class Around:
+    """What a rank takes over from its parent as it is now, and not as it was when the fork server started."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None, streams: Mapping[int, Any] | None = None) -> None:
+        self._environment, self._streams = environment or {}, streams or {}
+
+    def __reduce__(self) -> Any:
+        """Pickled for a process that is being started, which alone may be given open files."""
+        streams = {number: cast(Any, reduction).DupFd(number) for number in (1, 2) if _is_open(number)}
+        return Around, (dict(os.environ), streams)
+
+    def take(self) -> None:
+        """In the rank: the parent's environment, and its standard output and error."""
+        os.environ.clear()
+        os.environ.update(self._environment)
+        for number, stream in self._streams.items():
+            descriptor = stream.detach()
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def signals_held_back() -> Generator[None]:
+    """A process started here sees no SIGINT, for good, and no SIGTERM and no SIGHUP until it is ready for them.
+
+    So Ctrl-C, which a terminal sends to all, is the parent's alone, and none ends a rank that is still starting.
+    """
+    resource_tracker.ensure_running()  # started any later, it would undo the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,268 @@
+"""The whole of `tangram train`: train on many ranks, then prove in one process that the state survived.
+
+    read the text -> train on the mesh, saving -> newest checkpoint, loaded whole in one process -> same held-out loss,
+    same logits? -> a sample of text -> export -> does transformers load it with the same logits? -> report
+
+The questions are answered by measuring, and a wrong answer fails the job.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from tangram.hardware.machine import describe, versions
+from tangram.models.build import build_on_meta
+from tangram.models.costs import costs as model_costs
+from tangram.models.source import Source
+from tangram.planner.local.estimate import Estimate
+from tangram.planner.report import figures
+from tangram.schema.plan import Plan
+from tangram.training.data import (
+    Corpus,
+    Tokens,
+    load_tokens,
+    open_corpus,
+    padding,
+    prepare,
+    times_seen,
+    unigram_entropy,
+)
+from tangram.training.mesh.layout_to_torch import cuts_of
+from tangram.training.objective import expert_loads
+from tangram.training.observe.events import Doing, ExpertLoads, Note, Record, Table
+from tangram.training.observe.summary import Summary, summarise
+from tangram.training.observe.tensorboard import TensorBoard
+from tangram.training.observe.text_tables import count
+from tangram.training.run.end_proofs import ProofError, prove
+from tangram.training.run.launch import RankError, computing_as_a_rank, pick_device, refuse_too_many, run_ranks
+from tangram.training.run.rank import RankJob, RankReport, train_rank, with_packing
+from tangram.training.run.report import write_report
+from tangram.training.run.run_folder import CHECKPOINTS, SUMMARY_FILE, near
+from tangram.training.state.build_model import has_dropout, source_of
+from tangram.training.state.checkpointer import newest
+from tangram.training.step import loop
+
+REPORT_FILE = "report.html"
+FAILURE_FILE = "failure.txt"  # the stack trace of the rank that ended a job
+BOARD_FOLDER = "tensorboard"
+
+JOB_FAILURES = (RankError, ProofError)
+OnEvent = Callable[[object], None]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The plan to run, with what is predicted of it."""
+
+    plan: Plan
+    predicted: Estimate | None
+    peak_flops: float
+    """What the devices of all ranks can do in a second; 0: unknown."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is known before a rank starts."""
+
+    source: Source
+    tokens: Tokens
+    corpus: Corpus
+    costs: loop.Costs
+    parameters: int
+    begun: float
+    """When the job began, by the monotonic clock."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A job that somebody asked to stop: its state is saved, and it can go on."""
+
+    step: int
+    checkpoint: Path | None
+
+
+Run = Callable[[RankJob, OnEvent], RankReport]
+"""Runs the ranks, or this one of them; the report of rank 0."""
+
+
+def run_here(job: RankJob, on_event: OnEvent) -> RankReport:
+    """Start all ranks on this machine."""
+    refuse_too_many(job.plan.ranks)
+    return run_ranks(train_rank, job, world=job.plan.ranks, on_event=on_event, device=job.plan.run.device)[0]
+
+
+def train_job(job: RankJob, chosen: Chosen, ready: Prepared, on_event: OnEvent, run: Run) -> Summary | Stopped:
+    """Train as planned; leave checkpoints, export, report and summary in the job's folder."""
+    show(chosen, ready, job.resume, on_event)
+    record, board = Record(), TensorBoard(job.folder / BOARD_FOLDER, chosen.plan)
+
+    def everybody(event: object) -> None:
+        on_event(event)
+        record(event)
+        board(event)
+        if isinstance(event, ExpertLoads):
+            expert_loads.append(job.folder, event)
+
+    try:
+        on_event(Doing("starting the ranks"))
+        report = run(job, everybody)
+    except RankError as failure:  # its stack trace goes to a file
+        (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
+        raise
+    finally:
+        board.close()
+    return finish(job, chosen, ready, record, report, on_event)
+
+
+def prepare_text(plan: Plan, on_event: OnEvent) -> None:
+    """Make the tokens that the ranks of this machine will read, unless they are there."""
+    on_event(Doing("reading the text"))
+    prepare(plan.data, load_tokens(plan.data, plan.model.path), on_event)
+
+
+def prepare_job(chosen: Chosen, on_event: OnEvent) -> Prepared:
+    """Read model and text, and refuse here what would else be refused on every rank."""
+    begun, plan = time.monotonic(), chosen.plan
+    on_event(Doing("building the model without values"))
+    tokens = load_tokens(plan.data, plan.model.path)
+    source = source_of(plan, tokens)
+    model = build_on_meta(source.config)
+    cuts_of(model, plan)
+    corpus = open_corpus(plan.data, tokens)
+    counted = model_costs(model, plan.data.sequence, plan.data.micro_batch)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Prepared(
+        source=source,
+        tokens=tokens,
+        corpus=corpus,
+        costs=loop.Costs(counted.flops_per_sample, chosen.peak_flops),
+        parameters=parameters,
+        begun=begun,
+    )
+
+
+def show(chosen: Chosen, ready: Prepared, resume: Path | None, on_event: OnEvent) -> None:
+    """The machine, the model, the plan and what it is predicted to need, as short tables."""
+    plan = chosen.plan
+    machine = describe().in_words()
+    machine["cores"] = f"cores: {machine['cores']}"
+    found = versions()
+    on_event(
+        Table(
+            "This run",
+            ("what", "found"),
+            (
+                ("machine", ", ".join(machine[key] for key in ("processor", "cores", "memory"))),
+                ("software", ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers") if found[name])),
+                ("model", _model_words(ready.source.config, ready.source, ready.parameters)),
+                ("text", ready.corpus.summary()),
+                *reading(plan, ready.corpus).items(),
+                ("mesh", f"{plan.mesh} ({count(plan.ranks, 'process', 'es')})"),
+                *((("resumed from", str(resume)),) if resume else ()),
+            ),
+        )
+    )
+    if chosen.predicted is not None:
+        on_event(Table("Predicted for a rank", ("what", "predicted"), tuple(chosen.predicted.in_words())))
+    if has_dropout(ready.source.config):
+        on_event(Note(f"the model has dropout: its masks are {_alike_with(plan)}"))
+
+
+def _alike_with(plan: Plan) -> str:
+    """In which other plans a model's masks are those of this one."""
+    data = "the same on any number of data ranks whose shares are whole micro-batches"
+    if plan.model_axes:
+        return f"{data}, and of ranks of {', '.join(plan.model_axes)}; other stages of a pipeline draw others"
+    return f"{data}; other stages of a pipeline, and ranks of model axes, draw others"
+
+
+def reading(plan: Plan, corpus: Corpus) -> dict[str, str]:
+    """What was taken of each source and what was left out, and how often the run takes its text."""
+    words: dict[str, str] = {}
+    for source, line, times in zip(
+        plan.data.sources, corpus.read, times_seen(corpus, plan.data, plan.run.steps), strict=True
+    ):
+        of = f" of {source.path}" if len(plan.data.sources) > 1 else ""
+        words[f"files{of}"] = line
+        words[f"text{of} is seen"] = f"{figures.three(times)} times in {plan.run.steps:,} steps"
+    return words
+
+
+def _model_words(config: PreTrainedConfig, source: Source, parameters: int) -> str:
+    begin = f"weights of {source.weights}" if source.weights else "from scratch"
+    return f"{source.name} ({config.model_type}), {parameters:,} parameters, {begin}"
+
+
+def finish(
+    job: RankJob, chosen: Chosen, ready: Prepared, record: Record, report: RankReport, on_event: OnEvent
+) -> Summary | Stopped:
+    """What comes after the ranks: proofs, export, report, summary."""
+    plan, out = with_packing(job.plan, report.packing), job.folder
+    checkpoint = newest(out / CHECKPOINTS)
+    if report.trained.stopped == "signal":
+        return Stopped(report.step, checkpoint)
+    if checkpoint is None:
+        raise ProofError(f'there is no complete checkpoint in "{out / CHECKPOINTS}" after training')
+    trained = report.trained
+    on_event(
+        Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {figures.seconds(trained.seconds)}")
+    )
+    entropy = unigram_entropy(ready.corpus, plan.data) if plan.data.held_out else None
+    if report.held_out_loss is not None and entropy is not None:
+        words = f"loss {report.held_out_loss:.6f} on {count(plan.ranks, 'rank')}; unigram entropy {entropy:.4f}"
+        on_event(Note(f"held out   {words}, ratio {report.held_out_loss / entropy:.2f}"))
+    with computing_as_a_rank(plan.ranks):
+        device = pick_device(plan.run.device, 0, 1)
+        proved = prove(plan, ready.source, ready.tokens, ready.corpus, checkpoint, out, report, device, on_event)
+    summary = summarise(
+        plan=plan,
+        record=record,
+        stopped=trained.stopped,
+        wall_s=time.monotonic() - ready.begun,
+        model=ready.source.name,
+        parameters=ready.parameters,
+        eval_loss=report.held_out_loss,
+        unigram_entropy=entropy,
+        packing=report.packing,
+        padding=padding(ready.corpus, plan.data),
+        text=reading(plan, ready.corpus),
+        eval_loss_relayout=proved.loss,
+        relayout_relative_difference=proved.relative,
+        relayout_logits_max_diff=proved.logits,
+        export_logits_max_diff=proved.export,
+        peak_rss_mb=report.peak_rss_mb,
+        checkpoint=str(checkpoint),
+        predicted=_predicted(chosen.predicted),
+        resumed_from=report.first or None,
+        **{what: str(path) for what, path in _paths(out).items() if what != "summary"},
+    )
+    sample = f"{proved.prompt}{proved.written}"
+    machine = describe().in_words()
+    write_report(out / REPORT_FILE, plan=plan, record=record, summary=summary, machine=machine, sample=sample)
+    summary.write(out / SUMMARY_FILE)
+    on_event(Table("Results", ("what", "where"), tuple((what, str(near(path))) for what, path in _paths(out).items())))
+    return summary
+
+
+def _predicted(estimate: Estimate | None) -> dict[str, object] | None:
+    """What was predicted, by the names of what was measured."""
+    if estimate is None:
+        return None
+    return {
+        "step_seconds": estimate.seconds.total,
+        "tokens_per_s": estimate.tokens_per_second,
+        "memory_mb": estimate.memory.total / 1e6,
+        "parts": estimate.as_json(),
+    }
+
+
+def _paths(out: Path) -> dict[str, Path]:
+    return {
+        "export": out / "export",
+        "report": out / REPORT_FILE,
+        "tensorboard": out / BOARD_FOLDER,
+        "summary": out / SUMMARY_FILE,
+    }

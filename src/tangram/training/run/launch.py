@@ -1,0 +1,371 @@
+"""Start the ranks of a job on this machine, and end all of them when one dies.
+
+Each rank is a process of its own with its own one-way pipe to the parent. Over that pipe come its events, its result or
+its first error; the end of the pipe is the end of the process. So the parent waits on pipes only: no polling, no fixed
+port (the ranks meet in a file), no second channel for errors. A rank that finds its parent gone ends itself, so that
+killing the parent leaves no orphan and no file.
+
+The first Ctrl-C, SIGTERM or SIGHUP, to the parent, a rank or all of them, asks the ranks to stop after their step (see
+`tangram.training.run.signals`); they then return as at any other end. The second ends the job at once.
+
+Trade-off: this launcher serves one machine. More machines are started by torchrun or Slurm
+(`training/run/torchrun.py`).
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.util
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from tangram.errors import UserError
+from tangram.hardware.machine import usable_cores
+from tangram.relayout.peers import lost_peer
+from tangram.training.observe.events import Note
+from tangram.training.run.fork_server import Around, context_of_ranks, signals_held_back
+from tangram.training.run.signals import POLITE, Stop, on_signals
+
+Payload = TypeVar("Payload")
+Result = TypeVar("Result")
+
+LAST_WORDS_SECONDS = 0.5  # after one rank failed: how long to listen for an earlier error of another rank
+MOST_RANKS = 256
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+_UNKNOWN = 255  # what multiprocessing takes for the exit code of a process whose fork server is gone
+
+
+class RankError(Exception):
+    """A rank died: which one, its first error as one sentence, and the stack trace when there is one."""
+
+    def __init__(self, rank: int, world: int, error: str, details: str) -> None:
+        super().__init__(f"rank {rank} of {world} ended the job: {error}")
+        self.rank = rank
+        self.details = details
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a task knows of its place: its number, how many there are, its device and its line to whoever watches."""
+
+    index: int
+    world: int
+    device: torch.device
+    emit: Callable[[object], None]
+    stop: Stop
+    """Whether to stop after this step; the ranks have to agree on the answer, as a signal may reach only one."""
+
+
+@dataclass(frozen=True)
+class _Event:
+    value: object
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A rank was sent a signal of its own."""
+
+    signal: str
+
+
+@dataclass(frozen=True)
+class _Done:
+    result: object
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error of a rank. `at` is the machine-wide monotonic clock: the earliest failure is the cause of the others."""
+
+    at: float
+    error: str
+    details: str
+    by_user: bool
+
+
+def pick_device(choice: str, local_rank: int, world: int) -> torch.device:
+    """The device of a rank: the machine's accelerator when there is one for each rank, else the CPU if asked for."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if choice == "auto" else None
+    if accelerator is None:
+        return torch.device("cpu")
+    if torch.accelerator.device_count() < world:
+        raise UserError(
+            f"the mesh has {world} ranks but this machine has {torch.accelerator.device_count()} {accelerator.type} "
+            'device(s): set device = "cpu" in [run], or take a smaller mesh'
+        )
+    return torch.device(accelerator.type, local_rank)
+
+
+def refuse_too_many(world: int) -> None:
+    """One machine starts these ranks: more than it could ever hold is a slip of the pen. Raises UserError."""
+    if world > MOST_RANKS:
+        raise UserError(f"the mesh has {world:,} ranks, but this version starts at most {MOST_RANKS}, on one machine")
+
+
+def threads_of_a_rank(world: int) -> int:
+    """The ranks share the cores that this process may use, which in a container are fewer than the machine's."""
+    return max(1, int(usable_cores()) // world)
+
+
+@contextlib.contextmanager
+def computing_as_a_rank(world: int) -> Generator[None]:
+    """Give this process the threads of one rank for a while.
+
+    It then adds up in the order a rank does; and on a machine that others use too, more threads than free cores wait
+    for each other so long that one of them alone is several times faster.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_of_a_rank(world))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass
+class _Job(Generic[Result]):
+    """The parent's view of the running ranks."""
+
+    wishes: Connection
+    """From the parent's signal handler, which may interrupt anything, to where it may speak: the names of signals."""
+    processes: list[BaseProcess] = field(default_factory=list[BaseProcess])
+    lines: dict[Connection, int] = field(default_factory=dict[Connection, int])
+    orders: list[Connection] = field(default_factory=list[Connection])
+    """To each rank: the name of the signal that asks it to stop."""
+    stopping: bool = False
+    results: dict[int, Result] = field(default_factory=dict[int, Result])
+    failures: dict[int, _Failure] = field(default_factory=dict[int, _Failure])
+
+    def listen(self, on_event: Callable[[object], None], timeout: float | None = None) -> None:
+        """Take in what there is to hear now: one message of each rank that has one, and the wish to stop."""
+        for line in wait([self.wishes, *self.lines], timeout):
+            assert isinstance(line, Connection)
+            if line is self.wishes:
+                self._tell_to_stop(line.recv(), on_event, "stopping after this step (again to stop at once)")
+                continue
+            rank = self.lines[line]
+            try:
+                message = line.recv()
+            except (EOFError, OSError):
+                self._hang_up(line, rank)
+                continue
+            if isinstance(message, _Event):
+                on_event(message.value)
+            elif isinstance(message, _Asked):
+                note = f"rank {rank} was sent {message.signal}: stopping after this step"
+                self._tell_to_stop(message.signal, on_event, note)
+            elif isinstance(message, _Done):
+                self.results[rank] = message.result  # pyright: ignore[reportArgumentType]  the task's own return value
+            elif isinstance(message, _Failure):
+                self.failures.setdefault(rank, message)
+
+    def _tell_to_stop(self, name: str, on_event: Callable[[object], None], note: str) -> None:
+        """Pass the wish on, once: the same signal may have reached the parent and several ranks."""
+        if self.stopping:
+            return
+        self.stopping = True
+        on_event(Note(note))
+        for order in self.orders:
+            with contextlib.suppress(OSError):  # a rank that is done
+                order.send(name)
+
+    def _hang_up(self, line: Connection, rank: int) -> None:
+        """The rank's process has ended; without a result or an error of its own it was killed."""
+        del self.lines[line]
+        process = self.processes[rank]
+        process.join()
+        if rank not in self.results and rank not in self.failures:
+            # No last words: nothing inside Python raised, so no other rank's error can have caused it. Hence "first".
+            self.failures[rank] = _Failure(float("-inf"), _death(process.exitcode), "", by_user=False)
+
+    def end(self) -> None:
+        """End every process that still runs. To ask it first would be to wait for its step, or for ever."""
+        for rank, process in enumerate(self.processes):
+            # Whose fork server was killed seems to have ended, and has not while its pipe is open.
+            if process.is_alive() or (process.exitcode == _UNKNOWN and rank in self.lines.values()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(cast(int, process.pid), signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
+
+def _death(exitcode: int | None) -> str:
+    if exitcode == _UNKNOWN:
+        return "it ended without an error message, after the process that it was forked from had been killed"
+    if exitcode == -signal.SIGKILL:
+        return "killed by signal 9, as the kernel does when memory runs out"
+    if exitcode is not None and exitcode < 0:
+        return f"killed by signal {-exitcode}"
+    return f"exited with code {exitcode} without an error message"
+
+
+def run_ranks(
+    task: Callable[[Rank, Payload], Result],
+    payload: Payload,
+    *,
+    world: int,
+    on_event: Callable[[object], None],
+    device: str = "auto",
+) -> list[Result]:
+    """Run `task(rank, payload)` on `world` processes joined in the default process group; their results in rank order.
+
+    Whatever a task emits reaches `on_event` in the caller's thread. The first rank to fail ends all: a `UserError` is
+    raised as it is, anything else as `RankError`.
+    """
+    pick_device(device, 0, world)  # a mesh that does not fit is refused before anything starts
+    context = context_of_ranks()
+    threads = threads_of_a_rank(world)
+    wishes, wish = context.Pipe(duplex=False)
+    job = _Job[Result](wishes)
+    with (
+        on_signals(POLITE, wish.send, _interrupt),
+        tempfile.TemporaryDirectory(prefix="tangram-", dir=multiprocessing.util.get_temp_dir()) as meeting,
+    ):
+        try:
+            for index in range(world):
+                receiver, sender = context.Pipe(duplex=False)
+                orders, order = context.Pipe(duplex=False)
+                place = (index, world, device, threads, Path(meeting, "store"))
+                arguments = (Around(), task, payload, *place, sender, orders)
+                process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
+                try:
+                    with signals_held_back():
+                        process.start()
+                        job.processes.append(process)
+                except (EOFError, ConnectionError) as error:
+                    why = "the process that ranks are forked from has ended, as when it is killed: start again"
+                    raise RankError(index, world, why, traceback.format_exc()) from error
+                sender.close()  # the rank holds the only other end, so its death ends the pipe
+                orders.close()
+                job.orders.append(order)
+                job.lines[receiver] = index
+            while job.lines and not job.failures:
+                job.listen(on_event)
+            _raise_first(job, on_event, world)
+        finally:
+            job.end()
+    return [job.results[index] for index in range(world)]
+
+
+def _interrupt(name: str) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: int) -> None:
+    """Raise the earliest failure, after a short wait for one that was earlier but slower to be told."""
+    if not job.failures:
+        return
+    deadline = time.monotonic() + LAST_WORDS_SECONDS
+    while job.lines and (left := deadline - time.monotonic()) > 0:
+        job.listen(on_event, timeout=left)
+    rank, first = min(job.failures.items(), key=lambda item: item[1].at)
+    if first.by_user:
+        raise UserError(first.error)
+    raise RankError(rank, world, first.error, first.details)
+
+
+def _rank_main(
+    around: Around,
+    task: Callable[[Rank, Payload], object],
+    payload: Payload,
+    index: int,
+    world: int,
+    device: str,
+    threads: int,
+    store: Path,
+    line: Connection,
+    orders: Connection,
+) -> None:
+    """The life of one rank."""
+    _end_with_parent(store.parents[1])
+    around.take()
+    stop = Stop(orders, heard=lambda name: line.send(_Asked(name)))
+    try:
+        # Of a second signal, too, it is for the parent to make something.
+        with on_signals((signal.SIGTERM, signal.SIGHUP), stop.ask, again=stop.ask):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
+            torch.set_num_threads(threads)
+            here = pick_device(device, index, world)
+            if here.type != "cpu":
+                torch.accelerator.set_device_index(index)
+            met = dist.FileStore(str(store), world)
+            dist.init_process_group(
+                dist.get_default_backend_for_device(here),
+                store=met,
+                rank=index,
+                world_size=world,
+                timeout=COLLECTIVE_TIMEOUT,
+            )
+            result = task(Rank(index, world, here, lambda value: line.send(_Event(value)), stop), payload)
+            line.send(_Done(result))
+            _leave_together(met, index, world)
+            dist.destroy_process_group()
+            # Locks that a library has made, as torch's compiler does, are given back as in any end of a process.
+            cast(Any, multiprocessing.util)._run_finalizers(0)
+            # Nor is this a normal exit: the interpreter's own end kills torch's threads wherever they are, and now and
+            # then one of them aborts the process ("terminate called without an active exception" on the terminal).
+            leave(0)
+    except BaseException as error:  # noqa: BLE001  the parent must hear of everything, an interrupt too
+        text = str(error) if isinstance(error, UserError) else first_line(error)
+        failure = _Failure(time.monotonic(), text, traceback.format_exc(), isinstance(error, UserError))
+        with contextlib.suppress(OSError):  # the parent may be gone; then nobody is left to tell
+            line.send(failure)
+        leave(1)  # not a normal exit: tearing down a broken process group may wait for ranks that are gone
+
+
+def _leave_together(met: dist.Store, index: int, world: int) -> None:
+    """Wait until every rank is done with its task.
+
+    A rank that is gone breaks what the others still do with its connections: a group that is being made, a message on
+    its way. Where one of them fails instead, the parent ends this one, too: hence a wait of any length.
+    """
+    met.set(f"done/{index}", "")
+    met.wait([f"done/{rank}" for rank in range(world)], timedelta(days=365))
+
+
+def leave(code: int) -> NoReturn:
+    """End this process here and now, with what it has printed but without the interpreter's own end."""
+    with contextlib.suppress(OSError):  # a terminal or a reader that is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def first_line(error: BaseException) -> str:
+    """An error as one sentence: its kind and the first line of what it says; of a rank that is gone what that means."""
+    if said := lost_peer(error):
+        return said
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _end_with_parent(folder: Path) -> None:
+    """End this process as soon as its parent is gone, however it went, and with it the folder that it has left.
+
+    In that folder the ranks meet, and the fork server has its address.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)  # the other ranks do so, too
+        os._exit(1)
+
+    threading.Thread(target=watch, name="tangram-parent-watch", daemon=True).start()

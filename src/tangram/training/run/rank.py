@@ -1,0 +1,264 @@
+"""The part of one rank in `tangram train`: build, resume, train, save, measure."""
+
+# ruff: noqa: N806  a tensor carries its dims in its name
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+import tangram
+from tangram.errors import UserError
+from tangram.hardware.machine import peak_resident_mb, repeatable
+from tangram.models.attention import TOKENS, by_tokens, mode_of
+from tangram.models.source import Source
+from tangram.planner.local.estimate import Memory
+from tangram.planner.report import figures
+from tangram.schema.files import dumps
+from tangram.schema.plan import Plan
+from tangram.training.data import Batch, Corpus, Stream, held_out_batches, load_tokens, open_corpus, padding
+from tangram.training.mesh.world import World, make_world
+from tangram.training.objective.packing import Settled, settle
+from tangram.training.observe.events import Doing, Note, SaveFailed
+from tangram.training.observe.profiling import profiled
+from tangram.training.parallel.fsdp import resharded
+from tangram.training.run.launch import Rank
+from tangram.training.run.out_of_memory import explained
+from tangram.training.run.run_folder import CHECKPOINTS
+from tangram.training.state.build_model import build, shallow, source_of
+from tangram.training.state.checkpointer import Checkpointer, JobState, describe, load
+from tangram.training.step import loop
+from tangram.training.step.optimiser_step import make_adamw
+
+PROBE_TOKENS = 128  # of the fixed batch whose logits are compared
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What a rank is told."""
+
+    plan: Plan
+    folder: Path
+    digest: str
+    """Of the text that the parent has read; a rank that reads another one has to say so."""
+    costs: loop.Costs
+    resume: Path | None = None
+    profile: bool = False
+    memory: Memory | None = None
+    """What the planner predicts of a rank."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank has measured; the same on every rank but for clock and memory."""
+
+    trained: loop.Trained
+    first: int
+    """The steps that were done before, by the run that this one resumed."""
+    step: int
+    held_out_loss: float | None
+    """None where nothing is held out, or somebody asked to stop, so that nothing was measured."""
+    probe: npt.NDArray[np.float32] | None
+    """The logits of the fixed batch, from rank 0."""
+    peak_rss_mb: float
+    """The most memory that any rank has had."""
+    blocked_seconds: float
+    packing: Literal["packed", "single"]
+    """Which documents a sample held."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A rank that is ready for its first step."""
+
+    plan: Plan
+    """With what was settled."""
+    world: World
+    corpus: Corpus
+    state: JobState
+    settled: Settled
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+        return self.state.model
+
+
+def begin(rank: Rank, job: RankJob) -> Begun:
+    """Build the model and the optimiser, with what the checkpoint says if one is gone on from."""
+    plan, group = job.plan, dist.group.WORLD
+    assert group is not None  # the launcher has made it
+    if plan.run.deterministic:
+        repeatable()
+    tell = rank.emit if rank.index == 0 else _nowhere
+    tell(Doing("making the groups of the mesh, opening the text"))
+    world = make_world(plan, rank.index, rank.device, group)
+    tokens = load_tokens(plan.data, plan.model.path)
+    corpus = open_corpus(plan.data, tokens)
+    if corpus.digest != job.digest:
+        raise UserError("this rank reads another text than the others: let the files rest, or train on a copy")
+    source = source_of(plan, tokens)
+    tell(Doing("building the model, cutting it, giving it values"))
+    with explained(None, None, job.memory):
+        model = build(plan, source, world, values=job.resume is None)
+    tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))
+    state = JobState(model, make_adamw(model, plan.optimiser, plan.precision.masters))
+    if job.resume is not None:
+        state.progress = load(job.resume, state, plan, world)
+    tell(Doing("asking whether the model tells documents apart"))
+    settled = settled_packing(model, plan, world, job.resume, source)
+    plan = with_packing(plan, settled.packing)
+    state.about = about(plan, corpus)
+    return Begun(plan, world, corpus, state, settled)
+
+
+def train_rank(rank: Rank, job: RankJob) -> RankReport:
+    """The task of a rank."""
+    begun = begin(rank, job)
+    plan, world, corpus, state, model = begun.plan, begun.world, begun.corpus, begun.state, begun.model
+    tell = rank.emit if rank.index == 0 else _nowhere
+    checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world)
+    tell(Doing("making ready to save"))
+    if plan.checkpoint.every_steps:  # else there is only the last one, which is waited for
+        checkpointer.prepare(state)
+    if rank.index == 0:
+        rank.emit(Note(_packing_words(begun.settled, corpus, plan)))
+
+    tell(Doing("the first step"))
+    first = state.progress.step
+    with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
+        hooks = loop.Hooks(rank.emit, rank.stop.asked, after_step, job.folder)
+        with explained(model, state.optimiser, job.memory):
+            trained = loop.train_steps(state, corpus, plan, world, checkpointer, hooks, job.costs)
+    checkpointer.save(state, wait=True)
+    for event in checkpointer.close():
+        rank.emit(event)
+        if isinstance(event, SaveFailed) and event.step == state.progress.step:
+            raise UserError(f"the last checkpoint could not be written: {event.reason}")
+    stopped = trained.stopped == "signal"
+    return RankReport(
+        trained=trained,
+        first=first,
+        step=state.progress.step,
+        held_out_loss=loop.held_out_loss(model, corpus, plan, world) if plan.data.held_out and not stopped else None,
+        probe=None if stopped else probe_logits(model, corpus, plan, world.device),
+        peak_rss_mb=highest(peak_resident_mb(), world),
+        blocked_seconds=checkpointer.blocked_seconds,
+        packing=begun.settled.packing,
+    )
+
+
+def _nowhere(event: object) -> None:
+    """Only rank 0 tells what it is doing."""
+
+
+def highest(mine: float, world: World) -> float:
+    """The highest of the ranks' numbers, on all."""
+    number = torch.tensor(mine, dtype=torch.float64, device=world.device)
+    dist.all_reduce(number, dist.ReduceOp.MAX, group=world.group)
+    return float(number.item())
+
+
+def about(plan: Plan, corpus: Corpus) -> dict[str, Any]:
+    """What a checkpoint says of the run that wrote it."""
+    return {
+        "plan": dumps(plan),
+        "stream": stream_of(plan, corpus),
+        "tangram": tangram.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def stream_of(plan: Plan, corpus: Corpus) -> dict[str, Any]:
+    """What gives a position in the stream of samples its meaning: a run goes on with the same only."""
+    return {
+        "text": corpus.digest,
+        "seed": plan.seed,
+        "sequence": plan.data.sequence,
+        "weights": [source.weight for source in plan.data.sources],
+        "packing": plan.data.packing,
+    }
+
+
+def packing_of(checkpoint: Path) -> Literal["packed", "single"]:
+    """How the run that wrote a checkpoint packed its text; before there was a choice, documents shared windows."""
+    return describe(checkpoint).about.get("stream", {}).get("packing", "packed")
+
+
+def settled_packing(model: nn.Module, plan: Plan, world: World, resume: Path | None, source: Source) -> Settled:
+    """What `data.packing` comes to, the same on all ranks; a run that goes on keeps what it had.
+
+    Where no rank has the whole model, a shallow one is asked, of one block of each kind: what tells documents apart is
+    the code and not the number of blocks. Nor is it the casts of a mode of attention, whose scales are of many tokens:
+    later ones and other documents reach a token by a rounding. So with one a shallow model without them is asked.
+    """
+
+    def on_all(mine: bool) -> bool:
+        return loop.sum_over(world.group, torch.tensor([float(mine)], device=world.device)) == [float(world.size)]
+
+    before = None if resume is None else packing_of(resume)
+    if mode_of(source.config) not in (None, TOKENS):
+        source = replace(source, config=by_tokens(source.config))
+        plan = plan.model_copy(update={"run": plan.run.model_copy(update={"attention": TOKENS})})
+        return on_first(world, lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine))
+    if plan.pipeline is not None:
+        return on_first(world, lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine))
+    with resharded(model):
+        return settle(model, plan.data.packing, before, on_all, device=next(model.parameters()).device)
+
+
+def on_first(world: World, make: Callable[[], Settled]) -> Settled:
+    """What rank 0 makes, on all; a UserError on all where it raises one."""
+    found: list[Any] = [None]
+    if world.index == 0:
+        try:
+            found = [make()]
+        except UserError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0, group=world.group)
+    if isinstance(found[0], UserError):
+        raise found[0]
+    return found[0]
+
+
+def with_packing(plan: Plan, packing: Literal["packed", "single"]) -> Plan:
+    """The plan in which it is settled."""
+    return plan.model_copy(update={"data": plan.data.model_copy(update={"packing": packing})})
+
+
+def _packing_words(settled: Settled, corpus: Corpus, plan: Plan) -> str:
+    what = "documents share samples"
+    if settled.packing == "single":
+        what = f"one document to a sample, {figures.percent(padding(corpus, plan.data))} of the places hold none"
+    return f"packing    {settled.packing}: {what}; {settled.why}"
+
+
+def probe_batch(corpus: Corpus, plan: Plan, device: torch.device) -> Batch:
+    """The fixed batch: the begin of the first held-out sample (else training sample), the same for any ranks."""
+    if plan.data.held_out:
+        batch = next(iter(held_out_batches(corpus, plan.data, index=0, size=1, device=device)))
+    else:
+        stream = Stream(corpus, plan.data, seed=plan.seed, device=device)
+        batch = next(stream).micro[0]
+    positions_BS = batch.positions_BS
+    return Batch(
+        batch.inputs_BS[:1, :PROBE_TOKENS],
+        batch.labels_BS[:1, :PROBE_TOKENS],
+        None if positions_BS is None else positions_BS[:1, :PROBE_TOKENS],
+    )
+
+
+@torch.no_grad()
+def probe_logits(model: nn.Module, corpus: Corpus, plan: Plan, device: torch.device) -> npt.NDArray[np.float32]:
+    """The logits of the fixed batch, computed by all ranks of the model together."""
+    model.eval()
+    with resharded(model):
+        return loop.logits_of(model, probe_batch(corpus, plan, device)).float().cpu().numpy()

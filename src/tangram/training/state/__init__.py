@@ -1,0 +1,1 @@
+"""The state of a run: the model built, weights loaded, checkpoints, exports."""

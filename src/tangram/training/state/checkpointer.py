@@ -1,0 +1,224 @@
+"""Save the state of a job while it trains, and load it into any other layout.
+
+    prepare (before step 1) -> save: starts to copy -> the next forward and backward -> fence, before the optimiser
+    writes -> a process of its own writes the copy and commits it
+
+Training waits at the fence for what of the copy is still missing, and for nothing else. The fence is a hook of the
+optimiser's step, so a loop of one's own has it too. The engine is `tangram.checkpoint`; here is only what a job's state
+is, when it is saved, and what is told of it. What fails on any rank fails the checkpoint and not the training.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+import tangram.checkpoint.saving.save as engine
+from tangram.checkpoint.saving import async_saver
+from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
+from tangram.checkpoint.saving.file_writer import Ring
+from tangram.checkpoint.saving.save import About, SaveError
+from tangram.checkpoint.state.entries import Described, Entry
+from tangram.checkpoint.store import commits, retention
+from tangram.checkpoint.store.commits import newest
+from tangram.errors import UserError
+from tangram.relayout.peers import Peers
+from tangram.schema.plan import Plan
+from tangram.training.mesh.buffers import refuse_unlike_saved
+from tangram.training.mesh.world import World
+from tangram.training.observe.events import Note, Saved, SaveFailed
+from tangram.training.state.restore import describe, load
+from tangram.training.state.state import JobState, Places, Progress, entries
+
+__all__ = ["Checkpointer", "JobState", "Progress", "describe", "load", "newest"]
+
+
+DEAD = 600.0  # seconds: a save that goes on changes its folder more often, even when no run is left to wait for it
+
+
+class Checkpointer:
+    """Saves a job into one folder. All ranks make one, and call each method at the same steps.
+
+    Without a world it serves a process that trains alone.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, world: World | None) -> None:
+        self.folder = folder
+        self.blocked_seconds = 0.0
+        """How long training stood still for saves that have ended."""
+        self._keep = (f"last={plan.checkpoint.keep}", *plan.checkpoint.also)
+        self._mesh = plan.mesh
+        self._peers = world.peers if world is not None else Peers()
+        self._places, self._world = Places(plan, world), world
+        self._saver: AsyncSaver | None = None
+        if plan.checkpoint.asynchronous:
+            self._saver = AsyncSaver(folder, self._peers, Settings(keep=self._keep))
+        self._known: tuple[Entry, ...] = ()
+        self._kept: dict[str, Tensor] = {}
+        self._fenced: AdamW | None = None
+        self._ring: Ring | None = None
+        self._last: int | None = None
+        self._untold: list[Saved | SaveFailed | Note] = []
+
+    def prepare(self, state: JobState) -> None:
+        """Take the memory for the copy and start what writes it, so that the first save costs no more than others."""
+        if self._saver is not None:
+            self._fence_at(state)
+            if problem := self._saver.prepare(self._described(state).entries):
+                self._tell(Note(f"checkpoints will be tried without memory taken ahead: {problem}"))
+
+    def save(self, state: JobState, *, wait: bool = False) -> None:
+        """Save the state as it is now. `wait`: return when it is committed.
+
+        Without `wait` the parameters and the optimiser's states may not change before `fence`, which the optimiser
+        calls before it writes them; whoever else writes them has to. A state without an optimiser is copied at once.
+        A step that this object has saved already is not saved again. Nothing is raised for what cannot be written:
+        `poll` reports it.
+        """
+        step = state.progress.step
+        if wait:
+            self._await()
+        if self._last == step:
+            return
+        self._last = step
+        try:
+            if self._world is not None:
+                refuse_unlike_saved(state.model, self._world)
+            if self._saver is not None and not wait:
+                self._fence_at(state)
+                self._saver.save(self._described(state), self._about(state))
+                if state.optimiser is None:  # nobody would wait
+                    self._saver.fence()
+            else:
+                self._save_now(state)
+        except UserError as error:  # a state that no checkpoint can hold; all ranks have the same
+            self._tell(SaveFailed(step, str(error)))
+
+    def fence(self) -> None:
+        """Wait until the state that is being saved may change. Without a save under way it costs nothing."""
+        if self._saver is not None:
+            self._saver.fence()
+
+    def poll(self) -> list[Saved | SaveFailed | Note]:
+        """What came of saves since the last call, on rank 0; the other ranks get nothing. Never waits."""
+        for result in self._saver.poll() if self._saver is not None else ():
+            self._take(result)
+        told, self._untold = self._untold, []
+        return told
+
+    def close(self) -> list[Saved | SaveFailed | Note]:
+        """Wait for the save that is under way; what is still to be told."""
+        for result in self._saver.close() if self._saver is not None else ():
+            self._take(result)
+        return self.poll()
+
+    # ------------------------------------------------------------ what is saved
+
+    def _described(self, state: JobState) -> Described:
+        """The state as the engine saves it; the same entries again while they lie in the same memory."""
+        found = self._with_buffers_apart(entries(state, self._places), state)
+        if not _alike(found, self._known):
+            self._known = tuple(found)
+        objects = {
+            "progress": asdict(state.progress),
+            "metrics": dict(state.metrics),
+            "about": dict(state.about),
+        }
+        return Described(self._known, objects)
+
+    def _with_buffers_apart(self, found: Sequence[Entry], state: JobState) -> list[Entry]:
+        """Buffers are copied at once: a forward may write them, and that is before the fence."""
+        buffers = {f"model.{name}" for name, _ in state.model.named_buffers()}
+        out: list[Entry] = []
+        for entry in found:
+            if entry.name in buffers and self._saver is not None:
+                self.fence()
+                kept = self._kept.get(entry.name)
+                if kept is None or kept.shape != entry.local.shape or kept.dtype != entry.local.dtype:
+                    kept = self._kept[entry.name] = torch.empty_like(entry.local)
+                entry = replace(entry, local=kept.copy_(entry.local))
+            out.append(entry)
+        return out
+
+    def _about(self, state: JobState) -> About:
+        config: Any = getattr(state.model, "config", None)
+        beside = {"config.json": str(config.to_json_string())} if hasattr(config, "to_json_string") else {}
+        return About(state.progress.step, self._mesh, beside)
+
+    def _fence_at(self, state: JobState) -> None:
+        """Have the optimiser wait, before it writes, for the copy of what it writes."""
+        if state.optimiser is not None and self._fenced is not state.optimiser:
+            self._fenced = state.optimiser
+
+            def fence(*_: object) -> None:
+                self.fence()
+
+            state.optimiser.register_step_pre_hook(fence)
+
+    # ------------------------------------------------------------ what comes of it
+
+    def _save_now(self, state: JobState) -> None:
+        step, begun = state.progress.step, time.monotonic()
+        if self._peers.index == 0:
+            commits.sweep(self.folder, idle=DEAD)
+        path = Path(self._peers.from_first(str(free_path(self.folder, step))))
+        self._ring = self._ring or Ring()
+        try:
+            engine.save_described(self._described(state), path, self._peers, self._about(state), self._ring)
+        except SaveError as error:
+            self._last = None
+            self._tell(SaveFailed(step, str(error)))
+            return
+        finally:
+            self.blocked_seconds += time.monotonic() - begun
+        seconds = time.monotonic() - begun
+        self._tell(Saved(step, str(path), seconds, seconds, asynchronous=False))
+        if self._peers.index == 0:
+            try:
+                retention.prune(retention.plan(self.folder, retention.parse(self._keep)))
+            except (OSError, UserError) as error:
+                self._tell(Note(f"an old checkpoint could not be removed: {engine.sentence(error)}"))
+
+    def _await(self) -> None:
+        """Until what is under way has ended, and all ranks know how."""
+        if self._saver is not None:
+            self._saver.wait()
+            for result in self._saver.poll():
+                self._take(result)
+
+    def _take(self, result: async_saver.Saved) -> None:
+        self.blocked_seconds += result.blocked
+        if result.path is None:
+            self._last = None if self._last == result.step else self._last
+            self._tell(SaveFailed(result.step, result.reason))
+        else:
+            path = str(self.folder / result.path.name)
+            self._tell(Saved(result.step, path, result.blocked, result.seconds, asynchronous=True))
+        for note in result.notes:
+            self._tell(Note(note))
+
+    def _tell(self, event: Saved | SaveFailed | Note) -> None:
+        if self._peers.index == 0:
+            self._untold.append(event)
+
+
+def free_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step goes: never over one that is good, of a run that went back, say."""
+    path, again = folder / f"step-{step:08d}", 1
+    while path.exists():
+        again += 1
+        path = folder / f"step-{step:08d}-{again}"
+    return path
+
+
+def _alike(some: Sequence[Entry], others: Sequence[Entry]) -> bool:
+    """Whether these are the same tensors in the same memory."""
+    return len(some) == len(others) and all(
+        (a.name, a.spec, a.region, a.local.data_ptr()) == (b.name, b.spec, b.region, b.local.data_ptr())
+        for a, b in zip(some, others, strict=True)
+    )

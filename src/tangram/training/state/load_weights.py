@@ -1,0 +1,224 @@
+"""Fill a model with the weights of a Hugging Face directory: every rank reads the bytes that it holds.
+
+Which stored tensors make which of the model's is what transformers declares (see `tangram.models.conversions`): most go
+by their names, experts that lie one by one are parts of a stack. Values are rounded to the parameters' type where the
+directory has another one, and tied parameters are read once. What does not fit is refused: a weight that nobody loads
+would train from noise unseen; so are values that are not finite.
+
+Embeddings and head may have more rows than the directory (`model.change.vocab_size`, for tokens that were added): new
+rows are the mean of those that are stored, in their type, on any layout.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from tangram.checkpoint.formats import huggingface
+from tangram.errors import UserError
+from tangram.layout import Mapping as MappingText
+from tangram.layout import Statement
+from tangram.models.build import build_on_meta
+from tangram.models.conversions import Conversion, Part, read_conversion
+from tangram.relayout import Piece, TensorSpec, bind, execute
+from tangram.relayout import Plan as CopyPlan
+from tangram.relayout import plan as plan_copies
+from tangram.relayout.quantised.table import GROUP_CODECS, matched
+from tangram.schema.plan import Plan
+from tangram.training.mesh.world import World
+from tangram.training.objective.step_guard import is_finite
+from tangram.training.state import new_embedding_rows
+from tangram.training.state.state import Entry, JobState, Places, entries
+
+HERE = "here"
+DEQUANTISE = "`tangram checkpoint convert DIR NEW --to hf --dequantise` makes a directory of them that can be trained"
+ROUNDED = ("float16", "bfloat16", "float32", "float64")  # the types that mean the same number, more or less exactly
+
+
+def load_pretrained(folder: Path, model: nn.Module, plan: Plan, world: World | None) -> None:
+    """Fill the parameters and persistent buffers of `model`, cut as `plan` says, from the directory `folder`.
+
+    The model has memory already; buffers that are not part of its state keep their values. Without a world the model is
+    whole in this process. Not collective. Raises UserError for a directory that is not whole or has other tensors.
+    """
+    copies, memory, sources = _planned(folder, model, plan, world)
+    read = huggingface.mapped_reader(folder)
+    execute(copies, new_embedding_rows.reading(read), memory)
+    trained = {name for name, _ in model.named_parameters()}
+    for (_, name), local in memory.items():
+        if name in trained and not is_finite(local):
+            raise UserError(_not_finite(folder, name, sources[name], read))
+
+
+def plan_pretrained(
+    folder: Path, model: nn.Module, plan: Plan, world: World | None
+) -> tuple[CopyPlan, dict[tuple[str, str], Tensor]]:
+    """What `load_pretrained` will copy, and the memory that it goes to, by place and name. No values are read."""
+    return _planned(folder, model, plan, world)[:2]
+
+
+def _planned(
+    folder: Path, model: nn.Module, plan: Plan, world: World | None
+) -> tuple[CopyPlan, dict[tuple[str, str], Tensor], dict[str, list[Piece]]]:
+    """The same, and the pieces that each tensor of the model is made of."""
+    index = huggingface.read_index(folder)
+    if (codes := next(matched(index.specs), None)) is not None:
+        raise UserError(f'the weights in "{folder}" are quantised ({codes.members["codes"]} is codes): {DEQUANTISE}')
+    targets = {
+        entry.name.removeprefix("model."): entry for entry in entries(JobState(model, None), Places(plan, world))
+    }
+    # The directory is of the whole model; of a stage only what it has is read.
+    whole = model if plan.pipeline is None else build_on_meta(cast(Any, model).config)
+    everything = targets if plan.pipeline is None else whole.state_dict()
+    conversion = read_conversion(whole, {name: spec.shape for name, spec in index.specs.items()})
+    parts = _tied(folder, conversion.parts, _first_names(whole, everything))
+    _refuse_others(folder, whole, conversion, parts, everything)
+    parts = [some for some in parts if not targets.keys().isdisjoint(name for part in some for name in part.shapes)]
+    wider = new_embedding_rows.wider(whole, index, parts, {name: entry.spec.shape for name, entry in targets.items()})
+    statements = [_statement(folder, some, index.specs, targets, wider) for some in parts]
+    used = {name for some in parts for part in some for name in part.sources}
+    specs = {name: spec for name, spec in index.specs.items() if name in used}
+    bound = bind(
+        MappingText(tuple(statements)),
+        specs | {new.name: new.spec for new in wider.values()},
+        {name: entry.spec for name, entry in targets.items()},
+    )
+    wanted = [Piece(HERE, name, entry.region) for name, entry in targets.items() if entry.region]
+    stored = [piece for piece in index.pieces if piece.tensor in used]
+    copies = plan_copies(bound, [*stored, *(new.piece for new in wider.values())], wanted)
+    makers = {name: set(part.sources) for some in parts for part in some for name in part.shapes}
+    made = {name: [piece for piece in stored if piece.tensor in own] for name, own in makers.items()}
+    return copies, {(HERE, name): entry.local for name, entry in targets.items() if entry.region}, made
+
+
+def _not_finite(folder: Path, name: str, sources: Sequence[Piece], read: Callable[[Hashable, str], Tensor]) -> str:
+    """A sentence with the stored tensors that are to blame, counted whole, whatever part of them this rank reads."""
+    counts = {piece.tensor: int((~read(piece.place, piece.tensor).isfinite()).sum()) for piece in sources}
+    bad = {stored: count for stored, count in counts.items() if count}
+    if not bad:
+        return f'{name} has values in "{folder}" that its type here cannot hold: choose float32 for parameters'
+    stored, count = next(iter(bad.items()))
+    more = f" (and some in {len(bad) - 1} more tensors)" if len(bad) > 1 else ""
+    values = "value that is" if count == 1 else "values that are"
+    return (
+        f'{stored} in "{folder}" has {count:,} {values} not finite (NaN or infinity){more}: the file is '
+        "damaged, or the training that wrote it had gone astray; take another copy or an earlier checkpoint"
+    )
+
+
+def _first_names(model: nn.Module, targets: Collection[str]) -> dict[str, str]:
+    """The first name of each tensor, which has several where parameters are tied, by every name of it."""
+    alike: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        names[name] = alike.setdefault(id(tensor), name)
+    return {name: first for name, first in names.items() if first in targets}
+
+
+def _tied(folder: Path, parts: list[Part], first: Mapping[str, str]) -> list[list[Part]]:
+    """The parts, with those together that make the same tensor: its copies, which must be equal."""
+    groups: dict[tuple[str, ...], list[Part]] = {}
+    for part in parts:
+        target = tuple(replace(made, parts=(first[made.name],)) for made in part.target)
+        shapes = {first[name]: shape for name, shape in part.shapes.items()}
+        names = tuple(made.name for made in target)
+        groups.setdefault(names, []).append(replace(part, target=target, shapes=shapes))
+    makers: dict[str, str] = {}
+    for names, some in groups.items():
+        for name in names:
+            source = some[0].sources[0]
+            if makers.setdefault(name, source) != source or (len(some) > 1 and some[0].target[0].dims is not None):
+                raise UserError(
+                    f'the weights in "{folder}" have {name} twice, in {makers[name]} and in {some[-1].sources[0]}'
+                )
+    order = {name: at for at, name in enumerate(first.values())}
+    return sorted(groups.values(), key=lambda some: order[some[0].target[0].name])
+
+
+def _refuse_others(
+    folder: Path, model: nn.Module, conversion: Conversion, parts: list[list[Part]], targets: Collection[str]
+) -> None:
+    """Refuse a directory that lacks a tensor, or has one that the model has no place for."""
+    name = type(model).__name__.removeprefix("FSDP")  # which fully_shard puts before it
+    made = {target for some in parts for part in some for target in part.shapes} | conversion.spoilt
+    missing = [target for target in targets if target not in made] + conversion.missing
+    surplus = conversion.surplus
+    if missing or surplus:
+        found = [f"it lacks {_first(missing)}"] if missing else []
+        found += [f"it has {_first(surplus)} that the model has not"] if surplus else []
+        raise UserError(f'the weights in "{folder}" do not fit a {name}: {"; ".join(found)}{_quantised(model)}')
+    if conversion.unlike:
+        raise UserError(f'the weights in "{folder}" do not fit a {name}: {conversion.unlike[0]}')
+
+
+def _quantised(model: nn.Module) -> str:
+    """What is the matter where the configuration says that the weights are quantised."""
+    how: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    if how is None:
+        return ""
+    method = cast("dict[str, Any]", how).get("quant_method") if isinstance(how, dict) else how.quant_method
+    known = any(method in row.methods for row in GROUP_CODECS.values())
+    what = DEQUANTISE if known else "let its own library dequantise them"
+    return f" (by its configuration they are quantised, with {method}: {what})"
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _statement(
+    folder: Path,
+    parts: list[Part],
+    specs: Mapping[str, TensorSpec],
+    targets: Mapping[str, Entry],
+    wider: Mapping[str, "new_embedding_rows.NewRows"],
+) -> Statement:
+    """How tensors are made: as a part says, or of several tensors that must be equal where it is tied."""
+    first = parts[0]
+    if new := wider.get(next(iter(first.shapes))):
+        names = [name for part in parts for name in part.sources]
+        dtype = targets[new.target].spec.dtype
+        return new.statement(names, _cast(folder, names, specs, dtype))
+    for part in parts:
+        for name, shape in part.shapes.items():
+            if shape != targets[name].spec.shape:
+                many = f", of which {name} is made," if part.sources != (name,) and part.target[0].dims else ""
+                has = "would give it" if many else "has"
+                raise UserError(
+                    f'the weights in "{folder}" do not fit the model: {part.sources[0]}{many} {has} the shape '
+                    f"{list(shape)}, not {list(targets[name].spec.shape)}"
+                )
+    wanted = targets[next(iter(first.shapes))].spec.dtype
+    return Statement(
+        (tuple(pattern for part in parts for pattern in part.source),)
+        if first.target[0].dims is None
+        else tuple((pattern,) for pattern in first.source),
+        tuple((pattern,) for pattern in first.target),
+        _cast(folder, [name for part in parts for name in part.sources], specs, wanted),
+    )
+
+
+def _cast(
+    folder: Path, sources: list[str], specs: Mapping[str, TensorSpec], wanted: str
+) -> tuple[tuple[str, Any], ...]:
+    """The option that rounds what is stored to the type of the parameter, where it has another one."""
+    stored = specs[sources[0]].dtype
+    for name in sources:
+        dtype = specs[name].dtype
+        if dtype != wanted and (dtype not in ROUNDED or wanted not in ROUNDED):
+            raise UserError(
+                f'{name} in "{folder}" is stored as {dtype}, not as {wanted}: where the weights are quantised, '
+                f"{DEQUANTISE}"
+            )
+        if dtype != stored:
+            raise UserError(
+                f'{sources[0]} in "{folder}" is stored as {stored}, but {name}, which is a part of the same tensor, as '
+                f"{dtype}: convert both to one type"
+            )
+    return (("cast", f"{stored}:{wanted}"),) if stored != wanted else ()

@@ -1,0 +1,1 @@
+"""One step: forward, backward, update."""

@@ -1,0 +1,75 @@
+"""What a step was trained on that has gone astray: its samples, written to a file in the folder of the run.
+
+A sample is named by its number in the order of the whole job, its source and its window of the source's training text;
+the documents in that window by their numbers, as they lie in the source's text. By these it is found again in any run
+on the same text, whatever its ranks.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from tangram.errors import UserError
+from tangram.planner.report.html_page import write_whole
+from tangram.schema.plan import Plan
+from tangram.training.data import Corpus, sample_ids
+from tangram.training.data.corpus import is_single
+from tangram.training.mesh.world import World
+from tangram.training.objective.step_guard import AstrayError
+from tangram.training.state.state import Progress
+
+
+def write_samples(folder: Path, corpus: Corpus, plan: Plan, step: int, first: int, reason: str) -> Path:
+    """Write what the step number `step` (from 0), that begins with sample `first`, was trained on; the file."""
+    path = folder / f"astray-step-{step + 1}.json"
+    rows = sample_ids(corpus, plan.data, plan.seed, first, plan.data.global_batch)
+    samples = [
+        {
+            "sample": first + place,
+            "data_rank": _data_rank(place, plan),
+            "source": plan.data.sources[source].path,
+            "window": window,
+            "documents": _documents(corpus, plan, source, window),
+        }
+        for place, (source, window) in enumerate(rows)
+    ]
+    told = {"step": step + 1, "reason": reason, "seed": plan.seed, "text": corpus.digest, "samples": samples}
+    write_whole(path, json.dumps(told, indent=1) + "\n")
+    return path
+
+
+def _data_rank(place: int, plan: Plan) -> int:
+    """Which data rank has a row of the batch: shares are contiguous and differ by one row at most."""
+    rows, ranks = plan.data.global_batch, plan.data_ranks
+    return next(rank for rank in range(ranks) if place < (rank + 1) * rows // ranks)
+
+
+def _documents(corpus: Corpus, plan: Plan, source: int, window: int) -> list[int]:
+    split = corpus.training[source]
+    start, stop = split.spans([window], plan.data.sequence, single=is_single(plan.data))
+    low, high = np.searchsorted(
+        split.end_D, np.array([start[0], max(start[0], stop[0] - 1)], split.end_D.dtype), "right"
+    )
+    return list(range(int(low), int(high) + 1))
+
+
+def told_of(
+    error: AstrayError, folder: Path | None, corpus: Corpus, plan: Plan, world: World, progress: Progress
+) -> AstrayError:
+    """The error with the step, and the file that says what it was trained on, which is there when this returns.
+
+    Collective over all ranks: the first that raises ends the others.
+    """
+    step = progress.step
+    said = f"step {step + 1}: {error}"
+    if folder is None:
+        return AstrayError(said)
+    words: list[str] = []
+    if world.index == 0:
+        try:
+            path = write_samples(folder, corpus, plan, step, progress.samples, str(error))
+            words.append(f'{said}; its samples are listed in "{path}"')
+        except (OSError, UserError) as failure:
+            words.append(f"{said}; its samples could not be written: {failure}")
+    return AstrayError(world.peers.from_first(words[0] if words else ""))

@@ -1,0 +1,110 @@
+"""Which parameters weight decay pulls at: those that multiply as matrices, and embeddings. By what a parameter is.
+
+    a module's type   the weight of a linear map, a convolution or an embedding decays; nothing of a norm does
+    its shape         a vector does not, with dims of size 1 around it either
+    its neighbours    a bias of stacked maps does not: (experts out) beside (experts in out)
+    its name          of what a module of its own has, as fall-back: biases, scans (A_log, D), sinks, scales
+
+Shapes are those of whole parameters, so the groups are the same on any ranks. `optimiser.no_decay` adds names.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from tangram.errors import UserError
+from tangram.models.build import build_on_meta
+from tangram.schema.job import Job, OptimiserPlan
+from tangram.schema.plan import matches
+from tangram.training.data import load_tokens
+from tangram.training.parallel.apply import freeze
+from tangram.training.state.build_model import source_of
+
+MATRICES = (
+    nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d,
+    nn.ConvTranspose2d, nn.ConvTranspose3d, Conv1D,
+)  # fmt: skip
+"""Modules whose `weight` is multiplied as a matrix, or looked up in."""
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)  # pyright: ignore[reportPrivateUsage]
+"""Those of transformers are told by the names of their classes, which end in Norm."""
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "bias": ("bias", "*_bias", "bias_*"),
+    "scan": ("A_log", "A", "D", "dt_bias", "time_decay", "time_first", "time_mix*", "time_maa*"),
+    "sink": ("sinks", "*_sinks"),
+    "scale": ("scale", "*_scale", "layer_scale*", "gamma", "beta", "lambda*"),
+}
+"""By the last part of the name of a parameter that a module of its own has."""
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that decay or do not, for one reason."""
+
+    why: str
+    """Why they do not; "" of those that decay."""
+    names: tuple[str, ...]
+    """Folded: `*` for the numbers of layers."""
+    tensors: int
+    values: int
+
+
+def why_not(model: nn.Module, plan: OptimiserPlan) -> dict[str, str]:
+    """Of each parameter that is trained why it does not decay; "" where it does."""
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            path, _, last = name.rpartition(".")
+            why = _why_not(model.get_submodule(path), last, parameter)
+            found[name] = why or ("optimiser.no_decay" if matches(plan.no_decay, name) else "")
+    return found
+
+
+def _why_not(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
+    if isinstance(module, NORMS) or type(module).__name__.endswith("Norm"):
+        return "norm"
+    if isinstance(module, MATRICES):
+        return "" if name == "weight" else "bias"
+    if parameter.ndim > 1 and any(_is_bias_of(parameter, other) for other in module.parameters(recurse=False)):
+        return "bias"
+    named = (why for why, patterns in NAMES.items() if any(fnmatchcase(name, pattern) for pattern in patterns))
+    return next(named, "vector" if sum(size > 1 for size in parameter.shape) < 2 else "")
+
+
+def _is_bias_of(one: nn.Parameter, other: nn.Parameter) -> bool:
+    """Whether one is added to what stacked maps give: it has their first dims and their results, and no inputs."""
+    shape, weights = tuple(one.shape), tuple(other.shape)
+    return len(weights) == len(shape) + 1 and weights[:-2] == shape[:-1] and shape[-1] in weights[-2:]
+
+
+def groups(model: nn.Module, plan: OptimiserPlan) -> list[Group]:
+    """The groups of a model: those that decay first, then the others by reason."""
+    whys, sizes = why_not(model, plan), {name: one.numel() for name, one in model.named_parameters()}
+    found: list[Group] = []
+    for why in sorted(set(whys.values())):
+        names = [name for name, own in whys.items() if own == why]
+        folded = tuple(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
+        found.append(Group(why, folded, len(names), sum(sizes[name] for name in names)))
+    return found
+
+
+def rows(plan: Job) -> list[tuple[str, str]]:
+    """What `tangram plan --show` says of them; of a model that cannot be built here, why."""
+    try:
+        model = build_on_meta(source_of(plan, load_tokens(plan.data, plan.model.path)).config)
+        freeze(model, plan)
+    except UserError as error:
+        return [("weight decay", f"of which parameters is not known here: {error}")]
+    return list(_rows(groups(model, plan.optimiser), plan.optimiser.weight_decay))
+
+
+def _rows(found: list[Group], decay: float) -> Iterator[tuple[str, str]]:
+    for group in found:
+        what = f"no weight decay: {group.why}" if group.why else f"weight decay {decay:g}"
+        more = f" and {len(group.names) - _SHOWN} more" if len(group.names) > _SHOWN else ""
+        many = f"{group.tensors:,} tensor{'s' if group.tensors != 1 else ''} of {group.values:,} values"
+        yield what, f"{many}: {', '.join(group.names[:_SHOWN])}{more}"

@@ -1,0 +1,1 @@
+"""Plans tried before they run: dry runs, trials, the choice among them."""

@@ -1,0 +1,317 @@
+"""One step of a plan without its machines: `tangram train PLAN --dry-run`.
+
+    check      text, tokenizer, model, layouts, stages, schedule, as a real start would
+    a rank     of each kind of stage: its process groups are fake ones and its tensors have no memory, else all is the
+               code that trains (`apply`, the optimiser, `loop.backward`), so what would be raised there is raised here
+    counted    bytes in use at the highest moment, by what they are; collectives with what a rank receives (`tally`)
+
+Two steps of few micro-batches are run, which differ by one; what a micro-batch adds is their difference, and a step
+has as many as the plan says. So that a pipeline's stage is at its fullest, it keeps one micro-batch at a time in the
+first and two in the second; by how many its schedule keeps, what one adds is multiplied. Ranks of a stage differ in
+data alone and in what is left where a cut is uneven: the first rank of a stage has the most.
+
+Left out: what torch.compile would change, fragments that an allocator cannot use, what kernels and communication
+libraries hold, the computation itself. Attention is counted as on a CPU, where some shapes have all scores in memory.
+Tokens are taken to spread evenly over experts.
+"""
+
+# ruff: noqa: N806  a tensor carries its dims in its name
+
+from __future__ import annotations
+
+import math
+import re
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright: ignore[reportPrivateUsage]
+from torch.optim import AdamW
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tangram.errors import UserError
+from tangram.layout import Mesh
+from tangram.models.build import build_on_meta
+from tangram.models.source import Source
+from tangram.planner.legality.check_plan import legal
+from tangram.relayout.peers import Peers
+from tangram.schema.plan import Plan
+from tangram.schema.schedule_table import Action, Kind, Schedule, kept
+from tangram.training.data import Batch, RankBatches, list_files, load_tokens
+from tangram.training.mesh.tensor_parallel import derived_of
+from tangram.training.mesh.world import World, make_world
+from tangram.training.objective.expert_capacity import capacity_of
+from tangram.training.objective.router_loss import routers_of
+from tangram.training.parallel.apply import apply, freeze, give_storage
+from tangram.training.parallel.pipeline import parts_of, pipeline_of
+from tangram.training.state.build_model import source_of
+from tangram.training.step import loop
+from tangram.training.step.optimiser_step import clip, local_gradients, make_adamw, square_sum
+from tangram.training.trials.dry_run_counts import Tally
+
+_NUMBER = re.compile(r"\d+")
+KINDS = ("parameters", "gradients", "optimiser", "gathered", "activations")
+"""What bytes are: this rank's parts of parameters (and buffers), of their gradients and of the optimiser's states;
+parameters that FSDP has put together, with its buffers; all else, which is activations for the most part."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over one axis that a rank takes part in, in a step."""
+
+    axis: str
+    kind: str
+    times: int
+    nbytes: float
+    """What the rank receives (of sends: sends) in all of them, by the usual rings."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a step takes of one rank."""
+
+    rank: int
+    place: int
+    """On the pipeline axis; 0 without one."""
+    memory: Mapping[str, float]
+    """Bytes at the highest moment, by `KINDS`."""
+    kept: float
+    """Micro-batches whose activations it keeps at a time, at most."""
+    traffic: tuple[Traffic, ...]
+
+    @property
+    def peak(self) -> float:
+        """Bytes in use at the highest moment."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Run:
+    """A step that is counted: so many micro-batches, of which a stage of a pipeline keeps so many at a time."""
+
+    micros: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one such step took."""
+
+    run: Run
+    memory: Mapping[str, int]
+    times: Mapping[tuple[str, str], int]
+    nbytes: Mapping[tuple[str, str], float]
+    """Of collectives, by axis and kind."""
+
+
+def dry_run(plan: Plan, tell: Callable[[str], None] = lambda text: None) -> tuple[Needs, ...]:
+    """What the first rank of each place on the pipeline axis needs; of a plan without one, the first rank.
+
+    Raises UserError for what a start of the plan would be refused for. `tell` is given words on what goes on. There
+    must be no default process group: one of fakes takes its place.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a dry run makes a process group of its own, and there is one already")
+    plan = plan.model_copy(update={"run": plan.run.model_copy(update={"compile": False})})
+    tell("reading model and text")
+    for one in plan.data.sources:
+        list_files(one)
+    source = source_of(plan, load_tokens(plan.data, plan.model.path))
+    model = build_on_meta(source.config)
+    freeze(model, plan)
+    legal(plan, model)
+    known: dict[object, list[Counted]] = {}
+    found: list[Needs] = []
+    for place, alive in enumerate(_kept(plan)):
+        rank, kind = _first_rank(plan, place), _kind(plan, model, place)
+        if kind not in known:
+            tell(f"a step of rank {rank} of {plan.ranks}, without memory")
+            known[kind] = counted_alone(plan, source, rank)
+        found.append(_needs(plan, known[kind], rank, place, alive))
+    return tuple(found)
+
+
+def _first_rank(plan: Plan, place: int) -> int:
+    """The lowest rank at a place on the pipeline axis."""
+    return place * Mesh.parse(plan.mesh).axes[plan.axes.pipeline[0]][1] if plan.axes.pipeline else 0
+
+
+def _kept(plan: Plan) -> list[float]:
+    """For each place on the pipeline axis, how many micro-batches' activations are kept at a time, at most."""
+    if plan.pipeline is None:
+        return [1.0]
+    table = plan.actions()
+    return kept(table, [table.ranks / table.stages] * table.stages)
+
+
+def _kind(plan: Plan, model: nn.Module, place: int) -> object:
+    """What of two places is alike where they take as much: parameters and where they lie, whether they are ends."""
+    own = sorted(
+        (_NUMBER.sub("*", name), tuple(p.shape), p.requires_grad, plan.layout_of(name))
+        for name, p in model.named_parameters()
+        if plan.pipeline is None or plan.place_of(name) == place
+    )
+    return place == 0, place == plan.stage_ranks - 1, tuple(own)
+
+
+def _needs(plan: Plan, counted: Sequence[Counted], rank: int, place: int, alive: float) -> Needs:
+    """Of a whole step, from two that differ by a micro-batch; from one where there is but one."""
+    first, last = counted[0], counted[-1]
+    more = (plan.micro_steps - first.run.micros) / max(1, last.run.micros - first.run.micros)
+    full = (alive - first.run.kept) / (last.run.kept - first.run.kept) if last.run.kept > first.run.kept else 1.0
+    traffic = [
+        Traffic(*key, round(before + more * (times - before)), nbytes + more * (last.nbytes[key] - nbytes))
+        for key, times in last.times.items()
+        for before, nbytes in [(first.times.get(key, 0), first.nbytes.get(key, 0.0))]
+    ]
+    memory = {kind: first.memory[kind] + full * (last.memory[kind] - first.memory[kind]) for kind in KINDS}
+    return Needs(rank, place, memory, alive, tuple(sorted(traffic, key=lambda one: -one.nbytes)))
+
+
+def _runs(plan: Plan) -> tuple[Run, ...]:
+    if plan.pipeline is not None:
+        return Run(2, 1), Run(3, 2)
+    return (Run(1, 1), Run(2, 1)) if plan.micro_steps > 1 else (Run(1, 1),)
+
+
+def counted_alone(plan: Plan, source: Source, rank: int) -> list[Counted]:
+    """The steps of one rank, of which there is no other and nothing has memory."""
+    cpu = torch.device("cpu")
+    with _fake_ranks(plan.ranks, rank) as group:
+        world = make_world(plan, rank, cpu, group, Peers())
+        model = apply(build_on_meta(source.config), plan, world)
+        with FakeTensorMode(allow_non_fake_inputs=True), said_of_values():
+            give_storage(model, cpu)
+            return counted_steps(model, plan, world)
+
+
+def counted_steps(model: nn.Module, plan: Plan, world: World) -> list[Counted]:
+    """The steps of a rank whose model has storage, of whatever kind. Collective."""
+    optimiser = make_adamw(model, plan.optimiser, plan.precision.masters)
+    model.train()
+    with Tally() as tally:
+        tally.watch(_local([*model.parameters(), *model.buffers()]))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        optimiser.step()  # makes its states
+        optimiser.zero_grad()
+        found: list[Counted] = []
+        for run in _runs(plan):
+            if (pipeline := pipeline_of(model)) is not None:
+                pipeline.actions = partial(in_turn, plan.rank_of_stage, run.kept)
+            tally.begin()
+            gradients = _step(model, optimiser, plan, world, run.micros, tally)
+            optimiser.zero_grad()
+            states = [x for state in optimiser.state.values() for x in state.values() if isinstance(x, Tensor)]
+            lasting = {  # asked after the step: FSDP changes where parameters lie at its first one
+                "parameters": tally.watch(_local([*model.parameters(), *model.buffers()])),
+                "gradients": gradients,
+                "optimiser": tally.watch(_local(states)),
+            }
+            found.append(_sorted_out(run, tally, lasting, _axes_of_groups(world, model)))
+    return found
+
+
+def _step(model: nn.Module, optimiser: AdamW, plan: Plan, world: World, micros: int, tally: Tally) -> list[int]:
+    """As `loop.train_step`, but for what reads a value; the numbers of the gradients' storages."""
+    rows, length = plan.data.micro_batch, plan.data.sequence
+    ids_BS = torch.zeros(rows, length, dtype=torch.long)
+    batch = Batch(ids_BS, ids_BS.clone(), None if plan.data.packing == "single" else ids_BS.clone())
+    batches = RankBatches((batch,) * micros, rows * length, tuple(range(micros)))
+    part = loop.backward(model, batches, loop.next_token_loss, plan.seed)
+    for some in parts_of(model):
+        if (derived := derived_of(some)) is not None:
+            derived.sum_gradients()
+    gradients = local_gradients(model)
+    sums = torch.stack([part, square_sum(gradients, world.size // world.stages)])
+    dist.all_reduce(sums, group=world.group)
+    clip(gradients, math.inf, plan.optimiser.clip_norm)
+    numbers = tally.watch([gradient for gradient, _ in gradients])
+    optimiser.step()
+    return numbers
+
+
+def _sorted_out(run: Run, tally: Tally, known: Mapping[str, Sequence[int]], axes: Mapping[str, str]) -> Counted:
+    """Bytes at the peak by what they were, collectives by axis."""
+    kinds = {number: kind for kind, numbers in {"gathered": [*tally.gathered], **known}.items() for number in numbers}
+    memory: dict[str, int] = dict.fromkeys(KINDS, 0)
+    for number, nbytes in tally.step.alive.items():
+        memory[kinds.get(number, "activations")] += nbytes
+    times: Counter[tuple[str, str]] = Counter()
+    moved: dict[tuple[str, str], float] = defaultdict(float)
+    for one, count in tally.step.times.items():
+        key = axes.get(one.group, "other ranks"), one.kind
+        times[key] += count
+        moved[key] += tally.step.nbytes[one]
+    return Counted(run, memory, times, moved)
+
+
+def _local(found: Sequence[Tensor]) -> list[Tensor]:
+    return [x.to_local() if isinstance(x, DTensor) else x for x in found]
+
+
+def _axes_of_groups(world: World, model: nn.Module) -> dict[str, str]:
+    """What the groups of a world are called in its mesh, and those that a derived model has made over several axes."""
+    dims = zip(world.devices.mesh_dim_names or (), world.axes.in_order, strict=True)
+    names = {dim: " x ".join(own) for dim, own in dims}
+    found = {world.devices.get_group(dim).group_name: name for dim, name in names.items()}
+    several = [derived.together for some in parts_of(model) if (derived := derived_of(some)) is not None]
+    found |= {group.group_name: " x ".join(axes) for own in several for axes, group in own.items()}
+    name = " x ".join(axis for own in world.axes.in_order[1:] for axis in own)
+    watching = [watch for some in parts_of(model) for watch in (routers_of(some), capacity_of(some))]
+    stage = {watch.group.group_name: name for watch in watching if watch is not None}
+    # An axis over all of them has the world's own group, and that of a stage may be an axis's.
+    return {**stage, world.group.group_name: "all ranks", **found}
+
+
+def in_turn(rank_of: tuple[int, ...], kept: int, micros: int) -> Schedule:
+    """A table in which each stage keeps `kept` micro-batches before the first goes back, and one comes for one gone."""
+    order: list[tuple[Kind, int]] = [("F", micro) for micro in range(min(kept, micros))]
+    for micro in range(micros):
+        order.append(("B", micro))
+        if micro + kept < micros:
+            order.append(("F", micro + kept))
+    rows: list[list[Action]] = [[] for _ in range(max(rank_of) + 1)]
+    for kind, micro in order:
+        stages = range(len(rank_of)) if kind == "F" else reversed(range(len(rank_of)))
+        for stage in stages:
+            rows[rank_of[stage]].append(Action(stage, kind, micro))
+    return Schedule(tuple(map(tuple, rows)), rank_of, micros)
+
+
+@contextmanager
+def _fake_ranks(count: int, rank: int) -> Generator[dist.ProcessGroup]:
+    """A default process group in which this process is a rank of many and nobody else is there."""
+    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        yield group
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # which holds meshes, and takes one of the same ranks for the same groups
+
+
+@contextmanager
+def said_of_values() -> Generator[None]:
+    """A UserError where something reads a tensor's value, which is not there."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        own = Path(torch.__file__).parent, Path(__file__).parents[1]
+        frames = traceback.extract_tb(error.__traceback__)
+        outside = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(x) for x in own)]
+        where = (outside or [*frames])[-1]
+        raise UserError(
+            f"line {where.lineno} of {where.filename} reads values of tensors ({error.func}), of which a dry run has "
+            "none: this model has to be tried on its ranks"
+        ) from error

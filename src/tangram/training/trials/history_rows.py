@@ -1,0 +1,120 @@
+"""What trainings and trials leave in the history of this machine, and where this machine is in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import torch
+
+from tangram.errors import UserError
+from tangram.hardware.machine import usable_cores
+from tangram.hardware.rates import Rates, rates
+from tangram.planner.cost import history
+from tangram.planner.cost.history import Entry, History
+from tangram.planner.cost.history_correction import Here, likely
+from tangram.planner.local import estimate
+from tangram.planner.local.estimate import Estimate
+from tangram.planner.local.rerank import asked_of
+from tangram.schema.files import dumps
+from tangram.schema.plan import Plan
+from tangram.training.observe.events import Note
+from tangram.training.observe.summary import Summary
+from tangram.training.run.launch import RankError, pick_device
+from tangram.training.run.out_of_memory import NoMemoryError
+
+__all__ = ["entry_of", "here_of", "known", "remember", "remembering"]
+
+LEAST = 8
+"""Steps of a training that says how long one takes."""
+
+
+def here_of(rates: Rates) -> Here:
+    """This machine as one of so many ranks sees it."""
+    cores = "" if rates.device != "cpu" else f", {usable_cores():g} cores"
+    place = f"{rates.name}{cores}, {rates.processes} processes, torch {torch.__version__}"
+    return Here(rates.name, place, rates.memory, estimate.VERSION)
+
+
+def known() -> History:
+    """All that is there. Raises UserError for a file that is no history."""
+    file = history.path()
+    return history.read(file) if file is not None else History()
+
+
+def entry_of(
+    plan: Plan, predicted: Estimate, here: Here, before: History, *, kind: str, name: str, outcome: str,
+    seconds: float | None, used: float | None, why: str = "",
+) -> Entry:  # fmt: skip
+    """A row of a plan that ran, or did not. `before`: what was known when it was predicted."""
+    asked = asked_of(plan, predicted)
+    expected = likely(before.entries, here, [asked])[0]
+    return Entry(
+        at=time.time(),
+        kind=kind,
+        name=name,
+        plan=dumps(plan),
+        key=asked.key,
+        family=asked.family,
+        device=here.device,
+        place=here.place,
+        precision=asked.precision,
+        model=here.model,
+        parts=asked.parts,
+        expected=expected.step,
+        low=expected.low,
+        high=expected.high,
+        held=asked.held,
+        room=here.room,
+        outcome=outcome,
+        seconds=seconds,
+        used=used,
+        why=why,
+    )
+
+
+def remember(entry: Entry, tell: Callable[[str], None]) -> None:
+    """Add a row; where that cannot be done it is told, and nothing else is lost."""
+    file = history.path()
+    if file is None:
+        return
+    try:
+        history.add(entry, file)
+    except UserError as error:
+        tell(f"this run is not remembered: {error}")
+
+
+@contextmanager
+def remembering(
+    plan: Plan, predicted: Estimate | None, name: str, on_event: Callable[[object], None]
+) -> Generator[Callable[[Summary], None]]:
+    """Around a training: what is called with its summary writes it down, and so does running out of memory."""
+
+    def add(outcome: str, seconds: float | None, used: float | None, why: str = "") -> None:
+        if predicted is None or history.path() is None:
+            return
+        here = here_of(rates(pick_device(plan.run.device, 0, 1).type, plan.ranks))
+        try:
+            before = known()
+        except UserError as error:
+            on_event(Note(f"this run is not remembered: {error}"))
+            return
+        entry = entry_of(
+            plan, predicted, here, before, kind="training", name=name, outcome=outcome, seconds=seconds, used=used,
+            why=why,
+        )  # fmt: skip
+        remember(entry, lambda text: on_event(Note(text)))
+
+    def done(summary: Summary) -> None:
+        steps = summary.steps - (summary.resumed_from or 0)
+        if summary.step_seconds and steps >= LEAST:
+            used = summary.peak_rss_mb and 1e6 * summary.peak_rss_mb
+            add("measured", summary.step_seconds, used)
+
+    try:
+        yield done
+    except RankError as error:
+        if NoMemoryError.__name__ in str(error):
+            add("out of memory", None, None, str(error))
+        raise

@@ -1,0 +1,62 @@
+"""The plans for a job on the machine at hand: its tokens and model, the machine's rates, the planner's ranking, and
+what this machine's history says of it."""
+
+from dataclasses import dataclass, replace
+
+from tangram.errors import UserError
+from tangram.hardware.rates import rates
+from tangram.planner.cost.history import History
+from tangram.planner.cost.history_correction import Here
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.rank import MOST_PROCESSES, rank
+from tangram.planner.local.ranking_table import Ranking
+from tangram.planner.local.rerank import by_history
+from tangram.planner.local.strategies import PIPELINE
+from tangram.schema.job import Job
+from tangram.training.data import load_tokens
+from tangram.training.run.launch import pick_device
+from tangram.training.state.build_model import source_of
+from tangram.training.trials.history_rows import here_of, known
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A ranking, and what it was made with."""
+
+    ranking: Ranking
+    here: Here
+    history: History
+
+
+def plans_of(job: Job, processes: int, *, stages: int = 1, schedule: str = PIPELINE, anew: bool = False) -> Ranking:
+    """Rank the plans, of pipelines with so many stages by this schedule; 0: with and without stages.
+
+    `anew` measures the machine even where it is known.
+
+    Raises UserError for a job without a plan.
+    """
+    return planned(job, processes, stages=stages, schedule=schedule, anew=anew).ranking
+
+
+def planned(job: Job, processes: int, *, stages: int = 1, schedule: str = PIPELINE, anew: bool = False) -> Planned:
+    """The same with what it was made with, for who goes on from there."""
+    if not 1 <= processes <= MOST_PROCESSES:
+        raise UserError(f"--processes {processes}: plans are made for 1 to {MOST_PROCESSES}")
+    history, lost = _known()
+    config = source_of(job, load_tokens(job.data, job.model.path)).config
+    device = pick_device(job.run.device, 0, 1).type
+    found, one = rates(device, processes, anew=anew), rates(device, 1, anew=anew)
+    counted = Counted(job, config)
+    ranked = rank(job, processes, found, config, counted, stages, schedule)
+    alone = rank(job, 1, one, config, counted)[0] if processes > 1 else None
+    here = here_of(found)
+    ranking = by_history(Ranking(processes, ranked, alone, found), history, here, here_of(one))
+    return Planned(replace(ranking, notes=(*ranking.notes, *lost)), here, history)
+
+
+def _known() -> tuple[History, tuple[str, ...]]:
+    """The history; one that cannot be read is told of and stops nobody from planning and training."""
+    try:
+        return known(), ()
+    except UserError as error:
+        return History(), (f"planned without what was measured before: {error}",)
