@@ -161,7 +161,7 @@ def _rows(size: Size, plan: Plan, found: Found, measured: Rates) -> Iterator[Row
     peak = measured.peak_flops(plan.precision.compute)
 
     def mfu(seconds: float) -> float:
-        """Of the work that the model needs: what is computed again counts nothing."""
+        """Of the work that the model needs: what is recomputed counts nothing."""
         return 100 * flops / seconds / peak
 
     if not math.isfinite(found.loss):

@@ -34,7 +34,7 @@ runs are. On runs that nobody here has seen errors will be larger.
 MISSES = """
 ## What falls short, and why
 
-- `mist_aceso_runs` and `mist_l4`: what is computed again differs by stage there, and a grid has one share for all
+- `mist_aceso_runs` and `mist_l4`: what is recomputed differs by stage there, and a grid has one share for all
   stages, so that memory is overestimated.
 - `mcore_golden` of a billion parameters and more (7 runs): four offload activations by fine-grained choice, which the
   rows do not tell how far, and one captures attention in a graph of its own; the two without either are predicted 5%
@@ -42,7 +42,7 @@ MISSES = """
   configuration. Scores of attention that is not fused are taken as kept once without dropout (softmax's output);
   before, they were taken twice, and these seven were off by 92%.
 - The one run out of memory of four that is called safe is of `bigscience_1b3` (V100 with 32 GB, two stages, a
-  micro-batch of 16, everything computed again): 23.7 GB are predicted. It is the source whose larger micro-batches are
+  micro-batch of 16, everything recomputed): 23.7 GB are predicted. It is the source whose larger micro-batches are
   predicted too low, below; what it keeps beside is not understood.
 - The search for DeepSeek-V3 takes 8.9 s with a core to itself, and took 20.5 s while other work had both cores of this
   machine.

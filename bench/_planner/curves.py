@@ -48,7 +48,7 @@ def columns(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> dict[str
 
 
 def products(only: tuple[str, str] | None = None) -> list[Fit]:
-    """Of matrix products above a thousand million operations; `only` of one device and type."""
+    """Of matmuls above a thousand million operations; `only` of one device and type."""
     groups: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
     for row in table("gemm_aic"):
         if row["gpu"] in KEYS and row["dtype"] in TYPES:

@@ -64,7 +64,7 @@ def rows(asked: Sequence[Case], taught: Sequence[Case]) -> Iterator[Row]:
 def _out_of_memory(asked: Sequence[Case]) -> Iterator[Row]:
     caught, out, wrong, fitting = 0, 0, 0, 0
     for one in asked:
-        if not known(one.gpu) or not one.row["recompute"]:  # what is computed again decides it
+        if not known(one.gpu) or not one.row["recompute"]:  # what is recomputed decides it
             continue
         limit = number(one.row, "gpu_mem_gb", (device(one.gpu).memory_bytes or math.nan) / 1e9) * 1e9
         if not limit > 0:

@@ -228,7 +228,7 @@ def dims(row: Row) -> Dims:
 
 
 def padded(row: Row) -> int:
-    """The vocabulary as Megatron pads it, for tensor ranks to divide it."""
+    """The vocabulary as Megatron pads it, for TP ranks to divide it."""
     vocabulary = int(number(row, "vocab", 0)) or _vocabulary(row)
     if "mega" not in row["framework"].lower():
         return vocabulary
@@ -251,7 +251,7 @@ def outline(row: Row) -> Outline:
 
 
 def recompute(row: Row) -> tuple[Group, float]:
-    """What is computed again, and in which share of the layers."""
+    """What is recomputed, and in which share of the layers."""
     text, detail = row["recompute"].lower(), row["recompute_detail"]
     if text.startswith("full on some") and " of " in detail:
         again, layers = (_numbers(part) for part in detail.split(" of "))

@@ -2,7 +2,7 @@
 
     python -m tests.checkpoint.blocked [FOLDER] [GB a rank] [saves]
 
-Two ranks, 330 tensors in FSDP-style shards, half a second of matrix products between each save and its fence. `slower`
+Two ranks, 330 tensors in FSDP-style shards, half a second of matmuls between each save and its fence. `slower`
 is what these products lose to the copy. The load is printed too: on a busy machine the figures are the others'.
 """
 

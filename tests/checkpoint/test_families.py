@@ -53,7 +53,7 @@ def held(values: Mapping[str, Tensor]) -> Opened:
 def cut(values: Mapping[str, Tensor], ranks: int, dim: int) -> Opened:
     """The same as ranks have it: each a part of every tensor along a dim, uneven where it does not divide.
 
-    What tensor, expert and pipeline ranks write of a torch_dist are such parts: of rows, columns, experts or layers.
+    What TP, EP and PP ranks write of a torch_dist are such parts: of rows, columns, experts or layers.
     """
     whole = held(values)
     pieces: list[Piece] = []

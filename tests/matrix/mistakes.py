@@ -37,7 +37,7 @@ FAILS = "this rank was to fail"
 
 @contextlib.contextmanager
 def norms_of_heads_not_summed(setting: Setting) -> Iterator[None]:
-    """Each tensor rank has the gradient of its own heads of the weights that norm queries."""
+    """Each TP rank has the gradient of its own heads of the weights that norm queries."""
     with not_summed("q_norm"):
         yield
 

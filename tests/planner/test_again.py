@@ -1,4 +1,4 @@
-"""What is computed again: names, shares of blocks, and the least share that fits."""
+"""What is recomputed: names, shares of blocks, and the least share that fits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_names_of_sets_and_ends_are_read_back() -> None:
 
 @pytest.mark.parametrize("name", ["0 of 8 blocks", "9 of 8 blocks", "half", "3 of 0 blocks", "", "-1 of 8 blocks"])
 def test_what_is_no_name_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match="what is computed again is one of nothing, 3 of 8 blocks"):
+    with pytest.raises(UserError, match="what is recomputed is one of nothing, 3 of 8 blocks"):
         again_of(name)
 
 

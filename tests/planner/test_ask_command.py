@@ -59,7 +59,7 @@ def test_the_tables_say_why(capsys: pytest.CaptureFixture[str]) -> None:
         "If it were otherwise",
     ):
         assert title in said
-    assert "matrix products" in said
+    assert "matmuls" in said
 
 
 def test_a_model_that_cannot_fit_says_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,8 +218,8 @@ def test_a_strategy_that_cannot_run_is_told_every_reason(capsys: pytest.CaptureF
     found = asked(capsys, *SMALL, "--explain", "pp=2 dp=4", "--micro", "7", "--experts", "4 x 1", code=1)
     assert found["given"] is None
     assert found["refused"] == [
-        "there are 4 expert ranks, and the model has no experts",
-        "4 data ranks of micro-batches of 7 do not divide 512 samples",
+        "there are 4 EP ranks, and the model has no experts",
+        "4 DP ranks of micro-batches of 7 do not divide 512 samples",
     ]
     assert main(["plan", *SMALL, "--explain", "pp=2 dp=4", "--micro", "7"]) == 1
     assert "It cannot run" in capsys.readouterr().out
@@ -231,8 +231,8 @@ def test_a_strategy_that_cannot_run_is_told_every_reason(capsys: pytest.CaptureF
         (("--explain", "pp=4 dp=2 tp=6"), 'the mesh "pp=4 dp=2 tp=6" has 48 ranks, and there are 64 devices'),
         (("--explain", "pp=4 ep=16"), "has the axis ep: axes are named pp, dp, cp, heads, tp"),
         (("--explain", "pp=4 dp"), '"pp=4 dp" is no mesh'),
-        (("--explain", "dp=64", "--again", "some"), 'nothing is known of "some": what is computed again is one of'),
-        (("--explain", "dp=64", "--experts", "many"), '"many" are no expert ranks: write 8 x 1'),
+        (("--explain", "dp=64", "--again", "some"), 'nothing is known of "some": what is recomputed is one of'),
+        (("--explain", "dp=64", "--experts", "many"), '"many" are no EP ranks: write 8 x 1'),
         (("--train-tokens", "1M"), "1000000 tokens are less than a step of 4194304"),
         (("--train-tokens", "1B", "--hours", "0"), "--hours is a number above 0"),
         (("--train-tokens", "x"), '"x" is no number of tokens'),

@@ -1,4 +1,4 @@
-"""What one tensor rank computes, of every type of model: as its layouts say, whatever fields a configuration has."""
+"""What one TP rank computes, of every type of model: as its layouts say, whatever fields a configuration has."""
 
 from __future__ import annotations
 

@@ -163,8 +163,8 @@ def test_ranks_are_called_as_whoever_asks_calls_them() -> None:
     facts = Facts(layers=4, heads=(4,), kv_heads=(2,))
     told = str(refusals(facts, g, RULES)[0])
     assert told == (
-        "the 4 attention heads (num_attention_heads) do not divide by 6 tensor ranks x ranks that exchange heads: the "
-        "nearest sizes are 4 tensor ranks x ranks that exchange heads, or 6 in their place"
+        "the 4 attention heads (num_attention_heads) do not divide by 6 TP ranks x ranks that exchange heads: the "
+        "nearest sizes are 4 TP ranks x ranks that exchange heads, or 6 in their place"
     )
     named = str(refusals(facts, g, RULES, {"tensor": "tp", "ulysses": "cp"})[0])
     assert named == (
@@ -172,8 +172,8 @@ def test_ranks_are_called_as_whoever_asks_calls_them() -> None:
         "in their place"
     )
     long = str(refusals(Facts(), grid(batch=1, sequence=2**40, context=3), RULES)[0])  # at once, however many there are
-    assert "the nearest sizes are 4 context ranks, or 1099511627778 in their place" in long
-    assert At({"tensor": 1, "ulysses": 1}).ranks("tensor", "ulysses") == "1 tensor ranks"
+    assert "the nearest sizes are 4 CP ranks, or 1099511627778 in their place" in long
+    assert At({"tensor": 1, "ulysses": 1}).ranks("tensor", "ulysses") == "1 TP ranks"
 
 
 def test_a_rule_that_is_planted_refuses_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_a_rule_that_is_planted_refuses_everywhere(monkeypatch: pytest.MonkeyPat
     judging.legal(plan, counted.model)  # as it is
     monkeypatch.setattr(rules, "RULES", (*RULES, new))
     monkeypatch.setattr(of_plans, "RULES", (*RULES, new))
-    assert rules.reasons(outline, g) == ["no 2 data ranks today"]
+    assert rules.reasons(outline, g) == ["no 2 DP ranks today"]
     assert not rules.legal(outline, g).any()
     with pytest.raises(UserError, match="no dp=2 today"):
         judging.legal(plan, counted.model)

@@ -1,4 +1,5 @@
-"""Ways to train in less memory: kinds of optimisers, frozen bases with adapters, what waits on the host, HSDP."""
+"""Ways to train in less memory: kinds of optimisers, frozen bases with adapters, what is offloaded to the host,
+HSDP."""
 
 from __future__ import annotations
 
@@ -276,7 +277,7 @@ def test_what_no_other_project_is_told_is_not_written(capsys: pytest.CaptureFixt
 def test_parameters_wait_only_where_they_are_divided(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "llama-3-8b", "--cluster", "h100-8x8", "--explain", "dp=64", "--offload", "parameters"]
     assert main([*words, "--zero", "1"]) == 1
-    assert "parameters wait on the host only where data ranks divide them" in capsys.readouterr().out
+    assert "parameters are offloaded to the host only where DP ranks divide them" in capsys.readouterr().out
 
 
 def test_a_clusters_file_says_its_hosts(tmp_path: Path) -> None:

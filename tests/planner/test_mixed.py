@@ -142,7 +142,7 @@ def test_a_part_alone_is_planned_over_the_whole_space() -> None:
     one = alone(MODEL, quick, ASK)
     assert one is not None
     assert one.devices == 8
-    assert alone(decoder(Dims(2, 64, 2, 512, ffn=128)), odd, ASK) is None  # 16 samples have no seven data ranks
+    assert alone(decoder(Dims(2, 64, 2, 512, ffn=128)), odd, ASK) is None  # 16 samples have no seven DP ranks
 
 
 def test_what_cannot_be_is_said() -> None:

@@ -110,7 +110,7 @@ def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--show", str(path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["step"] == "8 samples of 16 tokens = 128 tokens"
-    assert told["of which"] == "4 samples a data rank of 2, as 2 micro-batches of 2"
+    assert told["of which"] == "4 samples a DP rank of 2, as 2 micro-batches of 2"
     assert told["parameters *.q_proj.weight"] == "(heads/tp head_dim)/dp h"
     path.write_text(JOB)
     assert main(["plan", "--show", str(path)]) == 0
@@ -138,7 +138,7 @@ def test_what_is_shown_of_the_rest(tmp_path: Path) -> None:
     assert said["of which"] == "up to 4 of 2, as 2 micro-batches of 2; 1 places of the last stay empty"
     assert said["learning rate"] == "20 steps up to 0.002, constant, then 30 steps down to 0.0002"
     assert said["checkpoints"] == "every 50 steps and at the end, while training goes on; the newest 2 are kept"
-    assert said["computed again"] == "model.layers.*"
+    assert said["recomputed"] == "model.layers.*"
     assert said["computed in"] == "bfloat16"
     assert said["length"] == "300 steps, or 60 s if that is sooner; 33,600 tokens"
     assert said["model"] == 'the preset "qwen3-1m", with hidden_size = 64'

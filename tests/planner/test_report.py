@@ -140,7 +140,7 @@ def test_a_browser_without_a_network_draws_it_all(kind: str, tmp_path: Path, win
     told = {
         "ranking": ("Why the first wins", "Time against memory", "with half of the network", "What the others lose"),
         "explained": ("The strategy that is explained", "Beside the best", "pp=4 dp=2 cp=1 tp=1"),
-        "refused": ("The strategy that was given cannot run", "2 data ranks of micro-batches of 7 do not divide 64"),
+        "refused": ("The strategy that was given cannot run", "2 DP ranks of micro-batches of 7 do not divide 64"),
         "long": ("Speed against cost", "cost of 1M tokens, with failures", "of the time is progress"),
         "late": ("no part of h100-8x8 trains 1,000,000,000,000 tokens in 0.1 hours", "The quickest"),
         "nothing": ("Nothing fits", "What needs least memory", "does not fit", "too much by"),

@@ -137,7 +137,7 @@ def test_each_rule_refuses_some_and_not_all(rule: Rule) -> None:
     from dataclasses import replace
 
     g = every()
-    if rule.name == "expert ranks":  # of a dense model there are none
+    if rule.name == "EP ranks":  # of a dense model there are none
         g = replace(g, expert=np.where(np.arange(len(g)) % 2, 2.0, 1.0))
     if rule.name == "AdamW":
         g = replace(g, optimiser=np.arange(len(g)) % 2)

@@ -131,14 +131,14 @@ REFUSED = {
     ),
     "heads": (
         {"tensor": 3},
-        "the 16 attention heads (num_attention_heads) do not divide by 3 tensor ranks: the nearest sizes are 4 tensor "
+        "the 16 attention heads (num_attention_heads) do not divide by 3 TP ranks: the nearest sizes are 4 tensor "
         "ranks, or 18 in their place",
     ),
     "stages": ({"pipeline": 8, "virtual": 2, "batch": 16}, "8 stages of 2 chunks are more than the 12 blocks"),
     "chunks": ({"pipeline": 4, "virtual": 2, "batch": 6}, "interleaved chunks need micro-batches that 4 stages divide"),
-    "batch": ({"data": 3, "batch": 16}, "3 data ranks of micro-batches of 1 do not divide 16 samples"),
-    "tokens": ({"context": 3}, "3 context ranks do not cut 512 tokens into twice as many parts"),
-    "experts": ({"expert": 4, "data": 4}, "there are 4 expert ranks, and the model has no experts"),
+    "batch": ({"data": 3, "batch": 16}, "3 DP ranks of micro-batches of 1 do not divide 16 samples"),
+    "tokens": ({"context": 3}, "3 CP ranks do not cut 512 tokens into twice as many parts"),
+    "experts": ({"expert": 4, "data": 4}, "there are 4 EP ranks, and the model has no experts"),
 }
 
 
@@ -243,7 +243,7 @@ def test_a_bounds_rows_make_all_of_a_mesh(drawn: tuple[Outline, int, int, int], 
 @given(DRAWN)
 @settings(deadline=None)
 def test_what_is_left_out_is_never_better(drawn: tuple[Outline, int, int, int]) -> None:
-    """Tensor ranks that do not divide the tokens between their products: slower or as slow, larger or as large."""
+    """TP ranks that do not divide the tokens between their products: slower or as slow, larger or as large."""
     outline, devices, batch, sequence = drawn
     request = Request(devices, batch, sequence)
     for mesh in meshes(outline, request):

@@ -1,4 +1,4 @@
-"""Context ranks that exchange heads: what they send, what they compute, what is legal, and where they win."""
+"""CP ranks that exchange heads: what they send, what they compute, what is legal, and where they win."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_exports_write_it_or_say_that_they_cannot() -> None:
     assert "--cp-comm-type a2a\n" in written("megatron-lm", replace(one, ulysses=8), GROUPED, H100).text
     assert "cp-comm-type" not in written("megatron-lm", replace(one, ulysses=1), GROUPED, H100).text
     for name in set(EXPORTS) - {"megatron-lm"}:
-        with pytest.raises(UserError, match=r"exchange heads|context ranks"):
+        with pytest.raises(UserError, match=r"exchange heads|CP ranks"):
             written(name, replace(one, zero=0), GROUPED, H100)
 
 
@@ -134,4 +134,4 @@ def test_the_command_takes_and_says_it(capsys: pytest.CaptureFixture[str], tmp_p
         "--hierarchical-context-parallel-sizes 4 3 --micro-batch-size 1 --global-batch-size 64 --seq-length 131072"
     )
     assert main(["plan", "llama-3-8b", "--cluster", "h100-8x8", "--explain", str(file)]) == 2
-    assert "no two sizes that make 8 context ranks" in capsys.readouterr().err
+    assert "no two sizes that make 8 CP ranks" in capsys.readouterr().err

@@ -99,7 +99,7 @@ def test_a_wrong_step_loses_the_best(module: ModuleType, name: str, monkeypatch:
 
 @cache
 def layouts(at: int) -> Grid:
-    """With stages and without, of any kind of optimiser and with what may wait on the host."""
+    """With stages and without, of any kind of optimiser and with what may be offloaded to the host."""
     request = Request(8, 32, 1024, schedules=tuple(one.name for one in SCHEDULES), node=4, optimisers=(0, 2),
                       offloads=offloads_of("optimiser,activations"))  # fmt: skip
     return joined([of_mesh(MODELS[at], request, mesh) for mesh in meshes(MODELS[at], request)])

@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Outer(nn.Module):
-    """A block that may be computed again."""
+    """A block that may be recomputed."""
 
     def __init__(self, again: bool) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
 
 
 def test_ranks_whose_generators_have_run_on_drop_alike(ran: list[Ran]) -> None:
-    """NVIDIA/Megatron-LM#206: a data loader drew on one tensor rank alone, and ranks dropped otherwise."""
+    """NVIDIA/Megatron-LM#206: a data loader drew on one TP rank alone, and ranks dropped otherwise."""
     model = block()
     torch.manual_seed(7)
     with Drawing():
@@ -139,7 +139,7 @@ def test_nothing_is_dropped_in_evaluation(ran: list[Ran]) -> None:
 
 
 def test_masks_differ_between_data_ranks_and_not_within_a_group() -> None:
-    """tenstorrent/tt-metal#55947: one seed for all gave data ranks one mask, one by device unlike masks to TP."""
+    """tenstorrent/tt-metal#55947: one seed for all gave DP ranks one mask, one by device unlike masks to TP."""
 
     def mask(sample: int) -> Tensor:
         draw_for(torch.device("cpu"), 3, sample)

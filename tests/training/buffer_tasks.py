@@ -33,7 +33,7 @@ from tangram.training.step.loop import train_step
 from tangram.training.step.optimiser_step import make_adamw
 from tests.training.small import small_tables
 
-# ------------------------------------------------------------ buffers, on data ranks
+# ------------------------------------------------------------ buffers, on DP ranks
 
 
 class Normed(nn.Module):
@@ -167,7 +167,7 @@ BETWEEN: Mapping[str, Callable[[Kinds, Tensor], Tensor]] = {
     "stochastic depth": _drop_path,
     "batch norm": _statistics,
     "noise": _noise,
-    "computed again": _recomputed,
+    "recomputed": _recomputed,
     "in place": _in_place,
 }
 

@@ -206,5 +206,5 @@ MISTAKES: Mapping[str, Callable[[DerivedModel, nn.Module], None]] = {
     "evaluation as training": _captured_in_training,
     "ranks draw by generators of their own": _each_rank_its_own,
     "masks of the first part": _places_of_the_part,
-    "other masks when computed again": _another_when_recomputed,
+    "other masks when recomputed": _another_when_recomputed,
 }

@@ -1,4 +1,4 @@
-"""What is kept of modules that are computed again, and what runs again: counted operator by operator."""
+"""What is kept of modules that are recomputed, and what runs again: counted operator by operator."""
 
 import gc
 import weakref
@@ -131,7 +131,7 @@ def test_what_is_kept_takes_less_time_and_more_memory() -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        ({"recompute_keep": ["products"]}, "no module is computed again: name some in run.recompute"),
+        ({"recompute_keep": ["products"]}, "no module is recomputed: name some in run.recompute"),
         ({"recompute": LAYERS, "recompute_keep": ["products"], "compile": True}, "inside of a compiled block cannot"),
         ({"recompute": LAYERS, "recompute_keep": ["norms"]}, "recompute_keep"),
     ],

@@ -91,7 +91,7 @@ def plan_of(tables: Mapping[str, Any]) -> Plan:
 
 
 def batches(index: int, size: int) -> RankBatches:
-    """A data rank's share of the one batch, in micro-batches."""
+    """A DP rank's share of the one batch, in micro-batches."""
     ids = torch.randint(64, (ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
     mine = ids[index * ROWS // size : (index + 1) * ROWS // size]
     positions = torch.arange(SEQUENCE).expand(MICRO, SEQUENCE).contiguous()

@@ -52,7 +52,7 @@ THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
 Strategy = tuple[str, int, int, str, int, str, str, str]
-"""Mesh, micro-batch, chunks, schedule, what is divided, what is made again, experts, fewer blocks."""
+"""Mesh, micro-batch, chunks, schedule, what is divided, what is recomputed, experts, fewer blocks."""
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def read_table(path: str, found: Found) -> Titled:
         ("fewer blocks of the first and the last chunk", given.uneven),
         ("experts", given.experts),
         ("divided", f"{ZERO[given.zero]}, over {given.shard} ranks"),
-        ("made again", given.again),
+        ("recomputed", given.again),
         *(("otherwise", one) for one in found.told),
     ]
     if found.ignored:

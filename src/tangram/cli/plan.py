@@ -44,7 +44,7 @@ def plan(
         str | None, typer.Option(help="Of a model on a cluster: kinds that may be used, as adamw,adamw-8bit.")
     ] = None,
     offload: Annotated[
-        str | None, typer.Option(help="What may wait on the host: optimiser, parameters, activations.")
+        str | None, typer.Option(help="What may be offloaded to the host: optimiser, parameters, activations.")
     ] = None,
     lora: Annotated[int, typer.Option(help="Train adapters of this rank alone, beside frozen weights.")] = 0,
     base: Annotated[str | None, typer.Option(help="Of --lora: what these are kept in: bf16, int8, nf4.")] = None,
@@ -59,9 +59,9 @@ def plan(
     ] = None,
     micro: Annotated[int, typer.Option(min=1, help="Of --explain: samples of a micro-batch.")] = 1,
     chunks: Annotated[int, typer.Option(min=1, help="Of --explain: interleaved chunks of a rank.")] = 1,
-    zero: Annotated[int, typer.Option(min=0, max=3, help="Of --explain: what data ranks divide, 0 to 3.")] = 1,
-    again: Annotated[str, typer.Option(help='Of --explain: what is computed again, as "all blocks".')] = "nothing",
-    experts: Annotated[str, typer.Option(help='Of --explain: expert ranks x their tensor ranks, "8 x 1".')] = "1 x 1",
+    zero: Annotated[int, typer.Option(min=0, max=3, help="Of --explain: what DP ranks divide, 0 to 3.")] = 1,
+    again: Annotated[str, typer.Option(help='Of --explain: what is recomputed, as "all blocks".')] = "nothing",
+    experts: Annotated[str, typer.Option(help='Of --explain: EP ranks x their TP ranks, "8 x 1".')] = "1 x 1",
     uneven: Annotated[
         str, typer.Option(help='Of --explain: blocks fewer of the first and the last chunk, "1 1".')
     ] = "0 0",

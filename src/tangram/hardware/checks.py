@@ -65,7 +65,7 @@ def check_torch() -> Check:
 
 
 def check_bf16(machine: Machine) -> Iterator[Check]:
-    """A matrix product in bfloat16 on the processor and on each kind of accelerator, against one in float64."""
+    """A matmul in bfloat16 on the processor and on each kind of accelerator, against one in float64."""
     kinds = {accelerator.kind: None for accelerator in machine.accelerators}
     for kind in ("cpu", *kinds):
         name = f"bf16 matmul on {kind}"

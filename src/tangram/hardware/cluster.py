@@ -150,7 +150,7 @@ def axis_links(cluster: Cluster, mesh: Mesh) -> dict[str, AxisLink]:
 
 
 def product_seconds(cluster: Cluster, flops: float, kind: str = "bf16") -> float:
-    """Seconds of a matrix product of so many operations on one device.
+    """Seconds of a matmul of so many operations on one device.
 
     Raises UserError for a type that the device has no rate of.
     """

@@ -69,7 +69,7 @@ def measured(device: str, ranks: int, tell: Tell = lambda what: None) -> Measure
     if device != "cpu" and ranks > there:
         raise UserError(f"{ranks} ranks cannot be measured: there are {there} accelerators")
     known = rates(device, ranks)
-    tell("matrix products")
+    tell("matmuls")
     products = {kind: sweep.products(device, kind, ranks) for kind in sweep.TYPES}
     tell("attention")
     scores = {

@@ -79,7 +79,7 @@ class Rates:
     name: str
     processes: int
     products: Mapping[str, Curve]
-    """By type ("float32", "bfloat16"): FLOPs of one matrix product -> FLOP/s."""
+    """By type ("float32", "bfloat16"): FLOPs of one matmul -> FLOP/s."""
     moves: Curve
     """Bytes that one elementwise operator reads and writes -> bytes/s, all ranks at it at once."""
     call_seconds: float

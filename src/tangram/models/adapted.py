@@ -1,7 +1,7 @@
 """An outline with low-rank adapters (LoRA): frozen products, and beside each two small ones that are trained.
 
 Every product of a block that is no router's and no expert's has an adapter, as "all linear" has in PEFT and in QLoRA
-(Hu et al. 2021; Dettmers et al. 2023); embedding, norms and head are frozen. Tensor ranks cut an adapter where they cut
+(Hu et al. 2021; Dettmers et al. 2023); embedding, norms and head are frozen. TP ranks cut an adapter where they cut
 what it is beside: the second of its products where that is cut by outputs, the first where by inputs.
 
 The trade-off: inputs of frozen products are taken as kept where an adapter needs them, and of experts, which have none,

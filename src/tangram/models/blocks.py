@@ -3,9 +3,9 @@
 Who divides what (mesh axes), how long an operator takes and what a schedule keeps is the planner's; a table has the
 sizes that the whole model has.
 
-Sizes are numbers a token unless said otherwise. Of `cut`: "tensor" is what tensor ranks divide between them, "tokens"
+Sizes are numbers a token unless said otherwise. Of `cut`: "tensor" is what TP ranks divide between them, "tokens"
 what they divide only under sequence parallelism, "" what each has whole. Of `routed`: rows are those of the tokens'
-experts, and tensor ranks are those of the experts.
+experts, and TP ranks are those of the experts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Cut = Literal["tensor", "tokens", ""]
 
 
 class Group(IntFlag):
-    """What can be computed again in the backward; a choice of recomputation is a set of these."""
+    """What can be recomputed in the backward; a choice of recomputation is a set of these."""
 
     NONE = 0
     NORM = 1
@@ -49,7 +49,7 @@ class Product:
     inputs: int
     outputs: int
     cut: Literal["out", "in", ""]
-    """Which dim tensor ranks divide."""
+    """Which dim TP ranks divide."""
     group: Group
     experts: int = 0
     """Of how many experts each has such a map; 0 where it is no expert's."""
@@ -142,10 +142,10 @@ class Numbers:
     """How many numbers a block's weights are, by who divides them."""
 
     tensor: int
-    """Divided by tensor ranks."""
+    """Divided by TP ranks."""
     whole: int
     experts: int
-    """Divided by expert ranks and the experts' tensor ranks."""
+    """Divided by EP ranks and the experts' TP ranks."""
 
     @property
     def total(self) -> int:
@@ -171,7 +171,7 @@ class Block:
 
     @cached_property
     def halves(self) -> int:
-        """Of attention and MLP, how many there are that tensor ranks cut: each sums hidden states once."""
+        """Of attention and MLP, how many there are that TP ranks cut: each sums hidden states once."""
         return len({one.group for one in self.products if one.cut == "in"} & {Group.ATTENTION, Group.MLP})
 
     def flops(self, sequence: int) -> float:

@@ -61,7 +61,7 @@ class Work:
     """What the devices do in one pass, call after call."""
 
     products: tuple[float, ...] = ()
-    """FLOPs of each matrix product."""
+    """FLOPs of each matmul."""
     moves: tuple[float, ...] = ()
     """Bytes that each other operator reads and writes."""
 
@@ -99,7 +99,7 @@ class Part:
     kept_bytes: float
     """Of activations that the backward needs."""
     input_bytes: float
-    """What has to be kept of a block that is computed again in the backward."""
+    """What has to be kept of a block that is recomputed in the backward."""
     made: Mapping[str, Made] = field(default_factory=dict[str, Made])
     """Of the forward, by kind of operator: "products" and "attention"."""
 

@@ -1,4 +1,4 @@
-"""What tensor ranks divide of a block's products, from how numbers flow between them: as Megatron-LM does it by hand.
+"""What TP ranks divide of a block's products, from how numbers flow between them: as Megatron-LM does it by hand.
 
     in     a product of what the ranks hold parts of: rows of its weight are divided, and what it makes is summed
     out    any other product whose result goes to what mixes tokens, or of which the next product gives fewer numbers or

@@ -177,7 +177,7 @@ class Fused:
         return "" if value in self.routed and cut != "tensor" else cut
 
     def _group(self, value: int) -> Group:
-        """What choosing to compute again drops it."""
+        """What choosing to recompute drops it."""
         flow = self.flow
         if value == flow.main:
             return Group.NONE

@@ -282,7 +282,7 @@ class RunPlan(Table):
     compile: bool = False
     """torch.compile each block."""
     recompute: tuple[str, ...] = ()
-    """Name patterns of modules whose activations are computed again in the backward instead of being kept."""
+    """Name patterns of modules whose activations are recomputed in the backward instead of being kept."""
     recompute_keep: tuple[Literal["products", "attention"], ...] = ()
     """Kinds of operators whose results are kept within these modules, so that they do not run again."""
     reshard: Literal["after forward", "after backward", "after step"] = "after forward"
@@ -337,7 +337,7 @@ class Job(Table):
             )
         if self.run.recompute_keep and not self.run.recompute:
             raise Mistake(
-                "run.recompute_keep", "no module is computed again: name some in run.recompute, or leave this out"
+                "run.recompute_keep", "no module is recomputed: name some in run.recompute, or leave this out"
             )
         if self.run.recompute_keep and self.run.compile:
             raise Mistake(

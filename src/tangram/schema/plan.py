@@ -140,7 +140,7 @@ class Plan(Job):
             why = "the schedule does backwards in two parts, which those of compiled blocks are not"
             return "run.compile", f"{why}: set it to false, {other}"
         if self.run.recompute:
-            why = "the schedule does backwards in two parts, and would compute a block again for each of its weights"
+            why = "the schedule does backwards in two parts, and would recompute a block for each of its weights"
             return "run.recompute", f"{why}: leave it out, {other}"
         return None
 

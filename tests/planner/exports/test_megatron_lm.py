@@ -119,7 +119,7 @@ USUAL = "--micro-batch-size 1 --seq-length 2048 --bf16 "
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (USUAL + "--tensor-model-parallel-size 3", "3 tensor x 1 pipeline x 1 context ranks do not divide 8 devices"),
+        (USUAL + "--tensor-model-parallel-size 3", "3 tensor x 1 pipeline x 1 CP ranks do not divide 8 devices"),
         (USUAL + "--tensor-model-parallel-size $TP", "tensor-model-parallel-size is '$TP', which only a shell can"),
         (USUAL + "--tensor-model-parallel-size two", "is 'two'; write a whole number from 1"),
         (USUAL + "--context-parallel-size 0", "context-parallel-size is 0; write a whole number from 1"),
@@ -127,14 +127,14 @@ USUAL = "--micro-batch-size 1 --seq-length 2048 --bf16 "
         (USUAL + "--fp16", "says both bf16 and fp16"),
         (USUAL + "--recompute-granularity some", "recompute-granularity is 'some'; write full or selective"),
         (USUAL + "--recompute-granularity selective --recompute-modules gate", "nothing is known of the module 'gate'"),
-        (USUAL + "--num-distributed-optimizer-instances 3", "8 data and context ranks are no 3 instances"),
+        (USUAL + "--num-distributed-optimizer-instances 3", "8 DP and CP ranks are no 3 instances"),
         (
             USUAL + "--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 2",
             "says both num-virtual-stages-per-pipeline-rank and num-layers-per-virtual-pipeline-stage",
         ),
         (
             USUAL + "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 5",
-            "chunks of 5 blocks on 2 pipeline ranks are not 12 blocks",
+            "chunks of 5 blocks on 2 PP ranks are not 12 blocks",
         ),
         (USUAL + "--pipeline-model-parallel-layout 'E1|L'", "'E1|L' is no layout of a pipeline"),
         (USUAL + "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 't|t|t'", "has 3 chunks for 2"),

@@ -68,22 +68,22 @@ def test_paddleformers_knows_the_keys() -> None:
 
 REFUSED: list[tuple[str, Outline, Numbers, str]] = [
     ("deepspeed", DENSE, replace(FLAT, pipeline=2, schedule="1F1B"), "says nothing of pipelines"),
-    ("deepspeed", DENSE, replace(FLAT, context=2), "says nothing of context ranks"),
-    ("deepspeed", DENSE, replace(FLAT, tensor=2, sequence_parallel=True), "tensor ranks do not divide tokens"),
-    ("deepspeed", DENSE, replace(FLAT, shard=8), "divides states over all 16 data ranks, the plan over 8"),
+    ("deepspeed", DENSE, replace(FLAT, context=2), "says nothing of CP ranks"),
+    ("deepspeed", DENSE, replace(FLAT, tensor=2, sequence_parallel=True), "TP ranks do not divide tokens"),
+    ("deepspeed", DENSE, replace(FLAT, shard=8), "divides states over all 16 DP ranks, the plan over 8"),
     ("deepspeed", DENSE, replace(FLAT, precision="fp8"), "has no fp8 products"),
-    ("deepspeed", DENSE, replace(FLAT, again="1 of 2 blocks"), "computes all blocks again or none"),
-    ("deepspeed", MIXED, replace(FLAT, expert_tensor=2), "does not cut experts over tensor ranks"),
+    ("deepspeed", DENSE, replace(FLAT, again="1 of 2 blocks"), "recomputes all blocks or none"),
+    ("deepspeed", MIXED, replace(FLAT, expert_tensor=2), "does not cut experts over TP ranks"),
     ("accelerate", DENSE, replace(FLAT, pipeline=2, schedule="1F1B"), "has no pipelines beside FSDP"),
     ("accelerate", DENSE, replace(FLAT, zero=1), "divides gradients wherever it divides the optimiser's states"),
-    ("accelerate", DENSE, replace(FLAT, zero=0), "computes blocks again where FSDP divides parameters"),
-    ("accelerate", MIXED, EXPERTS, "accelerate has no expert ranks"),
-    ("paddleformers", DENSE, replace(FLAT, zero=0, context=2), "makes context ranks of those that divide states"),
+    ("accelerate", DENSE, replace(FLAT, zero=0), "recomputes blocks where FSDP divides parameters"),
+    ("accelerate", MIXED, EXPERTS, "accelerate has no EP ranks"),
+    ("paddleformers", DENSE, replace(FLAT, zero=0, context=2), "makes CP ranks of those that divide states"),
     ("paddleformers", MIXED, replace(STAGES, zero=2), "divides the optimiser's states alone in a pipeline"),
     ("paddleformers", MIXED, replace(STAGES, schedule="ZBVZeroBubble"), "runs 1F1B, Interleaved1F1B and DualPipeV"),
-    ("paddleformers", MIXED, replace(STAGES, expert_tensor=2), "does not cut experts over tensor ranks"),
-    ("paddleformers", MIXED, replace(STAGES, shard=4), "takes 8 expert ranks beside states divided by all ranks"),
-    ("paddleformers", DENSE, replace(FLAT, again="norms and activations"), "cannot be told to compute again"),
+    ("paddleformers", MIXED, replace(STAGES, expert_tensor=2), "does not cut experts over TP ranks"),
+    ("paddleformers", MIXED, replace(STAGES, shard=4), "takes 8 EP ranks beside states divided by all ranks"),
+    ("paddleformers", DENSE, replace(FLAT, again="norms and activations"), "cannot be told to recompute"),
 ]
 
 

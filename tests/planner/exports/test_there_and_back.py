@@ -106,16 +106,16 @@ REFUSED: list[tuple[str, Outline, dict[str, object], str]] = [
     ("megatron-lm", DENSE, {"zero": 3}, "whose pages name no pipelines beside it"),
     ("megatron-lm", DENSE, {**ONE_EACH, "zero": 1, "again": "1 of 2 blocks"}, "chunks of 1 have no 1 of 2 blocks"),
     ("torchtitan", DENSE, {"zero": 1}, "divides gradients wherever it divides the optimiser's states"),
-    ("torchtitan", DENSE, {"zero": 0}, "has whole copies of parameters with data ranks alone"),
+    ("torchtitan", DENSE, {"zero": 0}, "has full replicas of parameters with DP ranks alone"),
     ("torchtitan", DENSE, {"precision": "fp4"}, "and not in fp4"),
-    ("torchtitan", DENSE, {"sequence_parallel": False}, "tensor ranks divide tokens, too, which this plan's do not"),
-    ("torchtitan", DENSE, {"again": "norms and activations"}, "has no key for computing again: norms and activations"),
+    ("torchtitan", DENSE, {"sequence_parallel": False}, "TP ranks divide tokens, too, which this plan's do not"),
+    ("torchtitan", DENSE, {"again": "norms and activations"}, "has no key for recomputing: norms and activations"),
     ("torchtitan", DENSE, {"pipeline": 4, "schedule": "InterleavedZeroBubble"},
      "runs InterleavedZeroBubble with two chunks of each rank or more, and the plan has one"),
     ("torchtitan", DENSE, {"pipeline": 8}, "cuts 12 blocks by how many a chunk has, which never makes 8 of them"),
-    ("torchtitan", MIXED, {"expert": 1, "expert_tensor": 1}, "cuts experts over the tensor ranks where there are no"),
-    ("torchtitan-options", MIXED, {"expert": 2, "expert_tensor": 2}, "has no tensor ranks of experts"),
-    ("torchtitan-options", DENSE, {"again": "1 of 2 blocks"}, "has no option for computing again: 1 of 2"),
+    ("torchtitan", MIXED, {"expert": 1, "expert_tensor": 1}, "cuts experts over the TP ranks where there are no"),
+    ("torchtitan-options", MIXED, {"expert": 2, "expert_tensor": 2}, "has no TP ranks of experts"),
+    ("torchtitan-options", DENSE, {"again": "1 of 2 blocks"}, "has no option for recomputing: 1 of 2"),
     ("torchtitan-options", DENSE, {"precision": "fp8"}, "has 8-bit products in Python configurations only"),
 ]  # fmt: skip
 USUAL = Numbers(2, 1, "1F1B", 2, True, 1, 1, 2, 4, 3, 4, 1, 32, 2048, "nothing", "bf16")
@@ -184,7 +184,7 @@ def test_ends_of_a_pipeline_are_read(said: str, found: tuple[int, int], told: tu
 @pytest.mark.parametrize("name", EXPORTS)
 @pytest.mark.parametrize("outline", [DENSE, MIXED], ids=["dense", "mixed"])
 def test_what_a_project_is_able_to_is_written(name: str, outline: Outline) -> None:
-    """Whatever is searched for it is written for data ranks alone, in some combination."""
+    """Whatever is searched for it is written for DP ranks alone, in some combination."""
     able, written = EXPORTS[name].able(outline), set[object]()
     flat = replace(USUAL, pipeline=1, schedule="", tensor=1, sequence_parallel=False, expert_tensor=1)
     for again, zero in product(able.again, able.zero):

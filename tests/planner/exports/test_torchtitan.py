@@ -126,7 +126,7 @@ USUAL = "[activation_checkpoint]\nmode = 'none'\n[parallelism]\n"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (USUAL + "data_parallel_shard_degree = 3", "1 x 3 data, 1 context, 1 tensor, 1 pipeline ranks are 3 and not 8"),
+        (USUAL + "data_parallel_shard_degree = 3", "1 x 3 data, 1 context, 1 tensor, 1 PP ranks are 3 and not 8"),
         (USUAL + "tensor_parallel_degree = 3", "ranks are 6 and not 8 devices; give as many with --gpus as it is for"),
         (USUAL + "tensor_parallel_degree = 'two'", "tensor_parallel_degree is 'two'; write a whole number from 1"),
         (USUAL + "pipeline_parallel_degree = 2\npipeline_parallel_schedule = 'Mine'", "knows no schedule 'Mine'"),

@@ -72,7 +72,7 @@ ROUTERS: Mapping[str, Mapping[str, Any]] = {
     "routers, compiled": {"run": {**_ROUTERS, "compile": True, "recompute": ["model.layers.0"]}},
     "routers, in a ring, balanced": {"run": {**_ROUTERS, "attention": "tokens"}},
 }
-"""Of micro-batches of two rows over data ranks that have five or ten, the last is half empty."""
+"""Of micro-batches of two rows over DP ranks that have five or ten, the last is half empty."""
 ROUTERS_QUICK = {"routers": ("experts and fsdp",)}
 
 _CAPACITY = {"expert_capacity": 0.8}

@@ -65,7 +65,7 @@ class Case:
     own: str = ""
     """"meta" or "values": the module of `own.py`, made so; else the plan's model."""
     shares: tuple[int, ...] = ()
-    """Rows of the global batch for each data rank, where they are dealt out by hand."""
+    """Rows of the global batch for each DP rank, where they are dealt out by hand."""
     resume_at: int = 0
     """After this step the state is saved, and loaded into a new model and optimiser."""
 
@@ -306,7 +306,7 @@ def _add_whole(text: Path, add: Callable[..., None], *, slow: bool) -> None:
 
 
 def _add_kept(text: Path, add: Callable[..., None]) -> None:
-    """Blocks that are computed again but for some of their operators."""
+    """Blocks that are recomputed but for some of their operators."""
     keeping = tables(text, run={"recompute": ["model.layers.*"], "recompute_keep": ["products", "attention"]})
     add("recomputed but products", (*STRATEGIES, "derived inside fsdp"), keeping, 2)
 

@@ -37,7 +37,7 @@ Planted = Iterator[None]
 
 @contextlib.contextmanager
 def norms_of_heads_not_summed(setting: Setting) -> Planted:
-    """Each tensor rank has the gradients of q_norm and k_norm of its own heads; nobody compares."""
+    """Each TP rank has the gradients of q_norm and k_norm of its own heads; nobody compares."""
     with not_summed("_norm."):
         yield
 
@@ -84,7 +84,7 @@ def heads_in_the_wrong_order(setting: Setting) -> Planted:
 
 @contextlib.contextmanager
 def kv_heads_of_the_wrong_queries(setting: Setting) -> Planted:
-    """Each tensor rank has the key and value heads of the other rank's queries."""
+    """Each TP rank has the key and value heads of the other rank's queries."""
 
     def swap(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, whole in tensors.items():
@@ -228,7 +228,7 @@ def same_masks_on_every_rank(setting: Setting) -> Planted:
 
 @contextlib.contextmanager
 def masks_of_the_step_alone(setting: Setting) -> Planted:
-    """The key has no micro-batch: all of a step, on any data rank, have the masks of its first."""
+    """The key has no micro-batch: all of a step, on any DP rank, have the masks of its first."""
     real, batch = loop.draw_for, setting.plan.data.global_batch
     with swapped(loop, "draw_for", lambda device, seed, sample: real(device, seed, sample // batch * batch)):
         yield

@@ -230,7 +230,7 @@ def room_for_empty_rows(setting: Setting) -> Planted:
 
 @contextlib.contextmanager
 def every_rank_first(setting: Setting) -> Planted:
-    """Each data rank takes its rows for the first ones of the micro-batch."""
+    """Each DP rank takes its rows for the first ones of the micro-batch."""
     real = expert_capacity.Capacity.before
 
     def first(self: Any, seen: Any) -> None:
@@ -283,7 +283,7 @@ def labels_of_the_first_micro_batch(setting: Setting) -> Planted:
 
 @contextlib.contextmanager
 def recomputed_as_the_latest(setting: Setting) -> Planted:
-    """What a backward computes again drops choices as of the micro-batch whose forward was the last."""
+    """What a backward recomputes drops choices as of the micro-batch whose forward was the last."""
     real: Any = pipeline.Pipeline._stage  # pyright: ignore[reportPrivateUsage]
 
     def stage(self: Any, *given: Any) -> Any:

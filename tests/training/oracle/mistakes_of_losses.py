@@ -67,7 +67,7 @@ def labels_of_the_first_tokens(setting: Setting) -> Planted:
 
 @contextlib.contextmanager
 def vocabulary_offset_wrong(setting: Setting) -> Planted:
-    """The second tensor rank looks tokens up one row too low in its part of the vocabulary."""
+    """The second TP rank looks tokens up one row too low in its part of the vocabulary."""
 
     def shift(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         ids_BS = args[0]

@@ -183,7 +183,7 @@ def _by_micro_batch(model: nn.Module, case: Case, step: int) -> Tensor:
 
 
 def _of_experts(model: Any, case: Case, step: int) -> tuple[Tensor, float, float, float]:
-    """What is defined of a global micro-batch, of what all data ranks take at once: the loss of routers as transformers
+    """What is defined of a global micro-batch, of what all DP ranks take at once: the loss of routers as transformers
     has it, and what experts have no room for.
 
     Gives the loss without it, what it adds, the share of choices that were dropped, the mean over what ran, and the

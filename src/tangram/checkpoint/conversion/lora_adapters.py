@@ -9,7 +9,7 @@ the lengths are summed over all pieces once, when a weight's first block is read
 (`modules_to_save`, biases, embeddings of more tokens) take the old ones' places; a head that was tied and is no longer
 the same gets a tensor, and the configuration says so.
 
-Trade-off: a block that the mapping comes back to after some others is computed again; only the last few are kept. A
+Trade-off: a block that the mapping comes back to after some others is recomputed; only the last few are kept. A
 weight under DoRA is read twice.
 """
 

@@ -1,4 +1,4 @@
-"""Operators that multiply and add: matrix products, convolutions, and the orders they lie in memory in.
+"""Operators that multiply and add: matmuls, convolutions, and the orders they lie in memory in.
 
 A shape is (m, k, n): m times n results of k products each. The bound is that of a sum of k terms; the terms themselves
 are exact in float32 for 16-bit types, and once rounded for float32.

@@ -1,7 +1,7 @@
 """act(gate) * up as one operator: SwiGLU, or with GELU by tanh.
 
 Rounded once, where modules round the activation before they multiply. The backward has the gate and the second factor
-and nothing else: the activation is computed again. Gate and second factor may be halves of one tensor, as a projection
+and nothing else: the activation is recomputed. Gate and second factor may be halves of one tensor, as a projection
 for both gives them: rows are read where they lie. No second derivative.
 """
 

@@ -6,7 +6,7 @@ computes the gradients, four in place of three, and for it
 
     no gradient of the weight in float32 is held: a block of classes is summed over rows and done with
     gradients of rows may be any numbers, as they are where a caller weighs tokens
-    an evaluation, and a forward that is computed again, cost what they have to
+    an evaluation, and a forward that is recomputed, cost what they have to
     where classes are cut over ranks, ranks speak once for all rows and not once for each block
 
 What is ignored, and what is no class, is as in `kernels.cross_entropy`. Logits are computed and kept in float32 where

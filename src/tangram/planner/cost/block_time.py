@@ -85,7 +85,7 @@ class Ways:
     setting: Setting
 
     def forward(self, groups: Array | None = None) -> Pass:
-        """All operators once; or only those of the groups that each configuration computes again."""
+        """All operators once; or only those of the groups that each configuration recomputes."""
         block = self.block
 
         def share(group: Group) -> Any:
@@ -107,7 +107,7 @@ class Ways:
         )
 
     def repeated(self, forward: Pass) -> Pass:
-        """What is computed again in the backward of each configuration, by its groups."""
+        """What is recomputed in the backward of each configuration, by its groups."""
         if not self.g.recompute.any():
             return forward * 0.0
         return self.forward(self.g.recompute)
@@ -266,7 +266,7 @@ class Ways:
     # ------------------------------------------------------------ exchanges
 
     def exchanges(self) -> tuple[Array, Array]:
-        """Of a pass: hidden states over tensor ranks, by as many halves of the block as are cut, and tokens over expert
+        """Of a pass: hidden states over TP ranks, by as many halves of the block as are cut, and tokens over expert
         ranks."""
         g, setting = self.g, self.setting
         hidden = g.tokens * self.hidden * setting.flow_bytes
@@ -280,7 +280,7 @@ class Ways:
         return over * alone + over / 2 * (g.expert_tensor > 1), 2 * to * (1 - setting.framework.overlap_expert)
 
     def around(self, attention: Array) -> Array:
-        """Keys and values over the context ranks that have the same heads, as far as attention does not cover them."""
+        """Keys and values over the CP ranks that have the same heads, as far as attention does not cover them."""
         g, setting = self.g, self.setting
         ring = g.context / g.ulysses
         if not (ring > 1).any() or not self.block.scores:

@@ -1,8 +1,8 @@
-"""What a step moves: collectives over the axes of a mesh, gradients and parameters over data ranks, the optimiser.
+"""What a step moves: collectives over the axes of a mesh, gradients and parameters over DP ranks, the optimiser.
 
-Seconds for every configuration of a grid at once. Ranks lie as Megatron's do: tensor ranks next to each other, then
-context, data, and pipeline ranks, so that an axis of `k` ranks, each `stride` after the one before, has as many at one
-fast link as fit there. Or pipeline ranks lie before data ranks (`Grid.inner`), and pull those of a stage apart.
+Seconds for every configuration of a grid at once. Ranks lie as Megatron's do: TP ranks next to each other, then
+CP, DP, and PP ranks, so that an axis of `k` ranks, each `stride` after the one before, has as many at one
+fast link as fit there. Or PP ranks lie before DP ranks (`Grid.inner`), and pull those of a stage apart.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _near(size: int, ranks: Array, stride: Array, g: Grid | None) -> Array:
 
 
 def apart(g: Grid, node: int, stride: Array) -> Array:
-    """How many of a stage's ranks, each `stride` after the one before, meet at a fast link where pipeline ranks lie
-    within data ranks: of each data rank's places those that are next to each other, times data ranks that meet."""
+    """How many of a stage's ranks, each `stride` after the one before, meet at a fast link where PP ranks lie
+    within DP ranks: of each DP rank's places those that are next to each other, times DP ranks that meet."""
     together = g.tensor * g.context
     each = np.clip(np.minimum(np.floor(together / stride), np.floor(node / stride)), 1, None)
     copies = np.floor(node / (np.maximum(together, stride) * g.pipeline))
@@ -63,7 +63,7 @@ def numbers_held(outline: Outline, g: Grid) -> tuple[Held, Held]:
 
 
 def data_seconds(outline: Outline, g: Grid, setting: Setting, ahead: Array, micro: Array) -> Array:
-    """Gradients and parameters over data ranks, beyond what runs under computation."""
+    """Gradients and parameters over DP ranks, beyond what runs under computation."""
     framework = setting.framework
     whole, trained = numbers_held(outline, g)
     reduce = _summed(setting, g, trained, framework.reduce_bytes)

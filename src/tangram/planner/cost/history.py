@@ -119,7 +119,7 @@ def key_of(plan: Plan) -> str:
 
 
 def family_of(plan: Plan) -> str:
-    """The same for two plans of one model in one layout, whatever their batches and what they compute again."""
+    """The same for two plans of one model in one layout, whatever their batches and what they recompute."""
     whole = plan.model_dump(mode="json")
     return _digest({name: whole[name] for name in OF_THE_PLAN})
 

@@ -2,21 +2,21 @@
 
 At its peak a rank holds what it keeps all the time (parameters, gradients, optimiser's states), what the micro-batches
 in flight left for their backward, and the largest of what comes and goes: logits and their gradient on the last stage,
-the widest gradient of a block's backward with what is computed again for it, what FSDP gathers, gradients that
+the widest gradient of a block's backward with what is recomputed for it, what FSDP gathers, gradients that
 products write beside the kept ones.
 
-    numbers      of a stage's blocks, over tensor and expert ranks; the first has the embedding, the last the head
+    numbers      of a stage's blocks, over TP and EP ranks; the first has the embedding, the last the head
     states       as the framework keeps them (`planner.space.framework_profiles`), sharded as `zero` says
     in flight    1F1B: stage i of p has p - i micro-batches; with v chunks a rank 2 (p - i - 1) + (v - 1) p + 1 chunks,
                  at most all (Narayanan et al. 2021; Megatron-LM, schedules.py); where the backward is split v p on each
                  rank, of DualPipeV one more (played: `planner.cost.memory_timeline`, and a test compares)
-    activations  a block's `Kept` rows that are not made again; of a block that is made again as a whole its input
+    activations  a block's `Kept` rows that are not recomputed; of a block that is recomputed as a whole its input
 
 Of a pipeline the first rank is looked at, the last, and those where blocks of other sizes begin: a mixture's second
 rank may need more than its first, which has the dense blocks; and the second where the first has fewer blocks. Which
 blocks a rank's chunks have is exact (`planner.space.layers_per_stage`); where chunks are not alike, those in flight are
 taken as the mean of the rank's, which is up to 14 % off what playing the schedule gives
-(`planner.cost.memory_timeline`; 17 % of what is left where states wait on the host), else nothing.
+(`planner.cost.memory_timeline`; 17 % of what is left where states are offloaded to the host), else nothing.
 
 Three totals: what tensors take (`allocated`), what the allocator holds for them (`reserved`), and what the device shows
 (`device`), with the context and the libraries' workspaces, which are no tensors.
@@ -59,7 +59,7 @@ class Rank:
     optimiser: Array
     activations: Array
     passing: Array
-    """The largest of what comes and goes: logits, a block made again, what is gathered."""
+    """The largest of what comes and goes: logits, a block recomputed, what is gathered."""
     host: Array
     """In the host's memory."""
 
@@ -150,7 +150,7 @@ pattern begins anew on ranks that have fewer micro-batches in flight, with at mo
 
 
 def _unlike(outline: Outline, g: Grid) -> list[Array]:
-    """Pipeline ranks about each place where blocks of other sizes begin, as after a mixture's first dense blocks; and
+    """PP ranks about each place where blocks of other sizes begin, as after a mixture's first dense blocks; and
     the second, which may have more than the first where that has fewer blocks."""
     found: list[Array] = []
     if (g.ahead + g.behind).any():
@@ -217,7 +217,7 @@ class Stage:
     logits: Array
     """While the head works."""
     again: Array
-    """While a backward works: what is made again, and the widest gradient."""
+    """While a backward works: what is recomputed, and the widest gradient."""
     spare: Array
     """Gradients that products write beside the kept ones."""
     workspace: float
@@ -238,12 +238,12 @@ class Takes:
     shapes: Array
     """Numbers of a rank's weights, each shape once."""
     gathered: Array
-    """Numbers of a rank's weights where data ranks divide nothing."""
+    """Numbers of a rank's weights where DP ranks divide nothing."""
 
 
 def takes_of(outline: Outline, g: Grid, setting: Setting, *, least: bool = False) -> list[Takes]:
     """Of each kind of block; `least`: without what making a block again takes beside its backward, so that with fewer
-    blocks made again none takes less."""
+    blocks recomputed none takes less."""
     found: list[Takes] = []
     for block, _ in outline.predicting.by_kind([count for _, count in outline.predicting.runs]):
         numbers = block.numbers
@@ -297,7 +297,7 @@ def counts_of(outline: Outline, start: Array, end: Array) -> list[Array]:
 
 
 def _in_flight(g: Grid, place: Array) -> Array:
-    """Chunks of a micro-batch that a pipeline rank has kept at its peak."""
+    """Chunks of a micro-batch that a PP rank has kept at its peak."""
     all_of_them = g.micros * g.virtual
     place = np.where(splits(g.schedule), 0.0, place)  # all ranks keep as much as the first
     plain = np.minimum(g.pipeline - place, g.micros)
@@ -376,7 +376,7 @@ def weights_of_shapes(block: Block, g: Grid) -> Array:
 
 
 def stays(one: Kept, g: Grid) -> Array:
-    """Which share of a row is not made again: all, nothing, or half where every second product is."""
+    """Which share of a row is not recomputed: all, nothing, or half where every second product is."""
     whole = int(one.group & ~Group.ALTERNATE)
     half = (g.recompute & int(one.group & Group.ALTERNATE)) > 0
     return np.where((g.recompute & whole) > 0, 0.0, np.where(half, 0.5, 1.0))

@@ -4,7 +4,7 @@
     forward to end     what a micro-batch keeps on its chunk (of a backward in two parts: until the second is done)
       of backward
     while it works     a forward: what FSDP gathers, the last chunk's logits; a backward: what is gathered and reduced,
-                       and the larger of logits with their gradient and what is made again beside the widest gradient
+                       and the larger of logits with their gradient and what is recomputed beside the widest gradient
 
 It is the same model as `planner.cost.memory`'s closed form and so a check of it: a test draws configurations of every
 schedule and compares the peaks. The closed form is what a search can afford; this knows which blocks lie on which
@@ -67,7 +67,7 @@ class Footprint:
 
 
 def footprints(outline: Outline, one: Grid, setting: Setting, found: Play) -> list[Footprint]:
-    """Of each pipeline rank, of a grid of one configuration that has been played."""
+    """Of each PP rank, of a grid of one configuration that has been played."""
     ends = np.cumsum(found.blocks)
     chunks = [
         _stage(outline, one, setting, [(end - count, end)], i == 0, i == len(ends) - 1)
@@ -98,7 +98,7 @@ def _over_time(
     rank: int, whole: Stage, chunks: list[Stage], row: tuple[tuple[float, float, Action], ...], end: float,
     setting: Setting, bits: int,
 ) -> Footprint:  # fmt: skip
-    states, weights, flows = away(bits)  # what waits on the host
+    states, weights, flows = away(bits)  # what is offloaded to the host
     most = 2 * float(whole.largest[0]) if flows else np.inf
     at: list[float] = [0.0]
     flying: list[float] = [0.0]
@@ -130,7 +130,7 @@ def _over_time(
 
 
 def _working(action: Action, has: Stage, whole: Stage) -> tuple[float, float, float]:
-    """Bytes of logits, of what is made again, and of what is gathered while an action runs."""
+    """Bytes of logits, of what is recomputed, and of what is gathered while an action runs."""
     head, again = float(has.logits[0]), float(has.again[0])
     if action.kind == "F":
         return head, 0.0, float(whole.gathered_ahead[0])

@@ -23,7 +23,7 @@ class Held:
     """Numbers of a rank's weights; arrays over the grid."""
 
     dense: Array
-    """Those that data and context ranks have alike."""
+    """Those that DP and CP ranks have alike."""
     routed: Array
     """Those of its experts."""
 

@@ -1,6 +1,6 @@
 """Seconds of a training step, for every configuration of a grid at once, by what they are spent on.
 
-A step is so many micro-batches through a pipeline, then what data ranks still have to sum, then the optimiser:
+A step is so many micro-batches through a pipeline, then what DP ranks still have to sum, then the optimiser:
 
     step = M max_i(s_i) + (sum_i(s_i) - max_i(s_i)) / v  +  exposed data traffic  +  optimiser
 
@@ -60,7 +60,7 @@ class Seconds:
     idle: Array
     """In which a stage waits for others: for the slowest, and while the pipeline fills and drains."""
     data: Array
-    """Gradients and parameters over data ranks, as far as nothing covers them."""
+    """Gradients and parameters over DP ranks, as far as nothing covers them."""
     optimiser: Array
     host: Array
     """In which devices wait for what is in their hosts' memory."""
@@ -95,7 +95,7 @@ class Passes:
 
     forward: dict[str, Array]
     backward: dict[str, Array]
-    """With what is computed again."""
+    """With what is recomputed."""
     weights: Array
     """Of the backward's products, what makes gradients of weights."""
     head: Array
@@ -118,20 +118,20 @@ def passes_of(outline: Outline, g: Grid, setting: Setting) -> Passes:
 
 
 def block_seconds(outline: Outline, g: Grid, setting: Setting) -> list[Array]:
-    """Of a micro-batch through one block of each run, forward, backward and what is made again."""
+    """Of a micro-batch through one block of each run, forward, backward and what is recomputed."""
     kinds = {block: sum(_of_block(block, outline, g, setting), none(g)).total for block, _ in outline.kinds}
     return [kinds[block] for block, _ in outline.runs]
 
 
 def _of_block(block: Block, outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pass]:
-    """Forward, backward, and what is made again, on the mean of all blocks."""
+    """Forward, backward, and what is recomputed, on the mean of all blocks."""
     passes = Ways(block, outline.hidden, g, setting)
     forward = passes.forward()
     return forward, passes.backward(), passes.repeated(forward) * g.recomputed
 
 
 def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pass, Array]:
-    """All blocks forward, backward, and what of them is made again; and seconds of all that of predictors' blocks."""
+    """All blocks forward, backward, and what of them is recomputed; and seconds of all that of predictors' blocks."""
     ahead, back, again = (none(g) for _ in range(3))
     further = np.zeros(len(g))
     for block, count in outline.kinds:
@@ -148,7 +148,7 @@ def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pa
 def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False, fewer: bool = False) -> Seconds:
     """Of a step of each configuration of the grid; with `least` what no cut of the blocks into chunks is quicker than,
     and what is never less where blocks take longer; with `fewer`, nor with fewer chunks, from two on, or where
-    pipeline ranks lie within data ranks."""
+    PP ranks lie within DP ranks."""
     ahead, back, again, further = _passes(outline, g, setting)
     whole = ahead + back + again
     body = whole * (1 / g.pipeline)

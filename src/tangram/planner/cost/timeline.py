@@ -1,7 +1,7 @@
 """A step as it would run, action by action on every stage, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 Forwards and backwards take what the model of time says of their chunks, and are played through the schedule's own
-table (`schema.schedules`); what data ranks move beyond computation and the optimiser follow. So it is also a check of
+table (`schema.schedules`); what DP ranks move beyond computation and the optimiser follow. So it is also a check of
 the closed form, which `planner.cost.step_time` searches with. Of many micro-batches the first `MOST` are shown.
 """
 

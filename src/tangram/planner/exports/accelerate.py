@@ -1,4 +1,4 @@
-"""Hugging Face accelerate's configuration of a strategy, for `accelerate launch --config_file`: FSDP2 or whole copies.
+"""Hugging Face accelerate's configuration of a strategy, for `accelerate launch --config_file`: FSDP2 or full replicas.
 
 Keys are those of `ClusterConfig` and of the options that `accelerate launch` makes of its tables (accelerate 1.15).
 Samples of a micro-batch, how many are summed and their tokens are the program's: they are told.
@@ -28,12 +28,12 @@ def accelerate(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     if one.precision not in PRECISIONS:
         raise UserError(f"accelerate's configuration is not written with {one.precision} products: plan with bf16")
     if one.tensor > 1 and one.sequence_parallel:
-        raise UserError("accelerate's tensor ranks do not divide tokens, as the plan's do: plan without tensor ranks")
+        raise UserError("accelerate's TP ranks do not divide tokens, as the plan's do: plan without TP ranks")
     if experts_of(outline) and (one.expert > 1 or one.expert_tensor > 1):
-        raise UserError("accelerate has no expert ranks: plan without them")
+        raise UserError("accelerate has no EP ranks: plan without them")
     group, share = recomputed(one)
     if group and (group, share) != (Group.BLOCK, 1.0):
-        raise UserError(f"accelerate computes all blocks again or none, and not: {one.again}")
+        raise UserError(f"accelerate recomputes all blocks or none, and not: {one.again}")
     told = (
         f"the program takes micro-batches of {one.micro} samples of {one.sequence} tokens and sums up {one.micros}: "
         f"{one.batch} samples a step",
@@ -55,7 +55,7 @@ def accelerate(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
 def _divided(one: Numbers, *, again: bool) -> dict[str, Any]:
     if one.zero == 0 and one.ranks == one.data:
         if again:
-            raise UserError("accelerate computes blocks again where FSDP divides parameters: plan with them divided")
+            raise UserError("accelerate recomputes blocks where FSDP divides parameters: plan with them divided")
         return {"distributed_type": "MULTI_GPU" if one.data > 1 else "NO"}
     if one.zero < 2:
         raise UserError(
@@ -63,7 +63,7 @@ def _divided(one: Numbers, *, again: bool) -> dict[str, Any]:
             "gradients (and parameters)"
         )
     if one.shard % one.context:
-        raise UserError(f"accelerate divides states over all {one.context} context ranks, and the plan does not")
+        raise UserError(f"accelerate divides states over all {one.context} CP ranks, and the plan does not")
     return {
         "distributed_type": "FSDP",
         "fsdp_config": {

@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON of a strategy: how states are divided, the batch, tensor and expert ranks of its automatic ways.
+"""DeepSpeed's JSON of a strategy: how states are divided, the batch, TP and EP ranks of its automatic ways.
 
 Keys are those that `deepspeed.runtime.config.DeepSpeedConfig` of DeepSpeed 0.19.8 reads. Stages of a pipeline, context
-ranks as rings, and what is computed again are in a program's own code there: the first two are refused, the last told.
+ranks as rings, and what is recomputed are in a program's own code there: the first two are refused, the last told.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def deepspeed(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
             "DeepSpeed's JSON says nothing of pipelines, those are in a program's code: plan without stages"
         )
     if one.context > 1:
-        raise UserError("DeepSpeed's file says nothing of context ranks, its program does: plan without them")
+        raise UserError("DeepSpeed's file says nothing of CP ranks, its program does: plan without them")
     if one.tensor > 1 and one.sequence_parallel:
-        raise UserError("DeepSpeed's tensor ranks do not divide tokens, as the plan's do: plan without tensor ranks")
+        raise UserError("DeepSpeed's TP ranks do not divide tokens, as the plan's do: plan without TP ranks")
     if one.zero and one.copies > 1:
-        raise UserError(f"DeepSpeed's JSON divides states over all {one.data} data ranks, the plan over {one.shard}")
+        raise UserError(f"DeepSpeed's JSON divides states over all {one.data} DP ranks, the plan over {one.shard}")
     if one.precision not in PRECISIONS:
         raise UserError(f"DeepSpeed's JSON has no {one.precision} products: plan with --precision bf16")
     told: list[str] = []
@@ -49,16 +49,14 @@ def deepspeed(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
         found["tensor_parallel"] = {"autotp_size": one.tensor}
     if experts_of(outline):
         if one.expert_tensor > 1:
-            raise UserError("DeepSpeed does not cut experts over tensor ranks: plan with one tensor rank of experts")
+            raise UserError("DeepSpeed does not cut experts over TP ranks: plan with one TP rank of experts")
         if one.expert > 1:
             found["expert_parallel"] = {"enabled": True, "autoep_size": one.expert}
-            told.append("expert ranks are those of AutoEP, which has to know the model")
+            told.append("EP ranks are those of AutoEP, which has to know the model")
     group, share = recomputed(one)
     if group == Group.BLOCK and share == 1:
-        told.append(
-            "blocks are computed again, which the JSON does not say: call model.gradient_checkpointing_enable()"
-        )
+        told.append("blocks are recomputed, which the JSON does not say: call model.gradient_checkpointing_enable()")
     elif group:
-        raise UserError(f"DeepSpeed computes all blocks again or none, and not: {one.again}")
+        raise UserError(f"DeepSpeed recomputes all blocks or none, and not: {one.again}")
     told.append(f"samples have {one.sequence} tokens, and {one.ranks} ranks are started, which the JSON does not say")
     return Written(json.dumps(found, indent=2) + "\n", tuple(told))

@@ -76,7 +76,7 @@ def layout_text(chunks: list[int]) -> str:
 
 
 def _context(one: Numbers) -> Arguments:
-    """Context ranks: in a ring, exchanging heads (a2a), or rings of such groups, whose ranks are next to each other."""
+    """CP ranks: in a ring, exchanging heads (a2a), or rings of such groups, whose ranks are next to each other."""
     found: Arguments = {"context-parallel-size": one.context}
     if one.ulysses == 1:
         return found
@@ -156,7 +156,7 @@ def _again(one: Numbers, outline: Outline, told: list[str]) -> Arguments:
         return _blocks(one, outline, share, told)
     modules = {Group.SCORES: "core_attn", Group.NORM | Group.ACTIVATION: "layernorm moe_act"}
     if group not in modules:
-        raise UserError(f"Megatron-LM has no argument for computing again: {one.again}")
+        raise UserError(f"Megatron-LM has no argument for recomputing: {one.again}")
     if group & Group.ACTIVATION and not all(block.experts for block, _ in outline.runs):
         raise UserError(
             f"Megatron-LM computes activations of dense MLPs again only with all of the MLP, and {outline.name} has "

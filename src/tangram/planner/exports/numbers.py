@@ -36,7 +36,7 @@ class Numbers:
 
     pipeline: int
     virtual: int
-    """Chunks of blocks that each pipeline rank has."""
+    """Chunks of blocks that each PP rank has."""
     schedule: str
     """Of the pipeline, as `planner.space.schedule_formulas` names it; "" without one."""
     tensor: int
@@ -48,23 +48,23 @@ class Numbers:
     zero: int
     """What is divided: 0 nothing, 1 the optimiser's states, 2 gradients too, 3 parameters too."""
     shard: int
-    """Over how many of the data and context ranks; copies beyond it."""
+    """Over how many of the DP and CP ranks; copies beyond it."""
     micro: int
     """Samples of a micro-batch."""
     batch: int
     """Samples of a step over all ranks."""
     sequence: int
     again: str
-    """What is computed again, as `planner.space.recompute` names it."""
+    """What is recomputed, as `planner.space.recompute` names it."""
     precision: Precision
     ulysses: int = 1
-    """Of the context ranks those that exchange heads."""
+    """Of the CP ranks those that exchange heads."""
     ahead: int = 0
     """How many blocks fewer the first chunk has."""
     behind: int = 0
     """And the last one."""
     inner: bool = False
-    """Whether pipeline ranks lie within data ranks, which are then farthest apart."""
+    """Whether PP ranks lie within DP ranks, which are then farthest apart."""
 
     @property
     def micros(self) -> int:
@@ -119,18 +119,18 @@ def given_of(one: Numbers) -> Given:
 
 
 def recomputed(one: Numbers) -> tuple[Group, float]:
-    """Which groups are computed again, and in which share of the blocks."""
+    """Which groups are recomputed, and in which share of the blocks."""
     return again_of(one.again)
 
 
 def some_blocks(one: Numbers, chunks: list[int], told: list[str]) -> int:
-    """How many blocks of each chunk are computed again, where some are. Raises UserError where that is none or all."""
+    """How many blocks of each chunk are recomputed, where some are. Raises UserError where that is none or all."""
     _, share = recomputed(one)
     count = math.ceil(round(share * max(chunks), 9))
     if count >= max(chunks):
-        raise UserError(f"whole blocks are computed again, and chunks of {max(chunks)} have no {one.again}")
+        raise UserError(f"whole blocks are recomputed, and chunks of {max(chunks)} have no {one.again}")
     if any(not math.isclose(share * size, count) for size in chunks):
-        told.append(f"{count} of the {max(chunks)} blocks of each chunk are computed again, not exactly {one.again}")
+        told.append(f"{count} of the {max(chunks)} blocks of each chunk are recomputed, not exactly {one.again}")
     return count
 
 

@@ -1,8 +1,8 @@
 """PaddleFormers' YAML of a strategy, for `paddleformers-cli train`.
 
 Keys are those of `paddleformers/trainer/training_args.py` and of its examples (PaddleFormers 1.2.0), and so is what
-goes together: stages with the optimiser's states divided alone, context ranks made of those that divide, expert ranks
-without tensor ranks of their own and without copies.
+goes together: stages with the optimiser's states divided alone, CP ranks made of those that divide, EP ranks
+without TP ranks of their own and without copies.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def _stages(one: Numbers, outline: Outline) -> dict[str, Any]:
 def _divided(one: Numbers) -> dict[str, Any]:
     if one.zero == 0:
         if one.context > 1:
-            raise UserError("PaddleFormers makes context ranks of those that divide states: plan with states divided")
+            raise UserError("PaddleFormers makes CP ranks of those that divide states: plan with states divided")
         return {"sharding": ""}
     if one.shard % one.context:
-        raise UserError(f"{one.shard} ranks that divide states are no multiple of {one.context} context ranks")
+        raise UserError(f"{one.shard} ranks that divide states are no multiple of {one.context} CP ranks")
     context = {"context_parallel_size": one.context} if one.context > 1 else {}
     return {"sharding": f"stage{one.zero}", "sharding_parallel_size": one.shard, **context}
 
@@ -81,13 +81,13 @@ def _experts(one: Numbers, outline: Outline) -> dict[str, Any]:
     if not experts_of(outline):
         return {}
     if one.expert_tensor > 1:
-        raise UserError("PaddleFormers does not cut experts over tensor ranks: plan with one tensor rank of experts")
+        raise UserError("PaddleFormers does not cut experts over TP ranks: plan with one TP rank of experts")
     if one.expert == 1:
         return {}
     inner = one.data * one.context * one.tensor // one.expert
     if one.zero == 0 or one.copies > 1 or one.shard % max(inner, 1):
         raise UserError(
-            f"PaddleFormers takes {one.expert} expert ranks beside states divided by all ranks, a multiple of {inner}, "
+            f"PaddleFormers takes {one.expert} EP ranks beside states divided by all ranks, a multiple of {inner}, "
             f"and the plan divides them over {one.shard if one.zero else 1}"
         )
     return {"use_expert_parallel": True, "expert_model_parallel_size": one.expert}
@@ -101,6 +101,6 @@ def _again(one: Numbers, outline: Outline, told: list[str]) -> dict[str, Any]:
     if (group, share) == (Group.BLOCK, 1.0):
         return full | {"recompute_method": "uniform", "recompute_num_layers": 1}
     if group != Group.BLOCK or one.virtual > 1:
-        raise UserError(f"PaddleFormers cannot be told to compute again: {one.again}")
+        raise UserError(f"PaddleFormers cannot be told to recompute: {one.again}")
     count = some_blocks(one, chunk_blocks(one, outline), told)
     return full | {"recompute_method": "block", "recompute_num_layers": count}

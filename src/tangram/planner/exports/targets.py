@@ -31,9 +31,9 @@ TITANS = (
         lambda f, at: "its schedules of several chunks take two of each rank or more",
     ),
     Rule(
-        "tensor ranks of its experts",
+        "TP ranks of its experts",
         lambda f, g: (g.expert_tensor == g.tensor) | ((g.expert > 1) & (g.expert_tensor == 1)),
-        lambda f, at: f"experts have 1 or {at['tensor']} tensor ranks, the latter where there are no expert ranks",
+        lambda f, at: f"experts have 1 or {at['tensor']} TP ranks, the latter where there are no EP ranks",
     ),
 )
 """What torchtitan does not run beyond what an `Able` says by numbers."""
@@ -97,9 +97,9 @@ def export(name: str, choice: Choice, outline: Outline, ask: Ask, cluster: Clust
 def written(name: str, one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     """The numbers of a strategy for a project, the same way."""
     if one.ulysses > 1 and target(name).able(outline).ulysses == 1:
-        raise UserError(f"what is written for {name} has no context ranks that exchange heads: plan with rings alone")
+        raise UserError(f"what is written for {name} has no CP ranks that exchange heads: plan with rings alone")
     if one.inner and one.pipeline > 1 and not target(name).able(outline).inner:
-        raise UserError(f"what is written for {name} has data ranks within pipeline ranks: plan for it with --export")
+        raise UserError(f"what is written for {name} has DP ranks within PP ranks: plan for it with --export")
     return target(name).write(one, outline, cluster)
 
 

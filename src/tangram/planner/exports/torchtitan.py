@@ -2,7 +2,7 @@
 
 Keys and what they mean are those of `torchtitan/config/job_config.py` of torchtitan 0.2.2, and of
 `torchtitan/config/configs.py` of 0.3.0, where a model's Python configuration is given by name and options change it.
-Both have the same sections; in 0.3 selective recomputation has no blocks, experts have no tensor ranks of their own,
+Both have the same sections; in 0.3 selective recomputation has no blocks, experts have no TP ranks of their own,
 and 8-bit products are in Python.
 """
 
@@ -29,7 +29,7 @@ from tangram.planner.exports.numbers import (
 __all__ = ["options", "sections", "torchtitan"]
 
 SHARES = tuple(1 / every for every in (8, 6, 5, 4, 3, 2))
-"""Of blocks that are computed again: every second, third ... one."""
+"""Of blocks that are recomputed: every second, third ... one."""
 Sections = dict[str, dict[str, Any]]
 FULL_PRECISION = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
 
@@ -46,7 +46,7 @@ def torchtitan(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
         (Group.ALTERNATE, 1.0): {"mode": "selective", "selective_ac_option": "op"},
     }
     if (group, share) not in modes:
-        raise UserError(f"torchtitan has no key for computing again: {one.again}")
+        raise UserError(f"torchtitan has no key for recomputing: {one.again}")
     tables["activation_checkpoint"] = modes[group, share]
     if experts_of(outline) and one.expert > 1:
         tables["parallelism"]["expert_tensor_parallel_degree"] = one.expert_tensor
@@ -67,11 +67,11 @@ def options(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     if one.precision == "fp8":
         raise UserError("torchtitan 0.3 has 8-bit products in Python configurations only: plan with --precision bf16")
     if experts_of(outline) and one.expert > 1 and one.expert_tensor > 1:
-        raise UserError(f"torchtitan 0.3 has no tensor ranks of experts, and the plan has {one.expert_tensor}")
+        raise UserError(f"torchtitan 0.3 has no TP ranks of experts, and the plan has {one.expert_tensor}")
     modes = {Group.NONE: "none", Group.BLOCK: "full", Group.ALTERNATE: "selective"}
     group, share = recomputed(one)
     if group not in modes or share != 1:
-        raise UserError(f"torchtitan 0.3 has no option for computing again: {one.again}")
+        raise UserError(f"torchtitan 0.3 has no option for recomputing: {one.again}")
     tables = sections(one, outline, told)
     lines = [f"  --{name}.{key} {value}" for name, table in tables.items() for key, value in table.items()]
     head = (
@@ -88,7 +88,7 @@ def sections(one: Numbers, outline: Outline, told: list[str]) -> Sections:
     if one.precision not in FULL_PRECISION:
         raise UserError(f"torchtitan computes products in bfloat16, float32 or 8 bits, and not in {one.precision}")
     if one.tensor > 1 and not one.sequence_parallel:
-        raise UserError("torchtitan's tensor ranks divide tokens, too, which this plan's do not")
+        raise UserError("torchtitan's TP ranks divide tokens, too, which this plan's do not")
     training = {
         "local_batch_size": one.micro * (one.micros if one.pipeline > 1 else 1),
         "global_batch_size": one.batch,
@@ -108,11 +108,11 @@ def sections(one: Numbers, outline: Outline, told: list[str]) -> Sections:
 
 
 def _divided(one: Numbers) -> dict[str, Any]:
-    """Whole copies, or parts of parameters, gathered until the forward or the backward ends."""
+    """Full replicas, or parts of parameters, gathered until the forward or the backward ends."""
     together = one.data * one.context
     if one.zero == 0 or one.shard == 1:
         if together > 1 and one.ranks > one.data:
-            raise UserError("torchtitan has whole copies of parameters with data ranks alone: divide something")
+            raise UserError("torchtitan has full replicas of parameters with DP ranks alone: divide something")
         return {"data_parallel_replicate_degree": one.data, "data_parallel_shard_degree": 1}
     if one.zero == 1:
         raise UserError(
@@ -121,7 +121,7 @@ def _divided(one: Numbers) -> dict[str, Any]:
         )
     if one.shard % one.context:
         raise UserError(
-            f"torchtitan divides states over all {one.context} context ranks, and the plan over {one.shard} ranks"
+            f"torchtitan divides states over all {one.context} CP ranks, and the plan over {one.shard} ranks"
         )
     return {
         "data_parallel_replicate_degree": one.copies,
@@ -163,13 +163,13 @@ def _experts(one: Numbers, outline: Outline) -> dict[str, Any]:
     if not experts_of(outline):
         return {}
     if one.expert == 1 and one.expert_tensor != one.tensor:
-        raise UserError("torchtitan cuts experts over the tensor ranks where there are no expert ranks")
+        raise UserError("torchtitan cuts experts over the TP ranks where there are no EP ranks")
     if one.expert > 1 and one.expert_tensor not in (1, one.tensor):
-        raise UserError(f"torchtitan has 1 or {one.tensor} tensor ranks of experts, and not {one.expert_tensor}")
+        raise UserError(f"torchtitan has 1 or {one.tensor} TP ranks of experts, and not {one.expert_tensor}")
     inner = one.shard * one.tensor
     if one.expert > 1 and inner % (one.expert * one.expert_tensor):
         raise UserError(
-            f"torchtitan makes expert ranks of those that divide parameters and of tensor ranks, and {one.expert} x "
+            f"torchtitan makes EP ranks of those that divide parameters and of TP ranks, and {one.expert} x "
             f"{one.expert_tensor} are no part of {inner}"
         )
     return {"expert_parallel_degree": one.expert}

@@ -26,12 +26,12 @@ class Found:
 
 
 def nearest(groups: Group, share: float, told: list[str], said: str) -> str:
-    """What is computed again; of sets of operators that have no name the nearest that has one, which is told."""
+    """What is recomputed; of sets of operators that have no name the nearest that has one, which is told."""
     if groups in (Group.NONE, Group.BLOCK):
         return again_name(int(groups), share)
     name = min(EXPLAINED, key=lambda one: int(EXPLAINED[one] ^ groups).bit_count())
     if groups.bit_count() < int(EXPLAINED[name] ^ groups).bit_count():
         name = again_name(0, 1.0)
     if EXPLAINED.get(name) != groups:
-        told.append(f"{said}: taken as {name}, computed again")
+        told.append(f"{said}: taken as {name}, recomputed")
     return name

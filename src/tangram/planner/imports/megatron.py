@@ -70,7 +70,7 @@ def megatron(words: Words, outline: Outline, devices: int, most: int) -> Found:
     data, left = divmod(ranks, tensor * pipeline * context)
     if left or not data:
         raise UserError(
-            f"{words.path}: {tensor} tensor x {pipeline} pipeline x {context} context ranks do not divide {ranks} "
+            f"{words.path}: {tensor} tensor x {pipeline} pipeline x {context} CP ranks do not divide {ranks} "
             "devices; give as many with --gpus as it is for"
         )
     virtual = _virtual(words, outline, pipeline)
@@ -78,7 +78,7 @@ def megatron(words: Words, outline: Outline, devices: int, most: int) -> Found:
     instances = words.count("num-distributed-optimizer-instances", 1)
     if data * context % instances:
         raise UserError(
-            f"{words.path}: {data * context} data and context ranks are no {instances} instances of a divided optimiser"
+            f"{words.path}: {data * context} DP and CP ranks are no {instances} instances of a divided optimiser"
         )
     if not words.has("micro-batch-size"):
         raise UserError(f"{words.path} says no micro-batch-size, so it is not Megatron-LM's arguments or not all")
@@ -113,7 +113,7 @@ def megatron(words: Words, outline: Outline, devices: int, most: int) -> Found:
 
 
 def _ulysses(words: Words, context: int, told: list[str]) -> int:
-    """Context ranks that exchange heads. Raises UserError for sizes that do not make the context ranks."""
+    """CP ranks that exchange heads. Raises UserError for sizes that do not make the CP ranks."""
     ways = set(re.findall(r"[\w+]+", words.text("cp-comm-type", "p2p")))
     if ways == {"a2a"}:
         return context
@@ -122,11 +122,11 @@ def _ulysses(words: Words, context: int, told: list[str]) -> int:
         if len(sizes) != 2 or sizes[0] * sizes[1] != context:
             raise UserError(
                 f"{words.path}: hierarchical-context-parallel-sizes {sizes} are no two sizes that make {context} "
-                "context ranks"
+                "CP ranks"
             )
         return sizes[0]
     if ways != {"p2p"}:
-        told.append("cp-comm-type: context ranks are taken as one ring")
+        told.append("cp-comm-type: CP ranks are taken as one ring")
     return 1
 
 
@@ -192,16 +192,14 @@ def _virtual(words: Words, outline: Outline, pipeline: int) -> int:
         except ValueError:
             raise UserError(f"{words.path}: {layout!r} is no layout of a pipeline") from None
         if left:
-            raise UserError(
-                f"{words.path}: {layout!r} has {len(chunks_of(layout))} chunks for {pipeline} pipeline ranks"
-            )
+            raise UserError(f"{words.path}: {layout!r} has {len(chunks_of(layout))} chunks for {pipeline} PP ranks")
         return virtual
     if words.has("num-layers-per-virtual-pipeline-stage"):
         each = words.count("num-layers-per-virtual-pipeline-stage", 1)
         virtual, left = divmod(outline.layers, pipeline * each)
         if left or not virtual:
             raise UserError(
-                f"{words.path}: chunks of {each} blocks on {pipeline} pipeline ranks are not {outline.layers} blocks"
+                f"{words.path}: chunks of {each} blocks on {pipeline} PP ranks are not {outline.layers} blocks"
             )
         return virtual
     return words.count("num-virtual-stages-per-pipeline-rank", 1)
@@ -241,7 +239,7 @@ def _again(words: Words, each: int, told: list[str]) -> str:
     groups = Group.NONE
     for name in (one.strip("'\"") for one in names):
         if name not in MODULES:
-            raise UserError(f"{words.path}: nothing is known of the module {name!r} to compute again")
+            raise UserError(f"{words.path}: nothing is known of the module {name!r} to recompute")
         groups |= MODULES[name]
     return nearest(groups, 1.0, told, f"recompute-modules {' '.join(names)}")
 

@@ -1,6 +1,6 @@
 """A plan of Tangram's own as a strategy of the joint space: what `tangram plan --explain plan.toml` reads.
 
-The other way of `planner.local.plan_from_cluster`, which tests hold it to. What blocks are computed again is seen by
+The other way of `planner.local.plan_from_cluster`, which tests hold it to. What blocks are recomputed is seen by
 names that end in a number; modules inside of blocks are told and taken as kept.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["TYPES", "tangram"]
 TYPES: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """What a job's precision is called by the search."""
 DIVIDED = {("after step", "step"): 1, ("after step", "micro-batch"): 2, ("after backward", "micro-batch"): 2}
-"""What data ranks divide beside copies, by run.reshard and run.reduce_every; else all of it."""
+"""What DP ranks divide beside copies, by run.reshard and run.reduce_every; else all of it."""
 
 
 def tangram(path: Path, outline: Outline, devices: int) -> Found:
@@ -43,7 +43,7 @@ def tangram(path: Path, outline: Outline, devices: int) -> Found:
         raise UserError(f"{path} is for {plan.ranks} ranks, and {devices} devices are asked for: leave --gpus out")
     sizes = {axis: size for axis, (size, _) in Mesh.parse(plan.mesh).axes.items()}
     if prod(sizes[axis] for axis in plan.axes.expert) > 1:
-        raise UserError(f"{path} has expert ranks of an axis of their own, which the planner's model of time has not")
+        raise UserError(f"{path} has EP ranks of an axis of their own, which the planner's model of time has not")
     name = plan.pipeline.schedule if plan.pipeline else "1F1B"
     if code(name) < 0:
         raise UserError(f"{path}: the planner's model of time knows no schedule {name}")
@@ -77,7 +77,7 @@ ROLES = {"pipeline": "pp", "data": "dp", "context": "cp", "tensor": "tp"}
 
 
 def _inner(plan: Plan, sizes: Mapping[str, int]) -> bool:
-    """Whether stages lie within data ranks. Raises UserError for an order of the mesh's axes that is not priced."""
+    """Whether stages lie within DP ranks. Raises UserError for an order of the mesh's axes that is not priced."""
     roles = {axis: name for role, name in ROLES.items() for axis in getattr(plan.axes, role)}
     names = [roles[axis] for axis, size in sizes.items() if size > 1]
     return ordered(plan.mesh, [name for name, _ in groupby(names)])
@@ -105,7 +105,7 @@ def _again(plan: Plan, outline: Outline, told: list[str]) -> str:
             told.append(f"run.recompute: {pattern} is taken as kept")
         blocks |= found
     if plan.run.recompute_keep and blocks:
-        told.append(f"run.recompute_keep: {', '.join(plan.run.recompute_keep)} are taken to be computed again")
+        told.append(f"run.recompute_keep: {', '.join(plan.run.recompute_keep)} are taken to be recomputed")
     each = -(-outline.layers // (len(plan.pipeline.stages) if plan.pipeline else 1))
     shares = [count / each for count in range(1, each + 1)]  # of a chunk's blocks, as the search has them
     like = (share for share in shares if set(spread(outline.layers, share)) == blocks)

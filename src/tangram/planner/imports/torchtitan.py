@@ -139,7 +139,7 @@ def _degrees(words: Words, devices: int, most: int) -> _Degrees:
     shard = devices // fixed if said == "-1" else words.count("parallelism.data_parallel_shard_degree", 1)
     if devices and fixed * shard != devices:
         raise UserError(
-            f"{words.path}: {replicate} x {shard} data, {context} context, {tensor} tensor, {pipeline} pipeline ranks "
+            f"{words.path}: {replicate} x {shard} data, {context} context, {tensor} tensor, {pipeline} PP ranks "
             f"are {fixed * shard} and not {devices} devices; give as many with --gpus as it is for"
         )
     return _Degrees(replicate, shard, tensor, context, pipeline)
@@ -208,7 +208,7 @@ def _again(words: Words, toml: bool, told: list[str]) -> str:
     if mode in whole:
         return whole[mode]
     if mode != "selective":
-        told.append(f"{name} {mode}: taken as nothing, computed again")
+        told.append(f"{name} {mode}: taken as nothing, recomputed")
         return "nothing"
     if option == "op":
         return nearest(Group.ALTERNATE, 1.0, told, "selective")

@@ -25,7 +25,7 @@ __all__ = ["Words", "flattened", "script", "text_of", "words_of"]
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 _SET = re.compile(r"(\w+)=(.*)", re.DOTALL)
 POLICY = "activation-checkpoint:"
-"""How torchtitan is told what to compute again, without dashes."""
+"""How torchtitan is told what to recompute, without dashes."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a configuration has to satisfy to be run at all, and what the joint space lays out: tables of rules.
 
-The rules of experts are Megatron's: expert ranks and the experts' tensor ranks are made of data, context and tensor
+The rules of experts are Megatron's: EP ranks and the experts' TP ranks are made of data, context and tensor
 ranks, so that the fewest devices are stages x max(tensor x context, expert x expert tensor), not the product of all
 (Megatron-Bridge pull request 3509).
 """
@@ -84,13 +84,13 @@ HEADS = (
 RULES = (
     *HEADS,
     Rule(
-        "context ranks of heads",
+        "CP ranks of heads",
         lambda f, g: divides(g.context, g.ulysses),
         lambda f, at: f"{at.ranks('ulysses')} are no part of {at.ranks('context')}",
     ),
     even("tokens", "tokens of a sample (data.sequence)", "sequence", "context"),
     Rule(
-        "tokens of tensor ranks",
+        "tokens of TP ranks",
         lambda f, g: (g.sequence_parallel == 0) | divides(g.sequence, g.context * g.tensor),
         lambda f, at: f"{at.ranks('tensor')} do not divide the tokens that {at.ranks('context')} have",
     ),
@@ -113,7 +113,7 @@ RULES = (
     Rule(
         "offloaded parameters",
         lambda f, g: ((g.offload & 2) == 0) | (g.zero >= 3),
-        lambda f, at: "parameters wait on the host only where data ranks divide them",
+        lambda f, at: "parameters are offloaded to the host only where DP ranks divide them",
     ),
     Rule(
         "shards",
@@ -150,24 +150,24 @@ LAID = (
     Rule(
         "batch",
         lambda f, g: divides(g.batch, g.data * g.micro),
-        lambda f, at: f"{at['data']} data ranks of micro-batches of {at['micro']} do not divide {at['batch']} samples",
+        lambda f, at: f"{at['data']} DP ranks of micro-batches of {at['micro']} do not divide {at['batch']} samples",
     ),
     Rule(
         "pieces of a ring",
         lambda f, g: divides(g.sequence, g.context * np.where(g.context > g.ulysses, 2, 1)),
-        lambda f, at: f"{at['context']} context ranks do not cut {at['sequence']} tokens into twice as many parts",
+        lambda f, at: f"{at['context']} CP ranks do not cut {at['sequence']} tokens into twice as many parts",
     ),
     Rule(
-        "expert ranks",
+        "EP ranks",
         lambda f, g: divides(g.data * g.context * g.tensor, g.expert * g.expert_tensor),
         lambda f, at: (
-            f"{at['expert']} x {at['expert_tensor']} expert ranks are not made of the "
+            f"{at['expert']} x {at['expert_tensor']} EP ranks are not made of the "
             f"{at.size('data', 'context', 'tensor')} ranks of a stage"
         ),
     ),
 )
 """What the joint space lays out and its models price: even cuts of blocks, whole micro-batches, rings of two pieces a
-rank, expert ranks out of the others."""
+rank, EP ranks out of the others."""
 
 
 def legal(outline: Outline, g: Grid) -> Mask:

@@ -9,7 +9,7 @@
 A rule is asked of a grid (`planner.space.grid`): of millions of configurations by the search, of one by `--explain`,
 and of a plan's own numbers (`planner.legality.plan_as_grid`) by whoever makes, chooses, starts or changes a plan
 (`planner.legality.check_plan`). Each refusal is a sentence; ranks in it are called as the one who asks calls them ("4
-tensor ranks", "tp=4").
+TP ranks", "tp=4").
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = [
 Mask = NDArray[np.bool_]
 
 RANKS = {
-    "tensor": "tensor ranks", "ulysses": "ranks that exchange heads", "context": "context ranks",
-    "expert": "expert ranks", "data": "data ranks", "pipeline": "stages",
+    "tensor": "TP ranks", "ulysses": "ranks that exchange heads", "context": "CP ranks",
+    "expert": "EP ranks", "data": "DP ranks", "pipeline": "stages",
 }  # fmt: skip
 """What the ranks of a column are called where no axis has a name."""
 

@@ -1,7 +1,7 @@
 """The joint space of strategies for a model, a cluster and a batch, as grids of legal configurations.
 
-Every way to make the devices of stages, tensor, context and data ranks, times what is folded into them (experts), how
-states are divided, micro-batches, chunks of stages, and what is computed again. Nothing is left out because it seldom
+Every way to make the devices of stages, TP, CP and DP ranks, times what is folded into them (experts), how
+states are divided, micro-batches, chunks of stages, and what is recomputed. Nothing is left out because it seldom
 wins; what is left out is what the models say is never better (`DOMINATED`, which tests prove), and the rest is laid
 down in tables here.
 """
@@ -29,10 +29,10 @@ __all__ = ["ALL", "Able", "Request", "expanded", "meshes", "of_mesh", "remade"]
 ZERO = (0, 1, 2, 3)
 FASTEST_ZERO = 1
 DOMINATED = (
-    "tensor ranks that do not divide the tokens between their products: never faster, never smaller",
+    "TP ranks that do not divide the tokens between their products: never faster, never smaller",
     "states divided over one rank: the same as not divided",
-    "pipeline ranks within data ranks, where no two stages fit a fast link, or all devices do: what stages send goes "
-    "as far, and what data ranks do is never nearer",
+    "PP ranks within DP ranks, where no two stages fit a fast link, or all devices do: what stages send goes "
+    "as far, and what DP ranks do is never nearer",
 )
 """What is left out, since the models of time and memory say that it is never better."""
 
@@ -42,27 +42,27 @@ class Able:
     """What runs a plan may not be able to run all of the space; so much of it is looked at."""
 
     zero: tuple[int, ...] = ZERO
-    """What data ranks may divide."""
+    """What DP ranks may divide."""
     staged: tuple[int, ...] = ZERO
     """The same, of stages of a pipeline."""
     again: tuple[str, ...] = (NOTHING, *SETS, SOME, ALL_BLOCKS)
-    """What may be computed again, by its name (`planner.space.recompute`)."""
+    """What may be recomputed, by its name (`planner.space.recompute`)."""
     shares: tuple[float, ...] | None = None
     """Of blocks that are, where some are, between none and all; None: any number of a chunk's blocks."""
     pipeline: int = 0
     """Stages at most; 0: any number."""
     tensor: int = 0
-    """Tensor ranks at most; 0: any number."""
+    """TP ranks at most; 0: any number."""
     context: int = 0
-    """Context ranks at most; 0: any number."""
+    """CP ranks at most; 0: any number."""
     ulysses: int = 0
     """Of them those that exchange heads at most; 0: any number."""
     expert: int = 0
-    """Expert ranks at most; 0: any number."""
+    """EP ranks at most; 0: any number."""
     schedules: tuple[str, ...] = tuple(one.name for one in SCHEDULES)
     """Of pipelines, as far as what runs the plan has them, too."""
     inner: bool = True
-    """Whether pipeline ranks may lie within data ranks."""
+    """Whether PP ranks may lie within DP ranks."""
     near: bool = True
     """Whether states may be divided over a part of the ranks that have them alike (HSDP)."""
     uneven: int = 2
@@ -72,7 +72,7 @@ class Able:
 
     @property
     def ladder(self) -> Ladder | None:
-        """Of shares of blocks that may be computed again."""
+        """Of shares of blocks that may be recomputed."""
         return Ladder.of(self.again, self.shares)
 
 
@@ -100,11 +100,11 @@ class Request:
     optimisers: tuple[int, ...] = (0,)
     """Codes of kinds that may be used (`planner.space.optimisers_and_offload`)."""
     offloads: tuple[int, ...] = (0,)
-    """What may wait on the host, as bits of `means.Offload`; each of these may be taken."""
+    """What may be offloaded to the host, as bits of `means.Offload`; each of these may be taken."""
 
     @property
     def least_moved(self) -> tuple[int, int]:
-        """The optimiser and what waits on the host with which the device itself updates quickest."""
+        """The optimiser and what is offloaded to the host with which the device itself updates quickest."""
         away = any(one & int(Offload.OPTIMISER) for one in self.offloads)
         return min(self.optimisers, key=moved_of), int(Offload.OPTIMISER) if away else 0
 
@@ -116,13 +116,13 @@ def divisors(number: int) -> list[int]:
 
 
 def equal_parts(outline: Outline) -> int:
-    """The most tensor ranks that all products which are cut have equal parts for: of models without heads."""
+    """The most TP ranks that all products which are cut have equal parts for: of models without heads."""
     cut = [one for block, _ in outline.kinds for one in block.products if one.cut]
     return math.gcd(*(one.outputs if one.cut == "out" else one.inputs for one in cut)) if cut else 1
 
 
 MeshSizes = tuple[int, int, int, int, int]
-"""Pipeline, tensor, context and data ranks, and how many of the context ranks exchange heads."""
+"""PP, TP, CP and DP ranks, and how many of the CP ranks exchange heads."""
 
 
 def meshes(outline: Outline, request: Request) -> Iterator[MeshSizes]:
@@ -151,7 +151,7 @@ def meshes(outline: Outline, request: Request) -> Iterator[MeshSizes]:
 
 
 def _ways(context: int, heads: int, request: Request) -> Iterator[int]:
-    """How many of the context ranks may exchange a tensor rank's heads; the others are a ring, of two pieces each."""
+    """How many of the CP ranks may exchange a TP rank's heads; the others are a ring, of two pieces each."""
     for ulysses in divisors(context):
         if request.able.ulysses and ulysses > request.able.ulysses:
             break
@@ -234,7 +234,7 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
 
 
 def _placed(request: Request, together: Any, pipeline: Any, data: Any) -> Any:
-    """Whether pipeline ranks are tried within data ranks: where two stages, of so many ranks of a data rank, fit where
+    """Whether PP ranks are tried within DP ranks: where two stages, of so many ranks of a DP rank, fit where
     not all devices do, at a fast link or on an island."""
     widest = max((size for size in (request.node, *request.islands) if size < request.devices), default=0)
     fits = (2 * together <= widest) & request.able.inner
@@ -242,13 +242,13 @@ def _placed(request: Request, together: Any, pipeline: Any, data: Any) -> Any:
 
 
 def _again(request: Request) -> list[int]:
-    """Groups that are computed again; 0, where it is whole blocks, of which the least share stands for all."""
+    """Groups that are recomputed; 0, where it is whole blocks, of which the least share stands for all."""
     able = request.able
     return [*([0] if able.ladder else []), *(int(group) for name, group in SETS.items() if name in able.again)]
 
 
 def _least(outline: Outline, request: Request, found: Grid) -> Grid:
-    """With the least share of blocks that may be computed again, where that is not none of them."""
+    """With the least share of blocks that may be recomputed, where that is not none of them."""
     ladder = request.able.ladder
     if ladder is None or ladder.steps is None or not ladder.steps[0]:
         return found
@@ -262,14 +262,14 @@ def _least(outline: Outline, request: Request, found: Grid) -> Grid:
 
 
 def _by_share(outline: Outline, request: Request, found: Grid) -> Grid:
-    """The same; where activations wait on the host each share, in quarters, is a configuration of its own."""
+    """The same; where activations are offloaded to the host each share, in quarters, is a configuration of its own."""
     found, ladder = _least(outline, request, found), request.able.ladder
     own = away(found.offload)[2] & ((found.recompute == 0) | (found.recompute == int(Group.BLOCK)))
     return found if ladder is None or not own.any() else ladder.coarse.all_of(outline, found, own)
 
 
 def _shards(request: Request, mesh: MeshSizes, level: int, *, bound: bool) -> list[int]:
-    """Over how many of the data and context ranks states may be divided: all, or those at the same fast link (HSDP)."""
+    """Over how many of the DP and CP ranks states may be divided: all, or those at the same fast link (HSDP)."""
     _, tensor, context, data, _ = mesh
     over = context * data
     near = math.gcd(over, max(request.node // tensor, 1)) if request.able.near else 1
@@ -282,7 +282,7 @@ def _near(request: Request, level: int) -> tuple[bool, ...]:
 
 def remade(outline: Outline, request: Request, rows: Grid) -> Grid:
     """Rows that `of_mesh` laid out with `bound`, by every schedule, with any number of chunks, with everything that may
-    be computed again, and in any order of the axes."""
+    be recomputed, and in any order of the axes."""
     again = _again(request)
     slower = {code(quick): code(name) for name, quick in NEVER_QUICKER.items() if name in request.schedules}
     twice = np.array([found in slower for found in rows.schedule.tolist()]) & (rows.pipeline > 1)

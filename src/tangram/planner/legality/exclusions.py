@@ -1,8 +1,8 @@
 """What of the joint space may be left out, by name: a row for each of its axes.
 
 A row turns what may be looked at (`space.Able`) into the same without an axis, so that the search never lays it out and
-its bounds stay bounds. Kinds of optimisers, what waits on the host and types of products are not here: of these nothing
-is looked at but what is asked for.
+its bounds stay bounds. Kinds of optimisers, what is offloaded to the host and types of products are not here: of these
+nothing is looked at but what is asked for.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tangram.planner.space.schedule_formulas import SCHEDULES
 
 __all__ = ["AXES", "without"]
 
-NO_DATA = Rule("no data ranks", lambda f, g: g.data == 1, lambda f, at: f"{at['data']} data ranks are not to be used")
+NO_DATA = Rule("no DP ranks", lambda f, g: g.data == 1, lambda f, at: f"{at['data']} DP ranks are not to be used")
 NO_RING = Rule(
     "no rings",
     lambda f, g: g.ulysses == g.context,
-    lambda f, at: f"{at['context']} context ranks send keys around, which is not to be used",
+    lambda f, at: f"{at['context']} CP ranks send keys around, which is not to be used",
 )
 
 
 def _level(one: int) -> Callable[[Able], Able]:
-    """Without what data ranks divide by a level of ZeRO."""
+    """Without what DP ranks divide by a level of ZeRO."""
     return lambda able: replace(
         able,
         zero=tuple(other for other in able.zero if other != one) or (0,),
@@ -37,7 +37,7 @@ def _level(one: int) -> Callable[[Able], Able]:
 
 
 def _again(names: Sequence[str]) -> Callable[[Able], Able]:
-    """With these of what may be computed again, and nothing."""
+    """With these of what may be recomputed, and nothing."""
     return lambda able: replace(able, again=(NOTHING, *(one for one in able.again if one in names)))
 
 

@@ -1,7 +1,7 @@
 """A plan's own numbers as a configuration, so that the tables of legality are asked of it as of any other.
 
-Axes have their own names in a plan, and what they cut is said by layouts and marks: tensor ranks are those of axes that
-cut what queries are made with, ranks that exchange heads those of context axes that do, expert ranks those that cut the
+Axes have their own names in a plan, and what they cut is said by layouts and marks: TP ranks are those of axes that
+cut what queries are made with, ranks that exchange heads those of context axes that do, EP ranks those that cut the
 experts. A pipeline whose schedule the search does not know (one's own table, say) is left out: `schema.plan` has
 checked its stages and micro-batches already.
 """

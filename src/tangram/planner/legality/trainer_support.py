@@ -44,7 +44,7 @@ SAID = (
     Rule(
         "blocks of split backwards",
         lambda f, g: ~(splits(g.schedule) & (g.pipeline > 1) & (g.recompute > 0)),
-        lambda f, at: "the schedule does backwards in two parts, and would compute blocks again for each of them",
+        lambda f, at: "the schedule does backwards in two parts, and would recompute blocks for each of them",
     ),
     Rule("micro-batches that pass", _passes, _said_of_micros),
 )
@@ -67,17 +67,17 @@ UNSAID = (
         lambda f, at: "adapters and frozen bases are not trained from a plan",
     ),
     Rule(
-        "states of context ranks",
+        "states of CP ranks",
         lambda f, g: (g.context == 1) | (g.zero == 0) | (g.shard <= g.data),
-        lambda f, at: "states are divided over data ranks alone, and not over those of a context axis",
+        lambda f, at: "states are sharded over DP ranks alone, and not over those of a context axis",
     ),
     Rule(
-        "context ranks alike",
+        "CP ranks alike",
         lambda f, g: (g.ulysses == 1) | (g.ulysses == g.context),
-        lambda f, at: "context ranks exchange heads or send keys around, all of them alike",
+        lambda f, at: "CP ranks exchange heads or send keys around, all of them alike",
     ),
     Rule(
-        "expert ranks",
+        "EP ranks",
         lambda f, g: g.expert == 1,
         lambda f, at: "experts are dealt to ranks of an axis of their own, not to those of others",
     ),

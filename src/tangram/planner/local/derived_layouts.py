@@ -108,7 +108,7 @@ def axes_layouts(
     """The layouts over model axes, which are those of `mesh`, and, of all parameters, over the data axis `shard`.
 
     `graph`: of as many samples as an axis cuts, or one. None: no marks are known for such a model and axis. A sentence:
-    they do not fit. Where tensor ranks cannot divide what lies between their products as well as others do, they only
+    they do not fit. Where TP ranks cannot divide what lies between their products as well as others do, they only
     divide the products.
     """
     marks: list[Mark] = []

@@ -5,28 +5,28 @@ Memory of a rank, in bytes, with P its numbers of parameters (by the plan's own 
     parameters  4 P        gradients  4 P (trained)        optimiser  8 P (trained), all by the types of [precision]:
                 2 P where they are kept in 16 bits, and then 4 P more of the optimiser's for the masters
     activations what the backward of a micro-batch keeps; of blocks in run.recompute only their input, and of the one
-                that is computed again all
+                that is recomputed all
     logits      the gradient of a micro-batch's, in their own type, and what of them is in float32 at a time
     gathered    what FSDP2 holds whole: what lies outside the blocks, two blocks, and one block's gradient; all of them
                 where run.reshard keeps parameters whole, and all gradients where they are reduced once a step; of a
-                pipeline all of its stages and their gradients. Of whole copies there is no FSDP2, but gradients are
+                pipeline all of its stages and their gradients. Of full replicas there is no FSDP2, but gradients are
                 there twice where they are summed after each of several micro-batches
     process     a constant (`hardware.overheads`)
 
 Seconds of a step, with M micro-batches, each operator at the rate of its size, but never quicker than a call can be:
 
-    products    M x matrix products, forward, backward, and forward again where recomputed
+    products    M x matmuls, forward, backward, and forward again where recomputed
     moves       M x all other operators, by the bytes that they move; gradients of each micro-batch but the first are
                 added to those that are there
     communication  M x (gather each unit twice, reduce its gradient: over gloo as an all-reduce; all-reduce over copies;
-                over tensor ranks one all-reduce for each module that is cut), and one number at the end of a step;
+                over TP ranks one all-reduce for each module that is cut), and one number at the end of a step;
                 gathers and reductions are fewer where run.reshard and run.reduce_every say so
     optimiser   AdamW's passes through what the rank holds, and what each parameter costs to handle
 
 Of a pipeline each rank is counted (`planner.local.stage_shares`): the memory of the one that needs most, the seconds of
 the slowest with the time in which it waits; ranks that share a core wait while others use it, so that costs nothing
 until all of them wait. Its stages are whole from their first micro-batch to their last. Of tensor parallelism,
-activations and products are counted on the model that one tensor rank has. Nothing overlaps, and ranks wait for nobody
+activations and products are counted on the model that one TP rank has. Nothing overlaps, and ranks wait for nobody
 else. Recomputation inside a block is not seen, only that of blocks.
 """
 
@@ -128,7 +128,7 @@ def estimate(plan: Plan, whole: ModelCosts, local: ModelCosts, rates: Rates, mov
     """What the plan needs on this machine.
 
     `whole`: the costs of the whole model, of which only the parameters are used. `local`: those of the model that one
-    tensor rank computes, for a micro-batch of the plan (the same where no axis is tensor's). `moves`: what moves over
+    TP rank computes, for a micro-batch of the plan (the same where no axis is tensor's). `moves`: what moves over
     model axes for one sample, as derived.
     """
     held = numbers_held(plan, whole.parameters)
@@ -162,7 +162,7 @@ def shard_size(plan: Plan) -> int:
 
 
 def whole_copies(plan: Plan) -> bool:
-    """Whether data ranks have all parameters whole, and nothing is rounded: then there is no FSDP2 around them.
+    """Whether DP ranks have all parameters whole, and nothing is rounded: then there is no FSDP2 around them.
 
     Of several ranks the gradients are summed as they are.
     """
@@ -205,7 +205,7 @@ def _logits(plan: Plan, local: ModelCosts, kind: str) -> float:
 
 
 def _gathered(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> float:
-    """What FSDP2 holds whole beside a rank's parts, in bytes; of whole copies, what their sums take."""
+    """What FSDP2 holds whole beside a rank's parts, in bytes; of full replicas, what their sums take."""
     if whole_copies(plan):
         return _of_sums(plan, parameters, held)
     units = _unit_numbers(plan, parameters, held)
@@ -319,7 +319,7 @@ def _data_seconds(
 
 
 def _sums_seconds(gradients: float, copies: int, rates: Rates) -> float:
-    """Of whole copies: into buckets, and each over the ranks."""
+    """Of full replicas: into buckets, and each over the ranks."""
     if copies == 1:
         return 0.0
     buckets = 1 + gradients // overheads.COPY_BUCKET_BYTES

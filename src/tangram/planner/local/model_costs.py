@@ -33,7 +33,7 @@ def frozen(model: nn.Module, job: Job) -> nn.Module:
 
 
 class Counted:
-    """A job's model on meta and what it costs, counted once for each number of tensor ranks."""
+    """A job's model on meta and what it costs, counted once for each number of TP ranks."""
 
     def __init__(self, job: Job, config: PreTrainedConfig) -> None:
         self.job, self.config = job, config
@@ -95,7 +95,7 @@ class Counted:
         return one, two
 
     def _narrowed(self, tensor: int, vocabulary: bool) -> _Narrow | None:
-        """The model of one of so many tensor ranks; None where no configuration says it."""
+        """The model of one of so many TP ranks; None where no configuration says it."""
         config = _one_of(self.config, tensor, vocabulary)
         if config is None:
             return None
@@ -123,7 +123,7 @@ def _layout(name: str, layouts: Mapping[str, str]) -> str | None:
 
 
 def _one_of(config: PreTrainedConfig, tensor: int, vocabulary: bool) -> PreTrainedConfig | None:
-    """The model that one of so many tensor ranks computes: fewer heads, a narrower inside. None: no fields say it."""
+    """The model that one of so many TP ranks computes: fewer heads, a narrower inside. None: no fields say it."""
     config = deepcopy(config)
     text = config.get_text_config()
     sizes = {

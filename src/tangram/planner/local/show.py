@@ -84,7 +84,7 @@ def _batch(plan: Job) -> list[Row]:
         return [("step", step)]
     share = data.global_batch / plan.data_ranks
     even = (
-        f"{share:g} samples a data rank" if share == int(share) else f"up to {-(-data.global_batch // plan.data_ranks)}"
+        f"{share:g} samples a DP rank" if share == int(share) else f"up to {-(-data.global_batch // plan.data_ranks)}"
     )
     took = f"{plan.micro_steps} micro-batch{'es' if plan.micro_steps > 1 else ''} of {data.micro_batch}"
     full = plan.micro_steps * data.micro_batch * plan.data_ranks
@@ -100,7 +100,7 @@ def _numbers(plan: Job) -> list[Row]:
         ("parameters in", f"{plan.precision.parameters}; updated, with the optimiser's states, in {masters}"),
         ("computed in", plan.precision.compute),
         ("gradients summed in", f"{plan.precision.reduce} over ranks{added}"),
-        ("computed again", ", ".join(plan.run.recompute) + but or "nothing: every activation is kept"),
+        ("recomputed", ", ".join(plan.run.recompute) + but or "nothing: every activation is kept"),
     ]
     return [*found, ("compiled", "each block")] if plan.run.compile else found
 

@@ -33,7 +33,7 @@ class Share:
     stages: tuple[int, ...]
     parameters: tuple[Parameter, ...]
     local: ModelCosts
-    """Its parts of what one tensor rank computes."""
+    """Its parts of what one TP rank computes."""
     work: float
     """Its share of all work."""
     kept: tuple[int, ...]
@@ -51,7 +51,7 @@ def recomputed(plan: Plan, block: str) -> bool:
 def kept_bytes(plan: Plan, part: Part) -> float:
     """What a part keeps of a micro-batch for its backward.
 
-    Of one that is computed again: what goes in, and what operators make that do not run again (`run.recompute_keep`).
+    Of one that is recomputed: what goes in, and what operators make that do not run again (`run.recompute_keep`).
     """
     if not recomputed(plan, part.name):
         return part.kept_bytes
@@ -67,7 +67,7 @@ def again_flops(plan: Plan, part: Part) -> float:
 
 
 def shares(plan: Plan, parameters: Sequence[Parameter], local: ModelCosts) -> list[Share]:
-    """What each rank has of a model with these parameters, of which a tensor rank computes `local`."""
+    """What each rank has of a model with these parameters, of which a TP rank computes `local`."""
     table = plan.actions(1 if plan.pipeline is None else None)  # of one stage micro-batches follow each other
     last = table.stages - 1
     parts: list[list[Part]] = [[] for _ in range(table.stages)]

@@ -1,4 +1,4 @@
-"""What one tensor rank computes of a model, as derived: the share of products, and of all other operators.
+"""What one TP rank computes of a model, as derived: the share of products, and of all other operators.
 
 For models that no configuration says narrower (heads without a size of their own, state spaces, experts): there the
 costs of the whole model are scaled. Shares are of all blocks, and of what lies outside of them.

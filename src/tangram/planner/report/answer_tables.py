@@ -16,22 +16,22 @@ from tangram.planner.search.strategy import Ask, Choice, safe
 from tangram.planner.space.optimisers_and_offload import OPTIMISERS, offload_words
 
 HEADERS = (
-    "", "mesh", "micro-batch", "schedule", "experts", "divided", "made again", "memory", "fits", "step", "90 of 100",
+    "", "mesh", "micro-batch", "schedule", "experts", "divided", "recomputed", "memory", "fits", "step", "90 of 100",
     "tokens/s/device", "MFU",
 )  # fmt: skip
 FITS = 0.9
 """How likely a strategy is not to run out, to be called fitting."""
 ZERO = ("nothing", "optimiser", "and gradients", "and parameters")
 PARTS = {
-    "products": "matrix products", "attention": "attention", "streams": "norms, activations, casts",
-    "head": "logits and loss", "launch": "waiting for the host", "tensor": "over tensor ranks",
-    "expert": "to experts and back", "context": "keys or heads over context ranks", "stages": "between stages",
+    "products": "matmuls", "attention": "attention", "streams": "norms, activations, casts",
+    "head": "logits and loss", "launch": "waiting for the host", "tensor": "over TP ranks",
+    "expert": "to experts and back", "context": "keys or heads over CP ranks", "stages": "between stages",
     "idle": "waiting for other stages", "data": "gradients and parameters", "optimiser": "optimiser",
     "host": "waiting for the host's memory",
 }  # fmt: skip
 HELD = {
     "parameters": "parameters", "gradients": "gradients", "optimiser": "optimiser's states",
-    "activations": "kept for the backward", "passing": "comes and goes: logits, blocks made again, gathered",
+    "activations": "kept for the backward", "passing": "comes and goes: logits, blocks recomputed, gathered",
     "reserve": "allocator's reserve", "context": "context and workspaces",
 }  # fmt: skip
 
@@ -228,8 +228,8 @@ def explained_json(found: Explained) -> dict[str, object]:
 
 
 def again_words(again: str) -> str:
-    """What is computed again, as a part of a sentence."""
-    return "nothing made again" if again == "nothing" else f"{again} made again"
+    """What is recomputed, as a part of a sentence."""
+    return "nothing recomputed" if again == "nothing" else f"{again} recomputed"
 
 
 def _between(low: float, high: float) -> str:
@@ -257,7 +257,7 @@ def _row(place: str, one: Choice) -> tuple[str, ...]:
 
 
 def divided_words(one: Choice) -> str:
-    """What data ranks divide, over how many where not all, and by what ways less memory is needed."""
+    """What DP ranks divide, over how many where not all, and by what ways less memory is needed."""
     return "; ".join([ZERO[one.zero] + near_words(one), *lean_words(one)])
 
 
@@ -267,7 +267,7 @@ def near_words(one: Choice) -> str:
 
 
 def lean_words(one: Choice) -> list[str]:
-    """Another optimiser than AdamW, what waits on the host, products of fewer than 16 bits."""
+    """Another optimiser than AdamW, what is offloaded to the host, products of fewer than 16 bits."""
     low = f"{one.precision} products" if one.precision in ("fp8", "fp4") else ""
     kind = "" if one.optimiser == "adamw" else one.optimiser
     return [word for word in (kind, f"on the host: {one.offload}" if one.offload else "", low) if word]

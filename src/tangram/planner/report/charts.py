@@ -38,7 +38,7 @@ __all__ = [
 ]  # fmt: skip
 
 GB = 1e-9
-AFTER = {"data": "gradients and parameters over data ranks"}
+AFTER = {"data": "gradients and parameters over DP ranks"}
 """Of kinds of actions whose own names say little."""
 MOST_ROWS = 16
 """Strategies that are drawn beside each other."""
@@ -47,7 +47,7 @@ MOST_LINES = 12
 KEPT_WORDS = {
     "parameters": "parameters", "gradients": "gradients", "optimiser": "optimiser's states",
     "activations": "kept for the backward", "logits": "logits and their gradient",
-    "again": "blocks made again, widest gradient", "gathered": "gathered parameters", "workspace": "workspaces",
+    "again": "blocks recomputed, widest gradient", "gathered": "gathered parameters", "workspace": "workspaces",
     "reserve": "allocator's reserve", "context": "context",
 }  # fmt: skip
 

@@ -35,7 +35,7 @@ class OverParts:
         if not self.found:
             return [("Nothing fits over the parts together", ("what",), [(self._too_small(),)]), beside]
         title = f"{self.outline.said} over {len(self.parts)} parts, {self.between / 1e9:g} GB/s between their devices"
-        headers = ("", "mesh", "parts", "micro-batch", "experts", "divided", "made again", "step", "tokens/s/device")
+        headers = ("", "mesh", "parts", "micro-batch", "experts", "divided", "recomputed", "step", "tokens/s/device")
         rows = [self._row(str(number), one) for number, one in enumerate(self.found, start=1)]
         return [
             (f"{title}, predicted without what runs have taught", headers, rows),

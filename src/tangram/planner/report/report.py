@@ -50,8 +50,8 @@ __all__ = ["Shown", "as_html", "pictures_of", "step_as_html", "write_report", "w
 MOST_ACTIONS = 5000
 """That a chart of a step has: more cannot be told from each other."""
 DIVIDED = (
-    "nothing divided over data ranks", "optimiser's states divided over data ranks",
-    "gradients and optimiser's states divided over data ranks", "parameters and all states divided over data ranks",
+    "nothing sharded over DP ranks", "optimiser's states sharded over DP ranks",
+    "gradients and optimiser's states sharded over DP ranks", "parameters and all states sharded over DP ranks",
 )  # fmt: skip
 
 

@@ -1,16 +1,16 @@
 """The best configurations of the joint space: branch and bound, equal to trying everything.
 
-A branch is what has a mesh (pipeline, tensor, context and data ranks), a micro-batch, folded experts and a schedule in
-common. Its bound is the step of that one of its configurations in which nothing is computed again and the optimiser's
+A branch is what has a mesh (PP, TP, CP and DP ranks), a micro-batch, folded experts and a schedule in
+common. Its bound is the step of that one of its configurations in which nothing is recomputed and the optimiser's
 states are divided, exposed data traffic left aside: by the model of time every other part is at least as long where
-something is computed again or divided otherwise, whatever each part is multiplied by (`tests/planner/test_space.py`
+something is recomputed or divided otherwise, whatever each part is multiplied by (`tests/planner/test_space.py`
 draws configurations and factors). Branches are taken by their bound; when it is longer than the last of the best found,
-the rest cannot hold a better one. Of the branches that are left each way of computing again has a bound of its own.
+the rest cannot hold a better one. Of the branches that are left each way of recomputing has a bound of its own.
 So what is returned is what trying all would return.
 
-As soon as something fits, what needs too much on one rank by any cut, with all blocks computed again, is left out
+As soon as something fits, what needs too much on one rank by any cut, with all blocks recomputed, is left out
 (`planner.search.uneven_stages.hopeless`). Of each configuration that is left, the quickest cut of the blocks into
-chunks that fits is taken (`planner.search.uneven_stages`), with as few blocks computed again as fit or more where that
+chunks that fits is taken (`planner.search.uneven_stages`), with as few blocks recomputed as fit or more where that
 is quicker (`planner.space.recompute`); bounds are of the best that any could be.
 """
 
@@ -95,7 +95,7 @@ def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales, *, 
     """Of each row that `remade` laid out what none of its configurations is quicker than; with `fewer`, of each that
     `of_mesh` laid out with `bound`.
 
-    Without what data ranks move beyond computation: of that more hides where more is computed again, and with parts
+    Without what DP ranks move beyond computation: of that more hides where more is recomputed, and with parts
     multiplied unlike each other the one could outweigh the other.
     """
     found: list[Floats] = []
@@ -163,7 +163,7 @@ def _take(
     if smallest is None:
         raise UserError(
             f"nothing that is allowed of {wanted.outline.name} can be run: rules leave no configuration of any mesh; "
-            "allow more (kinds of optimisers, what waits on the host, all but what --runs runs)"
+            "allow more (kinds of optimisers, what is offloaded to the host, all but what --runs runs)"
         )
     if not best:
         empty = smallest[1].take(slice(0, 0))

@@ -1,4 +1,4 @@
-"""Configurations as they are taken: with as many blocks computed again as need be, and what they then need and take.
+"""Configurations as they are taken: with as many blocks recomputed as need be, and what they then need and take.
 
 Of each the least share that fits is taken (`planner.space.recompute`), and from it on the next as long as that is
 quicker: more computation may cover more of what ranks send, and with learned corrections cover more than it takes.
@@ -45,7 +45,7 @@ class Wanted:
         return self.able.uneven
 
     def evaluated(self, g: Grid, last: float = np.inf) -> tuple[Grid, Array, Array]:
-        """With as few blocks computed again as fit, or more where that is quicker; seconds of a step, infinite where
+        """With as few blocks recomputed as fit, or more where that is quicker; seconds of a step, infinite where
         none fits or a chunk has no block, and bytes. `last`: seconds from which on it does not matter."""
         g, need = fitted(self.outline, g, self.able.ladder, self.limit, self.needs)
         return self.quickest(g, need, last)
@@ -65,7 +65,7 @@ class Wanted:
         return self.quickest(g, need, np.inf)
 
     def quickest(self, g: Grid, need: Array, last: float) -> tuple[Grid, Array, Array]:
-        """Bytes as they are needed, with one more block computed again as long as that is quicker and fits; what is not
+        """Bytes as they are needed, with one more block recomputed as long as that is quicker and fits; what is not
         as quick as `last` by then is left as it is."""
         step, least = self.steps(g, need)
         if (ladder := self.able.ladder) is None:
@@ -122,11 +122,11 @@ class Wanted:
         return step, least
 
     def most_again(self, g: Grid) -> Array:
-        """Where blocks are computed again that need not be where more memory is."""
+        """Where blocks are recomputed that need not be where more memory is."""
         return is_free(g) & (g.recompute > 0) if self.able.ladder else np.zeros(len(g), dtype=bool)
 
     def least_again(self, g: Grid) -> Grid:
-        """With the least share of blocks computed again."""
+        """With the least share of blocks recomputed."""
         return self._share(g, lambda ladder: np.zeros(len(g), dtype=np.int64))
 
     def all_again(self, g: Grid) -> Grid:

@@ -39,11 +39,11 @@ class Given:
     zero: int = 1
     again: str = "nothing"
     experts: str = "1 x 1"
-    """Expert ranks x the experts' tensor ranks."""
+    """EP ranks x the experts' TP ranks."""
     shard: int = 0
-    """Over how many of the data and context ranks states are divided; 0: all."""
+    """Over how many of the DP and CP ranks states are divided; 0: all."""
     sequence_parallel: bool = True
-    """Whether tensor ranks divide the tokens of what they do not divide otherwise."""
+    """Whether TP ranks divide the tokens of what they do not divide otherwise."""
     uneven: str = "0 0"
     """How many blocks fewer the first chunk of the model has, and the last one."""
 
@@ -77,7 +77,7 @@ def _only(kinds: tuple[int, ...]) -> int:
 
 
 def ordered(mesh: str, axes: list[str]) -> bool:
-    """Whether pipeline ranks lie within data ranks. Raises UserError for an order that is not known."""
+    """Whether PP ranks lie within DP ranks. Raises UserError for an order that is not known."""
     orders = {"pp dp cp heads tp": False, "dp pp cp heads tp": True}
     for order, inner in orders.items():
         if axes == [name for name in order.split() if name in axes]:
@@ -111,7 +111,7 @@ def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
     try:
         expert, expert_tensor = (int(part) for part in given.experts.split("x"))
     except ValueError:
-        raise UserError(f'"{given.experts}" are no expert ranks: write 8 x 1') from None
+        raise UserError(f'"{given.experts}" are no EP ranks: write 8 x 1') from None
     try:
         ahead, behind = (int(part) for part in given.uneven.split())
     except ValueError:

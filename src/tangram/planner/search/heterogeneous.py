@@ -1,16 +1,16 @@
 """Strategies over parts of a cluster that are not alike: other devices, other nodes, a slower link between them.
 
-Each stage of a pipeline lies within one part, and all stages have as many tensor, context and data ranks, so that a
+Each stage of a pipeline lies within one part, and all stages have as many TP, CP and DP ranks, so that a
 part has a whole number of stages. The parts follow each other in some order, and the blocks are cut so that the step is
 the quickest in which each stage fits its own devices (`planner.space.stage_cuts`). What a block takes and needs on a
 part is what the models of time and memory say with that part's `Setting`; what goes from part to part is priced here,
 and no more.
 
 Searched are all meshes, micro-batches, folded experts, orders of the parts, ZeRO-1 or none, and nothing, norms and
-activations or all blocks computed again, for 1F1B. What is found is what trying all of them finds: configurations are
+activations or all blocks recomputed, for 1F1B. What is found is what trying all of them finds: configurations are
 tried in the order of a bound (`_bounds`), until no other can be among the best.
 
-The trade-off: one number of tensor, context and data ranks for all parts keeps what a stage hands on in one layout and
+The trade-off: one number of TP, CP and DP ranks for all parts keeps what a stage hands on in one layout and
 the search small; parts without a common divisor lie idle in part. What published runs have taught is not applied: it is
 learned from devices that are alike.
 """
@@ -76,7 +76,7 @@ class Mixed:
     expert_tensor: int
     zero: int
     again: str
-    """What is computed again in the backward."""
+    """What is recomputed in the backward."""
     blocks: tuple[tuple[int, ...], ...]
     """Of each part's stages, in the order of `parts`."""
     stage: tuple[float, ...]

@@ -68,7 +68,7 @@ class Ask:
     optimisers: tuple[int, ...] = (0,)
     """Codes of kinds that may be used (`planner.space.optimisers_and_offload`)."""
     offloads: tuple[int, ...] = (0,)
-    """What may wait on the host (`means.Offload`)."""
+    """What may be offloaded to the host (`means.Offload`)."""
     base: Base = FULL
     """What frozen weights are kept in, where an outline has some (`models.adapted`)."""
     others: tuple[Precision, ...] = ()
@@ -101,7 +101,7 @@ class Choice:
     """One strategy, with what it is predicted to need."""
 
     mesh: str
-    """As everywhere: pipeline, data, context, tensor ranks, those first that are farthest apart; heads: further context
+    """As everywhere: PP, DP, CP, TP ranks, those first that are farthest apart; heads: further context
     ranks, which exchange heads."""
     micro: int
     micros: int
@@ -116,7 +116,7 @@ class Choice:
     expert_tensor: int
     zero: int
     again: str
-    """What is computed again in the backward."""
+    """What is recomputed in the backward."""
     step: float
     """Seconds."""
     low: float
@@ -219,7 +219,7 @@ def assumed(cluster: Cluster, ask: Ask) -> tuple[str, ...]:
             )
         if "memory_bytes" not in cluster.host:
             found.append("as much memory of the host as is needed: host.memory_bytes")
-        found.append("what waits on the host was never compared with runs: intervals do not know it")
+        found.append("what is offloaded to the host was never compared with runs: intervals do not know it")
     return tuple(found)
 
 
@@ -306,8 +306,8 @@ def _choice(
 
 
 def mesh_of(pipeline: int, data: int, context: int, ulysses: int, tensor: int, *, inner: bool = False) -> str:
-    """As everywhere, the axis first whose ranks are farthest apart; context ranks that exchange heads have an axis of
-    their own, where there are any. `inner`: pipeline ranks within data ranks."""
+    """As everywhere, the axis first whose ranks are farthest apart; CP ranks that exchange heads have an axis of
+    their own, where there are any. `inner`: PP ranks within DP ranks."""
     heads = f" heads={ulysses}" if ulysses > 1 else ""
     outer = f"dp={data} pp={pipeline}" if inner else f"pp={pipeline} dp={data}"
     return f"{outer} cp={context // ulysses}{heads} tp={tensor}"

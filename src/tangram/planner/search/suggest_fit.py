@@ -1,8 +1,8 @@
 """Where nothing fits: of each kind of change the smallest with which something does, found by searching again.
 
-More data ranks that divide states, computing again and all else of the space were tried already. What is tried here
-beside are more devices, kinds of optimisers with smaller states, what waits on the host, and shorter samples of as many
-tokens together. What runs the plan may not know some of them: its rules hold here, too.
+More DP ranks that divide states, recomputing and all else of the space were tried already. What is tried here
+beside are more devices, kinds of optimisers with smaller states, what is offloaded to the host, and shorter samples of
+as many tokens together. What runs the plan may not know some of them: its rules hold here, too.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ the first or the last gets fewer, so what is left out cannot be the best:
     does not fit on a rank between                          nor does anything after it, where that rank's blocks are
                                                             of one kind in all cuts
     does not fit on the first or the last alone             what fits takes one more from it, where all are of one kind
-    fits only with blocks computed again                    one more from either may need fewer of them
+    fits only with blocks recomputed                    one more from either may need fewer of them
     no cut at all would be as quick as what is wanted       none is tried
 
-Otherwise both ways are gone. "Fits" is: with as few blocks computed again as fit, or more where
+Otherwise both ways are gone. "Fits" is: with as few blocks recomputed as fit, or more where
 that is quicker (`planner.space.recompute`). Tests compare with trying all cuts, and plant a mistake.
 """
 
@@ -97,7 +97,7 @@ def best_cuts(wanted: Wanted, g: Grid, step: Array, need: Array, last: float = n
 
 
 def hopeless(wanted: Wanted, g: Grid) -> Array:
-    """Where nothing fits, however blocks are cut and however many of them are computed again: by one rank."""
+    """Where nothing fits, however blocks are cut and however many of them are recomputed: by one rank."""
     found = [_full(wanted, g.take(slice(start, start + CACHED))) for start in range(0, len(g), CACHED)]
     return np.concatenate(found) if found else np.zeros(0, dtype=bool)
 
@@ -126,7 +126,7 @@ def _dropped(of: Array, drop: Array, *arrays: Array) -> list[Array]:
 
 def _never(wanted: Wanted, g: Grid, *, least: bool = False) -> Array:
     """Where no cut with more blocks of nothing fits: by blocks of the last kind that a rank has in all of them.
-    `least`: nor with fewer blocks computed again.
+    `least`: nor with fewer blocks recomputed.
 
     Such are those of chunks, but the last one, before which all blocks of other kinds are: of a rank that has no other
     chunks all that it has now, and of the first rank the least that these have. Where chunks turn at the last rank, it

@@ -27,10 +27,10 @@ class Grid:
 
     tensor: Array
     sequence_parallel: Array
-    """0 or 1: whether tensor ranks divide the tokens of what they do not divide otherwise."""
+    """0 or 1: whether TP ranks divide the tokens of what they do not divide otherwise."""
     pipeline: Array
     virtual: Array
-    """Chunks of layers that each pipeline rank has; 1: no interleaving."""
+    """Chunks of layers that each PP rank has; 1: no interleaving."""
     schedule: Array
     """Of the pipeline, a code (`planner.space.schedule_formulas`)."""
     ahead: Array
@@ -40,16 +40,16 @@ class Grid:
     context: Array
     """Ranks that cut a sequence."""
     ulysses: Array
-    """Of the context ranks those that exchange heads for tokens while attention works; the others send keys around."""
+    """Of the CP ranks those that exchange heads for tokens while attention works; the others send keys around."""
     expert: Array
     expert_tensor: Array
-    """Tensor ranks of the experts."""
+    """TP ranks of the experts."""
     inner: Array
-    """Whether pipeline ranks lie within data ranks, which are then farthest apart: 0 or 1; 0: the other way around."""
+    """Whether PP ranks lie within DP ranks, which are then farthest apart: 0 or 1; 0: the other way around."""
     data: Array
-    """Ranks that take different samples: of all ranks what tensor, pipeline and context ranks leave."""
+    """Ranks that take different samples: of all ranks what TP, PP and CP ranks leave."""
     zero: Array
-    """What data ranks divide: 0 nothing, 1 the optimiser's states, 2 gradients too, 3 parameters too."""
+    """What DP ranks divide: 0 nothing, 1 the optimiser's states, 2 gradients too, 3 parameters too."""
     shard: Array
     """Over how many of the data (and context) ranks they are divided; copies beyond it."""
     micro: Array
@@ -59,7 +59,7 @@ class Grid:
     sequence: Array
     """Tokens of a sample."""
     recompute: Array
-    """Which groups (`models.outline.Group`) are computed again in the backward, as bits."""
+    """Which groups (`models.outline.Group`) are recomputed in the backward, as bits."""
     recomputed: Array
     """In which share of the layers: 0 to 1."""
     optimiser: Array
@@ -101,7 +101,7 @@ _ONES = ("tensor", "pipeline", "virtual", "context", "ulysses", "expert", "data"
 def grid(*, batch: Any, sequence: Any, **given: Any) -> Grid:
     """A grid of numbers and arrays that go together; what is not given is 1, or off.
 
-    `shard` is all data and context ranks by default, `expert_tensor` 1, `recomputed` 1. Raises UserError for numbers
+    `shard` is all DP and CP ranks by default, `expert_tensor` 1, `recomputed` 1. Raises UserError for numbers
     that cannot be (ranks, samples, tokens below 1).
     """
     known = {one.name for one in fields(Grid)}

@@ -68,7 +68,7 @@ def chunk_of(outline: Outline, g: Grid, block: int) -> tuple[Array, Array]:
 
 
 def dealt(outline: Outline, g: Grid, place: Array) -> list[Array]:
-    """How many blocks of each run the chunks of a pipeline rank have."""
+    """How many blocks of each run the chunks of a PP rank have."""
     bounds: list[int] = np.cumsum([count for _, count in outline.runs]).tolist()
     turns = folded(g.schedule)
     many = turns.any()

@@ -1,4 +1,4 @@
-"""Ways to train in less memory: kinds of optimisers, frozen bases in fewer bits, what waits on the host.
+"""Ways to train in less memory: kinds of optimisers, frozen bases in fewer bits, what is offloaded to the host.
 
 Tables of bytes. What an optimiser keeps is said beside the master of a parameter; its update moves the gradient (read,
 and once more for its norm), the master (read and written) and the parameter (written): 18 bytes a number with masters
@@ -116,7 +116,8 @@ def moved_of(codes: Any) -> Any:
 
 
 def away(bits: Any) -> tuple[Any, Any, Any]:
-    """Whether masters and states, parameters with gradients, activations wait on the host, by the bits of `Offload`."""
+    """Whether masters and states, parameters with gradients, activations are offloaded to the host, by the bits of
+    `Offload`."""
     weights = (bits & int(Offload.PARAMETERS)) == int(Offload.PARAMETERS)
     return (bits & int(Offload.OPTIMISER)) > 0, weights, (bits & int(Offload.ACTIVATIONS)) > 0
 
@@ -156,7 +157,7 @@ def optimisers_of(text: str) -> tuple[int, ...]:
 
 
 def offloads_of(text: str) -> tuple[int, ...]:
-    """What may wait on the host, of what is typed: nothing, each of them, and activations beside the others.
+    """What may be offloaded to the host, of what is typed: nothing, each of them, and activations beside the others.
 
     Raises UserError.
     """

@@ -1,6 +1,6 @@
-"""What is computed again in the backward: its names, and how many of the blocks that need be.
+"""What is recomputed in the backward: its names, and how many of the blocks that need be.
 
-Sets of operators are computed again in all blocks. Whole blocks are so in as few as memory asks for: of a configuration
+Sets of operators are recomputed in all blocks. Whole blocks are so in as few as memory asks for: of a configuration
 the least share that fits is taken (`fitted`), and from it on the next as long as that is quicker (`uneven.Wanted`):
 more computation may cover more of what ranks send, and with corrections that are learned cover more than it takes.
 Shares are whole numbers of a chunk's blocks, or those that a framework has.
@@ -44,7 +44,7 @@ Array = NDArray[Any]
 
 NOTHING, SOME, ALL_BLOCKS = "nothing", "some blocks", "all blocks"
 WHOLE = (NOTHING, SOME, ALL_BLOCKS)
-"""Of blocks as a whole what may be computed again."""
+"""Of blocks as a whole what may be recomputed."""
 SETS: dict[str, Group] = {"norms and activations": Group.NORM | Group.ACTIVATION}
 """Of all blocks."""
 EXPLAINED: dict[str, Group] = {**SETS, "attention": Group.SCORES, "every second product": Group.ALTERNATE}
@@ -60,7 +60,7 @@ def known() -> str:
 
 
 def again_name(groups: int, share: float) -> str:
-    """In words, of the groups (`models.outline.Group`) that are computed again in a share of the blocks."""
+    """In words, of the groups (`models.outline.Group`) that are recomputed in a share of the blocks."""
     if groups == Group.NONE or (groups == Group.BLOCK and share == 0):
         return NOTHING
     if groups == Group.BLOCK:
@@ -77,7 +77,7 @@ def again_of(name: str) -> tuple[Group, float]:
         return (Group.NONE if name == NOTHING else Group.BLOCK), 1.0
     found = re.fullmatch(r"(\d+) of (\d+) blocks", name)
     if found is None or not 0 < int(found[1]) <= int(found[2]) <= MOST_BLOCKS:
-        raise UserError(f'nothing is known of "{name}": what is computed again is one of {known()}')
+        raise UserError(f'nothing is known of "{name}": what is recomputed is one of {known()}')
     return Group.BLOCK, int(found[1]) / int(found[2])
 
 
@@ -98,7 +98,7 @@ class Ladder:
 
     @classmethod
     def of(cls, again: tuple[str, ...], shares: tuple[float, ...] | None) -> Ladder | None:
-        """By names of what may be computed again, and shares of blocks that may be; None where no name is of blocks."""
+        """By names of what may be recomputed, and shares of blocks that may be; None where no name is of blocks."""
         if not set(again) & set(WHOLE):
             return None
         if SOME in again and NOTHING in again and shares is None:
@@ -151,10 +151,10 @@ def _blocks(outline: Outline, g: Grid) -> Array:
 
 
 def is_free(g: Grid) -> Array:
-    """Where whole blocks are computed again or nothing is, and as few as fit are best.
+    """Where whole blocks are recomputed or nothing is, and as few as fit are best.
 
-    Of activations that wait on the host fewer move where more blocks are computed again, so that it may be quicker:
-    such shares are configurations of their own.
+    Of activations that are offloaded to the host fewer move where more blocks are recomputed, so that it may be
+    quicker: such shares are configurations of their own.
     """
     whole = (g.recompute == int(Group.NONE)) | (g.recompute == int(Group.BLOCK))
     return whole & ~away(g.offload)[2]
@@ -163,9 +163,9 @@ def is_free(g: Grid) -> Array:
 def fitted(
     outline: Outline, g: Grid, ladder: Ladder | None, limit: float, needs: Callable[[Grid], Array]
 ) -> tuple[Grid, Array]:
-    """Configurations with the least share of blocks computed again that needs at most `limit`, and bytes of each.
+    """Configurations with the least share of blocks recomputed that needs at most `limit`, and bytes of each.
 
-    `needs`: bytes, which more blocks computed again never make more. Where none fits, the greatest share.
+    `needs`: bytes, which more blocks recomputed never make more. Where none fits, the greatest share.
     """
     free = np.flatnonzero(is_free(g)) if ladder is not None else np.zeros(0, dtype=np.int64)
     need, share = needs(g), np.zeros(len(g), dtype=np.int64)

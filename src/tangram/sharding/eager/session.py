@@ -271,7 +271,7 @@ class Eager:
         if not isinstance(x, Placed):
             if type(x) not in (Tensor, nn.Parameter) and not self.concerns([x]):
                 raise UserError(
-                    f"a {type(x).__name__} comes from code that ran outside of the session, as what is computed again "
+                    f"a {type(x).__name__} comes from code that ran outside of the session, as what is recomputed "
                     "in a backward does: give it plain tensors"
                 )
             own = tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad

@@ -67,7 +67,7 @@ def using(key: Key) -> Generator[None]:
 def fresh() -> Key:
     """The key of the next call that draws: a number of torch's own generator on the CPU, which moves on by it.
 
-    So `torch.manual_seed` says what is drawn, no two calls draw the same, and what is computed again in the backward
+    So `torch.manual_seed` says what is drawn, no two calls draw the same, and what is recomputed in the backward
     (`torch.utils.checkpoint` restores the generator for it) draws as it did before. Processes whose generators are in
     one state and that run the same calls in the same order have the same keys.
     """

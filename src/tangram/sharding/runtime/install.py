@@ -104,7 +104,7 @@ class Runtime:
                 _fill(slot, now, path)
 
     def wrap(self, model: nn.Module) -> None:
-        """Wrap the forward of every module, once and before others wrap it: what is computed again is done again so."""
+        """Wrap the forward of every module, once and before others wrap it: what is recomputed is done again so."""
         for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
             module.forward = self._around(path, module.forward)
 
@@ -131,7 +131,7 @@ class Runtime:
         now = self.now
         assert now is not None  # it has filled the slot
         runs = now.runs[path]
-        at = runs[self._turns[path] % len(runs)]  # what is computed again in the backward is one of the same runs
+        at = runs[self._turns[path] % len(runs)]  # what is recomputed in the backward is one of the same runs
         self._turns[path] += 1
         border, actions = now.program.borders.get(at), now.program.actions.get(at)
         with self._paused():

@@ -1,7 +1,7 @@
 """Rows that ranks sort for themselves, and send each other: what a program's steps between such states do.
 
 A route is known from when rows are sorted until the same operator sorts others: the next layer's of its kind, or the
-same layer's when it is computed again. What is sent in between is of these rows, in whatever order modules run.
+same layer's when it is recomputed. What is sent in between is of these rows, in whatever order modules run.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def step_batches(
     micro_steps: int,
     device: torch.device,
 ) -> RankBatches:
-    """What data rank `index` of `size` trains on in the step that begins at `first_sample`: its share of the rows.
+    """What DP rank `index` of `size` trains on in the step that begins at `first_sample`: its share of the rows.
 
     Shares are contiguous and differ by one row at most; every rank gets `micro_steps` micro-batches, filled up with
     empty rows, so all of them join in every collective.

@@ -106,7 +106,7 @@ def refuse_unlike_saved(model: nn.Module, world: World) -> None:
 
 
 def refuse_counted_twice(path: str, module: nn.Module) -> None:
-    """Raise UserError for a module that is computed again in the backward, and counts what it sees in each forward."""
+    """Raise UserError for a module that is recomputed in the backward, and counts what it sees in each forward."""
     for name, one in cast("Iterator[tuple[str, nn.Module]]", module.named_modules()):
         if any(True for _ in _rules_of(one)):
             raise UserError(

@@ -160,7 +160,7 @@ def draw_for(device: torch.device, seed: int, sample: int, stage: int = 0) -> No
     """Seed the generators of this process and of its device for the micro-batch that begins with this sample.
 
     Each stage of a pipeline draws other numbers. What is drawn depends on no rank: where shares are whole
-    micro-batches, any number of data ranks draws the same, and a run that goes on at another number does, too.
+    micro-batches, any number of DP ranks draws the same, and a run that goes on at another number does, too.
     """
     text = (f"{seed}:{sample}" + (f":{stage}" if stage else "")).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())

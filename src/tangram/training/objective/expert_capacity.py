@@ -9,9 +9,9 @@ section 2.2, for K = 1). More than that are dropped: their weights are zero, the
 token loses all, what stands around the experts goes on. Which are kept, `run.drop_by` says:
 
     "probs"      those of the largest weights, as routers give them; of equal ones those of earlier tokens
-    "position"   those of earlier tokens: of the first data rank's rows, then of the second's
+    "position"   those of earlier tokens: of the first DP rank's rows, then of the second's
 
-N and the order are those of the global micro-batch, what all data ranks take at once with all that model axes cut of
+N and the order are those of the global micro-batch, what all DP ranks take at once with all that model axes cut of
 it. So any layout drops what one process would. Rows without any label, as those that fill up a micro-batch, are not of
 it: they count for nothing, take no room and lose nothing. Outside of training nothing is dropped.
 
@@ -112,7 +112,7 @@ class Capacity:
         self._batches: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
         self._turn = 0
         self._dropped: dict[str, Tensor] = {}
-        """By router: how many choices were dropped, and of how many. What is computed again counts again in both."""
+        """By router: how many choices were dropped, and of how many. What is recomputed counts again in both."""
         here = {name for name, _ in cast("Iterable[tuple[str, nn.Module]]", part.named_modules())}
         for name, place in known.items():
             if name in here:

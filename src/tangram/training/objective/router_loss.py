@@ -168,7 +168,7 @@ class Routers:
     def loss(self, sums: Tensor, counted: int) -> Tensor:
         """What this rank's backward of a micro-batch adds: gradients summed as those of the other loss are of all.
 
-        `sums`: of all layers. `counted`: the tokens of the step that count, over all data ranks. A micro-batch weighs
+        `sums`: of all layers. `counted`: the tokens of the step that count, over all DP ranks. A micro-batch weighs
         as many of them as are its own, so that those of a step add up to a mean. Collective over all ranks of a stage.
         """
         E = self._kind.experts
@@ -187,7 +187,7 @@ class Routers:
         return torch.zeros((), dtype=torch.float64, device=self._world.device) if told is None else told
 
     def forget(self) -> None:
-        """Let go of what was seen, as what a backward has computed again."""
+        """Let go of what was seen, as what a backward has recomputed."""
         self._seen.clear()
 
     def _taken(self) -> Mapping[str, _Seen]:
@@ -228,7 +228,7 @@ def lies_of(model: nn.Module, name: str, leaf: int) -> Lies | None:
 
 def _hook(seen: dict[str, _Seen], name: str, place: int) -> Any:
     def see(module: nn.Module, args: Any, result: Any) -> None:
-        # What is computed again in the backward does the same, and nobody looks: a compiler finds one code.
+        # What is recomputed in the backward does the same, and nobody looks: a compiler finds one code.
         if module.training and torch.is_grad_enabled():
             seen[name] = result[place], len(tree_leaves(result[:place]))
 

@@ -1,4 +1,4 @@
-"""Copies of parameters over data ranks: gradients summed over them, in buckets, while the backward goes on.
+"""Copies of parameters over DP ranks: gradients summed over them, in buckets, while the backward goes on.
 
     hooks      of a parameter, as soon as its gradient of a backward is whole, bring that into its bucket
     bucket     one flat tensor, made in the backward; all-reduced when it is full, in the same order on every rank

@@ -49,7 +49,7 @@ KEPT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 def recompute(parts: Mapping[nn.Module, Sequence[nn.Module]], plan: Plan) -> None:
     """Keep no activations of the modules that the plan names: their forward runs again in the backward.
 
-    What is inside of one that is named is computed again with it, whether or not a pattern names it, too. `parts`: what
+    What is inside of one that is named is recomputed with it, whether or not a pattern names it, too. `parts`: what
     runs on this rank, and its blocks. Raises UserError for patterns that fit nothing, and for what cannot be computed
     again in parts.
     """

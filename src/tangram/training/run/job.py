@@ -173,7 +173,7 @@ def show(chosen: Chosen, ready: Prepared, resume: Path | None, on_event: OnEvent
 
 def _alike_with(plan: Plan) -> str:
     """In which other plans a model's masks are those of this one."""
-    data = "the same on any number of data ranks whose shares are whole micro-batches"
+    data = "the same on any number of DP ranks whose shares are whole micro-batches"
     if plan.model_axes:
         return f"{data}, and of ranks of {', '.join(plan.model_axes)}; other stages of a pipeline draw others"
     return f"{data}; other stages of a pipeline, and ranks of model axes, draw others"

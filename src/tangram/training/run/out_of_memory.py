@@ -46,7 +46,7 @@ LOWER = {
     "parameters": "cut parameters over more ranks, or keep them in bfloat16 (precision.parameters)",
     "gradients": "cut parameters over more ranks, or freeze some (model.freeze)",
     "optimiser": "cut parameters over more ranks, or freeze some (model.freeze)",
-    "what flows": "lower data.micro_batch or data.sequence, or compute blocks again (run.recompute)",
+    "what flows": "lower data.micro_batch or data.sequence, or recompute blocks (run.recompute)",
 }
 """What helps, by the part that is too large."""
 

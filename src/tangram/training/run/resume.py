@@ -327,7 +327,7 @@ def _fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def other_micro_batch(before: Plan, now: Plan) -> str:
-    """Where the router's loss or the experts' capacity is of what all data ranks take at a time."""
+    """Where the router's loss or the experts' capacity is of what all DP ranks take at a time."""
     if not (now.run.router_loss or now.run.expert_capacity):
         return ""
     old, new = (plan.data.micro_batch * plan.data_ranks for plan in (before, now))

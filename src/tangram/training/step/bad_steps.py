@@ -40,7 +40,7 @@ def write_samples(folder: Path, corpus: Corpus, plan: Plan, step: int, first: in
 
 
 def _data_rank(place: int, plan: Plan) -> int:
-    """Which data rank has a row of the batch: shares are contiguous and differ by one row at most."""
+    """Which DP rank has a row of the batch: shares are contiguous and differ by one row at most."""
     rows, ranks = plan.data.global_batch, plan.data_ranks
     return next(rank for rank in range(ranks) if place < (rank + 1) * rows // ranks)
 

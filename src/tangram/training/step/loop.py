@@ -351,7 +351,7 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], world: World | None, loss_sum: LossSum | None = None) -> float:
-    """The mean loss per counted token over all data ranks' batches; without a world, over these alone."""
+    """The mean loss per counted token over all DP ranks' batches; without a world, over these alone."""
     model.eval()
     totals: Tensor | None = None
     for batch in batches:
