@@ -96,7 +96,7 @@ def rare_collections() -> Generator[None]:
 
 def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
-    from tangram.checkpoint import commits, diff, diff_structures
+    from tangram.checkpoint import commits, diff, diff_structures, together
     from tangram.checkpoint.foreign import is_foreign
     from tangram.checkpoint.quantised import alike
     from tangram.checkpoint.remote import is_remote, opening
@@ -107,9 +107,14 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
 
     if not (foreign(a) or foreign(b)):
         one, other = ((Path(path), commits.read_manifest(Path(path))) for path in (a, b))
+        if (codes := together.of_two_own(one, other, pattern)) is not None:
+            return codes
         with byte_bar("comparing", diff.to_read(one[1], other[1], pattern)) as told:
             return diff.compare(one, other, pattern, told)
     with rare_collections(), opening(a) as one_side, opening(b) as other:
+        if (known := together.both_quantised(one_side, other)) is not None:
+            with byte_bar("comparing", None) as told:
+                return together.compare(one_side, other, known, pattern, told)
         small = small_of(config) if config else {**other.small, **one_side.small}
         left, right = alike(one_side, other)
         way, other_side = diff_structures.seen_as(left, right, config_of(small))

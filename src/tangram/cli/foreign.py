@@ -9,9 +9,10 @@ from tangram.training.tables import count, printable
 
 if TYPE_CHECKING:
     from tangram.checkpoint.manifest import StoredTensor
+    from tangram.checkpoint.quantised import Quantisation
     from tangram.checkpoint.tree import Values
 
-__all__ = ["inspect_foreign", "print_tree", "print_values", "verify_foreign"]
+__all__ = ["inspect_foreign", "print_tree", "print_values", "quantised_rows", "verify_foreign"]
 
 FOUND = 20
 """Findings that are printed; --json has all."""
@@ -21,27 +22,45 @@ def inspect_foreign(
     path: Path, kind: str, pattern: str, values: str | None, all_lines: bool, depth: int, json: bool
 ) -> None:
     """Print what is in a checkpoint of another format. Raises UserError where it cannot be read."""
-    from tangram.checkpoint import foreign, tree
+    from tangram.checkpoint import foreign, together, tree
     from tangram.checkpoint.formats.detect import FORMATS, open_any
 
     opened = open_any(path)
     if values is not None:
         print_values(foreign.values_of(opened, values), json)
         return
-    every = foreign.tensors_of(opened)
+    every, quantised = together.seen_together(opened, foreign.tensors_of(opened))
     tensors = tree.fitting(every, pattern)
     nbytes = sum(tensor.nbytes for tensor in every)
     if json:
         rows = {tensor.name: tree.tensor_json(tensor) for tensor in tensors}
         fields = {"path": str(path), "format": opened.format, "tensors": rows, "bytes": nbytes}
+        fields |= {"quantised": quantised.method} if quantised else {}
         print_json({**fields, "beside": opened.beside, "skipped": opened.skipped})
         return
     about = [("format", FORMATS[kind].said), ("tensors", f"{len(every):,}, {size(nbytes)}")]
+    about += quantised_rows(quantised)
     about += [("states", ", ".join(opened.states))] if opened.states else []
     about += [("not the model's", _some(opened.beside))] if opened.beside else []
     about += [("no tensors", _some(opened.skipped))] if opened.skipped else []
     _table(str(path), ("what", "value"), about)
     print_tree(tensors, all_lines, depth)
+
+
+def quantised_rows(quantised: "Quantisation | None") -> list[tuple[str, str]]:
+    """What a table says of quantised weights."""
+    if quantised is None:
+        return []
+    if quantised.problem:
+        return [
+            ("quantised", f"{quantised.method or 'in some way'}; codes and scales are shown apart: {quantised.problem}")
+        ]
+    return [
+        (
+            "quantised",
+            f"{quantised.method}, {count(len(quantised.groups), 'weight')} of codes and scales, each one tensor here",
+        )
+    ]
 
 
 def verify_foreign(path: Path, json: bool) -> int:
@@ -53,7 +72,8 @@ def verify_foreign(path: Path, json: bool) -> int:
     if json:
         print_json({"sound": found.sound, "checkpoints": [found.as_json()], "offer": None})
         return 0 if found.sound else 1
-    read = f"{found.format}, {count(found.tensors, 'tensor')}, {size(found.nbytes)} read"
+    codes = f" ({found.quantised:,} of codes and scales)" if found.quantised else ""
+    read = f"{found.format}, {count(found.tensors, 'tensor')}{codes}, {size(found.nbytes)} read"
     if found.sound:
         print(f"{path}: whole: {read}; the format has no checksums, so a changed value is not seen")
         return 0
