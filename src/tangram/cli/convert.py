@@ -94,6 +94,10 @@ def rare_collections() -> Generator[None]:
         gc.set_threshold(*before)
 
 
+FITTED = ("hf", "torchtitan")
+"""Structures of which it is known what models compute, and old checkpoints store."""
+
+
 def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
     from tangram.checkpoint import commits, diff, diff_structures, together
@@ -169,9 +173,9 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
         source, small, asked.to, dequantise=asked.dequantise, dtype=asked.dtype, also=also
     )
     notes: tuple[str, ...] = ()
-    if asked.mapping is None and source.format != "tangram" and structure_of(source) == "hf":
-        check = asked.to == "hf" and (source.format != "hf" or asked.config is not None)
-        fit = fitted(source, config_of(small), check)
+    if asked.mapping is None and source.format != "tangram" and (names := structure_of(source)) in FITTED:
+        check = names == "hf" and asked.to == "hf" and (source.format != "hf" or asked.config is not None)
+        fit = fitted(source, config_of(small) if names == "hf" else None, check)
         source, notes = fit.source, fit.notes
     left: tuple[str, ...] = ()
     if asked.adapter:
