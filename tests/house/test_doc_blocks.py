@@ -6,12 +6,14 @@ What a console block shows of a command that anybody can run is printed by it: `
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import importlib.util
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,58 @@ def test_python_blocks_name_what_there_is(block: Block) -> None:
 
 def _has(module: Any, name: str) -> bool:
     return hasattr(module, name) or importlib.util.find_spec(f"{module.__name__}.{name}") is not None
+
+
+NEEDS: Mapping[str, str] = {
+    "docs/attention-numerics.md": "minutes of measuring",
+    "docs/data.md": "a corpus of the reader's",
+    "docs/sharding-derive.md:236": "ranks that torchrun started; tests/sharding/derive runs the same",
+    "docs/sharding-dtensor.md:26": "ranks that torchrun started; tests/sharding/runtime runs the same",
+}
+"""Blocks that are whole and are not run here, and what they need."""
+
+
+def stands_alone(text: str) -> bool:
+    """Whether Python binds every name that it uses."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except SyntaxError:
+        return False
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound |= {(one.asname or one.name).split(".")[0] for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)
+              for one in n.names}  # fmt: skip
+    bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    loaded = {node.id for node in nodes if isinstance(node, ast.Name)}
+    last = any(isinstance(node, ast.Yield | ast.Constant) and getattr(node, "value", 0) is ... for node in nodes)
+    return not last and loaded <= bound | vars(builtins).keys()
+
+
+ALONE = [
+    block
+    for block in BLOCKS
+    if block.language in ("python", "py")
+    and ">>> " not in block.text
+    and stands_alone(block.text)
+    and not {block.page, str(block)} & NEEDS.keys()
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", ALONE, ids=str)
+def test_python_blocks_that_stand_alone_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block.text, str(block), "exec"), {"__name__": "__page__"})  # noqa: S102  a page of this repository
+
+
+def test_blocks_that_stand_alone_are_told_apart() -> None:
+    assert stands_alone("import torch\nx = torch.ones(3)\ndef f(y): return y + x.sum()\n")
+    assert not stands_alone("x = torch.ones(3)\n")
+    assert not stands_alone("def f(): ...\n")
+    assert not stands_alone("x = [1,\n")
+    assert len(ALONE) >= 5
+    known = {str(block) for block in BLOCKS} | {block.page for block in BLOCKS}
+    assert NEEDS.keys() <= known
 
 
 def unknown_keys(tables: dict[str, Any]) -> list[str]:

@@ -108,7 +108,7 @@ def test_an_app_state(
 def test_the_states_of_an_app_go_to_a_format_that_has_them(
     trained: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
 ) -> None:
-    """pytorch#156705: moments stay moments, by the parameters' names."""
+    """accelerate#3971: of a sharded checkpoint the optimiser's steps are not found when it is loaded."""
     model, optim = trained
     saved({"app": {"model": model, "optim": optim}}, tmp_path / "dcp")
     opened = open_any(tmp_path / "dcp")
@@ -120,7 +120,7 @@ def test_the_states_of_an_app_go_to_a_format_that_has_them(
 def test_what_lies_beside_a_flat_model(
     weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture, tied: bool
 ) -> None:
-    """torchtitan#1291: the counters of a run and its schedule, beside a model without a key of its own."""
+    """torchtitan#1291: a DCP of torchtitan, counters of the run and all, taken to Hugging Face gives noise."""
     extra = {"train_state.step": torch.tensor(3), "lr_scheduler.last_epoch": torch.tensor(3)}
     states = {f"state.{name}.exp_avg": one for name, one in weights.items()} if tied else {}
     source = saved({**weights, **extra, **states}, tmp_path / "dcp")
@@ -137,14 +137,14 @@ def test_a_key_of_the_model_beside_one_other(weights: Mapping[str, Tensor], tmp_
 
 
 def test_a_key_that_only_the_configuration_tells(weights: Mapping[str, Tensor], tmp_path: Path, config: Path) -> None:
-    """torchtitan#305: a model that lies under a name of the program's own, beside another."""
+    """pytorch#126047: a DCP has the model under a key of its program's own, and other readers look elsewhere."""
     source = saved({"agent.net": dict(weights), "critic": {"head": torch.ones(2)}}, tmp_path / "dcp")
     assert convert(source, tmp_path / "hf", "--config", config) == 0
     same(tmp_path / "hf", weights)
 
 
 def test_names_of_another_model(weights: Mapping[str, Tensor], tmp_path: Path, config: Path, capsys: Capture) -> None:
-    """litgpt#513: names that are not those of the configuration would give a directory that loads nothing."""
+    """litgpt#355: a conversion meets names that its table does not have."""
     own = {name.replace("self_attn.q_proj", "attention.wq"): one for name, one in weights.items()}
     assert convert(saved(own, tmp_path / "dcp"), tmp_path / "hf", "--config", config) == 2
     said = capsys.readouterr().err
@@ -153,10 +153,31 @@ def test_names_of_another_model(weights: Mapping[str, Tensor], tmp_path: Path, c
 
 
 def test_a_nested_file(weights: Mapping[str, Tensor], tmp_path: Path) -> None:
-    """lightning#688: a file whose state dict is one level further down than usual."""
+    """litgpt#341: a file whose state dict is under a key, one level further down than the converter looks."""
     states = {i: {"exp_avg": torch.ones(2)} for i in range(2)}
     torch.save({"app": {"model": dict(weights), "optim": {"state": states, "param_groups": []}}}, tmp_path / "a.pt")
     assert convert(tmp_path / "a.pt", tmp_path / "hf") == 0
+    same(tmp_path / "hf", weights)
+
+
+WRAPPED = {
+    "layers.0.": "layers.0._orig_mod.", "layers.1.": "layers.1._checkpoint_wrapped_module._orig_mod.",
+    "model.": "_fsdp_wrapped_module.model.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["dcp", "flat.pt", "keyed.pt"])
+def test_names_of_wrappers(weights: Mapping[str, Tensor], tmp_path: Path, config: Path, kind: str) -> None:
+    """torchtitan#2622: layers that are compiled inside a wrapper keep `_orig_mod` in the names that are saved."""
+    own = dict(weights)
+    for plain, wrapped in WRAPPED.items():
+        own = {name.replace(plain, wrapped): one for name, one in own.items()}
+    own["lm_head.weight"] = own.pop("lm_head.weight")
+    if kind == "dcp":
+        saved(own, tmp_path / kind)
+    else:
+        torch.save({"model": own} if kind == "keyed.pt" else own, tmp_path / kind)
+    assert convert(tmp_path / kind, tmp_path / "hf", "--config", config) == 0
     same(tmp_path / "hf", weights)
 
 
@@ -198,6 +219,36 @@ def test_buffers_that_are_computed(weights: Mapping[str, Tensor], tmp_path: Path
         same(tmp_path / "out", weights)
 
 
+TITAN = {
+    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output", "model.layers": "layers",
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3", "post_attention_layernorm": "ffn_norm", "input_layernorm": "attention_norm",
+}  # fmt: skip
+
+
+def test_angles_that_a_program_stores(
+    weights: Mapping[str, Tensor], tmp_path: Path, config: Path, capsys: Capture
+) -> None:
+    """torchtitan#634: `freqs_cis` is stored by some versions of the same model and not by others."""
+    own = dict(weights)
+    for name, titan in TITAN.items():
+        own = {raw.replace(name, titan): one for raw, one in own.items()}
+    source = saved({**own, "freqs_cis": torch.ones(4, 2, dtype=torch.complex64)}, tmp_path / "dcp")
+    assert convert(source, tmp_path / "hf", "--config", config) == 0
+    assert "left out, since models compute them: 1 of freqs_cis" in capsys.readouterr().out
+    assert sorted(load_file(tmp_path / "hf/model.safetensors")) == sorted(weights)
+
+
+@pytest.mark.parametrize("fields", [{"head_dim": None}, {"rope_scaling": None}])
+def test_fields_that_are_null(weights: Mapping[str, Tensor], tmp_path: Path, fields: Mapping[str, Any]) -> None:
+    """mbridge#39: (and llama.cpp#2793) a field of the configuration is there, and null."""
+    save_file(dict(weights), beside(tmp_path / "in", {**FIELDS, **fields}) / "model.safetensors")
+    assert convert(tmp_path / "in", tmp_path / "core", to="torch_dist") == 0
+    assert convert(tmp_path / "core", tmp_path / "back") == 0
+    same(tmp_path / "back", weights)
+
+
 def test_masks_of_gpt2(tmp_path: Path) -> None:
     """InternLM#296: masks that an old attention stored go; a bias by a like name stays."""
     own = {"h.0.attn.c_attn.bias": torch.ones(3), "h.0.attn.bias": torch.ones(1, 1, 2, 2)}
@@ -208,7 +259,7 @@ def test_masks_of_gpt2(tmp_path: Path) -> None:
 
 
 def test_a_configuration_without_architectures(weights: Mapping[str, Tensor], tmp_path: Path) -> None:
-    """Megatron-Bridge#1886: its model_type says the family."""
+    """vllm#3982: (and LlamaFactory#9709) a configuration without `architectures` is valid, and breaks programs."""
     folder = beside(tmp_path / "in", {key: one for key, one in FIELDS.items() if key != "architectures"})
     save_file(dict(weights), folder / "model.safetensors")
     assert convert(folder, tmp_path / "core", to="torch_dist") == 0
@@ -219,6 +270,7 @@ def test_a_configuration_without_architectures(weights: Mapping[str, Tensor], tm
 @pytest.mark.parametrize(
     ("more", "said"),
     [
+        ({"num_nextn_predict_layers": 3}, "has num_nextn_predict_layers 3, but no weights of it are there"),
         ({"num_key_value_heads": None}, "has no num_key_value_heads, which means 2, but the weights have 1"),
         ({"num_key_value_heads": 2}, "has num_key_value_heads 2, but the weights have 1"),
         ({"num_hidden_layers": 3}, "has num_hidden_layers 3, but the weights are of 2"),
@@ -233,7 +285,7 @@ def test_facts_that_the_weights_contradict(
     more: Mapping[str, Any],
     said: str,
 ) -> None:
-    """Megatron-Bridge#1999: a configuration says otherwise than the tensors beside it."""
+    """meta-llama/llama#427: (and Megatron-Bridge#5495, of MTP layers) other heads of keys than the weights have."""
     folder = beside(tmp_path / "in", {key: one for key, one in {**FIELDS, **more}.items() if one is not None})
     save_file(dict(weights), folder / "model.safetensors")
     assert convert(folder, tmp_path / "out", to="hf") == 0
@@ -257,6 +309,7 @@ wide = torch.arange(15.0).view(5, 3)
 state = {
     "rows": distribute_tensor(wide, mesh, [Shard(0)]), "columns": distribute_tensor(wide.T, mesh, [Shard(0)]),
     "copy": distribute_tensor(torch.arange(4.0), mesh, [Replicate()]), "plain": torch.ones(3),
+    "norm": distribute_tensor(torch.ones(8), mesh, [Shard(0)]), "scale": torch.tensor(2.5),
 }
 (folder / "ranks").mkdir(exist_ok=True)
 torch.save(state, folder / f"ranks/model_world_size_2_rank_{rank}.pt")
@@ -266,7 +319,10 @@ distributed.barrier()
 distributed.destroy_process_group()
 """
 WIDE = torch.arange(15.0).view(5, 3)
-STATE = {"rows": WIDE, "columns": WIDE.T, "copy": torch.arange(4.0), "plain": torch.ones(3)}
+STATE = {
+    "rows": WIDE, "columns": WIDE.T, "copy": torch.arange(4.0), "plain": torch.ones(3), "norm": torch.ones(8),
+    "scale": torch.tensor(2.5),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -279,13 +335,17 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_files_of_ranks(two_ranks: Path, tmp_path: Path) -> None:
-    """verl#1438: model_world_size_2_rank_0.pt and its like become a Hugging Face directory."""
+    """verl#1438: model_world_size_2_rank_0.pt and its like become a Hugging Face directory.
+
+    verl#7610: a tensor that is no DTensor is a copy on each rank, of no dims also, and was concatenated.
+    lmms-engine#160: parts that are equal byte for byte, as of a norm's ones, were taken for copies.
+    """
     assert convert(two_ranks / "ranks", tmp_path / "hf") == 0
     same(tmp_path / "hf", {name: one.contiguous() for name, one in STATE.items()})
 
 
 def test_a_rank_whose_file_is_missing(two_ranks: Path, tmp_path: Path, capsys: Capture) -> None:
-    """verl#2262: half of the files are no model."""
+    """verl-omni#596: files of ranks of which one is missing, or there twice, are to be refused."""
     name = "model_world_size_2_rank_0.pt"
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes((two_ranks / "ranks" / name).read_bytes())
@@ -294,7 +354,7 @@ def test_a_rank_whose_file_is_missing(two_ranks: Path, tmp_path: Path, capsys: C
 
 
 def test_the_same_file_as_two_ranks(two_ranks: Path, tmp_path: Path, capsys: Capture) -> None:
-    """verl#6334: a rank's file that has been copied over another's is noticed, though every file is sound."""
+    """verl-omni#596: a rank's file copied over another's conflicts with it, though every file is sound."""
     (tmp_path / "in").mkdir()
     data = (two_ranks / "ranks/model_world_size_2_rank_1.pt").read_bytes()
     for rank in range(2):
@@ -315,7 +375,7 @@ def test_a_single_rank_with_plain_tensors(weights: Mapping[str, Tensor], tmp_pat
 
 
 def test_torchs_hugging_face_writer(two_ranks: Path, tmp_path: Path, capsys: Capture) -> None:
-    """Automodel#71: parts of tensors in safetensors, one file for each rank, without an index."""
+    """pytorch#155566: its writer gives parts of tensors, a file for each rank, and no index any more."""
     assert convert(two_ranks / "shards", tmp_path / "hf") == 0
     same(tmp_path / "hf", {name: one.contiguous() for name, one in STATE.items()})
     (two_ranks / "shards/shard-00001-model-00001-of-00001.safetensors").rename(tmp_path / "gone")
@@ -325,7 +385,7 @@ def test_torchs_hugging_face_writer(two_ranks: Path, tmp_path: Path, capsys: Cap
 
 
 def test_the_consolidated_form_of_that_writer(tmp_path: Path) -> None:
-    """pytorch#146352: one process writes whole tensors."""
+    """pytorch#156705: parts are made whole tensors when a save ends, or are so with one process."""
     writer = HuggingFaceStorageWriter(str(tmp_path / "in"), save_distributed=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -334,7 +394,7 @@ def test_the_consolidated_form_of_that_writer(tmp_path: Path) -> None:
 
 
 def test_shards_without_an_index(tmp_path: Path, capsys: Capture) -> None:
-    """unsloth#9331: the shards are there, the file that lists them is not."""
+    """unsloth#2355: (and #2203) the shards are there, the file that lists them is not."""
     (tmp_path / "in").mkdir()
     for i in (1, 2):
         save_file({f"w{i}": torch.ones(i)}, tmp_path / f"in/model-0000{i}-of-00002.safetensors")
@@ -374,7 +434,7 @@ def test_a_pointer_of_lfs(tmp_path: Path, capsys: Capture, name: str) -> None:
     ],
 )
 def test_what_is_not_read(tmp_path: Path, capsys: Capture, name: str, said: str) -> None:
-    """llama.cpp#14781: a directory of which nothing is read says what was seen in it."""
+    """unsloth#1521: of a directory that is not recognised is said only which names were looked for."""
     (tmp_path / "in").mkdir()
     save_file({"a": torch.ones(400)}, tmp_path / "in" / name)
     assert convert(tmp_path / "in", tmp_path / "hf") == 2
@@ -389,7 +449,7 @@ def test_looking_into_any_format(
     for path in (saved(weights, tmp_path / "dcp"), tmp_path / "a.pt", two_ranks / "ranks", two_ranks / "shards"):
         assert main(["checkpoint", "inspect", str(path)]) == 0
         assert main(["checkpoint", "verify", str(path)]) == 0
-    assert "whole: hf, 4 tensors" in capsys.readouterr().out
+    assert "whole: hf, 6 tensors" in capsys.readouterr().out
     assert main(["checkpoint", "diff", str(tmp_path / "dcp"), str(tmp_path / "a.pt")]) == 0
     assert main(["checkpoint", "inspect", str(tmp_path / "a.pt"), "--values", "lm_head.weight", "--json"]) == 0
     (data,) = (tmp_path / "dcp").glob("*.distcp")
@@ -397,9 +457,53 @@ def test_looking_into_any_format(
     assert main(["checkpoint", "verify", str(tmp_path / "dcp")]) == 1
 
 
+def with_index(folder: Path, weights: Mapping[str, Tensor], pickled: bool) -> Path:
+    """A directory of one shard, and an index."""
+    names = ("pytorch_model", "bin") if pickled else ("model", "safetensors")
+    file = f"{names[0]}-00001-of-00001.{names[1]}"
+    torch.save(dict(weights), folder / file) if pickled else save_file(dict(weights), folder / file)
+    table = {"weight_map": dict.fromkeys(weights, file)}
+    (folder / f"{names[0]}.{names[1]}.index.json").write_text(json.dumps(table))
+    return folder / file
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_file_beside_an_index(weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture, pickled: bool) -> None:
+    """mlx-vlm#1464: another model's file lies beside the shards that the index lists. Which is meant nobody can say."""
+    folder = beside(tmp_path / "in", FIELDS)
+    shard = with_index(folder, weights, pickled)
+    other = {name: torch.zeros_like(one) for name, one in weights.items()}
+    single = "pytorch_model.bin" if pickled else "model.safetensors"
+    torch.save(other, folder / single) if pickled else save_file(other, folder / single)
+    assert convert(folder, tmp_path / "two") == 2
+    assert f"has weights twice, in {single} and in {shard.name}" in capsys.readouterr().err
+    shard.unlink()  # an index that was left over from a save before
+    assert convert(folder, tmp_path / "hf") == 0
+    same(tmp_path / "hf", other)
+
+
+def test_an_index_of_more_files_than_there_are(weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture) -> None:
+    """CoSER#3: the index lists 30 files, of which half are there."""
+    folder = beside(tmp_path / "in", FIELDS)
+    with_index(folder, weights, False)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("00001-of-00001", "00002-of-00002", 3))
+    assert convert(folder, tmp_path / "hf") == 2
+    assert "its file model-00002-of-00002.safetensors is not there" in capsys.readouterr().err
+
+
+def test_parts_of_tensor_parallel_ranks(tmp_path: Path, capsys: Capture) -> None:
+    """sglang#36438: of weights that are published in parts by rank one part was taken for the whole."""
+    folder = beside(tmp_path / "in", FIELDS)
+    for rank in range(2):
+        save_file({"model.norm.weight": torch.ones(4)}, folder / f"pytorch_model-00001-TP-00{rank}.safetensors")
+    assert convert(folder, tmp_path / "hf", to="dcp") == 2
+    assert "one is missing, or there twice" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("target", ["/proc/out", "/dev/null/out"])
 def test_a_place_that_is_none(weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture, target: str) -> None:
-    """swift#1839: a destination that cannot be written to is told in one sentence."""
+    """unsloth#7190: a destination that cannot be written to is found out when all of the work is done."""
     torch.save(dict(weights), tmp_path / "a.pt")
     assert convert(tmp_path / "a.pt", Path(target)) == 2
     said = capsys.readouterr().err.strip()
@@ -408,7 +512,7 @@ def test_a_place_that_is_none(weights: Mapping[str, Tensor], tmp_path: Path, cap
 
 
 def test_names_that_are_kept(weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture) -> None:
-    """accelerate#3870: a sharded save goes to a directory and back with the same bits, of odd types too."""
+    """accelerate#2772: a sharded save is merged into one of whole tensors: the same bits, of odd types too."""
     odd = {"f8": torch.ones(3).to(torch.float8_e5m2), "none": torch.empty(0, 2), "one": torch.tensor(True), **weights}
     assert convert(saved(odd, tmp_path / "dcp"), tmp_path / "hf") == 0
     assert "names kept" in capsys.readouterr().out

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
+from tangram.planner.legality.plan_as_grid import refused_heads
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_whole, graph_of
 from tangram.sharding.ops import find_rule
@@ -73,6 +75,65 @@ def test_a_convolution_cut_over_its_width(ran: Ran) -> None:
 def test_the_bias_of_a_row_cut_product(ran: Ran) -> None:
     """pytorch/torchtitan#4332: a bias divided by the ranks before a sum had a gradient divided by them, too."""
     _is_right(ran("torchtitan#4332"))
+
+
+def test_a_column_cut_layer_before_a_row_cut_one(ran: Ran) -> None:
+    """pytorch/pytorch#144359: two layers with biases, cut over columns and then rows, gave other outputs."""
+    _is_right(ran("pytorch#144359"))
+
+
+def test_a_view_that_takes_elements_of_a_cut_dim_apart(ran: Ran) -> None:
+    """pytorch/pytorch#179502: a view of what is cut over columns was taken of each part by itself."""
+    _is_right(ran("pytorch#179502"))
+
+
+def test_numbers_of_places_in_a_cut_dim(ran: Ran) -> None:
+    """pytorch/pytorch#170934: index_put wrote at places of the whole tensor into one rank's part."""
+    _is_right(ran("pytorch#170934"))
+
+
+def test_a_norm_of_a_sum_that_is_pending(ran: Ran) -> None:
+    """pytorch/pytorch#159856: the norms of partial sums were added up instead of the norm of the sum."""
+    _is_right(ran("pytorch#159856"))
+
+
+def test_a_layer_norm_without_a_bias(ran: Ran) -> None:
+    """pytorch/pytorch#133499: the backward of a layer norm expected gradients of all of its arguments."""
+    _is_right(ran("pytorch#133499"))
+
+
+@pytest.mark.parametrize("padded", ["torchtitan#4637", "torchtitan#4637, the other rank"])
+def test_a_padding_row_of_embeddings_that_are_cut_over_the_vocabulary(ran: Ran, padded: str) -> None:
+    """pytorch/torchtitan#4637: the number of the padding row in the whole table was used in a rank's part of it."""
+    _is_right(ran(padded))
+
+
+def test_a_bias_after_a_sum_over_ranks(ran: Ran) -> None:
+    """GeeeekExplorer/nano-vllm#99: (and text-generation-inference#1036) a bias is added once for every rank."""
+    _is_right(ran("nano-vllm#99"))
+
+
+@pytest.mark.parametrize("report", ["pytorch#141335", "pytorch#143372"])
+def test_parts_that_are_not_even(ran: Ran, report: str) -> None:
+    """pytorch/pytorch#141335, #143372: of uneven parts a product and a view took all parts for as long as the first.
+
+    Right, or refused in a sentence before anything is computed, on every rank.
+    """
+    found = ran(report)
+    if any(off.refused for off in found):
+        assert all("not even" in off.refused for off in found)
+    else:
+        _is_right(found)
+
+
+@pytest.mark.parametrize(("kv", "ranks"), [(4, 8), (2, 4), (10, 4)])
+def test_fewer_heads_of_keys_than_ranks(kv: int, ranks: int) -> None:
+    """huggingface/transformers#48307, pytorch/torchtitan#2574, Automodel#799: it failed in the middle of a forward."""
+    config = AutoConfig.for_model("qwen3", num_attention_heads=40, num_key_value_heads=kv, hidden_size=40, head_dim=8)
+    found = refused_heads(config, tensor=[("tp", ranks)])
+    assert found
+    assert "heads" in found[0].said
+    assert not refused_heads(config, tensor=[("tp", 2)])
 
 
 def test_a_mean_of_uneven_parts() -> None:

@@ -79,7 +79,7 @@ def test_the_template_is_exported(trained: Path) -> None:
 
 
 def test_custom_code_goes_along(chat: Path, trained: Path, tmp_path: Path) -> None:
-    """transformers#15224: (and #20884) files of code of a repository are not beside the weights that are saved."""
+    """transformers#15224: (and #20884, Automodel#794, #810) files of code are not beside the weights that are saved."""
     for folder in (trained, converted(chat, tmp_path / "hf")):
         assert (folder / "modeling_mine.py").read_text() == (chat / "modeling_mine.py").read_text()
 

@@ -203,6 +203,31 @@ PUBLIC: Mapping[str, Small] = {
         lambda m, x: torch.tanh(m.down(torch.tanh(m.up(x)))), ("up.weight: o/tp i", "down.weight: o i/tp"), {"w": (1,)},
         modules=lambda: {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)},
     ),
+    "pytorch#144359": Small(
+        lambda m, x: m.down(F.gelu(m.up(x), approximate="tanh")), ("up.weight: o/tp i", "down.weight: o i/tp"),
+        {"w": (1,)}, modules=lambda: {"up": nn.Linear(8, 32), "down": nn.Linear(32, 8)},
+    ),
+    "pytorch#179502": Small(lambda m, x: m.mid(x).view(16, 6).sin(), ("mid: b h/tp",), {"w": (1,)}, (12, 8), _mid),
+    "pytorch#170934": Small(
+        lambda m, x: torch.zeros(16).index_put((torch.arange(16),), torch.tanh(m.mid(x)).sum(1)), ("mid: b/tp h",),
+        {"w": (1,)}, (16, 8), _mid,
+    ),
+    "pytorch#159856": Small(lambda m, x: torch.linalg.vector_norm(x @ m.w.T, dim=1), ("w: o i/tp",), SQUARE),
+    "pytorch#133499": Small(
+        lambda m, x: F.layer_norm(m.mid(x), (8,), m.v) @ m.w.T, ("w: o/tp i",), {**SQUARE, "v": (8,)}, modules=_mid,
+    ),
+    "pytorch#141335": Small(lambda m, x: m.mid(x), ("mid.weight: o i/tp",), {"w": (1,)}, (9, 7),
+                            lambda: {"mid": nn.Linear(7, 10)}),
+    "pytorch#143372": Small(lambda m, x: torch.tanh(m.mid(x)).view(-1), ("mid: b/tp h",), {"w": (1,)}, (5, 8), _mid),
+    "torchtitan#4637": Small(
+        lambda m, x: m.words(x) @ m.w.T, ("words.weight: v/tp h",), SQUARE, (4, 6),
+        lambda: {"words": nn.Embedding(16, 8, padding_idx=3)}, integers=16,
+    ),
+    "torchtitan#4637, the other rank": Small(
+        lambda m, x: m.words(x) @ m.w.T, ("words.weight: v/tp h",), SQUARE, (4, 6),
+        lambda: {"words": nn.Embedding(16, 8, padding_idx=12)}, integers=16,
+    ),
+    "nano-vllm#99": Small(lambda m, x: m.mid(x), ("mid.weight: o i/tp",), {"w": (1,)}, modules=_mid),
 }  # fmt: skip
 
 

@@ -45,9 +45,9 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show the tree of tensors of a checkpoint, and where it comes from; of a folder, its checkpoints."""
-    from tangram.checkpoint.inspect import foreign, tree
+    from tangram.checkpoint.inspect import foreign, quantised_weights, tree
     from tangram.checkpoint.store import commits
-    from tangram.cli.foreign import inspect_foreign, print_tree, print_values
+    from tangram.cli.foreign import inspect_foreign, print_tree, print_values, quantised_rows
 
     with _files():
         if not (path / commits.MARKER).exists() and (found := commits.whole(path)):
@@ -62,9 +62,9 @@ def inspect(
             inspect_foreign(path, kind, pattern, values, all_lines, depth, json)
             return
         foreign.refuse_unknown(path)
-        manifest = commits.read_manifest(path)
+        manifest, quantised = quantised_weights.of_own(path, commits.read_manifest(path))
         if values is not None:
-            print_values(tree.values_of(path, manifest, values), json)
+            print_values(foreign.values_of_own(path, manifest, values), json)
             return
         tensors = tree.chosen(manifest, pattern)
         if json:
@@ -73,6 +73,7 @@ def inspect(
     about = [("step", str(manifest.step)), ("created", manifest.created), ("id", manifest.id)]
     about += [("mesh", manifest.mesh or "not said"), ("tensors", f"{len(manifest.tensors):,}, {size(manifest.nbytes)}")]
     about += [("files", f"{len(manifest.files):,}, {size(sum(f.size for f in manifest.files.values()))}")]
+    about += quantised_rows(quantised)
     _table(str(path), ("what", "value"), about)
     print_tree(tensors, all_lines, depth)
     if manifest.objects:
@@ -134,7 +135,7 @@ def diff(
     rows = [
         (
             one.name,
-            {"a": "only in A", "b": "only in B"}.get(one.kind, one.kind),
+            {"a": "only in A", "b": "only in B", "codes": "codes, not values"}.get(one.kind, one.kind),
             one.a,
             one.b if one.b != one.a else "",
             f"{one.differing:,} of {one.elements:,}" if one.elements else "",

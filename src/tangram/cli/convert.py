@@ -94,12 +94,16 @@ def rare_collections() -> Generator[None]:
         gc.set_threshold(*before)
 
 
+FITTED = ("hf", "torchtitan")
+"""Structures of which it is known what models compute, and old checkpoints store."""
+
+
 def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
     from tangram.checkpoint.conversion.convert import config_of, small_of
     from tangram.checkpoint.conversion.object_store import is_remote, opening
     from tangram.checkpoint.conversion.quantised import alike
-    from tangram.checkpoint.inspect import diff, diff_across_formats
+    from tangram.checkpoint.inspect import diff, diff_across_formats, quantised_weights
     from tangram.checkpoint.inspect.foreign import is_foreign
     from tangram.checkpoint.store import commits
 
@@ -108,9 +112,14 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
 
     if not (foreign(a) or foreign(b)):
         one, other = ((Path(path), commits.read_manifest(Path(path))) for path in (a, b))
+        if (codes := quantised_weights.of_two_own(one, other, pattern)) is not None:
+            return codes
         with byte_bar("comparing", diff.to_read(one[1], other[1], pattern)) as told:
             return diff.compare(one, other, pattern, told)
     with rare_collections(), opening(a) as one_side, opening(b) as other:
+        if (known := quantised_weights.both_quantised(one_side, other)) is not None:
+            with byte_bar("comparing", None) as told:
+                return quantised_weights.compare(one_side, other, known, pattern, told)
         small = small_of(config) if config else {**other.small, **one_side.small}
         left, right = alike(one_side, other)
         way, other_side = diff_across_formats.seen_as(left, right, config_of(small))
@@ -165,9 +174,9 @@ def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int
         source, small, asked.to, dequantise=asked.dequantise, dtype=asked.dtype, also=also
     )
     notes: tuple[str, ...] = ()
-    if asked.mapping is None and source.format != "tangram" and structure_of(source) == "hf":
-        check = asked.to == "hf" and (source.format != "hf" or asked.config is not None)
-        fit = fitted(source, config_of(small), check)
+    if asked.mapping is None and source.format != "tangram" and (names := structure_of(source)) in FITTED:
+        check = names == "hf" and asked.to == "hf" and (source.format != "hf" or asked.config is not None)
+        fit = fitted(source, config_of(small) if names == "hf" else None, check)
         source, notes = fit.source, fit.notes
     left: tuple[str, ...] = ()
     if asked.adapter:

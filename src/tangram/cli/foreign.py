@@ -8,10 +8,11 @@ from tangram.cli.output import byte_bar, print_json, print_table, size
 from tangram.training.observe.text_tables import count, printable
 
 if TYPE_CHECKING:
+    from tangram.checkpoint.conversion.quantised import Quantisation
     from tangram.checkpoint.inspect.tree import Values
     from tangram.checkpoint.store.manifest import StoredTensor
 
-__all__ = ["inspect_foreign", "print_tree", "print_values", "verify_foreign"]
+__all__ = ["inspect_foreign", "print_tree", "print_values", "quantised_rows", "verify_foreign"]
 
 FOUND = 20
 """Findings that are printed; --json has all."""
@@ -22,26 +23,44 @@ def inspect_foreign(
 ) -> None:
     """Print what is in a checkpoint of another format. Raises UserError where it cannot be read."""
     from tangram.checkpoint.formats.detect import FORMATS, open_any
-    from tangram.checkpoint.inspect import foreign, tree
+    from tangram.checkpoint.inspect import foreign, quantised_weights, tree
 
     opened = open_any(path)
     if values is not None:
         print_values(foreign.values_of(opened, values), json)
         return
-    every = foreign.tensors_of(opened)
+    every, quantised = quantised_weights.seen_together(opened, foreign.tensors_of(opened))
     tensors = tree.fitting(every, pattern)
     nbytes = sum(tensor.nbytes for tensor in every)
     if json:
         rows = {tensor.name: tree.tensor_json(tensor) for tensor in tensors}
         fields = {"path": str(path), "format": opened.format, "tensors": rows, "bytes": nbytes}
+        fields |= {"quantised": quantised.method} if quantised else {}
         print_json({**fields, "beside": opened.beside, "skipped": opened.skipped})
         return
     about = [("format", FORMATS[kind].said), ("tensors", f"{len(every):,}, {size(nbytes)}")]
+    about += quantised_rows(quantised)
     about += [("states", ", ".join(opened.states))] if opened.states else []
     about += [("not the model's", _some(opened.beside))] if opened.beside else []
     about += [("no tensors", _some(opened.skipped))] if opened.skipped else []
     _table(str(path), ("what", "value"), about)
     print_tree(tensors, all_lines, depth)
+
+
+def quantised_rows(quantised: "Quantisation | None") -> list[tuple[str, str]]:
+    """What a table says of quantised weights."""
+    if quantised is None:
+        return []
+    if quantised.problem:
+        return [
+            ("quantised", f"{quantised.method or 'in some way'}; codes and scales are shown apart: {quantised.problem}")
+        ]
+    return [
+        (
+            "quantised",
+            f"{quantised.method}, {count(len(quantised.groups), 'weight')} of codes and scales, each one tensor here",
+        )
+    ]
 
 
 def verify_foreign(path: Path, json: bool) -> int:
@@ -53,7 +72,8 @@ def verify_foreign(path: Path, json: bool) -> int:
     if json:
         print_json({"sound": found.sound, "checkpoints": [found.as_json()], "offer": None})
         return 0 if found.sound else 1
-    read = f"{found.format}, {count(found.tensors, 'tensor')}, {size(found.nbytes)} read"
+    codes = f" ({found.quantised:,} of codes and scales)" if found.quantised else ""
+    read = f"{found.format}, {count(found.tensors, 'tensor')}{codes}, {size(found.nbytes)} read"
     if found.sound:
         print(f"{path}: whole: {read}; the format has no checksums, so a changed value is not seen")
         return 0

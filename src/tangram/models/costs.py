@@ -234,7 +234,7 @@ def at_micro_batch(one: ModelCosts, two: ModelCosts, micro_batch: float) -> Mode
 
 def _counted(model: nn.Module, sequence: int, micro_batch: int, dtype: torch.dtype, scale: int) -> ModelCosts:
     fake = FakeTensorMode()
-    twin = fake_twin(model, dtype, fake)
+    twin = fake_twin(model, dtype, fake, buffers=scale != 1)  # in the place of float32, all have one type as there
     blocks = block_names(twin)
     meter = _Meter(twin, blocks, scale)
     with ExitStack() as stack:

@@ -9,15 +9,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
-def fake_twin(model: nn.Module, dtype: torch.dtype, fake: FakeTensorMode) -> nn.Module:
-    """The copy, its modules in training or not as they are, with parameters of `dtype`; tied parameters stay one."""
+def fake_twin(model: nn.Module, dtype: torch.dtype, fake: FakeTensorMode, buffers: bool = False) -> nn.Module:
+    """The copy, its modules in training or not as they are, with parameters of `dtype`; tied parameters stay one.
+
+    `buffers`: those in floating point have `dtype`, too.
+    """
     twin = copy.deepcopy(model)
     made: dict[Tensor, Tensor] = {}
 
     def faked(tensor: Tensor) -> Tensor:
         if tensor not in made:
             with fake:
-                kind = dtype if tensor.is_floating_point() and isinstance(tensor, nn.Parameter) else tensor.dtype
+                cast_too = tensor.is_floating_point() and (buffers or isinstance(tensor, nn.Parameter))
+                kind = dtype if cast_too else tensor.dtype
                 empty = torch.empty(tensor.shape, dtype=kind, device="cpu")
             is_parameter = isinstance(tensor, nn.Parameter)
             made[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty

@@ -32,7 +32,7 @@ COMPARED = 1 << 22
 """Elements of two tensors that are compared at once."""
 DERIVED = re.compile(
     r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|rotary_pos_emb\.inv_freq|attn\.masked_bias"
-    r"|(?:attn|attention)\.masked_bias|embeddings\.position_ids)"
+    r"|(?:attn|attention)\.masked_bias|embeddings\.position_ids|freqs_cis)"
 )
 MASK = re.compile(r"(?:.*\.)?(?:attn|attention)\.bias")
 """A causal mask of four dims where an attention has one; a bias has one dim."""

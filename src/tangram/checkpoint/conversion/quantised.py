@@ -28,7 +28,7 @@ from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.layout.intervals import span
 from tangram.relayout import Piece, RelayoutError, TensorSpec, bind
-from tangram.relayout.quantised.groups import Box, Group, Settings
+from tangram.relayout.quantised.groups import Box, Group, Settings, UnfitError
 from tangram.relayout.quantised.table import FLOAT8, GROUP_CODECS, find_groups, matched
 
 __all__ = ["Quantisation", "Rounding", "alike", "by_weights", "dequantised", "prepared", "quantisation_of"]
@@ -74,6 +74,8 @@ class Quantisation:
     """Why it cannot be decoded; empty where it can."""
     dtype: str
     """Which the weights had before, as far as that is said."""
+    torn: bool = False
+    """Whether the problem is that codes and scales do not fit together, or that one of them is missing."""
 
     @property
     def said(self) -> str:
@@ -146,19 +148,20 @@ def quantisation_of(source: Opened, small: Mapping[str, bytes] | None = None) ->
     read = _Reader(source)
     try:
         groups = tuple(find_groups(source.specs, method, settings, read))
-        problem = _understood(settings)
+        problem, torn = _understood(settings), False
     except RelayoutError as error:
-        groups, problem = tuple(matched(source.specs, method)), str(error)
+        groups, problem, torn = tuple(matched(source.specs, method)), str(error), isinstance(error, UnfitError)
     members = {name for group in groups for name in group.members.values()}
     others = [name for name in source.specs if name not in members]
     left = [name for name in others if _is_part(name, source.specs[name]) and not UNUSED.search(name)]
     if left and not problem:
-        problem = f"{left[0]} is there, of which {method} says nothing"
+        left.sort(key=lambda name: not _is_code(name, source.specs[name]))
+        problem, torn = f"{left[0]} is there, of which {method} says nothing", _is_code(left[0], source.specs[left[0]])
     if not groups and not left:
         return None  # weights in floating point, with settings for who loads them
     unused = tuple(name for name in others if UNUSED.search(name))
     before = next((group.form.facts["dtype"] for group in groups if group.form.facts.get("dtype") in FLOATS), dtype)
-    return Quantisation(method, groups, unused, problem, before)
+    return Quantisation(method, groups, unused, problem, before, torn)
 
 
 def _unsaid(source: Opened) -> Quantisation | None:

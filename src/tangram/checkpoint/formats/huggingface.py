@@ -7,7 +7,7 @@ only pickled weights is refused.
 
 import json
 import secrets
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -67,13 +67,11 @@ def has_weights(path: Path) -> bool:
 
 def read_index(path: Path) -> HuggingFaceIndex:
     """Read what tensors a directory has from the headers of its files. Raises UserError for one that is not whole."""
-    if (path / SINGLE).exists():
-        named: dict[str, str] = {}
-        files = [SINGLE]
-    elif (path / INDEX).exists():
-        named = _weight_map(path)
-        files = sorted(set(named.values()))
-    else:
+    named = _weight_map(path) if (path / INDEX).exists() else {}
+    if (path / SINGLE).exists() and not chooses_index(path, SINGLE, set(named.values())):
+        named = {}
+    files = sorted(set(named.values())) or [SINGLE]
+    if not named and not (path / SINGLE).exists():
         pickled = [name for name in PICKLED if (path / name).exists()]
         why = f" (its {pickled[0]} is pickled and is not read: convert it to safetensors)" if pickled else ""
         raise UserError(f'"{path}" has no {SINGLE} and no {INDEX}{why}')
@@ -88,6 +86,21 @@ def read_index(path: Path) -> HuggingFaceIndex:
         if home.get(name) != file:
             raise UserError(f'the index "{path / INDEX}" says that {name} is in {file}, but it is not')
     return HuggingFaceIndex(specs, tuple(Piece(home[name], name, Region.full(s.shape)) for name, s in specs.items()))
+
+
+def chooses_index(path: Path, single: str, files: Collection[str]) -> bool:
+    """Whether an index says what a directory has that has the file `single`, too; `files`: those that it lists.
+
+    One of which no file is there is left over from before. Raises UserError where both have weights of their own.
+    """
+    if single in files:
+        return True
+    others = sorted(file for file in files if (path / file).exists())
+    if others:
+        raise UserError(
+            f'"{path}" has weights twice, in {single} and in {others[0]} and others by the index: move one of them away'
+        )
+    return False
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -34,7 +34,7 @@ from tangram.checkpoint.formats.archives.state_dicts import (
 from tangram.checkpoint.formats.common.model_part import DEEPEST, model_part
 from tangram.checkpoint.formats.common.opened import Opened
 from tangram.checkpoint.formats.common.side_files import small_files
-from tangram.checkpoint.formats.huggingface import PICKLED
+from tangram.checkpoint.formats.huggingface import PICKLED, chooses_index
 from tangram.errors import UserError
 from tangram.relayout import Piece, TensorSpec
 
@@ -106,7 +106,9 @@ def _opened(path: Path, maps: Maps, places: Mapping[str, Place | Number], skippe
 
 def _folder(path: Path, maps: Maps) -> Opened:
     """One file, or several with an index that says which tensor is where."""
-    index = _index(path) if not (path / SINGLE).is_file() else {}
+    index = _index(path) if (path / INDEX).is_file() or not (path / SINGLE).is_file() else {}
+    if (path / SINGLE).is_file() and not chooses_index(path, SINGLE, set(index.values())):
+        index = {}
     found = Found()
     for file in sorted(set(index.values())) or [SINGLE]:
         parts = _parts(read_archive(maps, file), path / file)

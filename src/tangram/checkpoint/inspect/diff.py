@@ -27,7 +27,7 @@ class Change:
 
     name: str
     kind: str
-    """a (only there), b, shape, dtype or values."""
+    """a (only there), b, shape, dtype, values, or codes: of a quantised weight other codes for the same values."""
     a: str = ""
     """What it is in the first: type and shape."""
     b: str = ""

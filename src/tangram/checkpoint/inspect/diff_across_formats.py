@@ -6,7 +6,7 @@ Nothing is written. A model in Hugging Face's names is compared with Megatron-co
 in memory that does not grow with them; Tangram's own blocks are proved by their checksums as they are read.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -56,10 +56,20 @@ def to_read(way: Chosen, other: Opened, pattern: str = "*") -> int:
     return sum(_nbytes(mine[name]) + _nbytes(other.specs[name]) for name in both)
 
 
-def compare(way: Chosen, other: Opened, pattern: str = "*", told: Callable[[int], None] | None = None) -> Comparison:
-    """Compare what a mapping makes of a checkpoint with another. Raises UserError where no tensor fits the pattern."""
+def compare(
+    way: Chosen,
+    other: Opened,
+    pattern: str = "*",
+    told: Callable[[int], None] | None = None,
+    among: Collection[str] | None = None,
+) -> Comparison:
+    """Compare what a mapping makes of a checkpoint with another. Raises UserError where no tensor fits the pattern.
+
+    `among`: names that come into question; all unless given.
+    """
     mine, theirs = way.bound.target.specs, other.specs
-    names = sorted(name for name in {*mine, *theirs} if fits(name, pattern))
+    every = {*mine, *theirs} if among is None else {*mine, *theirs} & set(among)
+    names = sorted(name for name in every if fits(name, pattern))
     if not names:
         raise UserError(f"no tensor of either fits {pattern!r}")
     left = Filler(way.source, way.bound, mine, KEEP)

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from tangram.checkpoint.conversion.convert import IDENTITY, Filler
+from tangram.checkpoint.conversion.quantised import quantisation_of
 from tangram.checkpoint.formats.common.opened import Opened
 from tangram.checkpoint.formats.common.outgoing import boxes
 from tangram.checkpoint.formats.detect import FORMATS, open_any
 from tangram.checkpoint.formats.own import is_own
-from tangram.checkpoint.inspect import tree
+from tangram.checkpoint.inspect import quantised_weights, tree
+from tangram.checkpoint.saving.rank_parts import MODEL
 from tangram.checkpoint.store import commits
-from tangram.checkpoint.store.manifest import DTYPES, StoredPiece, StoredTensor
+from tangram.checkpoint.store.manifest import DTYPES, Manifest, StoredPiece, StoredTensor
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.layout.intervals import span
@@ -42,6 +44,8 @@ class Reading:
     nbytes: int
     findings: tuple[str, ...]
     seconds: float
+    quantised: int = 0
+    """Of the tensors, weights that are codes and scales, each counted once."""
 
     @property
     def sound(self) -> bool:
@@ -83,9 +87,17 @@ def tensors_of(opened: Opened) -> list[StoredTensor]:
 
 def values_of(opened: Opened, name: str) -> tree.Values:
     """Look at the values of one tensor, in parts. Raises UserError where it is not there."""
+    opened = quantised_weights.with_weights(opened, name)
     if name not in opened.specs:
         raise UserError(f'"{opened.path}" has no tensor {name!r}: `tangram checkpoint inspect` lists them')
     return tree.values_from(opened.specs[name], name, _parts(_filler(opened), opened, name))
+
+
+def values_of_own(path: Path, manifest: Manifest, name: str) -> tree.Values:
+    """The same of a checkpoint of Tangram's own; of a quantised weight what its codes stand for."""
+    if isinstance(manifest.tensors.get(name), tree.Together):
+        return values_of(open_any(path), name.removeprefix(f"{MODEL}."))
+    return tree.values_of(path, manifest, name)
 
 
 def read_all(path: Path, told: Callable[[int], None]) -> Reading:
@@ -104,7 +116,13 @@ def read_all(path: Path, told: Callable[[int], None]) -> Reading:
                 told(part.nbytes)
         except UserError as error:
             findings.append(str(error))
-    return Reading(path, opened.format, len(opened.specs), nbytes, tuple(findings), time.perf_counter() - begin)
+    tensors, weights = len(opened.specs), 0
+    if not findings and (quantised := quantisation_of(opened)) is not None:
+        findings += [quantised.problem] if quantised.torn else []
+        if not quantised.problem:
+            weights = len(quantised.groups)
+            tensors -= len(quantised_weights.owners_of(quantised.groups)) - weights
+    return Reading(path, opened.format, tensors, nbytes, tuple(findings), time.perf_counter() - begin, weights)
 
 
 def _filler(opened: Opened) -> Filler:

@@ -52,6 +52,19 @@ class Line:
     """Of one tensor; empty where the line stands for several."""
 
 
+@dataclass(frozen=True)
+class Together(StoredTensor):
+    """A quantised weight: its name and shape, and as dtype the name of its codec."""
+
+    stored: Mapping[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
+    """The tensors that it is made of, by their role (codes, scale, zero, order, ...)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is stored of it."""
+        return sum(one.nbytes for one in self.stored.values())
+
+
 def chosen(manifest: Manifest, pattern: str) -> list[StoredTensor]:
     """The tensors whose names fit a pattern (`model.*.weight`), or lie below it (`model.layers.3`).
 
@@ -168,8 +181,8 @@ def as_json(path: Path, manifest: Manifest, tensors: Sequence[StoredTensor]) -> 
 
 
 def tensor_json(tensor: StoredTensor) -> dict[str, Any]:
-    """A tensor for programs."""
-    return {
+    """A tensor for programs; of a quantised weight with all that is stored of it, by role."""
+    fields: dict[str, Any] = {
         "dtype": tensor.spec.dtype,
         "shape": list(tensor.spec.shape),
         "layout": tensor.layout,
@@ -177,6 +190,10 @@ def tensor_json(tensor: StoredTensor) -> dict[str, Any]:
         "pieces": len(tensor.pieces),
         "digest": tensor.digest,
     }
+    if not isinstance(tensor, Together):
+        return fields
+    stored = {role: {"name": one.name, **tensor_json(one)} for role, one in tensor.stored.items()}
+    return {**fields, "dtype": tensor.stored["codes"].spec.dtype, "codec": tensor.spec.dtype, "stored": stored}
 
 
 def short(value: Any, longest: int = 60) -> str:

@@ -75,9 +75,13 @@ class GroupCodec:
     """Roles that may be missing."""
 
 
-def unfit(group: Group, role: str) -> RelayoutError:
+class UnfitError(RelayoutError):
+    """Tensors of a group whose shapes do not fit together."""
+
+
+def unfit(group: Group, role: str) -> UnfitError:
     codes, other = group.specs["codes"], group.specs[role]
-    return RelayoutError(
+    return UnfitError(
         f"{group.members[role]} of shape {list(other.shape)} does not fit {group.members['codes']} of shape "
         f"{list(codes.shape)}"
     )

@@ -110,13 +110,21 @@ def plain_names(names: Iterable[str], lead: str = "") -> dict[str, str]:
     """
     given = list(names)
     parallel = bool(given) and all(name.startswith(PARALLEL) for name in given)
+    return unwrapped(given, (PARALLEL if parallel else "", lead))
+
+
+def unwrapped(names: Iterable[str], leads: tuple[str, str] = ("", "")) -> dict[str, str]:
+    """Names without what wrappers of single modules have put into them; `leads`: what goes before and after that.
+
+    Raises UserError where two become one.
+    """
     found: dict[str, str] = {}
     owners: dict[str, str] = {}
-    for name in given:
-        plain = name.removeprefix(PARALLEL) if parallel else name
+    for name in names:
+        plain = name.removeprefix(leads[0])
         for part in WRAPPED:
             plain = plain.replace(part, "")
-        found[name] = plain = plain.removeprefix(lead)
+        found[name] = plain = plain.removeprefix(leads[1])
         if owners.setdefault(plain, name) != name:
             raise UserError(f"{owners[plain]} and {name} are both {plain} without their wrappers")
     return found

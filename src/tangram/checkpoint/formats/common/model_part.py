@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from tangram.checkpoint.formats.archives.state_dicts import unwrapped
 from tangram.checkpoint.formats.common.opened import Opened
-from tangram.checkpoint.formats.common.optimiser_names import Naming, named
+from tangram.checkpoint.formats.common.optimiser_names import Naming, named, renamed
 from tangram.relayout import TensorSpec
 
 MODELS = frozenset(
@@ -34,6 +35,7 @@ def model_part(source: Opened, naming: Naming, objects: Collection[str] = ()) ->
 
     `objects`: entries that are no tensors, whose names say what lies beside what. What is left out is in `beside`.
     """
+    source = renamed(source, unwrapped(source.specs))
     states = {name: found for name in source.specs if (found := naming.read(name))}
     params = {name: spec for name, spec in source.specs.items() if name not in states}
     prefix = _by_states(params, {param for param, _ in states.values()})

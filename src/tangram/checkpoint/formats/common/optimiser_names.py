@@ -65,7 +65,7 @@ class Naming:
 
 def named_without(source: Opened, lead: str) -> Opened:
     """The same without what stands before all names."""
-    return _renamed(source, {name: name.removeprefix(lead) for name in source.specs})
+    return renamed(source, {name: name.removeprefix(lead) for name in source.specs})
 
 
 def named(source: Opened, naming: Naming, prefix: str = "") -> Opened:
@@ -79,11 +79,11 @@ def named(source: Opened, naming: Naming, prefix: str = "") -> Opened:
             states[found[1]] = None
         else:
             names[raw] = raw.removeprefix(prefix)
-    found = _renamed(source, names)
+    found = renamed(source, names)
     return replace(found, states={**found.states, **{state: KNOWN[state] for state in states}})
 
 
-def _renamed(source: Opened, names: Mapping[str, str]) -> Opened:
+def renamed(source: Opened, names: Mapping[str, str]) -> Opened:
     """The same with other names. Raises UserError where two become one."""
     raws: dict[str, str] = {}
     for raw, name in names.items():
