@@ -118,11 +118,14 @@ class Log(TorchFunctionMode):
         first, run = self._now(), self._open[-1]
         takes = self._leaves((args, given))
         found = func(*args, **given)
+        # Numbers in the model's code are known as soon as an operator has taken them.
+        takes = tuple(own if own is not None else new for own, new in zip(takes, self._leaves((args, given)), strict=True))
         key = run, line_of(caller(sys._getframe(1))), name  # pyright: ignore[reportPrivateUsage]
         if self._now() > first:
             gives, form = self._leaves(found), tree_structure(found)
             again = computed_again(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-            self.calls.append(Called(*key, self._turns[key], takes, gives, form, first, self._now(), again))
+            nothing = tuple(i for i, x in enumerate(tree_leaves(found)) if x is None)
+            self.calls.append(Called(*key, self._turns[key], takes, gives, form, first, self._now(), again, nothing))
         self._turns[key] += 1
         return found
 

@@ -142,6 +142,8 @@ class Called:
     """The nodes."""
     again: bool = False
     """Whether it is called again in the backward, by no module's forward."""
+    nothing: tuple[int, ...] = ()
+    """The places of what it gives that are None."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 def fake_twin(model: nn.Module, dtype: torch.dtype, fake: FakeTensorMode) -> nn.Module:
     """The copy, its modules in training or not as they are, with parameters of `dtype`; tied parameters stay one."""
-    twin = copy.deepcopy(model)
+    twin = copied(model, {})
     made: dict[Tensor, Tensor] = {}
 
     def faked(tensor: Tensor) -> Tensor:
@@ -29,6 +29,19 @@ def fake_twin(model: nn.Module, dtype: torch.dtype, fake: FakeTensorMode) -> nn.
                 if tensor is not None:
                     cast("dict[str, Tensor]", tensors)[name] = faked(tensor)
     return twin
+
+
+def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy, with what `memo` has by the identity of what stands in its place.
+
+    What a forward has left on a module, as the weight of the older weight_norm, has a history that cannot be copied: of
+    it the copy has the values, until its own forward makes it anew.
+    """
+    for module in cast("Iterable[nn.Module]", model.modules()):
+        for x in vars(module).values():
+            if isinstance(x, Tensor) and not x.is_leaf:
+                memo.setdefault(id(x), x.detach())
+    return copy.deepcopy(model, memo)
 
 
 def stacked_experts(model: nn.Module) -> bool:

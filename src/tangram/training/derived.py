@@ -12,7 +12,6 @@ another size are derived anew, a second or less for a model of one kind of layer
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,6 +29,8 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.models.masks import as_captured
+from tangram.models.opened import without_fast_path
+from tangram.models.twin import copied
 from tangram.planner.plan import Plan
 from tangram.relayout.dtensor import placements_of
 from tangram.sharding.derive.changes import Change, here
@@ -208,7 +209,7 @@ class DerivedModel:
             if now.program.random:
                 modes.agree_on_draws(self._groups, self._model)
             self._runtime.begin(now)
-            with as_captured() if now.program.cuts_queries else nullcontext():
+            with without_fast_path(), as_captured() if now.program.cuts_queries else nullcontext():
                 return forward(**given)
 
         return run
@@ -360,7 +361,7 @@ def without_memory(model: nn.Module) -> nn.Module:
     for t in [*model.parameters(), *cast("Sequence[Tensor]", [*model.buffers()])]:
         empty = t.detach().to("meta")
         memo[id(t)] = nn.Parameter(empty, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
+    return copied(model, memo)
 
 
 def _see_local_parts(model: nn.Module, brought: Callable[[str, Tensor], Tensor]) -> None:

@@ -214,9 +214,16 @@ def done(now: Now, action: Action, func: Any, args: Sequence[Any], kwargs: Mappi
 
 
 def changed(tree: Any, changes: Mapping[int, Change], bring: Bring) -> Any:
-    """A tree with some of its leaves brought to how they are needed. A leaf that is no tensor, as None, stays."""
+    """A tree with some of its leaves brought to how they are needed. A leaf that is no tensor, as None, stays.
+
+    One tensor in several places stays one: code may ask whether its query is its key.
+    """
     flat, form = cast("tuple[list[Any], Any]", tree_flatten(tree))
+    done: list[tuple[Tensor, Change, Tensor]] = []
     for leaf, change in changes.items():
-        if isinstance(flat[leaf], Tensor):
-            flat[leaf] = bring(flat[leaf], change)
+        x = flat[leaf]
+        if isinstance(x, Tensor):
+            known = next((there for one, own, there in done if one is x and own == change), None)
+            flat[leaf] = bring(x, change) if known is None else known
+            done.append((x, change, flat[leaf]))
     return tree_unflatten(flat, form)
