@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
+from tangram.models.answers import ASKING, Known
 from tangram.models.called import Log, caller, line_of
 from tangram.models.graph import Graph, Kind, Node, Ref, Size, Value, following, refs
 from tangram.models.noted import listening
@@ -36,7 +37,7 @@ from tangram.models.opened import Opening, plain, plainly
 from tangram.models.overwrites import BACK, CUTTING, unsaid
 from tangram.models.reasons import place_and_reason
 from tangram.models.stages import Through
-from tangram.models.twin import fake_twin
+from tangram.models.twin import dtype_of, fake_input, fake_twin, names_of_symbols
 
 GROUPED = torch.ops.aten._grouped_mm.default
 _ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh"})
@@ -68,13 +69,13 @@ def capture(
     """
     shapes = ShapeEnv() if dynamic else None
     fake = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
-    kind = dtype or _dtype_of(model)
+    kind = dtype or dtype_of(model)
     try:
         twin = fake_twin(model, kind, fake)
-        given = {name: _fake(tensor, fake, (dynamic or {}).get(name, {})) for name, tensor in inputs.items()}
+        given = {name: fake_input(tensor, fake, (dynamic or {}).get(name, {})) for name, tensor in inputs.items()}
         with quiet(), plainly():
-            return _Recorder(twin, given, _names(given, dynamic or {})).run(fake, loss, grad)
-    except CaptureError:
+            return _Recorder(twin, given, names_of_symbols(given, dynamic or {})).run(fake, loss, grad)
+    except UserError:
         raise
     except Exception as error:
         raise CaptureError(f"{type(model).__name__} cannot be captured: {place_and_reason(error)}") from error
@@ -89,29 +90,6 @@ def quiet(logger: str = "torch._subclasses.fake_tensor") -> Generator[None]:
         yield
     finally:
         log.setLevel(before)
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _fake(tensor: Any, fake: FakeTensorMode, dynamic: Mapping[int, str]) -> Any:
-    if not isinstance(tensor, Tensor):
-        return tensor
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    if not dynamic:
-        with fake:
-            return torch.empty(plain.shape, dtype=plain.dtype, device="cpu", requires_grad=tensor.requires_grad)
-    dims = [DimDynamic.DYNAMIC if d in dynamic else DimDynamic.STATIC for d in range(tensor.ndim)]
-    with torch.device("cpu"):
-        real = torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
-    context = cast(Any, StatelessSymbolicContext)(dynamic_sizes=dims)
-    return fake.from_tensor(real, symbolic_context=context)
-
-
-def _names(given: Mapping[str, Any], dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, str]:
-    """The caller's name of each symbol of torch's."""
-    return {str(given[name].shape[dim]): text for name, dims in dynamic.items() for dim, text in dims.items()}
 
 
 class _Recorder(Opening):
@@ -196,6 +174,7 @@ class _Recorder(Opening):
             runs=tuple(self._log.runs),
             calls=tuple(self._log.calls),
             changed=changed,
+            answers=tuple(self._log.answers),
         )
 
     def _changed(self, before: Mapping[str, tuple[int, int]]) -> dict[str, int]:
@@ -232,6 +211,8 @@ class _Recorder(Opening):
     def ran_below(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Write down an operator."""
         given = kwargs
+        if func in ASKING and (answer := self._answer(func, args)) is not None:
+            return answer
         found = grouped(func, args, given) if func is GROUPED else func(*args, **given)
         if func.namespace == "prim" or not any(isinstance(x, Tensor) for x in tree_leaves(found)):
             return found
@@ -243,6 +224,14 @@ class _Recorder(Opening):
                 return found
         self._write(func, _named(func, args, given), found)
         return found
+
+    def _answer(self, func: OpOverload, args: Sequence[Any]) -> Any:
+        """The number that an operator reads out of tensors that follow from numbers in the code alone, else None."""
+        numbers = [self._number(x) for x in args if isinstance(x, Tensor)]
+        taken = [Ref(self._number(x)) if isinstance(x, Tensor) else x for x in args]
+        answer = Known(self._values, self._nodes, self._constants, numbers).answer(func, taken)
+        self._log.read += numbers if answer is not None else []
+        return answer
 
     def _write(self, func: OpOverload, arguments: Mapping[str, Any], found: Any) -> None:
         source = line_of(caller(sys._getframe(2)))  # pyright: ignore[reportPrivateUsage]
@@ -354,7 +343,6 @@ class _Recorder(Opening):
         for other in storage:
             if other not in fresh and not self._apart(other, current):
                 self._stale.setdefault(other, source)
-
 
     def _apart(self, one: int, other: int) -> bool:
         """Whether they are in two pieces of something that was cut up."""

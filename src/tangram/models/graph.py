@@ -147,6 +147,18 @@ class Called:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """A number that the code of a run read out of tensors, which follow from numbers in the code alone."""
+
+    run: int
+    line: str
+    function: str
+    turn: int
+    answer: Any
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Block:
     """Nodes of one layer: `first` up to and without `stop`."""
 
@@ -182,6 +194,8 @@ class Graph:
     """In the forward, in the order in which they began."""
     changed: Mapping[str, int] = field(default_factory=dict[str, int])
     """The buffers that the forward changes, by name: what they are after it."""
+    answers: tuple[Answer, ...] = ()
+    """What code has read out of tensors."""
 
     def of_kind(self, *kinds: Kind) -> Iterator[tuple[int, Value]]:
         """The values of some kinds, with their numbers."""

@@ -82,7 +82,7 @@ def _scan(combine: Callable[..., Any], init: Sequence[Any], xs: Sequence[Tensor]
         found = _flat(combine(*carry, *(x.select(0, i) for x in xs), *more))
         carry, row = found[: len(init)], found[len(init) :]
         rows.append(row)
-    return tuple([*carry, *_stacked(rows)])
+    return (*carry, *_stacked(rows))
 
 
 def _map(function: Callable[..., Any], xs: Sequence[Tensor], more: Sequence[Any]) -> Any:
@@ -100,10 +100,8 @@ def _turns(
 
 
 def _while(going: Any, body: Any, carried: Sequence[Any], more: Sequence[Any]) -> Any:
-    last = [x.clone() if isinstance(x, Tensor) else x for x in carried]
-    for last in _turns(going, body, carried, more):
-        pass
-    return tuple(last)
+    turns = [*_turns(going, body, carried, more)]
+    return tuple(turns[-1] if turns else [x.clone() if isinstance(x, Tensor) else x for x in carried])
 
 
 def _while_stacked(going: Any, body: Any, carried: Sequence[Any], more: Sequence[Any]) -> Any:
@@ -163,8 +161,14 @@ def _values(found: Any) -> Any:
 @contextmanager
 def plainly() -> Generator[None]:
     """Within, there is no fast path, and recurrent layers run as the same operators on every processor."""
-    with without_fast_path(), torch.backends.mkldnn.flags(enabled=False):
-        yield
+    own = cast(Any, torch)._C
+    before = own._get_mkldnn_enabled()
+    own._set_mkldnn_enabled(False)
+    try:
+        with without_fast_path():
+            yield
+    finally:
+        own._set_mkldnn_enabled(before)
 
 
 @contextmanager

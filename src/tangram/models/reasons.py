@@ -1,7 +1,7 @@
 """Why a model cannot be captured, as a sentence: where in the user's own code, what happened, and what to do instead.
 
-One table, a row for each kind of thing that a run without memory cannot do. What no row knows is an error of the model's
-own code, and is told with its type.
+One table, a row for each kind of thing that a run without memory cannot do. What no row knows is an error of the
+model's own code, and is told with its type.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from tangram.models.called import caller, short
 
 _VALUES = "a capture without memory has no values"
 REASONS: tuple[tuple[str, str], ...] = (
+    (
+        r"_detect_is_causal_mask",
+        "torch looks up in the values of a mask whether it is causal, which a capture without memory lacks: say so by "
+        "is_causal=True or False, tgt_is_causal of a decoder",
+    ),
     (
         r"_pack_padded_sequence|_pad_packed_sequence",
         "a packed sequence is as long as its values say, and a capture without memory has none: give the padded "
@@ -26,6 +31,22 @@ REASONS: tuple[tuple[str, str], ...] = (
     (
         r"randomness error mode",
         "torch.vmap does not say how to draw random numbers: call torch.vmap(..., randomness=\"different\")",
+    ),
+    (
+        r"__format__",
+        "a number is printed out of a tensor, and a capture without memory has none: print and log outside of forward",
+    ),
+    (
+        r"[Nn]ested_?[Tt]ensor",
+        "nested tensors are not captured: pad what is shorter, and mask it",
+    ),
+    (
+        r"SparseTensor|SparseCsr|sparse_coo|to_sparse",
+        "sparse tensors are not captured: work with dense ones",
+    ),
+    (
+        r"ScriptModules",
+        "a ScriptModule is compiled code: give the module that it was made of",
     ),
     (
         r"DataDependent|data-dependent|item\(\)|_local_scalar_dense|is_nonzero",
@@ -52,8 +73,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Could not run '|not implemented for the|No backend|missing kernel|kernel .*not found",
-        "{operator} has no kernel that runs on a CPU, and models are captured as on one: call another function of torch "
-        "or give the operator torch.library.register_fake",
+        "{operator} has no kernel that runs on a CPU, and models are captured as on one: call another function of "
+        "torch, or give the operator torch.library.register_fake",
     ),
     (
         r"higher_order\.|HigherOrderOperator",
@@ -65,15 +86,11 @@ REASONS: tuple[tuple[str, str], ...] = (
         "it has parameters without a size, as of nn.LazyLinear: call the model once on its inputs before",
     ),
     (
-        r"Only Tensors created explicitly by the user|cannot pickle|deepcopy",
-        "it cannot be copied, and a capture works on a copy: keep what cannot be copied out of the model",
-    ),
-    (
         r"Dynamo|torch\._dynamo|torch\.compile|InductorError|BackendCompilerFailed",
         "torch.compile cannot be captured: compile the model after it is made parallel",
     ),
 )  # fmt: skip
-"""By what is looked for in an error's type and text; the first that fits."""
+"""By what is looked for in an error's type and text, and in the names of functions on its way; the first that fits."""
 
 
 def place_and_reason(error: Exception) -> str:
@@ -95,13 +112,22 @@ def place_of(error: BaseException) -> str:
 def reason_of(error: BaseException) -> str:
     """What happened, without a stop."""
     kind, text = type(error).__name__, str(error).strip()
-    said = f"{kind}: {text}"
+    said = f"{kind}: {text} {' '.join(_way(error))}"
     for pattern, reason in REASONS:
         if re.search(pattern, said):
             return reason.format(operator=_operator(text) or "an operator")
     first = text.splitlines()[0].rstrip(". ") if text else ""
     known = isinstance(error, RuntimeError) and kind == "RuntimeError"  # torch's own sentences
     return first if known and first else f"{kind}{first and f': {first}'}"
+
+
+def _way(error: BaseException) -> list[str]:
+    """The names of the functions of torch that it came through, inside of the user's own line."""
+    names, trace = list[str](), error.__traceback__
+    while trace is not None:
+        names = [] if caller(trace.tb_frame) is trace.tb_frame else [*names, trace.tb_frame.f_code.co_name]
+        trace = trace.tb_next
+    return names
 
 
 def _operator(text: str) -> str:

@@ -47,7 +47,7 @@ def derive_whole(graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, left: bool 
 
 
 def _derived(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> Derived:
-    """Equal layers lie alike where they can: what the last gives may be a result, which is whole, and the others' not."""
+    """Equal layers lie alike where they can: what the last gives may be a result, and whole, and that of others not."""
     try:
         return derive(graph, marks, mesh)
     except ConflictError as error:

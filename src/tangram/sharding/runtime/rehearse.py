@@ -242,6 +242,9 @@ class _Rehearsal:
         """Call a function, compare, and run its operators in its stead where it does otherwise."""
         self.last = run
         number = self.calls.get((run, key))
+        answers = self.program.answers.get(run, {})
+        if number is None and key in answers:
+            return answers[key]
         if number is None:  # no operators ran in it
             return self._unknown(run, key, func, args, kwargs)
         self.met.add(number)
