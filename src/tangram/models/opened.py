@@ -1,10 +1,11 @@
 """Operators that are taken apart before they are seen: a graph has what they are made of.
 
-    fused on one kind of processor     a weight norm as products and sums
-    that call functions of Python      torch.cond, scan, while_loop and map, step by step, with the steps that they take
+    fused ones                         a weight norm as products and sums
     of a backward that code asks for   what torch decomposes, as the backward of a slice
+    primitives of torch's own          as the operator that everyone calls, prims::add as aten::add
 
 `Opening` is a mode that does it; whoever captures, or rehearses what was captured, derives from it, so both see alike.
+Operators that call functions of Python (torch.cond, scan) are refused there: they call them out of sight.
 `plainly` is what has to hold around a model's code then: fused paths that are taken by a processor or in evaluation
 alone, and that no rule cuts, are not taken.
 """
@@ -20,7 +21,6 @@ from torch import Tensor
 from torch._decomp import decomposition_table  # pyright: ignore[reportUnknownVariableType]
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map  # pyright: ignore[reportUnknownVariableType]
 
 aten = torch.ops.aten
 DECOMPOSED = (
@@ -30,6 +30,24 @@ DECOMPOSED = (
     aten.unfold_backward.default,
 )
 """As torch decomposes them."""
+PRIMITIVE = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "exp",
+    "log",
+    "sin",
+    "cos",
+    "tan",
+    "tanh",
+    "sqrt",
+    "rsqrt",
+    "erf",
+    "abs",
+)
+"""Of torch's primitives, those that are an operator of the same name."""
 
 
 def _norm_of(v: Tensor, dim: int) -> Tensor:
@@ -57,66 +75,8 @@ OPENED: Mapping[OpOverload, Callable[..., Any]] = {
     aten._weight_norm_interface.default: _weight_norm,
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten.norm.Scalar: _norm,
+    **{getattr(torch.ops.prims, name).default: getattr(aten, name) for name in PRIMITIVE},
 }
-
-
-# ------------------------------------------------------------ operators that call functions
-
-
-def _stacked(rows: Sequence[Any]) -> list[Any]:
-    """Of results of steps, which are flat, each stacked."""
-    return [torch.stack([*one]) if isinstance(one[0], Tensor) else one[0] for one in zip(*rows, strict=True)]
-
-
-def _flat(found: Any) -> list[Any]:
-    return [*found] if isinstance(found, list | tuple) else [found]
-
-
-def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:
-    return true_fn(*operands) if bool(pred) else false_fn(*operands)
-
-
-def _scan(combine: Callable[..., Any], init: Sequence[Any], xs: Sequence[Tensor], more: Sequence[Any] = ()) -> Any:
-    carry, rows = [*init], list[list[Any]]()
-    for i in range(xs[0].shape[0]):
-        found = _flat(combine(*carry, *(x.select(0, i) for x in xs), *more))
-        carry, row = found[: len(init)], found[len(init) :]
-        rows.append(row)
-    return (*carry, *_stacked(rows))
-
-
-def _map(function: Callable[..., Any], xs: Sequence[Tensor], more: Sequence[Any]) -> Any:
-    return tuple(_stacked([_flat(function(*(x.select(0, i) for x in xs), *more)) for i in range(xs[0].shape[0])]))
-
-
-def _turns(
-    going: Callable[..., Any], body: Callable[..., Any], carried: Sequence[Any], more: Sequence[Any]
-) -> Generator[list[Any]]:
-    """What a loop carries, after each of its turns."""
-    now = [*carried]
-    while bool(going(*now, *more)):
-        now = _flat(body(*now, *more))
-        yield now
-
-
-def _while(going: Any, body: Any, carried: Sequence[Any], more: Sequence[Any]) -> Any:
-    turns = [*_turns(going, body, carried, more)]
-    return tuple(turns[-1] if turns else [x.clone() if isinstance(x, Tensor) else x for x in carried])
-
-
-def _while_stacked(going: Any, body: Any, carried: Sequence[Any], more: Sequence[Any]) -> Any:
-    rows = [*_turns(going, body, carried, more)]
-    return tuple(_stacked(rows or [[x.clone() if isinstance(x, Tensor) else x for x in carried]]))
-
-
-STEPS: Mapping[str, Callable[..., Any]] = {
-    "cond": _cond,
-    "scan": _scan,
-    "map_impl": _map,
-    "while_loop": _while,
-    "while_loop_stack_output": _while_stacked,
-}
-"""By the name of torch's operator, which is called so below autograd."""
 
 
 class Opening(TorchDispatchMode):
@@ -128,34 +88,19 @@ class Opening(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = {**(kwargs or {})}
-        parts = STEPS.get(func.name()) if isinstance(func, HigherOrderOperator) else OPENED.get(func)
-        if parts is None and isinstance(func, HigherOrderOperator):
-            raise NotImplementedError(f"torch.ops.higher_order.{func.name()} has no steps")
-        if parts is None:
-            return self.ran_below(func, args, given)
-        return self.opened(parts, args, given)
+        if isinstance(func, HigherOrderOperator):
+            raise NotImplementedError(f"torch.ops.higher_order.{func.name()} calls functions out of sight")
+        parts = OPENED.get(func)
+        return self.ran_below(func, args, given) if parts is None else self.opened(parts, args, given)
 
     def opened(self, parts: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run what an operator is made of. Its gradient is that of the operator, which stands above."""
         with self:
-            return _values(parts(*args, **kwargs))
+            return parts(*args, **kwargs)
 
     def ran_below(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operator."""
         return func(*args, **kwargs)
-
-
-def _values(found: Any) -> Any:
-    """Two results of an operator are two tensors."""
-    seen: set[int] = set()
-
-    def own(x: Any) -> Any:
-        if isinstance(x, Tensor) and id(x) in seen:
-            x = x.clone()
-        seen.add(id(x))
-        return x
-
-    return tree_map(own, found)
 
 
 @contextmanager

@@ -33,6 +33,15 @@ REASONS: tuple[tuple[str, str], ...] = (
         "torch.vmap does not say how to draw random numbers: call torch.vmap(..., randomness=\"different\")",
     ),
     (
+        r"higher_order\.|HigherOrderOperator",
+        "{operator} calls functions where a capture does not see them: write it as a loop of Python, or torch.where",
+    ),
+    (
+        r"devices, cpu and meta",
+        "a derivative by torch.func in forward mode (jvp, jacfwd, hessian) makes tensors that a capture cannot follow: "
+        "take it in reverse mode, by torch.func.jacrev or torch.autograd.grad",
+    ),
+    (
         r"__format__",
         "a number is printed out of a tensor, and a capture without memory has none: print and log outside of forward",
     ),
@@ -75,11 +84,6 @@ REASONS: tuple[tuple[str, str], ...] = (
         r"Could not run '|not implemented for the|No backend|missing kernel|kernel .*not found",
         "{operator} has no kernel that runs on a CPU, and models are captured as on one: call another function of "
         "torch, or give the operator torch.library.register_fake",
-    ),
-    (
-        r"higher_order\.|HigherOrderOperator",
-        "{operator} is not captured: write it with torch.cond, scan, map or while_loop of "
-        "torch.ops.higher_order, or as a loop of Python",
     ),
     (
         r"UninitializedParameter|uninitialized parameter",
@@ -131,5 +135,7 @@ def _way(error: BaseException) -> list[str]:
 
 
 def _operator(text: str) -> str:
+    if called := re.search(r"higher_order\.(\w+)", text):
+        return f"torch's {called[1]}"
     found = re.search(r"(?:torch\.ops\.)?\b(aten|[A-Za-z_]\w*)(?:\.|::)(\w+)(?:\.\w+)?(?:\(\))?", text)
     return "" if found is None else f"{found[1]}::{found[2]}"
