@@ -24,8 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 DECOMPOSED = (
-    aten.select_backward.default,
-    aten.slice_backward.default,
     aten.diagonal_backward.default,
     aten.unfold_backward.default,
 )
@@ -66,6 +64,20 @@ def _weight_norm_backward(y: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: in
     return (y - v * (along / norm)) * (g / norm), along
 
 
+def _select_backward(y: Tensor, sizes: Sequence[int], dim: int, index: int) -> Tensor:
+    d = dim % len(sizes)
+    return _slice_backward(y.unsqueeze(d), sizes, d, index % sizes[d], index % sizes[d] + 1, 1)
+
+
+def _slice_backward(y: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
+    """Padded, so that it is cut as the gradient is; torch's begins with zeros that every rank has all of."""
+    d = dim % len(sizes)
+    first, n = (start % sizes[d] if start < 0 else min(start, sizes[d])), y.shape[d]
+    if step != 1:
+        return decomposition_table[aten.slice_backward.default](y, sizes, dim, start, end, step)
+    return aten.constant_pad_nd(y, [0, 0] * (len(sizes) - 1 - d) + [first, sizes[d] - first - n])
+
+
 def _norm(x: Tensor, p: float = 2) -> Tensor:
     return torch.linalg.vector_norm(x, p)
 
@@ -75,6 +87,8 @@ OPENED: Mapping[OpOverload, Callable[..., Any]] = {
     aten._weight_norm_interface.default: _weight_norm,
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten.norm.Scalar: _norm,
+    aten.select_backward.default: _select_backward,
+    aten.slice_backward.default: _slice_backward,
     **{getattr(torch.ops.prims, name).default: getattr(aten, name) for name in PRIMITIVE},
 }
 
