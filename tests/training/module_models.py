@@ -1,4 +1,4 @@
-"""Modules of torch with their defaults, run as derived on ranks beside one process: training and evaluation, two calls."""
+"""Modules of torch with their defaults, run as derived on ranks beside one process: training and evaluation."""
 
 from __future__ import annotations
 

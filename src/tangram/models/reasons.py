@@ -90,7 +90,7 @@ REASONS: tuple[tuple[str, str], ...] = (
         "it has parameters without a size, as of nn.LazyLinear: call the model once on its inputs before",
     ),
     (
-        r"Dynamo|torch\._dynamo|torch\.compile|InductorError|BackendCompilerFailed",
+        r"^Unsupported: |^BackendCompilerFailed|^InductorError|^InternalTorchDynamoError",
         "torch.compile cannot be captured: compile the model after it is made parallel",
     ),
 )  # fmt: skip
