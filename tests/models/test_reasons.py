@@ -105,6 +105,7 @@ def _said(model: nn.Module) -> str:
     return str(error.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, of forward mode
 @pytest.mark.parametrize("name", NASTY)
 def test_what_cannot_be_captured_is_a_sentence_with_the_line(name: str) -> None:
     code, reason = NASTY[name]
