@@ -83,18 +83,6 @@ def _normed(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], Around]:
     return lambda: Around(lambda m, x: m.last(torch.relu(m.first(x))), last=wrap(nn.Linear(8, 8)))
 
 
-def _residual(m: Any, x: Tensor) -> Tensor:
-    """Of a differential equation, with second derivatives."""
-    x = m.first(x).detach().requires_grad_()
-    u = m.down(torch.tanh(m.up(x)))
-    once, twice = (_slope(u, x), _slope(_slope(u, x)[..., 0], x))
-    return u.squeeze(-1) + once.square().sum(-1) + twice.sum(-1)
-
-
-def _slope(y: Tensor, x: Tensor) -> Tensor:
-    return cast(Any, torch.autograd.grad)(y, x, torch.ones_like(y), create_graph=True)[0]
-
-
 def _each(m: Any, x: Tensor) -> Tensor:
     return cast(Any, torch.vmap)(lambda row: m.down(torch.tanh(m.up(row))))(m.first(x))
 
@@ -118,7 +106,6 @@ WORKS: Mapping[str, Work] = {
     "the older weight norm": Work(_normed(cast(Any, nn.utils.weight_norm)), ("last.weight_v: o/tp i",)),
     "spectral norm": Work(_normed(cast(Any, parametrizations.spectral_norm)), ("last.*.original: o/tp i",)),
     "the older spectral norm": Work(_normed(cast(Any, nn.utils.spectral_norm)), ("last.weight_orig: o/tp i",)),
-    "a derivative": Work(_net(_residual), ROWS),
     "vmap": Work(_net(_each), ROWS),
 }  # fmt: skip
 CALLS = ("train", "train", "eval", "eval")
