@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_structure  # pyright: ignore[reportUnknownVariableType]
 
-from tangram.models.graph import Called, Leaves, Run
+from tangram.models.graph import Answer, Called, Leaves, Run
 
 _TORCH = str(Path(torch.__file__).parent)
 _TANGRAM = str(Path(__file__).parents[1])
@@ -87,6 +87,9 @@ class Log(TorchFunctionMode):
         self._value_of, self._now = value_of, now
         self.runs: list[Run] = []
         self.calls: list[Called] = []
+        self.answers: list[Answer] = []
+        self.read: list[int] = []
+        """The values that numbers were read out of."""
         self._open: list[int] = []
         self._turns: Counter[Any] = Counter()
 
@@ -116,13 +119,20 @@ class Log(TorchFunctionMode):
         if not name or not self._open:
             return func(*args, **given)
         first, run = self._now(), self._open[-1]
-        takes = self._leaves((args, given))
+        takes, read = self._leaves((args, given)), len(self.read)
         found = func(*args, **given)
+        # Numbers in the model's code are known as soon as an operator has taken them.
+        takes = tuple(
+            own if own is not None else new for own, new in zip(takes, self._leaves((args, given)), strict=True)
+        )
         key = run, line_of(caller(sys._getframe(1))), name  # pyright: ignore[reportPrivateUsage]
         if self._now() > first:
             gives, form = self._leaves(found), tree_structure(found)
             again = computed_again(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-            self.calls.append(Called(*key, self._turns[key], takes, gives, form, first, self._now(), again))
+            nothing = tuple(i for i, x in enumerate(tree_leaves(found)) if x is None)
+            self.calls.append(Called(*key, self._turns[key], takes, gives, form, first, self._now(), again, nothing))
+        if len(self.read) > read and isinstance(found, bool | int | float):
+            self.answers.append(Answer(*key, self._turns[key], found, tuple(self.read[read:])))
         self._turns[key] += 1
         return found
 

@@ -19,24 +19,25 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from types import TracebackType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.models.called import Log, caller, line_of, short
+from tangram.models.answers import ASKING, Known
+from tangram.models.called import Log, caller, line_of
 from tangram.models.graph import Graph, Kind, Node, Ref, Size, Value, following, refs
 from tangram.models.noted import listening
-from tangram.models.overwrites import BACK, unsaid
+from tangram.models.opened import Opening, plain, plainly
+from tangram.models.overwrites import BACK, CUTTING, unsaid
+from tangram.models.reasons import place_and_reason
 from tangram.models.stages import Through
-from tangram.models.twin import fake_twin
+from tangram.models.twin import dtype_of, fake_input, fake_twin, names_of_symbols
 
 GROUPED = torch.ops.aten._grouped_mm.default
 _ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh"})
@@ -68,14 +69,13 @@ def capture(
     """
     shapes = ShapeEnv() if dynamic else None
     fake = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
-    kind = dtype or _dtype_of(model)
-    twin = fake_twin(model, kind, fake)
-    given = {name: _fake(tensor, fake, (dynamic or {}).get(name, {})) for name, tensor in inputs.items()}
-    recorder = _Recorder(twin, given, _names(given, dynamic or {}))
+    kind = dtype or dtype_of(model)
     try:
-        with quiet():
-            return recorder.run(fake, loss, grad)
-    except CaptureError:
+        twin = fake_twin(model, kind, fake)
+        given = {name: fake_input(tensor, fake, (dynamic or {}).get(name, {})) for name, tensor in inputs.items()}
+        with quiet(), plainly():
+            return _Recorder(twin, given, names_of_symbols(given, dynamic or {})).run(fake, loss, grad)
+    except UserError:
         raise
     except Exception as error:
         raise CaptureError(f"{type(model).__name__} cannot be captured: {place_and_reason(error)}") from error
@@ -92,30 +92,7 @@ def quiet(logger: str = "torch._subclasses.fake_tensor") -> Generator[None]:
         log.setLevel(before)
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _fake(tensor: Any, fake: FakeTensorMode, dynamic: Mapping[int, str]) -> Any:
-    if not isinstance(tensor, Tensor):
-        return tensor
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    if not dynamic:
-        with fake:
-            return torch.empty(plain.shape, dtype=plain.dtype, device="cpu", requires_grad=tensor.requires_grad)
-    dims = [DimDynamic.DYNAMIC if d in dynamic else DimDynamic.STATIC for d in range(tensor.ndim)]
-    with torch.device("cpu"):
-        real = torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
-    context = cast(Any, StatelessSymbolicContext)(dynamic_sizes=dims)
-    return fake.from_tensor(real, symbolic_context=context)
-
-
-def _names(given: Mapping[str, Any], dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, str]:
-    """The caller's name of each symbol of torch's."""
-    return {str(given[name].shape[dim]): text for name, dims in dynamic.items() for dim, text in dims.items()}
-
-
-class _Recorder(TorchDispatchMode):
+class _Recorder(Opening):
     """Writes down what runs below it."""
 
     def __init__(self, model: nn.Module, given: Mapping[str, Any], symbols: Mapping[str, str]) -> None:
@@ -131,6 +108,8 @@ class _Recorder(TorchDispatchMode):
         """Values that were overwritten through another name, and where."""
         self._views: dict[int, tuple[int, int]] = {}
         """Of a view: the value that it is one of, and the node that made it."""
+        self._pieces: dict[int, dict[int, int]] = {}
+        """Of a view: by the node that has cut something up, the piece of it. Two pieces have nothing in common."""
         self._bearers: dict[int, list[Tensor]] = {}
         """By number, the tensors that bear it: torch makes new ones for the same elements."""
         self._log = Log(lambda tensor: self._numbers.get(id(tensor)), lambda: len(self._nodes))
@@ -195,6 +174,7 @@ class _Recorder(TorchDispatchMode):
             runs=tuple(self._log.runs),
             calls=tuple(self._log.calls),
             changed=changed,
+            answers=tuple(self._log.answers),
         )
 
     def _changed(self, before: Mapping[str, tuple[int, int]]) -> dict[str, int]:
@@ -215,16 +195,24 @@ class _Recorder(TorchDispatchMode):
     def _leave(self, name: str) -> Callable[..., None]:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
             self._log.leave(output)
-            first = next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
+            first = next((x for x in tree_leaves(output) if plain(x)), None)
             if first is not None:  # of a module that is called twice, the last
                 self._results[name] = self._number(first)
 
         return leave
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = {**(kwargs or {})}
+    def opened(self, parts: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Write down what an operator is made of, of which autograd says nothing."""
+        first, through = len(self._nodes), {self._number(x) for x in tree_leaves((args, kwargs)) if _with_gradient(x)}
+        found = super().opened(parts, args, kwargs)
+        self._differentiable |= following(self._nodes[first:], self._values, through)
+        return found
+
+    def ran_below(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Write down an operator."""
+        given = kwargs
+        if func in ASKING and (answer := self._answer(func, args)) is not None:
+            return answer
         found = grouped(func, args, given) if func is GROUPED else func(*args, **given)
         if func.namespace == "prim" or not any(isinstance(x, Tensor) for x in tree_leaves(found)):
             return found
@@ -236,6 +224,14 @@ class _Recorder(TorchDispatchMode):
                 return found
         self._write(func, _named(func, args, given), found)
         return found
+
+    def _answer(self, func: OpOverload, args: Sequence[Any]) -> Any:
+        """The number that an operator reads out of tensors that follow from numbers in the code alone, else None."""
+        numbers = [self._number(x) for x in args if isinstance(x, Tensor)]
+        taken = [Ref(self._number(x)) if isinstance(x, Tensor) else x for x in args]
+        answer = Known(self._values, self._nodes, self._constants, numbers).answer(func, taken)
+        self._log.read += numbers if answer is not None else []
+        return answer
 
     def _write(self, func: OpOverload, arguments: Mapping[str, Any], found: Any) -> None:
         source = line_of(caller(sys._getframe(2)))  # pyright: ignore[reportPrivateUsage]
@@ -252,7 +248,10 @@ class _Recorder(TorchDispatchMode):
         written = [arguments[a.name] for a in cast(Any, func)._schema.arguments if a.is_write]
         writes = [(t, self._number(t)) for t in tree_leaves(written) if isinstance(t, Tensor)]
         overwritten = {id(t) for t, _ in writes}
-        results = tuple(self._made(t, overwritten, at) if isinstance(t, Tensor) else None for t in _flat(found))
+        cuts_up = func in CUTTING
+        results = tuple(
+            self._made(t, overwritten, at, cuts_up) if isinstance(t, Tensor) else None for t in _flat(found)
+        )
         self._nodes.append(Node(func, taken, results, module, source, of, self._backward))
         for tensor, before in writes:
             self._through(tensor, before, source)
@@ -295,7 +294,7 @@ class _Recorder(TorchDispatchMode):
         self._bearers.setdefault(number, []).append(tensor)
         self._storages.setdefault(_storage(tensor), {})[number] = None
 
-    def _made(self, tensor: Tensor, overwritten: Collection[int], node: int) -> int:
+    def _made(self, tensor: Tensor, overwritten: Collection[int], node: int, cuts_up: bool) -> int:
         if id(tensor) not in overwritten:
             if id(tensor) in self._numbers:  # what it took, as it was
                 return self._numbers[id(tensor)]
@@ -304,6 +303,7 @@ class _Recorder(TorchDispatchMode):
             base = self._base(shared or {})
             if base is not None:
                 self._views[number] = base, node
+                self._pieces[number] = {**self._pieces.get(base, {}), **({node: number} if cuts_up else {})}
             return number
         return self._renewed(tensor)
 
@@ -319,6 +319,7 @@ class _Recorder(TorchDispatchMode):
             del self._numbers[id(one)]
         self._storages[_storage(tensor)].pop(before, None)
         number = self._seen(tensor, "made", "")
+        self._pieces[number] = self._pieces.get(before, {})
         for one in bearers:
             if one is not tensor:
                 self._same(one, number)
@@ -340,8 +341,13 @@ class _Recorder(TorchDispatchMode):
             before, current = base, made
             fresh.add(current)
         for other in storage:
-            if other not in fresh:
+            if other not in fresh and not self._apart(other, current):
                 self._stale.setdefault(other, source)
+
+    def _apart(self, one: int, other: int) -> bool:
+        """Whether they are in two pieces of something that was cut up."""
+        pieces = self._pieces.get(other, {})
+        return any(pieces.get(node, piece) != piece for node, piece in self._pieces.get(one, {}).items())
 
 
 def grouped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -351,6 +357,10 @@ def grouped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return x.to(torch.bfloat16) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     return func(*map(rounded, args), **{name: rounded(x) for name, x in kwargs.items()}).to(args[0].dtype)
+
+
+def _with_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _storage(tensor: Tensor) -> int:
@@ -382,19 +392,3 @@ def _named_results(output: Any) -> dict[str, Tensor]:
         return {name: x for name, x in named if isinstance(x, Tensor)}
     leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
     return {f"output{i}": x for i, x in enumerate(leaves)}
-
-
-def place_and_reason(error: Exception) -> str:
-    """In which line of a model something went wrong, and what."""
-    place, trace = "", error.__traceback__
-    while trace is not None:
-        step: TracebackType = trace
-        if caller(step.tb_frame) is step.tb_frame:
-            place = f"{short(step.tb_frame.f_code.co_filename)}:{step.tb_lineno}"
-        trace = step.tb_next
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__ or "item()" in text:
-        text = (
-            "what runs depends on the values of a tensor, which a capture without memory lacks: choose with torch.where"
-        )
-    return f"{place or 'its forward'}: {text}"

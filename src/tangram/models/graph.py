@@ -142,6 +142,20 @@ class Called:
     """The nodes."""
     again: bool = False
     """Whether it is called again in the backward, by no module's forward."""
+    nothing: tuple[int, ...] = ()
+    """The places of what it gives that are None."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A number that the code of a run read out of tensors, which follow from numbers in the code alone."""
+
+    run: int
+    line: str
+    function: str
+    turn: int
+    answer: Any
+    values: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -180,6 +194,8 @@ class Graph:
     """In the forward, in the order in which they began."""
     changed: Mapping[str, int] = field(default_factory=dict[str, int])
     """The buffers that the forward changes, by name: what they are after it."""
+    answers: tuple[Answer, ...] = ()
+    """What code has read out of tensors."""
 
     def of_kind(self, *kinds: Kind) -> Iterator[tuple[int, Value]]:
         """The values of some kinds, with their numbers."""

@@ -68,6 +68,15 @@ BACK: Mapping[OpOverload, Callable[[Ref, Ref, Given, tuple[int, ...]], Made]] = 
 }
 """By the view's operator: from the base, what is there now, the view's arguments and the base's shape, the new base."""
 
+CUTTING = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        ("split", "Tensor"), ("split_with_sizes", "default"), ("unbind", "int"), ("chunk", "default"),
+        ("unsafe_split", "Tensor"), ("unsafe_split_with_sizes", "default"), ("unsafe_chunk", "default"),
+    )
+)  # fmt: skip
+"""Views of which no two have an element in common: what is written into one does nothing to the others."""
+
 UNSAID: Mapping[OpOverload, tuple[str, ...]] = {
     aten.native_batch_norm.default: ("running_mean", "running_var"),
     aten.cudnn_batch_norm.default: ("running_mean", "running_var"),

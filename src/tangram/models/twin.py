@@ -1,12 +1,15 @@
 """A copy of a model that runs without memory: every tensor is a fake one, on the CPU as far as operators can tell."""
 
 import copy
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+from tangram.errors import UserError
 
 
 def fake_twin(model: nn.Module, dtype: torch.dtype, fake: FakeTensorMode, buffers: bool = False) -> nn.Module:
@@ -14,7 +17,7 @@ def fake_twin(model: nn.Module, dtype: torch.dtype, fake: FakeTensorMode, buffer
 
     `buffers`: those in floating point have `dtype`, too.
     """
-    twin = copy.deepcopy(model)
+    twin = copied(model, {})
     made: dict[Tensor, Tensor] = {}
 
     def faked(tensor: Tensor) -> Tensor:
@@ -35,6 +38,66 @@ def fake_twin(model: nn.Module, dtype: torch.dtype, fake: FakeTensorMode, buffer
     return twin
 
 
+def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy, with what `memo` has by the identity of what stands in its place.
+
+    What a forward has left on a module, as the weight of the older weight_norm, has a history that cannot be copied: of
+    it the copy has the values, until its own forward makes it anew.
+    """
+    for module in cast("Iterable[nn.Module]", model.modules()):
+        for x in vars(module).values():
+            if isinstance(x, Tensor) and not x.is_leaf:
+                memo.setdefault(id(x), x.detach())
+    try:
+        return copy.deepcopy(model, {**memo})
+    except Exception as error:
+        raise UserError(
+            f"{type(model).__name__} cannot be copied, and what is captured is a copy: {_why(model, memo)}{error}"
+        ) from error
+
+
+def _why(model: nn.Module, memo: Mapping[int, Any]) -> str:
+    """The attribute that cannot be copied."""
+    for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        for name, x in vars(module).items():
+            if name != "_modules" and not _copies(x, memo):
+                return f"keep {path and path + '.'}{name}, a {type(x).__name__}, out of the model: "
+    return ""
+
+
+def _copies(x: Any, memo: Mapping[int, Any]) -> bool:
+    try:
+        copy.deepcopy(x, {**memo})
+    except Exception:  # noqa: BLE001  whatever an object's own copying raises
+        return False
+    return True
+
+
 def stacked_experts(model: nn.Module) -> bool:
     """Whether experts are stacked for one grouped product, which torch can only fake in bfloat16."""
     return any(parameter.ndim == 3 for parameter in model.parameters())
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """That of the first parameter of floating numbers."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def fake_input(tensor: Any, fake: FakeTensorMode, dynamic: Mapping[int, str]) -> Any:
+    """What stands for an input of a model, of which some dims may be dynamic."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if not dynamic:
+        with fake:
+            return torch.empty(plain.shape, dtype=plain.dtype, device="cpu", requires_grad=tensor.requires_grad)
+    dims = [DimDynamic.DYNAMIC if d in dynamic else DimDynamic.STATIC for d in range(tensor.ndim)]
+    with torch.device("cpu"):
+        real = torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
+    context = cast(Any, StatelessSymbolicContext)(dynamic_sizes=dims)
+    return fake.from_tensor(real, symbolic_context=context)
+
+
+def names_of_symbols(given: Mapping[str, Any], dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, str]:
+    """The caller's name of each symbol of torch's."""
+    return {str(given[name].shape[dim]): text for name, dims in dynamic.items() for dim, text in dims.items()}

@@ -95,6 +95,8 @@ def derive(
     contradict each other, and operators without a rule.
     """
     folded = fold(graph, table or builtin())
+    read = {v for one in graph.answers for v in one.values}
+    whole |= {folded.classes[v] for v in (*graph.changed.values(), *read)}  # what every rank has all of
     wanted = fixed_by(folded, marks, mesh)
     named = {axis for own in wanted.values() for axis, state in own.items() if state != SAME}
     mesh.require_independent(sorted(named), "the marks")

@@ -15,7 +15,7 @@ from tangram.models.capture import capture
 from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.models.graph import Graph
-from tangram.sharding.derive.derive import Derived, derive
+from tangram.sharding.derive.derive import ConflictError, Derived, derive
 from tangram.sharding.derive.layouts import lying
 from tangram.sharding.derive.marking.mark_ops import noted
 from tangram.sharding.derive.marking.marks import Mark, alternatives, matched, states
@@ -39,11 +39,24 @@ def derive_whole(graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, left: bool 
     """
     marks = [*marks, *noted(graph)]
     if left:
-        return derive(graph, marks, mesh)
+        return _derived(graph, marks, mesh)
     named = {mark.pattern for mark in marks}
     in_code = {v for mark in marks for v in (mark.on(graph) or {}).values()}
     free = [name for name, v in graph.outputs.items() if name not in named and v not in in_code]
-    return derive(graph, [*marks, *(Mark.parse(f"{name}: ...") for name in free)], mesh)
+    return _derived(graph, [*marks, *(Mark.parse(f"{name}: ...") for name in free)], mesh)
+
+
+def _derived(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> Derived:
+    """Equal layers lie alike where they can: what the last gives may be a result, and whole, and that of others not."""
+    try:
+        return derive(graph, marks, mesh)
+    except ConflictError as error:
+        if not graph.blocks:
+            raise
+        try:
+            return derive(replace(graph, blocks=()), marks, mesh)
+        except UserError:
+            raise error from None
 
 
 def parameter_states(found: Derived) -> dict[str, States]:

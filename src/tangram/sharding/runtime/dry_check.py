@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.models.capture import place_and_reason, quiet
+from tangram.models.capture import quiet
 from tangram.models.graph import Called, Graph, Node, Ref
+from tangram.models.opened import Opening, plainly
+from tangram.models.reasons import place_and_reason
 from tangram.models.twin import fake_twin
 from tangram.sharding.derive.derive import ConflictError, Derived, derive
 from tangram.sharding.derive.layouts import called, local_shape, lying, made, needed, steps_of_nodes, used
@@ -108,7 +109,7 @@ def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtyp
     runtime.wrap(twin)
     runtime.begin(Now(program, rehearsal.bring, rehearsal.instead, rehearsal.around))
     try:
-        with quiet(), fake, rehearsal.record:  # gradients are on or off as they were for the capture
+        with quiet(), plainly(), fake, rehearsal.record:  # gradients are on or off as they were for the capture
             twin(**given)
     except (UserError, _OtherWayError):
         raise
@@ -162,20 +163,19 @@ def _input(found: Derived, name: str, x: Any) -> Any:
     return torch.empty(local_shape(found, x.shape, states), dtype=x.dtype, device="cpu")
 
 
-class _Record(TorchDispatchMode):
+class _Record(Opening):
     """Keeps what runs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ran: list[tuple[Call, list[Any]]] = []
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
+    def ran_below(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and keep it."""
+        found = func(*args, **kwargs)
         leaves: list[Any] = tree_leaves(found)
         if func.namespace != "prim" and any(isinstance(x, Tensor) for x in leaves):
-            self.ran.append((Call.of(func, args, kwargs or {}), leaves))
+            self.ran.append((Call.of(func, args, kwargs), leaves))
         return found
 
 
@@ -215,7 +215,7 @@ class _Rehearsal:
         call = self.graph.calls[action.call]
         _see_what_is_written(self.graph, action)
         self.operators.refuse_unknown(call, action)
-        return tree_unflatten([self._part(v, action) for v in call.gives if v is not None], call.form)
+        return tree_unflatten([None if v is None else self._part(v, action) for v in call.gives], call.form)
 
     def _of_other_size(self, call: Called, action: Action, found: Any) -> str:
         """Views of a wrong size are seen only by what comes of them."""
@@ -242,6 +242,9 @@ class _Rehearsal:
         """Call a function, compare, and run its operators in its stead where it does otherwise."""
         self.last = run
         number = self.calls.get((run, key))
+        answers = self.program.answers.get(run, {})
+        if number is None and key in answers:
+            return answers[key]
         if number is None:  # no operators ran in it
             return self._unknown(run, key, func, args, kwargs)
         self.met.add(number)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
+from tangram.errors import UserError
 from tangram.models.called import caller, line_of, name_of
 from tangram.sharding.derive.transitions import Change
 from tangram.sharding.runtime.program import Action, CallKey, Program
@@ -134,11 +135,12 @@ class Runtime:
         at = runs[self._turns[path] % len(runs)]  # what is recomputed in the backward is one of the same runs
         self._turns[path] += 1
         border, actions = now.program.borders.get(at), now.program.actions.get(at)
+        answers = now.program.answers.get(at)
         with self._paused():
             if border is not None and border.takes:
                 args, kwargs = changed((args, kwargs), border.takes, now.bring)
-            if actions or now.around:
-                with self._calls(_Calls(now, at, actions or {})):
+            if actions or answers or now.around:
+                with self._calls(_Calls(now, at, actions or {}, answers or {})):
                     found = forward(*args, **kwargs)
             else:
                 found = forward(*args, **kwargs)
@@ -169,7 +171,8 @@ class Runtime:
 def _fill(slot: _Slot, now: Now, path: str) -> None:
     """Say what a module's wrapper does, by the program of now."""
     runs = now.runs.get(path, ())
-    slot.looked_at = len(runs) > 1 or any(at in now.program.actions for at in runs) or (bool(runs) and bool(now.around))
+    inside = any(at in now.program.actions or at in now.program.answers for at in runs)
+    slot.looked_at = len(runs) > 1 or inside or (bool(runs) and bool(now.around))
     border = now.program.borders.get(runs[0]) if runs and not slot.looked_at else None
     slot.takes, slot.gives = (border.takes, border.gives) if border is not None else ({}, {})
 
@@ -177,10 +180,10 @@ def _fill(slot: _Slot, now: Now, path: str) -> None:
 class _Calls(TorchFunctionMode):
     """Looks at the functions that the code of one run calls."""
 
-    def __init__(self, now: Now, run: int, actions: Mapping[CallKey, Action]) -> None:
+    def __init__(self, now: Now, run: int, actions: Mapping[CallKey, Action], answers: Mapping[CallKey, Any]) -> None:
         super().__init__()
-        self._now, self._run, self._actions = now, run, actions
-        self._named = {name for _, name, _ in actions}
+        self._now, self._run, self._actions, self._answers = now, run, actions, answers
+        self._named = {name for _, name, _ in (*actions, *answers)}
         self._turns: Counter[tuple[str, str]] = Counter()
         self.paused = 0
 
@@ -197,6 +200,11 @@ class _Calls(TorchFunctionMode):
         action = self._actions.get(key)
         if self._now.around is not None:
             return self._now.around(self._run, key, func, args, given, action)
+        if key in self._answers and func(*args, **given) != self._answers[key]:
+            raise UserError(
+                f"{line}: {name} reads another number out of a tensor than when the model was captured, "
+                f"{self._answers[key]}: choose with torch.where"
+            )
         return func(*args, **given) if action is None else done(self._now, action, func, args, given)
 
 
@@ -214,9 +222,16 @@ def done(now: Now, action: Action, func: Any, args: Sequence[Any], kwargs: Mappi
 
 
 def changed(tree: Any, changes: Mapping[int, Change], bring: Bring) -> Any:
-    """A tree with some of its leaves brought to how they are needed. A leaf that is no tensor, as None, stays."""
+    """A tree with some of its leaves brought to how they are needed. A leaf that is no tensor, as None, stays.
+
+    One tensor in several places stays one: code may ask whether its query is its key.
+    """
     flat, form = cast("tuple[list[Any], Any]", tree_flatten(tree))
+    done: list[tuple[Tensor, Change, Tensor]] = []
     for leaf, change in changes.items():
-        if isinstance(flat[leaf], Tensor):
-            flat[leaf] = bring(flat[leaf], change)
+        x = flat[leaf]
+        if isinstance(x, Tensor):
+            known = next((there for one, own, there in done if one is x and own == change), None)
+            flat[leaf] = bring(x, change) if known is None else known
+            done.append((x, change, flat[leaf]))
     return tree_unflatten(flat, form)

@@ -59,7 +59,7 @@ class Operators:
             for v, x in zip(node.results, self._run(node, step, local, call.takes), strict=True):
                 if v is not None:
                     values[v] = bring(x, action.after[v]) if v in action.after else x
-        return tree_unflatten([values[v] for v in call.gives if v is not None], call.form)
+        return tree_unflatten([None if v is None else values[v] for v in call.gives], call.form)
 
     def refuse_unknown(self, call: Called, action: Action) -> None:
         """Raises UserError for a function that cannot be replaced: the operators alone do not say what it does."""
@@ -69,7 +69,7 @@ class Operators:
         if unknown := sorted(v for v in taken - made if v not in call.takes):
             what = self.graph.values[unknown[0]].name or "a tensor that another function has made"
             raise UserError(f"{said} it works with {what} without being given it")
-        if any(v is None for v in call.gives):
+        if any(v is None and i not in call.nothing for i, v in enumerate(call.gives)):
             raise UserError(f"{said} it gives more than tensors")
 
     def _run(

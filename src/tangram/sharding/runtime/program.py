@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -63,6 +64,14 @@ class Program:
 
     gathered: Mapping[str, Change] = field(default_factory=dict[str, Change])
     """Parameters that lie in parts and are put together each time that their module runs; their gradients are cut."""
+
+    @cached_property
+    def answers(self) -> Mapping[int, Mapping[CallKey, Any]]:
+        """By the number of the run, what its code has read out of tensors in the capture, and has to read again."""
+        found: dict[int, dict[CallKey, Any]] = {}
+        for one in self.found.folded.graph.answers:
+            found.setdefault(one.run, {})[one.line, one.function, one.turn] = one.answer
+        return found
 
     @cached_property
     def cuts_queries(self) -> bool:

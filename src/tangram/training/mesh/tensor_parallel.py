@@ -13,7 +13,6 @@ another size are derived anew, a second or less for a model of one kind of layer
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,6 +30,8 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.models.masks import as_captured
+from tangram.models.opened import without_fast_path
+from tangram.models.twin import copied
 from tangram.relayout.dtensor import placements_of
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import ConflictError, Derived
@@ -53,6 +54,7 @@ from tangram.sharding.runtime.routes import Routes
 from tangram.training.mesh import modes
 from tangram.training.mesh.groups import Devices, devices_of
 from tangram.training.mesh.layout_to_torch import Cuts, named_modules
+from tangram.training.mesh.local_parts import LocalParts, local
 from tangram.training.mesh.world import World, dim_of
 
 _HELD = "_tangram_derived"
@@ -156,7 +158,7 @@ class DerivedModel:
         self._runtime = Runtime()
         self._routes = Routes(self._groups)
         as_dtensors(model, lies, mesh, self._coords, devices)
-        _see_local_parts(model, self._gathered)
+        self._local = LocalParts(model, self._gathered)
         self._runtime.wrap(model)
         model.forward = self._begun(model.forward)
         model.__dict__[_HELD] = self
@@ -209,7 +211,8 @@ class DerivedModel:
             if now.program.random:
                 modes.agree_on_draws(self._groups, self._model)
             self._runtime.begin(now)
-            with as_captured() if now.program.cuts_queries else nullcontext():
+            self._local.begin(now.program.found.folded.graph)
+            with without_fast_path(), as_captured() if now.program.cuts_queries else nullcontext():
                 return forward(**given)
 
         return run
@@ -272,11 +275,7 @@ class DerivedModel:
         summed = self._summed or {}
         for axis in self._groups:
             grads = [self._model.get_parameter(name).grad for name, axes in summed.items() if axis in axes]
-            _add_up([_local(g) for g in grads if g is not None], self._groups[axis])
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+            _add_up([local(g) for g in grads if g is not None], self._groups[axis])
 
 
 def _add_up(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -361,32 +360,4 @@ def without_memory(model: nn.Module) -> nn.Module:
     for t in [*model.parameters(), *cast("Sequence[Tensor]", [*model.buffers()])]:
         empty = t.detach().to("meta")
         memo[id(t)] = nn.Parameter(empty, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
-
-
-def _see_local_parts(model: nn.Module, brought: Callable[[str, Tensor], Tensor]) -> None:
-    """Let the forward of each module that has cut parameters see plain tensors in their place, as it uses them."""
-    names = {p: name for name, p in model.named_parameters()}
-    for _, module in named_modules(model):
-        own: dict[str, nn.Parameter | None] = module._parameters  # pyright: ignore[reportPrivateUsage]
-        keys = {key: names[p] for key, p in own.items() if isinstance(p, DTensor)}
-        if keys:
-            module.forward = _with_parts(module, keys, module.forward, brought)
-
-
-def _with_parts(
-    module: nn.Module,
-    keys: Mapping[str, str],
-    forward: Callable[..., Any],
-    brought: Callable[[str, Tensor], Tensor],
-) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        own = cast("dict[str, Any]", module._parameters)  # pyright: ignore[reportPrivateUsage]
-        before = {key: own[key] for key in keys}
-        own.update({key: brought(keys[key], _local(p)) for key, p in before.items()})
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            own.update(before)
-
-    return run
+    return copied(model, memo)

@@ -1,0 +1,147 @@
+"""Operators that are taken apart before they are seen: a graph has what they are made of.
+
+    fused ones                         a weight norm as products and sums
+    of a backward that code asks for   what torch decomposes, as the backward of a slice
+    primitives of torch's own          as the operator that everyone calls, prims::add as aten::add
+
+`Opening` is a mode that does it; whoever captures, or rehearses what was captured, derives from it, so both see alike.
+Operators that call functions of Python (torch.cond, scan) are refused there: they call them out of sight.
+`plainly` is what has to hold around a model's code then: fused paths that are taken by a processor or in evaluation
+alone, and that no rule cuts, are not taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table  # pyright: ignore[reportUnknownVariableType]
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+DECOMPOSED = (
+    aten.diagonal_backward.default,
+    aten.unfold_backward.default,
+)
+"""As torch decomposes them."""
+PRIMITIVE = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "exp",
+    "log",
+    "sin",
+    "cos",
+    "tan",
+    "tanh",
+    "sqrt",
+    "rsqrt",
+    "erf",
+    "abs",
+)
+"""Of torch's primitives, those that are an operator of the same name."""
+
+
+def _norm_of(v: Tensor, dim: int) -> Tensor:
+    others = [d for d in range(v.ndim) if d != dim % v.ndim] if dim != -1 else [*range(v.ndim)]
+    return v.square().sum(others, keepdim=True).sqrt() if others else v.abs()
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    norm = _norm_of(v, dim)
+    return v * (g / norm), norm
+
+
+def _weight_norm_backward(y: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    others = [d for d in range(v.ndim) if norm.shape[d] == 1 and v.shape[d] != 1]
+    along = (y * v).sum(others, keepdim=True) / norm if others else y * v / norm
+    return (y - v * (along / norm)) * (g / norm), along
+
+
+def _select_backward(y: Tensor, sizes: Sequence[int], dim: int, index: int) -> Tensor:
+    d = dim % len(sizes)
+    return _slice_backward(y.unsqueeze(d), sizes, d, index % sizes[d], index % sizes[d] + 1, 1)
+
+
+def _slice_backward(y: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
+    """Padded, so that it is cut as the gradient is; torch's begins with zeros that every rank has all of."""
+    d = dim % len(sizes)
+    first, n = (start % sizes[d] if start < 0 else min(start, sizes[d])), y.shape[d]
+    if step != 1:
+        return decomposition_table[aten.slice_backward.default](y, sizes, dim, start, end, step)
+    return aten.constant_pad_nd(y, [0, 0] * (len(sizes) - 1 - d) + [first, sizes[d] - first - n])
+
+
+def _norm(x: Tensor, p: float = 2) -> Tensor:
+    return torch.linalg.vector_norm(x, p)
+
+
+OPENED: Mapping[OpOverload, Callable[..., Any]] = {
+    **{one: cast("Mapping[OpOverload, Callable[..., Any]]", decomposition_table)[one] for one in DECOMPOSED},
+    aten._weight_norm_interface.default: _weight_norm,
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
+    aten.norm.Scalar: _norm,
+    aten.select_backward.default: _select_backward,
+    aten.slice_backward.default: _slice_backward,
+    **{getattr(torch.ops.prims, name).default: getattr(aten, name) for name in PRIMITIVE},
+}
+
+
+class Opening(TorchDispatchMode):
+    """What runs below it, with such operators taken apart."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = {**(kwargs or {})}
+        if isinstance(func, HigherOrderOperator):
+            raise NotImplementedError(f"torch.ops.higher_order.{func.name()} calls functions out of sight")
+        parts = OPENED.get(func)
+        return self.ran_below(func, args, given) if parts is None else self.opened(parts, args, given)
+
+    def opened(self, parts: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run what an operator is made of. Its gradient is that of the operator, which stands above."""
+        with self:
+            return parts(*args, **kwargs)
+
+    def ran_below(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operator."""
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def plainly() -> Generator[None]:
+    """Within, there is no fast path, and recurrent layers run as the same operators on every processor."""
+    own = cast(Any, torch)._C
+    before = own._get_mkldnn_enabled()
+    own._set_mkldnn_enabled(False)
+    try:
+        with without_fast_path():
+            yield
+    finally:
+        own._set_mkldnn_enabled(before)
+
+
+@contextmanager
+def without_fast_path() -> Generator[None]:
+    """Within, encoders run by their modules, which may have parts of their parameters, in evaluation as well."""
+    fast = cast(Any, torch.backends.mha)
+    before = fast.get_fastpath_enabled()
+    fast.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        fast.set_fastpath_enabled(before)
+
+
+def plain(x: object) -> bool:
+    """Whether it is a tensor of its own, and none that torch.func's transforms wrap."""
+    return isinstance(x, Tensor) and not cast(Any, torch)._C._functorch.is_functorch_wrapped_tensor(x)

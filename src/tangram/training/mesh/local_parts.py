@@ -1,0 +1,93 @@
+"""What the code of a module sees of parameters that are cut: a plain tensor, this rank's part, in each one's place.
+
+A module sees its own so while its forward runs, and those of modules inside that its own code takes, as
+nn.MultiheadAttention does of `out_proj`, and what stands in hooks before a forward. Which these are, a captured graph
+says. All others stay DTensors until their module runs, so that whoever gathers parameters module by module still can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tangram.models.graph import Graph
+from tangram.training.mesh.layout_to_torch import named_modules
+
+Place = tuple[dict[str, Any], str, str]
+"""The parameters of a module, the key of one, and its name in the model."""
+
+
+class LocalParts:
+    """Wraps the forwards of a model's modules. `brought`: a parameter's name and part, as it is used."""
+
+    def __init__(self, model: nn.Module, brought: Callable[[str, Tensor], Tensor]) -> None:
+        self._model, self._graph = model, cast("Graph | None", None)
+        self._others: dict[str, list[Place]] = {}
+        """By module. Its wrapper has the list, and no path: equal blocks are compiled once."""
+        names = {p: name for name, p in model.named_parameters()}
+        own = {path: _cut_ones(module, names) for path, module in named_modules(model)}
+        for path, module in named_modules(model):
+            inside = any(keys and _inside(other, path) for other, keys in own.items())
+            if own[path] or inside:
+                others = self._others[path] = []
+                module.forward = _with_parts(module, own[path], module.forward, brought, others)
+
+    def begin(self, graph: Graph) -> None:
+        """A forward begins whose graph this is."""
+        if graph is self._graph:
+            return
+        self._graph = graph
+        taken: dict[str, dict[str, None]] = {}
+        for call in graph.calls:
+            path = graph.runs[call.run].module
+            for v in (v for node in graph.nodes[call.first : call.stop] for v in node.inputs):
+                value = graph.values[v]
+                if value.kind == "parameter" and value.name.rpartition(".")[0] != path:
+                    taken.setdefault(path, {})[value.name] = None
+        for path, others in self._others.items():
+            others[:] = [self._place(name) for name in taken.get(path, ())]
+
+    def _place(self, name: str) -> Place:
+        path, _, key = name.rpartition(".")
+        module = self._model.get_submodule(path)
+        return cast("dict[str, Any]", module._parameters), key, name  # pyright: ignore[reportPrivateUsage]
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _cut_ones(module: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[str, str]:
+    own: dict[str, nn.Parameter | None] = module._parameters  # pyright: ignore[reportPrivateUsage]
+    return {key: names[p] for key, p in own.items() if isinstance(p, DTensor)}
+
+
+def _inside(path: str, other: str) -> bool:
+    return path != other and (not other or path.startswith(f"{other}."))
+
+
+def _with_parts(
+    module: nn.Module,
+    keys: Mapping[str, str],
+    forward: Callable[..., Any],
+    brought: Callable[[str, Tensor], Tensor],
+    others: list[Place],
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        own = cast("dict[str, Any]", module._parameters)  # pyright: ignore[reportPrivateUsage]
+        places = [*((own, key, name) for key, name in keys.items()), *others]
+        before = [(there, key, there[key]) for there, key, _ in places]
+        for there, key, name in places:
+            if isinstance(there[key], DTensor):  # else a module around has done it
+                there[key] = brought(name, local(there[key]))
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for there, key, p in before:
+                there[key] = p
+
+    return run

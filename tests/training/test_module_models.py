@@ -1,0 +1,33 @@
+"""Modules of torch with their defaults on two ranks: results, gradients and buffers are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tangram.training.run.launch import run_ranks
+from tests.training.module_models import WORKS, Off, run_all
+from tests.training.oracle.warm import once
+
+BOUND = 2e-5
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Off]]:
+    def run(_: Path) -> list[Mapping[str, Off]]:
+        return [*run_ranks(run_all, None, world=2, on_event=lambda _: None, device="cpu")]
+
+    return once(tmp_path_factory, "module-models", run)
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_training_and_evaluation_are_those_of_one_process(ran: list[Mapping[str, Off]], name: str) -> None:
+    for one in ran:
+        assert max(*one[name].values, *one[name].gradients, one[name].buffers) < BOUND, one[name]
+
+
+def test_the_fast_path_of_an_encoder_would_be_seen(ran: list[Mapping[str, Off]]) -> None:
+    """In evaluation without gradients torch takes the parameters of modules and calls none of them."""
+    assert ran[0]["a mistake"].values[-1] > BOUND
