@@ -19,6 +19,7 @@ from tangram.models.outlined import FIELDS, int_field
 from tangram.planner.derived import Moves, TensorLayouts, plan_moves, sample_graph, tensor_layouts
 from tangram.planner.job import Job
 from tangram.planner.laid import refused_heads
+from tangram.planner.own_rules import rules_of
 from tangram.planner.plan import Plan, matches
 from tangram.planner.staged import Stages, cut_into_stages
 from tangram.planner.tensor_share import local_shapes, scaled
@@ -41,7 +42,7 @@ class Counted:
         self._pair = cache(lambda: self._count(self.model))
         self._narrow = cache(self._narrowed)
         dtype = getattr(torch, job.precision.compute)
-        self._graph = cache(lambda: sample_graph(self.model, job.data.sequence, dtype))
+        self._graph = cache(lambda: sample_graph(self.model, job.data.sequence, dtype, rules=rules_of(job)))
 
     def moves(self, plan: Plan) -> tuple[Moves, ...]:
         """What moves over a plan's model axes for one sample. Raises UserError where nothing can be derived."""

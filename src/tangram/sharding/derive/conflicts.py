@@ -24,7 +24,6 @@ from tangram.sharding.derive.moves import label_of, legal, place_of
 from tangram.sharding.derive.operators import VIEWS, factor_names, line_of, module_of, title, written
 from tangram.sharding.derive.show import amount, folded_name, short, total
 from tangram.sharding.derive.states import SAME, State
-from tangram.sharding.table import builtin
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def conflict(
         fewer = [one for one in needed if one is not mark]
         if _derived(graph, fewer, mesh, rates) is None:
             needed = fewer
-    folded = fold(graph, builtin())
+    folded = fold(graph)
     asked = _asked(folded, needed, mesh, error.axis)
     twice = [v for v, own in asked.items() if len({state for _, _, state in own}) > 1]
     at = twice[:1] or _together(folded, asked, mesh, needed, error.axis, rates or Rates())

@@ -23,10 +23,10 @@ from tangram.sharding.derive.folding import Step, meta
 from tangram.sharding.derive.layouts import called, layout_of, lying, made, needed, part, steps_of_nodes, used
 from tangram.sharding.derive.states import State
 from tangram.sharding.local import run_all
+from tangram.sharding.own import table_of
 from tangram.sharding.proof.execute import differs
 from tangram.sharding.proof.routed import Routes, is_routed
 from tangram.sharding.proof.simulate import Simulated, World, cut, of_parts, together
-from tangram.sharding.table import builtin
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class _Ranks:
 
     def __init__(self, found: Derived, leaves: Mapping[str, Tensor]) -> None:
         self.found, self.graph = found, found.folded.graph
-        self.world = World(found.mesh, builtin())
+        self.world = World(found.mesh, table_of(found.folded.graph.rules))
         self.routes = Routes(found.mesh)
         self.values: dict[int, Simulated] = {}
         self.operators = 0
