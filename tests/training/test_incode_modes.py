@@ -49,7 +49,7 @@ def _ran(net: nn.Module) -> list[list[float]]:
 REFUSED: dict[str, tuple[Act, str]] = {
     "checkpoint": (lambda s, x: checkpoint(torch.sin, x, use_reentrant=False), "torch.utils.checkpoint computes"),
     "reentrant": (lambda s, x: checkpoint(torch.sin, x, use_reentrant=True), "torch.utils.checkpoint computes"),
-    "vmap": (lambda s, x: torch.func.vmap(torch.sin)(x), "transforms of torch.func"),
+    "vmap": (lambda s, x: torch.func.vmap(torch.sin)(x), "made this of a part"),
     "grad": (lambda s, x: torch.func.grad(lambda y: s.down(y).sum())(torch.ones(16)), "transforms of torch.func"),
     "cond": (lambda s, x: torch.cond(torch.tensor(True), torch.sin, torch.cos, (x,)), "operators that take functions"),
 }

@@ -88,7 +88,6 @@ class Eager:
         self.sizes = {axis: n for axis, n in mesh.views[0] if n > 1}
         self.parameters: dict[nn.Parameter, Lying] = {}
         self.names: dict[nn.Parameter, str] = {}
-        """Of all parameters, cut or not."""
         self.seen: list[Seen] = []
         self._recorder = Recorder(table or builtin())
         self._kept: dict[nn.Parameter, Placed] | None = None
