@@ -180,6 +180,8 @@ class Graph:
     """In the forward, in the order in which they began."""
     changed: Mapping[str, int] = field(default_factory=dict[str, int])
     """The buffers that the forward changes, by name: what they are after it."""
+    rules: str = ""
+    """Op rules of operators of one's own that it may have (`tangram.sharding.ops.own`), one a line."""
 
     def of_kind(self, *kinds: Kind) -> Iterator[tuple[int, Value]]:
         """The values of some kinds, with their numbers."""
