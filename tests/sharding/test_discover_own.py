@@ -101,7 +101,7 @@ def test_mistakes_are_one_sentence(
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        (b"tangram_own.outer : a b, c -> a [", r"own.rules, line 1: '[' is not understood here"),
+        (b"tangram_own.outer : a b, c -> a [", r"own.rules, line 1, column 33: '[' is not understood here"),
         (b"\xff\xfe", "own.rules cannot be read: they are not UTF-8 text"),
     ],
 )

@@ -2,8 +2,8 @@
 
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,27 @@ if TYPE_CHECKING:
     from tangram.sharding.derive.derive import ConflictError, Derived
     from tangram.sharding.derive.marking.marks import Mark
     from tangram.sharding.derive.problem.rates import Rates
+    from tangram.sharding.ops.own import Samples
 
 
 SHIPPED = "shipped"
 """In place of a file of marks: those that come with Tangram."""
+
+
+@dataclass(frozen=True)
+class OwnOperators:
+    """What a user said of operators of their own."""
+
+    rules: Path | None = None
+    samples: "Callable[[], Samples | None]" = lambda: None
+    """Imports what defines them, and gives the function that gives calls, if there is one."""
+
+    def proved(self) -> str:
+        """The text of the rules, proved. Raises UserError."""
+        from tangram.sharding.ops.own import own_rules
+
+        samples = self.samples()
+        return "" if self.rules is None else own_rules(self.rules, samples).text
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,7 @@ class Asked:
     cluster: str | None = None
     choosing: "Choosing | None" = None
     """Where a plan is to be chosen, and not derived."""
+    own: OwnOperators = OwnOperators()
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     """What took how long, as it is done."""
 
@@ -63,8 +81,9 @@ def derive_model(asked: Asked) -> None:
     with progress("capturing"):
         model = named(asked.name, changes_of(asked.changes))
         made = model.make(asked.batch, asked.sequence)
+        rules = asked.own.proved()
         marks = [_shipped(model.kind, made[0]) if side is None else side for side in sides]
-        graph = _captured(asked, made)
+        graph = _captured(asked, made, rules)
     found, *others = (_derived(asked, graph, mesh, some, rates) for some in marks)
     if asked.diff is not None:
         _print_difference(asked, found, others[0], asked.diff)
@@ -91,7 +110,9 @@ def _choose(asked: Asked, choosing: "Choosing") -> None:
     (given,) = _sides(asked)
     with progress("capturing"):
         model = named(asked.name, changes_of(asked.changes))
-        graph = _captured(asked, model.make(asked.batch, asked.sequence))
+        made = model.make(asked.batch, asked.sequence)
+        rules = asked.own.proved()
+        graph = _captured(asked, made, rules)
     found = answer(graph, mesh, cluster, model.kind, given or [], choosing)
     wrote = None
     if choosing.write is not None:
@@ -101,7 +122,7 @@ def _choose(asked: Asked, choosing: "Choosing") -> None:
             cluster,
             asked.batch,
             job,
-            lambda samples: _captured(asked, model.make(samples, asked.sequence)),
+            lambda samples: _captured(asked, model.make(samples, asked.sequence), rules),
         )
     if asked.html is not None:
         _write_page(asked, found.chosen.plan, asked.html)
@@ -169,7 +190,7 @@ def _shipped(kind: str, model: Any) -> "list[Mark]":
     return found
 
 
-def _captured(asked: Asked, made: "tuple[Any, Inputs]") -> "Graph":
+def _captured(asked: Asked, made: "tuple[Any, Inputs]", rules: str) -> "Graph":
     """The graph of a model and its inputs, equal layers found."""
     from tangram.models.capture import capture
     from tangram.models.costs import block_names
@@ -177,7 +198,7 @@ def _captured(asked: Asked, made: "tuple[Any, Inputs]") -> "Graph":
 
     model, inputs = made
     start = time.perf_counter()
-    graph = folded(capture(model, inputs), block_names(model))
+    graph = replace(folded(capture(model, inputs), block_names(model)), rules=rules)
     asked.seconds["capture"] = time.perf_counter() - start
     return graph
 

@@ -1,12 +1,11 @@
 """`tangram shard`: prove the op rules, or DTensor's; say which rule an operator has."""
 
 import importlib
-import runpy
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -88,11 +87,16 @@ def model(
     job: Annotated[
         Path | None, typer.Option(metavar="JOB", help="With --write: write a plan of this job, for `tangram train`.")
     ] = None,
+    rules: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Rules for operators of your own, as `discover` writes them.")
+    ] = None,
+    samples: Samples = None,
+    imports: Imports = None,
     json: Json = False,
 ) -> None:
     """Derive the layout of every tensor of a model from marks on a few. (`model` may be left out.)"""
     from tangram.cli.choose import Choosing
-    from tangram.cli.derive import Asked, derive_model
+    from tangram.cli.derive import Asked, OwnOperators, derive_model
 
     if memory is not None and not choose:
         raise UserError("--memory limits what is chosen: give --choose, too")
@@ -101,8 +105,11 @@ def model(
     if job is not None and write is None:
         raise UserError("--job is what a plan is written for: give --write with its file, too")
     choosing = Choosing(memory, seconds, optimiser, micro_batches, write, job) if choose else None
+    if samples is not None and rules is None:
+        raise UserError("--samples are what rules are proved with: give --rules with their file, too")
+    own = OwnOperators(rules, lambda: _function(samples, imports))
     given = mark or (), marks, batch, sequence, change or ()
-    derive_model(Asked(name, mesh, *given, why, diff, html, json, cluster, choosing))
+    derive_model(Asked(name, mesh, *given, why, diff, html, json, cluster, choosing, own))
 
 
 @shard.command()
@@ -330,11 +337,6 @@ def _function(samples: str | None, imports: Sequence[str] | None) -> "Callable[[
     path, _, name = samples.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
         raise UserError(f"--samples {samples}: give FILE.py:function, of a file that is there")
-    try:
-        found = runpy.run_path(path).get(name)
-    except Exception as error:  # noqa: BLE001  the author's file may raise anything
-        why = f"{path} does not run: {type(error).__name__}: {error}"
-        raise UserError(f"--samples {samples}: {why}".splitlines()[0]) from None
-    if not callable(found):
-        raise UserError(f"--samples {samples}: {path} has no function {name}")
-    return cast("Callable[[], Iterable[Any]]", found)
+    from tangram.models.code import function_of
+
+    return function_of(path, name, f"--samples {samples}")

@@ -58,6 +58,12 @@ class Operand:
 
     pieces: tuple[Piece, ...]
     pending: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it writes every dim, and none stands for several."""
+        return not any(isinstance(piece.what, Slot) or piece.rest for piece in self.pieces)
+
     """Of an output: what is pending, `sum`, when this factor is cut; a slot is written as in the text."""
 
     def __str__(self) -> str:

@@ -196,6 +196,8 @@ class Graph:
     """The buffers that the forward changes, by name: what they are after it."""
     answers: tuple[Answer, ...] = ()
     """What code has read out of tensors."""
+    rules: str = ""
+    """Op rules of operators of one's own that it may have (`tangram.sharding.ops.own`), one a line."""
 
     def of_kind(self, *kinds: Kind) -> Iterator[tuple[int, Value]]:
         """The values of some kinds, with their numbers."""

@@ -8,7 +8,6 @@ one of 671 billion parameters. Types have the head of the first row of `HEADS` t
 from __future__ import annotations
 
 import ast
-import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta, config_of, did_you_mean, presets, refuse_unknown_fields
+from tangram.models.code import function_of
 from tangram.models.directory import hub_hint
 from tangram.models.source import CAUSAL, PAIRED, read_source
 
@@ -139,15 +139,13 @@ def _own(path: str, function: str) -> Callable[[int, int], tuple[nn.Module, Inpu
         raise UserError(f"{path}:{function}: there is no file {path}")
 
     def make(batch: int, sequence: int) -> tuple[nn.Module, Inputs]:
+        found = function_of(path, function, f"{path}:{function}")
         try:
-            found = runpy.run_path(path).get(function)
             with torch.device("meta"):
-                made: Any = None if found is None else found(batch, sequence)
+                made: Any = found(batch, sequence)
         except Exception as error:
             why = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"{path}:{function} does not run: {type(error).__name__}: {why}") from error
-        if found is None:
-            raise UserError(f"{path} has no function {function}")
         pair = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
         if len(pair) != 2 or not isinstance(pair[0], nn.Module) or not isinstance(pair[1], Mapping):
             raise UserError(f"{path}:{function} gives no pair of a module and its keyword arguments")

@@ -125,7 +125,10 @@ def absolute(plan: _Any, folder: Path) -> _Any:
             "cache": plan.data.cache and full(plan.data.cache),
         }
     )
-    model = plan.model.model_copy(update={"path": plan.model.path and full(plan.model.path)})
+    paths = {key: text and full(text) for key, text in (("path", plan.model.path), ("rules", plan.model.rules))}
+    file, colon, function = (plan.model.code or "").partition(".py:")
+    code = file and full(f"{file}.py" if colon else file) + (f":{function}" if colon else "")
+    model = plan.model.model_copy(update={**paths, "code": code or None})
     pipeline = {}
     if isinstance(plan, Plan) and plan.pipeline is not None and plan.pipeline.table is not None:
         pipeline = {"pipeline": plan.pipeline.model_copy(update={"table": full(plan.pipeline.table)})}

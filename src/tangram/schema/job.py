@@ -56,6 +56,11 @@ class ModelPlan(Table):
     """Fields of the model's configuration to change."""
     freeze: tuple[str, ...] = ()
     """Name patterns of parameters that are not trained."""
+    code: PathText | None = None
+    """A Python file that runs before the model is built, as one that defines operators of one's own; "FILE.py:function"
+    where the function gives calls of them, to prove rules with."""
+    rules: PathText | None = None
+    """A file of op rules for such operators, as `tangram shard discover` writes it."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -195,9 +195,9 @@ def _settled(graph: Graph, lies: Mapping[str, States]) -> list[Mark]:
     return [Mark(value.name, layout_of(value.shape, lies[value.name])) for _, value in graph.of_kind("parameter")]
 
 
-def sample_graph(model: nn.Module, sequence: int, dtype: torch.dtype, samples: int = 1) -> Graph:
-    """A language model on one sample, or on some."""
-    return graph_of(model, token_inputs(samples, sequence), dtype)
+def sample_graph(model: nn.Module, sequence: int, dtype: torch.dtype, samples: int = 1, rules: str = "") -> Graph:
+    """A language model on one sample, or on some; `rules`: of operators of its own."""
+    return graph_of(model, token_inputs(samples, sequence), dtype, rules=rules)
 
 
 def _marks_over(config: PreTrainedConfig, model: nn.Module, axis: ModelAxis) -> list[Mark]:

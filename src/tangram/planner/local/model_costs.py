@@ -18,6 +18,7 @@ from tangram.models.graph import Graph
 from tangram.models.outlined import FIELDS, int_field
 from tangram.planner.legality.plan_as_grid import refused_heads
 from tangram.planner.local.derived_layouts import Moves, TensorLayouts, plan_moves, sample_graph, tensor_layouts
+from tangram.planner.local.own_rules import rules_of
 from tangram.planner.local.stage_shares import Stages, cut_into_stages
 from tangram.planner.local.tensor_share import local_shapes, scaled
 from tangram.schema.job import Job
@@ -41,7 +42,7 @@ class Counted:
         self._pair = cache(lambda: self._count(self.model))
         self._narrow = cache(self._narrowed)
         dtype = getattr(torch, job.precision.compute)
-        self._graph = cache(lambda: sample_graph(self.model, job.data.sequence, dtype))
+        self._graph = cache(lambda: sample_graph(self.model, job.data.sequence, dtype, rules=rules_of(job)))
 
     def moves(self, plan: Plan) -> tuple[Moves, ...]:
         """What moves over a plan's model axes for one sample. Raises UserError where nothing can be derived."""

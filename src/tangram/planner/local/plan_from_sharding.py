@@ -36,7 +36,6 @@ from tangram.sharding.derive.layouts import lying, moved, needed, used
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.problem.folding import fold
 from tangram.sharding.derive.problem.states import SAME, State, cut
-from tangram.sharding.ops.rule_table import builtin
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def _cuts_samples_alone(chosen: Derived, axis: str) -> bool:
 
 def over_axes(chosen: Derived, axes: Sequence[str], graph: Graph) -> Derived:
     """What was chosen over some of the axes, for a graph of the same model on fewer samples. Raises UserError."""
-    folded = fold(graph, builtin())
+    folded = fold(graph)
     before = [node.operator.name() for node in chosen.folded.graph.nodes]
     if before != [node.operator.name() for node in graph.nodes] or folded.classes != chosen.folded.classes:
         raise UserError(

@@ -32,7 +32,7 @@ from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.problem.folding import fold
 from tangram.sharding.derive.problem.states import SAME
 from tangram.sharding.derive.solve.solve import Name
-from tangram.sharding.ops.rule_table import Table, builtin
+from tangram.sharding.ops.rule_table import Table
 
 LARGEST = 50_000_000
 """Entries of all tables together; above it a choice over more than two axes is made over two at a time."""
@@ -103,7 +103,7 @@ def choose(
     refuse_larger(mesh, cluster)
     if memory_limit is not None and memory_limit <= 0:
         raise UserError(f"a memory limit of {memory_limit:g} bytes leaves room for nothing: give one above 0")
-    some = options(fold(graph, table or builtin()), mesh, marks)
+    some = options(fold(graph, table), mesh, marks)
     left = float("inf") if seconds is None else seconds - (time.monotonic() - start)
     starts = [own for plan in known if (own := some.choice(plan)) is not None]
     if len(some.axes) > 2:  # too many ways together for the first look to find a good one

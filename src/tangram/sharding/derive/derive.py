@@ -40,7 +40,7 @@ from tangram.sharding.derive.problem.states import cut as cut_state
 from tangram.sharding.derive.regions import Regions, even, kinds_of, regions_of, together
 from tangram.sharding.derive.solve.bounded import bounded, gap
 from tangram.sharding.derive.solve.solve import Costs, Name
-from tangram.sharding.ops.rule_table import Table, builtin
+from tangram.sharding.ops.rule_table import Table
 
 __all__ = ["ConflictError", "Derived", "Over", "Problem", "Rates", "derive", "fixed_by"]
 
@@ -94,7 +94,7 @@ def derive(
     `whole`: classes that no axis cuts but by a mark. Raises UserError for a mark that names nothing, marks that
     contradict each other, and operators without a rule.
     """
-    folded = fold(graph, table or builtin())
+    folded = fold(graph, table)
     read = {v for one in graph.answers for v in one.values}
     whole |= {folded.classes[v] for v in (*graph.changed.values(), *read)}  # what every rank has all of
     wanted = fixed_by(folded, marks, mesh)

@@ -24,12 +24,15 @@ from tangram.sharding.derive.problem.states import SAME, State
 States = Mapping[str, State]
 
 
-def graph_of(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, *, grad: bool = True) -> Graph:
+def graph_of(
+    model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, *, grad: bool = True, rules: str = ""
+) -> Graph:
     """What a model (on meta or not) runs for inputs of these sizes, its modules in training or not as they are.
 
-    `grad`: whether gradients are on. Raises UserError where it cannot be captured.
+    `grad`: whether gradients are on; `rules`: of operators of one's own. Raises UserError where it cannot be captured.
     """
-    return folded(capture(model, inputs, dtype=dtype, grad=grad), block_names(model))
+    graph = folded(capture(model, inputs, dtype=dtype, grad=grad), block_names(model))
+    return replace(graph, rules=rules)
 
 
 def derive_whole(graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, left: bool = False) -> Derived:

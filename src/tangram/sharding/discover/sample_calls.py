@@ -7,6 +7,7 @@ no default: whatever runs, in a fork, is a call. An operator that wants more of 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -94,8 +95,13 @@ def own_calls(names: Sequence[str], samples: Callable[[], Iterable[Any]] | None 
     return {name_of(op): drawn_calls(op) if samples is None else calls_from(op, samples) for op in operators}
 
 
-def drawn_calls(operator: OpOverload) -> list[Call]:
-    """Calls of an operator by its schema that run. Raises UserError where none does."""
+def drawn_calls(
+    operator: OpOverload, ndims: Sequence[Sequence[int]] = (), fits: Callable[[Call], bool] = lambda _: True
+) -> list[Call]:
+    """Calls of an operator by its schema that run, of those that fit. Raises UserError where none does.
+
+    `ndims`: how many dims each tensor may have, where that is known; calls are then of all patterns of equal sizes.
+    """
     load(operator)
     arguments = schema_of(operator).arguments
     tensors = [a for a in arguments if "Tensor" in str(a.type)]
@@ -107,11 +113,14 @@ def drawn_calls(operator: OpOverload) -> list[Call]:
         torch.set_num_threads(1)
         kept: list[Shapes] = []
         seen: set[Any] = set()
-        for shapes in _shapes(len(tensors)):
-            kinds = tuple((kind, len(size)) for kind, size in shapes), len({n for _, s in shapes for n in s})
+        for shapes in _shapes(len(tensors), ndims or [(1, 2, 3)] * len(tensors)):
+            kinds = _alike(shapes, by_pattern=bool(ndims))
             if kept and [kind for kind, _ in kept[0]] != [kind for kind, _ in shapes]:
                 break  # indices only where numbers do not fit
-            if kinds not in seen and _runs(_call(operator, [a.name for a in tensors], shapes, others)):
+            if kinds in seen:
+                continue
+            call = _call(operator, [a.name for a in tensors], shapes, others)
+            if fits(call) and _runs(call):
                 seen.add(kinds)
                 kept.append(shapes)
         return sorted(kept, key=lambda s: -len({n for _, size in s for n in size}))[:KEPT]
@@ -138,22 +147,30 @@ def _other(argument: Any) -> Any:
     return {"bool": False, "float": 0.5, "str": "", "number": 2.0}.get(kind, number)
 
 
-def _shapes(count: int) -> Iterator[Shapes]:
+def _shapes(count: int, ndims: Sequence[Sequence[int]]) -> Iterator[Shapes]:
     """Kinds and sizes of tensors: few letters first, so that dims that must be equal often are."""
-    each = [tuple(size) for ndim in (1, 2, 3) for size in itertools.product(SIZES, repeat=ndim)]
     generator = random.Random(0)  # the same calls each time
     kinds = list(itertools.product(("float", "index"), repeat=count))
+    tries = max(1, TRIES // (math.prod(map(len, ndims)) * len(kinds)))
     for kind in sorted(kinds, key=lambda k: k.count("index")):
         if count == 1:
+            each = (tuple(size) for ndim in ndims[0] for size in itertools.product(SIZES, repeat=ndim))
             pairs: Iterable[tuple[tuple[int, ...], ...]] = ((size,) for size in each)
         else:
             pairs = (
-                tuple(tuple(generator.choice(SIZES[:3]) for _ in range(ndim)) for ndim in ndims)
-                for ndims in itertools.product((1, 2, 3), repeat=count)
-                for _ in range(max(1, TRIES // (3**count * len(kinds))))
+                tuple(tuple(generator.choice(SIZES[:3]) for _ in range(ndim)) for ndim in some)
+                for some in itertools.product(*ndims)
+                for _ in range(tries)
             )
         for sizes in pairs:
             yield tuple(zip(kind, sizes, strict=True))
+
+
+def _alike(shapes: Shapes, *, by_pattern: bool) -> Any:
+    """Shapes that show the same: of as many dims and letters; `by_pattern`: with the same sizes equal."""
+    sizes = [n for _, size in shapes for n in size]
+    same = tuple(map(sizes.index, sizes)) if by_pattern else len({*sizes})
+    return tuple((kind, len(size)) for kind, size in shapes), same
 
 
 def _call(operator: OpOverload, names: Sequence[str], shapes: Shapes, others: Mapping[str, Any]) -> Call:

@@ -34,6 +34,8 @@ from tangram.models import noted
 from tangram.models.called import caller, line_of
 from tangram.sharding.derive.marking.mark_ops import InCode, parsed
 from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.eager.meant import kind as _kind
+from tangram.sharding.eager.meant import meant
 from tangram.sharding.eager.sharded_tensor import Placed
 
 Marked = TypeVar("Marked", Tensor, nn.Module)
@@ -153,11 +155,9 @@ def _refuse(x: object, layout: object, what: str, line: str) -> None:
     if not isinstance(x, Tensor | nn.Module):
         raise UserError(f"{line}: {what} is for tensors, and not for {_kind(x)}")
     if not isinstance(layout, str):
-        raise UserError(f'{line}: {what} takes a layout as text, as "batch seq/tp hidden", and not {_kind(layout)}')
-
-
-def _kind(x: object) -> str:
-    return f"a {type(x).__name__}" if x is not None else "None"
+        ndim = x.ndim if isinstance(x, Tensor) else None
+        axes = [*getattr(getattr(current.get(), "mesh", None), "axes", ())]
+        raise UserError(f"{line}: {what} takes a layout as text, {meant(layout, ndim, axes)}")
 
 
 def _line() -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,12 @@ from tangram.sharding.eager import api
 from tangram.sharding.eager.api import Written
 from tangram.sharding.eager.greedy import decide
 from tangram.sharding.eager.names import MADE, OWN, REFUSED, VALUES, VIEWS
-from tangram.sharding.eager.sharded_tensor import Placed, States
+from tangram.sharding.eager.sharded_tensor import Placed, States, tied
+from tangram.sharding.eager.surroundings import refuse_surroundings
 from tangram.sharding.eager.trace_function import Like, Operator, Recorder
+from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.local_call import run
+from tangram.sharding.local_ops.random_ops import Drawing
 from tangram.sharding.ops.bind import Bound
 from tangram.sharding.ops.rank_part import Part
 from tangram.sharding.ops.rule_table import Table, builtin
@@ -84,6 +87,7 @@ class Eager:
         self.mesh, self._rank, self._bring, self._part_of = mesh, rank, bring, part_of
         self.sizes = {axis: n for axis, n in mesh.views[0] if n > 1}
         self.parameters: dict[nn.Parameter, Lying] = {}
+        self.names: dict[nn.Parameter, str] = {}
         self.seen: list[Seen] = []
         self._recorder = Recorder(table or builtin())
         self._kept: dict[nn.Parameter, Placed] | None = None
@@ -94,7 +98,7 @@ class Eager:
         """The code that runs means this session."""
         token = api.current.set(self)
         try:
-            with Mode(self):
+            with Drawing(), Mode(self):  # what is drawn is the same on all ranks, of tensors with a layout or without
                 yield
         finally:
             api.current.reset(token)
@@ -107,7 +111,7 @@ class Eager:
         if isinstance(x, nn.Parameter):
             lies = self._placed(x).states
             if any(lies[axis] != state for axis, state in states.items()):
-                name = self.parameters[x].name if x in self.parameters else "a parameter"
+                name = self._name_of(x)
                 raise UserError(
                     f"{written}: {name} lies as `{layout_of(x.shape, lies)}` since the model was made parallel: mark "
                     "it before that, as in __init__, or use relayout"
@@ -161,10 +165,13 @@ class Eager:
             return self._kept[x]
         lying = self.parameters.get(x)
         states = self._whole if lying is None else {axis: lying.states[axis] for axis in self.sizes}
-        found = Placed.of(self, x, self._part_of(x), states, standing="a parameter" if lying is None else lying.name)
+        found = Placed.of(self, x, self._part_of(x), states, standing=self._name_of(x))
         if self._kept is not None:
             self._kept[x] = found
         return found
+
+    def _name_of(self, x: nn.Parameter) -> str:
+        return self.names.get(x) or (self.parameters[x].name if x in self.parameters else "a parameter")
 
     def begin(self) -> None:
         """A forward of the whole model begins: what a parameter is brought to is kept until it ends."""
@@ -212,6 +219,7 @@ class Eager:
     def call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """What a function of torch gives. Raises UserError with the line of the code that calls it."""
         try:
+            refuse_surroundings(func, sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
             return self._call(func, args, dict(kwargs))
         except UserError as error:
             line = line_of(caller(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage]
@@ -305,8 +313,10 @@ class Eager:
             needs = {axis: move.inputs[place] or x.states[axis] for axis, move in chosen.items()}
             local.append(x.for_writing(needs) if place in operator.written else x.as_(needs))
         part = self._part(bound, chosen)
+        draws = bound.rule.note("counted") is not None
         try:
-            results = run(call, bound, part, local, in_place=True)
+            with random_numbers.using(random_numbers.fresh()) if draws else nullcontext():
+                results = run(call, bound, part, local, in_place=True)
         except RuntimeError:
             if call.name not in VIEWS:
                 raise
@@ -316,7 +326,7 @@ class Eager:
         for k, (v, x) in enumerate(zip(operator.results, results, strict=True)):
             if v is not None:
                 if trained and v in made and made[v].requires_grad and not x.requires_grad:
-                    x = _tied(x, local)
+                    x = tied(x, local)
                 states = {axis: move.outputs[k] for axis, move in chosen.items()}
                 found[v] = self._result(operator, v, x, states, plain, given, made)
         return found
@@ -373,15 +383,6 @@ class Mode(TorchFunctionMode):
         if self._session.concerns(leaves):
             return self._session.call(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
-
-
-def _tied(x: Tensor, local: Sequence[Tensor | None]) -> Tensor:
-    """What is no function of this rank's part, as of an index that is elsewhere, with a gradient of zeros to it all the
-    same: the other ranks' gradients move, and all have to."""
-    for one in local:
-        if one is not None and one.requires_grad:
-            x = x + one.reshape(-1)[:0].sum().to(x.dtype)
-    return x
 
 
 def _nbytes(x: Tensor | None) -> float:

@@ -13,7 +13,7 @@ tensors apart, ends in an error and never in a number.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -219,6 +219,15 @@ class Placed(Tensor):
         """Whether autograd was told of it behind the session's back, as by an `autograd.Function`."""
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             return self.grad_fn is not None
+
+
+def tied(x: Tensor, local: Sequence[Tensor | None]) -> Tensor:
+    """What is no function of this rank's part, as of an index that is elsewhere, with a gradient of zeros to it all the
+    same: the other ranks' gradients move, and all have to."""
+    for one in local:
+        if one is not None and one.requires_grad:
+            x = x + one.reshape(-1)[:0].sum().to(x.dtype)
+    return x
 
 
 def _as_said(states: States, wanted: States) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
@@ -105,7 +105,7 @@ class Recorder:
                 numbers[id(twins[-1])] = len(numbers)
         args, kwargs = tree_unflatten(twins, form)
         log = _Log()
-        with quiet(), self._fake, log:
+        with quiet(), _disable_current_modes(), self._fake, log:
             given = func(*args, **kwargs)
         return self._read(log, numbers, given)
 
@@ -158,10 +158,11 @@ class Recorder:
             own = by_place[name] if i is None else by_place[name][i]
             inputs.append(None if tensor is None else next(refs(own)))
         bound = find_bound(self._table, call) if inputs else None
-        if (bound is not None and bound.rule.note("random") is not None) or (bound is None and _draws(call.operator)):
+        counted = bound is not None and bound.rule.note("counted") is not None
+        if bound is not None and bound.rule.note("random") is not None and not counted:
             raise UserError(
-                f"{call.name} draws random numbers, which cannot be given to ranks yet: set dropout to 0, or draw them "
-                "from tensors without a layout"
+                f"{call.name} draws random numbers that depend on what else a rank has drawn: draw them from tensors "
+                "without a layout, or set dropout inside of attention to 0"
             )
         aliased = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         written = frozenset(i for i, (name, _) in enumerate(call.places) if name in aliased)
@@ -185,10 +186,6 @@ class _Log(TorchDispatchMode):
         if func.namespace != "prim" and any(isinstance(x, Tensor) for x in leaves):
             self.ran.append((func, args, given, found))
         return found
-
-
-def _draws(operator: OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def _plain(x: Any) -> Any:

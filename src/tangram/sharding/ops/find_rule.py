@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from tangram.errors import UserError
+from tangram.layout.rule import Rule
 from tangram.sharding.ops import computed_rules, foreach, views
 from tangram.sharding.ops.bind import Bound, bind
 from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.dim_positions import RuleError
 from tangram.sharding.ops.rule_table import Table
 
 
@@ -19,6 +21,8 @@ def bound(table: Table, call: Call) -> Bound:
         return bind(rule, call)
     line = table.find(call)
     if line is not None:
+        if line.exact:
+            _refuse_broadcast(line.rule, call)
         return bind(line.rule, call)
     view = views.view_of(call.operator)
     if view is not None:
@@ -26,6 +30,14 @@ def bound(table: Table, call: Call) -> Bound:
     if foreach.base_of(call.operator) is not None:
         raise NoRuleError(f"{call.name} has a rule for each element: bind what `sharding.ops.foreach.calls` gives")
     raise NoRuleError(f"there is no rule for {call.name}: `tangram shard discover {call.operator.name()}` proposes one")
+
+
+def _refuse_broadcast(rule: Rule, call: Call) -> None:
+    operands: dict[str, int] = {}
+    for (name, _), tensor in zip(call.places, call.tensors, strict=True):
+        operand = rule.inputs[min(operands.setdefault(name, len(operands)), len(rule.inputs) - 1)]
+        if tensor is not None and operand.is_fixed and tensor.ndim != len(operand.pieces):
+            raise RuleError(f"the rule of {call.name} has `{operand}` for {name}, which has {tensor.ndim} dims: {call}")
 
 
 def each(table: Table, call: Call) -> tuple[tuple[Call, Bound], ...]:

@@ -7,10 +7,11 @@ pointwise have one rule together, `pointwise`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
+from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -31,6 +32,8 @@ class Line:
     file: str
     number: int
     text: str
+    exact: bool = False
+    """Whether it is for tensors of as many dims as it writes, and none that broadcast: more was not proved."""
 
 
 @dataclass(frozen=True)
@@ -84,19 +87,40 @@ def parse_lines(text: str, file: str = "<text>") -> list[Line]:
     Raises UserError with the place of a mistake.
     """
     found: list[Line] = []
-    joined: list[tuple[int, str]] = []
+    joined: list[list[_Stretch]] = []
     for number, line in enumerate(text.splitlines(), 1):
         plain = re.sub(r"(^|\s)#.*", "", line).rstrip()
-        if plain and plain[0].isspace() and joined:
-            joined[-1] = joined[-1][0], f"{joined[-1][1]} {plain.strip()}"
+        indent = len(plain) - len(plain.lstrip())
+        if plain and indent and joined:
+            joined[-1].append(_Stretch(number, indent, plain.strip()))
         elif plain:
-            joined.append((number, plain.strip()))
-    for number, body in joined:
+            joined.append([_Stretch(number, indent, plain.strip())])
+    for stretches in joined:
+        body = " ".join(stretch.text for stretch in stretches)
         try:
-            found.append(Line(Rule.parse(body), file, number, body))
+            found.append(Line(Rule.parse(body), file, stretches[0].number, body))
         except NotationError as error:
-            raise UserError(f"{file}, line {number}: {error.reason} (at {body[error.position :][:20]!r})") from None
+            number, column = _place(stretches, error.position)
+            rest = f" (at {body[error.position :][:20]!r})" if body[error.position :] else ""
+            raise UserError(f"{file}, line {number}, column {column}: {error.reason}{rest}") from None
     return found
+
+
+class _Stretch(NamedTuple):
+    """One line of a rule that goes on over several."""
+
+    number: int
+    indent: int
+    text: str
+
+
+def _place(stretches: Sequence[_Stretch], position: int) -> tuple[int, int]:
+    """The line and the column, both from 1 on, of a place in the rule."""
+    for stretch in stretches[:-1]:
+        if position <= len(stretch.text):
+            return stretch.number, stretch.indent + position + 1
+        position -= len(stretch.text) + 1
+    return stretches[-1].number, stretches[-1].indent + position + 1
 
 
 @lru_cache(1)

@@ -35,7 +35,8 @@ from tangram.sharding.ops import find_rule, foreach
 from tangram.sharding.ops.bind import Bound
 from tangram.sharding.ops.calls import Call
 from tangram.sharding.ops.decompose import is_decomposed
-from tangram.sharding.ops.rule_table import POINTWISE, Table, builtin, parse_lines
+from tangram.sharding.ops.own import read_lines
+from tangram.sharding.ops.rule_table import POINTWISE, Table, builtin
 from tangram.sharding.proof import lists, mapped, shapes
 from tangram.sharding.proof.execute import Failure, Whole, check, ways, whole
 from tangram.sharding.proof.pending import check_pending
@@ -280,14 +281,7 @@ def prove_given(calls: Mapping[str, Sequence[Call]], rules: Path | None = None) 
 
 def table_with(rules: Path | None) -> Table:
     """The table with the lines of a file. Raises UserError where the file cannot be read, or a line is no rule."""
-    if rules is None:
-        return builtin()
-    try:
-        return builtin().with_lines(parse_lines(rules.read_text(encoding="utf-8"), str(rules)))
-    except OSError as error:
-        raise UserError(f"the rules {rules} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"the rules {rules} cannot be read: they are not UTF-8 text") from None
+    return builtin() if rules is None else builtin().with_lines(read_lines(rules))
 
 
 def job(names: list[str], rules: str, part: int, parts: int) -> Any:

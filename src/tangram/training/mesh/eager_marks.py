@@ -15,9 +15,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,27 +37,33 @@ from tangram.sharding.derive.transitions import Change
 from tangram.sharding.eager import api
 from tangram.sharding.eager.api import Written, marks_in
 from tangram.sharding.eager.session import Eager, Lying
+from tangram.sharding.ops.own import OwnRules, rules_text, table_of
 from tangram.sharding.runtime.apply_change import brought
 from tangram.training.mesh.groups import devices_of
 from tangram.training.mesh.layout_to_torch import named_modules
+from tangram.training.mesh.modes import agree_on_draws
 from tangram.training.mesh.tensor_parallel import as_dtensors
 
 
-def eager(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh) -> EagerModel:
+def eager(
+    model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, rules: Path | str | OwnRules | None = None
+) -> EagerModel:
     """Make a model (whole, with the same values on all ranks) parallel in place, each operator derived as it runs.
 
     `marks` name parameters, and modules for the first tensor that each gives; those that `mark` keeps in the model
     count, too. Each rank gives the model all of its inputs. Its results are plain and whole, but for those that the
     model's code marks: these stay parts, with layouts. After the backward every gradient is right: nothing is left to
-    sum. Raises UserError for marks that do not fit.
+    sum. `rules`: a file of op rules for operators of one's own, each proved first, or what `sharding.ops.own.own_rules`
+    gives. Raises UserError for marks and rules that do not fit.
     """
-    return EagerModel(model, [*marks_in(model), *marks], devices)
+    return EagerModel(model, [*marks_in(model), *marks], devices, rules_text(rules))
 
 
 class EagerModel:
     """What `eager` has made: a context in which the model runs."""
 
-    def __init__(self, model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, rules: str = "") -> None:
+        self._model = model
         names = devices.mesh_dim_names or ()
         mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
         self._devices = devices_of(devices)
@@ -66,10 +74,11 @@ class EagerModel:
         lies = {name: {**whole, **found.get(name, {})} for name, _ in model.named_parameters()}
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         as_dtensors(model, lies, mesh, coords, self._devices)
-        self.session = Eager(mesh, rank, self._brought, _part_of)
+        self.session = Eager(mesh, rank, self._brought, _part_of, table_of(rules))
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
                 self.session.parameters[parameter] = Lying(name, shapes[name], lies[name])
+            self.session.names[parameter] = name
         for mark, path in _on_modules(model, marks):
             module = model.get_submodule(path)
             module.forward = self._marked(module.forward, mark)
@@ -80,8 +89,13 @@ class EagerModel:
         """From here on the code that runs means this mesh."""
         if api.current.get() is not None:
             raise UserError("another model runs as its operators are derived: one at a time")
+        self._entered.enter_context(torch.compiler.set_stance("force_eager"))  # compiled parts run as they are written
         self._entered.enter_context(self.session.entered())
+        self._agree_on_draws()
         return self
+
+    def _agree_on_draws(self) -> None:
+        agree_on_draws(self._devices.groups, self._model)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -96,6 +110,7 @@ class EagerModel:
         def run(*args: Any, **kwargs: Any) -> Any:
             if api.current.get() is not self.session:
                 raise UserError("this rank has parts of the model: run it in the context that `eager` has given")
+            self._agree_on_draws()
             self.session.begin()
             return self.session.end(forward(*args, **kwargs))
 
@@ -160,7 +175,26 @@ def _found(model: nn.Module, marks: Sequence[Mark], mesh: Mesh) -> dict[str, dic
                     said = f"the marks `{by[name, axis]}` and `{mark}` contradict each other on {name} over {axis}"
                     raise ConflictError(said, axis)
                 by[name, axis] = mark
-    return found
+    return {**_biases(parameters, found, mesh), **found}
+
+
+def _biases(
+    parameters: Mapping[str, Tensor], found: Mapping[str, Mapping[str, State]], mesh: Mesh
+) -> dict[str, dict[str, State]]:
+    """How biases without a mark lie: as the rows of the weight beside them, of which each bias is added to one.
+
+    A weight that is cut otherwise, or has its rows elsewhere (of a transposed convolution), leaves its bias whole.
+    """
+    follow: dict[str, dict[str, State]] = {}
+    for name, states in found.items():
+        stem, _, last = name.rpartition(".")
+        bias = f"{stem}.{last.replace('weight', 'bias')}".removeprefix(".")
+        if bias == name or bias in found or bias not in parameters:
+            continue
+        if tuple(parameters[bias].shape) == tuple(parameters[name].shape[:1]):
+            rows = {axis: state for axis, state in states.items() if state.kind == "cut" and state.dim == 0}
+            follow[bias] = {**dict.fromkeys(mesh.axes, SAME), **rows}
+    return follow
 
 
 def _lies(mark: Mark, name: str, parameter: Tensor, mesh: Mesh) -> Mapping[str, State]:

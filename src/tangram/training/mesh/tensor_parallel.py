@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,7 @@ from tangram.models.graph import Graph
 from tangram.models.masks import as_captured
 from tangram.models.opened import without_fast_path
 from tangram.models.twin import copied
+from tangram.planner.local.own_rules import rules_of
 from tangram.relayout.dtensor import placements_of
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import ConflictError, Derived
@@ -41,6 +43,7 @@ from tangram.sharding.derive.of_model import States, derive_whole, graph_of, par
 from tangram.sharding.derive.problem.states import SAME, State, cut
 from tangram.sharding.derive.transitions import Change, here
 from tangram.sharding.eager.api import marks_in
+from tangram.sharding.ops.own import OwnRules, rules_text
 from tangram.sharding.runtime.apply_change import brought
 from tangram.sharding.runtime.dry_check import rehearsed
 from tangram.sharding.runtime.install import Now, Runtime
@@ -74,12 +77,19 @@ def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], wor
     where = {name: dict(cuts[p].model) for name, p in model.named_parameters(remove_duplicate=False)}
     lies = {name: {axis: cut(own[axis]) if axis in own else SAME for axis in axes} for name, own in where.items()}
     devices = Devices(world.over, {axis: world.devices.get_group(dim_of(axis)) for axis in axes})
-    held = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, getattr(torch, plan.precision.compute))
+    dtype = getattr(torch, plan.precision.compute)
+    held = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, dtype, rules_of(plan))
     held.gradients_seen = plan.pipeline is None
     held.rings = plan.axes.context if plan.context.keys == "ring" else ()
 
 
-def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, inputs: Mapping[str, Any]) -> DerivedModel:
+def parallel(
+    model: nn.Module,
+    marks: Sequence[Mark],
+    devices: DeviceMesh,
+    inputs: Mapping[str, Any],
+    rules: Path | str | OwnRules | None = None,
+) -> DerivedModel:
     """Make a model (whole, with the same values on all ranks, or on meta) parallel in place as marks say.
 
     Marks in the model's own code (`tangram.sharding.eager`) count, too. `devices` names the axes; `inputs` are keyword
@@ -87,18 +97,19 @@ def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, input
     for all that follow. Each rank gives the model all of its inputs, and gets its results whole, or its part of those
     that are marked. After the backward, `sum_gradients`. One forward at a time. Training and evaluation are captured
     apart. What is drawn, as by dropout, is what one process draws within `sharding.local_ops.random_ops.Drawing`, by
-    the state of torch's generator; ranks take that of the first. Collective. Raises UserError.
+    the state of torch's generator; ranks take that of the first. `rules`: a file of op rules for operators of one's
+    own, each proved first, or what `sharding.ops.own.own_rules` gives. Collective. Raises UserError.
     """
     names = devices.mesh_dim_names or ()
     mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     marks = [*marks_in(model), *marks]
     inputs = modes.without_cache(inputs, [*inspect.signature(model.forward).parameters])
-    template = without_memory(model)
-    found = derive_whole(graph_of(template, inputs, dtype), marks, mesh)
+    text, template = rules_text(rules), without_memory(model)
+    found = derive_whole(graph_of(template, inputs, dtype, rules=text), marks, mesh)
     if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
         found = rehearsed(found, template, {name: modes.asked(x) for name, x in inputs.items()}, dtype).found
-    return DerivedModel(model, marks, mesh, devices_of(devices), parameter_states(found), dtype)
+    return DerivedModel(model, marks, mesh, devices_of(devices), parameter_states(found), dtype, text)
 
 
 @dataclass(frozen=True)
@@ -138,8 +149,9 @@ class DerivedModel:
         devices: Devices,
         lies: Mapping[str, States],
         dtype: torch.dtype,
+        rules: str = "",
     ) -> None:
-        self._model, self._mesh, self._lies, self._dtype = model, mesh, lies, dtype
+        self._model, self._mesh, self._lies, self._dtype, self._rules = model, mesh, lies, dtype, rules
         shapes = {name: p.shape for name, p in model.named_parameters()}
         # Where parameters lie is settled, for inputs of every size.
         self._marks = [*marks, *(Mark(name, layout_of(shapes[name], lies[name])) for name in shapes)]
@@ -243,7 +255,7 @@ class DerivedModel:
             return self._planned_from({name: modes.asked(x) for name, x in given.items()})
 
     def _planned_from(self, given: Mapping[str, Any]) -> Now:
-        graph = graph_of(self._template, given, self._dtype, grad=torch.is_grad_enabled())
+        graph = graph_of(self._template, given, self._dtype, grad=torch.is_grad_enabled(), rules=self._rules)
         marks = [mark for mark in self._marks if names_any(graph, mark)]
         marks += [Passed.over([axis for axis in self._mesh.axes if axis in self.rings])] if self.rings else []
         marks = [mark for mark in marks if not _too_small(graph, mark, self._mesh)]

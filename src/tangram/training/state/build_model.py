@@ -16,6 +16,7 @@ from tangram.models.build import build_on_meta, initial_tensors
 from tangram.models.costs import block_names
 from tangram.models.source import Source, read_source
 from tangram.models.stages import Through
+from tangram.planner.local.own_rules import define_operators
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 from tangram.training.data import Tokens
@@ -31,6 +32,7 @@ def source_of(plan: Job, tokens: Tokens) -> Source:
 
     A preset has the vocabulary of the tokens, unless the plan says otherwise; a model at a path keeps its own.
     """
+    define_operators(plan)
     changes = dict(plan.model.change)
     if plan.model.preset is not None:
         begin = tokens.end if tokens.begin is None else tokens.begin

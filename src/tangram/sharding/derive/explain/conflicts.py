@@ -24,7 +24,6 @@ from tangram.sharding.derive.marking.marks import Mark, matched, states
 from tangram.sharding.derive.problem.folding import Folded, Step, fold
 from tangram.sharding.derive.problem.states import SAME, State
 from tangram.sharding.derive.solve.bounded import bounded
-from tangram.sharding.ops.rule_table import builtin
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def conflict(
         fewer = [one for one in needed if one is not mark]
         if _derived(graph, fewer, mesh, rates) is None:
             needed = fewer
-    folded = fold(graph, builtin())
+    folded = fold(graph)
     asked = _asked(folded, needed, mesh, error.axis)
     twice = [v for v, own in asked.items() if len({state for _, _, state in own}) > 1]
     at = twice[:1] or _together(folded, asked, mesh, needed, error.axis, rates or Rates())

@@ -23,6 +23,7 @@ from tangram.models.graph import Graph, Node, Value, filled
 from tangram.sharding.ops import find_rule
 from tangram.sharding.ops.bind import Bound
 from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.own import table_of
 from tangram.sharding.ops.rule_table import Table
 
 
@@ -95,8 +96,11 @@ def far_at_taker(step: Step, place: int, far: int) -> int:
     return 0 if place in TOGETHER.get(step.call.name, ()) else 1 + far
 
 
-def fold(graph: Graph, table: Table) -> Folded:
-    """Fold a graph. Raises UserError for an operator without a rule, with the line that runs it."""
+def fold(graph: Graph, table: Table | None = None) -> Folded:
+    """Fold a graph, by the built-in rules and its own where no table is given.
+
+    Raises UserError for an operator without a rule, with the line that runs it.
+    """
     first = {block.kind: block for block in reversed(graph.blocks)}
     parents = list(range(len(graph.values)))
 
@@ -115,7 +119,7 @@ def fold(graph: Graph, table: Table) -> Folded:
     count = {kind: sum(block.kind == kind for block in graph.blocks) for kind in first}
     times = {i: count[kind] for kind, block in first.items() for i in range(block.first, block.stop)}
     chosen = [i for i, node in enumerate(graph.nodes) if not node.backward and i not in skipped]
-    steps = tuple(_step(graph, i, times.get(i, 1), classes, table) for i in chosen)
+    steps = tuple(_step(graph, i, times.get(i, 1), classes, table or table_of(graph.rules)) for i in chosen)
     differentiable = frozenset(classes[i] for i, value in enumerate(graph.values) if value.differentiable)
     return Folded(graph, classes, steps, differentiable, _standing(graph, classes, steps))
 

@@ -1,0 +1,203 @@
+"""Op rules of one's own: a file of lines, as `tangram shard discover` writes them, checked and proved before use.
+
+    rules = own_rules("own.rules")              # each line proved with drawn calls of its operator
+    rules = own_rules("own.rules", calls)       # with the calls that a function gives
+    parallel(model, marks, devices, inputs, rules=rules)
+
+What is derived of a model depends on its rules, so a captured graph carries the text of them (`Graph.rules`), and
+`table_of` is the table of that text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch._ops import OpOverload
+
+from tangram.errors import UserError
+from tangram.models.build import did_you_mean
+from tangram.sharding.ops import computed_rules, find_rule, views
+from tangram.sharding.ops.calls import Call, name_of, tensor_arguments
+from tangram.sharding.ops.rule_table import POINTWISE, Line, Table, builtin, parse_lines
+
+Samples = Callable[[], Iterable[Any]]
+"""Gives calls: tuples of arguments, or `(args, kwargs)`; of several operators a dict of such lists, by their names."""
+_NOTES = frozenset({"whole", "taken", "shape", "same", "unless", "if", "undefined", "random", "filled", "counted"})
+
+
+@dataclass(frozen=True)
+class OwnRules:
+    """Rules that have been proved."""
+
+    text: str
+    """One a line."""
+
+
+def own_rules(file: Path | str, samples: Samples | None = None) -> OwnRules:
+    """The rules of a file, checked and proved by numbers in this process, forward and backward.
+
+    `samples` gives calls to prove them with, beside those that are drawn from the operator's schema and its rule. The
+    operators have to be known to torch, so what defines them is imported first. Raises UserError where the file cannot
+    be read, a line is no rule, names no operator or contradicts a built-in rule, and where a rule is wrong.
+    """
+    lines = read_lines(file)
+    named = _checked(lines)
+    fresh = [line for line in lines if any(own is line for _, own in named)]
+    rules = OwnRules("\n".join(line.text for line in fresh))
+    operators = {name_of(operator): operator for operator, _ in named}
+    calls = _calls_of(samples, operators, str(file))
+    for name, operator in operators.items():
+        _prove(table_of(rules.text), operator, next(line for own, line in named if own is operator), calls.get(name))
+    return rules
+
+
+def rules_text(rules: Path | str | OwnRules | None) -> str:
+    """The text of rules: of a file's, once they are proved. Raises UserError as `own_rules`."""
+    return "" if rules is None else rules.text if isinstance(rules, OwnRules) else own_rules(rules).text
+
+
+@lru_cache(16)
+def table_of(text: str) -> Table:
+    """The built-in table with the lines of a text, which have been checked."""
+    return builtin().with_lines(replace(line, exact=True) for line in parse_lines(text)) if text else builtin()
+
+
+def read_lines(file: Path | str) -> list[Line]:
+    """The lines of a file. Raises UserError where it cannot be read, or one is no rule."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the rules {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"the rules {file} cannot be read: they are not UTF-8 text") from None
+    return parse_lines(text, str(file))
+
+
+# ---------------------------------------------------------------- what a line may say
+
+
+def _checked(lines: Sequence[Line]) -> list[tuple[OpOverload, Line]]:
+    """The operators of lines that say something new, each with its line. Raises UserError."""
+    pairs: list[tuple[OpOverload, Line]] = []
+    always: dict[str, Line] = {}
+    for line in lines:
+        _refuse_unknown_notes(line)
+        for name in line.rule.operators:
+            if name in always:
+                raise UserError(
+                    f"{_at(line)}: {name} has the rule of line {always[name].number} for all its calls, and this one "
+                    "would never be used: leave one of them out, or say which calls each is for, as `if(dim 1)`"
+                )
+            if not {"if", "unless"} & {note for note, _ in line.rule.notes}:
+                always[name] = line
+            pairs += [(operator, line) for operator in _operators(name, line) if not _is_built_in(operator, line)]
+    return pairs
+
+
+def _operators(name: str, line: Line) -> list[OpOverload]:
+    """What a name in a rule stands for: an overload, or all of them. Raises UserError where torch has none."""
+    first, _, rest = name.partition(".")
+    packets = [("aten", first, rest)]
+    packets += [(first, *rest.partition(".")[::2])] if rest else []
+    for space, packet, overload in packets:
+        own: Any = getattr(getattr(torch.ops, space), packet, None)
+        some = [] if own is None else [overload] if overload else [*own.overloads()]
+        if own is not None and set(some) <= {*own.overloads()}:
+            return [cast(OpOverload, getattr(own, one)) for one in some]
+    raise UserError(
+        f"{_at(line)}: torch has no operator {name.replace('.', '::', 1)}: import what defines it first (--import "
+        "MODULE; model.code of a job)"
+    )
+
+
+def _is_built_in(operator: OpOverload, line: Line) -> bool:
+    """Whether a built-in rule says the same already. Raises UserError where one says something else."""
+    name = name_of(operator)
+    there = [own for own in builtin().all_of(operator) if POINTWISE not in own.rule.operators]
+    made = name in computed_rules.ESCAPES or views.view_of(operator) is not None
+    if not there and not made:
+        return False
+    if any(_body(own) == _body(line) for own in there):
+        return True
+    shown = f"`{there[0].rule}` ({there[0].file}, line {there[0].number})" if there else "by its arguments and strides"
+    raise UserError(f"{_at(line)}: {name} has a built-in rule, {shown}, which this one contradicts: leave it out")
+
+
+def _body(line: Line) -> str:
+    return str(line.rule).partition(" : ")[2]
+
+
+def _refuse_unknown_notes(line: Line) -> None:
+    known = _NOTES | {note for own in builtin().lines.values() for one in own for note, _ in one.rule.notes}
+    for note, _ in line.rule.notes:
+        if note not in known:
+            raise UserError(f"{_at(line)}: rules have no note {note}{did_you_mean(note, sorted(known), listed=False)}")
+
+
+def _at(line: Line) -> str:
+    return f"{line.file}, line {line.number}"
+
+
+# ---------------------------------------------------------------- proof
+
+
+def _calls_of(samples: Samples | None, operators: Mapping[str, OpOverload], file: str) -> dict[str, list[Call]]:
+    """The calls that samples give, by operator. Raises UserError."""
+    from tangram.sharding.discover.sample_calls import calls_from
+
+    if samples is None or not operators:
+        return {}
+    if len(operators) == 1:
+        ((name, operator),) = operators.items()
+        return {name: calls_from(operator, samples)}
+    made: Any = samples()
+    if not isinstance(made, Mapping):
+        several = ", ".join(operator.name() for operator in operators.values())
+        raise UserError(f"{file} has rules of {several}: let the samples be a dict of lists of calls, by operator")
+    by_name = {key.replace("::", ".", 1): some for key, some in cast("Mapping[str, list[Any]]", made).items()}
+    return {
+        name: calls_from(operator, lambda name=name: by_name[name])
+        for name, operator in operators.items()
+        if name in by_name
+    }
+
+
+def _ndims(operator: OpOverload, line: Line) -> list[Sequence[int]]:
+    """How many dims each tensor may have by a rule."""
+    operands = [line.rule.inputs[min(i, len(line.rule.inputs) - 1)] for i, _ in enumerate(tensor_arguments(operator))]
+    return [(len(one.pieces),) if one.is_fixed else (1, 2, 3) for one in operands]
+
+
+def _prove(table: Table, operator: OpOverload, line: Line, calls: Sequence[Call] | None) -> None:
+    """Raise UserError where the rule of an operator is wrong, or nothing shows that it is right."""
+    from tangram.sharding.discover.sample_calls import drawn_calls
+    from tangram.sharding.proof.prove import prove_operator
+
+    def fits(call: Call) -> bool:
+        try:
+            return bool(find_rule.bound(table, call).cuttable)
+        except UserError:
+            return False
+
+    name = operator.name()
+    try:  # beside calls that are given, too: a rule may be right only where no two sizes are equal
+        drawn = drawn_calls(operator, _ndims(operator, line), fits)
+    except UserError:
+        drawn = []
+    if not calls and not drawn:
+        raise UserError(
+            f"{_at(line)}: nothing shows that the rule of {name} is right, as no drawn call of it runs: give some "
+            "(--samples FILE.py:function; model.code of a job; own_rules(file, function))"
+        )
+    calls = [*(calls or ()), *drawn]
+    with torch.random.fork_rng(devices=[]):
+        verdict = prove_operator(table, name_of(operator), calls)
+    if verdict.kind not in ("proved", "whole"):
+        raise UserError(
+            f"{_at(line)}: the rule of {name} is wrong: {verdict.why}; `tangram shard discover {name}` proposes one"
+        )

@@ -1,0 +1,84 @@
+"""Files of op rules of one's own: what is taken, and one sentence with the line for what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tangram.errors import UserError
+from tangram.sharding.ops import find_rule
+from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.own import own_rules, table_of
+from tests.training import own_operator
+
+RIGHT = "tangram_gate.gated : a _, _ b, _ b -> a b ; each(2)"
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "own.rules"
+    path.write_text(text)
+    return path
+
+
+def test_a_rule_is_proved_with_the_calls_that_are_given(tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    rules = own_rules(_file(tmp_path, f"# mine\n{RIGHT}\n"), own_operator.calls)
+    assert rules.text == RIGHT
+    assert "tangram_gate.gated" in table_of(rules.text).lines
+    assert not torch.equal(torch.get_rng_state(), state)  # the calls of the author draw
+    state = torch.get_rng_state()
+    own_rules(_file(tmp_path, "tangram_gate.act : ... -> ..."))  # with drawn calls
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_samples_of_several_operators(tmp_path: Path) -> None:
+    file = _file(tmp_path, f"{RIGHT}\ntangram_gate.act : ... -> ...")
+    samples = {"tangram_gate::gated": [*own_operator.calls()], "tangram_gate::act": [(torch.randn(3, 4),)]}
+    assert own_rules(file, lambda: samples).text.count("\n") == 1
+    with pytest.raises(UserError, match="rules of tangram_gate::gated, tangram_gate::act: let the samples be a dict"):
+        own_rules(file, own_operator.calls)
+
+
+def test_a_line_that_a_built_in_rule_says_too_is_left_out(tmp_path: Path) -> None:
+    assert own_rules(_file(tmp_path, "mm : m k, k n -> m n ; each(0 1)")).text == ""
+
+
+def test_a_rule_is_for_the_numbers_of_dims_that_it_was_proved_with() -> None:
+    x = torch.empty(3, 6, device="meta")
+    call = Call.of(torch.ops.tangram_gate.gated.default, (x, x[0], x[0]), {})
+    with pytest.raises(UserError, match=r"the rule of tangram_gate.gated has `_ b` for w, which has 1 dims"):
+        find_rule.bound(table_of(RIGHT), call)
+
+
+def test_samples_that_cannot_show_a_mistake_are_not_all_that_is_tried(tmp_path: Path) -> None:
+    file = _file(tmp_path, "tangram_gate.gated : a _, a b, _ b -> a b")
+    with pytest.raises(UserError, match=r"is wrong: .* with a/x over x=2"):
+        own_rules(file, own_operator.calls)  # in which no two dims are equal that need not be
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tangram_gate.gated : a _, _ b => a b", r"own.rules, line 1, column 31: '=' is not understood here"),
+        (f"{RIGHT[:28]}\n\n    _ b, ! b -> a b", r"own.rules, line 3, column 10: '!' is not understood here"),
+        ("tangram_gate.gatd : a -> a", "line 1: torch has no operator tangram_gate::gatd: import what defines it"),
+        ("# one\nmm : a b, b c -> a c", r"line 2: mm has a built-in rule, `mm : m k, .*matmul.rules, line \d+\)"),
+        ("repeat : a -> a", "repeat has a built-in rule, by its arguments and strides, which this one contradicts"),
+        (f"{RIGHT} ecah(1)", r'line 1: rules have no note ecah; did you mean "each"'),
+        (f"{RIGHT}\n{RIGHT}", "line 2: tangram_gate.gated has the rule of line 1 for all its calls"),
+        ("tangram_gate.gated : a c, c b, c b -> a b ; each(2)", "line 1: the rule of tangram_gate::gated is wrong: "),
+        ("tangram_gate.joined : a b -> a b", "line 1: nothing shows that the rule of tangram_gate::joined is right"),
+        ("tangram_gate.act : a b -> a", "line 1: the rule of tangram_gate::act is wrong: .* by the rule 1"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as error:
+        own_rules(_file(tmp_path, text))
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the rules .*no\.rules cannot be read: No such file"):
+        own_rules(tmp_path / "no.rules")

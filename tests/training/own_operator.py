@@ -1,0 +1,92 @@
+"""A user's file: an operator of their own, calls of it, a module and an activation of transformers that use it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+
+@torch.library.custom_op("tangram_gate::gated", mutates_args=())
+def gated(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """A gated product."""
+    return torch.sigmoid(x @ w) * (x @ v)
+
+
+@gated.register_fake
+def _(x, w, v):  # pyright: ignore
+    return x.new_empty(x.shape[0], w.shape[1])
+
+
+def _keep(ctx, inputs, output):  # pyright: ignore
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor):
+    x, w, v = ctx.saved_tensors
+    s, y = torch.sigmoid(x @ w), x @ v
+    a, b = grad * y * s * (1 - s), grad * s
+    return a @ w.T + b @ v.T, x.T @ a, x.T @ b
+
+
+gated.register_autograd(_backward, setup_context=_keep)
+
+
+@torch.library.custom_op("tangram_gate::act", mutates_args=())
+def act(x: Tensor) -> Tensor:
+    """An activation."""
+    return x * torch.sigmoid(x)
+
+
+@act.register_fake
+def _(x):  # pyright: ignore
+    return torch.empty_like(x)
+
+
+def _act_backward(ctx: Any, grad: Tensor):
+    (x,) = ctx.saved_tensors
+    s = torch.sigmoid(x)
+    return grad * s * (1 + x * (1 - s))
+
+
+act.register_autograd(_act_backward, setup_context=_keep)
+
+
+@torch.library.custom_op("tangram_gate::joined", mutates_args=())
+def joined(xs: list[Tensor]) -> Tensor:
+    """An operator of which no call can be drawn."""
+    return torch.cat(xs)
+
+
+class Act(nn.Module):
+    """The activation as a module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.tangram_gate.act(x)
+
+
+ACT2FN["tangram_gate_act"] = Act
+
+
+def calls():
+    """Of the gated product."""
+    yield torch.randn(4, 6), torch.randn(6, 5), torch.randn(6, 5)
+    yield torch.randn(3, 7), torch.randn(7, 9), torch.randn(7, 9)
+
+
+class Net(nn.Module):
+    """The gated product and one back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator("cpu").manual_seed(0)
+        self.w, self.v = (nn.Parameter(torch.randn(8, 16, generator=generator, device="cpu")) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(16, 8, generator=generator, device="cpu"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.tangram_gate.gated(x, self.w, self.v) @ self.down
+
+
+def model(batch: int, sequence: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """For `tangram shard`."""
+    return Net(), {"x": torch.randn(batch, 8)}
