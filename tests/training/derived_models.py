@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from tangram.layout import Mesh
 from tangram.layout.intervals import elements
 from tangram.layout.intervals import rank as rank_of
+from tangram.models.twin import without_memory
 from tangram.sharding.derive.changes import Change
 from tangram.sharding.derive.marks import Mark, marks_of, read_marks
 from tangram.sharding.derive.of_model import fitting, graph_of
@@ -33,7 +34,7 @@ from tangram.sharding.parts import stands
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Program
 from tangram.training.data import IGNORE
-from tangram.training.derived import DerivedModel, parallel, without_memory
+from tangram.training.derived import DerivedModel, parallel
 from tangram.training.launch import Rank
 from tangram.training.loads import Loads
 from tangram.training.loss import LOGITS, token_loss

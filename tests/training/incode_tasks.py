@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
+from tangram.models.twin import without_memory
 from tangram.sharding.derive.layouts import layout_of as layout_from
 from tangram.sharding.derive.layouts import value_layout
 from tangram.sharding.derive.marks import Mark, matched
@@ -25,7 +26,7 @@ from tangram.sharding.derive.states import SAME, SEVERAL, SUM
 from tangram.sharding.incode import layout_of, mark, relayout
 from tangram.sharding.incode.api import marks_in
 from tangram.sharding.incode.placed import Placed
-from tangram.training.derived import DerivedModel, parallel, without_memory
+from tangram.training.derived import DerivedModel, parallel
 from tangram.training.incode import EagerModel, eager
 from tangram.training.launch import Rank
 from tests.training.derived_models import _furthest as furthest  # pyright: ignore[reportPrivateUsage]

@@ -5,7 +5,7 @@ every rank adds its sum over that one number. A mean of the ranks' means is anot
 different numbers of tokens. One all-reduce a step carries the loss, the squared norm of the gradient, and whether
 somebody wants to stop, so all ranks clip alike and stop at the same step.
 
-Nothing random is carried from step to step: the generator is seeded anew for each micro-batch (`draw_for`),
+Nothing random is carried from step to step: what is drawn is a function of seed, step and sample (`training.drawing`),
 so the state of a job is model, optimiser and three counters, and a run that resumes goes on bit for bit.
 """
 
@@ -33,11 +33,11 @@ from tangram.training.capacity import capacity_of
 from tangram.training.checkpoints import Checkpointer, JobState, Progress
 from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, held_out_batches, step_batches
 from tangram.training.derived import Lies, derived_of
+from tangram.training.drawing import Draws, drawing
 from tangram.training.events import Evaluated, Skipped, StepDone
 from tangram.training.guard import AstrayError, Guard, guard_for, must_be_finite
 from tangram.training.loads import Loads
 from tangram.training.loss import leaving, lies_of, token_loss
-from tangram.training.modes import draw_for
 from tangram.training.optimise import clip, local_gradients, lr_at, set_lr, square_sum
 from tangram.training.pipeline import Pipeline, parts_of, pipeline_of
 from tangram.training.routers import routers_of
@@ -288,14 +288,20 @@ def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: in
 
     The gradients are `scale` times as large; a power of two rounds nothing.
     """
-    if (pipeline := pipeline_of(model)) is not None:
-        return _backward_of_stage(pipeline, batches, loss_sum, seed, scale)
+    pipeline = pipeline_of(model)
+    with drawing(parts_of(model), seed, batches) as draws:
+        if pipeline is not None:
+            return _backward_of_stage(pipeline, batches, loss_sum, draws, scale)
+        return _backward_of_model(model, batches, loss_sum, draws, scale)
+
+
+def _backward_of_model(model: nn.Module, batches: RankBatches, loss_sum: LossSum, draws: Draws, scale: float) -> Tensor:
     parts: list[Tensor] = []
     shards, routers, capacity = step_shards_of(model), routers_of(model), capacity_of(model)
-    for place, (batch, first) in enumerate(zip(batches.micro, batches.firsts, strict=True), 1):
-        draw_for(batch.inputs_BS.device, seed, first)
+    for micro, batch in enumerate(batches.micro):
+        draws.begin(model, micro)
         if shards is not None:
-            shards.before(last=place == len(batches.micro))
+            shards.before(last=micro + 1 == len(batches.micro))
         if capacity is not None:
             capacity.before(given(model, batch))
         loss = whole = loss_sum(model, batch) / max(1, batches.counted)
@@ -308,7 +314,9 @@ def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: in
     return _summed(parts, batches.micro[0].inputs_BS.device)
 
 
-def _backward_of_stage(pipeline: Pipeline, batches: RankBatches, loss_sum: LossSum, seed: int, scale: float) -> Tensor:
+def _backward_of_stage(
+    pipeline: Pipeline, batches: RankBatches, loss_sum: LossSum, draws: Draws, scale: float
+) -> Tensor:
     """The same for a stage; its part of the loss is nothing but on the last."""
     if loss_sum is not next_token_loss:
         raise UserError("stages of a pipeline are trained on the next token: this version takes no loss of one's own")
@@ -316,10 +324,7 @@ def _backward_of_stage(pipeline: Pipeline, batches: RankBatches, loss_sum: LossS
     def loss(logits_BSV: Tensor, labels_BS: Tensor, lies: Lies | None) -> Tensor:
         return token_loss(logits_BSV, labels_BS, lies) * (scale / max(1, batches.counted))
 
-    def before(micro: int, stage: int) -> None:
-        draw_for(batches.micro[micro].inputs_BS.device, seed, batches.firsts[micro], stage)
-
-    losses = pipeline.backward(batches.micro, loss, before, lambda r, sums: r.loss(sums, batches.counted) * scale)
+    losses = pipeline.backward(batches.micro, loss, draws, lambda r, sums: r.loss(sums, batches.counted) * scale)
     return _summed(losses, batches.micro[0].inputs_BS.device) / scale
 
 

@@ -31,10 +31,12 @@ from tangram.sharding.runtime.program import Action, draws
 class Operators:
     """The operators of a derivation as one rank runs them."""
 
-    def __init__(self, found: Derived, rank: int, linked: Linked | None = None) -> None:
+    def __init__(
+        self, found: Derived, rank: int, linked: Linked | None = None, numbers: random.Numbers | None = None
+    ) -> None:
         self.graph = found.folded.graph
         self.steps: Mapping[int, Step] = steps_of_nodes(found)
-        self._found, self._rank, self._linked = found, rank, linked
+        self._found, self._rank, self._linked, self._numbers = found, rank, linked, numbers
         self._parts: dict[int, Part] = {}
         self._others: dict[tuple[int, str], Sequence[Part]] = {}
         self.maker = makers(self.graph)
@@ -81,7 +83,7 @@ class Operators:
         written = written_by(node)
         call, there = called(self._found, step), any(v in given for v in written)
         if draws(step.bound):  # all ranks, whatever they have of it: they count the same calls
-            with random.using(random.fresh()):
+            with random.using(random.fresh(), self._numbers):
                 found = run(call, step.bound, self.part(step), local, in_place=there)
         elif not step.bound.linked.isdisjoint(self.part(step).held):
             found = self._run_linked(call, step, local)

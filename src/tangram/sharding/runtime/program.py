@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-
 from tangram.sharding.bind import Bound
 from tangram.sharding.derive.changes import Change
 from tangram.sharding.derive.derive import Derived
@@ -94,8 +92,13 @@ class Program:
     @cached_property
     def random(self) -> bool:
         """Whether a forward draws random numbers, of whatever kind."""
-        nodes = self.found.folded.graph.nodes
-        return any(torch.Tag.nondeterministic_seeded in node.operator.tags for node in nodes)
+        return any(step.bound.rule.note("random") is not None for step in self.found.folded.steps)
+
+    @cached_property
+    def counted(self) -> bool:
+        """Whether all of them are drawn by the element."""
+        steps = self.found.folded.steps
+        return all(step.bound.rule.note("random") is None or draws(step.bound) for step in steps)
 
     @property
     def inside(self) -> int:
