@@ -18,9 +18,10 @@ from tangram.errors import UserError
 from tangram.sharding.derive.marks import Mark
 from tangram.sharding.draws import Drawing
 from tangram.training.buffers import refuse_counted_twice
+from tangram.training.data import Batch, RankBatches
 from tangram.training.derived import parallel
+from tangram.training.drawing import drawing, seed_for, watch
 from tangram.training.launch import Rank, run_ranks
-from tangram.training.modes import draw_for
 from tests.training.buffer_tasks import train_normed
 from tests.training.oracle.warm import once
 from tests.training.small import write_text
@@ -142,8 +143,11 @@ def test_masks_differ_between_data_ranks_and_not_within_a_group() -> None:
     """tenstorrent/tt-metal#55947: one seed for all gave data ranks one mask, one by device unlike masks to TP."""
 
     def mask(sample: int) -> Tensor:
-        draw_for(torch.device("cpu"), 3, sample)
-        return F.dropout(torch.ones(64))
+        module, ids = nn.Dropout(), torch.zeros(2, 64, dtype=torch.long)
+        watch(module, compiled=False)
+        with drawing([module], 3, RankBatches((Batch(ids, ids, None),), 1, (sample,), 0, 4)) as draws:
+            draws.begin(module, 0)
+            return module(torch.ones(2, 64))
 
     assert torch.equal(mask(0), mask(0))  # ranks of a model axis have the same samples
     assert not torch.equal(mask(0), mask(2))
@@ -151,10 +155,10 @@ def test_masks_differ_between_data_ranks_and_not_within_a_group() -> None:
 
 def test_masks_are_a_function_of_seed_and_sample_whatever_a_resume_restores() -> None:
     """NVIDIA/Megatron-LM#6858: most ranks resumed on another rank's generator, of which one state was saved for all."""
-    draw_for(torch.device("cpu"), 3, 40)
+    seed_for(torch.device("cpu"), 3, 40)
     before = torch.rand(8)
     torch.manual_seed(0)  # another process
-    draw_for(torch.device("cpu"), 3, 40)
+    seed_for(torch.device("cpu"), 3, 40)
     assert torch.equal(torch.rand(8), before)
 
 
