@@ -194,6 +194,11 @@ _FILLS: Mapping[str, tuple[OpOverload, torch.dtype | None]] = {
 """What makes a tensor of random numbers: what fills one, and the type where none is named."""
 
 
+def makes_random(call: Call) -> bool:
+    """Whether a call makes a tensor of random numbers of none, which rules have whole."""
+    return call.name.partition(".")[0] in (*_FILLS, "randperm") and call.arguments.get("generator") is None
+
+
 def shape_of(call: Call) -> tuple[int, ...]:
     """Of the elements that a call draws for; of one that is not known how, of its first tensor."""
     shapes = [t.shape for t in call.tensors if t is not None]

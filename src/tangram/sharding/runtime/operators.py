@@ -20,6 +20,7 @@ from tangram.sharding.calls import Call
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Step
 from tangram.sharding.derive.layouts import called, part, steps_of_nodes
+from tangram.sharding.draws import Drawing, makes_random
 from tangram.sharding.local import run
 from tangram.sharding.parts import Part
 from tangram.sharding.runtime.install import Bring
@@ -82,7 +83,10 @@ class Operators:
             local = [None if t is None else t.contiguous() for t in local]
         written = written_by(node)
         call, there = called(self._found, step), any(v in given for v in written)
-        if draws(step.bound):  # all ranks, whatever they have of it: they count the same calls
+        if makes_random(call):  # whole on every rank
+            with Drawing(numbers=self._numbers):
+                found = run(call, step.bound, self.part(step), local)
+        elif draws(step):  # all ranks, whatever they have of it: they count the same calls
             with random.using(random.fresh(), self._numbers):
                 found = run(call, step.bound, self.part(step), local, in_place=there)
         elif not step.bound.linked.isdisjoint(self.part(step).held):

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from tangram.sharding.bind import Bound
 from tangram.sharding.derive.changes import Change
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.folding import Folded
 from tangram.sharding.derive.folding import Step as FoldedStep
 from tangram.sharding.derive.layouts import steps_of_nodes
+from tangram.sharding.draws import makes_random
 
 Place = tuple[int, int]
 """A tensor that an operator takes: the number of its node, and the place."""
@@ -92,13 +92,12 @@ class Program:
     @cached_property
     def random(self) -> bool:
         """Whether a forward draws random numbers, of whatever kind."""
-        return any(step.bound.rule.note("random") is not None for step in self.found.folded.steps)
+        return any(_random(step) for step in self.found.folded.steps)
 
     @cached_property
     def counted(self) -> bool:
         """Whether all of them are drawn by the element."""
-        steps = self.found.folded.steps
-        return all(step.bound.rule.note("random") is None or draws(step.bound) for step in steps)
+        return all(draws(step) for step in self.found.folded.steps if _random(step))
 
     @property
     def inside(self) -> int:
@@ -106,9 +105,13 @@ class Program:
         return sum(len(own) for own in self.actions.values())
 
 
-def draws(bound: Bound) -> bool:
+def draws(step: FoldedStep) -> bool:
     """Whether an operator draws a random number for each element of the whole tensor (`sharding.draws`)."""
-    return bound.rule.note("counted") is not None
+    return step.bound.rule.note("counted") is not None or makes_random(step.call)
+
+
+def _random(step: FoldedStep) -> bool:
+    return step.bound.rule.note("random") is not None or makes_random(step.call)
 
 
 def _of_no_weights(folded: Folded) -> list[FoldedStep]:
