@@ -19,6 +19,7 @@ from tangram.training.apply import apply
 from tangram.training.checkpoints import Checkpointer, JobState, Progress, newest
 from tangram.training.checkpoints import load as load_checkpoint
 from tangram.training.data import BYTES, Stream, open_corpus, prepare
+from tangram.training.drawing import drawing
 from tangram.training.optimise import make_adamw
 from tangram.training.world import make_world
 
@@ -56,11 +57,15 @@ def main(folder: Path) -> None:
         batches = next(stream)
         state.optimiser.zero_grad()
         total = torch.zeros(())
-        for batch in batches.micro:  # each rank adds its sums over one number: the tokens of the global batch
-            logits_BSV = model(batch.inputs_BS)
-            loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
-            (loss / batches.counted).backward()
-            total += loss.detach() / batches.counted
+        with drawing([model], plan.seed, batches) as draws:  # dropout is that of one process, on any number of ranks
+            for micro, batch in enumerate(batches.micro):
+                draws.begin(model, micro)
+                logits_BSV = model(batch.inputs_BS)
+                loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
+                (
+                    loss / batches.counted
+                ).backward()  # each rank adds its sums over one number: the global batch's tokens
+                total += loss.detach() / batches.counted
         state.optimiser.step()
         state.progress = Progress(step + 1, stream.position)
         dist.all_reduce(total)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
@@ -95,7 +96,10 @@ def trained(
                 (loss or (lambda x: x.sin().sum()))(given).backward()
                 found.append(given.detach())
         assert numbers_of(model) is None or cast(Any, numbers_of(model)).samples is None, at
-    return torch.cat(found), torch.cat([cast(Tensor, p.grad).flatten() for p in model.parameters()])
+    gradients: list[Any] = [p.grad for p in model.parameters()]
+    return torch.cat(found), torch.cat(
+        [(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in gradients]
+    )
 
 
 def made(draw: Callable[[Tensor], Tensor]) -> Draws:
