@@ -60,8 +60,8 @@ class Drawer:
     def __init__(self, part: nn.Module, compiled: bool) -> None:
         self.numbers = Numbers()
         self.draws: bool | None = False if compiled else None
-        """Whether it has drawn so far; None: nothing was seen yet, and the first step is looked at. While one is,
-        torch compiles nothing."""
+        """Whether it has drawn so far; None: it is not known, and the step that is under way or comes next is looked at.
+        While one is, torch compiles nothing."""
         self.now: Draws | None = None
         """The step that is under way."""
         self._part = part
@@ -70,8 +70,9 @@ class Drawer:
         try:
             self._template = without_memory(part)
         except (RuntimeError, TypeError, ValueError, AttributeError):  # a model that cannot be copied
-            self.draws = True
+            self.draws = None
         self._modules: list[nn.Module] = [*part.modules()]
+        self._dropping: list[Any] = [module for module in self._modules if hasattr(module, "p")]
         part.forward = self._watched(part.forward)
 
     def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,23 +88,24 @@ class Drawer:
         assert samples is not None
         leaves: list[Any] = tree_leaves((args, kwargs))
         sizes = tuple(modes.size_of(x) for x in leaves)
-        key = samples.count, sizes, tuple([(m.training, getattr(m, "p", None)) for m in self._modules])
+        probabilities = tuple([module.p for module in self._dropping])
+        key = samples.count, sizes, tuple([module.training for module in self._modules]), probabilities
         if key not in self._known:
             self._known[key] = self._learned(args, kwargs, samples.count)
         self.numbers.after = self._known[key]
-        if self.draws and self.now is not None:
+        if self.draws is not False and self.now is not None:
             self.now.engage()
 
     def _learned(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> Mapping[tuple[int, ...], int]:
-        """Where samples stand in what is drawn. A model that does not run without memory is taken for one that does."""
+        """Where samples stand in what is drawn; nowhere of a model that does not run without memory, which may draw."""
         assert self._template is not None
-        modes.follow(self._template, self._part)
         try:
+            modes.follow(self._template, self._part)
             found = draws_of(self._template, args, kwargs, {})
             self.draws = self.draws or bool(found)
             return places_of(self._template, args, kwargs, count) if found else {}
         except Exception:  # noqa: BLE001  whatever a model's code raises where tensors have no values
-            self.draws = True
+            self.draws = self.draws or None
             return {}
 
 
