@@ -60,8 +60,8 @@ class Drawer:
     def __init__(self, part: nn.Module, compiled: bool) -> None:
         self.numbers = Numbers()
         self.draws: bool | None = False if compiled else None
-        """Whether it has drawn so far; None: it is not known, and the step that is under way or comes next is looked at.
-        While one is, torch compiles nothing."""
+        """Whether it has drawn so far; None: it is not known, and the step is looked at. While one is, torch compiles
+        nothing."""
         self.now: Draws | None = None
         """The step that is under way."""
         self._part = part
