@@ -53,7 +53,7 @@ from tangram.sharding.runtime.routes import Routes
 from tangram.sharding.samples import places_of
 from tangram.training import modes
 from tangram.training.cuts import Cuts, named_modules
-from tangram.training.devices import Devices, devices_of
+from tangram.training.devices import Devices, add_up, devices_of
 from tangram.training.world import World, dim_of
 
 _HELD = "_tangram_derived"
@@ -294,23 +294,11 @@ class DerivedModel:
         summed = self._summed or {}
         for axis in self._groups:
             grads = [self._model.get_parameter(name).grad for name, axes in summed.items() if axis in axes]
-            _add_up([_local(g) for g in grads if g is not None], self._groups[axis])
+            add_up([_local(g) for g in grads if g is not None], self._groups[axis])
 
 
 def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def _add_up(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        by_dtype.setdefault(grad.dtype, []).append(grad)
-    for some in by_dtype.values():
-        flat = torch.cat([g.reshape(-1) for g in some])
-        dist.all_reduce(flat, group=group)
-        parts = cast("Sequence[Tensor]", torch.split(flat, [g.numel() for g in some]))
-        for g, part in zip(some, parts, strict=True):
-            g.copy_(part.view_as(g))
 
 
 def as_dtensors(
