@@ -57,7 +57,11 @@ def _noisy_router(x: Tensor) -> Tensor:
 
 def _again(x: Tensor) -> Tensor:
     """A function that is checkpointed and draws by itself: it runs again in the backward, outside of any module."""
-    return cast(Any, checkpoint)(lambda y: F.dropout(y, 0.4).square(), x, use_reentrant=False)
+
+    def run(y: Tensor) -> Tensor:
+        return F.dropout(y, 0.4).square()
+
+    return cast(Any, checkpoint)(run, x, use_reentrant=False)
 
 
 KINDS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -86,14 +90,14 @@ def trained(
     found: list[Tensor] = []
     for at in range(until):
         model.zero_grad()
-        micro = tuple(Batch(rows, rows, None) for rows in X.split(size))
+        micro = tuple(Batch(rows, rows, None) for rows in cast("list[Tensor]", X.split(size)))
         firsts = tuple(range(step, step + ROWS, size))
         found = []
         with drawing([model], seed, RankBatches(micro, 1, firsts, step, ROWS)) as draws:
             for number, batch in enumerate(micro):
                 draws.begin(model, number)
                 given = model(batch.inputs_BS)
-                (loss or (lambda x: x.sin().sum()))(given).backward()
+                (given.sin().sum() if loss is None else loss(given)).backward()
                 found.append(given.detach())
         assert numbers_of(model) is None or cast(Any, numbers_of(model)).samples is None, at
     gradients: list[Any] = [p.grad for p in model.parameters()]
@@ -164,11 +168,11 @@ def test_nothing_is_drawn_in_evaluation_and_nothing_looked_at_that_does_not_draw
 
 def test_a_model_that_begins_to_draw_is_looked_at_from_then_on() -> None:
     model = made(lambda x: F.dropout(x, 0.4) if model.late else x)
-    model.late = False
+    cast(Any, model).late = False
     trained(model, 2)
     cast(Any, model).inner.register_module("drop", nn.Dropout(0.2))  # as another mode does
     want = trained(made(KINDS["dropout"]), ROWS)[0]
-    model.late = True
+    cast(Any, model).late = True
     with pytest.raises(UserError, match="draw them in every step"):
         trained(model, 2)
     drop = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0))

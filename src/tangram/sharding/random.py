@@ -50,10 +50,10 @@ class Key(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Which samples of a step's global batch a micro-batch has: `count` of them from number `first` on, of `total`."""
+    """Which samples of a step's global batch a micro-batch has: `rows` of them from number `first` on, of `total`."""
 
     first: int
-    count: int
+    rows: int
     total: int
 
 

@@ -91,7 +91,8 @@ def places_of(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], count: int
 ) -> dict[tuple[int, ...], int]:
     """Where the samples stand in what a model draws for, by shape (`random.Numbers.after`). `count`: of its inputs."""
-    return _places(*(draws_of(model, args, kwargs, {count: n}) for n in (count, count + 1)), count)
+    one, more = draws_of(model, args, kwargs, {}), draws_of(model, args, kwargs, {count: count + 1})
+    return _places(one, more, count)
 
 
 def _places(one: Sequence[Draw], more: Sequence[Draw], count: int) -> dict[tuple[int, ...], int]:

@@ -236,10 +236,10 @@ class DerivedModel:
         samples = self.numbers.samples
         if samples is None:
             return
-        key = samples.count, self._key(given)
+        key = samples.rows, self._key(given)
         if key not in self._places:
             modes.follow(self._template, self._model)
-            self._places[key] = places_of(self._template, (), given, samples.count) if program.counted else {}
+            self._places[key] = places_of(self._template, (), given, samples.rows) if program.counted else {}
         self.numbers.after = self._places[key]
         if not program.counted:  # what torch draws is then the micro-batch's, too
             seed = (random.fresh().seed + samples.first + 1) & ((1 << 63) - 1)

@@ -89,9 +89,9 @@ class Drawer:
         leaves: list[Any] = tree_leaves((args, kwargs))
         sizes = tuple(modes.size_of(x) for x in leaves)
         probabilities = tuple([module.p for module in self._dropping])
-        key = samples.count, sizes, tuple([module.training for module in self._modules]), probabilities
+        key = samples.rows, sizes, tuple([module.training for module in self._modules]), probabilities
         if key not in self._known:
-            self._known[key] = self._learned(args, kwargs, samples.count)
+            self._known[key] = self._learned(args, kwargs, samples.rows)
         self.numbers.after = self._known[key]
         if self.draws is not False and self.now is not None:
             self.now.engage()

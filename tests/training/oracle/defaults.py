@@ -74,7 +74,7 @@ def add_defaults(text: Path, add: Callable[..., None], base: Callable[..., dict[
     """Cases of what is drawn at random: masks are those of samples, whatever rank and micro-batch has them."""
 
     def of(kind: str, **changes: Any) -> dict[str, Any]:
-        model = {"preset": None, "path": str(text.parent / f"{kind}.json"), "change": {}}
+        model: dict[str, Any] = {"preset": None, "path": str(text.parent / f"{kind}.json"), "change": {}}
         return base(text, model=model, optimiser={"eps": 1e-3}, **changes)  # biases of keys have hardly a gradient
 
     again = {"run": {"recompute": ["*.h.*"]}}

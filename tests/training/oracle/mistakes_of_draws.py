@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from tangram.sharding.random import Samples
 from tangram.training import drawing, pipeline, recompute
 from tests.training.oracle.ranks import Setting, swapped
 
-Planted = Iterator[None]
+Planted = Generator[None]
 
 
 def _seeded(change: Callable[[Setting, int, int], tuple[int, int]], setting: Setting) -> Any:
@@ -41,21 +41,29 @@ def masks_of_the_first_step(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def masks_of_the_first_samples(setting: Setting) -> Planted:
     """Every micro-batch has the masks of the step's first samples."""
-    with swapped(drawing, "Samples", lambda first, count, total: Samples(0, count, total)):
+
+    def first_ones(first: int, rows: int, total: int) -> Samples:
+        return Samples(0, rows, total)
+
+    with swapped(drawing, "Samples", first_ones):
         yield
 
 
 @contextlib.contextmanager
 def masks_by_the_micro_batch(setting: Setting) -> Planted:
     """It is not known which elements are a sample's, so masks are those of one way to cut the batch."""
-    with swapped(drawing, "places_of", lambda *given: {}):
+
+    def nowhere(*given: object) -> dict[Any, int]:
+        return {}
+
+    with swapped(drawing, "places_of", nowhere):
         yield
 
 
 @contextlib.contextmanager
 def other_masks_when_computed_again(setting: Setting) -> Planted:
     """What runs again in the backward finds the generator as the forward has left it."""
-    with swapped(recompute, "checkpoint", partial(recompute.checkpoint, preserve_rng_state=False)):
+    with swapped(recompute, "checkpoint", partial(cast(Any, recompute).checkpoint, preserve_rng_state=False)):
         yield
 
 
