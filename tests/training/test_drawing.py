@@ -147,11 +147,14 @@ def test_samples_differ_and_calls_do() -> None:
 
 
 def test_planted_numbers_of_the_micro_batch_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(*given: object) -> dict[Any, int]:
+        return {}
+
+    def first_ones(first: int, rows: int, total: int) -> Samples:
+        return Samples(0, rows, total)
+
     whole, _ = trained(made(KINDS["dropout"]), ROWS)
-    for name, value in (
-        ("places_of", lambda *_: {}),
-        ("Samples", lambda first, count, total: Samples(0, count, total)),
-    ):
+    for name, value in {"places_of": nowhere, "Samples": first_ones}.items():
         with monkeypatch.context() as patch:
             patch.setattr(f"tangram.training.drawing.{name}", value)
             assert not torch.allclose(trained(made(KINDS["dropout"]), 2)[0], whole)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -204,7 +204,7 @@ def shape_of(call: Call) -> tuple[int, ...]:
     shapes = [t.shape for t in call.tensors if t is not None]
     if not shapes:
         return (call.arguments["n"],) if "n" in call.arguments else ()
-    return tuple(torch.broadcast_shapes(*shapes)) if counts(call) else tuple(shapes[0])
+    return tuple(cast("list[int]", torch.broadcast_shapes(*shapes))) if counts(call) else tuple(shapes[0])
 
 
 def counts(call: Call) -> bool:
