@@ -19,7 +19,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
@@ -117,7 +118,14 @@ def seed_for(device: torch.device, seed: int, step: int, skip: int = 0) -> None:
     number = int.from_bytes(hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=7).digest())
     modes.seed_generators(device, number)
     if skip:
-        torch.empty(skip, dtype=torch.int64).random_(generator=torch.random.default_generator)
+        with _disable_current_modes():
+            torch.empty(skip, dtype=torch.int64).random_(generator=torch.random.default_generator)
+
+
+def _state() -> bytes:
+    """Of torch's generator, also in a run without memory."""
+    with _disable_current_modes():
+        return torch.random.default_generator.get_state().numpy().tobytes()
 
 
 class Draws:
@@ -128,7 +136,7 @@ class Draws:
         self._drawers = [drawer for part in parts if (drawer := _drawer_of(part)) is not None]
         self._mode: Drawing | None = None
         self._numbers = Numbers()
-        self._state: Tensor | None = None
+        self._state: bytes | None = None
         if any(drawer.draws is not False for drawer in self._drawers):
             self.engage()
 
@@ -143,7 +151,7 @@ class Draws:
         self.refuse_unseen()
         seed_for(self._batches.micro[micro].inputs_BS.device, self._seed, self._batches.begin, skip)
         if self._mode is None and self._drawers:
-            self._state = torch.random.default_generator.get_state()
+            self._state = _state()
         self.turn(part, micro)
 
     def turn(self, part: nn.Module, micro: int) -> None:
@@ -161,7 +169,7 @@ class Draws:
     def refuse_unseen(self) -> None:
         """Raise UserError where something has drawn in a step of which nothing was known to draw."""
         state, self._state = self._state, None
-        if state is not None and not torch.equal(state, torch.random.default_generator.get_state()):
+        if state is not None and state != _state():
             raise UserError(
                 "random numbers were drawn in this step, though none in those before it, by code that is not looked "
                 "at: draw them in every step, or by a torch.Generator of your own"
