@@ -1,8 +1,8 @@
-"""A copy of a model that runs without memory: every tensor is a fake one, on the CPU as far as operators can tell."""
+"""Copies of a model that have no memory: on meta, or of fake tensors, on the CPU as far as operators can tell."""
 
 import copy
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,15 @@ def fake_twin(model: nn.Module, dtype: torch.dtype, fake: FakeTensorMode) -> nn.
                 if tensor is not None:
                     cast("dict[str, Tensor]", tensors)[name] = faked(tensor)
     return twin
+
+
+def without_memory(model: nn.Module) -> nn.Module:
+    """A copy on meta, for fake ones or for none; tied parameters stay one."""
+    memo: dict[int, Any] = {}
+    for t in [*model.parameters(), *cast("Sequence[Tensor]", [*model.buffers()])]:
+        empty = t.detach().to("meta")
+        memo[id(t)] = nn.Parameter(empty, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
 
 
 def stacked_experts(model: nn.Module) -> bool:
