@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, Stream, open_corpus, prepare
+from tangram.training.mesh.drawing import drawing
 from tangram.training.mesh.world import make_world
 from tangram.training.parallel.apply import apply
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress, newest
@@ -56,11 +57,15 @@ def main(folder: Path) -> None:
         batches = next(stream)
         state.optimiser.zero_grad()
         total = torch.zeros(())
-        for batch in batches.micro:  # each rank adds its sums over one number: the tokens of the global batch
-            logits_BSV = model(batch.inputs_BS)
-            loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
-            (loss / batches.counted).backward()
-            total += loss.detach() / batches.counted
+        with drawing([model], plan.seed, batches) as draws:  # dropout is that of one process, on any number of ranks
+            for micro, batch in enumerate(batches.micro):
+                draws.begin(model, micro)
+                logits_BSV = model(batch.inputs_BS)
+                loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
+                (
+                    loss / batches.counted
+                ).backward()  # each rank adds its sums over one number: the global batch's tokens
+                total += loss.detach() / batches.counted
         state.optimiser.step()
         state.progress = Progress(step + 1, stream.position)
         dist.all_reduce(total)

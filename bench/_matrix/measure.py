@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench._matrix.cells import Cell, Name, Planned, planned
-from bench._matrix.models import BATCH, RANDOM, SEQUENCE
+from bench._matrix.models import BATCH, SEQUENCE
 from bench._matrix.ranks import WORLD, Found, Run, Todo, work
 from bench._matrix.results import Result, beside, slower, wrong_of
 from tangram.errors import UserError
@@ -26,11 +26,8 @@ Tell = Callable[[str], None]
 
 
 def oracle_of(cell: Cell) -> str:
-    """The plain run that a cell is compared with: its model with as many layers, and the same random numbers."""
-    drawn = ""
-    if cell.model in RANDOM and cell.plan is not None:
-        drawn = f", {'by elements' if cell.plan.model_axes else 'drawn'} for {cell.plan.data.micro_batch} samples"
-    return f"{cell.model} of {cell.layers} layers{drawn}.pickle"
+    """The plain run that a cell is compared with: its model with as many layers."""
+    return f"{cell.model} of {cell.layers} layers.pickle"
 
 
 def train(found: Planned, runs: Sequence[Run], tell: Tell) -> list[list[Found]]:

@@ -67,8 +67,6 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }
 """Grouped queries, latent attention with shared experts, windows and tied embeddings, sinks and biases; GPT-2 with the
 dropout that it has by default."""
-RANDOM = ("GPT-2",)
-"""Those that draw random numbers: one process is to draw them for micro-batches of the same size, in the same way."""
 WINDOWED = ("Gemma 3", "GPT-OSS")
 
 

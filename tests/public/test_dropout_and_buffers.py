@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,9 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 from tangram.errors import UserError
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.training.data import Batch, RankBatches
 from tangram.training.mesh.buffers import refuse_counted_twice
-from tangram.training.mesh.modes import draw_for
+from tangram.training.mesh.drawing import drawing, seed_for, watch
 from tangram.training.mesh.tensor_parallel import parallel
 from tangram.training.run.launch import Rank, run_ranks
 from tests.training.buffer_tasks import train_normed
@@ -73,8 +75,8 @@ def block(again: bool = False) -> Outer:
     return Outer(again)
 
 
-def run_all(rank: Rank, text: Path) -> Ran:
-    """The task of two ranks."""
+def run_all(rank: Rank, text: Path) -> bytes:
+    """The task of two ranks; tensors by value, for a rank may have ended before they are looked at."""
     devices = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     results: dict[str, Tensor] = {}
     gradients: dict[str, Tensor] = {}
@@ -95,7 +97,7 @@ def run_all(rank: Rank, text: Path) -> Ran:
         model(X).square().sum().backward()
         held.sum_gradients()
         gradients[name] = cast(Any, model.block.up.weight.grad).full_tensor()
-    return Ran(results, gradients, train_normed(rank, text, "...")[0])
+    return pickle.dumps(Ran(results, gradients, train_normed(rank, text, "...")[0]))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
     text = write_text(tmp_path_factory.mktemp("reports") / "text")
 
     def run(_: Path) -> list[Ran]:
-        return run_ranks(run_all, text, world=2, on_event=lambda _: None, device="cpu")
+        return [pickle.loads(one) for one in run_ranks(run_all, text, world=2, on_event=lambda _: None, device="cpu")]
 
     return once(tmp_path_factory, "dropout-reports", run)
 
@@ -142,8 +144,11 @@ def test_masks_differ_between_data_ranks_and_not_within_a_group() -> None:
     """tenstorrent/tt-metal#55947: one seed for all gave DP ranks one mask, one by device unlike masks to TP."""
 
     def mask(sample: int) -> Tensor:
-        draw_for(torch.device("cpu"), 3, sample)
-        return F.dropout(torch.ones(64))
+        module, ids = nn.Dropout(), torch.zeros(2, 64, dtype=torch.long)
+        watch(module, compiled=False)
+        with drawing([module], 3, RankBatches((Batch(ids, ids, None),), 1, (sample,), 0, 4)) as draws:
+            draws.begin(module, 0)
+            return module(torch.ones(2, 64))
 
     assert torch.equal(mask(0), mask(0))  # ranks of a model axis have the same samples
     assert not torch.equal(mask(0), mask(2))
@@ -151,10 +156,10 @@ def test_masks_differ_between_data_ranks_and_not_within_a_group() -> None:
 
 def test_masks_are_a_function_of_seed_and_sample_whatever_a_resume_restores() -> None:
     """NVIDIA/Megatron-LM#6858: most ranks resumed on another rank's generator, of which one state was saved for all."""
-    draw_for(torch.device("cpu"), 3, 40)
+    seed_for(torch.device("cpu"), 3, 40)
     before = torch.rand(8)
     torch.manual_seed(0)  # another process
-    draw_for(torch.device("cpu"), 3, 40)
+    seed_for(torch.device("cpu"), 3, 40)
     assert torch.equal(torch.rand(8), before)
 
 

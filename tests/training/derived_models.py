@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from tangram.layout import Mesh
 from tangram.layout.intervals import elements
 from tangram.layout.intervals import rank as rank_of
+from tangram.models.twin import without_memory
 from tangram.sharding.derive.explain.show import total
 from tangram.sharding.derive.marking.marks import Mark, marks_of, read_marks
 from tangram.sharding.derive.marking.published import published
@@ -33,7 +34,7 @@ from tangram.sharding.propagation.halo import needed
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Program
 from tangram.training.data import IGNORE
-from tangram.training.mesh.tensor_parallel import DerivedModel, parallel, without_memory
+from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 from tangram.training.objective.expert_loads import Loads
 from tangram.training.objective.loss import LOGITS, token_loss
 from tangram.training.run.launch import Rank

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
+from tangram.models.twin import without_memory
 from tangram.sharding.derive.layouts import layout_of as layout_from
 from tangram.sharding.derive.layouts import value_layout
 from tangram.sharding.derive.marking.mark_ops import noted
@@ -26,7 +27,7 @@ from tangram.sharding.eager import layout_of, mark, relayout
 from tangram.sharding.eager.api import marks_in
 from tangram.sharding.eager.sharded_tensor import Placed
 from tangram.training.mesh.eager_marks import EagerModel, eager
-from tangram.training.mesh.tensor_parallel import DerivedModel, parallel, without_memory
+from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 from tangram.training.run.launch import Rank
 from tests.training.derived_models import _furthest as furthest  # pyright: ignore[reportPrivateUsage]
 from tests.training.derived_models import inputs_of, loss_of, marks_for, model_of

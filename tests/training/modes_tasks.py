@@ -18,8 +18,10 @@ from tangram.layout import Mesh
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.local_ops.random_ops import Drawing
 from tangram.sharding.runtime.operators import Operators
+from tangram.training.mesh.drawing import seed_for
 from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 from tangram.training.run.launch import Rank
+from tests.training.test_drawing import KINDS, STEP, WIDTH, X, trained
 
 
 def _bert() -> nn.Module:
@@ -114,7 +116,39 @@ def losses_of(model: nn.Module, kind: str, drawing: bool) -> dict[str, float]:
     return found
 
 
+class Drawn(nn.Module):
+    """Something that draws behind a product that is cut."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.draw = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), draw
+
+    def forward(self, x_BSH: Tensor) -> Tensor:  # noqa: N803
+        return self.draw(x_BSH + self.down(torch.relu(self.up(x_BSH))))
+
+
+def run_kinds() -> Ran:
+    """Every kind of draw behind hidden states that are cut, two samples at a time, beside all four in one process."""
+    devices = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    off: dict[str, float] = {}
+    for kind, draw in KINDS.items():
+        torch.manual_seed(0)
+        whole, model = Drawn(draw), Drawn(draw)
+        model.load_state_dict(whole.state_dict())
+        seed_for(torch.device("cpu"), 7, STEP)
+        with Drawing():
+            want = whole(X)
+        marks = [Mark.parse("up.weight: o/tp i"), Mark.parse("down: b s/tp h")]
+        if kind == "checkpointed":  # a function, which is refused
+            continue
+        parallel(model, marks, devices, {"x_BSH": X[:2]})
+        off[kind] = float((trained(model, 2)[0] - want).abs().max())
+    return Ran(off, 0.0, {}, 0)
+
+
 def run(work: Work) -> Ran:
+    if work.kind == "kinds":
+        return run_kinds()
     torch.manual_seed(0)
     whole = MODELS[work.kind]()
     torch.manual_seed(0)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tangram.schema.job import OptimiserPlan
+from tangram.training.mesh.drawing import seed_for
 from tangram.training.objective.step_guard import must_be_finite
-from tangram.training.step.loop import draw_for
 from tangram.training.step.optimiser_step import lr_at
 
 
@@ -32,11 +32,11 @@ def test_constant() -> None:
 
 
 def drawn(seed: int, sample: int) -> float:
-    draw_for(torch.device("cpu"), seed, sample)
+    seed_for(torch.device("cpu"), seed, sample)
     return float(torch.rand(()))
 
 
-def test_every_sample_draws_numbers_of_its_own() -> None:
+def test_every_step_draws_numbers_of_its_own() -> None:
     places = [(seed, sample) for seed in range(4) for sample in range(12)]
     with torch.random.fork_rng(devices=[]):
         assert len({drawn(*place) for place in places}) == len(places)

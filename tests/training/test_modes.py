@@ -39,7 +39,7 @@ def _run(works: dict[str, Work], world: int) -> dict[str, list[Ran]]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Ran]]:
-    return once(tmp_path_factory, "modes", lambda _: _run({**WORKS, **PLANTED}, 2))
+    return once(tmp_path_factory, "modes", lambda _: _run({**WORKS, **PLANTED, "kinds": Work("kinds")}, 2))
 
 
 def _is_right(found: list[Ran]) -> None:
@@ -59,6 +59,12 @@ def test_masks_are_those_of_one_process_and_new_at_every_call(ran: dict[str, lis
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_mistakes_are_seen(ran: dict[str, list[Ran]], name: str) -> None:
     assert max(max(*one.off.values(), one.worst) for one in ran[name]) > 20 * BOUND
+
+
+def test_what_is_cut_draws_for_a_sample_what_one_process_does_for_the_batch(ran: dict[str, list[Ran]]) -> None:
+    for one in ran["kinds"]:
+        assert len(one.off) > 10
+        assert {kind: off for kind, off in one.off.items() if off > BOUND} == {}
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
-"""A copy of a model that runs without memory: every tensor is a fake one, on the CPU as far as operators can tell."""
+"""Copies of a model that have no memory: on meta, or of fake tensors, on the CPU as far as operators can tell."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -71,6 +71,15 @@ def _copies(x: Any, memo: Mapping[int, Any]) -> bool:
     except Exception:  # noqa: BLE001  whatever an object's own copying raises
         return False
     return True
+
+
+def without_memory(model: nn.Module) -> nn.Module:
+    """A copy on meta, for fake ones or for none; tied parameters stay one."""
+    memo: dict[int, Any] = {}
+    for t in [*model.parameters(), *cast("Sequence[Tensor]", [*model.buffers()])]:
+        empty = t.detach().to("meta")
+        memo[id(t)] = nn.Parameter(empty, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else empty
+    return copied(model, memo)
 
 
 def stacked_experts(model: nn.Module) -> bool:

@@ -29,7 +29,8 @@ from tests.training.oracle.axes import (
 from tests.training.oracle.axes import (
     STAGED_QUICK as EXPERTS_STAGED_QUICK,
 )
-from tests.training.oracle.defaults import BY_DEFAULT, GPT2, add_defaults
+from tests.training.oracle.defaults import BY_DEFAULT, GPT2, PHI, add_defaults
+from tests.training.oracle.defaults import STAGED as BY_DEFAULT_STAGED
 from tests.training.oracle.vocabulary import GEMMA, OVER_VOCABULARY, VOCABULARY
 from tests.training.small import SMALL_MODEL, small_tables
 from tests.training.strategies import (
@@ -161,7 +162,16 @@ SCHEDULED_QUICK = ("ZBVZeroBubble of fsdp",)
 STAGED_QUICK = ("stages of fsdp", "stages within fsdp", "stages inside copies")
 OTHER_QUICK = ("one rank", "fsdp over three", "tensor over two", "derived inside fsdp")
 
-_KNOWN = {**OTHER_STRATEGIES, **STAGED, **SCHEDULED, **OVER_AXES, **EXPERTS_STAGED, **OVER_VOCABULARY, **BY_DEFAULT}
+_KNOWN = {
+    **OTHER_STRATEGIES,
+    **STAGED,
+    **SCHEDULED,
+    **OVER_AXES,
+    **EXPERTS_STAGED,
+    **OVER_VOCABULARY,
+    **BY_DEFAULT,
+    **BY_DEFAULT_STAGED,
+}
 
 OWN_LAYOUTS = {
     "parameters": {
@@ -204,7 +214,8 @@ def write_models(folder: Path) -> None:
     fields = {**SMALL_MODEL, "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "max_position_embeddings": 64}
     everywhere = {"attention_bias": True, "mlp_bias": True}
     (folder / LLAMA).write_text(json.dumps({"model_type": "llama", **everywhere, **fields}))
-    (folder / "gpt2.json").write_text(json.dumps({**GPT2}))
+    for own in (GPT2, PHI):
+        (folder / f"{own['model_type']}.json").write_text(json.dumps({**own}))
     for kind, own in {**MIXTURES, "gemma3_text": GEMMA}.items():
         (folder / f"{kind}.json").write_text(json.dumps({"model_type": kind, **fields, **own}))
 

@@ -23,6 +23,7 @@ from tangram.training.state.checkpointer import JobState
 from tangram.training.step import loop, optimiser_step
 from tests.training.oracle.cases import FEW
 from tests.training.oracle.mistakes_of_axes import AXES_MISTAKES, not_summed
+from tests.training.oracle.mistakes_of_draws import DRAWN_MISTAKES
 from tests.training.oracle.mistakes_of_losses import CONTEXT_MISTAKES, LOSS_MISTAKES, VOCABULARY_MISTAKES
 from tests.training.oracle.mistakes_of_shards import SHARDED_MISTAKES
 from tests.training.oracle.mistakes_of_stages import STAGED_MISTAKES
@@ -219,22 +220,6 @@ def same_samples_on_every_rank(setting: Setting) -> Planted:
 
 
 @contextlib.contextmanager
-def same_masks_on_every_rank(setting: Setting) -> Planted:
-    """All ranks draw the same random numbers."""
-    real = loop.draw_for
-    with swapped(loop, "draw_for", lambda device, seed, sample: real(device, seed, 0)):
-        yield
-
-
-@contextlib.contextmanager
-def masks_of_the_step_alone(setting: Setting) -> Planted:
-    """The key has no micro-batch: all of a step, on any DP rank, have the masks of its first."""
-    real, batch = loop.draw_for, setting.plan.data.global_batch
-    with swapped(loop, "draw_for", lambda device, seed, sample: real(device, seed, sample // batch * batch)):
-        yield
-
-
-@contextlib.contextmanager
 def documents_see_each_other(setting: Setting) -> Planted:
     """Positions run on over the ends of documents, and so does attention."""
 
@@ -388,8 +373,7 @@ _CASES: Mapping[str, tuple[Any, ...]] = {
     ),
     "hsdp": (copies_not_summed,),
     "one by one: fsdp": (last_micro_batch_lost, micro_batches_overwritten),
-    "dropout: fsdp": (same_masks_on_every_rank,),
-    "by default: gpt2 over tensor": (masks_of_the_step_alone,),
+    **DRAWN_MISTAKES,
     "frozen: fsdp": (frozen_is_trained,),
     "clipped: hsdp": (clipped_by_the_local_norm,),
     "resumed: fsdp": (learning_rate_late_by_one, samples_repeated, optimiser_states_lost),

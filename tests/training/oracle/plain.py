@@ -62,9 +62,7 @@ def plain_run(case: Case) -> Trace:
     values: dict[int, Tensors] = {}
     for step in range(case.until):
         optimiser.zero_grad()
-        if _dropout(model):
-            loss = _by_micro_batch(model, case, step)
-        elif plan.run.router_loss or plan.run.expert_capacity:
+        if plan.run.router_loss or plan.run.expert_capacity:
             loss, of_routers, lost, margin = _of_experts(model, case, step)
             routers.append(of_routers)
             dropped.append(lost)
@@ -73,7 +71,11 @@ def plain_run(case: Case) -> Trace:
             loss = _rounded(model, case, step, low)
         else:
             batch = whole_batch(plan, step)
-            loss = F.cross_entropy(_logits(model, batch).flatten(0, 1), batch.labels_BS.flatten())
+            text = f"{plan.seed}:{step * plan.data.global_batch}".encode()
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()))
+            with Drawing():  # masks of the whole batch, once, as far as there are any
+                logits_BSV = _logits(model, batch)
+            loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten())
             loss.backward()
         norm = nn.utils.clip_grad_norm_([p for _, p in trained], plan.optimiser.clip_norm)
         for group in optimiser.param_groups:
@@ -167,21 +169,6 @@ def _masks(model: nn.Module, batch: Batch) -> Any:
     return {kind: torch.where(mask, 0.0, torch.finfo(torch.float32).min)[:, None] for kind, mask in masks.items()}
 
 
-def _by_micro_batch(model: nn.Module, case: Case, step: int) -> Tensor:
-    """Under dropout the masks are drawn for the samples of each micro-batch, whatever rank it is on."""
-    plan, rows = case.plan, _rows(case.plan, step)
-    counted = int((whole_batch(plan, step).labels_BS >= 0).sum())
-    total = torch.zeros(())
-    for at in range(0, len(rows), plan.data.micro_batch):
-        text = f"{plan.seed}:{step * plan.data.global_batch + at}".encode()
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()))
-        batch = _collated(plan, rows[at : at + plan.data.micro_batch])
-        with Drawing() if plan.model_axes else contextlib.nullcontext():  # by elements, as where they are cut
-            total = total + _sum(_logits(model, batch), batch) / counted
-    total.backward()
-    return total
-
-
 def _of_experts(model: Any, case: Case, step: int) -> tuple[Tensor, float, float, float]:
     """What is defined of a global micro-batch, of what all DP ranks take at once: the loss of routers as transformers
     has it, and what experts have no room for.
@@ -236,12 +223,6 @@ def _rounded(model: nn.Module, case: Case, step: int, dtype: torch.dtype) -> Ten
 
 def _sum(logits_BSV: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
-
-
-def _dropout(model: nn.Module) -> bool:
-    return any(isinstance(one, nn.Dropout) and one.p > 0 for one in model.modules()) or bool(
-        getattr(getattr(model, "config", None), "attention_dropout", 0.0)
-    )
 
 
 def _fits(patterns: Iterable[str], name: str) -> bool:

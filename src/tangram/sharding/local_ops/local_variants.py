@@ -73,7 +73,7 @@ def _counted(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place
         shape.append(math.prod(bound.sizes[f] for f in factors) if factors else n)
         sets.append(_product([held.get(f, _all(bound.sizes[f])) for f in factors], [bound.sizes[f] for f in factors])
                     if factors else _all(n))  # fmt: skip
-    return random_ops.draw(call, random_numbers.numbered(sets, shape, tensors[0].device), in_place)
+    return random_ops.draw(call, random_numbers.numbered(sets, shape, tensors[0].device), in_place, shape)
 
 
 def _all(n: int) -> IntSet:

@@ -17,9 +17,10 @@ where torch's own dropout is a few.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import torch
@@ -32,6 +33,8 @@ from tangram.layout.intervals import IntSet
 from tangram.layout.locate import held
 
 ROUNDS = 10
+_AT_ONCE = 1 << 18
+"""Numbers that are made at a time: what they are made of fits a cache."""
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
@@ -46,18 +49,78 @@ class Key(NamedTuple):
     stream: int = 0
 
 
-_CURRENT: ContextVar[Key] = ContextVar("key", default=Key())  # noqa: B039  a tuple of numbers
+class Samples(NamedTuple):
+    """Which samples of a step's global batch a micro-batch has: `rows` of them from number `first` on, of `total`."""
+
+    first: int
+    rows: int
+    total: int
 
 
-def current() -> Key:
-    """The key that operators draw by."""
+@dataclass
+class Numbers:
+    """How elements of a micro-batch's tensors are numbered: as in the tensors of the global batch in one process.
+
+    So which micro-batch and rank a sample is in does not show in what is drawn for it.
+    """
+
+    samples: Samples | None = None
+    """None: a call stands for itself, and elements are numbered as they are in its tensors."""
+    after: Mapping[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
+    """By the shape of a tensor: how many elements of one sample stand side by side, 0 where it has no samples. Of a
+    shape that is not there it is not known, and what is drawn is the micro-batch's."""
+
+    def of_all(self, at: Tensor | Span, shape: tuple[int, ...], key: Key) -> tuple[Tensor | Span, Key]:
+        """The numbers in the global batch's tensor of elements with numbers in a tensor of this shape, and the key."""
+        if self.samples is None:
+            return at, key
+        first, count, total = self.samples
+        after = self.after.get(shape)
+        if after is None:
+            return at, Key(key.seed, first + 1)
+        block = count * after  # of the micro-batch's samples, which stand between those of others
+        if not block or math.prod(shape) == block:
+            return at + first * after, key
+        at = at.numbers if isinstance(at, Span) else at
+        return at + (at // block * (max(total, first + count) - count) + first) * after, key
+
+
+class Span(NamedTuple):
+    """Numbers that follow one another from `start` on, in this shape, without the memory for them."""
+
+    start: int
+    shape: tuple[int, ...]
+    device: torch.device | None = None
+
+    def __add__(self, more: int) -> Span:  # pyright: ignore[reportIncompatibleMethodOverride]  not a tuple's
+        return self._replace(start=self.start + more)
+
+    @property
+    def numbers(self) -> Tensor:
+        """With memory."""
+        n = math.prod(self.shape)
+        return torch.arange(self.start, self.start + n, dtype=torch.int64, device=self.device).view(self.shape)
+
+
+class Current(NamedTuple):
+    """What operators draw by."""
+
+    key: Key = Key()
+    numbers: Numbers | None = None
+
+
+_CURRENT: ContextVar[Current] = ContextVar("key", default=Current())  # noqa: B039  a tuple
+
+
+def current() -> Current:
+    """What operators draw by here."""
     return _CURRENT.get()
 
 
 @contextmanager
-def using(key: Key) -> Generator[None]:
+def using(key: Key, numbers: Numbers | None = None) -> Generator[None]:
     """Operators that draw, within it, do so by this key: all ranks that run parts of one call have the same."""
-    token = _CURRENT.set(key)
+    token = _CURRENT.set(Current(key, numbers))
     try:
         yield
     finally:
@@ -86,8 +149,9 @@ def philox(counters: Tensor, key: Key) -> Tensor:
     low, high = key.seed & _LOW, (key.seed >> 32) & _LOW
     for _ in range(ROUNDS):
         first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # int64 wraps as uint64 does
-        a, b = ((second >> 32) & _LOW) ^ b ^ low, second & _LOW
-        c, d = ((first >> 32) & _LOW) ^ d ^ high, first & _LOW
+        a = (second >> 32).bitwise_and_(_LOW).bitwise_xor_(b).bitwise_xor_(low)
+        c = (first >> 32).bitwise_and_(_LOW).bitwise_xor_(d).bitwise_xor_(high)
+        b, d = second.bitwise_and_(_LOW), first.bitwise_and_(_LOW)
         low, high = (low + _WEYL[0]) & _LOW, (high + _WEYL[1]) & _LOW
     return torch.stack([a, b, c, d])
 
@@ -125,9 +189,28 @@ def uniform(at: Tensor, key: Key, dtype: torch.dtype = torch.float32, low: float
     return made if (low, high) == (0.0, 1.0) else made * (high - low) + low
 
 
-def bernoulli(at: Tensor, p: float | Tensor, key: Key) -> Tensor:
+def bernoulli(at: Tensor | Span, p: float | Tensor, key: Key) -> Tensor:
     """True with probability `p`, which may be a tensor that fits `at`."""
-    return _fraction(at, key, 32) < (p.double() if isinstance(p, Tensor) else p)
+    if isinstance(p, Tensor):
+        return _fraction(at.numbers if isinstance(at, Span) else at, key, 32) < p.double()
+    limit = math.ceil(p * 2.0**32)  # a word is less than p * 2 ** 32
+    if not isinstance(at, Span):
+        return words(at, key, 1)[0] < limit
+    n = math.prod(at.shape)
+    made = torch.empty(n, dtype=torch.bool, device=at.device)
+    for done in range(0, n, _AT_ONCE):
+        piece = at._replace(start=at.start + done, shape=(min(_AT_ONCE, n - done),))
+        torch.lt(_along(piece, key), limit, out=made[done : done + _AT_ONCE])
+    return made.view(at.shape)
+
+
+def _along(at: Span, key: Key) -> Tensor:
+    """A word for each element, as `words` gives them one by one."""
+    n = math.prod(at.shape)
+    first, stop = at.start // 4, -(-(at.start + n) // 4)
+    blocks = torch.arange(first, stop, dtype=torch.int64, device=at.device)
+    skip = at.start - 4 * first
+    return philox(blocks, key).T.reshape(-1)[skip : skip + n].view(at.shape)
 
 
 def integers(at: Tensor, key: Key, low: int, high: int) -> Tensor:

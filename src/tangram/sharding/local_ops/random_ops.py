@@ -7,19 +7,23 @@ of `random.using`. `Drawing` does the same for a model that is not cut, so that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tangram.sharding.local_ops import random_numbers
-from tangram.sharding.local_ops.random_numbers import Key
-from tangram.sharding.ops.calls import Call, schema_of
+from tangram.sharding.local_ops.random_numbers import Key, Numbers, Span
+from tangram.sharding.ops.calls import Call, count_returns, name_of
+
+Places = Tensor | Span
 
 
-def _dropout(call: Call, at: Tensor, key: Key) -> tuple[Any, ...]:
+def _dropout(call: Call, at: Places, key: Key) -> tuple[Any, ...]:
     x, p = _first(call), call.arguments["p"]
     if call.arguments["train"] is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
@@ -27,19 +31,19 @@ def _dropout(call: Call, at: Tensor, key: Key) -> tuple[Any, ...]:
     return x * keep * (0.0 if p == 1 else 1 / (1 - p)), keep
 
 
-def _bernoulli(call: Call, at: Tensor, key: Key) -> tuple[Any, ...]:
+def _bernoulli(call: Call, at: Places, key: Key) -> tuple[Any, ...]:
     x = _first(call)
     p = call.arguments.get("p", x)
     made = random_numbers.bernoulli(at, p.detach() if isinstance(p, Tensor) else p, key).to(x.dtype)
     return (made + x * 0 if p is x else made,)  # its gradient is zero, not absent
 
 
-def _like(draw: Callable[[Call, Tensor, Key, torch.dtype], Tensor]) -> Callable[[Call, Tensor, Key], tuple[Any, ...]]:
+def _like(draw: Callable[[Call, Tensor, Key, torch.dtype], Tensor]) -> Callable[[Call, Places, Key], tuple[Any, ...]]:
     """An operator that fills a tensor like its first, or the first itself."""
 
-    def made(call: Call, at: Tensor, key: Key) -> tuple[Any, ...]:
+    def made(call: Call, at: Places, key: Key) -> tuple[Any, ...]:
         dtype = call.arguments.get("dtype") or _first(call).dtype
-        return (draw(call, at, key, dtype),)
+        return (draw(call, at.numbers if isinstance(at, Span) else at, key, dtype),)
 
     return made
 
@@ -83,7 +87,7 @@ def _first(call: Call) -> Tensor:
     return tensor
 
 
-DRAWS: Mapping[str, Callable[[Call, Tensor, Key], tuple[Any, ...]]] = {
+DRAWS: Mapping[str, Callable[[Call, Places, Key], tuple[Any, ...]]] = {
     "native_dropout": _dropout,
     "bernoulli": _bernoulli,
     "bernoulli_": _bernoulli,
@@ -101,9 +105,12 @@ DRAWS: Mapping[str, Callable[[Call, Tensor, Key], tuple[Any, ...]]] = {
 """By operator: its results, of a call, the numbers of its elements and a key."""
 
 
-def draw(call: Call, at: Tensor, in_place: bool) -> tuple[Any, ...]:
-    """What a call gives that draws, as `Call.run`, for elements of these numbers in the whole tensor."""
-    results = DRAWS[call.name.partition(".")[0]](call, at, random_numbers.current())
+def draw(call: Call, at: Places, in_place: bool, shape: Sequence[int] | None = None) -> tuple[Any, ...]:
+    """What a call gives that draws, as `Call.run`, for elements of these numbers in the whole tensor, of this shape."""
+    key, numbers = random_numbers.current()
+    if numbers is not None:
+        at, key = numbers.of_all(at, tuple(at.shape if shape is None else shape), key)
+    results = DRAWS[call.name.partition(".")[0]](call, at, key)
     if not call.name.partition(".")[0].endswith("_"):
         return results
     target = _first(call)
@@ -115,25 +122,89 @@ class Drawing(TorchDispatchMode):
 
     Without a seed each call has the key that comes next (`random.fresh`), as on the ranks of a derived model:
     `torch.manual_seed` says which. With one, calls have streams of their own, in order from `stream` on. A call with a
-    generator of its own is left alone.
+    generator of its own is left alone. `numbers`: of what global batch the tensors are a part. What cannot be drawn by
+    element is drawn by torch's generator, which is seeded by the key for it.
     """
 
-    def __init__(self, seed: int | None = None, stream: int = 0) -> None:
+    def __init__(self, seed: int | None = None, stream: int = 0, numbers: Numbers | None = None) -> None:
         super().__init__()
-        self.seed, self.stream = seed, stream
+        self.seed, self.stream, self.numbers = seed, stream, numbers
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        call = Call.of(func, args, kwargs or {})
-        if not counts(call):
-            return func(*args, **(kwargs or {}))
-        shape = [*cast("list[int]", torch.broadcast_shapes(*[t.shape for t in call.tensors if t is not None]))]
-        at = random_numbers.numbered([((0, n),) if n else () for n in shape], shape, _first(call).device)
-        with random_numbers.using(random_numbers.fresh() if self.seed is None else Key(self.seed, self.stream)):
-            results = draw(call, at, in_place=True)
+        given = kwargs or {}
+        call = drawing(func, args, given)
+        if call is None or any(isinstance(x, FakeTensor) for x in call.tensors):
+            return func(*args, **given)
+        key = random_numbers.fresh() if self.seed is None else Key(self.seed, self.stream)
         self.stream += 1
-        return results[0] if len(schema_of(func).returns) == 1 else results
+        shape = shape_of(call)
+        if not counts(call):
+            return self._by_torch(key, call, shape)
+        with random_numbers.using(key, self.numbers):
+            results = draw(call, Span(0, shape, _first(call).device), True, shape)
+        return results[0] if count_returns(func) == 1 else results
+
+    def _by_torch(self, key: Key, call: Call, shape: tuple[int, ...]) -> Any:
+        """By torch's generators, which are as before then. What has no samples is one for all micro-batches."""
+        own = self.numbers.samples if self.numbers is not None and self.numbers.after.get(shape) != 0 else None
+        seed = (key.seed + (own.first + 1 if own else 0) * 0x9E3779B97F4A7C15) & ((1 << 63) - 1)
+        device = next((t.device for t in call.tensors if t is not None), None) or call.arguments.get("device")
+        kinds: list[Any] = [torch.random.default_generator]
+        if device is not None and torch.device(device).type != "cpu":
+            kinds.append(torch.get_device_module(device))
+        states: list[Tensor] = [k.get_state() if isinstance(k, torch.Generator) else k.get_rng_state() for k in kinds]
+        try:
+            for kind in kinds:
+                kind.manual_seed(seed)
+            found = call.run(in_place=True)
+            return found[0] if count_returns(call.operator) == 1 else found
+        finally:
+            for kind, state in zip(kinds, states, strict=True):
+                (kind.set_state if isinstance(kind, torch.Generator) else kind.set_rng_state)(state)
+
+
+@lru_cache(1 << 12)
+def _may_draw(operator: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in operator.tags or name_of(operator).partition(".")[0] in DRAWS
+
+
+def drawing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+    """A call that draws by torch's generator; None for any other. `torch.rand` is as what fills a tensor."""
+    if not _may_draw(func):
+        return None
+    call = Call.of(func, args, kwargs)
+    told = call.arguments
+    if told.get("generator") is not None or told.get("dropout_p") == 0 or told.get("train") is False:
+        return None
+    fills, dtype = _FILLS.get(call.name.partition(".")[0], (None, None))
+    if fills is None:
+        return call
+    named = told["dtype"] if isinstance(told["dtype"], torch.dtype) else dtype
+    empty = torch.empty(told["size"], dtype=named, device=told["device"])
+    return Call.of(fills, (empty, told.get("low", 0), told["high"]) if "high" in told else (empty,), {})
+
+
+_FILLS: Mapping[str, tuple[OpOverload, torch.dtype | None]] = {
+    "rand": (torch.ops.aten.uniform_.default, None),
+    "randn": (torch.ops.aten.normal_.default, None),
+    "randint": (getattr(torch.ops.aten.random_, "from"), torch.int64),
+}
+"""What makes a tensor of random numbers: what fills one, and the type where none is named."""
+
+
+def makes_random(call: Call) -> bool:
+    """Whether a call makes a tensor of random numbers of none, which rules have whole."""
+    return call.name.partition(".")[0] in (*_FILLS, "randperm") and call.arguments.get("generator") is None
+
+
+def shape_of(call: Call) -> tuple[int, ...]:
+    """Of the elements that a call draws for; of one that is not known how, of its first tensor."""
+    shapes = [t.shape for t in call.tensors if t is not None]
+    if not shapes:
+        return (call.arguments["n"],) if "n" in call.arguments else ()
+    return tuple(cast("list[int]", torch.broadcast_shapes(*shapes))) if counts(call) else tuple(shapes[0])
 
 
 def counts(call: Call) -> bool:

@@ -309,7 +309,7 @@ class _Rehearsal:
         """Whether some operator is another one on a part, or draws: what it draws is by the place in the whole."""
         for i in range(call.first, call.stop):
             step = self.operators.steps[i]
-            if draws(step.bound):
+            if draws(step):
                 return f"{step.call.name} draws random numbers"
             if not as_it_is(step.bound, self.operators.part(step)):
                 return f"{step.call.name} is another operator on a part"

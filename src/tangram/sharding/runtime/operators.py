@@ -20,6 +20,7 @@ from tangram.sharding.derive.layouts import called, part, steps_of_nodes
 from tangram.sharding.derive.problem.folding import Step
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.local_call import run
+from tangram.sharding.local_ops.random_ops import Drawing, makes_random
 from tangram.sharding.ops.calls import Call
 from tangram.sharding.ops.rank_part import Part
 from tangram.sharding.runtime.install import Bring
@@ -31,10 +32,12 @@ from tangram.sharding.runtime.program import Action, draws
 class Operators:
     """The operators of a derivation as one rank runs them."""
 
-    def __init__(self, found: Derived, rank: int, linked: Linked | None = None) -> None:
+    def __init__(
+        self, found: Derived, rank: int, linked: Linked | None = None, numbers: random_numbers.Numbers | None = None
+    ) -> None:
         self.graph = found.folded.graph
         self.steps: Mapping[int, Step] = steps_of_nodes(found)
-        self._found, self._rank, self._linked = found, rank, linked
+        self._found, self._rank, self._linked, self._numbers = found, rank, linked, numbers
         self._parts: dict[int, Part] = {}
         self._others: dict[tuple[int, str], Sequence[Part]] = {}
         self.maker = makers(self.graph)
@@ -80,8 +83,11 @@ class Operators:
             local = [None if t is None else t.contiguous() for t in local]
         written = written_by(node)
         call, there = called(self._found, step), any(v in given for v in written)
-        if draws(step.bound):  # all ranks, whatever they have of it: they count the same calls
-            with random_numbers.using(random_numbers.fresh()):
+        if makes_random(call):  # whole on every rank
+            with Drawing(numbers=self._numbers):
+                found = run(call, step.bound, self.part(step), local)
+        elif draws(step):  # all ranks, whatever they have of it: they count the same calls
+            with random_numbers.using(random_numbers.fresh(), self._numbers):
                 found = run(call, step.bound, self.part(step), local, in_place=there)
         elif not step.bound.linked.isdisjoint(self.part(step).held):
             found = self._run_linked(call, step, local)

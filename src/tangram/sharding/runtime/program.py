@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import steps_of_nodes
 from tangram.sharding.derive.problem.folding import Folded
 from tangram.sharding.derive.problem.folding import Step as FoldedStep
 from tangram.sharding.derive.transitions import Change
-from tangram.sharding.ops.bind import Bound
+from tangram.sharding.local_ops.random_ops import makes_random
 
 Place = tuple[int, int]
 """A tensor that an operator takes: the number of its node, and the place."""
@@ -103,8 +101,12 @@ class Program:
     @cached_property
     def random(self) -> bool:
         """Whether a forward draws random numbers, of whatever kind."""
-        nodes = self.found.folded.graph.nodes
-        return any(torch.Tag.nondeterministic_seeded in node.operator.tags for node in nodes)
+        return any(_random(step) for step in self.found.folded.steps)
+
+    @cached_property
+    def counted(self) -> bool:
+        """Whether all of them are drawn by the element."""
+        return all(draws(step) for step in self.found.folded.steps if _random(step))
 
     @property
     def inside(self) -> int:
@@ -112,10 +114,14 @@ class Program:
         return sum(len(own) for own in self.actions.values())
 
 
-def draws(bound: Bound) -> bool:
+def draws(step: FoldedStep) -> bool:
     """Whether an operator draws a random number for each element of the whole tensor
     (`sharding.local_ops.random_ops`)."""
-    return bound.rule.note("counted") is not None
+    return step.bound.rule.note("counted") is not None or makes_random(step.call)
+
+
+def _random(step: FoldedStep) -> bool:
+    return step.bound.rule.note("random") is not None or makes_random(step.call)
 
 
 def _of_no_weights(folded: Folded) -> list[FoldedStep]:

@@ -38,6 +38,10 @@ class RankBatches:
     counted: int
     firsts: tuple[int, ...]
     """The number of each micro-batch's first sample in the order of the whole job."""
+    begin: int = 0
+    """That of the step's first sample, on whatever rank it is."""
+    total: int = 0
+    """The samples of the global batch."""
 
 
 def sample_ids(corpus: Corpus, data: DataPlan, seed: int, first: int, count: int) -> list[tuple[int, int]]:
@@ -89,6 +93,8 @@ def step_batches(
         ),
         counted=_count(corpus.training, rows, data),
         firsts=tuple(range(first_sample + start, first_sample + start + len(mine), data.micro_batch)),
+        begin=first_sample,
+        total=data.global_batch,
     )
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
@@ -38,3 +40,16 @@ def devices_of(devices: DeviceMesh) -> Devices:
     """Those of a device mesh whose dims are named as the axes."""
     names = devices.mesh_dim_names or ()
     return Devices(lambda axes: devices[tuple(axes)], {name: devices.get_group(name) for name in names})
+
+
+def add_up(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum gradients over a group, in place, in one all-reduce for each type of numbers. Collective."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        by_dtype.setdefault(grad.dtype, []).append(grad)
+    for some in by_dtype.values():
+        flat = torch.cat([g.reshape(-1) for g in some])
+        dist.all_reduce(flat, group=group)
+        parts = cast("Sequence[Tensor]", torch.split(flat, [g.numel() for g in some]))
+        for g, part in zip(some, parts, strict=True):
+            g.copy_(part.view_as(g))

@@ -11,7 +11,6 @@ every call. What is drawn at random is here, too: which numbers, and that ranks 
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -156,17 +155,11 @@ def without_cache(given: Mapping[str, Any], parameters: Sequence[str]) -> dict[s
     return {**({"use_cache": False} if "use_cache" in parameters else {}), **given}
 
 
-def draw_for(device: torch.device, seed: int, sample: int, stage: int = 0) -> None:
-    """Seed the generators of this process and of its device for the micro-batch that begins with this sample.
-
-    Each stage of a pipeline draws other numbers. What is drawn depends on no rank: where shares are whole
-    micro-batches, any number of DP ranks draws the same, and a run that goes on at another number does, too.
-    """
-    text = (f"{seed}:{sample}" + (f":{stage}" if stage else "")).encode()
-    number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
-    torch.random.default_generator.manual_seed(number)
-    if device.type != "cpu":  # torch.manual_seed asks every kind of device: 0.7 ms where there is none
-        torch.get_device_module(device).manual_seed(number)
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Of this process and of its device. torch.manual_seed asks every kind of device: 0.7 ms where there is none."""
+    torch.random.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def agree_on_draws(groups: Mapping[str, dist.ProcessGroup], model: nn.Module) -> None:

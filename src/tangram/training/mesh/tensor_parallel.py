@@ -32,7 +32,7 @@ from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.models.masks import as_captured
 from tangram.models.opened import without_fast_path
-from tangram.models.twin import copied
+from tangram.models.twin import without_memory
 from tangram.planner.local.own_rules import rules_of
 from tangram.relayout.dtensor import placements_of
 from tangram.schema.plan import Plan
@@ -43,6 +43,8 @@ from tangram.sharding.derive.of_model import States, derive_whole, graph_of, par
 from tangram.sharding.derive.problem.states import SAME, State, cut
 from tangram.sharding.derive.transitions import Change, here
 from tangram.sharding.eager.api import marks_in
+from tangram.sharding.local_ops import random_numbers
+from tangram.sharding.local_ops.samples import places_of
 from tangram.sharding.ops.own import OwnRules, rules_text
 from tangram.sharding.runtime.apply_change import brought
 from tangram.sharding.runtime.dry_check import rehearsed
@@ -55,7 +57,7 @@ from tangram.sharding.runtime.ring_attention import NAME as RING
 from tangram.sharding.runtime.ring_attention import Passed, Rings
 from tangram.sharding.runtime.routes import Routes
 from tangram.training.mesh import modes
-from tangram.training.mesh.groups import Devices, devices_of
+from tangram.training.mesh.groups import Devices, add_up, devices_of
 from tangram.training.mesh.layout_to_torch import Cuts, named_modules
 from tangram.training.mesh.local_parts import LocalParts, local
 from tangram.training.mesh.world import World, dim_of
@@ -163,6 +165,9 @@ class DerivedModel:
         self._programs: dict[tuple[Sizes, modes.Mode], Now] = {}
         self._summed: Mapping[str, tuple[str, ...]] | None = None
         self._leaves = False
+        self.numbers = random_numbers.Numbers()
+        """How elements are numbered that programs draw for."""
+        self._places: dict[tuple[int, tuple[Sizes, modes.Mode]], Mapping[tuple[int, ...], int]] = {}
         self.gradients_seen = True
         """Whether a parameter has its gradient as soon as a backward has ended. Stages get theirs at the step's end."""
         self.rings: Sequence[str] = ()
@@ -222,6 +227,7 @@ class DerivedModel:
                 self._sum_alike(now.program)
             if now.program.random:
                 modes.agree_on_draws(self._groups, self._model)
+                self._number(now.program, given)
             self._runtime.begin(now)
             self._local.begin(now.program.found.folded.graph)
             with without_fast_path(), as_captured() if now.program.cuts_queries else nullcontext():
@@ -229,14 +235,31 @@ class DerivedModel:
 
         return run
 
-    def _now(self, given: Mapping[str, Any]) -> Now:
+    def _key(self, given: Mapping[str, Any]) -> tuple[Sizes, modes.Mode]:
         sizes = ("", self._leaves), *((name, modes.size_of(x)) for name, x in given.items())
-        mode = modes.mode_of(self._model)
+        return sizes, modes.mode_of(self._model)
+
+    def _now(self, given: Mapping[str, Any]) -> Now:
+        sizes, mode = self._key(given)
         if (sizes, mode) not in self._programs:
             modes.refuse_held(given)
             modes.refuse_ever_new([*(own for some, own in self._programs if some == sizes), mode])
             self._programs[sizes, mode] = self._planned(given)
         return self._programs[sizes, mode]
+
+    def _number(self, program: Program, given: Mapping[str, Any]) -> None:
+        """Have elements the numbers of the global batch, as far as it is known which are a sample's."""
+        samples = self.numbers.samples
+        if samples is None:
+            return
+        key = samples.rows, self._key(given)
+        if key not in self._places:
+            modes.follow(self._template, self._model)
+            self._places[key] = places_of(self._template, (), given, samples.rows) if program.counted else {}
+        self.numbers.after = self._places[key]
+        if not program.counted:  # what torch draws is then the micro-batch's, too
+            seed = (random_numbers.fresh().seed + samples.first + 1) & ((1 << 63) - 1)
+            modes.seed_generators(next(self._model.parameters()).device, seed)
 
     def _sum_alike(self, program: Program) -> None:
         """Gradients of one step are sums, or not, whatever inputs they are from. Those of a probe are thrown away."""
@@ -268,7 +291,7 @@ class DerivedModel:
         program = rehearsed(found, self._template, given, self._dtype)
         refuse_cut_inputs(program.found)  # what was rehearsed, which may have more tensors whole than `found`
         refuse_cut_buffers(program.found)
-        operators = Operators(program.found, self._rank, Linked(self._groups))
+        operators = Operators(program.found, self._rank, Linked(self._groups), self.numbers)
         rings = {RING: Rings(self._groups, self._bring).attend} if self.rings else {}
         return Now(
             program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring), together=rings
@@ -287,19 +310,7 @@ class DerivedModel:
         summed = self._summed or {}
         for axis in self._groups:
             grads = [self._model.get_parameter(name).grad for name, axes in summed.items() if axis in axes]
-            _add_up([local(g) for g in grads if g is not None], self._groups[axis])
-
-
-def _add_up(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        by_dtype.setdefault(grad.dtype, []).append(grad)
-    for some in by_dtype.values():
-        flat = torch.cat([g.reshape(-1) for g in some])
-        dist.all_reduce(flat, group=group)
-        parts = cast("Sequence[Tensor]", torch.split(flat, [g.numel() for g in some]))
-        for g, part in zip(some, parts, strict=True):
-            g.copy_(part.view_as(g))
+            add_up([local(g) for g in grads if g is not None], self._groups[axis])
 
 
 def as_dtensors(
@@ -364,12 +375,3 @@ def refuse_cut_inputs(found: Derived) -> None:
                 f"a mark cuts {value.name} over {axis}, but every rank has all of what a model is given: mark what is "
                 "made of it"
             )
-
-
-def without_memory(model: nn.Module) -> nn.Module:
-    """A copy on meta."""
-    memo: dict[int, Any] = {}
-    for t in [*model.parameters(), *cast("Sequence[Tensor]", [*model.buffers()])]:
-        empty = t.detach().to("meta")
-        memo[id(t)] = nn.Parameter(empty, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else empty
-    return copied(model, memo)

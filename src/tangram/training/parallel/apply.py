@@ -21,6 +21,7 @@ from tangram.models.costs import block_names
 from tangram.models.stages import Through, keep_stages
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan, matches
+from tangram.training.mesh.drawing import counts_of_stages, watch
 from tangram.training.mesh.layout_to_torch import cuts_of, is_meta
 from tangram.training.mesh.tensor_parallel import install
 from tangram.training.mesh.world import World
@@ -45,7 +46,7 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
     freeze(model, plan)
     keep_parameters(model, plan)
     of_routers, of_experts = router_loss.asked(model, plan), expert_capacity.asked(model, plan)  # of all stages
-    numbers = plan.stages_at(world.stage)
+    numbers, drawn = plan.stages_at(world.stage), counts_of_stages(model, plan)
     parts = [model] if plan.pipeline is None else keep_stages(model, plan.pipeline.stages, numbers)
     cuts = cuts_of(model, plan)
     if not is_meta(model):
@@ -57,6 +58,8 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
     for number, part in zip(numbers, parts, strict=True):
         if number < len(plan.rank_of_stage) - 1:  # of the last the loss is made at once
             own_results(part)
+    for part in parts:
+        watch(part, compiled=plan.run.compile)
     blocks = {part: [block for block in blocks_of(part) if not isinstance(block, Through)] for part in parts}
     if plan.run.compile:
         for block in itertools.chain(*blocks.values()):
@@ -65,7 +68,7 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
     for part in parts:
         shard(part, blocks[part], plan, cuts, world)
     if plan.pipeline is not None:
-        Pipeline(model, dict(zip(numbers, parts, strict=True)), plan, world)
+        Pipeline(model, dict(zip(numbers, parts, strict=True)), plan, world, drawn)
     router_loss.watch(parts, of_routers, plan, world)
     expert_capacity.watch(parts, of_experts, plan, world)
     return model

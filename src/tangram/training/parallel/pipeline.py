@@ -27,13 +27,14 @@ from tangram.schema.plan import Plan
 from tangram.schema.schedule_table import Schedule
 from tangram.schema.schedules import forward_only
 from tangram.training.data import Batch
+from tangram.training.mesh.drawing import Draws
 from tangram.training.mesh.tensor_parallel import Lies
 from tangram.training.mesh.world import World
 from tangram.training.objective.expert_capacity import capacity_of
 from tangram.training.objective.loss import leaving, lies_of
 from tangram.training.objective.model_inputs import Given, given
 from tangram.training.objective.router_loss import Routers, routers_of
-from tangram.training.parallel.schedule_runtime import Before, Stage, Table
+from tangram.training.parallel.schedule_runtime import Stage, Table
 
 _HELD = "_tangram_pipeline"
 TokenLoss = Callable[[Tensor, Tensor, Lies | None], Tensor]
@@ -79,10 +80,12 @@ def _size(config: Any, name: str) -> int:
 class Pipeline:
     """This rank's stages, and what they do for the micro-batches of a step. All ranks of the pipeline call alike."""
 
-    def __init__(self, model: nn.Module, parts: Mapping[int, nn.Module], plan: Plan, world: World) -> None:
-        """Of a rank's model and its stages, by number."""
+    def __init__(
+        self, model: nn.Module, parts: Mapping[int, nn.Module], plan: Plan, world: World, drawn: Sequence[int]
+    ) -> None:
+        """Of a rank's model and its stages, by number. `drawn`: how often the stages before each draw in a forward."""
         self.parts = parts
-        self._model, self._world, self._plan = model, world, plan
+        self._model, self._world, self._plan, self._drawn = model, world, plan, drawn
         self._rank_of = plan.rank_of_stage
         self._dtype = getattr(torch, plan.precision.compute)
         self._hidden, self._vocabulary = (_size(cast(Any, model).config, name) for name in ("hidden", "vocab"))
@@ -90,7 +93,7 @@ class Pipeline:
         """The table for so many micro-batches."""
         self._made: dict[tuple[Any, ...], Table] = {}
         self._loss: Callable[[Tensor, Tensor], Tensor] = _no_loss
-        self._before: Before = _nothing
+        self._draws: Draws | None = None
         self._router_loss: RouterLoss = _no_router_loss
         self._seen: Sequence[Given] = ()
         model.__dict__[_HELD] = self
@@ -105,21 +108,19 @@ class Pipeline:
         """The stage that has them."""
         return self.parts.get(len(self._rank_of) - 1)
 
-    def backward(
-        self, micro: Sequence[Batch], loss: TokenLoss, before: Before, router_loss: RouterLoss
-    ) -> list[Tensor]:
+    def backward(self, micro: Sequence[Batch], loss: TokenLoss, draws: Draws, router_loss: RouterLoss) -> list[Tensor]:
         """Add the gradients of micro-batches of one size; their losses on the last stage, else none.
 
-        `before` is called with a micro-batch and a stage before the forward of the one through the other, `router_loss`
-        where the stages' routers are watched; what is returned is without it.
+        `draws` is told which micro-batch runs through which stage, `router_loss` called where the stages' routers are
+        watched; what is returned is without it.
         """
         self._router_loss = router_loss
-        return self._run_in_parts(micro, loss, before, train=True)
+        return self._run_in_parts(micro, loss, draws, train=True)
 
     def losses(self, micro: Sequence[Batch], loss: TokenLoss) -> list[Tensor]:
         """The losses of micro-batches of one size on the last stage, else none; without gradients."""
         with torch.no_grad():
-            return self._run_in_parts(micro, loss, _nothing, train=False)
+            return self._run_in_parts(micro, loss, None, train=False)
 
     def logits(self, batch: Batch) -> Tensor:
         """The logits (B, S, V) of a batch, which the last stage gives to all; without gradients."""
@@ -130,7 +131,7 @@ class Pipeline:
             return logits_BSV.sum()
 
         with torch.no_grad():
-            self._run([batch], keep, _nothing, train=False)
+            self._run([batch], keep, None, train=False)
         group = self._world.devices.get_group("pipeline")
         rows, length = batch.inputs_BS.shape
         device = self._world.device
@@ -138,21 +139,23 @@ class Pipeline:
         dist.broadcast(logits_BSV, group_src=self._rank_of[-1], group=group)
         return given(self._model, batch).in_order(logits_BSV)
 
-    def _run_in_parts(self, micro: Sequence[Batch], loss: TokenLoss, before: Before, *, train: bool) -> list[Tensor]:
+    def _run_in_parts(
+        self, micro: Sequence[Batch], loss: TokenLoss, draws: Draws | None, *, train: bool
+    ) -> list[Tensor]:
         """As `_run`; the last stage leaves its logits as they lie, and the loss is told how."""
         last = self._last
         if last is None:
-            return self._run(micro, _no_loss, before, train=train)
+            return self._run(micro, _no_loss, draws, train=train)
         with leaving(last):
             return self._run(
-                micro, lambda logits, labels: loss(logits, labels, lies_of(last, "output0")), before, train=train
+                micro, lambda logits, labels: loss(logits, labels, lies_of(last, "output0")), draws, train=train
             )
 
     def _run(
-        self, micro: Sequence[Batch], loss: Callable[[Tensor, Tensor], Tensor], before: Before, *, train: bool
+        self, micro: Sequence[Batch], loss: Callable[[Tensor, Tensor], Tensor], draws: Draws | None, *, train: bool
     ) -> list[Tensor]:
         table = self._table(micro[0], len(micro), train)
-        self._loss, self._before = loss, before
+        self._loss, self._draws = loss, draws
         for part in self.parts.values():
             if part.training != self._model.training:
                 part.train(self._model.training)
@@ -222,11 +225,14 @@ class Pipeline:
         return routers.sums(self._seen[micro].batch.labels_BS)
 
     def _begin(self, micro: int, stage: int) -> None:
-        self._before(micro, stage)
+        if self._draws is not None:
+            self._draws.begin(self.parts[stage], micro, self._drawn[stage])
         self._turn(micro, stage)
 
     def _turn(self, micro: int, stage: int) -> None:
         """What runs next is of this micro-batch: a forward, or a backward that computes some of it again."""
+        if self._draws is not None:
+            self._draws.turn(self.parts[stage], micro)
         if (capacity := capacity_of(self.parts[stage])) is not None:
             capacity.turn(micro)
 
@@ -243,7 +249,3 @@ def _no_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 def _no_router_loss(routers: Routers, sums: Tensor) -> Tensor:
     """Of an evaluation."""
     raise AssertionError("what is not trained has no loss of routers")
-
-
-def _nothing(micro: int, stage: int) -> None:
-    """Of an evaluation, which draws no random numbers."""

@@ -168,15 +168,8 @@ def show(chosen: Chosen, ready: Prepared, resume: Path | None, on_event: OnEvent
     if chosen.predicted is not None:
         on_event(Table("Predicted for a rank", ("what", "predicted"), tuple(chosen.predicted.in_words())))
     if has_dropout(ready.source.config):
-        on_event(Note(f"the model has dropout: its masks are {_alike_with(plan)}"))
-
-
-def _alike_with(plan: Plan) -> str:
-    """In which other plans a model's masks are those of this one."""
-    data = "the same on any number of DP ranks whose shares are whole micro-batches"
-    if plan.model_axes:
-        return f"{data}, and of ranks of {', '.join(plan.model_axes)}; other stages of a pipeline draw others"
-    return f"{data}; other stages of a pipeline, and ranks of model axes, draw others"
+        compiled = "; run.compile compiles nothing that draws" if plan.run.compile else ""
+        on_event(Note(f"the model has dropout: its masks are those of one process, at any layout{compiled}"))
 
 
 def reading(plan: Plan, corpus: Corpus) -> dict[str, str]:

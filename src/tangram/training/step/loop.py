@@ -5,8 +5,9 @@ every rank adds its sum over that one number. A mean of the ranks' means is anot
 different numbers of tokens. One all-reduce a step carries the loss, the squared norm of the gradient, and whether
 somebody wants to stop, so all ranks clip alike and stop at the same step.
 
-Nothing random is carried from step to step: the generator is seeded anew for each micro-batch (`draw_for`),
-so the state of a job is model, optimiser and three counters, and a run that resumes goes on bit for bit.
+Nothing random is carried from step to step: what is drawn is a function of seed, step and sample
+(`training.mesh.drawing`), so the state of a job is model, optimiser and three counters, and a run that resumes goes on
+bit for bit.
 """
 
 # ruff: noqa: N803  a tensor carries its dims in its name
@@ -29,7 +30,7 @@ from tangram.schema.plan import Plan
 from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, held_out_batches, step_batches
 from tangram.training.mesh import buffers
 from tangram.training.mesh.check_replicas import refuse_unlike_gradients
-from tangram.training.mesh.modes import draw_for
+from tangram.training.mesh.drawing import Draws, drawing
 from tangram.training.mesh.tensor_parallel import Lies, derived_of
 from tangram.training.mesh.world import World
 from tangram.training.objective.expert_capacity import capacity_of
@@ -288,14 +289,20 @@ def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: in
 
     The gradients are `scale` times as large; a power of two rounds nothing.
     """
-    if (pipeline := pipeline_of(model)) is not None:
-        return _backward_of_stage(pipeline, batches, loss_sum, seed, scale)
+    pipeline = pipeline_of(model)
+    with drawing(parts_of(model), seed, batches) as draws:
+        if pipeline is not None:
+            return _backward_of_stage(pipeline, batches, loss_sum, draws, scale)
+        return _backward_of_model(model, batches, loss_sum, draws, scale)
+
+
+def _backward_of_model(model: nn.Module, batches: RankBatches, loss_sum: LossSum, draws: Draws, scale: float) -> Tensor:
     parts: list[Tensor] = []
     shards, routers, capacity = step_shards_of(model), routers_of(model), capacity_of(model)
-    for place, (batch, first) in enumerate(zip(batches.micro, batches.firsts, strict=True), 1):
-        draw_for(batch.inputs_BS.device, seed, first)
+    for micro, batch in enumerate(batches.micro):
+        draws.begin(model, micro)
         if shards is not None:
-            shards.before(last=place == len(batches.micro))
+            shards.before(last=micro + 1 == len(batches.micro))
         if capacity is not None:
             capacity.before(given(model, batch))
         loss = whole = loss_sum(model, batch) / max(1, batches.counted)
@@ -308,7 +315,9 @@ def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: in
     return _summed(parts, batches.micro[0].inputs_BS.device)
 
 
-def _backward_of_stage(pipeline: Pipeline, batches: RankBatches, loss_sum: LossSum, seed: int, scale: float) -> Tensor:
+def _backward_of_stage(
+    pipeline: Pipeline, batches: RankBatches, loss_sum: LossSum, draws: Draws, scale: float
+) -> Tensor:
     """The same for a stage; its part of the loss is nothing but on the last."""
     if loss_sum is not next_token_loss:
         raise UserError("stages of a pipeline are trained on the next token: this version takes no loss of one's own")
@@ -316,10 +325,7 @@ def _backward_of_stage(pipeline: Pipeline, batches: RankBatches, loss_sum: LossS
     def loss(logits_BSV: Tensor, labels_BS: Tensor, lies: Lies | None) -> Tensor:
         return token_loss(logits_BSV, labels_BS, lies) * (scale / max(1, batches.counted))
 
-    def before(micro: int, stage: int) -> None:
-        draw_for(batches.micro[micro].inputs_BS.device, seed, batches.firsts[micro], stage)
-
-    losses = pipeline.backward(batches.micro, loss, before, lambda r, sums: r.loss(sums, batches.counted) * scale)
+    losses = pipeline.backward(batches.micro, loss, draws, lambda r, sums: r.loss(sums, batches.counted) * scale)
     return _summed(losses, batches.micro[0].inputs_BS.device) / scale
 
 

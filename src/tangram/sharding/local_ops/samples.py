@@ -1,0 +1,119 @@
+"""Where samples stand in the tensors that a model draws for: found by two runs without memory, of unlike batches.
+
+What is drawn for a sample is to be the same in whatever micro-batch it comes (`random.Numbers`), so it has to be known
+which of a tensor's elements are a sample's. The model runs once with as many samples as there are and once with one
+more; the dim that has grown with them is theirs. In one that several share, as after `flatten(0, 1)`, samples come
+first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.utils._pytree import tree_map  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.models.capture import quiet
+from tangram.models.twin import fake_twin
+from tangram.sharding.local_ops.random_ops import drawing, shape_of
+
+
+class Draw(NamedTuple):
+    """A call that draws."""
+
+    module: str
+    """The innermost one that runs."""
+    name: str
+    shape: tuple[int, ...]
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self, inside: Sequence[str]) -> None:
+        super().__init__()
+        self.draws: list[Draw] = []
+        self._inside = inside
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        call = drawing(func, args, kwargs or {})
+        if call is not None:
+            self.draws.append(Draw(self._inside[-1] if self._inside else "", call.name, shape_of(call)))
+        return func(*args, **(kwargs or {}))
+
+
+def draws_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Mapping[int, int]) -> list[Draw]:
+    """What a forward draws, in order, of inputs whose first dim has another size: `rows` says which instead of which.
+
+    The model (on meta or not) is not changed, and runs as it is, in training or not. Raises what it raises.
+    """
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    inside: list[str] = []
+
+    def enter(name: str) -> Callable[..., None]:
+        return lambda *_: inside.append(name)
+
+    def leave(*_: Any) -> None:
+        inside.pop()
+
+    with _disable_current_modes(), ExitStack() as stack:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        twin = fake_twin(model, dtype, fake)
+        for name, module in cast("Iterable[tuple[str, nn.Module]]", twin.named_modules()):
+            module.register_forward_pre_hook(enter(name))
+            module.register_forward_hook(leave, always_call=True)
+
+        def faked(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            shape = (rows.get(x.shape[0], x.shape[0]), *x.shape[1:]) if x.ndim else ()
+            return torch.empty(shape, dtype=x.dtype, device="cpu")
+
+        stack.enter_context(quiet())
+        stack.enter_context(fake)
+        given = tree_map(faked, (tuple(args), dict(kwargs)))
+        seen = stack.enter_context(_Seen(inside))
+        twin(*given[0], **given[1])
+    return seen.draws
+
+
+def places_of(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], count: int
+) -> dict[tuple[int, ...], int]:
+    """Where the samples stand in what a model draws for, by shape (`random.Numbers.after`). `count`: of its inputs."""
+    one, more = draws_of(model, args, kwargs, {}), draws_of(model, args, kwargs, {count: count + 1})
+    return _places(one, more, count)
+
+
+def _places(one: Sequence[Draw], more: Sequence[Draw], count: int) -> dict[tuple[int, ...], int]:
+    """By what is drawn for `count` samples and for one more."""
+    found: dict[tuple[int, ...], int | None] = {}
+    if [(draw.module, draw.name) for draw in one] != [(draw.module, draw.name) for draw in more]:
+        return {}
+    for draw, other in zip(one, more, strict=True):
+        after = _after(draw.shape, other.shape, count)
+        found[draw.shape] = after if found.get(draw.shape, after) == after else None
+    return {shape: after for shape, after in found.items() if after is not None}
+
+
+def _after(shape: Sequence[int], other: Sequence[int], count: int) -> int | None:
+    """None where it is not one dim that grows with the samples."""
+    if len(shape) != len(other):
+        return None
+    grown = [dim for dim, (n, m) in enumerate(zip(shape, other, strict=True)) if n != m]
+    if not grown:
+        return 0
+    (dim, *rest) = grown
+    if rest or shape[dim] % count or other[dim] * count != shape[dim] * (count + 1):
+        return None
+    return shape[dim] // count * math.prod(shape[dim + 1 :])

@@ -1,0 +1,226 @@
+"""What a training step draws at random, as dropout does: that of one process which takes the global batch at once.
+
+    key       the run's seed, the step, and which of a forward's draws it is (`random.fresh`: of torch's generator,
+              which the step has seeded, so what is recomputed draws the same)
+    element   its number in the tensor of the whole global batch (`random.Numbers`): a sample's masks are its own,
+              on whatever rank and in whatever micro-batch it is
+    stages    of a pipeline go on counting where the one before has ended
+
+A derived model draws so by its programs (`training.mesh.tensor_parallel`), a plain one within `Drawing`. Where it is
+not known which elements are a sample's, and for operators that nothing is known of, it is the micro-batch that has
+numbers of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.errors import UserError
+from tangram.models.twin import without_memory
+from tangram.schema.plan import Plan
+from tangram.sharding.local_ops.random_numbers import Numbers, Samples
+from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.samples import draws_of, places_of
+from tangram.training.data import RankBatches
+from tangram.training.mesh import modes
+from tangram.training.mesh.tensor_parallel import derived_of
+
+_HELD = "_tangram_drawer"
+
+
+def watch(part: nn.Module, *, compiled: bool) -> None:
+    """Have a model, or a stage of one, draw so that has no programs. Before it is compiled, recomputed and cut."""
+    if derived_of(part) is None:
+        part.__dict__[_HELD] = Drawer(part, compiled)
+
+
+def numbers_of(part: nn.Module) -> Numbers | None:
+    """How elements are numbered that a model, or a stage of one, draws for; None where nobody watches it."""
+    derived = derived_of(part)
+    if derived is not None:
+        return derived.numbers
+    drawer = _drawer_of(part)
+    return None if drawer is None else drawer.numbers
+
+
+def _drawer_of(part: nn.Module) -> Drawer | None:
+    return cast("Drawer | None", part.__dict__.get(_HELD))
+
+
+class Drawer:
+    """Looks at the inputs of a plain model: whether it draws, and where samples stand in what it draws for."""
+
+    def __init__(self, part: nn.Module, compiled: bool) -> None:
+        self.numbers = Numbers()
+        self.draws: bool | None = False if compiled else None
+        """Whether it has drawn so far; None: it is not known, and the step is looked at. While one is, torch compiles
+        nothing."""
+        self.now: Draws | None = None
+        """The step that is under way."""
+        self._part = part
+        self._known: dict[Any, Mapping[tuple[int, ...], int]] = {}
+        self._template: nn.Module | None = None
+        try:
+            self._template = without_memory(part)
+        except (RuntimeError, TypeError, ValueError, AttributeError):  # a model that cannot be copied
+            self.draws = None
+        self._modules: list[nn.Module] = [*part.modules()]
+        self._dropping: list[Any] = [module for module in self._modules if hasattr(module, "p")]
+        part.forward = self._watched(part.forward)
+
+    def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.numbers.samples is not None and self._template is not None:
+                self._look(args, kwargs)
+            return forward(*args, **kwargs)
+
+        return run
+
+    def _look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        samples = self.numbers.samples
+        assert samples is not None
+        leaves: list[Any] = tree_leaves((args, kwargs))
+        sizes = tuple(modes.size_of(x) for x in leaves)
+        probabilities = tuple([module.p for module in self._dropping])
+        key = samples.rows, sizes, tuple([module.training for module in self._modules]), probabilities
+        if key not in self._known:
+            self._known[key] = self._learned(args, kwargs, samples.rows)
+        self.numbers.after = self._known[key]
+        if self.draws is not False and self.now is not None:
+            self.now.engage()
+
+    def _learned(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> Mapping[tuple[int, ...], int]:
+        """Where samples stand in what is drawn; nowhere of a model that does not run without memory, which may draw."""
+        assert self._template is not None
+        try:
+            modes.follow(self._template, self._part)
+            found = draws_of(self._template, args, kwargs, {})
+            self.draws = self.draws or bool(found)
+            return places_of(self._template, args, kwargs, count) if found else {}
+        except Exception:  # noqa: BLE001  whatever a model's code raises where tensors have no values
+            self.draws = self.draws or None
+            return {}
+
+
+def seed_for(device: torch.device, seed: int, step: int, skip: int = 0) -> None:
+    """Seed the generators of this process and of its device for a step, which begins with this sample of the job.
+
+    `skip`: how many draws others have had before in the same forward.
+    """
+    number = int.from_bytes(hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=7).digest())
+    modes.seed_generators(device, number)
+    if skip:
+        with _disable_current_modes():
+            torch.empty(skip, dtype=torch.int64).random_(generator=torch.random.default_generator)
+
+
+def _state() -> bytes:
+    """Of torch's generator, also in a run without memory."""
+    with _disable_current_modes():
+        return torch.random.default_generator.get_state().numpy().tobytes()
+
+
+class Draws:
+    """What one step draws: is told of which micro-batch and stage that is which runs next."""
+
+    def __init__(self, parts: Sequence[nn.Module], seed: int, batches: RankBatches, stack: ExitStack) -> None:
+        self._seed, self._batches, self._stack = seed, batches, stack
+        self._drawers = [drawer for part in parts if (drawer := _drawer_of(part)) is not None]
+        self._mode: Drawing | None = None
+        self._numbers = Numbers()
+        self._state: bytes | None = None
+        if any(drawer.draws is not False for drawer in self._drawers):
+            self.engage()
+
+    def engage(self) -> None:
+        """Look at every operator from here to the end of the step."""
+        if self._mode is None:
+            self.refuse_unseen()
+            self._mode = self._stack.enter_context(Drawing(numbers=self._numbers))
+
+    def begin(self, part: nn.Module, micro: int, skip: int = 0) -> None:
+        """The forward of a micro-batch begins. `skip`: how many draws other stages have had in it."""
+        self.refuse_unseen()
+        seed_for(self._batches.micro[micro].inputs_BS.device, self._seed, self._batches.begin, skip)
+        if self._mode is None and self._drawers:
+            self._state = _state()
+        self.turn(part, micro)
+
+    def turn(self, part: nn.Module, micro: int) -> None:
+        """What runs next is of this micro-batch: its forward, or its backward, which may compute some of it again."""
+        numbers = numbers_of(part)
+        if numbers is None:
+            return
+        rows, first = self._batches.micro[micro].inputs_BS.shape[0], self._batches.firsts[micro]
+        numbers.samples = Samples(first - self._batches.begin, rows, self._batches.total)
+        if (drawer := _drawer_of(part)) is not None:
+            drawer.now, self._numbers = self, numbers
+            if self._mode is not None:
+                self._mode.numbers = numbers
+
+    def refuse_unseen(self) -> None:
+        """Raise UserError where something has drawn in a step of which nothing was known to draw."""
+        state, self._state = self._state, None
+        if state is not None and state != _state():
+            raise UserError(
+                "random numbers were drawn in this step, though none in those before it, by code that is not looked "
+                "at: draw them in every step, or by a torch.Generator of your own"
+            )
+
+    def end(self) -> None:
+        """No micro-batch runs any more."""
+        self.refuse_unseen()
+        for drawer in self._drawers:
+            drawer.draws = bool(drawer.draws) or (self._mode is not None and self._mode.stream > 0)
+
+
+@contextmanager
+def drawing(parts: Sequence[nn.Module], seed: int, batches: RankBatches) -> Generator[Draws]:
+    """Around the forwards and backwards of a step: of a model, or of the stages of one that a rank has.
+
+    Before each forward call `begin` of what this gives. What runs within it draws as one process does that takes the
+    global batch at once, in a loop of one's own as in `train_step`. Raises UserError where code draws unseen.
+    """
+    with ExitStack() as stack:
+        draws = Draws(parts, seed, batches, stack)
+        try:
+            yield draws
+            draws.end()
+        finally:
+            for part in parts:
+                if (numbers := numbers_of(part)) is not None:
+                    numbers.samples = None
+
+
+def counts_of_stages(model: nn.Module, plan: Plan) -> Sequence[int]:
+    """How many draws a forward has had when it comes to each stage of a pipeline. `model`: with all its stages.
+
+    Raises UserError where it draws outside of their modules.
+    """
+    if plan.pipeline is None:
+        return ()
+    ids = torch.empty(2, plan.data.sequence, dtype=torch.long, device="meta")
+    template = without_memory(model).train()
+    found = draws_of(template, (), {"input_ids": ids, "use_cache": False}, {})
+    stage_of = {name: number for number, names in enumerate(plan.pipeline.stages) for name in names}
+    counted: Counter[int] = Counter()
+    for draw in found:
+        path = draw.module
+        while path and path not in stage_of:
+            path = path.rpartition(".")[0]
+        if path not in stage_of:
+            raise UserError(
+                f"{draw.module or type(model).__name__} draws random numbers ({draw.name}) outside of the modules that "
+                "pipeline.stages names, and each stage would draw them anew: set its dropout to 0, or cut no stages"
+            )
+        counted[stage_of[path]] += 1
+    return [sum(counted[before] for before in range(stage)) for stage in range(len(plan.pipeline.stages))]

@@ -1,0 +1,255 @@
+"""What a plain model draws in a step: a sample's numbers are its own, in whatever micro-batch; mistakes show."""
+
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.errors import UserError
+from tangram.sharding.local_ops.random_numbers import Key, Numbers, Samples, Span, bernoulli
+from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.training.data import Batch, RankBatches
+from tangram.training.mesh.drawing import drawing, numbers_of, seed_for, watch
+
+ROWS, LENGTH, WIDTH = 4, 6, 8
+X = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+STEP = 12
+"""The first sample of the step in the job."""
+
+
+class Draws(nn.Module):
+    """A layer around something that draws."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw, self.inner = draw, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        x_BSH = self.inner(x_BSH)
+        return self.draw(x_BSH) if self.training else x_BSH
+
+
+def _drop_path(x: Tensor) -> Tensor:
+    """As transformers and timm have it."""
+    kept = torch.rand(x.shape[0], *[1] * (x.ndim - 1), dtype=x.dtype, device=x.device) + 0.5
+    return x * kept.floor_()
+
+
+def _attend(x: Tensor) -> Tensor:
+    q = x.view(*x.shape[:2], 2, -1).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.3).transpose(1, 2).reshape(x.shape)
+
+
+def _noisy_router(x: Tensor) -> Tensor:
+    scores = x.flatten(0, 1)
+    scores = scores + torch.randn_like(scores)
+    return x * scores.softmax(-1).view(x.shape)
+
+
+def _again(x: Tensor) -> Tensor:
+    """A function that is checkpointed and draws by itself: it runs again in the backward, outside of any module."""
+
+    def run(y: Tensor) -> Tensor:
+        return F.dropout(y, 0.4).square()
+
+    return cast(Any, checkpoint)(run, x, use_reentrant=False)
+
+
+KINDS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.4),
+    "dropout of channels": lambda x: F.dropout1d(x, 0.4),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
+    "of rows together": lambda x: F.dropout(x.flatten(0, 1), 0.4).view(x.shape),
+    "of heads": _attend,
+    "sequence first": lambda x: F.dropout(x.transpose(0, 1), 0.4).transpose(0, 1),
+    "drop path": _drop_path,
+    "drop path in place": lambda x: x * x.new_empty(x.shape[0], 1, 1).bernoulli_(0.6),
+    "noisy router": _noisy_router,
+    "integers": lambda x: x * torch.randint(0, 5, x.shape[:2], device=x.device)[..., None],
+    "gumbel": lambda x: F.gumbel_softmax(x, 0.7),
+    "weights, of no samples": lambda x: x * F.dropout(torch.ones(WIDTH), 0.4),
+    "a number": lambda x: x * torch.rand([]),
+    "an order of the sequence": lambda x: x[:, torch.randperm(x.shape[1])],
+    "checkpointed": _again,
+}
+
+
+def trained(
+    model: nn.Module, size: int, step: int = STEP, *, seed: int = 7, until: int = 1, loss: Any = None
+) -> tuple[Tensor, Tensor]:
+    """What a model gives for all samples, and its gradient, in micro-batches of a size; of the last of some steps."""
+    found: list[Tensor] = []
+    for at in range(until):
+        model.zero_grad()
+        micro = tuple(Batch(rows, rows, None) for rows in cast("list[Tensor]", X.split(size)))
+        firsts = tuple(range(step, step + ROWS, size))
+        found = []
+        with drawing([model], seed, RankBatches(micro, 1, firsts, step, ROWS)) as draws:
+            for number, batch in enumerate(micro):
+                draws.begin(model, number)
+                given = model(batch.inputs_BS)
+                (given.sin().sum() if loss is None else loss(given)).backward()
+                found.append(given.detach())
+        assert numbers_of(model) is None or cast(Any, numbers_of(model)).samples is None, at
+    gradients: list[Any] = [p.grad for p in model.parameters()]
+    return torch.cat(found), torch.cat(
+        [(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in gradients]
+    )
+
+
+def made(draw: Callable[[Tensor], Tensor]) -> Draws:
+    torch.manual_seed(0)
+    model = Draws(draw)
+    watch(model, compiled=False)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_draws_the_same_in_every_micro_batch(kind: str) -> None:
+    whole, gradient = trained(made(KINDS[kind]), ROWS)
+    for size in (1, 2):
+        found, own = trained(made(KINDS[kind]), size, until=2)  # the second step, which knows what the first has seen
+        assert torch.allclose(found, whole, atol=1e-6)
+        assert torch.allclose(own, gradient, atol=1e-5)
+    assert not torch.allclose(trained(made(KINDS[kind]), ROWS, STEP + ROWS)[0], whole), "of another step"
+    assert not torch.allclose(trained(made(KINDS[kind]), ROWS, seed=8)[0], whole), "of another seed"
+
+
+def test_a_whole_batch_draws_what_one_process_draws() -> None:
+    """Without any of what is tested: the generator of the step, and numbers of the tensor itself."""
+    torch.manual_seed(0)
+    plain = Draws(KINDS["dropout"])
+    seed_for(torch.device("cpu"), 7, STEP)
+    with Drawing():
+        want = plain(X)
+    assert torch.equal(trained(made(KINDS["dropout"]), 1)[0], want)
+
+
+def test_samples_differ_and_calls_do() -> None:
+    ones = torch.ones_like(X)
+
+    def twice(x: Tensor) -> Tensor:
+        first, second = F.dropout(ones[: len(x)], 0.5), F.dropout(ones[: len(x)], 0.5)
+        assert not torch.equal(first, second)
+        return x * 0 + first
+
+    found, _ = trained(made(twice), 2)
+    assert len({tuple(row.flatten().tolist()) for row in found}) == ROWS
+
+
+def test_planted_numbers_of_the_micro_batch_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(*given: object) -> dict[Any, int]:
+        return {}
+
+    def first_ones(first: int, rows: int, total: int) -> Samples:
+        return Samples(0, rows, total)
+
+    whole, _ = trained(made(KINDS["dropout"]), ROWS)
+    for name, value in {"places_of": nowhere, "Samples": first_ones}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(f"tangram.training.mesh.drawing.{name}", value)
+            assert not torch.allclose(trained(made(KINDS["dropout"]), 2)[0], whole)
+
+
+def test_nothing_is_drawn_in_evaluation_and_nothing_looked_at_that_does_not_draw() -> None:
+    model = made(KINDS["dropout"])
+    assert torch.equal(trained(model.eval(), 2)[0], model.inner(X))
+    plain = made(lambda x: x)
+    trained(plain, 2)
+    with drawing([plain], 7, RankBatches((Batch(X, X, None),), 1, (0,), 0, ROWS)) as draws:
+        assert draws._mode is None  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_model_that_begins_to_draw_is_looked_at_from_then_on() -> None:
+    model = made(lambda x: F.dropout(x, 0.4) if model.late else x)
+    cast(Any, model).late = False
+    trained(model, 2)
+    cast(Any, model).inner.register_module("drop", nn.Dropout(0.2))  # as another mode does
+    want = trained(made(KINDS["dropout"]), ROWS)[0]
+    cast(Any, model).late = True
+    with pytest.raises(UserError, match="draw them in every step"):
+        trained(model, 2)
+    drop = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0))
+    drop.load_state_dict({f"0.{name}": value for name, value in model.inner.state_dict().items()})
+    watch(drop, compiled=False)
+    trained(drop, 2)
+    cast(Any, drop[1]).p = 0.4
+    assert torch.allclose(trained(drop, 2)[0], want, atol=1e-6)
+
+
+def test_what_a_loss_draws_is_of_the_step_too() -> None:
+    seen: list[float] = []
+
+    def loss(x: Tensor) -> Tensor:
+        seen.append(float(torch.rand([])))
+        return x.sum()
+
+    trained(made(lambda x: x), 2, until=2, loss=loss)
+    assert len({*seen}) > 1
+    assert seen[:2] == seen[2:]
+
+
+def test_operators_that_are_not_counted_draw_by_the_micro_batch() -> None:
+    def draw(x: Tensor) -> Tensor:
+        before = torch.get_rng_state()
+        found = F.rrelu(x, training=True) * torch.poisson(torch.ones(len(x), 1, 1) * 3)
+        assert not torch.equal(before, torch.get_rng_state())
+        return found
+
+    found = [trained(made(draw), 2)[0] for _ in range(2)]
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], trained(made(draw), 4)[0])
+
+
+def test_code_that_looks_at_values_draws_by_the_micro_batch() -> None:
+    def draw(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.4) if float(x.sum()) > -1e9 else x
+
+    found = [trained(made(draw), 2)[0] for _ in range(2)]
+    assert torch.equal(*found)
+    assert float((found[0] == 0).float().mean()) > 0.2
+
+
+def test_a_generator_of_ones_own_is_left_alone() -> None:
+    def draw(x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, generator=torch.Generator().manual_seed(len(x)))
+
+    want = torch.rand((2, *X.shape[1:]), generator=torch.Generator().manual_seed(2))
+    model = made(draw)
+    assert torch.allclose(trained(model, 2)[0][:2], model.inner(X[:2]) * want)
+
+
+def test_a_compiled_block_draws_the_same() -> None:
+    model = made(KINDS["dropout"])
+    want = trained(model, 2)[0]
+    other = made(KINDS["dropout"])
+    cast(Any, other).draw = torch.compile(KINDS["dropout"], backend="eager")
+    assert torch.equal(trained(other, 2)[0], want)
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 6])
+def test_numbers_in_a_row_are_those_one_by_one(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tangram.sharding.local_ops.random_numbers._AT_ONCE", 8)
+    span = Span(start, (3, 7))
+    for p in (0.0, 0.3, 0.9, 1.0):
+        assert torch.equal(bernoulli(span, p, Key(5, 6)), bernoulli(span.numbers, p, Key(5, 6)))
+
+
+def test_numbers_of_a_part_are_those_of_the_global_batch() -> None:
+    whole = torch.arange(3 * 10 * 5).view(3, 10, 5)
+    numbers = Numbers(Samples(4, 2, 10), {(3, 2, 5): 5, (6, 5): 0})
+    at, key = numbers.of_all(Span(0, (3, 2, 5)), (3, 2, 5), Key(1, 0))
+    assert isinstance(at, Tensor)
+    assert torch.equal(at, whole[:, 4:6])
+    assert key == Key(1, 0)
+    assert numbers.of_all(Span(0, (6, 5)), (6, 5), Key(1, 0)) == (Span(0, (6, 5)), Key(1, 0))
+    assert numbers.of_all(Span(0, (4,)), (4,), Key(1, 0)) == (Span(0, (4,)), Key(1, 5))
