@@ -28,7 +28,19 @@ from tangram.sharding.derive.moves import Label, Move, groups, label_of, labels,
 from tangram.sharding.derive.rates import Rates, effort
 from tangram.sharding.derive.regions import Regions, even, kinds_of, regions_of, together
 from tangram.sharding.derive.solve import Costs, Name
-from tangram.sharding.derive.states import SAME, SEVERAL, SUM, Kept, State, part_dim, price, rows
+from tangram.sharding.derive.states import (
+    SAME,
+    SEVERAL,
+    SUM,
+    Cutting,
+    Kept,
+    State,
+    beside,
+    part_dim,
+    price,
+    rows,
+    share,
+)
 from tangram.sharding.derive.states import cut as cut_state
 from tangram.sharding.table import Table, builtin
 
@@ -213,7 +225,8 @@ class Problem:
         """Give the tensors of regions the states that only they have, for each way in which their tokens can be cut."""
         for number, region in self.regions.regions.items():
             ks = [self.k, *(over.k for over in self.done if kinds_of(over.moves[number]))]
-            outers = [state.outer for state in found[region.taken] if state.kind == "cut" and state.dim == 0]
+            cuts = (state for state in found[region.taken] if state.kind == "cut" and not state.parts)
+            outers = [state.outer for state in cuts if state.dim == 0]
             self.outers[number] = [outer for outer in outers if even(region, outer, ks)]
         for v in self.regions.roles:
             found[v].update(dict.fromkeys(self.regions.states(v, self.outers)))
@@ -253,7 +266,30 @@ class Problem:
         found = moves(step.call, step.bound, allowed, self.k, differentiable)
         found += [*row_moves(step.call, step.bound, some, self.k), *self.regions.moves(step, self.outers, self.k)]
         before = [over.moves[step.number] for over in self.done]
-        return [move for move in dict.fromkeys(found) if together(self.regions, step, move, before)]
+        found = [move for move in dict.fromkeys(found) if together(self.regions, step, move, before)]
+        return [move for move in found if self._beside(step, move, before)]
+
+    def _beside(self, step: Step, move: Move, before: Sequence[Move]) -> bool:
+        """Whether no tensor has a dim that axes before cut, too, in a way that leaves unlike sizes to cut."""
+        for over, other in zip(self.done, before, strict=True):
+            sides = zip(
+                (*step.inputs, *step.outputs),
+                (*move.inputs, *move.outputs),
+                (*other.inputs, *other.outputs),
+                strict=False,
+            )
+            if any(v is not None and not self._both(v, theirs, over.k, mine) for v, mine, theirs in sides):
+                return False
+        return True
+
+    def _both(self, v: int, major: State | None, k: int, minor: State | None) -> bool:
+        """Whether a tensor can lie so over two axes, of which the first has `k` ranks."""
+        if major is None or minor is None or not (major.parts or minor.parts):
+            return True
+        if major.kind != "cut" or minor.kind != "cut" or major.dim != minor.dim:
+            return True
+        n = self.folded.value(v).shape[minor.dim]
+        return beside(n, Cutting(major.outer, major.parts, k), Cutting(minor.outer, minor.parts, self.k))
 
     def _links(self, step: Step) -> bool:
         """Whether parts may need each other in an operator: where gradients flow. What else is small is gathered."""
@@ -268,6 +304,11 @@ class Problem:
                 continue
             if label.factor in step.bound.linked:
                 return False
+            if own.parts or label.parts:
+                cuts = Cutting(own.inner, own.parts, over.k), Cutting(label.inner, label.parts, self.k)
+                if not beside(step.bound.sizes[label.factor], *cuts):
+                    return False
+                continue
             if own.inner == label.inner:
                 n //= over.k
             elif own.inner < label.inner:
@@ -275,18 +316,22 @@ class Problem:
                     return False
             elif (own.inner // label.inner) % self.k:
                 return False
-        return n % self.k == 0
+        return bool(label.parts) or n % self.k == 0
 
     def _used_states(self, v: int) -> tuple[State, ...]:
         """What a tensor may be brought to, once for all that take it."""
         bound = v in self.fixed and v != self.opened
         if v in self.given_back:
-            return (self.fixed[v],) if bound else (SAME, *self.states[v])
+            return (self.fixed[v],) if bound else (SAME, *self._free_cuts(v))
         if bound and isinstance(self.fixed[v], Kept):
             return (SEVERAL,)  # its gradient is summed as it is cut
         if bound:
             return (self.fixed[v],) if self.fixed[v].kind == "cut" or self.fixed[v] == SUM else (SAME, SEVERAL)
-        return (SAME, SEVERAL, SUM, *self.states[v])
+        return (SAME, SEVERAL, SUM, *self._free_cuts(v))
+
+    def _free_cuts(self, v: int) -> list[State]:
+        """The states of a tensor that fit those that it is used in over the axes before."""
+        return [s for s in self.states[v] if all(self._both(v, over.used.get(v), over.k, s) for over in self.done)]
 
     # ------------------------------------------------------------ costs
 
@@ -337,12 +382,12 @@ class Problem:
         if v in self.fixed and v != self.opened:
             return (self.fixed[v],)
         given = self.folded.value(v).kind in ("input", "buffer")  # every rank has all of it, and may use a part
-        return (SAME,) if given else (SAME, *self.states[v])
+        return (SAME,) if given else (SAME, *self._free_cuts(v))
 
     def _kept(self, v: int, state: State) -> float:
-        share = 1.0 if state.kind != "cut" else 1 / self.k
+        own = 1.0 if state.kind != "cut" else share(state.parts, self.k)
         standing = self.folded.value(v).kind == "parameter"
-        return _SPARED * self._nbytes(v) * share * self.folded.times[v] if standing else 0.0
+        return _SPARED * self._nbytes(v) * own * self.folded.times[v] if standing else 0.0
 
     def _work(self, step: Step, some: Sequence[Move]) -> list[float]:
         """What an operator does on a rank by each move, forward and backward, in bytes that are received."""
