@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -53,6 +54,7 @@ from tangram.sharding.runtime.routes import Routes
 from tangram.training import modes
 from tangram.training.cuts import Cuts, named_modules
 from tangram.training.devices import Devices, devices_of
+from tangram.training.local_parts import local, see_local_parts
 from tangram.training.world import World, dim_of
 
 _HELD = "_tangram_derived"
@@ -120,6 +122,13 @@ class Lies:
         """The axes that cut one of these dims."""
         return tuple(axis for axis, state in self.states.items() if state.kind == "cut" and state.dim in dims)
 
+    def count(self, n: int, dim: int) -> int:
+        """How many elements a dim has in all of which this rank has `n`."""
+        for state in (self.states[axis] for axis in self.axes_of((dim,))):
+            if state.parts:
+                return state.outer * state.block
+        return n * math.prod(self.mesh.axes[axis][0] for axis in self.axes_of((dim,)))
+
     def part(self, whole: Tensor, dims: Sequence[int]) -> Tensor:
         """This rank's part of a tensor of which it has all, whose dims are these of the result and cut as they are."""
         own = {axis: self.states[axis] for axis in self.axes_of(dims)}
@@ -163,7 +172,8 @@ class DerivedModel:
         self._runtime = Runtime()
         self._routes = Routes(self._groups)
         as_dtensors(model, lies, mesh, self._coords, devices)
-        _see_local_parts(model, {name for name, own in lies.items() if _is_cut(own)}, self._gathered)
+        cut = {name for name, own in lies.items() if any(state.kind == "cut" for state in own.values())}
+        see_local_parts(model, cut, self._gathered)
         self._runtime.wrap(model)
         model.forward = self._begun(model.forward)
         model.__dict__[_HELD] = self
@@ -274,16 +284,17 @@ class DerivedModel:
     def _bring(self, x: Tensor, change: Change) -> Tensor:
         return brought(x, change, self._devices.together, self._routes)
 
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of what lies as a parameter. Of parts that torch has no word for, as heads that an axis does
+        not divide, the parameter is a plain tensor, and no DTensor says so."""
+        return own_part(whole, self._lies[name], self._mesh, self._coords)
+
     def sum_gradients(self) -> None:
         """Add up, once a step, what each rank has of the gradients that are sums. Collective over the axes."""
         summed = self._summed or {}
         for axis in self._groups:
             grads = [self._model.get_parameter(name).grad for name, axes in summed.items() if axis in axes]
-            _add_up([_local(g) for g in grads if g is not None], self._groups[axis])
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+            _add_up([local(g) for g in grads if g is not None], self._groups[axis])
 
 
 def _add_up(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -374,35 +385,3 @@ def without_memory(model: nn.Module) -> nn.Module:
         empty = t.detach().to("meta")
         memo[id(t)] = nn.Parameter(empty, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else empty
     return copy.deepcopy(model, memo)
-
-
-def _is_cut(states: States) -> bool:
-    return any(state.kind == "cut" for state in states.values())
-
-
-def _see_local_parts(model: nn.Module, cut: Set[str], brought: Callable[[str, Tensor], Tensor]) -> None:
-    """Let the forward of each module that has cut parameters see plain tensors in their place, as it uses them."""
-    names = {p: name for name, p in model.named_parameters()}
-    for _, module in named_modules(model):
-        own: dict[str, nn.Parameter | None] = module._parameters  # pyright: ignore[reportPrivateUsage]
-        keys = {key: names[p] for key, p in own.items() if p is not None and names[p] in cut}
-        if keys:
-            module.forward = _with_parts(module, keys, module.forward, brought)
-
-
-def _with_parts(
-    module: nn.Module,
-    keys: Mapping[str, str],
-    forward: Callable[..., Any],
-    brought: Callable[[str, Tensor], Tensor],
-) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        own = cast("dict[str, Any]", module._parameters)  # pyright: ignore[reportPrivateUsage]
-        before = {key: own[key] for key in keys}
-        own.update({key: brought(keys[key], _local(p)) for key, p in before.items()})
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            own.update(before)
-
-    return run

@@ -24,7 +24,7 @@ from tangram.sharding.derive.fixed import ConflictError, fixed_by
 from tangram.sharding.derive.folding import Folded, Step, far_at_taker, far_from_borders, fold
 from tangram.sharding.derive.linked import passed
 from tangram.sharding.derive.marks import Mark
-from tangram.sharding.derive.moves import Label, Move, groups, label_of, labels, legal, moves, place_of, row_moves
+from tangram.sharding.derive.moves import Move, groups, label_of, labels, legal, moves, place_of, row_moves
 from tangram.sharding.derive.rates import Rates, effort
 from tangram.sharding.derive.regions import Regions, even, kinds_of, regions_of, together
 from tangram.sharding.derive.solve import Costs, Name
@@ -32,16 +32,15 @@ from tangram.sharding.derive.states import (
     SAME,
     SEVERAL,
     SUM,
-    Cutting,
     Kept,
     State,
-    beside,
     part_dim,
     price,
     rows,
     share,
 )
 from tangram.sharding.derive.states import cut as cut_state
+from tangram.sharding.derive.unlike import Before, beside, both, fits
 from tangram.sharding.table import Table, builtin
 
 __all__ = ["ConflictError", "Derived", "Over", "Problem", "Rates", "derive", "fixed_by"]
@@ -261,62 +260,24 @@ class Problem:
         some = (some + [()] * count)[:count]
         differentiable = [v in self.folded.differentiable for v in step.outputs]
         found_labels = labels(step.bound, some, self.k, linked=self._links(step))
-        allowed = [label for label in found_labels if self._fits(step, label)]
+        allowed = [label for label in found_labels if fits(step, label, self.k, self._before(step))]
         differentiable += [False] * (len(step.bound.outputs) - len(differentiable))
         found = moves(step.call, step.bound, allowed, self.k, differentiable)
         found += [*row_moves(step.call, step.bound, some, self.k), *self.regions.moves(step, self.outers, self.k)]
         before = [over.moves[step.number] for over in self.done]
         found = [move for move in dict.fromkeys(found) if together(self.regions, step, move, before)]
-        return [move for move in found if self._beside(step, move, before)]
+        return [move for move in found if beside(self._shapes(step), move, self.k, self._before(step))]
 
-    def _beside(self, step: Step, move: Move, before: Sequence[Move]) -> bool:
-        """Whether no tensor has a dim that axes before cut, too, in a way that leaves unlike sizes to cut."""
-        for over, other in zip(self.done, before, strict=True):
-            sides = zip(
-                (*step.inputs, *step.outputs),
-                (*move.inputs, *move.outputs),
-                (*other.inputs, *other.outputs),
-                strict=False,
-            )
-            if any(v is not None and not self._both(v, theirs, over.k, mine) for v, mine, theirs in sides):
-                return False
-        return True
+    def _before(self, step: Step) -> list[Before]:
+        """What an operator does over the axes before."""
+        return [(over.k, over.moves[step.number]) for over in self.done]
 
-    def _both(self, v: int, major: State | None, k: int, minor: State | None) -> bool:
-        """Whether a tensor can lie so over two axes, of which the first has `k` ranks."""
-        if major is None or minor is None or not (major.parts or minor.parts):
-            return True
-        if major.kind != "cut" or minor.kind != "cut" or major.dim != minor.dim:
-            return True
-        n = self.folded.value(v).shape[minor.dim]
-        return beside(n, Cutting(major.outer, major.parts, k), Cutting(minor.outer, minor.parts, self.k))
+    def _shapes(self, step: Step) -> list[Sequence[int] | None]:
+        return [None if v is None else self.folded.value(v).shape for v in (*step.inputs, *step.outputs)]
 
     def _links(self, step: Step) -> bool:
         """Whether parts may need each other in an operator: where gradients flow. What else is small is gathered."""
         return self.linked and any(v in self.folded.differentiable for v in step.outputs)
-
-    def _fits(self, step: Step, label: Label) -> bool:
-        """Whether a cut is even beside those of the axes before, and alone where parts need each other."""
-        n = step.bound.sizes[label.factor] // label.inner
-        for over in self.done:
-            own = over.moves[step.number].label
-            if own is None or own.factor != label.factor:
-                continue
-            if label.factor in step.bound.linked:
-                return False
-            if own.parts or label.parts:
-                cuts = Cutting(own.inner, own.parts, over.k), Cutting(label.inner, label.parts, self.k)
-                if not beside(step.bound.sizes[label.factor], *cuts):
-                    return False
-                continue
-            if own.inner == label.inner:
-                n //= over.k
-            elif own.inner < label.inner:
-                if label.inner % (own.inner * over.k):
-                    return False
-            elif (own.inner // label.inner) % self.k:
-                return False
-        return bool(label.parts) or n % self.k == 0
 
     def _used_states(self, v: int) -> tuple[State, ...]:
         """What a tensor may be brought to, once for all that take it."""
@@ -331,7 +292,8 @@ class Problem:
 
     def _free_cuts(self, v: int) -> list[State]:
         """The states of a tensor that fit those that it is used in over the axes before."""
-        return [s for s in self.states[v] if all(self._both(v, over.used.get(v), over.k, s) for over in self.done)]
+        shape, before = self.folded.value(v).shape, [(over.used.get(v), over.k) for over in self.done]
+        return [one for one in self.states[v] if all(both(shape, *other, one, self.k) for other in before)]
 
     # ------------------------------------------------------------ costs
 

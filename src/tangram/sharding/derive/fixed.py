@@ -8,7 +8,7 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.derive.folding import Folded
-from tangram.sharding.derive.marks import Mark, lying, matched
+from tangram.sharding.derive.marks import Mark, lying, matched, refuse_unlike
 from tangram.sharding.derive.states import SAME, State
 
 
@@ -35,6 +35,8 @@ def fixed_by(
                 k = mesh.axes[axis][0]
                 if k == 1:  # whatever a mark says, the one rank has all
                     continue
+                if state.kind == "cut":
+                    refuse_unlike(own, axis, state, graph.values[v].shape[state.dim], mark.layout, mesh)
                 if own.setdefault(axis, state) != state:
                     other = by[folded.classes[v], axis]
                     said = f"the marks `{other}` and `{mark}` contradict each other on {name} over {axis}"

@@ -157,7 +157,7 @@ def states(layout: Layout, shape: Sequence[int], mesh: Mesh) -> dict[str, State]
                     f"the layout `{layout}` cuts over {before} before {axis}, which stands first in the mesh `{mesh}`: "
                     "change one of the two orders"
                 )
-            _refuse_unlike(found, axis, state, shape[d], layout, mesh)
+            refuse_unlike(found, axis, state, shape[d], layout, mesh)
             found[axis] = state
     for op, axis in bound.pending:
         if op != "sum":
@@ -197,9 +197,10 @@ def _factors(dim: Dim, outer: int, layout: Layout) -> Iterator[tuple[Dim, int]]:
         yield dim, outer
 
 
-def _refuse_unlike(found: Mapping[str, State], axis: str, state: State, n: int, layout: Layout, mesh: Mesh) -> None:
+def refuse_unlike(found: Mapping[str, State], axis: str, state: State, n: int, layout: Layout, mesh: Mesh) -> None:
+    """Raise UserError for a cut of a dim of `n` elements that does not go with those over other axes."""
     for other, own in found.items():
-        if own.dim == state.dim and (own.parts or state.parts):
+        if other != axis and own.dim == state.dim and (own.parts or state.parts):
             first, second = (other, own), (axis, state)
             if _later(mesh, other, axis):
                 first, second = second, first
