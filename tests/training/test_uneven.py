@@ -29,7 +29,7 @@ TWO = {
 }
 PLANTED = {
     ORDER: Work("llama", "cp=2", ZIGZAG, mistake=ORDER),
-    FIRST: Work("llama", "tp=2", (VOCABULARIES,), mistake=FIRST),
+    FIRST: Work("gpt2", "cp=2", ("transformer.h.*: b s/cp:zigzag h",), mistake=FIRST),
 }
 QUICK = ("heads in listed sizes", "gpt2, sequence cut", "samples", "zigzag")
 """What is run every time; the others are slow."""

@@ -194,13 +194,11 @@ def test_states_are_written_as_marks_are(layout: str, shape: tuple[int, ...], sa
     assert states_of(written, shape, MESH) == lies
 
 
-def test_a_unit_that_is_not_looked_at_is_seen() -> None:
-    """Planted: borders within a head count as borders of heads."""
-
-    def as_large(parts: states.Parts, num: int, den: int = 1) -> states.Parts:
-        return tuple(tuple((a // den * num, b // den * num) for a, b in part) for part in parts)
-
-    right = proved("a=2", ["k.weight: f/a:[6 14] h"], 13, 5, 1, 7, 3, 8)
-    with patch("tangram.sharding.derive.moves.scaled", as_large):
-        assert proved("a=2", ["k.weight: f/a:[6 14] h"], 13, 5, 1, 7, 3, 8) != ""
-    assert right == ""
+def test_parts_left_in_the_order_of_ranks_are_seen() -> None:
+    """Planted: what comes of a zigzag is not put at its places."""
+    source = {"a": CUTS["a"][3], "b": SAME, "c": SAME}
+    whole = torch.arange(240.0).reshape(SHAPE)
+    parts = [own_part(whole, source, MESH, MESH.coords(rank)) for rank in range(MESH.size)]
+    assert torch.equal(stepped(parts, "a", source["a"], SAME)[0], whole)
+    with patch.object(uneven, "joined", lambda some, dim, at: torch.cat([*some], dim)):
+        assert not torch.equal(stepped(parts, "a", source["a"], SAME)[0], whole)
