@@ -168,10 +168,7 @@ def _moved_uneven(x: Tensor, what: str, source: Place, target: Place, group: dis
     """`_moved` where what ranks have of a cut dim are no even chunks."""
     k, me = dist.get_world_size(group), dist.get_rank(group)
     whole = _whole_shape(x, source, k)
-    have, want = (
-        uneven.indices(place.outer, whole[place.dim], k, place.parts) if place.kind == "cut" else ()
-        for place in (source, target)
-    )
+    have, want = _indices(source, whole, k), _indices(target, whole, k)
     if what == ALL_GATHER:
         every = gathered(uneven.padded(x, source.dim, max(map(len, have))), group)
         return uneven.joined(
@@ -193,6 +190,11 @@ def _moved_uneven(x: Tensor, what: str, source: Place, target: Place, group: dis
         )
     out = x.new_zeros(whole)  # ZERO
     return out.index_copy_(source.dim, have[me].to(x.device), x)
+
+
+def _indices(place: Place, whole: Sequence[int], k: int) -> tuple[Tensor, ...]:
+    """Of each rank, the places of what it has of a dim that is cut; of another place none."""
+    return uneven.indices(place.outer, whole[place.dim], k, place.parts) if place.kind == "cut" else ()
 
 
 def _exchanged(

@@ -92,7 +92,7 @@ sizes = st.integers(2, 7)  # a dim of one element is none of a rule, and refused
     sizes,
     st.integers(1, 2),
     sizes,
-    st.integers(1, 5),
+    st.integers(2, 5),
     st.integers(2, 9),
 )
 def test_what_is_derived_for_any_sizes_is_proved(
