@@ -109,4 +109,5 @@ def test_an_uneven_cut_is_that_of_one_process() -> None:
         (3, 8),
         (2, 8),
     ]
-    assert proved(found, {**dict(model.named_parameters()), "x": x}).wrong == ""
+    given = {**dict(model.named_parameters()), **dict(model.named_buffers()), "x": x}
+    assert proved(found, given).wrong == ""
