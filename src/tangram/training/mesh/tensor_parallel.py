@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,16 +29,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from tangram.errors import UserError
-from tangram.layout import Mesh
+from tangram.layout import LayoutError, Mesh
 from tangram.models.graph import Graph
 from tangram.models.masks import as_captured
 from tangram.relayout.dtensor import placements_of
+from tangram.relayout.uneven import indices, picked
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import ConflictError, Derived
 from tangram.sharding.derive.layouts import layout_of, lying, used
 from tangram.sharding.derive.marking.marks import Mark, matched, names_any
-from tangram.sharding.derive.of_model import States, derive_whole, graph_of, parameter_states, uneven
-from tangram.sharding.derive.problem.states import SAME, State, cut
+from tangram.sharding.derive.of_model import States, derive_whole, graph_of, leaves_nothing, parameter_states
+from tangram.sharding.derive.problem.states import SAME, State, chunked
 from tangram.sharding.derive.transitions import Change, here
 from tangram.sharding.eager.api import marks_in
 from tangram.sharding.runtime.apply_change import brought
@@ -53,6 +55,7 @@ from tangram.sharding.runtime.routes import Routes
 from tangram.training.mesh import modes
 from tangram.training.mesh.groups import Devices, devices_of
 from tangram.training.mesh.layout_to_torch import Cuts, named_modules
+from tangram.training.mesh.local_parts import local, see_local_parts
 from tangram.training.mesh.world import World, dim_of
 
 _HELD = "_tangram_derived"
@@ -70,7 +73,13 @@ def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], wor
     axes = world.axes.model
     mesh = Mesh((tuple((axis, world.mesh.axes[axis][0]) for axis in axes),))
     where = {name: dict(cuts[p].model) for name, p in model.named_parameters(remove_duplicate=False)}
-    lies = {name: {axis: cut(own[axis]) if axis in own else SAME for axis in axes} for name, own in where.items()}
+    shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+
+    def state(name: str, axis: str) -> State:
+        dim = where[name].get(axis)
+        return SAME if dim is None else chunked(dim, shapes[name][dim], mesh.axes[axis][0])
+
+    lies = {name: {axis: state(name, axis) for axis in axes} for name in where}
     devices = Devices(world.over, {axis: world.devices.get_group(dim_of(axis)) for axis in axes})
     held = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, getattr(torch, plan.precision.compute))
     held.gradients_seen = plan.pipeline is None
@@ -114,9 +123,17 @@ class Lies:
         """The axes that cut one of these dims."""
         return tuple(axis for axis, state in self.states.items() if state.kind == "cut" and state.dim in dims)
 
+    def count(self, n: int, dim: int) -> int:
+        """How many elements a dim has in all of which this rank has `n`."""
+        for state in (self.states[axis] for axis in self.axes_of((dim,))):
+            if state.parts:
+                return state.outer * state.block
+        return n * math.prod(self.mesh.axes[axis][0] for axis in self.axes_of((dim,)))
+
     def part(self, whole: Tensor, dims: Sequence[int]) -> Tensor:
         """This rank's part of a tensor of which it has all, whose dims are these of the result and cut as they are."""
-        states = {axis: cut(dims.index(self.states[axis].dim), self.states[axis].outer) for axis in self.axes_of(dims)}
+        own = {axis: self.states[axis] for axis in self.axes_of(dims)}
+        states = {axis: state._replace(dim=dims.index(state.dim)) for axis, state in own.items()}
         return own_part(whole, states, self.mesh, self.coords)
 
 
@@ -156,7 +173,8 @@ class DerivedModel:
         self._runtime = Runtime()
         self._routes = Routes(self._groups)
         as_dtensors(model, lies, mesh, self._coords, devices)
-        _see_local_parts(model, self._gathered)
+        cut = {name for name, own in lies.items() if any(state.kind == "cut" for state in own.values())}
+        see_local_parts(model, cut, self._gathered)
         self._runtime.wrap(model)
         model.forward = self._begun(model.forward)
         model.__dict__[_HELD] = self
@@ -267,16 +285,17 @@ class DerivedModel:
     def _bring(self, x: Tensor, change: Change) -> Tensor:
         return brought(x, change, self._devices.together, self._routes)
 
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of what lies as a parameter. Of parts that torch has no word for, as heads that an axis does
+        not divide, the parameter is a plain tensor, and no DTensor says so."""
+        return own_part(whole, self._lies[name], self._mesh, self._coords)
+
     def sum_gradients(self) -> None:
         """Add up, once a step, what each rank has of the gradients that are sums. Collective over the axes."""
         summed = self._summed or {}
         for axis in self._groups:
             grads = [self._model.get_parameter(name).grad for name, axes in summed.items() if axis in axes]
-            _add_up([_local(g) for g in grads if g is not None], self._groups[axis])
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+            _add_up([local(g) for g in grads if g is not None], self._groups[axis])
 
 
 def _add_up(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -308,15 +327,21 @@ def as_dtensors(
                 continue
             if whole not in made:
                 cutting = {axis: states[axis] for axis, _ in axes}
-                part = DTensor.from_local(
-                    own_part(whole.data, cutting, mesh, coords),
-                    devices.over([*cutting]),
-                    placements_of(layout_of(whole.shape, cutting), Mesh((tuple(axes),))),
-                    run_check=False,
-                    shape=whole.shape,
-                    stride=whole.stride(),
-                )
-                made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+                part = own_part(whole.data, cutting, mesh, coords)
+                try:
+                    placements = placements_of(layout_of(whole.shape, cutting), Mesh((tuple(axes),)))
+                except LayoutError:  # what torch has no word for
+                    made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+                else:
+                    part = DTensor.from_local(
+                        part,
+                        devices.over([*cutting]),
+                        placements,
+                        run_check=False,
+                        shape=whole.shape,
+                        stride=whole.stride(),
+                    )
+                    made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
             module.register_parameter(key, made[whole])
 
 
@@ -326,12 +351,11 @@ def own_part(whole: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int
     sizes = {axis: n for axis, (n, _) in mesh.axes.items()}
     for axis, state in states.items():
         if state.kind == "cut":
-            dim, outer = state.dim, here(state, axis, done, sizes).outer
-            n, shape = part.shape[dim] // (outer * sizes[axis]), part.shape
-            blocks = part.reshape(*shape[:dim], outer, sizes[axis], n, *shape[dim + 1 :])
-            part = blocks.select(dim + 1, coords[axis]).reshape(*shape[:dim], outer * n, *shape[dim + 1 :])
+            dim, now = state.dim, here(state, axis, done, sizes)
+            at = indices(now.outer, part.shape[dim], sizes[axis], now.parts)[coords[axis]]
+            part = picked(part, dim, at)
             done[axis] = state
-    return part.clone() if part is not whole else whole
+    return part
 
 
 def _too_small(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
@@ -340,7 +364,7 @@ def _too_small(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
     Probes of a model are as small as that; the sizes of training are looked at before a run starts.
     """
     flows = all(graph.values[v].kind != "parameter" for v in matched(graph, mark).values())
-    return flows and uneven(graph, mark, mesh)
+    return flows and leaves_nothing(graph, mark, mesh)
 
 
 def refuse_cut_inputs(found: Derived) -> None:
@@ -362,31 +386,3 @@ def without_memory(model: nn.Module) -> nn.Module:
         empty = t.detach().to("meta")
         memo[id(t)] = nn.Parameter(empty, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else empty
     return copy.deepcopy(model, memo)
-
-
-def _see_local_parts(model: nn.Module, brought: Callable[[str, Tensor], Tensor]) -> None:
-    """Let the forward of each module that has cut parameters see plain tensors in their place, as it uses them."""
-    names = {p: name for name, p in model.named_parameters()}
-    for _, module in named_modules(model):
-        own: dict[str, nn.Parameter | None] = module._parameters  # pyright: ignore[reportPrivateUsage]
-        keys = {key: names[p] for key, p in own.items() if isinstance(p, DTensor)}
-        if keys:
-            module.forward = _with_parts(module, keys, module.forward, brought)
-
-
-def _with_parts(
-    module: nn.Module,
-    keys: Mapping[str, str],
-    forward: Callable[..., Any],
-    brought: Callable[[str, Tensor], Tensor],
-) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        own = cast("dict[str, Any]", module._parameters)  # pyright: ignore[reportPrivateUsage]
-        before = {key: own[key] for key in keys}
-        own.update({key: brought(keys[key], _local(p)) for key, p in before.items()})
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            own.update(before)
-
-    return run
