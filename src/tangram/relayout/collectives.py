@@ -9,7 +9,8 @@
 a's. So the table has one column, a backward is a `move` like any other, and gradients of gradients need nothing more.
 
 Tensors are plain local ones, groups are given, and nothing is asked of the other ranks beforehand: all call it alike,
-with tensors of one shape. The trade-off: cuts are even. For others there is `tangram.relayout.exchange`.
+with their parts of one tensor. A cut that is not in even chunks says what each rank has (`Place.parts`): what backends
+send only in one size is padded to the largest part, which is the trade-off.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tangram.layout.intervals import IntSet, size
+from tangram.relayout import uneven
 from tangram.relayout.errors import RelayoutError
 
 ALL_TO_ALL, ALL_GATHER, ALL_REDUCE = "all-to-all", "all-gather", "all-reduce"
@@ -38,9 +41,23 @@ class Place(NamedTuple):
     """Of a cut: the dim, from 0."""
     outer: int = 1
     """Of a cut: how many blocks of the dim, as it lies on these ranks, are cut each by itself; 1: the dim itself."""
+    parts: tuple[IntSet, ...] = ()
+    """Of a cut that is not in even chunks: what each rank has of a block, by its places. (): even chunks."""
 
     def __str__(self) -> str:
-        return self.kind if self.kind != "cut" else f"cut {self.dim}" + (f" in {self.outer}" if self.outer > 1 else "")
+        if self.kind != "cut":
+            return self.kind
+        sizes = " as " + "+".join(str(size(part)) for part in self.parts) if self.parts else ""
+        return f"cut {self.dim}" + (f" in {self.outer}" if self.outer > 1 else "") + sizes
+
+    @property
+    def block(self) -> int:
+        """Of a cut with `parts`: the elements of a block."""
+        return sum(map(size, self.parts))
+
+
+AnyPlace = tuple[Any, ...]
+"""A place, or a tuple of its first three or all four fields."""
 
 
 DUALS = {"same": "same", "several": "sum", "sum": "several", "cut": "cut"}
@@ -65,13 +82,13 @@ WAYS: dict[tuple[str, str], str] = {
 cut every rank keeps its part among zeros."""
 
 
-def dual(place: tuple[str, int, int]) -> Place:
+def dual(place: AnyPlace) -> Place:
     """How the gradient lies of a tensor that lies so."""
-    kind, dim, outer = place
-    return Place(DUALS[kind], dim, outer)
+    kind, *where = place
+    return Place(DUALS[kind], *where)
 
 
-def way(source: tuple[str, int, int], target: tuple[str, int, int]) -> tuple[str, str]:
+def way(source: AnyPlace, target: AnyPlace) -> tuple[str, str]:
     """What `move` does with a tensor, and with its gradient on the way back; "" where nothing is sent or changed."""
     if tuple(source) == tuple(target):
         return "", ""
@@ -80,8 +97,8 @@ def way(source: tuple[str, int, int], target: tuple[str, int, int]) -> tuple[str
 
 def move(
     x: Tensor,
-    source: tuple[str, int, int],
-    target: tuple[str, int, int],
+    source: AnyPlace,
+    target: AnyPlace,
     group: dist.ProcessGroup,
     *,
     differentiable: bool = True,
@@ -124,6 +141,8 @@ class _Move(torch.autograd.Function):
 def _moved(x: Tensor, source: Place, target: Place, group: dist.ProcessGroup) -> Tensor:
     k, me = dist.get_world_size(group), dist.get_rank(group)
     what = WAYS[source.kind, target.kind]
+    if source.parts or target.parts:
+        return _moved_uneven(x, what, source, target, group)
     if what == ALL_GATHER:
         return joined(gathered(x, group), source.dim, source.outer)
     if what == SLICE:
@@ -143,6 +162,62 @@ def _moved(x: Tensor, source: Place, target: Place, group: dist.ProcessGroup) ->
             return joined(parts, source.dim, source.outer)
         return x.view_as(x) if me == 0 else torch.zeros_like(x)
     return x.view_as(x)
+
+
+def _moved_uneven(x: Tensor, what: str, source: Place, target: Place, group: dist.ProcessGroup) -> Tensor:
+    """`_moved` where what ranks have of a cut dim are no even chunks."""
+    k, me = dist.get_world_size(group), dist.get_rank(group)
+    whole = _whole_shape(x, source, k)
+    have, want = _indices(source, whole, k), _indices(target, whole, k)
+    if what == ALL_GATHER:
+        every = gathered(uneven.padded(x, source.dim, max(map(len, have))), group)
+        return uneven.joined(
+            [p.narrow(source.dim, 0, len(at)) for p, at in zip(every, have, strict=True)], source.dim, have
+        )
+    if what == SLICE:
+        return uneven.picked(x, target.dim, want[me])
+    if what == REDUCE_SCATTER:
+        most = max(map(len, want))
+        parts = [uneven.padded(uneven.picked(x, target.dim, at), target.dim, most) for at in want]
+        return summed_parts(torch.stack(parts), group).narrow(target.dim, 0, len(want[me])).contiguous()
+    if what == ALL_TO_ALL and source.dim == target.dim:
+        mine = [uneven.places(have[me], at) for at in want]
+        theirs = [uneven.places(want[me], at) for at in have]
+        return _exchanged(x, [uneven.picked(x, source.dim, at) for at in mine], source.dim, theirs, group)
+    if what == ALL_TO_ALL:
+        return _exchanged(
+            x, [uneven.picked(x, target.dim, at) for at in want], source.dim, have, group, len(want[me]), target.dim
+        )
+    out = x.new_zeros(whole)  # ZERO
+    return out.index_copy_(source.dim, have[me].to(x.device), x)
+
+
+def _indices(place: Place, whole: Sequence[int], k: int) -> tuple[Tensor, ...]:
+    """Of each rank, the places of what it has of a dim that is cut; of another place none."""
+    return uneven.indices(place.outer, whole[place.dim], k, place.parts) if place.kind == "cut" else ()
+
+
+def _exchanged(
+    x: Tensor,
+    sent: Sequence[Tensor],
+    dim: int,
+    places: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    n: int | None = None,
+    other: int = -1,
+) -> Tensor:
+    """What all ranks send this one, joined along `dim` at `places`; of another dim there are `n` elements then."""
+    shape = [*x.shape]
+    if n is not None:
+        shape[other] = n
+    width = math.prod(m for d, m in enumerate(shape) if d != dim)
+    to, of = [part.numel() for part in sent], [len(at) * width for at in places]
+    found = swapped_flat(torch.cat([part.reshape(-1) for part in sent]), to, of, group)
+    parts = [
+        flat.view(*shape[:dim], len(at), *shape[dim + 1 :])
+        for flat, at in zip(cast("Sequence[Tensor]", found.split(of)), places, strict=True)
+    ]
+    return uneven.joined(parts, dim, places)
 
 
 # ---------------------------------------------------------------- parts
@@ -266,7 +341,7 @@ def _whole_shape(x: Tensor, source: Place, k: int) -> tuple[int, ...]:
     """The shape of what the ranks have together."""
     shape = list(x.shape)
     if source.kind == "cut" and 0 <= source.dim < x.dim():
-        shape[source.dim] *= k
+        shape[source.dim] = source.outer * source.block if source.parts else shape[source.dim] * k
     return tuple(shape)
 
 
@@ -280,6 +355,10 @@ def _refuse(shape: tuple[int, ...], place: Place, k: int) -> None:
     parts = place.outer * k
     if place.outer < 1:
         raise RelayoutError(f"a dim is cut in one block or in several, and not in {place.outer}")
+    if place.parts:
+        if len(place.parts) != k or place.outer * place.block != shape[place.dim]:
+            raise RelayoutError(f"{place} over {k} ranks is no cut of dim {place.dim} of {shape}")
+        return
     if shape[place.dim] % parts:
         blocks = f"{place.outer} blocks of " if place.outer > 1 else ""
         even = f"{blocks}dim {place.dim} of {shape} cannot be cut into {k} even parts"

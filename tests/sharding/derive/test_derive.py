@@ -175,14 +175,16 @@ def test_the_marks_are_kept_and_no_more_is_moved_than_without_them() -> None:
             r"has 3 dims, but the tensor has shape",
         ),
         ("tp=2", ["{model.norm,lm_head}.weight: o/tp i"], r"names unlike tensors, model.norm.weight of 1 dims and"),
-        ("tp=3", ["*.q_proj.weight: o/tp i"], r"cuts 32 of model.layers.0.self_attn.q_proj.weight into 3 parts"),
+        ("dp=2 tp=3", ["*.q_proj.weight: o/tp/dp i"], r"cuts over tp before dp, which stands first in the mesh"),
+        ("dp=3 tp=2", ["*.q_proj.weight: o/dp/tp i"], r"cuts one dim over dp and tp in parts of unlike sizes"),
+        ("dp=3 tp=2", ["model.layers.*: b/dp s h", "model.layers.*: b/tp s h"], r"one dim over dp and tp in parts of"),
         (
             "tp=2",
             ["*.q_proj.weight: o/tp i", "*.0.*.q_proj.weight: o i/tp"],
             r"contradict each other on model.layers.0",
         ),
         ("tp=2", ["*.q_proj.weight: o/dp i"], r"names the axis dp, which is none of the mesh `tp=2`"),
-        ("tp=2", ["*.q_proj.weight: o/tp:zigzag i"], r"knows even cuts of factors and of products, no others"),
+        ("tp=2", ["*.q_proj.weight: (o/tp + 8) i"], r"knows cuts of factors and of products, no others"),
         ("tp=2", ["*.q_proj.weight"], r"a mark is written as `name: layout`"),
     ],
 )

@@ -95,6 +95,10 @@ def options(folded: Folded, mesh: Mesh, marks: Sequence[Mark]) -> Options:
     axes = tuple(axis for axis, (k, _) in mesh.axes.items() if k > 1)
     mesh.require_independent(axes, "a choice")
     fixed = fixed_by(folded, marks, mesh, all_axes=False)
+    if any(state.parts for own in fixed.values() for state in own.values()):
+        raise UserError(
+            "a mark cuts a dim into parts that are no even chunks, which a choice does not weigh: leave it out"
+        )
     problems: list[Problem] = []
     for axis in axes:
         own = {v: states[axis] for v, states in fixed.items() if axis in states}

@@ -14,7 +14,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, cut, rows
+from tangram.layout.intervals import size as size_of
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, Parts, State, cut, rows, scaled, share
 from tangram.sharding.ops.bind import Bound, Dims
 from tangram.sharding.ops.calls import Call
 from tangram.sharding.propagation.axis_choices import waiting
@@ -34,9 +35,15 @@ class Label(NamedTuple):
 
     factor: str
     inner: int = 1
+    parts: Parts = ()
+    """What each rank has of a block, where those are no even chunks."""
 
     def __str__(self) -> str:
         return self.factor + (f"%{self.inner}" if self.inner > 1 else "")
+
+    def share(self, k: int) -> float:
+        """Of what the factor makes, what is done on the rank that has most."""
+        return share(self.parts, k)
 
 
 class Move(NamedTuple):
@@ -55,11 +62,15 @@ def label_of(bound: Bound, dims: Dims, state: State) -> Label | None:
     """The factor of an operator that a cut of a tensor is one of."""
     factors = dims[state.dim]
     before = 1
-    for factor in factors:
+    for i, factor in enumerate(factors):
         n = bound.sizes[factor]
-        if state.outer < before * n:
+        if state.outer < before * n or (state.parts and n == 1 and state.outer == before):
             inner = state.outer // before
-            return Label(factor, inner) if state.outer % before == 0 and n % inner == 0 else None
+            if state.outer % before or n % inner:
+                return None
+            own = scaled(state.parts, 1, _behind(bound, factors, i))
+            fits = own is not None and (not own or sum(map(size_of, own)) == n // inner)
+            return Label(factor, inner, own or ()) if fits else None
         before *= n
     return None
 
@@ -68,19 +79,25 @@ def place_of(bound: Bound, dims: Dims, label: Label) -> State | None:
     """Where a tensor has a factor; None where it lacks it."""
     for dim, factors in enumerate(dims):
         before = 1
-        for factor in factors:
+        for i, factor in enumerate(factors):
             if factor == label.factor:
-                return cut(dim, before * label.inner)
+                own = scaled(label.parts, _behind(bound, factors, i)) if label.parts else ()
+                return cut(dim, before * label.inner, own or ())
             before *= bound.sizes[factor]
     return None
 
 
+def _behind(bound: Bound, factors: Sequence[str], i: int) -> int:
+    """The elements of a dim for each place of one of its factors."""
+    return math.prod(bound.sizes[f] for f in factors[i + 1 :])
+
+
 def legal(bound: Bound, label: Label, k: int, *, linked: bool = False) -> bool:
-    """Whether an operator allows a cut into `k` even parts. `linked`: also where those need something of each other."""
+    """Whether an operator allows a cut over `k` ranks. `linked`: also where those need something of each other."""
     n = bound.sizes[label.factor]
-    if label.factor in bound.linked and not (linked and _reads_as_many(bound, label.factor)):
+    if label.factor in bound.linked and (label.parts or not (linked and _reads_as_many(bound, label.factor))):
         return False
-    return label.factor in bound.cuttable and n % label.inner == 0 and (n // label.inner) % k == 0
+    return label.factor in bound.cuttable and n % label.inner == 0 and bool(label.parts or (n // label.inner) % k == 0)
 
 
 def _reads_as_many(bound: Bound, factor: str) -> bool:
@@ -112,7 +129,7 @@ def moves(call: Call, bound: Bound, some: Sequence[Label], k: int, differentiabl
         after = [_after(bound, i, label, one) for i, one in enumerate(differentiable)]
         if all(state is not None for state in after):
             inputs = tuple(None if dims is None else place_of(bound, dims, label) or SEVERAL for dims in bound.inputs)
-            found.append(Move(label, inputs, tuple(s for s in after if s is not None), 1 / k))
+            found.append(Move(label, inputs, tuple(s for s in after if s is not None), label.share(k)))
     for places in waiting(bound, call):
         inputs = tuple(SUM if i in places else SEVERAL if one else None for i, one in enumerate(there))
         found.append(Move(None, inputs, (SUM,) * count, 1.0))
@@ -141,7 +158,7 @@ def row_moves(call: Call, bound: Bound, some: Sequence[Sequence[State]], k: int)
     sides = zip((*bound.inputs, *bound.outputs), some, strict=True)
     there = [(dims, state) for dims, own in sides if dims is not None for state in own if state.kind == "sum"]
     for label in dict.fromkeys(label_of(bound, dims, state) for dims, state in there):
-        if label is None or label.factor not in bound.cuttable:
+        if label is None or label.factor not in bound.cuttable or label.parts:
             continue
         places = [None if dims is None else place_of(bound, dims, label) for dims in (*bound.inputs, *bound.outputs)]
         as_rows = [None if place is None else rows(place.dim, place.outer) for place in places]

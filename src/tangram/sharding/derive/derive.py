@@ -20,7 +20,6 @@ import numpy as np
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.derive.collectives_between import (
-    Label,
     Move,
     groups,
     label_of,
@@ -35,11 +34,22 @@ from tangram.sharding.derive.marking.apply_marks import ConflictError, fixed_by
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.problem.folding import Folded, Step, far_at_taker, far_from_borders, fold
 from tangram.sharding.derive.problem.rates import Rates, effort
-from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, Kept, State, part_dim, price, rows
+from tangram.sharding.derive.problem.states import (
+    SAME,
+    SEVERAL,
+    SUM,
+    Kept,
+    State,
+    part_dim,
+    price,
+    rows,
+    share,
+)
 from tangram.sharding.derive.problem.states import cut as cut_state
 from tangram.sharding.derive.regions import Regions, even, kinds_of, regions_of, together
 from tangram.sharding.derive.solve.bounded import bounded, gap
 from tangram.sharding.derive.solve.solve import Costs, Name
+from tangram.sharding.derive.unlike import Before, beside, both, fits
 from tangram.sharding.ops.rule_table import Table
 
 __all__ = ["ConflictError", "Derived", "Over", "Problem", "Rates", "derive", "fixed_by"]
@@ -225,7 +235,8 @@ class Problem:
         """Give the tensors of regions the states that only they have, for each way in which their tokens can be cut."""
         for number, region in self.regions.regions.items():
             ks = [self.k, *(over.k for over in self.done if kinds_of(over.moves[number]))]
-            outers = [state.outer for state in found[region.taken] if state.kind == "cut" and state.dim == 0]
+            cuts = (state for state in found[region.taken] if state.kind == "cut" and not state.parts)
+            outers = [state.outer for state in cuts if state.dim == 0]
             self.outers[number] = [outer for outer in outers if even(region, outer, ks)]
         for v in self.regions.roles:
             found[v].update(dict.fromkeys(self.regions.states(v, self.outers)))
@@ -260,45 +271,40 @@ class Problem:
         some = (some + [()] * count)[:count]
         differentiable = [v in self.folded.differentiable for v in step.outputs]
         found_labels = labels(step.bound, some, self.k, linked=self._links(step))
-        allowed = [label for label in found_labels if self._fits(step, label)]
+        allowed = [label for label in found_labels if fits(step, label, self.k, self._before(step))]
         differentiable += [False] * (len(step.bound.outputs) - len(differentiable))
         found = moves(step.call, step.bound, allowed, self.k, differentiable)
         found += [*row_moves(step.call, step.bound, some, self.k), *self.regions.moves(step, self.outers, self.k)]
         before = [over.moves[step.number] for over in self.done]
-        return [move for move in dict.fromkeys(found) if together(self.regions, step, move, before)]
+        found = [move for move in dict.fromkeys(found) if together(self.regions, step, move, before)]
+        return [move for move in found if beside(self._shapes(step), move, self.k, self._before(step))]
+
+    def _before(self, step: Step) -> list[Before]:
+        """What an operator does over the axes before."""
+        return [(over.k, over.moves[step.number]) for over in self.done]
+
+    def _shapes(self, step: Step) -> list[Sequence[int] | None]:
+        return [None if v is None else self.folded.value(v).shape for v in (*step.inputs, *step.outputs)]
 
     def _links(self, step: Step) -> bool:
         """Whether parts may need each other in an operator: where gradients flow. What else is small is gathered."""
         return self.linked and any(v in self.folded.differentiable for v in step.outputs)
 
-    def _fits(self, step: Step, label: Label) -> bool:
-        """Whether a cut is even beside those of the axes before, and alone where parts need each other."""
-        n = step.bound.sizes[label.factor] // label.inner
-        for over in self.done:
-            own = over.moves[step.number].label
-            if own is None or own.factor != label.factor:
-                continue
-            if label.factor in step.bound.linked:
-                return False
-            if own.inner == label.inner:
-                n //= over.k
-            elif own.inner < label.inner:
-                if label.inner % (own.inner * over.k):
-                    return False
-            elif (own.inner // label.inner) % self.k:
-                return False
-        return n % self.k == 0
-
     def _used_states(self, v: int) -> tuple[State, ...]:
         """What a tensor may be brought to, once for all that take it."""
         bound = v in self.fixed and v != self.opened
         if v in self.given_back:
-            return (self.fixed[v],) if bound else (SAME, *self.states[v])
+            return (self.fixed[v],) if bound else (SAME, *self._free_cuts(v))
         if bound and isinstance(self.fixed[v], Kept):
             return (SEVERAL,)  # its gradient is summed as it is cut
         if bound:
             return (self.fixed[v],) if self.fixed[v].kind == "cut" or self.fixed[v] == SUM else (SAME, SEVERAL)
-        return (SAME, SEVERAL, SUM, *self.states[v])
+        return (SAME, SEVERAL, SUM, *self._free_cuts(v))
+
+    def _free_cuts(self, v: int) -> list[State]:
+        """The states of a tensor that fit those that it is used in over the axes before."""
+        shape, before = self.folded.value(v).shape, [(over.used.get(v), over.k) for over in self.done]
+        return [one for one in self.states[v] if all(both(shape, *other, one, self.k) for other in before)]
 
     # ------------------------------------------------------------ costs
 
@@ -349,12 +355,12 @@ class Problem:
         if v in self.fixed and v != self.opened:
             return (self.fixed[v],)
         given = self.folded.value(v).kind in ("input", "buffer")  # every rank has all of it, and may use a part
-        return (SAME,) if given else (SAME, *self.states[v])
+        return (SAME,) if given else (SAME, *self._free_cuts(v))
 
     def _kept(self, v: int, state: State) -> float:
-        share = 1.0 if state.kind != "cut" else 1 / self.k
+        own = 1.0 if state.kind != "cut" else share(state.parts, self.k)
         standing = self.folded.value(v).kind == "parameter"
-        return _SPARED * self._nbytes(v) * share * self.folded.times[v] if standing else 0.0
+        return _SPARED * self._nbytes(v) * own * self.folded.times[v] if standing else 0.0
 
     def _work(self, step: Step, some: Sequence[Move]) -> list[float]:
         """What an operator does on a rank by each move, forward and backward, in bytes that are received."""

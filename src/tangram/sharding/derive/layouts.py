@@ -2,42 +2,82 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from tangram.layout import Layout
+from tangram.layout.intervals import size
 from tangram.layout.locate import held
+from tangram.layout.maps import MAPS
 from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.derive.collectives_between import Label
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.linked import cut_of, passed
 from tangram.sharding.derive.problem.folding import Step
-from tangram.sharding.derive.problem.states import SAME, SEVERAL, Routed, State, part_dim
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, Parts, Routed, State, cut, part_dim, scaled
 from tangram.sharding.derive.transitions import Step as Moves
 from tangram.sharding.derive.transitions import change, costs, summed_once, wanted
 from tangram.sharding.local_ops.local_call import Part
 from tangram.sharding.ops.calls import Call
 
 
-def divided(n: int, cuts: Sequence[tuple[str, int]]) -> Dim:
-    """A dim of `n` elements cut over axes, each with the number of blocks that stand before what it cuts."""
-    borders = sorted({1, *(outer for _, outer in cuts)})
+def divided(n: int, cuts: Sequence[tuple[str, State]]) -> Dim:
+    """A dim of `n` elements cut over axes, each by how it lies over that one."""
+    borders = sorted({1, *(state.outer for _, state in cuts)})
     ends = [*borders[1:], n]
-    factors = [
-        Dim(VOID, end // start, cuts=tuple(Cut(axis) for axis, outer in cuts if outer == start))
-        for start, end in zip(borders, ends, strict=True)
-    ]
+    factors: list[Dim] = []
+    for start, end in zip(borders, ends, strict=True):
+        own = [(axis, state) for axis, state in cuts if state.outer == start]
+        inside = n // max(1, end)  # elements for each place of this factor
+        factors += _written(end // start, [(axis, scaled(state.parts, 1, inside) or ()) for axis, state in own])
     return factors[0] if len(factors) == 1 else Dim(terms=(tuple(factors),))
+
+
+def _written(n: int, cuts: Sequence[tuple[str, Parts]]) -> list[Dim]:
+    """A factor of `n` elements; of what is cut into parts that are no even chunks, by the map that says it."""
+    if not cuts or not cuts[0][1]:
+        return [Dim(VOID, n, cuts=tuple(Cut(axis) for axis, _ in cuts))]
+    (axis, parts), *others = cuts
+    unit = math.gcd(n, *(border for part in parts for run in part for border in run))
+    for chunks, width in itertools.product((True, False), dict.fromkeys((1, unit))):
+        name, args = _map_of(n // width, scaled(parts, 1, width) or ())
+        if name is not None and (name == "" or not chunks):
+            first = Cut(axis, name, args)
+            if others and width > 1:  # within the units that a rank has
+                return [
+                    Dim(
+                        terms=((Dim(VOID, n // width, cuts=(first,)), Dim(VOID, width)),),
+                        cuts=tuple(Cut(a) for a, _ in others),
+                    )
+                ]
+            own = Dim(VOID, n // width, cuts=(first, *(Cut(a) for a, _ in others)))
+            return [own] if width == 1 else [own, Dim(VOID, width)]
+    raise AssertionError(f"{parts} of {n} are of no map that a mark can name")
+
+
+@lru_cache(1 << 10)
+def _map_of(n: int, parts: Parts) -> tuple[str | None, tuple[int, ...]]:
+    """The index map by which ranks have these parts of `n` elements, and its arguments; None of no such map."""
+    k = len(parts)
+    sizes = tuple(map(size, parts))
+    run = parts[0][0][1] - parts[0][0][0] if parts[0] else 1
+    strides = (len(parts[0]),) if len(parts[0]) > 1 else ()
+    known = [("", ()), ("sizes", sizes), ("zigzag", ()), ("cyclic", (run,)), *(("strided", (m,)) for m in strides)]
+    for name, args in known:
+        if all(MAPS[name].holds(n, k, i, args) == part for i, part in enumerate(parts)):
+            return name, args
+    return None, ()
 
 
 def layout_of(shape: Sequence[int], states: Mapping[str, State]) -> Layout:
     """The layout of a tensor from its state over each axis, major axis first."""
-    cuts: list[list[tuple[str, int]]] = [[] for _ in shape]
+    cuts: list[list[tuple[str, State]]] = [[] for _ in shape]
     for axis, state in states.items():
         if (dim := part_dim(state)) is not None:  # of rows in an order of their own, as many
-            cuts[dim].append((axis, state.outer if state.kind == "cut" else 1))
+            cuts[dim].append((axis, state if state.kind == "cut" else cut(dim)))
     dims = tuple(divided(n, own) if own else Dim(VOID, n) for n, own in zip(shape, cuts, strict=True))
     return Layout(dims, (), tuple(("sum", axis) for axis, state in states.items() if state.kind == "sum"))
 
@@ -80,13 +120,28 @@ def steps_of_nodes(found: Derived) -> dict[int, Step]:
     return steps
 
 
-def local_shape(found: Derived, shape: Sequence[int], states: Mapping[str, State]) -> tuple[int, ...]:
+def local_shape(found: Derived, shape: Sequence[int], states: Mapping[str, State], rank: int = 0) -> tuple[int, ...]:
     """The shape of a rank's part of a tensor."""
-    sizes = [*shape]
+    sizes, at = [*shape], found.mesh.coords(rank)
     for over in found.axes:
         if over.axis in states and (dim := part_dim(states[over.axis])) is not None:
-            sizes[dim] //= over.k
+            parts = states[over.axis].parts if states[over.axis].kind == "cut" else ()
+            share, of = (size(parts[at[over.axis]]), sum(map(size, parts))) if parts else (1, over.k)
+            sizes[dim] = sizes[dim] * share // max(1, of)
     return tuple(sizes)
+
+
+def unlike(found: Derived) -> Iterator[int]:
+    """One rank of each kind: those that have parts of the same sizes are alike."""
+    kinds: dict[str, list[int]] = {}
+    for over in found.axes:
+        moves = [state for move in over.moves.values() for state in (*move.inputs, *move.outputs) if state is not None]
+        every = {state.parts for state in (*moves, *over.used.values(), *over.lying.values()) if state.parts}
+        sizes = (tuple(size(parts[i]) for parts in every) for i in range(over.k))
+        first = {own: i for i, own in reversed([*enumerate(sizes)])} if every else {(): 0}
+        kinds[over.axis] = sorted(first.values())
+    for places in itertools.product(*kinds.values()):
+        yield found.mesh.rank(dict(zip(kinds, places, strict=True)))
 
 
 def called(found: Derived, step: Step) -> Call:
@@ -99,14 +154,17 @@ def called(found: Derived, step: Step) -> Call:
 
 def part(found: Derived, step: Step, rank: int) -> Part:
     """Where a rank stands in an operator: what it holds of each factor that is cut."""
-    cuts: dict[str, list[tuple[str, int]]] = {}
+    cuts: dict[str, list[tuple[str, Label]]] = {}
     for over in found.axes:
         label = over.moves[step.number].label
         if label is not None:
-            cuts.setdefault(label.factor, []).append((over.axis, label.inner))
+            cuts.setdefault(label.factor, []).append((over.axis, label))
     at = found.mesh.coords(rank)
-    sets = {f: held(divided(step.bound.sizes[f], own), found.mesh, at) for f, own in cuts.items()}
-    return Part(found.mesh, rank, sets, {f: tuple(cut_of(a, Label(f, n)) for a, n in own) for f, own in cuts.items()})
+    sets = {
+        f: held(divided(step.bound.sizes[f], [(a, cut(0, n.inner, n.parts)) for a, n in own]), found.mesh, at)
+        for f, own in cuts.items()
+    }
+    return Part(found.mesh, rank, sets, {f: tuple(cut_of(a, n) for a, n in own) for f, own in cuts.items()})
 
 
 @dataclass(frozen=True)

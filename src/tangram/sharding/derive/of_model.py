@@ -82,9 +82,19 @@ def fitting(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> list[Mark]:
 def uneven(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
     """Whether a mark of a layout that the mesh has would cut a tensor of a graph unevenly. Raises UserError."""
     return any(
-        state.kind == "cut" and graph.values[v].shape[state.dim] // state.outer % mesh.axes[axis][0]
+        state.kind == "cut" and bool(state.parts)
         for v in matched(graph, mark).values()
-        for axis, state in states(mark.layout, graph.values[v].shape, mesh).items()
+        for state in states(mark.layout, graph.values[v].shape, mesh).values()
+    )
+
+
+def leaves_nothing(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
+    """Whether a rank would have nothing of a tensor that a mark is on. Raises UserError."""
+    return any(
+        not part
+        for v in matched(graph, mark).values()
+        for state in states(mark.layout, graph.values[v].shape, mesh).values()
+        for part in state.parts
     )
 
 

@@ -21,8 +21,21 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tangram.layout import Mesh
+from tangram.layout.intervals import size
 from tangram.relayout import collectives, digits, sequences
-from tangram.sharding.derive.problem.states import SAME, SEVERAL, Routed, State, cut, part_dim, plain, received, way
+from tangram.sharding.derive.problem.states import (
+    SAME,
+    SEVERAL,
+    Routed,
+    State,
+    alike,
+    cut,
+    part_dim,
+    plain,
+    received,
+    scaled,
+    way,
+)
 
 States = Mapping[str, State]
 NOTHING_SENT = frozenset({sequences.SLICE, sequences.ZERO})
@@ -67,6 +80,18 @@ def apart(change: Change) -> Iterator[Step]:
         yield from one.apart if isinstance(one, Joint) else (one,)
 
 
+def sizes_after(sizes: Sequence[int], change: Change, ks: Mapping[str, int], at: Mapping[str, int]) -> list[int]:
+    """The shape of what a rank at these coordinates has after a change, given that of what it has before."""
+    found = [*sizes]
+    for axis, source, target in apart(change):
+        if (dim := part_dim(source)) is not None:
+            found[dim] = source.outer * source.block if source.parts else found[dim] * ks[axis]
+        if (dim := part_dim(target)) is not None:
+            parts = target.parts
+            found[dim] = target.outer * size(parts[at[axis]]) if parts else found[dim] // ks[axis]
+    return found
+
+
 def wanted(source: States, target: States, *, differentiable: bool) -> dict[str, State]:
     """Over which axes something is done between two ways to lie, and how the tensor lies then."""
     found: dict[str, State] = {}
@@ -104,8 +129,9 @@ def change(
     own = {axis: plain(state) for axis, state in source.items()}
     goals = {axis: plain(state) for axis, state in goals.items()}
     steps = tuple(ordered(own, goals, {axis: mesh.axes[axis][0] for axis in source}))
-    routed = any(isinstance(s, Routed) for s in (*own.values(), *goals.values()))
-    if len(steps) == 1 or routed or not at_once:
+    sides = (*own.values(), *goals.values())
+    unlike = any(isinstance(s, Routed) or s.parts for s in sides)
+    if len(steps) == 1 or unlike or not at_once:
         return steps
     lies = tuple((digits.Digit(mesh.axes[a][1], mesh.axes[a][0]), a, own[a], goals.get(a, own[a])) for a in source)
     found = _joint(tuple(shape), itemsize, lies, steps, differentiable)
@@ -117,7 +143,7 @@ def change_of(part: Tensor, source: States, target: States, mesh: Mesh, *, diffe
     shape = [*part.shape]
     for axis, state in source.items():
         if state.kind == "cut":
-            shape[state.dim] *= mesh.axes[axis][0]
+            shape[state.dim] = state.outer * state.block if state.parts else shape[state.dim] * mesh.axes[axis][0]
     goals = {axis: state for axis, state in target.items() if state != source[axis]}
     return change(shape, part.element_size(), source, goals, mesh, differentiable=differentiable)
 
@@ -205,7 +231,7 @@ def ordered(source: States, target: States, sizes: Mapping[str, int]) -> Iterato
         """For an axis that lies outside, on what this one is to cut."""
         goal = goals[axis]
         outer = (s for a in axes[: axes.index(axis)] if a in goals for s in (now[a], goals[a]))
-        return goal.kind == "cut" and any(s == goal for s in outer)
+        return goal.kind == "cut" and any((s.kind, s.dim, s.outer) == ("cut", goal.dim, goal.outer) for s in outer)
 
     def step(axis: str, goal: State) -> Step:
         found = Step(axis, here(now[axis], axis, now, sizes), here(goal, axis, now, sizes))
@@ -232,7 +258,11 @@ def _crossed(goal: State, lies: State, now: States, sizes: Mapping[str, int], ax
     """
     if goal.kind != "cut" or lies.kind != "cut" or goal.dim != lies.dim or goal.outer == lies.outer:
         return False
-    outer, blocks = sorted((goal.outer, lies.outer))
+    coarse, fine = sorted((goal, lies), key=lambda s: s.outer)
+    if coarse.parts:
+        unit = coarse.outer * coarse.block // fine.outer
+        return not (alike(coarse.parts) and alike(fine.parts)) or scaled(coarse.parts, 1, unit) is None
+    outer, blocks = coarse.outer, fine.outer
     then = {**now, axis: goal}
     k = math.prod(sizes[a] for a, s in then.items() if (s.kind, s.dim, s.outer) == ("cut", goal.dim, outer))
     return blocks % (outer * k) != 0
@@ -242,11 +272,13 @@ def here(state: State, axis: str, others: Mapping[str, State], sizes: Mapping[st
     """A cut as it is one of what a rank has by the cuts of other axes: fewer blocks stand before it."""
     if state.kind != "cut":
         return state
-    outer = state.outer
+    outer, parts = state.outer, state.parts
     for other, own in others.items():
-        if other != axis and own.kind == "cut" and own.dim == state.dim and own.outer < state.outer:
-            outer //= sizes[other]
-    return cut(state.dim, outer)
+        if other != axis and own.kind == "cut" and own.dim == state.dim:
+            outer //= sizes[other] if own.outer < state.outer else 1
+            if parts and own.outer > state.outer:  # what is cut within a unit leaves smaller ones, alike on all ranks
+                parts = scaled(parts, 1, sizes[other]) or ()
+    return cut(state.dim, outer, parts)
 
 
 # ---------------------------------------------------------------- what it costs

@@ -33,7 +33,7 @@ from tangram.sharding.derive.collectives_between import Move
 from tangram.sharding.derive.derive import ConflictError
 from tangram.sharding.derive.layouts import divided, layout_of
 from tangram.sharding.derive.marking.marks import states as states_of
-from tangram.sharding.derive.problem.states import SAME, State
+from tangram.sharding.derive.problem.states import SAME, State, cut
 from tangram.sharding.derive.transitions import Change, change_of
 from tangram.sharding.eager import api
 from tangram.sharding.eager.api import Written
@@ -145,7 +145,7 @@ class Eager:
             states = {axis: state for axis, state in states.items() if axis in self.sizes}
             for d, n in enumerate(shape):
                 own = [(axis, state) for axis, state in states.items() if (state.kind, state.dim) == ("cut", d)]
-                uneven = any((n // state.outer) % self.sizes[axis] for axis, state in own)
+                uneven = any(state.parts or (n // state.outer) % self.sizes[axis] for axis, state in own)
                 if uneven or n % math.prod(self.sizes[axis] for axis, _ in own):
                     over = " and ".join(f"{axis} of {self.sizes[axis]}" for axis, _ in own)
                     raise UserError(f"dim {d} of {list(shape)} cannot be cut into even parts over {over}")
@@ -360,10 +360,10 @@ class Eager:
 
     def _part(self, bound: Bound, chosen: Mapping[str, Move]) -> Part:
         """Where this rank stands in an operator."""
-        cuts: dict[str, list[tuple[str, int]]] = {}
+        cuts: dict[str, list[tuple[str, State]]] = {}
         for axis, move in chosen.items():
             if move.label is not None:
-                cuts.setdefault(move.label.factor, []).append((axis, move.label.inner))
+                cuts.setdefault(move.label.factor, []).append((axis, cut(0, move.label.inner)))
         at = self.mesh.coords(self._rank)
         sets = {f: held(divided(bound.sizes[f], own), self.mesh, at) for f, own in cuts.items()}
         return Part(self.mesh, self._rank, sets, {f: tuple(Cut(axis) for axis, _ in own) for f, own in cuts.items()})

@@ -28,10 +28,10 @@ from tangram.models.opened import Opening, plainly
 from tangram.models.reasons import place_and_reason
 from tangram.models.twin import fake_twin
 from tangram.sharding.derive.derive import ConflictError, Derived, derive
-from tangram.sharding.derive.layouts import called, local_shape, lying, made, needed, steps_of_nodes, used
+from tangram.sharding.derive.layouts import called, local_shape, lying, made, needed, steps_of_nodes, unlike, used
 from tangram.sharding.derive.problem.folding import Step
 from tangram.sharding.derive.problem.states import State, part_dim
-from tangram.sharding.derive.transitions import Change, apart
+from tangram.sharding.derive.transitions import Change, sizes_after
 from tangram.sharding.local_ops.local_call import arguments_of, as_it_is
 from tangram.sharding.ops.calls import Call
 from tangram.sharding.runtime.install import Now, Runtime, done
@@ -99,12 +99,23 @@ def _cut_ones(found: Derived, run: int) -> frozenset[int]:
 def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Program:
     """The same for one derivation. Raises _OtherWayError, too."""
     program = lower(found)
+    for rank in unlike(found):  # what one of them needs, all do: it sends nothing
+        _rehearsed_by(rank, program, model, inputs, dtype)
+    for action in (action for own in program.actions.values() for action in own.values()):
+        _see_what_is_written(found.folded.graph, action)
+        _refuse_called_again(found.folded.graph.calls[action.call])
+    return program
+
+
+def _rehearsed_by(rank: int, program: Program, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Run the code on the parts of one rank. Adds what it needs to the program."""
+    found = program.found
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(model, dtype, fake)
     with fake:
-        _cut(twin, found)
-        given = {name: _input(found, name, x) for name, x in inputs.items()}
-    rehearsal = _Rehearsal(program)
+        _cut(twin, found, rank)
+        given = {name: _input(found, name, x, rank) for name, x in inputs.items()}
+    rehearsal = _Rehearsal(program, rank)
     runtime = Runtime()
     runtime.wrap(twin)
     runtime.begin(Now(program, rehearsal.bring, rehearsal.instead, rehearsal.around))
@@ -116,10 +127,6 @@ def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtyp
     except Exception as error:
         raise _OtherWayError(place_and_reason(error), rehearsal.last) from error
     rehearsal.refuse_left_out()
-    for action in (action for own in program.actions.values() for action in own.values()):
-        _see_what_is_written(found.folded.graph, action)
-        _refuse_called_again(found.folded.graph.calls[action.call])
-    return program
 
 
 def _refuse_called_again(call: Called) -> None:
@@ -140,27 +147,28 @@ def _see_what_is_written(graph: Graph, action: Action) -> None:
         raise _OtherWayError(str(error), call.run) from error
 
 
-def _cut(twin: nn.Module, found: Derived) -> None:
+def _cut(twin: nn.Module, found: Derived, rank: int) -> None:
     """Give every parameter the size of its part, as it is used."""
     graph, folded = found.folded.graph, found.folded
     states = {value.name: used(found, folded.classes[v]) for v, value in graph.of_kind("parameter")}
     seen: dict[Tensor, nn.Parameter] = {}
     for name, parameter in [*twin.named_parameters(remove_duplicate=False)]:
         if parameter not in seen and name in states:
-            part = torch.empty(local_shape(found, parameter.shape, states[name]), dtype=parameter.dtype, device="cpu")
+            shape = local_shape(found, parameter.shape, states[name], rank)
+            part = torch.empty(shape, dtype=parameter.dtype, device="cpu")
             seen[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
         if parameter in seen:
             path, _, key = name.rpartition(".")
             twin.get_submodule(path).register_parameter(key, seen[parameter])
 
 
-def _input(found: Derived, name: str, x: Any) -> Any:
+def _input(found: Derived, name: str, x: Any, rank: int) -> Any:
     if not isinstance(x, Tensor):
         return x
     graph = found.folded.graph
     v = next(i for i, value in graph.of_kind("input") if value.name == name)
     states = lying(found, found.folded.classes[v])
-    return torch.empty(local_shape(found, x.shape, states), dtype=x.dtype, device="cpu")
+    return torch.empty(local_shape(found, x.shape, states, rank), dtype=x.dtype, device="cpu")
 
 
 class _Record(Opening):
@@ -185,10 +193,10 @@ def _at(node: Node, step: Step, v: int) -> list[int]:
 
 
 class _Rehearsal:
-    def __init__(self, program: Program) -> None:
-        self.program, self.found = program, program.found
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program, self.found, self.rank = program, program.found, rank
         self.graph = self.found.folded.graph
-        self.operators = Operators(self.found, 0)
+        self.operators = Operators(self.found, rank)
         self.record = _Record()
         self.sizes = {over.axis: over.k for over in self.found.axes}
         self.calls = {(c.run, (c.line, c.function, c.turn)): i for i, c in enumerate(self.graph.calls)}
@@ -199,12 +207,7 @@ class _Rehearsal:
 
     def bring(self, x: Tensor, change: Change) -> Tensor:
         """What would come, of the size that it has then."""
-        sizes = [*x.shape]
-        for axis, source, target in apart(change):
-            if (dim := part_dim(source)) is not None:
-                sizes[dim] *= self.sizes[axis]
-            if (dim := part_dim(target)) is not None:
-                sizes[dim] //= self.sizes[axis]
+        sizes = sizes_after(x.shape, change, self.sizes, self.found.mesh.coords(self.rank))
         before = [*self.record.ran]
         part = x.new_empty(sizes)
         self.record.ran[:] = before  # nothing that the model's code has run
@@ -234,7 +237,7 @@ class _Rehearsal:
         if v not in action.after and v in self.operators.maker:
             i, k = self.operators.maker[v]
             states = made(self.found, self.operators.steps[i], k)
-        return local_shape(self.found, self.graph.values[v].shape, states)
+        return local_shape(self.found, self.graph.values[v].shape, states, self.rank)
 
     def around(
         self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], action: Action | None
@@ -338,7 +341,7 @@ class _Rehearsal:
         given = [v for v in node.results if v is not None]
         shapes = [tuple(x.shape) for x in results if isinstance(x, Tensor)]
         for k, (v, shape) in enumerate(zip(given, shapes, strict=True)):
-            want = local_shape(self.found, self.graph.values[v].shape, made(self.found, step, k))
+            want = local_shape(self.found, self.graph.values[v].shape, made(self.found, step, k), self.rank)
             if shape != want:
                 return f"{step.call.name} gives {shape} on a part, not {want}"
         own = arguments_of(step.call, step.bound, self.operators.part(step))

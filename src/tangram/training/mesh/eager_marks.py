@@ -208,6 +208,6 @@ def _lies(mark: Mark, name: str, parameter: Tensor, mesh: Mesh) -> Mapping[str, 
         if state.kind == "sum":
             raise UserError(f"the mark `{mark}` makes {name} a pending sum, which no parameter is")
         n, k = parameter.shape[state.dim] // state.outer, mesh.axes[axis][0]
-        if state.kind == "cut" and n % k:
+        if state.kind == "cut" and (state.parts or n % k):
             raise UserError(f"the mark `{mark}` cuts {n} of {name} into {k} parts that are not even")
     return states

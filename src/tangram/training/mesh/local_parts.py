@@ -7,7 +7,7 @@ says. All others stay DTensors until their module runs, so that whoever gathers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -21,19 +21,18 @@ Place = tuple[dict[str, Any], str, str]
 
 
 class LocalParts:
-    """Wraps the forwards of a model's modules. `brought`: a parameter's name and part, as it is used."""
+    """Wraps the forwards of a model's modules. `cut`: names of parameters; `brought`: of one its name and part, as used."""
 
-    def __init__(self, model: nn.Module, brought: Callable[[str, Tensor], Tensor]) -> None:
-        self._model, self._graph = model, cast("Graph | None", None)
+    def __init__(self, model: nn.Module, cut: Set[str], brought: Callable[[str, Tensor], Tensor]) -> None:
+        self._model, self._cut, self._brought, self._graph = model, cut, brought, cast("Graph | None", None)
         self._others: dict[str, list[Place]] = {}
         """By module. Its wrapper has the list, and no path: equal blocks are compiled once."""
         names = {p: name for name, p in model.named_parameters()}
-        own = {path: _cut_ones(module, names) for path, module in named_modules(model)}
+        own = {path: _cut_ones(module, names, cut) for path, module in named_modules(model)}
         for path, module in named_modules(model):
             inside = any(keys and _inside(other, path) for other, keys in own.items())
             if own[path] or inside:
-                others = self._others[path] = []
-                module.forward = _with_parts(module, own[path], module.forward, brought, others)
+                self._wrap(path, module, own[path])
 
     def begin(self, graph: Graph) -> None:
         """A forward begins whose graph this is."""
@@ -45,10 +44,16 @@ class LocalParts:
             path = graph.runs[call.run].module
             for v in (v for node in graph.nodes[call.first : call.stop] for v in node.inputs):
                 value = graph.values[v]
-                if value.kind == "parameter" and value.name.rpartition(".")[0] != path:
+                if value.name in self._cut and value.kind == "parameter" and value.name.rpartition(".")[0] != path:
                     taken.setdefault(path, {})[value.name] = None
+        for path in taken.keys() - self._others.keys():  # code that reads what is not inside its module
+            self._wrap(path, self._model.get_submodule(path), {})
         for path, others in self._others.items():
             others[:] = [self._place(name) for name in taken.get(path, ())]
+
+    def _wrap(self, path: str, module: nn.Module, keys: Mapping[str, str]) -> None:
+        others = self._others[path] = []
+        module.forward = _with_parts(module, keys, module.forward, self._brought, others)
 
     def _place(self, name: str) -> Place:
         path, _, key = name.rpartition(".")
@@ -61,9 +66,9 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _cut_ones(module: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[str, str]:
+def _cut_ones(module: nn.Module, names: Mapping[nn.Parameter, str], cut: Set[str]) -> dict[str, str]:
     own: dict[str, nn.Parameter | None] = module._parameters  # pyright: ignore[reportPrivateUsage]
-    return {key: names[p] for key, p in own.items() if isinstance(p, DTensor)}
+    return {key: names[p] for key, p in own.items() if p is not None and names[p] in cut}
 
 
 def _inside(path: str, other: str) -> bool:
@@ -82,7 +87,7 @@ def _with_parts(
         places = [*((own, key, name) for key, name in keys.items()), *others]
         before = [(there, key, there[key]) for there, key, _ in places]
         for there, key, name in places:
-            if isinstance(there[key], DTensor):  # else a module around has done it
+            if isinstance(there[key], nn.Parameter):  # else a module around has done it
                 there[key] = brought(name, local(there[key]))
         try:
             return forward(*args, **kwargs)

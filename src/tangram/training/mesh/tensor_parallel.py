@@ -14,6 +14,7 @@ another size are derived anew, a second or less for a model of one kind of layer
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,19 +29,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from tangram.errors import UserError
-from tangram.layout import Mesh
+from tangram.layout import LayoutError, Mesh
 from tangram.models.graph import Graph
 from tangram.models.masks import as_captured
 from tangram.models.opened import without_fast_path
 from tangram.models.twin import without_memory
 from tangram.planner.local.own_rules import rules_of
 from tangram.relayout.dtensor import placements_of
+from tangram.relayout.uneven import indices, picked
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import ConflictError, Derived
 from tangram.sharding.derive.layouts import layout_of, lying, used
 from tangram.sharding.derive.marking.marks import Mark, matched, names_any
-from tangram.sharding.derive.of_model import States, derive_whole, graph_of, parameter_states, uneven
-from tangram.sharding.derive.problem.states import SAME, State, cut
+from tangram.sharding.derive.of_model import States, derive_whole, graph_of, leaves_nothing, parameter_states
+from tangram.sharding.derive.problem.states import SAME, State, chunked
 from tangram.sharding.derive.transitions import Change, here
 from tangram.sharding.eager.api import marks_in
 from tangram.sharding.local_ops import random_numbers
@@ -77,7 +79,13 @@ def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], wor
     axes = world.axes.model
     mesh = Mesh((tuple((axis, world.mesh.axes[axis][0]) for axis in axes),))
     where = {name: dict(cuts[p].model) for name, p in model.named_parameters(remove_duplicate=False)}
-    lies = {name: {axis: cut(own[axis]) if axis in own else SAME for axis in axes} for name, own in where.items()}
+    shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+
+    def state(name: str, axis: str) -> State:
+        dim = where[name].get(axis)
+        return SAME if dim is None else chunked(dim, shapes[name][dim], mesh.axes[axis][0])
+
+    lies = {name: {axis: state(name, axis) for axis in axes} for name in where}
     devices = Devices(world.over, {axis: world.devices.get_group(dim_of(axis)) for axis in axes})
     dtype = getattr(torch, plan.precision.compute)
     held = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, dtype, rules_of(plan))
@@ -129,9 +137,17 @@ class Lies:
         """The axes that cut one of these dims."""
         return tuple(axis for axis, state in self.states.items() if state.kind == "cut" and state.dim in dims)
 
+    def count(self, n: int, dim: int) -> int:
+        """How many elements a dim has in all of which this rank has `n`."""
+        for state in (self.states[axis] for axis in self.axes_of((dim,))):
+            if state.parts:
+                return state.outer * state.block
+        return n * math.prod(self.mesh.axes[axis][0] for axis in self.axes_of((dim,)))
+
     def part(self, whole: Tensor, dims: Sequence[int]) -> Tensor:
         """This rank's part of a tensor of which it has all, whose dims are these of the result and cut as they are."""
-        states = {axis: cut(dims.index(self.states[axis].dim), self.states[axis].outer) for axis in self.axes_of(dims)}
+        own = {axis: self.states[axis] for axis in self.axes_of(dims)}
+        states = {axis: state._replace(dim=dims.index(state.dim)) for axis, state in own.items()}
         return own_part(whole, states, self.mesh, self.coords)
 
 
@@ -175,7 +191,8 @@ class DerivedModel:
         self._runtime = Runtime()
         self._routes = Routes(self._groups)
         as_dtensors(model, lies, mesh, self._coords, devices)
-        self._local = LocalParts(model, self._gathered)
+        cut = {name for name, own in lies.items() if any(state.kind == "cut" for state in own.values())}
+        self._local = LocalParts(model, cut, self._gathered)
         self._runtime.wrap(model)
         model.forward = self._begun(model.forward)
         model.__dict__[_HELD] = self
@@ -305,6 +322,11 @@ class DerivedModel:
     def _bring(self, x: Tensor, change: Change) -> Tensor:
         return brought(x, change, self._devices.together, self._routes)
 
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of what lies as a parameter. Of parts that torch has no word for, as heads that an axis does
+        not divide, the parameter is a plain tensor, and no DTensor says so."""
+        return own_part(whole, self._lies[name], self._mesh, self._coords)
+
     def sum_gradients(self) -> None:
         """Add up, once a step, what each rank has of the gradients that are sums. Collective over the axes."""
         summed = self._summed or {}
@@ -330,15 +352,21 @@ def as_dtensors(
                 continue
             if whole not in made:
                 cutting = {axis: states[axis] for axis, _ in axes}
-                part = DTensor.from_local(
-                    own_part(whole.data, cutting, mesh, coords),
-                    devices.over([*cutting]),
-                    placements_of(layout_of(whole.shape, cutting), Mesh((tuple(axes),))),
-                    run_check=False,
-                    shape=whole.shape,
-                    stride=whole.stride(),
-                )
-                made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+                part = own_part(whole.data, cutting, mesh, coords)
+                try:
+                    placements = placements_of(layout_of(whole.shape, cutting), Mesh((tuple(axes),)))
+                except LayoutError:  # what torch has no word for
+                    made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+                else:
+                    part = DTensor.from_local(
+                        part,
+                        devices.over([*cutting]),
+                        placements,
+                        run_check=False,
+                        shape=whole.shape,
+                        stride=whole.stride(),
+                    )
+                    made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
             module.register_parameter(key, made[whole])
 
 
@@ -348,12 +376,11 @@ def own_part(whole: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int
     sizes = {axis: n for axis, (n, _) in mesh.axes.items()}
     for axis, state in states.items():
         if state.kind == "cut":
-            dim, outer = state.dim, here(state, axis, done, sizes).outer
-            n, shape = part.shape[dim] // (outer * sizes[axis]), part.shape
-            blocks = part.reshape(*shape[:dim], outer, sizes[axis], n, *shape[dim + 1 :])
-            part = blocks.select(dim + 1, coords[axis]).reshape(*shape[:dim], outer * n, *shape[dim + 1 :])
+            dim, now = state.dim, here(state, axis, done, sizes)
+            at = indices(now.outer, part.shape[dim], sizes[axis], now.parts)[coords[axis]]
+            part = picked(part, dim, at)
             done[axis] = state
-    return part.clone() if part is not whole else whole
+    return part
 
 
 def _too_small(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
@@ -362,7 +389,7 @@ def _too_small(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
     Probes of a model are as small as that; the sizes of training are looked at before a run starts.
     """
     flows = all(graph.values[v].kind != "parameter" for v in matched(graph, mark).values())
-    return flows and uneven(graph, mark, mesh)
+    return flows and leaves_nothing(graph, mark, mesh)
 
 
 def refuse_cut_inputs(found: Derived) -> None:

@@ -63,9 +63,7 @@ def _classes(logits_BSV: Tensor, lies: Lies) -> Classes | None:
     axes = lies.axes_of((2,))
     if not axes:
         return None
-    count = logits_BSV.shape[2]
-    for axis in axes:
-        count *= lies.mesh.axes[axis][0]
+    count = lies.count(logits_BSV.shape[2], 2)
     numbers_W = lies.part(torch.arange(count, device=logits_BSV.device), (2,))
 
     def over(reduce: Reduce) -> OverParts:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
-from tangram.sharding.derive.marking.marks import Mark, lying, matched
+from tangram.sharding.derive.marking.marks import Mark, lying, matched, refuse_unlike
 from tangram.sharding.derive.problem.folding import Folded
 from tangram.sharding.derive.problem.states import SAME, State
 
@@ -35,7 +35,8 @@ def fixed_by(
                 k = mesh.axes[axis][0]
                 if k == 1:  # whatever a mark says, the one rank has all
                     continue
-                _refuse_uneven(graph.values[v].shape, state, k, name, mark)
+                if state.kind == "cut":
+                    refuse_unlike(own, axis, state, graph.values[v].shape[state.dim], mark.layout, mesh)
                 if own.setdefault(axis, state) != state:
                     other = by[folded.classes[v], axis]
                     said = f"the marks `{other}` and `{mark}` contradict each other on {name} over {axis}"
@@ -52,9 +53,3 @@ def _lies(mark: Mark, name: str, graph: Graph, value: int, mesh: Mesh) -> dict[s
         return lying(mark, graph, value, mesh)
     except UserError as error:
         raise UserError(f"the mark `{mark}` does not fit {name}: {error}") from None
-
-
-def _refuse_uneven(shape: Sequence[int], state: State, k: int, name: str, mark: Mark) -> None:
-    if state.kind == "cut" and (shape[state.dim] // state.outer) % k:
-        n = shape[state.dim] // state.outer
-        raise UserError(f"the mark `{mark}` cuts {n} of {name} into {k} parts that are not even")

@@ -25,10 +25,11 @@ from pathlib import Path
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, NotationError
+from tangram.layout.sizes import check_cut
 from tangram.layout.syntax import Dim
 from tangram.models.graph import Graph
 from tangram.sharding.derive.marking.nodes import operators
-from tangram.sharding.derive.problem.states import SAME, SUM, Kept, State, cut
+from tangram.sharding.derive.problem.states import SAME, SUM, Cutting, Kept, State, beside, cut, parts_of
 
 
 @dataclass(frozen=True)
@@ -148,16 +149,16 @@ def states(layout: Layout, shape: Sequence[int], mesh: Mesh) -> dict[str, State]
         raise UserError(f"the layout `{layout}`: {what}, which a derivation cannot follow: leave it out")
     found: dict[str, State] = {}
     for d, dim in enumerate(bound.dims):
-        for axis, outer in _cuts(dim, 1, layout):
-            if axis not in mesh.axes:
-                raise UserError(f"the layout `{layout}` names the axis {axis}, which is none of the mesh `{mesh}`")
-            before = next((a for a, own in found.items() if own == cut(d, outer) and _later(mesh, a, axis)), None)
+        for axis, state in _cuts(dim, d, shape[d], layout, mesh):
+            there = [a for a, own in found.items() if (own.dim, own.outer) == (d, state.outer)]
+            before = next((a for a in there if _later(mesh, a, axis)), None)
             if before is not None:
                 raise UserError(
                     f"the layout `{layout}` cuts over {before} before {axis}, which stands first in the mesh `{mesh}`: "
                     "change one of the two orders"
                 )
-            found[axis] = cut(d, outer)
+            refuse_unlike(found, axis, state, shape[d], layout, mesh)
+            found[axis] = state
     for op, axis in bound.pending:
         if op != "sum":
             raise UserError(f"the layout `{layout}`: a derivation knows pending sums, not {op}")
@@ -170,17 +171,44 @@ def _later(mesh: Mesh, axis: str, other: str) -> bool:
     return axes.index(axis) > axes.index(other)
 
 
-def _cuts(dim: Dim, outer: int, layout: Layout) -> Iterator[tuple[str, int]]:
-    """The axes that cut a dim, each with the blocks that stand before what it cuts."""
-    if len(dim.terms) > 1 or any(c.map for c in dim.cuts) or (dim.terms and dim.cuts):
-        raise UserError(f"the layout `{layout}`: a derivation knows even cuts of factors and of products, no others")
+def _cuts(dim: Dim, d: int, n: int, layout: Layout, mesh: Mesh) -> Iterator[tuple[str, State]]:
+    """The axes that cut dim `d`, of `n` elements, each with how the tensor lies over it."""
+    for part, outer in _factors(dim, 1, layout):
+        left, width = part.n, n // outer // max(1, part.n)
+        for one in part.cuts:
+            if one.axis not in mesh.axes:
+                raise UserError(f"the layout `{layout}` names the axis {one.axis}, which is none of the mesh `{mesh}`")
+            k = mesh.axes[one.axis][0]
+            parts = parts_of(one.map, left, k, check_cut(one, left, k), width)
+            yield one.axis, cut(d, outer, parts)
+            left //= k
+
+
+def _factors(dim: Dim, outer: int, layout: Layout) -> Iterator[tuple[Dim, int]]:
+    """The factors of a dim that are cut, each with the blocks that stand before it."""
+    if len(dim.terms) > 1 or (dim.terms and dim.cuts):
+        raise UserError(f"the layout `{layout}`: a derivation knows cuts of factors and of products, no others")
     for term in dim.terms:
         before = outer
         for x in term:
-            yield from _cuts(x, before, layout)
+            yield from _factors(x, before, layout)
             before *= x.n or 1
-    for one in dim.cuts:
-        yield one.axis, outer
+    if dim.cuts:
+        yield dim, outer
+
+
+def refuse_unlike(found: Mapping[str, State], axis: str, state: State, n: int, layout: Layout, mesh: Mesh) -> None:
+    """Raise UserError for a cut of a dim of `n` elements that does not go with those over other axes."""
+    for other, own in found.items():
+        if other != axis and own.dim == state.dim and (own.parts or state.parts):
+            first, second = (other, own), (axis, state)
+            if _later(mesh, other, axis):
+                first, second = second, first
+            if not beside(n, *(Cutting(s.outer, s.parts, mesh.axes[a][0]) for a, s in (first, second))):
+                raise UserError(
+                    f"the layout `{layout}` cuts one dim over {first[0]} and {second[0]} in parts of unlike sizes: a "
+                    "derivation knows such parts over one axis, so cut it over one of them"
+                )
 
 
 def read_marks(file: Path) -> list[Mark]:

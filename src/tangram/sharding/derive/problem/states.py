@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tangram.layout.intervals import IntSet, product, size, span
+from tangram.layout.maps import MAPS
 from tangram.relayout import collectives
 from tangram.relayout.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from tangram.relayout.collectives import Place as State
@@ -23,6 +25,16 @@ from tangram.relayout.collectives import Place as State
 NOTED = "noted"
 """What is done with the groups of sorted rows, so that they can be sent: nothing is sent yet."""
 SAME, SEVERAL, SUM = State("same"), State("several"), State("sum")
+Parts = tuple[IntSet, ...]
+"""What each rank has of a block; (): even chunks."""
+
+
+class Cutting(NamedTuple):
+    """A cut of a dim over an axis of `k` ranks."""
+
+    outer: int
+    parts: Parts
+    k: int
 
 
 class Kept(State):
@@ -44,9 +56,54 @@ def plain(state: State) -> State:
     return SUM if state.kind == "sum" else state
 
 
-def cut(dim: int, outer: int = 1) -> State:
-    """The state of a cut."""
-    return State("cut", dim, outer)
+def cut(dim: int, outer: int = 1, parts: Parts = ()) -> State:
+    """The state of a cut. `parts`: what each rank has of a block, where those are no even chunks."""
+    return State("cut", dim, outer, parts)
+
+
+def chunked(dim: int, n: int, k: int) -> State:
+    """The state of a dim of `n` elements that is cut into `k` chunks as torch.chunk does."""
+    return cut(dim, 1, () if n % k == 0 else parts_of("", n, k))
+
+
+def parts_of(name: str, n: int, k: int, args: tuple[int, ...] = (), width: int = 1) -> Parts:
+    """What each of `k` ranks has of `n` units of `width` elements by an index map; () where those are even chunks."""
+    own = tuple(product([MAPS[name].holds(n, k, i, args), span(0, width)], [n, width]) for i in range(k))
+    return (
+        () if n % k == 0 and own == tuple(span(i * n // k * width, (i + 1) * n // k * width) for i in range(k)) else own
+    )
+
+
+def alike(parts: Parts) -> bool:
+    """Whether all ranks have as much."""
+    return len(set(map(size, parts))) < 2
+
+
+def share(parts: Parts, k: int) -> float:
+    """What the rank has that has most, as a part of all; of even chunks over `k` ranks where there are no `parts`."""
+    return max(map(size, parts)) / max(1, sum(map(size, parts))) if parts else 1 / k
+
+
+def scaled(parts: Parts, num: int, den: int = 1) -> Parts | None:
+    """The same of units that are `num / den` as large; None where borders would lie within a unit."""
+    if any(border % den for part in parts for run in part for border in run):
+        return None
+    return tuple(tuple((a // den * num, b // den * num) for a, b in part) for part in parts)
+
+
+def beside(n: int, major: Cutting, minor: Cutting) -> bool:
+    """Whether a dim of `n` elements may be cut over two axes, of which `major` stands first in the mesh.
+
+    Where one is no even chunks: what it leaves has to be as much on all ranks for what is cut within it, so that sizes
+    and blocks of that do not depend on the rank.
+    """
+    coarse, fine = sorted((major, minor), key=lambda one: one.outer)
+    if coarse.outer == fine.outer:
+        inner = major.parts and not minor.parts and alike(major.parts)
+        return bool(inner) and size(major.parts[0]) % minor.k == 0
+    if not coarse.parts:
+        return (fine.outer // coarse.outer) % coarse.k == 0
+    return alike(coarse.parts) and alike(fine.parts) and scaled(coarse.parts, 1, n // fine.outer) is not None
 
 
 OWN, SENT = "own", "sent"
