@@ -76,6 +76,28 @@ def short(file: str) -> str:
     return re.sub(r"^.*/(site|dist)-packages/", "", file.replace(f"{_TANGRAM}/", "tangram/"))
 
 
+class _Holds:
+    """What a check of values comes to where there are none."""
+
+    def item(self) -> bool:
+        return True
+
+
+class ChecksHold(TorchFunctionMode):
+    """Within, `torch._check_tensor_all` raises nothing: it changes no result, and the model's own code checks again.
+
+    transformers asks so whether there are as many places for images as there are features.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _Holds() if func is _ALL_TRUE else func(*args, **(kwargs or {}))
+
+
+_ALL_TRUE = torch.Tensor._is_all_true  # pyright: ignore  # of which nothing but these checks makes use
+
+
 class Log(TorchFunctionMode):
     """Writes down runs and calls while a capture records nodes.
 

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.models.called import Log, caller, line_of, short
+from tangram.models.called import ChecksHold, Log, caller, line_of, short
 from tangram.models.graph import Graph, Kind, Node, Ref, Size, Value, following, refs
 from tangram.models.noted import listening
 from tangram.models.overwrites import BACK, unsaid
@@ -165,7 +165,7 @@ class _Recorder(TorchDispatchMode):
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
             buffers = {name: (id(one), one._version) for name, one in self._model.named_buffers()}
-            with self._log, listening():
+            with self._log, listening(), ChecksHold():
                 output = self._model(**self._given)
             changed, results = self._changed(buffers), _named_results(output)
             found: Sequence[Tensor | None] = ()
