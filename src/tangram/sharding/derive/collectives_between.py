@@ -53,9 +53,10 @@ class Move(NamedTuple):
 
 def label_of(bound: Bound, dims: Dims, state: State) -> Label | None:
     """The factor of an operator that a cut of a tensor is one of."""
-    factors = dims[state.dim]
+    if state.dim >= len(dims):  # of a call that takes nothing, which has no dims to name
+        return None
     before = 1
-    for factor in factors:
+    for factor in dims[state.dim]:
         n = bound.sizes[factor]
         if state.outer < before * n:
             inner = state.outer // before

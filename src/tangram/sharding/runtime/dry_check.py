@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
+from tangram.models.called import ChecksHold
 from tangram.models.capture import place_and_reason, quiet
 from tangram.models.graph import Called, Graph, Node, Ref
 from tangram.models.twin import fake_twin
@@ -108,7 +109,7 @@ def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtyp
     runtime.wrap(twin)
     runtime.begin(Now(program, rehearsal.bring, rehearsal.instead, rehearsal.around))
     try:
-        with quiet(), fake, rehearsal.record:  # gradients are on or off as they were for the capture
+        with quiet(), ChecksHold(), fake, rehearsal.record:  # gradients are on or off as they were for the capture
             twin(**given)
     except (UserError, _OtherWayError):
         raise

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
+from tangram.errors import UserError
 from tangram.models.called import caller, line_of, name_of
 from tangram.sharding.derive.transitions import Change
 from tangram.sharding.runtime.program import Action, CallKey, Program
@@ -138,8 +139,9 @@ class Runtime:
             if border is not None and border.takes:
                 args, kwargs = changed((args, kwargs), border.takes, now.bring)
             if actions or now.around:
-                with self._calls(_Calls(now, at, actions or {})):
+                with self._calls(_Calls(now, at, actions or {})) as calls:
                     found = forward(*args, **kwargs)
+                calls.refuse_left_out()
             else:
                 found = forward(*args, **kwargs)
             return changed(found, border.gives, now.bring) if border is not None and border.gives else found
@@ -157,11 +159,11 @@ class Runtime:
             outer.paused -= 1
 
     @contextmanager
-    def _calls(self, mode: _Calls) -> Generator[None]:
+    def _calls(self, mode: _Calls) -> Generator[_Calls]:
         self._modes.append(mode)
         try:
             with mode:
-                yield
+                yield mode
         finally:
             self._modes.pop()
 
@@ -182,7 +184,17 @@ class _Calls(TorchFunctionMode):
         self._now, self._run, self._actions = now, run, actions
         self._named = {name for _, name, _ in actions}
         self._turns: Counter[tuple[str, str]] = Counter()
+        self._met: set[CallKey] = set()
         self.paused = 0
+
+    def refuse_left_out(self) -> None:
+        """Raise UserError where the code went another way than when it was captured, past what was to be done."""
+        left = () if self._now.around is not None else self._now.program.sure.get(self._run, frozenset()) - self._met
+        for line, function, _ in sorted(left):
+            raise UserError(
+                f"{line}: {function} was called when the model was captured, and is not now, so a tensor that it gives "
+                "would lie otherwise than the others: let the code go one way, whatever the values"
+            )
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -195,6 +207,7 @@ class _Calls(TorchFunctionMode):
         key = line, name, self._turns[line, name]
         self._turns[line, name] += 1
         action = self._actions.get(key)
+        self._met.add(key)
         if self._now.around is not None:
             return self._now.around(self._run, key, func, args, given, action)
         return func(*args, **given) if action is None else done(self._now, action, func, args, given)

@@ -53,6 +53,7 @@ from tangram.sharding.runtime.routes import Routes
 from tangram.training.mesh import modes
 from tangram.training.mesh.groups import Devices, devices_of
 from tangram.training.mesh.layout_to_torch import Cuts, named_modules
+from tangram.training.mesh.local_parts import Parameters, local, see_local_parts, with_parts
 from tangram.training.mesh.world import World, dim_of
 
 _HELD = "_tangram_derived"
@@ -91,7 +92,7 @@ def parallel(model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, input
     mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     marks = [*marks_in(model), *marks]
-    inputs = modes.without_cache(inputs, [*inspect.signature(model.forward).parameters])
+    inputs = modes.without_cache(inputs, model)
     template = without_memory(model)
     found = derive_whole(graph_of(template, inputs, dtype), marks, mesh)
     if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
@@ -156,9 +157,12 @@ class DerivedModel:
         self._runtime = Runtime()
         self._routes = Routes(self._groups)
         as_dtensors(model, lies, mesh, self._coords, devices)
-        _see_local_parts(model, self._gathered)
+        see_local_parts(model, self._gathered)
+        self._read_elsewhere: set[tuple[str, str]] = set()
+        """Modules whose code reads a parameter of another one, and which."""
         self._runtime.wrap(model)
-        model.forward = self._begun(model.forward)
+        self._forward = model.forward
+        model.forward = self._begun()
         model.__dict__[_HELD] = self
 
     @property
@@ -196,13 +200,13 @@ class DerivedModel:
 
         Raises UserError where it cannot be derived or run.
         """
-        return self._now(modes.without_cache(inputs, self._parameters)).program
+        return self._now(modes.without_cache(inputs, self._model)).program
 
-    def _begun(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _begun(self) -> Callable[..., Any]:
         """The whole model's forward, as the program of its inputs' sizes says."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            given = modes.without_cache({**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._parameters)
+            given = modes.without_cache({**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._model)
             now = self._now(given)
             if torch.is_grad_enabled():
                 self._sum_alike(now.program)
@@ -210,7 +214,7 @@ class DerivedModel:
                 modes.agree_on_draws(self._groups, self._model)
             self._runtime.begin(now)
             with as_captured() if now.program.cuts_queries else nullcontext():
-                return forward(**given)
+                return self._forward(**given)
 
         return run
 
@@ -254,6 +258,7 @@ class DerivedModel:
         refuse_cut_inputs(program.found)  # what was rehearsed, which may have more tensors whole than `found`
         refuse_cut_buffers(program.found)
         operators = Operators(program.found, self._rank, Linked(self._groups))
+        self._see_elsewhere(program.found.folded.graph)
         rings = {RING: Rings(self._groups, self._bring).attend} if self.rings else {}
         return Now(
             program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring), together=rings
@@ -264,6 +269,18 @@ class DerivedModel:
         change = self._runtime.now.program.gathered.get(name) if self._runtime.now is not None else None
         return self._bring(part, change) if change else part
 
+    def _see_elsewhere(self, graph: Graph) -> None:
+        """Let the code of a module see plain parts of other modules' parameters, too: of a list of parameters, say."""
+        parameters = Parameters(self._model)
+        for path, name in parameters.read_elsewhere(graph) - self._read_elsewhere:
+            self._read_elsewhere.add((path, name))
+            for module, key in parameters.owners[name].values() if _is_cut(self._model, name) else ():
+                if path:
+                    reader = self._model.get_submodule(path)
+                    reader.forward = with_parts(module, {key: name}, reader.forward, self._gathered)
+                else:
+                    self._forward = with_parts(module, {key: name}, self._forward, self._gathered)
+
     def _bring(self, x: Tensor, change: Change) -> Tensor:
         return brought(x, change, self._devices.together, self._routes)
 
@@ -272,11 +289,11 @@ class DerivedModel:
         summed = self._summed or {}
         for axis in self._groups:
             grads = [self._model.get_parameter(name).grad for name, axes in summed.items() if axis in axes]
-            _add_up([_local(g) for g in grads if g is not None], self._groups[axis])
+            _add_up([local(g) for g in grads if g is not None], self._groups[axis])
 
 
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+def _is_cut(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_parameter(name), DTensor)
 
 
 def _add_up(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -362,31 +379,3 @@ def without_memory(model: nn.Module) -> nn.Module:
         empty = t.detach().to("meta")
         memo[id(t)] = nn.Parameter(empty, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else empty
     return copy.deepcopy(model, memo)
-
-
-def _see_local_parts(model: nn.Module, brought: Callable[[str, Tensor], Tensor]) -> None:
-    """Let the forward of each module that has cut parameters see plain tensors in their place, as it uses them."""
-    names = {p: name for name, p in model.named_parameters()}
-    for _, module in named_modules(model):
-        own: dict[str, nn.Parameter | None] = module._parameters  # pyright: ignore[reportPrivateUsage]
-        keys = {key: names[p] for key, p in own.items() if isinstance(p, DTensor)}
-        if keys:
-            module.forward = _with_parts(module, keys, module.forward, brought)
-
-
-def _with_parts(
-    module: nn.Module,
-    keys: Mapping[str, str],
-    forward: Callable[..., Any],
-    brought: Callable[[str, Tensor], Tensor],
-) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        own = cast("dict[str, Any]", module._parameters)  # pyright: ignore[reportPrivateUsage]
-        before = {key: own[key] for key in keys}
-        own.update({key: brought(keys[key], _local(p)) for key, p in before.items()})
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            own.update(before)
-
-    return run
