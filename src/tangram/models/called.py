@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -74,6 +74,43 @@ def line_of(frame: FrameType | None) -> str:
 def short(file: str) -> str:
     """A path from its package on."""
     return re.sub(r"^.*/(site|dist)-packages/", "", file.replace(f"{_TANGRAM}/", "tangram/"))
+
+
+def named_results(output: Any, path: str = "") -> dict[str, Tensor]:
+    """The tensors of what a model returns: by their names where it is a mapping, else `output0`, `output1`.
+
+    Those of a mapping or a list within a mapping are called `text_model_output.last_hidden_state`, `hidden_states.0`.
+    """
+    if path and isinstance(output, Tensor):
+        return {path: output}
+    if isinstance(output, Mapping) or (path and isinstance(output, list | tuple)):
+        inside = cast("Mapping[Any, Any]", output).items() if isinstance(output, Mapping) else enumerate(output)
+        start = f"{path}." if path else ""
+        return {name: x for key, own in inside for name, x in named_results(own, f"{start}{key}").items()}
+    leaves = [] if path else [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+    return {f"output{i}": x for i, x in enumerate(leaves)}
+
+
+class _Holds:
+    """What a check of values comes to where there are none."""
+
+    def item(self) -> bool:
+        return True
+
+
+class ChecksHold(TorchFunctionMode):
+    """Within, `torch._check_tensor_all` raises nothing: it changes no result, and the model's own code checks again.
+
+    transformers asks so whether there are as many places for images as there are features.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _Holds() if func is _ALL_TRUE else func(*args, **(kwargs or {}))
+
+
+_ALL_TRUE = torch.Tensor._is_all_true  # pyright: ignore  # of which nothing but these checks makes use
 
 
 class Log(TorchFunctionMode):

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # pyright: ignore[reportU
 
 from tangram.errors import UserError
 from tangram.models.answers import ASKING, Known
-from tangram.models.called import Log, caller, line_of
+from tangram.models.called import ChecksHold, Log, caller, line_of, named_results
 from tangram.models.graph import Graph, Kind, Node, Ref, Size, Value, following, refs
 from tangram.models.noted import listening
 from tangram.models.opened import Opening, plain, plainly
@@ -144,9 +144,9 @@ class _Recorder(Opening):
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
             buffers = {name: (id(one), one._version) for name, one in self._model.named_buffers()}
-            with self._log, listening():
+            with self._log, listening(), ChecksHold():
                 output = self._model(**self._given)
-            changed, results = self._changed(buffers), _named_results(output)
+            changed, results = self._changed(buffers), named_results(output)
             found: Sequence[Tensor | None] = ()
             if loss is not None:
                 results = {"loss": loss(output), **results}
@@ -383,12 +383,3 @@ def _named(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return {
         name: args[i] if i < len(args) else kwargs.get(name, default) for i, (name, default) in enumerate(_schema(func))
     }
-
-
-def _named_results(output: Any) -> dict[str, Tensor]:
-    """The tensors of what a model returns: by their names where it is a mapping, else `output0`, `output1`."""
-    if isinstance(output, Mapping):
-        named = cast("Mapping[str, Any]", output).items()
-        return {name: x for name, x in named if isinstance(x, Tensor)}
-    leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-    return {f"output{i}": x for i, x in enumerate(leaves)}

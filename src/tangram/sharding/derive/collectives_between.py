@@ -60,15 +60,16 @@ class Move(NamedTuple):
 
 def label_of(bound: Bound, dims: Dims, state: State) -> Label | None:
     """The factor of an operator that a cut of a tensor is one of."""
-    factors = dims[state.dim]
+    if state.dim >= len(dims):  # of a call that takes nothing, which has no dims to name
+        return None
     before = 1
-    for i, factor in enumerate(factors):
+    for i, factor in enumerate(dims[state.dim]):
         n = bound.sizes[factor]
         if state.outer < before * n or (state.parts and n == 1 and state.outer == before):
             inner = state.outer // before
             if state.outer % before or n % inner:
                 return None
-            own = scaled(state.parts, 1, _behind(bound, factors, i))
+            own = scaled(state.parts, 1, _behind(bound, dims[state.dim], i))
             fits = own is not None and (not own or sum(map(size_of, own)) == n // inner)
             return Label(factor, inner, own or ()) if fits else None
         before *= n

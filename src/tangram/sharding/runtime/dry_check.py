@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
+from tangram.models.called import ChecksHold
 from tangram.models.capture import quiet
 from tangram.models.graph import Called, Graph, Node, Ref
 from tangram.models.opened import Opening, plainly
@@ -120,7 +121,7 @@ def _rehearsed_by(rank: int, program: Program, model: nn.Module, inputs: Mapping
     runtime.wrap(twin)
     runtime.begin(Now(program, rehearsal.bring, rehearsal.instead, rehearsal.around))
     try:
-        with quiet(), plainly(), fake, rehearsal.record:  # gradients are on or off as they were for the capture
+        with quiet(), plainly(), ChecksHold(), fake, rehearsal.record:  # gradients are on or off as in the capture
             twin(**given)
     except (UserError, _OtherWayError):
         raise

@@ -140,8 +140,9 @@ class Runtime:
             if border is not None and border.takes:
                 args, kwargs = changed((args, kwargs), border.takes, now.bring)
             if actions or answers or now.around:
-                with self._calls(_Calls(now, at, actions or {}, answers or {})):
+                with self._calls(_Calls(now, at, actions or {}, answers or {})) as calls:
                     found = forward(*args, **kwargs)
+                calls.refuse_left_out()
             else:
                 found = forward(*args, **kwargs)
             return changed(found, border.gives, now.bring) if border is not None and border.gives else found
@@ -159,11 +160,11 @@ class Runtime:
             outer.paused -= 1
 
     @contextmanager
-    def _calls(self, mode: _Calls) -> Generator[None]:
+    def _calls(self, mode: _Calls) -> Generator[_Calls]:
         self._modes.append(mode)
         try:
             with mode:
-                yield
+                yield mode
         finally:
             self._modes.pop()
 
@@ -185,7 +186,17 @@ class _Calls(TorchFunctionMode):
         self._now, self._run, self._actions, self._answers = now, run, actions, answers
         self._named = {name for _, name, _ in (*actions, *answers)}
         self._turns: Counter[tuple[str, str]] = Counter()
+        self._met: set[CallKey] = set()
         self.paused = 0
+
+    def refuse_left_out(self) -> None:
+        """Raise UserError where the code went another way than when it was captured, past what was to be done."""
+        left = () if self._now.around is not None else self._now.program.sure.get(self._run, frozenset()) - self._met
+        for line, function, _ in sorted(left):
+            raise UserError(
+                f"{line}: {function} was called when the model was captured, and is not now, so a tensor that it gives "
+                "would lie otherwise than the others: let the code go one way, whatever the values"
+            )
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -198,6 +209,7 @@ class _Calls(TorchFunctionMode):
         key = line, name, self._turns[line, name]
         self._turns[line, name] += 1
         action = self._actions.get(key)
+        self._met.add(key)
         if self._now.around is not None:
             return self._now.around(self._run, key, func, args, given, action)
         if key in self._answers and func(*args, **given) != self._answers[key]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from tangram.models.graph import Called
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import steps_of_nodes
 from tangram.sharding.derive.problem.folding import Folded
@@ -82,6 +83,8 @@ class Program:
         replaced = [calls[action.call] for own in self.actions.values() for action in own.values() if action.why]
         if any("scaled_dot_product" in steps[i].call.name for call in replaced for i in range(call.first, call.stop)):
             return True
+        if self._around_attention():
+            return True
         for call in calls:
             own = [steps[i] for i in range(call.first, call.stop)] if "scaled_dot_product" in call.function else []
             cut = any(over.moves[step.number].label is not None for step in own for over in self.found.axes)
@@ -98,6 +101,31 @@ class Program:
                 return True
         return False
 
+    def _around_attention(self) -> bool:
+        """Whether something is done in the code around attention, which runs or not by whether there is a mask.
+
+        transformers repeats keys and values for heads of queries where there is one.
+        """
+        calls = self.found.folded.graph.calls
+        files = {_file(call) for call in calls if "scaled_dot_product" in call.function}
+        there = (calls[action.call] for own in self.actions.values() for action in own.values())
+        return any("scaled_dot_product" not in call.function and _file(call) in files for call in there)
+
+    @cached_property
+    def sure(self) -> Mapping[int, frozenset[CallKey]]:
+        """By run, the functions that something is done with for tensors that have gradients: the code must call them.
+
+        Of others, as of masks, code may need none.
+        """
+        graph = self.found.folded.graph
+        found: dict[int, frozenset[CallKey]] = {}
+        for run, own in self.actions.items():
+            some = {key: [v for v in graph.calls[action.call].gives if v is not None] for key, action in own.items()}
+            found[run] = frozenset(
+                key for key, gives in some.items() if any(graph.values[v].differentiable for v in gives)
+            )
+        return found
+
     @cached_property
     def random(self) -> bool:
         """Whether a forward draws random numbers, of whatever kind."""
@@ -112,6 +140,10 @@ class Program:
     def inside(self) -> int:
         """How many functions are not called as they are."""
         return sum(len(own) for own in self.actions.values())
+
+
+def _file(call: Called) -> str:
+    return call.line.rpartition(":")[0]
 
 
 def draws(step: FoldedStep) -> bool:

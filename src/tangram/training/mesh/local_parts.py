@@ -21,7 +21,7 @@ Place = tuple[dict[str, Any], str, str]
 
 
 class LocalParts:
-    """Wraps the forwards of a model's modules. `cut`: names of parameters; `brought`: of one its name and part, as used."""
+    """Wraps the forwards of a model's modules. `cut`: names of parameters; `brought`: a name and part, as used."""
 
     def __init__(self, model: nn.Module, cut: Set[str], brought: Callable[[str, Tensor], Tensor]) -> None:
         self._model, self._cut, self._brought, self._graph = model, cut, brought, cast("Graph | None", None)

@@ -11,6 +11,7 @@ every call. What is drawn at random is here, too: which numbers, and that ranks 
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -150,9 +151,21 @@ def size_of(x: Any) -> Any:
     return x if isinstance(x, _PLAIN) else repr(x)
 
 
-def without_cache(given: Mapping[str, Any], parameters: Sequence[str]) -> dict[str, Any]:
-    """Arguments with `use_cache=False` where the model would else keep what it makes of keys and values."""
-    return {**({"use_cache": False} if "use_cache" in parameters else {}), **given}
+def without_cache(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Arguments with `use_cache=False` where the model would else keep what it makes of keys and values.
+
+    One that looks at images often hands on to its language model what it is called with (`**kwargs`), and has no such
+    parameter itself.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
+    handed = any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and _caches(getattr(model, "config", None))
+    return {**({"use_cache": False} if "use_cache" in parameters or handed else {}), **given}
+
+
+def _caches(config: Any) -> bool:
+    """Whether a configuration, or that of the text in it, has a cache on by default."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return any(getattr(one, "use_cache", False) is True for one in (config, text))
 
 
 def seed_generators(device: torch.device, seed: int) -> None:

@@ -114,7 +114,7 @@ def parallel(
     mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     marks = [*marks_in(model), *marks]
-    inputs = modes.without_cache(inputs, [*inspect.signature(model.forward).parameters])
+    inputs = modes.without_cache(inputs, model)
     text, template = rules_text(rules), without_memory(model)
     found = derive_whole(graph_of(template, inputs, dtype, rules=text), marks, mesh)
     if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
@@ -232,13 +232,13 @@ class DerivedModel:
 
         Raises UserError where it cannot be derived or run.
         """
-        return self._now(modes.without_cache(inputs, self._parameters)).program
+        return self._now(modes.without_cache(inputs, self._model)).program
 
     def _begun(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The whole model's forward, as the program of its inputs' sizes says."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            given = modes.without_cache({**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._parameters)
+            given = modes.without_cache({**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._model)
             now = self._now(given)
             if torch.is_grad_enabled():
                 self._sum_alike(now.program)

@@ -1,0 +1,248 @@
+"""A tiny model of any type of transformers, from its own configuration: sizes shrunk, nothing else changed.
+
+Each number is shrunk by what its name says, in configurations within configurations alike; dropout, flags and kinds of
+layers stay as the class has them. What does not go together then is in `OWN`.
+"""
+
+# ruff: noqa: RUF024  tables of constants
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+VOCABULARY = 96
+LARGEST = 8_000_000
+"""Parameters: what is larger was not shrunk."""
+
+_RULES: Sequence[tuple[str, int]] = (
+    (r"num_feat_extract_layers|num_conv.*layers|num_groups|groups", 0),
+    (r"num_channels|in_channels|in_chans|num_labels|n_group|topk_group|n_groups|mamba_n_groups|ngroups", 0),
+    (r"(text_|src_|tgt_|decoder_|generator_)?vocab_size|vocab_size_per_layer_input", VOCABULARY),
+    (r"type_vocab_size|.*conv_kernel.*|.*stride.*|.*_bits|.*dilation.*|num_codebooks|num_quantizers", 0),
+    (r".*(first_k_dense_replace|num_dense_layers|n_shared_experts|num_shared_experts|num_kv_shared_layers)", 1),
+    (r".*(num_experts_per_tok|num_experts_per_token|moe_topk|top_k_experts|moe_k|top_k|topk)", 2),
+    (r".*(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_experts_|experts)", 4),
+    (r".*(num_key_value_heads|n_head_kv|num_kv_heads|kv_heads|key_heads|multi_query_group_num)", 2),
+    (r".*(attention_heads|num_heads|n_heads|n_head|value_heads|encoder_heads|decoder_heads|mamba_heads|nheads)", 4),
+    (r".*(mamba_n_heads|mamba_num_heads)", 8),
+    (r".*(head_dim|head_size|mamba_d_head|d_kv|mamba_d_state|state_size|d_state|dim_head|size_per_head|d_head)", 8),
+    (r".*(q_lora_rank|kv_lora_rank|index_head_dim|lora_rank)", 16),
+    (r".*(moe_intermediate_size|shared_expert_intermediate_size|expert_ffn_hidden_size)", 16),
+    (r".*(image_size|img_size|crop_size|input_size)", 32),
+    (r".*(max_.*position.*|n_positions|max_seq_len.*|max_length|max_2d_position.*|max_source_positions)", 128),
+    (r".*(max_target_positions|seq_length|n_ctx|max_window_layers)", 128),
+    (r"(.*_)?(num_hidden_layers|num_layers|n_layers?|.*_layers|num_.*_blocks|num_blocks|depth|n_blocks|layers)", 2),
+    (r"patch_size|vision_patch_size", 8),
+    (r".*(intermediate_size|ffn_dim|inner_dim|d_ff|d_inner|n_inner|mlp_dim|hidden_dim|feedforward.*|ffn_.*)", 64),
+    (r".*(hidden_size|d_model|n_embd|embed_dim|embedding_size|embedding_dim|projection_dim|width|lru_width)", 32),
+    (r".*(out_hidden_size|projector_hidden_size|hidden_sizes|embed_dims|model_dim|dim|channels|hidden)", 32),
+    (r".*(out_channels|proj_size|_dim|d_embed|code_size|latent_size|embd|codebook_size)", 32),
+    (r"mm_tokens_per_image|image_seq_length|image_seq_len", 4),
+    (r".*(num_queries|num_query_tokens|num_latents)", 8),
+    (r".*(num_mel_bins|num_features|feature_size|n_mels)", 16),
+)
+"""By name, the first that fits; 0: as it is. Numbers that are smaller already stay."""
+
+_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "gemma3n_text": {"intermediate_size": 64, "num_kv_shared_layers": 0},
+    "glm5_next_text": {"num_key_value_heads": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "layer_types": ["mamba", "attention"],
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 4}),
+    **dict.fromkeys(
+        ("glm4v_text", "glm4v_moe_text", "glm_ocr_text", "glm_image_text"), {"head_dim": 16, "rope_parameters": _TURNED}
+    ),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), {"rope_parameters": _TURNED}),
+    "mobilebert": {"embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size": 32},
+    "led": {"attention_window": [8, 8]},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"attention_head_dim": 16, "attention_hidden_size": 64},
+    "nemotron_h": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "layers_block_type": ["mamba", "attention"],
+    },
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4], "hidden_size": 32},
+    **dict.fromkeys(
+        ("ministral", "hunyuan_v1_moe", "hunyuan_v1_dense", "hunyuan_vl_text", "nemotron"),
+        {"head_dim": 8, "num_key_value_heads": 2},
+    ),
+    "dots1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "esm": {"vocab_size": 96, "pad_token_id": 1, "mask_token_id": 32},
+    "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"]},
+    **dict.fromkeys(("wav2vec2-bert", "wav2vec2-conformer"), {"vocab_size": 96}),
+    "moonshine_streaming": {},
+}
+"""What a type needs beside."""
+
+_HEADS = (
+    "FOR_IMAGE_TEXT_TO_TEXT", "FOR_MULTIMODAL_LM", "FOR_CAUSAL_LM", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM",
+    "FOR_SPEECH_SEQ_2_SEQ", "FOR_CTC", "FOR_IMAGE_CLASSIFICATION", "FOR_AUDIO_CLASSIFICATION",
+    "FOR_OBJECT_DETECTION", "FOR_UNIVERSAL_SEGMENTATION", "FOR_SEMANTIC_SEGMENTATION", "FOR_DEPTH_ESTIMATION",
+    "FOR_VIDEO_CLASSIFICATION", "FOR_SEQUENCE_CLASSIFICATION", "",
+)  # fmt: skip
+"""Of transformers' tables of models, in this order."""
+
+
+def kinds() -> list[str]:
+    """Every type of model that one of the tables has."""
+    known = {kind for head in _HEADS for kind in _table(head)}
+    return sorted(known & {*CONFIG_MAPPING.keys()})
+
+
+def classes_of(kind: str) -> list[type[PreTrainedModel]]:
+    """The model's classes with a head, then the one without."""
+    names = [name for head in _HEADS if (name := _table(head).get(kind))]
+    firsts = [name if isinstance(name, str) else name[0] for name in names]
+    return [getattr(transformers, name) for name in dict.fromkeys(firsts) if hasattr(transformers, name)]
+
+
+def _table(head: str) -> Mapping[str, Any]:
+    return getattr(modeling_auto, f"MODEL_{head}_MAPPING_NAMES".replace("__", "_"))
+
+
+def build(kind: str, seed: int = 0) -> PreTrainedModel:
+    """The model on the CPU, its weights as its class begins them, and a little beside: zeros hide things.
+
+    Raises ValueError where no class makes one of the sizes that were tried.
+    """
+    config_class: Any = CONFIG_MAPPING[kind]
+    refusals: list[str] = []
+    for made in classes_of(kind):
+        for left in _LEFT:
+            try:
+                config = config_class(**_shrunk(config_class().to_dict() | {"model_type": kind}, left, top=True))
+                return _made(made, config, seed)
+            except Exception as error:  # noqa: BLE001  whatever a model's class raises
+                refusals.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
+                if isinstance(error, ImportError):
+                    break
+    raise ValueError(refusals[0] if refusals else "no class")
+
+
+def _made(made: Any, config: Any, seed: int) -> PreTrainedModel:
+    with torch.device("meta"):
+        size = sum(p.numel() for p in made._from_config(copy.deepcopy(config)).parameters())
+    if size > LARGEST:
+        raise ValueError(f"{size} parameters are not tiny")
+    torch.manual_seed(seed)
+    return _stirred(made._from_config(config), seed)
+
+
+_LEFT = (
+    (),
+    ("head_dim",),
+    ("layer_types",),
+    ("head_dim", "layer_types"),
+    ("num_key_value_heads",),
+    ("num_attention_heads",),
+)
+"""Fields that are left as the class has them, as more and more does not go together."""
+
+
+def _stirred(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def _shrunk(fields: Mapping[str, Any], left: Sequence[str], *, top: bool = False) -> dict[str, Any]:
+    drop = {"transformers_version", "architectures", "per_layer_config", *_STAGES, *left}
+    drop |= {"model_type"} if top else set()
+    found = {name: _one(name, value, fields, left) for name, value in fields.items() if name not in drop}
+    for name, rule in _PER_LAYER.items():
+        if isinstance(fields.get(name), list) and fields[name] and name in found:
+            found[name] = rule(fields[name])
+    if found.get("kv_lora_rank"):  # latent attention has keys and values for each head
+        found["num_key_value_heads"] = found["num_attention_heads"]
+    return found | dict(OWN.get(fields.get("model_type", ""), {}))
+
+
+_STAGES = ("out_features", "out_indices", "stage_names", "_out_features", "_out_indices")
+
+
+def _first_two(kinds: list[Any]) -> list[Any]:
+    """Two that differ, where there are."""
+    return kinds[:2] if len({str(k) for k in kinds[:2]}) == 2 else [kinds[0], kinds[-1]]
+
+
+_PER_LAYER = dict.fromkeys(
+    (
+        "layer_types",
+        "mlp_layer_types",
+        "no_rope_layers",
+        "layers_block_type",
+        "activation_sparsity_pattern",
+        "num_attention_heads_per_layer",
+        "kv_source_layers",
+    ),
+    _first_two,
+)
+
+
+def _one(name: str, value: Any, beside: Mapping[str, Any], left: Sequence[str]) -> Any:
+    if isinstance(value, dict):
+        section = {"mrope_section": [2, 1, 1]} if "mrope_section" in value else {}
+        return _shrunk(value, left) if "config" in name else value | section
+    if isinstance(value, bool) or not isinstance(value, (int, list, tuple)):
+        return value
+    if re.fullmatch(r".*token_(id|index)|.*token_ids?|.*_idx", name):
+        return _token(name, value, beside)
+    size = next((size for pattern, size in _RULES if re.fullmatch(pattern, name)), None)
+    if not size:
+        return value
+    if isinstance(value, int):
+        return min(value, size) if value > 0 else value
+    if not all(isinstance(x, int) for x in value):
+        return value
+    if name in ("depths", "num_layers", "layers_per_stage"):
+        return [1 for _ in value]
+    return [min(x, size) for x in value]
+
+
+_TOKENS = ("image", "video", "audio", "vision_start", "vision_end", "boi", "eoi", "boa", "eoa")
+
+
+def _token(name: str, value: Any, beside: Mapping[str, Any]) -> Any:
+    """Ids of special tokens: each its own, at the end of the vocabulary."""
+    if not isinstance(value, int):
+        return [_token(name, x, beside) for x in value] if value else value
+    if value < VOCABULARY - 40:
+        return value
+    names = [own for own in sorted(beside) if re.fullmatch(r".*token_(id|index)|.*_idx", own)]
+    return VOCABULARY - 1 - names.index(name) if name in names else VOCABULARY - 1
+
+
+def special(config: Any) -> Iterator[int]:
+    """Ids that text must not have by chance."""
+    for name, value in config.to_dict().items():
+        if isinstance(value, dict) and hasattr(getattr(config, name), "to_dict"):
+            yield from special(getattr(config, name))
+        elif "token" in name and isinstance(value, int):
+            yield value
