@@ -47,7 +47,7 @@ def test_alike_parts_are_one_cluster() -> None:
     for one in found:
         pp, dp, cp, *rest = (int(axis.split("=")[1]) for axis in one.mesh.split())
         heads, tp = rest if len(rest) == 2 else (1, rest[0])
-        if one.again not in ("nothing", "all blocks"):
+        if one.again not in ("nothing", "all layers"):
             continue
         g = grid(
             batch=16, sequence=1024, pipeline=pp, data=dp, context=cp * heads, ulysses=heads, tensor=tp,
