@@ -8,9 +8,8 @@ matmuls write beside the kept ones.
     numbers      of a stage's layers, over TP and EP ranks; the first has the embedding, the last the head
     states       as the framework keeps them (`planner.space.framework_profiles`), sharded as `zero` says
     in flight    1F1B: stage i of p has p - i micro-batches; with v virtual stages a rank 2 (p - i - 1) + (v - 1) p + 1
-                 virtual stages,
-                 at most all (Narayanan et al. 2021; Megatron-LM, schedules.py); where the backward is split v p on each
-                 rank, of DualPipeV one more (played: `planner.cost.memory_timeline`, and a test compares)
+                 of these, at most all (Narayanan et al. 2021; Megatron-LM, schedules.py); where the backward is split
+                 v p on each rank, of DualPipeV one more (played: `planner.cost.memory_timeline`; a test compares)
     activations  a block's `Kept` rows that are not recomputed; of a block that is recomputed as a whole its input
 
 Of a pipeline the first rank is looked at, the last, and those where layers of other sizes begin: a mixture's second
