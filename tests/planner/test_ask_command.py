@@ -202,7 +202,7 @@ def test_as_a_library() -> None:
 
 
 def test_one_strategy_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    mesh = ("--explain", "pp=4 dp=2 tp=8", "--again", "all layers")
+    mesh = ("--explain", "pp=4 dp=2 tp=8", "--again", "full")
     found = asked(capsys, *SPINE, "--framework", "megatron-core", *mesh)
     given, best = found["given"], found["best"]
     assert found["refused"] == []

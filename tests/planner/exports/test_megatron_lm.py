@@ -110,7 +110,7 @@ def test_a_file_of_arguments_in_yaml_is_read(tmp_path: Path) -> None:
     )
     one = strategy_of(path, DENSE, 8, 64).numbers
     assert (one.tensor, one.pipeline, one.virtual, one.data, one.zero) == (2, 2, 2, 2, 0)
-    assert (one.schedule, one.again, one.sequence_parallel) == ("Interleaved1F1B", "attention", False)
+    assert (one.schedule, one.again, one.sequence_parallel) == ("Interleaved1F1B", "selective", False)
 
 
 USUAL = "--micro-batch-size 1 --seq-length 2048 --bf16 "

@@ -14,10 +14,10 @@ from tangram.planner.exports.targets import EXPORTS
 from tests.planner.exports.drawn import CLUSTER, DENSE, MIXED
 
 HERE = Path(__file__).parent
-FLAT = Numbers(1, 1, "", 1, False, 1, 1, 1, 16, 3, 16, 2, 64, 2048, "all layers", "bf16")
+FLAT = Numbers(1, 1, "", 1, False, 1, 1, 1, 16, 3, 16, 2, 64, 2048, "full", "bf16")
 EXPERTS = replace(FLAT, data=8, expert=4, shard=8)
 RINGS = replace(FLAT, data=4, context=2, shard=4, zero=2)
-STAGES = Numbers(2, 2, "Interleaved1F1B", 2, True, 2, 8, 1, 4, 1, 8, 1, 32, 4096, "all layers", "bf16")
+STAGES = Numbers(2, 2, "Interleaved1F1B", 2, True, 2, 8, 1, 4, 1, 8, 1, 32, 4096, "full", "bf16")
 CASES = {
     "deepspeed.json": ("deepspeed", EXPERTS, MIXED),
     "accelerate.yaml": ("accelerate", RINGS, DENSE),
@@ -39,7 +39,7 @@ def test_deepspeeds_numbers_are_a_product() -> None:
     assert any("gradient_checkpointing_enable" in one for one in written.told)
 
 
-@pytest.mark.parametrize("one", [RINGS, replace(FLAT, zero=0, again="nothing"), replace(FLAT, shard=8)])
+@pytest.mark.parametrize("one", [RINGS, replace(FLAT, zero=0, again="none"), replace(FLAT, shard=8)])
 def test_accelerate_loads_what_is_written(one: Numbers, tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command_parser

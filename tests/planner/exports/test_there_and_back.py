@@ -119,7 +119,7 @@ REFUSED: list[tuple[str, Outline, dict[str, object], str]] = [
     ("torchtitan-options", DENSE, {"again": "1 of 2 layers"}, "has no option for recomputing: 1 of 2"),
     ("torchtitan-options", DENSE, {"precision": "fp8"}, "has 8-bit matmuls in Python configurations only"),
 ]  # fmt: skip
-USUAL = Numbers(2, 1, "1F1B", 2, True, 1, 1, 2, 4, 3, 4, 1, 32, 2048, "nothing", "bf16")
+USUAL = Numbers(2, 1, "1F1B", 2, True, 1, 1, 2, 4, 3, 4, 1, 32, 2048, "none", "bf16")
 
 
 @pytest.mark.parametrize(("name", "outline", "changed", "said"), REFUSED)

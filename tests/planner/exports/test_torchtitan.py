@@ -16,7 +16,7 @@ from tests.planner.exports.drawn import CLUSTER, DENSE, MIXED
 
 HERE = Path(__file__).parent
 STAGED = Numbers(4, 3, "Interleaved1F1B", 2, True, 2, 1, 2, 4, 3, 4, 2, 64, 8192, "1 of 2 layers", "fp8")
-EXPERTS = Numbers(2, 2, "DualPipeV", 2, True, 1, 4, 1, 4, 2, 4, 1, 32, 4096, "all layers", "bf16")
+EXPERTS = Numbers(2, 2, "DualPipeV", 2, True, 1, 4, 1, 4, 2, 4, 1, 32, 4096, "full", "bf16")
 
 
 def keys(version: str) -> dict[str, str]:
@@ -105,7 +105,7 @@ def test_an_older_file_is_read(tmp_path: Path) -> None:
     one = found.numbers
     assert (one.pipeline, one.virtual, one.schedule, one.tensor, one.data) == (2, 2, "Interleaved1F1B", 2, 4)
     assert (one.micro, one.batch, one.sequence, one.zero) == (1, 8, 4096, 2)
-    assert (one.precision, one.again) == ("fp8", "every second product")
+    assert (one.precision, one.again) == ("fp8", "every second matmul")
     assert (one.ahead, one.behind) == (1, 1)  # the defaults
     assert {"model.name", "model.flavor", "training.compile"} <= set(found.ignored)
 
