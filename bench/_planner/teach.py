@@ -11,7 +11,7 @@ from tangram.planner.cost.calibration import learn, save
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "data" / "published" / "runs.csv"
-LEARNED = ROOT / "src" / "tangram" / "planner" / "learned.npz"
+LEARNED = ROOT / "src" / "tangram" / "planner" / "cost" / "learned.npz"
 
 
 def main() -> None:

@@ -48,12 +48,12 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "Derivation and marks",
-        r"sharding/(?:derive|choose|incode|runtime|marks).*|sharding",
+        r"sharding/(?:derive|choose|eager|runtime|marks).*|sharding",
         _CANNOT + r"|mark it|too many|draws",
     ),
     Kind("Operators, their rules and other libraries", r"sharding/.*", _CANNOT),
     Kind("Training", r"training.*", _CANNOT + r"|is of routers|one module hands|converted before"),
-    Kind("Planning", r"planner(?:/imports)?", _CANNOT + r"|is not priced|searches|has not$"),
+    Kind("Planning", r"schema|planner(?!/(?:exports|platforms)).*", _CANNOT + r"|is not priced|searches|has not$"),
     Kind("Exports of plans to other projects", r"planner/(?:exports|platforms)", r"^(?!--)"),
     Kind(
         "Checkpoints and conversion",

@@ -76,6 +76,10 @@ SOUND = {
     "hardware/workers.py": "import subprocess\nfrom tangram import layout\nsubprocess.run(['true'])\n",
     "training/loop.py": "import torch.distributed as dist\ndef f(t): dist.all_reduce(t); dist.init_process_group()\n",
     "cli/train.py": "import rich\ndef train():\n    from tangram.training import loop\n",
+    "training/b/__init__.py": "",
+    "training/d/__init__.py": "",
+    "training/d/e.py": "from tangram.training.b import f\n",
+    "training/b/f.py": "",
     "__main__.py": "from tangram.cli import train\n",
 }
 
@@ -124,6 +128,11 @@ BREACHES = {
     "a second parser": ("planner/a.py", "from lark import Lark\n", "uses a parser"),
     "a device's name": ("training/a.py", "x = 'cuda:0'\n", "one kind of accelerator"),
     "a device's module": ("training/a.py", "import torch\ntorch.cuda.synchronize()\n", "one kind of accelerator"),
+    "packages of a room that import each other": (
+        "training/b/c.py",
+        "from tangram.training.d import e\n",
+        "tangram.training.b:1 is imported by what it imports itself: tangram.training.d",
+    ),
     "a long file": ("cli/a.py", "x = 1\n" * 401, "401 lines"),
 }
 
@@ -137,6 +146,11 @@ def test_a_planted_breach_is_found(breach: str, tmp_path: Path) -> None:
     name, text, sentence = BREACHES[breach]
     found = findings(plant(tmp_path, {**SOUND, name: text}), DOCUMENTED)
     assert any(sentence in one for one in found), found
+
+
+def test_a_crowded_folder_is_found(tmp_path: Path) -> None:
+    files = {**SOUND, **{f"training/many/m{i}.py": "" for i in range(17)}}
+    assert "tangram.training.many:1 has 17 modules" in " ".join(findings(plant(tmp_path, files), DOCUMENTED))
 
 
 def test_words_are_no_breach(tmp_path: Path) -> None:

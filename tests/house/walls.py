@@ -7,13 +7,14 @@ one sentence for each breach; `test_walls.py` expects none in Tangram and plants
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 # From the lowest to the highest; a room imports only rooms that stand before it.
 ROOMS = (
-    "layout hardware kernels models relayout checkpoint sharding planner tracing resilience training cli".split()  # noqa: SIM905
+    "layout hardware kernels models relayout checkpoint sharding schema planner training cli".split()  # noqa: SIM905
 )
 # What lies beside the rooms: everybody may import errors, nobody __main__.
 BELOW_ALL = {"errors"}
@@ -37,8 +38,8 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
         "tangram.hardware.sweep",
     ),
     # The sweep's helpers are processes of its own, which measure collectives and end.
-    "a default process group": ("tangram.training", "tangram.resilience", "tangram.hardware.sweep"),
-    "a process": ("tangram.hardware.workers", "tangram.training", "tangram.resilience"),
+    "a default process group": ("tangram.training", "tangram.hardware.sweep"),
+    "a process": ("tangram.hardware.workers", "tangram.training"),
     "a parser": ("tangram.layout",),
     "an import by a computed name": ("tangram.cli", "tangram.hardware.workers", "tangram.hardware.benches"),
     "the name of one kind of accelerator": ("tangram.hardware", "tangram.kernels"),
@@ -66,6 +67,13 @@ class Module:
     name: str
     tree: ast.Module
     lines: int
+    is_package: bool = False
+    """Whether it is an `__init__`."""
+
+    @property
+    def package(self) -> str:
+        """Its package, as `tangram.planner.cost`: of an `__init__` the module itself."""
+        return self.name if self.is_package else self.name.rpartition(".")[0]
 
     @property
     def room(self) -> str:
@@ -81,13 +89,19 @@ def modules(package: Path) -> list[Module]:
         parts = [package.name, *path.relative_to(package).with_suffix("").parts]
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         text = path.read_text()
-        found.append(Module(name, ast.parse(text, str(path)), text.count("\n")))
+        found.append(Module(name, ast.parse(text, str(path)), text.count("\n"), parts[-1] == "__init__"))
     return found
+
+
+FILES = 16
+"""Modules of a folder at most, beside its `__init__`; a larger room has sub-packages."""
+LARGE = ("models", "relayout", "hardware")
+"""Rooms that are larger, still."""
 
 
 def findings(package: Path, dependencies: Mapping[str, set[str]]) -> list[str]:
     """A sentence for each breach. `dependencies`: the rooms that may import a third-party module, by its name."""
-    found: list[str] = []
+    found: list[str] = [*_circles(modules(package)), *_crowded(modules(package))]
     for module in modules(package):
         names = list(imported(module))
         found += [f"{module.name}:{line} {what}" for line, what in _walls(module, names)]
@@ -96,6 +110,37 @@ def findings(package: Path, dependencies: Mapping[str, set[str]]) -> list[str]:
         if module.lines > 400:
             found.append(f"{module.name}:400 has {module.lines} lines; a file has 400 at most")
     return found
+
+
+def _circles(house: list[Module]) -> Iterator[str]:
+    """Packages of a room that import each other, straight or by way of others: imports between them go down, too.
+
+    What a package's own modules import of each other is no matter here.
+    """
+    packages = {module.name: module.package for module in house}
+    uses: dict[str, set[str]] = {package: set() for package in packages.values()}
+    for module in house:
+        for _, name in imported(module):
+            while name and name not in packages:
+                name = name.rpartition(".")[0]  # noqa: PLW2901
+            if name and packages[name] != module.package and name.split(".")[1:2] == [module.room]:
+                uses[module.package].add(packages[name])
+    for package, direct in sorted(uses.items()):
+        reached, left = set[str](), list(direct)
+        while left:
+            if (one := left.pop()) not in reached:
+                reached.add(one)
+                left += uses[one]
+        if package in reached:
+            through = ", ".join(sorted(one for one in direct if package in uses[one] or one in reached))
+            yield f"{package}:1 is imported by what it imports itself: {through}"
+
+
+def _crowded(house: list[Module]) -> Iterator[str]:
+    count = Counter(module.package for module in house if not module.is_package)
+    for package, files in sorted(count.items()):
+        if files > FILES and package.split(".")[-1] not in LARGE:
+            yield f"{package}:1 has {files} modules; a folder has {FILES} at most, and a larger room sub-packages"
 
 
 def imported(module: Module) -> Iterator[tuple[int, str]]:

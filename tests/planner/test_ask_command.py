@@ -54,7 +54,7 @@ def test_the_tables_say_why(capsys: pytest.CaptureFixture[str]) -> None:
     for title in (
         "llama-3-8b on h100-8x8, predicted",
         "Why the first: its step",
-        "Its memory, of 80 GB; 90 of 100 like it need ",
+        "Its memory, of 80 GB; 90 % like it need ",
         "What the others lose",
         "If it were otherwise",
     ):
@@ -202,7 +202,7 @@ def test_as_a_library() -> None:
 
 
 def test_one_strategy_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    mesh = ("--explain", "pp=4 dp=2 tp=8", "--again", "all blocks")
+    mesh = ("--explain", "pp=4 dp=2 tp=8", "--again", "full")
     found = asked(capsys, *SPINE, "--framework", "megatron-core", *mesh)
     given, best = found["given"], found["best"]
     assert found["refused"] == []

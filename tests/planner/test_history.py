@@ -66,7 +66,7 @@ def test_processes_that_write_together_lose_no_row(tmp_path: Path) -> None:
     ("column", "value"),
     [
         ("seconds", -1.0), ("seconds", "soon"), ("seconds", None), ("parts", "{}"), ("parts", "no json"),
-        ("parts", '{"products": -1}'), ("parts", '{"products": NaN}'), ("parts", "[1]"), ("held", None),
+        ("parts", '{"matmuls": -1}'), ("parts", '{"matmuls": NaN}'), ("parts", "[1]"), ("held", None),
         ("outcome", "splendid"), ("room", "much"), ("model", None), ("at", None), ("key", 3), ("why", None),
         ("expected", float("inf")),
     ],

@@ -83,7 +83,7 @@ def as_choice(g: Grid) -> Choice:
     p, d, c, u, t = (int(at[name]) for name in ("pipeline", "data", "context", "ulysses", "tensor"))
     known: dict[str, Any] = {
         "mesh": mesh_of(p, d, c, u, t), "micro": int(at["micro"]), "virtual": int(at["virtual"]),
-        "schedule": SCHEDULES[int(at["schedule"])].name if p > 1 else "", "zero": int(at["zero"]), "again": "nothing",
+        "schedule": SCHEDULES[int(at["schedule"])].name if p > 1 else "", "zero": int(at["zero"]), "again": "none",
         "micros": int(g.micros[0]), "at": at,
     }  # fmt: skip
     one = object.__new__(Choice)

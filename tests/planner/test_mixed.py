@@ -47,12 +47,12 @@ def test_alike_parts_are_one_cluster() -> None:
     for one in found:
         pp, dp, cp, *rest = (int(axis.split("=")[1]) for axis in one.mesh.split())
         heads, tp = rest if len(rest) == 2 else (1, rest[0])
-        if one.again not in ("nothing", "all blocks"):
+        if one.again not in ("none", "full"):
             continue
         g = grid(
             batch=16, sequence=1024, pipeline=pp, data=dp, context=cp * heads, ulysses=heads, tensor=tp,
             sequence_parallel=float(tp > 1), micro=one.micro, zero=one.zero, shard=dp * cp * heads, expert_tensor=tp,
-            recompute=0 if one.again == "nothing" else int(Group.BLOCK),
+            recompute=0 if one.again == "none" else int(Group.BLOCK),
         )  # fmt: skip
         whole = float(seconds(MODEL, g, setting).step[0])
         assert one.step <= whole * (1 + 1e-9)

@@ -66,7 +66,7 @@ def test_typed(capsys: pytest.CaptureFixture[str]) -> None:
     assert asked_of("4M", 8192, "bf16, fp8,bf16", "tangram", "", 0.0, 8).others == ("fp8",)
     with pytest.raises(UserError, match='no precision "fp7"'):
         asked_of("4M", 8192, "bf16,fp7", "tangram", "", 0.0, 8)
-    with pytest.raises(UserError, match="--explain looks at one strategy: give one --precision"):
+    with pytest.raises(UserError, match="explain looks at one strategy: give one --precision"):
         explain(MODEL, CLUSTER, ASK, Given("dp=8"))
     said = ("plan", "llama-3-8b", "--cluster", "h100-8x8", "--gpus", "8", "--precision", "bf16,fp8", "--json")
     assert main([*said, "--top", "2"]) == 0

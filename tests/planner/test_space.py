@@ -125,17 +125,21 @@ def test_every_schedule_has_each_number_of_chunks_that_it_takes() -> None:
 
 
 REFUSED = {
-    "blocks of the first and the last chunk": (
+    "layers of the first and the last virtual stage": (
         {"pipeline": 4, "ahead": 4},
-        "4 and 0 blocks fewer of the first and the last of 4 chunks leave one of them without any of the 12 blocks",
+        "4 and 0 layers fewer of the first and the last of 4 virtual stages leave one of them without any of the "
+        "12 layers",
     ),
     "heads": (
         {"tensor": 3},
         "the 16 attention heads (num_attention_heads) do not divide by 3 TP ranks: the nearest sizes are 4 tensor "
         "ranks, or 18 in their place",
     ),
-    "stages": ({"pipeline": 8, "virtual": 2, "batch": 16}, "8 stages of 2 chunks are more than the 12 blocks"),
-    "chunks": ({"pipeline": 4, "virtual": 2, "batch": 6}, "interleaved chunks need micro-batches that 4 stages divide"),
+    "stages": ({"pipeline": 8, "virtual": 2, "batch": 16}, "8 stages of 2 virtual stages are more than the 12 layers"),
+    "chunks": (
+        {"pipeline": 4, "virtual": 2, "batch": 6},
+        "interleaved virtual stages need micro-batches that 4 stages divide",
+    ),
     "batch": ({"data": 3, "batch": 16}, "3 DP ranks of micro-batches of 1 do not divide 16 samples"),
     "tokens": ({"context": 3}, "3 CP ranks do not cut 512 tokens into twice as many parts"),
     "experts": ({"expert": 4, "data": 4}, "there are 4 EP ranks, and the model has no experts"),

@@ -260,7 +260,7 @@ def test_a_table_that_splits_backwards_is_refused_with_recomputing(four: tuple[R
 
 @pytest.mark.parametrize(
     ("run", "said"),
-    [({"compile": True}, "those of compiled blocks are not"), ({"recompute": ["*"]}, "for each of its weights")],
+    [({"compile": True}, "those of compiled layers are not"), ({"recompute": ["*"]}, "for each of its weights")],
 )
 def test_what_cannot_be_split(four: tuple[Ranked, ...], run: dict[str, Any], said: str) -> None:
     plan = taken(four)
@@ -287,14 +287,14 @@ def test_marks_that_no_stage_would_see(four: tuple[Ranked, ...], pattern: str, s
 
 def test_more_stages_than_blocks(counted: Counted) -> None:
     (one, *_) = rank(job(), 8, rates(8), CONFIG, counted, stages=8)
-    assert one.why_not == "the model has 2 blocks, too few for 8 stages"
+    assert one.why_not == "the model has 2 layers, too few for 8 stages"
 
 
 def test_plans_of_a_schedule_with_several_stages_for_a_rank(counted: Counted) -> None:
     found = rank(job(global_batch=10), 2, rates(2), CONFIG, counted, stages=2, schedule="GPipe")
     assert [one.name for one in found if one.plan] == ["2 stages by GPipe"] * 4
     (one, *_) = rank(job(global_batch=10), 4, rates(4), CONFIG, counted, stages=4, schedule="Interleaved1F1B")
-    assert (one.mesh, one.why_not) == ("pp=2 dp=2", "the model has 2 blocks, too few for 4 stages")
+    assert (one.mesh, one.why_not) == ("pp=2 dp=2", "the model has 2 layers, too few for 4 stages")
     deeper = tiny("qwen3", vocab_size=64, num_hidden_layers=4)
     for schedule, sizes in (("Interleaved1F1B", {5}), ("ZBVZeroBubble", {1, 2, 5, 10})):
         found = rank(job(global_batch=10), 2, rates(2), deeper, Counted(job(), deeper), stages=4, schedule=schedule)

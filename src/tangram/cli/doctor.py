@@ -73,7 +73,7 @@ def _measure(ranks: int, out: Path | None, *, json: bool) -> int:
         (one.kind, one.of, str(one.rows), f"{one.median:.0%}", f"{one.worst:.0%}", f"{one.held_out:.0%}")
         for one in found.fits
     ]
-    headers = ("curve", "of", "measured", "median error", "90 of 100 within", "held-out half")
+    headers = ("curve", "of", "measured", "median error", "90 % within", "held-out half")
     print_table(f"{found.name}, as one of {found.ranks} ranks", headers, rows)
     print(f"wrote {out}: tangram plan JOB --cluster {out}")
     return 0

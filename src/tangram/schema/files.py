@@ -99,7 +99,7 @@ def dumps(plan: Job) -> str:
     plan = absolute(plan, Path.cwd())
     tables = {"version": plan.version, **plan.model_dump(exclude_defaults=True)}
     what = "plan: a job with its strategy" if isinstance(plan, Plan) else "job: what to train, without a strategy"
-    use = "tangram plan --show FILE explains it, tangram train FILE runs it"
+    use = "tangram plan show FILE explains it, tangram train FILE runs it"
     return f"# A Tangram {what}. {use}.\n\n{tomli_w.dumps(tables)}"
 
 

@@ -119,7 +119,7 @@ class OptimiserPlan(Table):
     weight_decay: Share = 0.0
     no_decay: tuple[str, ...] = ("*norm*", "*.bias", "bias")
     """Name patterns of parameters without weight decay, beside vectors, biases, norms, scans and sinks, which have none
-    by what they are: `tangram plan --show` lists them."""
+    by what they are: `tangram plan show` lists them."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     """The largest norm of the whole gradient that is applied unscaled; inf applies every one."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"

@@ -15,7 +15,7 @@ from tests.planner.exports.drawn import CLUSTER, DENSE, MIXED
 
 LIST = Path(__file__).parent / "peers" / "megatron_lm.txt"
 MIXTURE = Numbers(2, 2, "Interleaved1F1B", 2, True, 2, 4, 1, 2, 1, 2, 1, 32, 4096, "norms and activations", "fp8")
-DENSE_FSDP = Numbers(1, 1, "", 2, True, 1, 1, 2, 8, 3, 4, 2, 64, 2048, "1 of 2 blocks", "bf16")
+DENSE_FSDP = Numbers(1, 1, "", 2, True, 1, 1, 2, 8, 3, 4, 2, 64, 2048, "1 of 2 layers", "bf16")
 NO_ARGUMENTS = {"use-custom-fsdp", "world-size", "nproc-per-node", "nnodes", "cpu-offloading", "fp8", "fp4"}
 """Older names, torchrun's, and those of files in YAML alone."""
 TYPES = {"int": int, "float": float}
@@ -94,9 +94,9 @@ def test_a_launch_script_is_read(tmp_path: Path) -> None:
     found = strategy_of(path, DENSE, 0, 64)
     one = found.numbers
     assert (one.ranks, one.tensor, one.pipeline, one.data, one.zero) == (16, 2, 2, 4, 1)
-    assert (one.micro, one.batch, one.sequence, one.again) == (1, 64, 2048, "1 of 3 blocks")
+    assert (one.micro, one.batch, one.sequence, one.again) == (1, 64, 2048, "1 of 3 layers")
     assert one.sequence_parallel
-    assert found.told == ("tp-comm-overlap: what hides beside products is the framework's usual share",)
+    assert found.told == ("tp-comm-overlap: what hides beside matmuls is the framework's usual share",)
     assert {"hidden-size", "attention-backend", "load"} <= set(found.ignored)
 
 
@@ -110,7 +110,7 @@ def test_a_file_of_arguments_in_yaml_is_read(tmp_path: Path) -> None:
     )
     one = strategy_of(path, DENSE, 8, 64).numbers
     assert (one.tensor, one.pipeline, one.virtual, one.data, one.zero) == (2, 2, 2, 2, 0)
-    assert (one.schedule, one.again, one.sequence_parallel) == ("Interleaved1F1B", "attention", False)
+    assert (one.schedule, one.again, one.sequence_parallel) == ("Interleaved1F1B", "selective", False)
 
 
 USUAL = "--micro-batch-size 1 --seq-length 2048 --bf16 "
@@ -123,7 +123,7 @@ USUAL = "--micro-batch-size 1 --seq-length 2048 --bf16 "
         (USUAL + "--tensor-model-parallel-size $TP", "tensor-model-parallel-size is '$TP', which only a shell can"),
         (USUAL + "--tensor-model-parallel-size two", "is 'two'; write a whole number from 1"),
         (USUAL + "--context-parallel-size 0", "context-parallel-size is 0; write a whole number from 1"),
-        (USUAL + "--num-layers 32", "is for a model of 32 blocks, and dense has 12"),
+        (USUAL + "--num-layers 32", "is for a model of 32 layers, and dense has 12"),
         (USUAL + "--fp16", "says both bf16 and fp16"),
         (USUAL + "--recompute-granularity some", "recompute-granularity is 'some'; write full or selective"),
         (USUAL + "--recompute-granularity selective --recompute-modules gate", "nothing is known of the module 'gate'"),
@@ -134,10 +134,13 @@ USUAL = "--micro-batch-size 1 --seq-length 2048 --bf16 "
         ),
         (
             USUAL + "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 5",
-            "chunks of 5 blocks on 2 PP ranks are not 12 blocks",
+            "virtual stages of 5 layers on 2 PP ranks are not 12 layers",
         ),
         (USUAL + "--pipeline-model-parallel-layout 'E1|L'", "'E1|L' is no layout of a pipeline"),
-        (USUAL + "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 't|t|t'", "has 3 chunks for 2"),
+        (
+            USUAL + "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 't|t|t'",
+            "has 3 virtual stages for 2",
+        ),
         (USUAL + "--use-megatron-fsdp --data-parallel-sharding-strategy all", "write one of no_shard, optim"),
         ("--seq-length 2048", "says no micro-batch-size, so it is not Megatron-LM's arguments or not all"),
         ("--load 'open", "is damaged: No closing quotation"),

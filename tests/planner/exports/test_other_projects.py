@@ -14,10 +14,10 @@ from tangram.planner.exports.targets import EXPORTS
 from tests.planner.exports.drawn import CLUSTER, DENSE, MIXED
 
 HERE = Path(__file__).parent
-FLAT = Numbers(1, 1, "", 1, False, 1, 1, 1, 16, 3, 16, 2, 64, 2048, "all blocks", "bf16")
+FLAT = Numbers(1, 1, "", 1, False, 1, 1, 1, 16, 3, 16, 2, 64, 2048, "full", "bf16")
 EXPERTS = replace(FLAT, data=8, expert=4, shard=8)
 RINGS = replace(FLAT, data=4, context=2, shard=4, zero=2)
-STAGES = Numbers(2, 2, "Interleaved1F1B", 2, True, 2, 8, 1, 4, 1, 8, 1, 32, 4096, "all blocks", "bf16")
+STAGES = Numbers(2, 2, "Interleaved1F1B", 2, True, 2, 8, 1, 4, 1, 8, 1, 32, 4096, "full", "bf16")
 CASES = {
     "deepspeed.json": ("deepspeed", EXPERTS, MIXED),
     "accelerate.yaml": ("accelerate", RINGS, DENSE),
@@ -39,7 +39,7 @@ def test_deepspeeds_numbers_are_a_product() -> None:
     assert any("gradient_checkpointing_enable" in one for one in written.told)
 
 
-@pytest.mark.parametrize("one", [RINGS, replace(FLAT, zero=0, again="nothing"), replace(FLAT, shard=8)])
+@pytest.mark.parametrize("one", [RINGS, replace(FLAT, zero=0, again="none"), replace(FLAT, shard=8)])
 def test_accelerate_loads_what_is_written(one: Numbers, tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command_parser
@@ -71,12 +71,12 @@ REFUSED: list[tuple[str, Outline, Numbers, str]] = [
     ("deepspeed", DENSE, replace(FLAT, context=2), "says nothing of CP ranks"),
     ("deepspeed", DENSE, replace(FLAT, tensor=2, sequence_parallel=True), "TP ranks do not divide tokens"),
     ("deepspeed", DENSE, replace(FLAT, shard=8), "divides states over all 16 DP ranks, the plan over 8"),
-    ("deepspeed", DENSE, replace(FLAT, precision="fp8"), "has no fp8 products"),
-    ("deepspeed", DENSE, replace(FLAT, again="1 of 2 blocks"), "recomputes all blocks or none"),
+    ("deepspeed", DENSE, replace(FLAT, precision="fp8"), "has no fp8 matmuls"),
+    ("deepspeed", DENSE, replace(FLAT, again="1 of 2 layers"), "recomputes all layers or none"),
     ("deepspeed", MIXED, replace(FLAT, expert_tensor=2), "does not cut experts over TP ranks"),
     ("accelerate", DENSE, replace(FLAT, pipeline=2, schedule="1F1B"), "has no pipelines beside FSDP"),
     ("accelerate", DENSE, replace(FLAT, zero=1), "divides gradients wherever it divides the optimiser's states"),
-    ("accelerate", DENSE, replace(FLAT, zero=0), "recomputes blocks where FSDP divides parameters"),
+    ("accelerate", DENSE, replace(FLAT, zero=0), "recomputes layers where FSDP divides parameters"),
     ("accelerate", MIXED, EXPERTS, "accelerate has no EP ranks"),
     ("paddleformers", DENSE, replace(FLAT, zero=0, context=2), "makes CP ranks of those that divide states"),
     ("paddleformers", MIXED, replace(STAGES, zero=2), "divides the optimiser's states alone in a pipeline"),

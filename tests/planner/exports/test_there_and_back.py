@@ -104,21 +104,22 @@ REFUSED: list[tuple[str, Outline, dict[str, object], str]] = [
     ("megatron-lm", DENSE, {"zero": 1, "again": "norms and activations"}, "activations of dense MLPs again only with"),
     ("megatron-lm", DENSE, {"schedule": "ZBVZeroBubble", "virtual": 2}, "runs 1F1B and Interleaved1F1B, and no ZBV"),
     ("megatron-lm", DENSE, {"zero": 3}, "whose pages name no pipelines beside it"),
-    ("megatron-lm", DENSE, {**ONE_EACH, "zero": 1, "again": "1 of 2 blocks"}, "chunks of 1 have no 1 of 2 blocks"),
+    ("megatron-lm", DENSE, {**ONE_EACH, "zero": 1, "again": "1 of 2 layers"},
+     "virtual stages of 1 have no 1 of 2 layers"),
     ("torchtitan", DENSE, {"zero": 1}, "divides gradients wherever it divides the optimiser's states"),
     ("torchtitan", DENSE, {"zero": 0}, "has full replicas of parameters with DP ranks alone"),
     ("torchtitan", DENSE, {"precision": "fp4"}, "and not in fp4"),
     ("torchtitan", DENSE, {"sequence_parallel": False}, "TP ranks divide tokens, too, which this plan's do not"),
     ("torchtitan", DENSE, {"again": "norms and activations"}, "has no key for recomputing: norms and activations"),
     ("torchtitan", DENSE, {"pipeline": 4, "schedule": "InterleavedZeroBubble"},
-     "runs InterleavedZeroBubble with two chunks of each rank or more, and the plan has one"),
-    ("torchtitan", DENSE, {"pipeline": 8}, "cuts 12 blocks by how many a chunk has, which never makes 8 of them"),
+     "runs InterleavedZeroBubble with two virtual stages of each rank or more, and the plan has one"),
+    ("torchtitan", DENSE, {"pipeline": 8}, "by how many a virtual stage has, which never makes 8 of them"),
     ("torchtitan", MIXED, {"expert": 1, "expert_tensor": 1}, "cuts experts over the TP ranks where there are no"),
     ("torchtitan-options", MIXED, {"expert": 2, "expert_tensor": 2}, "has no TP ranks of experts"),
-    ("torchtitan-options", DENSE, {"again": "1 of 2 blocks"}, "has no option for recomputing: 1 of 2"),
-    ("torchtitan-options", DENSE, {"precision": "fp8"}, "has 8-bit products in Python configurations only"),
+    ("torchtitan-options", DENSE, {"again": "1 of 2 layers"}, "has no option for recomputing: 1 of 2"),
+    ("torchtitan-options", DENSE, {"precision": "fp8"}, "has 8-bit matmuls in Python configurations only"),
 ]  # fmt: skip
-USUAL = Numbers(2, 1, "1F1B", 2, True, 1, 1, 2, 4, 3, 4, 1, 32, 2048, "nothing", "bf16")
+USUAL = Numbers(2, 1, "1F1B", 2, True, 1, 1, 2, 4, 3, 4, 1, 32, 2048, "none", "bf16")
 
 
 @pytest.mark.parametrize(("name", "outline", "changed", "said"), REFUSED)
@@ -140,7 +141,7 @@ def test_uneven_stages_are_written_and_told(blocks: tuple[int, ...], written: st
         assert found.told == ()
     else:
         assert f"--pipeline-model-parallel-layout {written}\n" in found.text
-        assert found.told == ("the 8 blocks are uneven over 3 chunks: the first ones have one more",)
+        assert found.told == ("the 8 layers are uneven over 3 virtual stages: the first ones have one more",)
 
 
 FEWER: list[tuple[dict[str, int], tuple[str, ...]]] = [
@@ -188,6 +189,6 @@ def test_what_a_project_is_able_to_is_written(name: str, outline: Outline) -> No
     able, written = EXPORTS[name].able(outline), set[object]()
     flat = replace(USUAL, pipeline=1, schedule="", tensor=1, sequence_parallel=False, expert_tensor=1)
     for again, zero in product(able.again, able.zero):
-        if _written(name, outline, replace(flat, again="1 of 2 blocks" if again == SOME else again, zero=zero)):
+        if _written(name, outline, replace(flat, again="1 of 2 layers" if again == SOME else again, zero=zero)):
             written |= {again, zero}
     assert written == {*able.again, *able.zero}

@@ -15,8 +15,8 @@ from tangram.planner.imports.torchtitan import READ
 from tests.planner.exports.drawn import CLUSTER, DENSE, MIXED
 
 HERE = Path(__file__).parent
-STAGED = Numbers(4, 3, "Interleaved1F1B", 2, True, 2, 1, 2, 4, 3, 4, 2, 64, 8192, "1 of 2 blocks", "fp8")
-EXPERTS = Numbers(2, 2, "DualPipeV", 2, True, 1, 4, 1, 4, 2, 4, 1, 32, 4096, "all blocks", "bf16")
+STAGED = Numbers(4, 3, "Interleaved1F1B", 2, True, 2, 1, 2, 4, 3, 4, 2, 64, 8192, "1 of 2 layers", "fp8")
+EXPERTS = Numbers(2, 2, "DualPipeV", 2, True, 1, 4, 1, 4, 2, 4, 1, 32, 4096, "full", "bf16")
 
 
 def keys(version: str) -> dict[str, str]:
@@ -105,7 +105,7 @@ def test_an_older_file_is_read(tmp_path: Path) -> None:
     one = found.numbers
     assert (one.pipeline, one.virtual, one.schedule, one.tensor, one.data) == (2, 2, "Interleaved1F1B", 2, 4)
     assert (one.micro, one.batch, one.sequence, one.zero) == (1, 8, 4096, 2)
-    assert (one.precision, one.again) == ("fp8", "every second product")
+    assert (one.precision, one.again) == ("fp8", "every second matmul")
     assert (one.ahead, one.behind) == (1, 1)  # the defaults
     assert {"model.name", "model.flavor", "training.compile"} <= set(found.ignored)
 
@@ -116,7 +116,7 @@ def test_what_is_not_said_is_the_default(tmp_path: Path) -> None:
     found = strategy_of(path, DENSE, 0, 64)
     one = found.numbers
     assert (one.data, one.zero, one.micro, one.batch) == (64, 3, 8, 512)
-    assert one.again == "1 of 2 blocks"
+    assert one.again == "1 of 2 layers"
     assert found.told == ("activation_checkpoint.mode is not said: taken as selective, which is the default",)
 
 
@@ -132,7 +132,7 @@ USUAL = "[activation_checkpoint]\nmode = 'none'\n[parallelism]\n"
         (USUAL + "pipeline_parallel_degree = 2\npipeline_parallel_schedule = 'Mine'", "knows no schedule 'Mine'"),
         (
             USUAL + "pipeline_parallel_degree = 4\npipeline_parallel_layers_per_stage = 5",
-            "3 chunks of the model are not",
+            "3 virtual stages of the model are not",
         ),
         (USUAL + "pipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 3", "of 3 samples do not divide"),
         (USUAL + "fsdp_reshard_after_forward = 'later'", "is 'later'; write one of always, never, default"),

@@ -3,9 +3,9 @@
 A block's pass takes as long as its operators one after another on the device, or as the host needs to start them all,
 whichever is longer:
 
-    products      by the curve of the device for their shape; the backward multiplies twice, by the other two shapes
-    attention     by the curve of the fused kernel; unfused, as products and sequence x sequence numbers through memory;
-                  of scans the products of two results, which have no weights to make gradients of
+    matmuls      by the curve of the device for their shape; the backward multiplies twice, by the other two shapes
+    attention     by the curve of the fused kernel; unfused, as matmuls and sequence x sequence numbers through memory;
+                  of scans the matmuls of two results, which have no weights to make gradients of
     streams       bytes by the rate of memory; fused or not as the framework has them
     tensor        two exchanges of a block's hidden states in the forward and two in the backward
     expert        tokens to their experts' ranks and back, forward and backward
@@ -68,7 +68,7 @@ KERNELS = {"product": 2.0, "scores": 2.0, "unfused scores": 8.0, "stream": 1.0, 
 SCORE_PASSES = 4.5
 """How often unfused attention has a matrix of queries x keys through memory: product, scale, softmax, dropout."""
 SUSTAINED = 0.87
-"""Of the rate of products measured alone what is left when a device works without pause, at the limit of its power."""
+"""Of the rate of matmuls measured alone what is left when a device works without pause, at the limit of its power."""
 CAST_BYTES = 4.0
 """Moved for each number that is brought to 8 bits or fewer: 2 read, 1 written, 1 more transposed."""
 UNFUSED = 1.6
@@ -312,6 +312,6 @@ class Ways:
 
 
 def _chosen(groups: Array, group: Group) -> Array:
-    """1 where a configuration computes a group again. Whole blocks are all of theirs."""
+    """1 where a configuration computes a group again. Whole layers are all of theirs."""
     whole = (groups & int(Group.BLOCK)) == int(Group.BLOCK)
     return np.where(whole | ((groups & int(group)) > 0), 1.0, 0.0)

@@ -4,7 +4,7 @@ The logarithm of measured over predicted seconds is modelled as a sum of few eff
 
     log(measured / predicted) = sum_j w_j x_j + noise
 
-whose features x are the shares of a step's parts ("products are a tenth slower than their curve"), alone and within a
+whose features x are the shares of a step's parts ("matmuls are a tenth slower than their curve"), alone and within a
 device, a framework or a place, and one constant for each of those. Every weight has a normal prior around zero with
 the width of its family (`WIDTHS`), so what has not been seen stays at the physics, with an interval as wide as such
 effects are; noise has the heavy tails of Student's t with four degrees of freedom, so single bad rows do not count
@@ -48,7 +48,7 @@ WIDTHS = {
 """How large effects of each family are: the standard deviation of a weight before anything is seen."""
 PARTS = tuple(one.name for one in fields(Seconds))
 SURE = 1.6449
-"""Standard deviations to each side of the middle 90 of 100 of a normal."""
+"""Standard deviations to each side of the middle 90 % of a normal."""
 TAILS = 4.0
 TURNS = 4
 

@@ -26,7 +26,7 @@ __all__ = ["SURE", "busiest"]
 
 Array = NDArray[Any]
 SURE = 0.99
-"""Of blocks and micro-batches in which memory is to suffice."""
+"""Of layers and micro-batches in which memory is to suffice."""
 
 
 def busiest(experts: int, g: Grid, setting: Setting, quantile: float | None = None) -> Array:

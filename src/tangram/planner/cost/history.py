@@ -67,7 +67,7 @@ class Entry:
     """Predicted seconds of a step, with what the history said then."""
     low: float
     high: float
-    """90 of 100 were expected between these."""
+    """90 % were expected between these."""
     held: Mapping[str, float]
     """Predicted bytes of the rank that needs most, by what they are of."""
     room: float

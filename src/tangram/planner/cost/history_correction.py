@@ -58,7 +58,7 @@ class Likely:
     step: float
     low: float
     high: float
-    """90 of 100 lie between these."""
+    """90 % lie between these."""
     measured: int = 0
     """How often this very plan was measured here."""
 

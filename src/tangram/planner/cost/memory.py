@@ -3,19 +3,19 @@
 At its peak a rank holds what it keeps all the time (parameters, gradients, optimiser's states), what the micro-batches
 in flight left for their backward, and the largest of what comes and goes: logits and their gradient on the last stage,
 the widest gradient of a block's backward with what is recomputed for it, what FSDP gathers, gradients that
-products write beside the kept ones.
+matmuls write beside the kept ones.
 
-    numbers      of a stage's blocks, over TP and EP ranks; the first has the embedding, the last the head
+    numbers      of a stage's layers, over TP and EP ranks; the first has the embedding, the last the head
     states       as the framework keeps them (`planner.space.framework_profiles`), sharded as `zero` says
-    in flight    1F1B: stage i of p has p - i micro-batches; with v chunks a rank 2 (p - i - 1) + (v - 1) p + 1 chunks,
-                 at most all (Narayanan et al. 2021; Megatron-LM, schedules.py); where the backward is split v p on each
-                 rank, of DualPipeV one more (played: `planner.cost.memory_timeline`, and a test compares)
+    in flight    1F1B: stage i of p has p - i micro-batches; with v virtual stages a rank 2 (p - i - 1) + (v - 1) p + 1
+                 of these, at most all (Narayanan et al. 2021; Megatron-LM, schedules.py); where the backward is split
+                 v p on each rank, of DualPipeV one more (played: `planner.cost.memory_timeline`; a test compares)
     activations  a block's `Kept` rows that are not recomputed; of a block that is recomputed as a whole its input
 
-Of a pipeline the first rank is looked at, the last, and those where blocks of other sizes begin: a mixture's second
-rank may need more than its first, which has the dense blocks; and the second where the first has fewer blocks. Which
-blocks a rank's chunks have is exact (`planner.space.layers_per_stage`); where chunks are not alike, those in flight are
-taken as the mean of the rank's, which is up to 14 % off what playing the schedule gives
+Of a pipeline the first rank is looked at, the last, and those where layers of other sizes begin: a mixture's second
+rank may need more than its first, which has the dense layers; and the second where the first has fewer layers. Which
+layers a rank's virtual stages have is exact (`planner.space.layers_per_stage`); where virtual stages are not alike,
+those in flight are taken as the mean of the rank's, which is up to 14 % off what playing the schedule gives
 (`planner.cost.memory_timeline`; 17 % of what is left where states are offloaded to the host), else nothing.
 
 Three totals: what tensors take (`allocated`), what the allocator holds for them (`reserved`), and what the device shows
@@ -82,7 +82,7 @@ class Memory:
     last: Rank
     """Of the last stage: the head."""
     between: tuple[Rank, ...]
-    """Of stages that may need more than both, where blocks are not alike: the first with none of the small ones, and
+    """Of stages that may need more than both, where layers are not alike: the first with none of the small ones, and
     the one before it."""
     reserve: float
     """What the allocator holds beyond tensors, as a share of them."""
@@ -136,8 +136,8 @@ def at_rank(
     outline: Outline, g: Grid, setting: Setting, place: Array, counts: list[Array] | None = None,
     takes: Sequence[Takes] | None = None,
 ) -> Array:  # fmt: skip
-    """`needs` of one rank of the pipeline, for each configuration that of its own; `counts`: if it had so many blocks
-    of each run. With more blocks it is never less. A grid of one is of all places. `takes`: `takes_of`, if known."""
+    """`needs` of one rank of the pipeline, for each configuration that of its own; `counts`: if it had so many layers
+    of each run. With more layers it is never less. A grid of one is of all places. `takes`: `takes_of`, if known."""
     framework, takes = setting.framework, takes_of(outline, g, setting) if takes is None else takes
     one = _rank(outline, g, setting, place, takes, counts)
     shown = one.allocated * (1 + framework.reserve) + framework.context
@@ -145,13 +145,13 @@ def at_rank(
 
 
 BORDERS = 4
-"""How many places where other blocks begin are looked at, the first of a model whose kinds alternate: after these its
+"""How many places where other layers begin are looked at, the first of a model whose kinds alternate: after these its
 pattern begins anew on ranks that have fewer micro-batches in flight, with at most one block more of a kind."""
 
 
 def _unlike(outline: Outline, g: Grid) -> list[Array]:
-    """PP ranks about each place where blocks of other sizes begin, as after a mixture's first dense blocks; and
-    the second, which may have more than the first where that has fewer blocks."""
+    """PP ranks about each place where layers of other sizes begin, as after a mixture's first dense layers; and
+    the second, which may have more than the first where that has fewer layers."""
     found: list[Array] = []
     if (g.ahead + g.behind).any():
         found.append(np.minimum(g.pipeline - 1, 1.0))
@@ -190,7 +190,7 @@ def _rank(
 
 
 def _offloaded(one: Rank, g: Grid, largest: Array) -> Rank:
-    """With what waits in the host's memory there; of activations those of two blocks are on their way."""
+    """With what waits in the host's memory there; of activations those of two layers are on their way."""
     states, weights, flows = away(g.offload)
     staying = np.minimum(one.activations, 2 * largest)
     host = np.where(weights, one.parameters + one.gradients, 0.0) + np.where(states, one.optimiser, 0.0)
@@ -203,7 +203,7 @@ def _offloaded(one: Rank, g: Grid, largest: Array) -> Rank:
 
 @dataclass(frozen=True)
 class Stage:
-    """What so many blocks, with the embedding and the head or without, take of a rank's bytes, and when."""
+    """What so many layers, with the embedding and the head or without, take of a rank's bytes, and when."""
 
     parameters: Array
     gradients: Array
@@ -219,7 +219,7 @@ class Stage:
     again: Array
     """While a backward works: what is recomputed, and the widest gradient."""
     spare: Array
-    """Gradients that products write beside the kept ones."""
+    """Gradients that matmuls write beside the kept ones."""
     workspace: float
     gathered_ahead: Array
     """While a forward works: parameters that are divided."""
@@ -243,7 +243,7 @@ class Takes:
 
 def takes_of(outline: Outline, g: Grid, setting: Setting, *, least: bool = False) -> list[Takes]:
     """Of each kind of block; `least`: without what making a block again takes beside its backward, so that with fewer
-    blocks recomputed none takes less."""
+    layers recomputed none takes less."""
     found: list[Takes] = []
     for block, _ in outline.predicting.by_kind([count for _, count in outline.predicting.runs]):
         numbers = block.numbers
@@ -258,7 +258,7 @@ def stage(
     outline: Outline, g: Grid, setting: Setting, counts: list[Array], embeds: Array, heads: Any,
     takes: Sequence[Takes],
 ) -> Stage:  # fmt: skip
-    """Of so many blocks of each run; `embeds`, `heads`: 1 with the embedding, the head, else 0."""
+    """Of so many layers of each run; `embeds`, `heads`: 1 with the embedding, the head, else 0."""
     framework = setting.framework
     kept, again, whole, scratch, largest = (np.zeros(len(g)) for _ in range(5))
     tied, predictors, further = outline.tied, outline.predictors, outline.further + outline.positions * outline.hidden
@@ -287,7 +287,7 @@ def stage(
 
 
 def counts_of(outline: Outline, start: Array, end: Array) -> list[Array]:
-    """How many blocks of each run lie from `start` to `end`."""
+    """How many layers of each run lie from `start` to `end`."""
     found: list[Array] = []
     at = 0
     for _, count in outline.runs:

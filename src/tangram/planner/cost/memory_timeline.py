@@ -1,14 +1,16 @@
 """Bytes of every stage's ranks over the time of a step: `planner.cost.memory`'s numbers, played through the schedule.
 
     always             parameters, gradients, optimiser's states, spare gradients, workspaces, context
-    forward to end     what a micro-batch keeps on its chunk (of a backward in two parts: until the second is done)
+    forward to end     what a micro-batch keeps on its virtual stage (of a backward in two parts: until the second is
+                       done)
       of backward
-    while it works     a forward: what FSDP gathers, the last chunk's logits; a backward: what is gathered and reduced,
+    while it works     a forward: what FSDP gathers, the last virtual stage's logits; a backward: what is gathered and
+                       reduced,
                        and the larger of logits with their gradient and what is recomputed beside the widest gradient
 
 It is the same model as `planner.cost.memory`'s closed form and so a check of it: a test draws configurations of every
-schedule and compares the peaks. The closed form is what a search can afford; this knows which blocks lie on which
-chunk.
+schedule and compares the peaks. The closed form is what a search can afford; this knows which layers lie on which
+virtual stage.
 
 The trade-off: what works is taken to need its most from its beginning to its end.
 """
@@ -85,7 +87,7 @@ def footprints(outline: Outline, one: Grid, setting: Setting, found: Play) -> li
 def _stage(
     outline: Outline, one: Grid, setting: Setting, ranges: list[tuple[Any, Any]], embeds: bool, heads: bool
 ) -> Stage:
-    """Of blocks in these ranges."""
+    """Of layers in these ranges."""
     counts = [np.zeros(1) for _ in outline.runs]
     for start, end in ranges:
         more = counts_of(outline, np.full(1, float(start)), np.full(1, float(end)))

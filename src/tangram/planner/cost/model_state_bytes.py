@@ -29,7 +29,7 @@ class Held:
 
 
 def held(outline: Outline, g: Grid, counts: Any, ends: Any) -> tuple[Held, Held]:
-    """All numbers of so many blocks of each run with `ends` (numbers beside blocks); of them those that are trained.
+    """All numbers of so many layers of each run with `ends` (numbers beside layers); of them those that are trained.
 
     Where nothing is frozen both are the same object.
     """

@@ -4,8 +4,8 @@ A step is so many micro-batches through a pipeline, then what DP ranks still hav
 
     step = M max_i(s_i) + (sum_i(s_i) - max_i(s_i)) / v  +  exposed data traffic  +  optimiser
 
-with s_i the forward and backward of a micro-batch on stage i and v chunks a rank (Narayanan et al. 2021, 2.2, for equal
-stages); what this is above a stage's own share of the work is idle. What a pass through a block takes is
+with s_i the forward and backward of a micro-batch on stage i and v virtual stages a rank (Narayanan et al. 2021, 2.2,
+for equal stages); what this is above a stage's own share of the work is idle. What a pass through a block takes is
 `planner.cost.block_time`.
 
 What runs beside (gradients summed under the backward, parameters gathered under computation) counts as far as it does
@@ -91,13 +91,13 @@ LOGIT_BYTES = 24.0
 
 @dataclass(frozen=True)
 class Passes:
-    """Of one micro-batch, seconds through all blocks by what they are spent on, and through the head."""
+    """Of one micro-batch, seconds through all layers by what they are spent on, and through the head."""
 
     forward: dict[str, Array]
     backward: dict[str, Array]
     """With what is recomputed."""
     weights: Array
-    """Of the backward's products, what makes gradients of weights."""
+    """Of the backward's matmuls, what makes gradients of weights."""
     head: Array
     """Forward and backward."""
     hop: Array
@@ -124,14 +124,14 @@ def block_seconds(outline: Outline, g: Grid, setting: Setting) -> list[Array]:
 
 
 def _of_block(block: Block, outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pass]:
-    """Forward, backward, and what is recomputed, on the mean of all blocks."""
+    """Forward, backward, and what is recomputed, on the mean of all layers."""
     passes = Ways(block, outline.hidden, g, setting)
     forward = passes.forward()
     return forward, passes.backward(), passes.repeated(forward) * g.recomputed
 
 
 def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pass, Array]:
-    """All blocks forward, backward, and what of them is recomputed; and seconds of all that of predictors' blocks."""
+    """All layers forward, backward, and what of them is recomputed; and seconds of all that of predictors' layers."""
     ahead, back, again = (none(g) for _ in range(3))
     further = np.zeros(len(g))
     for block, count in outline.kinds:
@@ -146,8 +146,9 @@ def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pa
 
 
 def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False, fewer: bool = False) -> Seconds:
-    """Of a step of each configuration of the grid; with `least` what no cut of the blocks into chunks is quicker than,
-    and what is never less where blocks take longer; with `fewer`, nor with fewer chunks, from two on, or where
+    """Of a step of each configuration of the grid; with `least` what no cut of the layers into virtual stages is
+    quicker than,
+    and what is never less where layers take longer; with `fewer`, nor with fewer virtual stages, from two on, or where
     PP ranks lie within DP ranks."""
     ahead, back, again, further = _passes(outline, g, setting)
     whole = ahead + back + again
@@ -171,7 +172,7 @@ def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False,
 
 
 def _weights(outline: Outline, back: Pass) -> Array:
-    """Of the backward, what makes gradients of weights: one of the two products of each map, if they are trained."""
+    """Of the backward, what makes gradients of weights: one of the two matmuls of each map, if they are trained."""
     return back.products * (0.0 if outline.adapted else 0.5)
 
 
@@ -189,7 +190,7 @@ def pipeline_seconds(
 
 
 def slowest_rank(outline: Outline, g: Grid, blocks: Array, head: Array, *, least: bool = False) -> Array:
-    """Seconds of a micro-batch on it; with `least` on that of the best cut or less: some rank has as many blocks as the
+    """Seconds of a micro-batch on it; with `least` on that of the best cut or less: some rank has as many layers as the
     mean, rounded up, and some takes as long as the mean with the head."""
     each = blocks / outline.layers
     if least:
@@ -201,8 +202,8 @@ def slowest_rank(outline: Outline, g: Grid, blocks: Array, head: Array, *, least
 def loads(outline: Outline, g: Grid) -> tuple[Array, Array]:
     """Blocks of the rank that has most of those without the head, and of the rank with the head.
 
-    Of ranks between the first and the last, or behind the first where chunks go down the ranks and up again, the second
-    has most, or the one that has two of the first chunks after each other.
+    Of ranks between the first and the last, or behind the first where virtual stages go down the ranks and up again,
+    the second has most, or the one that has two of the first virtual stages after each other.
     """
     (each, more), ranks = cut(outline.layers, g), g.pipeline
     dealt_out, even = ~folded(g.schedule), g.virtual * each

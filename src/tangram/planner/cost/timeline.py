@@ -1,7 +1,7 @@
 """A step as it would run, action by action on every stage, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Forwards and backwards take what the model of time says of their chunks, and are played through the schedule's own
-table (`schema.schedules`); what DP ranks move beyond computation and the optimiser follow. So it is also a check of
+Forwards and backwards take what the model of time says of their virtual stages, and are played through the schedule's
+own table (`schema.schedules`); what DP ranks move beyond computation and the optimiser follow. So it is also a check of
 the closed form, which `planner.cost.step_time` searches with. Of many micro-batches the first `MOST` are shown.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["MOST", "Event", "Play", "as_trace", "events_of", "play", "timeline"]
 MOST = 64
 """Micro-batches that are shown."""
 HEADS = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
-"""Of the head's three products one is the forward's, and one makes gradients of weights."""
+"""Of the head's three matmuls one is the forward's, and one makes gradients of weights."""
 KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
@@ -48,9 +48,9 @@ class Play:
     """A step as it would run."""
 
     blocks: tuple[int, ...]
-    """Of each chunk of the model, in the model's order."""
+    """Of each virtual stage of the model, in the model's order."""
     rank_of: tuple[int, ...]
-    """The rank that has each chunk."""
+    """The rank that has each virtual stage."""
     rows: tuple[tuple[tuple[float, float, Action], ...], ...]
     """Of each rank when each action begins, and how long it takes."""
     after: tuple[tuple[str, float], ...]
@@ -115,7 +115,7 @@ def events_of(found: Play) -> list[Event]:
     own, events = len(found.blocks) > len(found.rows), list[Event]()
     for rank, row in enumerate(found.rows):
         for start, took, action in row:
-            chunk = f" of chunk {action.stage}" if own else ""
+            chunk = f" of virtual stage {action.stage}" if own else ""
             kind = KINDS[action.kind]
             events.append(Event(rank, f"{kind} {action.micro}{chunk}", kind, start, took))
         after = found.end

@@ -26,14 +26,14 @@ def accelerate(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     if one.pipeline > 1:
         raise UserError("accelerate has no pipelines beside FSDP: plan without stages")
     if one.precision not in PRECISIONS:
-        raise UserError(f"accelerate's configuration is not written with {one.precision} products: plan with bf16")
+        raise UserError(f"accelerate's configuration is not written with {one.precision} matmuls: plan with bf16")
     if one.tensor > 1 and one.sequence_parallel:
         raise UserError("accelerate's TP ranks do not divide tokens, as the plan's do: plan without TP ranks")
     if experts_of(outline) and (one.expert > 1 or one.expert_tensor > 1):
         raise UserError("accelerate has no EP ranks: plan without them")
     group, share = recomputed(one)
     if group and (group, share) != (Group.BLOCK, 1.0):
-        raise UserError(f"accelerate recomputes all blocks or none, and not: {one.again}")
+        raise UserError(f"accelerate recomputes all layers or none, and not: {one.again}")
     told = (
         f"the program takes micro-batches of {one.micro} samples of {one.sequence} tokens and sums up {one.micros}: "
         f"{one.batch} samples a step",
@@ -55,7 +55,7 @@ def accelerate(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
 def _divided(one: Numbers, *, again: bool) -> dict[str, Any]:
     if one.zero == 0 and one.ranks == one.data:
         if again:
-            raise UserError("accelerate recomputes blocks where FSDP divides parameters: plan with them divided")
+            raise UserError("accelerate recomputes layers where FSDP divides parameters: plan with them divided")
         return {"distributed_type": "MULTI_GPU" if one.data > 1 else "NO"}
     if one.zero < 2:
         raise UserError(

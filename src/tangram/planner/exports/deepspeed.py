@@ -36,7 +36,7 @@ def deepspeed(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     if one.zero and one.copies > 1:
         raise UserError(f"DeepSpeed's JSON divides states over all {one.data} DP ranks, the plan over {one.shard}")
     if one.precision not in PRECISIONS:
-        raise UserError(f"DeepSpeed's JSON has no {one.precision} products: plan with --precision bf16")
+        raise UserError(f"DeepSpeed's JSON has no {one.precision} matmuls: plan with --precision bf16")
     told: list[str] = []
     found: dict[str, Any] = {
         "train_batch_size": one.batch,
@@ -55,8 +55,8 @@ def deepspeed(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
             told.append("EP ranks are those of AutoEP, which has to know the model")
     group, share = recomputed(one)
     if group == Group.BLOCK and share == 1:
-        told.append("blocks are recomputed, which the JSON does not say: call model.gradient_checkpointing_enable()")
+        told.append("layers are recomputed, which the JSON does not say: call model.gradient_checkpointing_enable()")
     elif group:
-        raise UserError(f"DeepSpeed recomputes all blocks or none, and not: {one.again}")
+        raise UserError(f"DeepSpeed recomputes all layers or none, and not: {one.again}")
     told.append(f"samples have {one.sequence} tokens, and {one.ranks} ranks are started, which the JSON does not say")
     return Written(json.dumps(found, indent=2) + "\n", tuple(told))

@@ -2,7 +2,7 @@
 
 What each argument means is said in `megatron/training/arguments.py` and in the configuration classes of
 `megatron/core` that it makes arguments of (NVIDIA/Megatron-LM@d98e8a6); tests hold every name to a stored list of them.
-The model's own arguments (blocks, heads, vocabulary ...) are not a strategy's and stay with the script.
+The model's own arguments (layers, heads, vocabulary ...) are not a strategy's and stay with the script.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def megatron(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
 
 
 def layout_text(chunks: list[int]) -> str:
-    """Blocks of each chunk as Megatron's layout of a pipeline: E the embedding, t a block, L the loss."""
+    """Blocks of each virtual stage as Megatron's layout of a pipeline: E the embedding, t a block, L the loss."""
     parts = [f"t*{count}" if count > 1 else "t" for count in chunks]
     return "E" + "|".join(parts) + "L"
 
@@ -96,8 +96,8 @@ def _stages(one: Numbers, outline: Outline, told: list[str]) -> Arguments:
     if len(set(chunks)) > 1:
         if outline.predictors:
             raise UserError(
-                f"{outline.layers} blocks in {len(chunks)} chunks are uneven, and where Megatron-LM then puts the "
-                f"blocks that predict further tokens is not written yet: take stages that divide the blocks"
+                f"{outline.layers} layers in {len(chunks)} virtual stages are uneven, and where Megatron-LM then puts "
+                f"the layers that predict further tokens is not written yet: take stages that divide the layers"
             )
         if (
             max(one.ahead, one.behind) <= 1

@@ -36,7 +36,7 @@ class Numbers:
 
     pipeline: int
     virtual: int
-    """Chunks of blocks that each PP rank has."""
+    """Chunks of layers that each PP rank has."""
     schedule: str
     """Of the pipeline, as `planner.space.schedule_formulas` names it; "" without one."""
     tensor: int
@@ -60,7 +60,7 @@ class Numbers:
     ulysses: int = 1
     """Of the CP ranks those that exchange heads."""
     ahead: int = 0
-    """How many blocks fewer the first chunk has."""
+    """How many layers fewer the first virtual stage has."""
     behind: int = 0
     """And the last one."""
     inner: bool = False
@@ -103,7 +103,7 @@ def numbers_of(choice: Choice, ask: Ask) -> Numbers:
 
 
 def given_of(one: Numbers) -> Given:
-    """As a person would give it to `--explain`."""
+    """As a person would give it to `tangram plan explain`."""
     return Given(
         mesh=mesh_of(one.pipeline, one.data, one.context, one.ulysses, one.tensor, inner=one.inner),
         micro=one.micro,
@@ -119,18 +119,21 @@ def given_of(one: Numbers) -> Given:
 
 
 def recomputed(one: Numbers) -> tuple[Group, float]:
-    """Which groups are recomputed, and in which share of the blocks."""
+    """Which groups are recomputed, and in which share of the layers."""
     return again_of(one.again)
 
 
 def some_blocks(one: Numbers, chunks: list[int], told: list[str]) -> int:
-    """How many blocks of each chunk are recomputed, where some are. Raises UserError where that is none or all."""
+    """How many layers of each virtual stage are recomputed, where some are. Raises UserError where that is none or
+    all."""
     _, share = recomputed(one)
     count = math.ceil(round(share * max(chunks), 9))
     if count >= max(chunks):
-        raise UserError(f"whole blocks are recomputed, and chunks of {max(chunks)} have no {one.again}")
+        raise UserError(f"whole layers are recomputed, and virtual stages of {max(chunks)} have no {one.again}")
     if any(not math.isclose(share * size, count) for size in chunks):
-        told.append(f"{count} of the {max(chunks)} blocks of each chunk are recomputed, not exactly {one.again}")
+        told.append(
+            f"{count} of the {max(chunks)} layers of each virtual stage are recomputed, not exactly {one.again}"
+        )
     return count
 
 
@@ -140,28 +143,28 @@ def experts_of(outline: Outline) -> int:
 
 
 def chunk_blocks(one: Numbers, outline: Outline) -> list[int]:
-    """Blocks of each chunk in the order in which they run: as `planner.space.layers_per_stage` cuts them.
+    """Blocks of each virtual stage in the order in which they run: as `planner.space.layers_per_stage` cuts them.
 
-    Raises UserError where a chunk would have none.
+    Raises UserError where a virtual stage would have none.
     """
     chunks = one.pipeline * one.virtual
     if chunks > outline.layers:
-        raise UserError(f"{chunks} chunks are more than the {outline.layers} blocks of {outline.name}")
+        raise UserError(f"{chunks} virtual stages are more than the {outline.layers} layers of {outline.name}")
     found = sizes(outline.layers, chunks, one.ahead, one.behind)
     if min(found) < 1:
         raise UserError(
-            f"{one.ahead} and {one.behind} blocks fewer of the first and the last of {chunks} chunks leave one of them "
-            f"without any of the {outline.layers} blocks"
+            f"{one.ahead} and {one.behind} layers fewer of the first and the last of {chunks} virtual stages leave one "
+            f"of them without any of the {outline.layers} layers"
         )
     return found
 
 
 def uneven_words(one: Numbers, outline: Outline) -> str:
-    """How blocks are uneven over chunks, as a sentence."""
+    """How layers are uneven over virtual stages, as a sentence."""
     less = [(one.ahead, "first"), (one.behind, "last")]
     fewer = [f"the {which} has {blocks} fewer" for blocks, which in less if blocks]
     said = " and ".join(fewer) or "the first ones have one more"
-    return f"the {outline.layers} blocks are uneven over {one.pipeline * one.virtual} chunks: {said}"
+    return f"the {outline.layers} layers are uneven over {one.pipeline * one.virtual} virtual stages: {said}"
 
 
 def comment(lines: tuple[str, ...]) -> str:

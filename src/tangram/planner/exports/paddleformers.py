@@ -29,7 +29,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 def paddleformers(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     """The YAML. Raises UserError for what PaddleFormers cannot run."""
     if one.precision not in PRECISIONS:
-        raise UserError(f"PaddleFormers' configuration is not written with {one.precision} products: plan with bf16")
+        raise UserError(f"PaddleFormers' configuration is not written with {one.precision} matmuls: plan with bf16")
     told: list[str] = []
     found: dict[str, Any] = {
         "per_device_train_batch_size": one.micro,
@@ -58,7 +58,9 @@ def _stages(one: Numbers, outline: Outline) -> dict[str, Any]:
     if one.pipeline == 1:
         return found
     if len(set(chunk_blocks(one, outline))) > 1:
-        raise UserError(f"{outline.layers} blocks are uneven over {one.pipeline * one.virtual} chunks: plan even ones")
+        raise UserError(
+            f"{outline.layers} layers are uneven over {one.pipeline * one.virtual} virtual stages: plan even ones"
+        )
     if one.zero > 1:
         raise UserError("PaddleFormers divides the optimiser's states alone in a pipeline, and the plan more than them")
     if one.schedule == "DualPipeV":

@@ -26,9 +26,9 @@ ENDS = (NOTHING, ALL_BLOCKS)
 
 TITANS = (
     Rule(
-        "chunks of its schedules",
+        "virtual stages of its schedules",
         lambda f, g: (g.schedule == 0) | (g.virtual > 1),
-        lambda f, at: "its schedules of several chunks take two of each rank or more",
+        lambda f, at: "its schedules of several virtual stages take two of each rank or more",
     ),
     Rule(
         "TP ranks of its experts",
@@ -99,7 +99,9 @@ def written(name: str, one: Numbers, outline: Outline, cluster: Cluster) -> Writ
     if one.ulysses > 1 and target(name).able(outline).ulysses == 1:
         raise UserError(f"what is written for {name} has no CP ranks that exchange heads: plan with rings alone")
     if one.inner and one.pipeline > 1 and not target(name).able(outline).inner:
-        raise UserError(f"what is written for {name} has DP ranks within PP ranks: plan for it with --export")
+        raise UserError(
+            f"what is written for {name} has DP ranks within PP ranks: plan for it with `tangram plan export`"
+        )
     return target(name).write(one, outline, cluster)
 
 

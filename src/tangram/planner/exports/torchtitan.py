@@ -2,8 +2,8 @@
 
 Keys and what they mean are those of `torchtitan/config/job_config.py` of torchtitan 0.2.2, and of
 `torchtitan/config/configs.py` of 0.3.0, where a model's Python configuration is given by name and options change it.
-Both have the same sections; in 0.3 selective recomputation has no blocks, experts have no TP ranks of their own,
-and 8-bit products are in Python.
+Both have the same sections; in 0.3 selective recomputation has no layers, experts have no TP ranks of their own,
+and 8-bit matmuls are in Python.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tangram.planner.exports.numbers import (
 __all__ = ["options", "sections", "torchtitan"]
 
 SHARES = tuple(1 / every for every in (8, 6, 5, 4, 3, 2))
-"""Of blocks that are recomputed: every second, third ... one."""
+"""Of layers that are recomputed: every second, third ... one."""
 Sections = dict[str, dict[str, Any]]
 FULL_PRECISION = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
 
@@ -65,7 +65,7 @@ def options(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     """Options after `--module M --config C` (0.3). Raises UserError for what torchtitan has none for."""
     told: list[str] = []
     if one.precision == "fp8":
-        raise UserError("torchtitan 0.3 has 8-bit products in Python configurations only: plan with --precision bf16")
+        raise UserError("torchtitan 0.3 has 8-bit matmuls in Python configurations only: plan with --precision bf16")
     if experts_of(outline) and one.expert > 1 and one.expert_tensor > 1:
         raise UserError(f"torchtitan 0.3 has no TP ranks of experts, and the plan has {one.expert_tensor}")
     modes = {Group.NONE: "none", Group.BLOCK: "full", Group.ALTERNATE: "selective"}
@@ -86,7 +86,7 @@ def options(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
 def sections(one: Numbers, outline: Outline, told: list[str]) -> Sections:
     """What both versions have. Raises UserError."""
     if one.precision not in FULL_PRECISION:
-        raise UserError(f"torchtitan computes products in bfloat16, float32 or 8 bits, and not in {one.precision}")
+        raise UserError(f"torchtitan computes matmuls in bfloat16, float32 or 8 bits, and not in {one.precision}")
     if one.tensor > 1 and not one.sequence_parallel:
         raise UserError("torchtitan's TP ranks divide tokens, too, which this plan's do not")
     training = {
@@ -135,13 +135,15 @@ def _stages(one: Numbers, outline: Outline, told: list[str]) -> dict[str, Any]:
     if one.pipeline == 1:
         return found
     if split_alone(one.schedule, one.virtual):
-        raise UserError(f"torchtitan runs {one.schedule} with two chunks of each rank or more, and the plan has one")
+        raise UserError(
+            f"torchtitan runs {one.schedule} with two virtual stages of each rank or more, and the plan has one"
+        )
     chunks = chunk_blocks(one, outline)
     blocks = outline.layers + one.ahead + one.behind
     each = -(-blocks // len(chunks))
     if -(-blocks // each) != len(chunks):
         raise UserError(
-            f"torchtitan cuts {blocks} blocks by how many a chunk has, which never makes {len(chunks)} of them"
+            f"torchtitan cuts {blocks} layers by how many a virtual stage has, which never makes {len(chunks)} of them"
         )
     if len(set(chunks)) > 1:
         told.append(uneven_words(one, outline))
@@ -155,7 +157,7 @@ def _stages(one: Numbers, outline: Outline, told: list[str]) -> dict[str, Any]:
 
 
 def split_alone(schedule: str, chunks: int) -> bool:
-    """Whether it is a schedule of several chunks a rank with one."""
+    """Whether it is a schedule of several virtual stages a rank with one."""
     return chunks == 1 and schedule not in ("", "1F1B", "GPipe")
 
 

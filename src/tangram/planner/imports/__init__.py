@@ -1,1 +1,1 @@
-"""A strategy from other projects' own files, so that `tangram plan --explain FILE` can say what to expect of it."""
+"""A strategy from other projects' own files, so that `tangram plan explain FILE` can say what to expect of it."""

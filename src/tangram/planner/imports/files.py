@@ -1,4 +1,4 @@
-"""A file as a strategy, Tangram's own or another project's, by its names: what `tangram plan --explain FILE` reads."""
+"""A file as a strategy, Tangram's own or another project's, by its names: what `tangram plan explain FILE` reads."""
 
 from __future__ import annotations
 

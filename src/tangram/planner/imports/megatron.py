@@ -15,7 +15,7 @@ from tangram.planner.exports.numbers import Numbers, experts_of
 from tangram.planner.imports.found import Found, nearest
 from tangram.planner.imports.words import Words
 from tangram.planner.space.layers_per_stage import fewer, sizes
-from tangram.planner.space.recompute import again_name
+from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, again_name
 from tangram.planner.space.setting import Precision
 
 __all__ = ["chunks_of", "megatron"]
@@ -39,12 +39,12 @@ TOLD: Mapping[str, str] = {
     "use-precision-aware-optimizer": "the optimiser's states are taken in float32",
     "rampup-batch-size": "all steps are taken with the whole batch",
     "step-batch-size-schedule": "all steps are taken with the whole batch",
-    "delay-wgrad-compute": "the backward of products is taken as one",
+    "delay-wgrad-compute": "the backward of matmuls is taken as one",
     "overlap-moe-expert-parallel-comm": "what hides beside experts is the framework's usual share",
     "moe-expert-capacity-factor": "no tokens are taken to be dropped",
     "distribute-saved-activations": "what is kept is taken whole on each rank",
     "grad-reduce-in-bf16": "gradients are taken as the framework usually sums them",
-    "tp-comm-overlap": "what hides beside products is the framework's usual share",
+    "tp-comm-overlap": "what hides beside matmuls is the framework's usual share",
 }
 """Of layout or time, and not in the model of them: what is taken in their place."""
 MODULES = {
@@ -133,7 +133,7 @@ def _ulysses(words: Words, context: int, told: list[str]) -> int:
 def _same_model(words: Words, outline: Outline) -> None:
     layers = words.count("num-layers", outline.layers)
     if layers != outline.layers:
-        raise UserError(f"{words.path} is for a model of {layers} blocks, and {outline.name} has {outline.layers}")
+        raise UserError(f"{words.path} is for a model of {layers} layers, and {outline.name} has {outline.layers}")
 
 
 def _started(words: Words) -> int:
@@ -143,7 +143,7 @@ def _started(words: Words) -> int:
 
 
 def chunks_of(layout: str) -> list[int]:
-    """Blocks of each chunk of a layout of a pipeline. Raises ValueError for one that cannot be read."""
+    """Blocks of each virtual stage of a layout of a pipeline. Raises ValueError for one that cannot be read."""
     text = re.sub(r"[\s,]", "", layout)
     while inner := re.search(r"\(([^()]*)\)\*(\d+)", text):
         text = text[: inner.start()] + inner[1] * int(inner[2]) + text[inner.end() :]
@@ -158,7 +158,7 @@ ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pip
 
 
 def _fewer(words: Words, outline: Outline, pipeline: int, virtual: int, told: list[str]) -> tuple[int, int]:
-    """How many blocks fewer the first chunk and the last one have; what no such numbers say is told."""
+    """How many layers fewer the first virtual stage and the last one have; what no such numbers say is told."""
     chunks, layout = pipeline * virtual, "pipeline-model-parallel-layout"
     ends = [name for name in ENDS if words.has(name)]
     accounted = [int(words.has(name)) for name in ACCOUNTED]
@@ -192,14 +192,16 @@ def _virtual(words: Words, outline: Outline, pipeline: int) -> int:
         except ValueError:
             raise UserError(f"{words.path}: {layout!r} is no layout of a pipeline") from None
         if left:
-            raise UserError(f"{words.path}: {layout!r} has {len(chunks_of(layout))} chunks for {pipeline} PP ranks")
+            raise UserError(
+                f"{words.path}: {layout!r} has {len(chunks_of(layout))} virtual stages for {pipeline} PP ranks"
+            )
         return virtual
     if words.has("num-layers-per-virtual-pipeline-stage"):
         each = words.count("num-layers-per-virtual-pipeline-stage", 1)
         virtual, left = divmod(outline.layers, pipeline * each)
         if left or not virtual:
             raise UserError(
-                f"{words.path}: chunks of {each} blocks on {pipeline} PP ranks are not {outline.layers} blocks"
+                f"{words.path}: virtual stages of {each} layers on {pipeline} PP ranks are not {outline.layers} layers"
             )
         return virtual
     return words.count("num-virtual-stages-per-pipeline-rank", 1)
@@ -220,20 +222,20 @@ def _zero(words: Words) -> int:
 
 
 def _again(words: Words, each: int, told: list[str]) -> str:
-    """`each`: blocks of the largest chunk."""
+    """`each`: layers of the largest virtual stage."""
     granularity = words.text("recompute-granularity", "selective" if words.has("recompute-activations") else "")
     if not granularity:
-        return "nothing"
+        return NOTHING
     if granularity not in ("full", "selective"):
         raise UserError(f"{words.path}: recompute-granularity is {granularity!r}; write full or selective")
     if granularity == "full":
         count = words.count("recompute-num-layers", 1)
         if words.text("recompute-method", "uniform") == "uniform":
             if count > 1:
-                told.append(f"recompute-num-layers {count}: blocks are taken to be kept one by one")
-            return "all blocks"
+                told.append(f"recompute-num-layers {count}: layers are taken to be kept one by one")
+            return ALL_BLOCKS
         if count >= each:
-            return "all blocks"
+            return ALL_BLOCKS
         return again_name(int(Group.BLOCK), count / each)
     names = words.text("recompute-modules", "core_attn").replace(",", " ").strip("[]").split()
     groups = Group.NONE

@@ -1,7 +1,7 @@
-"""A plan of Tangram's own as a strategy of the joint space: what `tangram plan --explain plan.toml` reads.
+"""A plan of Tangram's own as a strategy of the joint space: what `tangram plan explain plan.toml` reads.
 
-The other way of `planner.local.plan_from_cluster`, which tests hold it to. What blocks are recomputed is seen by
-names that end in a number; modules inside of blocks are told and taken as kept.
+The other way of `planner.local.plan_from_cluster`, which tests hold it to. What layers are recomputed is seen by
+names that end in a number; modules inside of layers are told and taken as kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def tangram(path: Path, outline: Outline, devices: int) -> Found:
     """The strategy of a plan's file. Raises UserError for a job, and for what the space has no numbers for."""
     plan = load(path)
     if not isinstance(plan, Plan):
-        raise UserError(f"{path} is a job without a strategy: plan it with --cluster, instead of --explain")
+        raise UserError(f"{path} is a job without a strategy: plan it for a --cluster instead")
     if devices and devices != plan.ranks:
         raise UserError(f"{path} is for {plan.ranks} ranks, and {devices} devices are asked for: leave --gpus out")
     sizes = {axis: size for axis, (size, _) in Mesh.parse(plan.mesh).axes.items()}

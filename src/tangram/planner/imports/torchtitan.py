@@ -15,6 +15,7 @@ from tangram.planner.exports.numbers import Numbers, experts_of
 from tangram.planner.imports.found import Found, nearest
 from tangram.planner.imports.words import Words
 from tangram.planner.space.layers_per_stage import sizes
+from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING
 from tangram.planner.space.schedule_formulas import SCHEDULES
 from tangram.planner.space.setting import Precision
 
@@ -50,8 +51,8 @@ TOLD: Mapping[str, str] = {
     "training.enable_cpu_offload": "nothing is taken to be offloaded",
     "training.dtype": "parameters are taken in float32",
     "parallelism.pipeline_parallel_schedule_csv": "the schedule is the named one",
-    "parallelism.enable_async_tensor_parallel": "what hides beside products is the framework's usual share",
-    "compile.enable_async_tensor_parallel": "what hides beside products is the framework's usual share",
+    "parallelism.enable_async_tensor_parallel": "what hides beside matmuls is the framework's usual share",
+    "compile.enable_async_tensor_parallel": "what hides beside matmuls is the framework's usual share",
     "optimizer.early_step_in_backward": "the optimiser is taken to follow the backward",
     "optimizer.implementation": "the optimiser is taken as fused",
 }
@@ -166,7 +167,9 @@ def _stages(words: Words, outline: Outline, pipeline: int, told: list[str]) -> t
     elif each:
         chunks = -(-(outline.layers + first + last) // each)
     if chunks % pipeline:
-        raise UserError(f"{words.path}: {chunks} chunks of the model are not as many for each of {pipeline} ranks")
+        raise UserError(
+            f"{words.path}: {chunks} virtual stages of the model are not as many for each of {pipeline} ranks"
+        )
     if isinstance(parts, list):
         return row.name, chunks // pipeline, (0, 0)
     if (first or last) and min(sizes(outline.layers, chunks, first, last)) < 1:
@@ -204,17 +207,17 @@ def _again(words: Words, toml: bool, told: list[str]) -> str:
     option = words.text("activation_checkpoint.selective_ac_option", "2") if toml else "op"
     if name not in words.values:
         told.append(f"{name} is not said: taken as selective, which is the default")
-    whole = {"none": "nothing", "full": "all blocks"}
+    whole = {"none": NOTHING, "full": ALL_BLOCKS}
     if mode in whole:
         return whole[mode]
     if mode != "selective":
         told.append(f"{name} {mode}: taken as nothing, recomputed")
-        return "nothing"
+        return NOTHING
     if option == "op":
         return nearest(Group.ALTERNATE, 1.0, told, "selective")
     if not option.isdigit() or int(option) < 1:
         raise UserError(f"{words.path}: selective_ac_option is {option!r}; write op or a whole number from 1")
-    return nearest(Group.BLOCK, 1 / int(option), told, f"one of {option} blocks")
+    return nearest(Group.BLOCK, 1 / int(option), told, f"one of {option} layers")
 
 
 def _precision(words: Words) -> Precision:

@@ -73,7 +73,7 @@ class Divided:
 
 
 def _flowing(plan: Plan, model: nn.Module) -> Iterator[Divided]:
-    """Samples and tokens, where marks cut what blocks give, of shape (batch, sequence, hidden)."""
+    """Samples and tokens, where marks cut what layers give, of shape (batch, sequence, hidden)."""
     axes: dict[int, set[str]] = {0: set(), 1: set()}
     blocks = set(block_names(model))
     for names, layout in marks_on(plan, model):

@@ -33,14 +33,15 @@ __all__ = ["HEADS", "LAID", "RULES", "STAGES", "legal", "reasons"]
 
 
 def _taken(facts: Facts, g: Grid) -> Mask:
-    """Where the schedule takes as many chunks as there are."""
+    """Where the schedule takes as many virtual stages as there are."""
     any_ = (many(g.schedule) == 0) & (g.virtual >= fewest(g.schedule))
     taken = (g.pipeline > 1) & (any_ | (g.virtual == many(g.schedule)))
     return np.asarray(np.where(g.schedule == 0, g.virtual == 1, taken), dtype=bool)
 
 
 def _some(facts: Facts, g: Grid) -> Mask:
-    """Where the first and the last chunk have a block at least, as far as they have fewer than an even cut gives."""
+    """Where the first and the last virtual stage have a block at least, as far as they have fewer than an even cut
+    gives."""
     first, last = ends(facts.layers, g)
     return np.asarray((g.ahead + g.behind == 0) | ((first >= 1) & (last >= 1)), dtype=bool)
 
@@ -103,7 +104,7 @@ RULES = (
     Rule(
         "schedule",
         _taken,
-        lambda f, at: f"{_named(at)} does not take {at['virtual']} chunks on {at['pipeline']} ranks",
+        lambda f, at: f"{_named(at)} does not take {at['virtual']} virtual stages on {at['pipeline']} ranks",
     ),
     Rule(
         "micro-batches of the schedule",
@@ -126,26 +127,26 @@ RULES = (
 STAGES = Rule(
     "stages",
     lambda f, g: g.pipeline * g.virtual <= f.layers,
-    lambda f, at: f"{at['pipeline']} stages of {at['virtual']} chunks are more than the {f.layers} blocks",
+    lambda f, at: f"{at['pipeline']} stages of {at['virtual']} virtual stages are more than the {f.layers} layers",
 )
-"""Of stages that are cut between blocks."""
+"""Of stages that are cut between layers."""
 
 LAID = (
     STAGES,
     Rule(
-        "blocks of the first and the last chunk",
+        "layers of the first and the last virtual stage",
         lambda f, g: ((g.ahead + g.behind == 0) | (g.pipeline > 1)) & _some(f, g),
         lambda f, at: (
-            f"{at['ahead']} and {at['behind']} blocks fewer of the first and the last of "
-            f"{at['pipeline'] * at['virtual']} chunks leave one of them without any of the {f.layers} blocks"
+            f"{at['ahead']} and {at['behind']} layers fewer of the first and the last of "
+            f"{at['pipeline'] * at['virtual']} virtual stages leave one of them without any of the {f.layers} layers"
             if at["pipeline"] > 1
-            else "without stages no chunk has fewer blocks than others"
+            else "without stages no virtual stage has fewer layers than others"
         ),
     ),
     Rule(
         "chunks",
         lambda f, g: (g.schedule == 0) | folded(g.schedule) | divides(g.micros, g.pipeline),
-        lambda f, at: f"interleaved chunks need micro-batches that {at['pipeline']} stages divide",
+        lambda f, at: f"interleaved virtual stages need micro-batches that {at['pipeline']} stages divide",
     ),
     Rule(
         "batch",
@@ -166,7 +167,7 @@ LAID = (
         ),
     ),
 )
-"""What the joint space lays out and its models price: even cuts of blocks, whole micro-batches, rings of two pieces a
+"""What the joint space lays out and its models price: even cuts of layers, whole micro-batches, rings of two pieces a
 rank, EP ranks out of the others."""
 
 

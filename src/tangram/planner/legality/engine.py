@@ -6,10 +6,10 @@
     trainer.UNSAID     what it does not run and no plan can say
     exports, without   what another project does not run; what is to be left out
 
-A rule is asked of a grid (`planner.space.grid`): of millions of configurations by the search, of one by `--explain`,
-and of a plan's own numbers (`planner.legality.plan_as_grid`) by whoever makes, chooses, starts or changes a plan
-(`planner.legality.check_plan`). Each refusal is a sentence; ranks in it are called as the one who asks calls them ("4
-TP ranks", "tp=4").
+A rule is asked of a grid (`planner.space.grid`): of millions of configurations by the search, of one by `tangram plan
+explain`, and of a plan's own numbers (`planner.legality.plan_as_grid`) by whoever makes, chooses, starts or changes a
+plan (`planner.legality.check_plan`). Each refusal is a sentence; ranks in it are called as the one who asks calls them
+("4 TP ranks", "tp=4").
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The joint space of strategies for a model, a cluster and a batch, as grids of legal configurations.
 
 Every way to make the devices of stages, TP, CP and DP ranks, times what is folded into them (experts), how
-states are divided, micro-batches, chunks of stages, and what is recomputed. Nothing is left out because it seldom
-wins; what is left out is what the models say is never better (`DOMINATED`, which tests prove), and the rest is laid
-down in tables here.
+states are divided, micro-batches, virtual stages of stages, and what is recomputed. Nothing is left out because it
+seldom wins; what is left out is what the models say is never better (`DOMINATED`, which tests prove), and the rest is
+laid down in tables here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["ALL", "Able", "Request", "expanded", "meshes", "of_mesh", "remade"]
 ZERO = (0, 1, 2, 3)
 FASTEST_ZERO = 1
 DOMINATED = (
-    "TP ranks that do not divide the tokens between their products: never faster, never smaller",
+    "TP ranks that do not divide the tokens between their matmuls: never faster, never smaller",
     "states divided over one rank: the same as not divided",
     "PP ranks within DP ranks, where no two stages fit a fast link, or all devices do: what stages send goes "
     "as far, and what DP ranks do is never nearer",
@@ -48,7 +48,7 @@ class Able:
     again: tuple[str, ...] = (NOTHING, *SETS, SOME, ALL_BLOCKS)
     """What may be recomputed, by its name (`planner.space.recompute`)."""
     shares: tuple[float, ...] | None = None
-    """Of blocks that are, where some are, between none and all; None: any number of a chunk's blocks."""
+    """Of layers that are, where some are, between none and all; None: any number of a virtual stage's layers."""
     pipeline: int = 0
     """Stages at most; 0: any number."""
     tensor: int = 0
@@ -66,13 +66,14 @@ class Able:
     near: bool = True
     """Whether states may be divided over a part of the ranks that have them alike (HSDP)."""
     uneven: int = 2
-    """Blocks fewer of the first and the last chunk that are tried at most: a limit of the search, not a theorem."""
+    """Blocks fewer of the first and the last virtual stage that are tried at most: a limit of the search, not a
+    theorem."""
     rules: tuple[Rule, ...] = ()
     """And what else; bounds do not look at them."""
 
     @property
     def ladder(self) -> Ladder | None:
-        """Of shares of blocks that may be recomputed."""
+        """Of shares of layers that may be recomputed."""
         return Ladder.of(self.again, self.shares)
 
 
@@ -116,7 +117,7 @@ def divisors(number: int) -> list[int]:
 
 
 def equal_parts(outline: Outline) -> int:
-    """The most TP ranks that all products which are cut have equal parts for: of models without heads."""
+    """The most TP ranks that all matmuls which are cut have equal parts for: of models without heads."""
     cut = [one for block, _ in outline.kinds for one in block.products if one.cut]
     return math.gcd(*(one.outputs if one.cut == "out" else one.inputs for one in cut)) if cut else 1
 
@@ -180,7 +181,8 @@ def _staged(outline: Outline, pipeline: int, schedules: tuple[str, ...], *, boun
 
 
 def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool = False) -> Grid:
-    """All legal configurations of a mesh; with `bound` those of which one is as fast as any, with most chunks."""
+    """All legal configurations of a mesh; with `bound` those of which one is as fast as any, with most virtual
+    stages."""
     pipeline, tensor, context, data, ulysses = mesh
     experts = max((block.experts for block, _ in outline.runs), default=0)
     stage = tensor * context * data
@@ -242,13 +244,13 @@ def _placed(request: Request, together: Any, pipeline: Any, data: Any) -> Any:
 
 
 def _again(request: Request) -> list[int]:
-    """Groups that are recomputed; 0, where it is whole blocks, of which the least share stands for all."""
+    """Groups that are recomputed; 0, where it is whole layers, of which the least share stands for all."""
     able = request.able
     return [*([0] if able.ladder else []), *(int(group) for name, group in SETS.items() if name in able.again)]
 
 
 def _least(outline: Outline, request: Request, found: Grid) -> Grid:
-    """With the least share of blocks that may be recomputed, where that is not none of them."""
+    """With the least share of layers that may be recomputed, where that is not none of them."""
     ladder = request.able.ladder
     if ladder is None or ladder.steps is None or not ladder.steps[0]:
         return found
@@ -281,7 +283,8 @@ def _near(request: Request, level: int) -> tuple[bool, ...]:
 
 
 def remade(outline: Outline, request: Request, rows: Grid) -> Grid:
-    """Rows that `of_mesh` laid out with `bound`, by every schedule, with any number of chunks, with everything that may
+    """Rows that `of_mesh` laid out with `bound`, by every schedule, with any number of virtual stages, with everything
+    that may
     be recomputed, and in any order of the axes."""
     again = _again(request)
     slower = {code(quick): code(name) for name, quick in NEVER_QUICKER.items() if name in request.schedules}
@@ -298,7 +301,7 @@ def remade(outline: Outline, request: Request, rows: Grid) -> Grid:
 
 
 def _chunked(rows: Grid) -> Grid:
-    """With each number of chunks from the fewest to theirs, of schedules that take any."""
+    """With each number of virtual stages from the fewest to theirs, of schedules that take any."""
     any_ = (many(rows.schedule) == 0) & (rows.pipeline > 1)
     counts = np.where(any_, np.maximum(rows.virtual - fewest(rows.schedule) + 1, 0), 1).astype(np.int64)
     found = rows.take(np.repeat(np.arange(len(rows)), counts))

@@ -1,7 +1,7 @@
 """What of the joint space may be left out, by name: a row for each of its axes.
 
 A row turns what may be looked at (`space.Able`) into the same without an axis, so that the search never lays it out and
-its bounds stay bounds. Kinds of optimisers, what is offloaded to the host and types of products are not here: of these
+its bounds stay bounds. Kinds of optimisers, what is offloaded to the host and types of matmuls are not here: of these
 nothing is looked at but what is asked for.
 """
 

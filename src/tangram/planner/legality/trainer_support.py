@@ -42,9 +42,9 @@ def _said_of_micros(facts: Facts, at: At) -> str:
 SAID = (
     KV_HEADS,
     Rule(
-        "blocks of split backwards",
+        "layers of split backwards",
         lambda f, g: ~(splits(g.schedule) & (g.pipeline > 1) & (g.recompute > 0)),
-        lambda f, at: "the schedule does backwards in two parts, and would recompute blocks for each of them",
+        lambda f, at: "the schedule does backwards in two parts, and would recompute layers for each of them",
     ),
     Rule("micro-batches that pass", _passes, _said_of_micros),
 )
@@ -91,7 +91,7 @@ UNSAID = (
     Rule(
         "stages cut by work",
         lambda f, g: (g.ahead + g.behind) == 0,
-        lambda f, at: "its stages are cut by work, not so that the first and the last have so many blocks fewer",
+        lambda f, at: "its stages are cut by work, not so that the first and the last have so many layers fewer",
     ),
 )
 """What no plan can say: such a choice does not become one."""

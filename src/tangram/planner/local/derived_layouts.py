@@ -55,7 +55,7 @@ context, gathered: the sequence, and all keys and values are gathered. ring: the
 and values go round (attention by tokens). heads: the sequence, and inside of attention the
 heads instead (all-to-all, as in DeepSpeed-Ulysses). expert, sequence or samples: what lies between the experts, so that
 its ranks compute it in parts; whole: all of them compute it. tensor, weights: the marks that are on weights, without
-those that cut the sequence between blocks (Megatron-LM's tensor parallelism without its sequence parallelism).
+those that cut the sequence between layers (Megatron-LM's tensor parallelism without its sequence parallelism).
 """
 
 
@@ -108,8 +108,8 @@ def axes_layouts(
     """The layouts over model axes, which are those of `mesh`, and, of all parameters, over the data axis `shard`.
 
     `graph`: of as many samples as an axis cuts, or one. None: no marks are known for such a model and axis. A sentence:
-    they do not fit. Where TP ranks cannot divide what lies between their products as well as others do, they only
-    divide the products.
+    they do not fit. Where TP ranks cannot divide what lies between their matmuls as well as others do, they only
+    divide the matmuls.
     """
     marks: list[Mark] = []
     for axis in axes:
@@ -135,7 +135,7 @@ def axes_layouts(
         if axis.role != "context" and not any(own[axis.name].kind == "cut" for own in lies.values()):
             return _nothing(config, mesh, axis.name)
     if split := next((name for name, own in lies.items() if any(s.outer > 1 for s in own.values())), None):
-        return f"{split} would be cut in several blocks, which this version cannot train"
+        return f"{split} would be cut in several layers, which this version cannot train"
     shapes = {value.name: value.shape for _, value in graph.of_kind("parameter")}
     parameters = dict(by_pattern({name: _text(len(shapes[name]), own, shard) for name, own in lies.items()}))
     ends = [name for name, own in lies.items() if "embed" in name and any(s.kind == "cut" for s in own.values())]

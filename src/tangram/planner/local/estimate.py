@@ -4,10 +4,10 @@ Memory of a rank, in bytes, with P its numbers of parameters (by the plan's own 
 
     parameters  4 P        gradients  4 P (trained)        optimiser  8 P (trained), all by the types of [precision]:
                 2 P where they are kept in 16 bits, and then 4 P more of the optimiser's for the masters
-    activations what the backward of a micro-batch keeps; of blocks in run.recompute only their input, and of the one
+    activations what the backward of a micro-batch keeps; of layers in run.recompute only their input, and of the one
                 that is recomputed all
     logits      the gradient of a micro-batch's, in their own type, and what of them is in float32 at a time
-    gathered    what FSDP2 holds whole: what lies outside the blocks, two blocks, and one block's gradient; all of them
+    gathered    what FSDP2 holds whole: what lies outside the layers, two layers, and one block's gradient; all of them
                 where run.reshard keeps parameters whole, and all gradients where they are reduced once a step; of a
                 pipeline all of its stages and their gradients. Of full replicas there is no FSDP2, but gradients are
                 there twice where they are summed after each of several micro-batches
@@ -15,7 +15,7 @@ Memory of a rank, in bytes, with P its numbers of parameters (by the plan's own 
 
 Seconds of a step, with M micro-batches, each operator at the rate of its size, but never quicker than a call can be:
 
-    products    M x matmuls, forward, backward, and forward again where recomputed
+    matmuls    M x matmuls, forward, backward, and forward again where recomputed
     moves       M x all other operators, by the bytes that they move; gradients of each micro-batch but the first are
                 added to those that are there
     communication  M x (gather each unit twice, reduce its gradient: over gloo as an all-reduce; all-reduce over copies;
@@ -26,8 +26,8 @@ Seconds of a step, with M micro-batches, each operator at the rate of its size, 
 Of a pipeline each rank is counted (`planner.local.stage_shares`): the memory of the one that needs most, the seconds of
 the slowest with the time in which it waits; ranks that share a core wait while others use it, so that costs nothing
 until all of them wait. Its stages are whole from their first micro-batch to their last. Of tensor parallelism,
-activations and products are counted on the model that one TP rank has. Nothing overlaps, and ranks wait for nobody
-else. Recomputation inside a block is not seen, only that of blocks.
+activations and matmuls are counted on the model that one TP rank has. Nothing overlaps, and ranks wait for nobody
+else. Recomputation inside a block is not seen, only that of layers.
 """
 
 from collections.abc import Mapping, Sequence

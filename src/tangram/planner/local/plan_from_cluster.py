@@ -2,8 +2,8 @@
 
     zero 0, 1, 2, 3     full replicas; FSDP whose parameters stay gathered and whose gradients are reduced once a step;
                         the same with gradients reduced after each micro-batch; FSDP that gathers again for the backward
-    again               the blocks that `run.recompute` names
-    chunks, schedule    as many stages, cut by work
+    again               the layers that `run.recompute` names
+    virtual stages, schedule    as many stages, cut by work
 
 What the trainer has no way for is refused with the reason (`planner.legality.trainer_support`), and so is what the
 model at hand does not allow (`planner.legality.check_plan`), since the search knows its outline only.
@@ -49,7 +49,7 @@ def plan_to_train(choice: Choice, job: Job, outline: Outline, counted: Counted) 
 def why_not(choice: Choice, outline: Outline) -> str:
     """Why `tangram train` does not run a choice of a model; "" where it does."""
     if again_of(choice.again)[0] not in (Group.NONE, Group.BLOCK):
-        return f"{choice.again} are not recomputed by themselves: blocks are"
+        return f"{choice.again} are not recomputed by themselves: layers are"
     return next((one.said for one in refusals(facts_of(outline), choice.grid(), RULES)), "")
 
 

@@ -184,7 +184,7 @@ def _text(
     """A layout as a plan has it; None for one that only FSDP cuts, in the first dim."""
     wanted = [kept[axis] for axis in roles.shards if kept[axis] != SAME]
     if any(state.kind == "cut" and state.outer > 1 for state in (*lies.values(), *wanted)):
-        raise UserError(f"{name} would be cut in several blocks, which this version cannot train: mark how it lies")
+        raise UserError(f"{name} would be cut in several layers, which this version cannot train: mark how it lies")
     dims = dims_of(ndim, lies)
     at = next((state.dim for state in wanted), 0)
     if shard is not None and ndim:

@@ -8,7 +8,7 @@ from tangram.planner.local.rank import Ranked
 
 Titled = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
-HEADERS = ("", "plan", "mesh", "micro-batch", "memory", "step", "90 of 100", "tokens/s")
+HEADERS = ("", "plan", "mesh", "micro-batch", "memory", "step", "90 % interval", "tokens/s")
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def notes_of(history: History, here: Here) -> tuple[str, ...]:
     others = sum(one.measured and one.place != here.place and one.model == here.model for one in history.entries)
     if own or others:
         elsewhere = f", {others} elsewhere" if others else ""
-        found.append(f"corrected by {own} measured here{elsewhere}: tangram plan --history")
+        found.append(f"corrected by {own} measured here{elsewhere}: tangram plan history")
     if history.left_out:
         found.append(f"{history.left_out} rows of the history cannot be read and are left out")
     return tuple(found)

@@ -1,13 +1,13 @@
 """What each rank of a pipeline has of a model, and for how long it keeps it: the whole model is one stage of one rank.
 
-The schedule's table is played through (`schema.schedule_table`), with the FLOPs of the blocks as time, a backward of
+The schedule's table is played through (`schema.schedule_table`), with the FLOPs of the layers as time, a backward of
 twice its forward's, and what is recomputed once more:
 
     kept     micro-batches whose activations a stage keeps at a time
     slots    times of a micro-batch on the rank with most work in a step: more than there are micro-batches by those in
              which it waits (the bubble)
 
-What lies outside of the blocks counts as the last stage's, whose head is the most of it.
+What lies outside of the layers counts as the last stage's, whose head is the most of it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Share:
     kept: tuple[int, ...]
     """For each of its stages."""
     activations: float
-    """Bytes that its stages keep of micro-batches when it is most; of blocks that are recomputed less."""
+    """Bytes that its stages keep of micro-batches when it is most; of layers that are recomputed less."""
     slots: float
 
 
@@ -108,14 +108,14 @@ def shares(plan: Plan, parameters: Sequence[Parameter], local: ModelCosts) -> li
 
 
 def cut_into_stages(graph: Graph, costs: ModelCosts, count: int) -> Stages:
-    """The modules of each of `count` stages, cut between blocks so that the stage with most work has least.
+    """The modules of each of `count` stages, cut between layers so that the stage with most work has least.
 
-    `graph`: of the whole model, which says in what order modules run; `costs`: of its blocks. What runs before the
-    blocks is the first stage's, what runs after them the last one's. Raises UserError where there are fewer blocks.
+    `graph`: of the whole model, which says in what order modules run; `costs`: of its layers. What runs before the
+    layers is the first stage's, what runs after them the last one's. Raises UserError where there are fewer layers.
     """
     blocks = [part.name for part in costs.blocks]
     if len(blocks) < count:
-        raise UserError(f"the model has {len(blocks)} blocks, too few for {count} stages")
+        raise UserError(f"the model has {len(blocks)} layers, too few for {count} stages")
     first = {run.module: run.first for run in reversed(graph.runs)}
     outside = sorted({p.name.rpartition(".")[0] for p in costs.parameters if p.block == OUTSIDE}, key=first.__getitem__)
     before = [name for name in outside if first[name] < first[blocks[0]]]

@@ -1,7 +1,7 @@
-"""What one TP rank computes of a model, as derived: the share of products, and of all other operators.
+"""What one TP rank computes of a model, as derived: the share of matmuls, and of all other operators.
 
 For models that no configuration says narrower (heads without a size of their own, state spaces, experts): there the
-costs of the whole model are scaled. Shares are of all blocks, and of what lies outside of them.
+costs of the whole model are scaled. Shares are of all layers, and of what lies outside of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TensorShare:
     """Of 1, what is done on a rank."""
 
     blocks: float = 1.0
-    """Of products inside of blocks."""
+    """Of matmuls inside of layers."""
     outside: float = 1.0
     """Of those outside, as the logits."""
     others: float = 1.0

@@ -16,27 +16,28 @@ from tangram.planner.search.strategy import Ask, Choice, safe
 from tangram.planner.space.optimisers_and_offload import OPTIMISERS, offload_words
 
 HEADERS = (
-    "", "mesh", "micro-batch", "schedule", "experts", "divided", "recomputed", "memory", "fits", "step", "90 of 100",
-    "tokens/s/device", "MFU",
+    "", "mesh", "micro-batch x accumulation", "schedule x virtual stages", "EP x TP of experts", "ZeRO", "recompute",
+    "memory", "fits", "step", "90 % interval", "tokens/s/device", "MFU",
 )  # fmt: skip
 FITS = 0.9
 """How likely a strategy is not to run out, to be called fitting."""
-ZERO = ("nothing", "optimiser", "and gradients", "and parameters")
+ZERO = ("0", "1", "2", "3")
+"""Stages: nothing sharded, optimiser states, gradients too, parameters too."""
 PARTS = {
-    "products": "matmuls", "attention": "attention", "streams": "norms, activations, casts",
-    "head": "logits and loss", "launch": "waiting for the host", "tensor": "over TP ranks",
-    "expert": "to experts and back", "context": "keys or heads over CP ranks", "stages": "between stages",
-    "idle": "waiting for other stages", "data": "gradients and parameters", "optimiser": "optimiser",
-    "host": "waiting for the host's memory",
+    "products": "matmuls", "attention": "attention", "streams": "norms, activations, casts (memory-bound)",
+    "head": "logits and loss", "launch": "launches of kernels", "tensor": "TP communication",
+    "expert": "EP all-to-all", "context": "CP communication", "stages": "PP send and receive",
+    "idle": "pipeline bubble", "data": "DP and FSDP communication", "optimiser": "optimiser",
+    "host": "offload to the host",
 }  # fmt: skip
 HELD = {
-    "parameters": "parameters", "gradients": "gradients", "optimiser": "optimiser's states",
-    "activations": "kept for the backward", "passing": "comes and goes: logits, blocks recomputed, gathered",
+    "parameters": "parameters", "gradients": "gradients", "optimiser": "optimiser states",
+    "activations": "activations", "passing": "temporary: logits, recomputed layers, all-gathered parameters",
     "reserve": "allocator's reserve", "context": "context and workspaces",
 }  # fmt: skip
 
 
-BINDS = ("What binds", ("what", "how much"))
+BINDS = ("Bottlenecks", ("what", "how much"))
 
 
 def tables(answer: Answer) -> list[Titled]:
@@ -229,7 +230,7 @@ def explained_json(found: Explained) -> dict[str, object]:
 
 def again_words(again: str) -> str:
     """What is recomputed, as a part of a sentence."""
-    return "nothing recomputed" if again == "nothing" else f"{again} recomputed"
+    return "no recompute" if again == "none" else f"recompute {again}"
 
 
 def _between(low: float, high: float) -> str:
@@ -263,18 +264,22 @@ def divided_words(one: Choice) -> str:
 
 def near_words(one: Choice) -> str:
     """Over how many ranks states are divided, where not over all."""
-    return f" over {one.at['shard']:.0f}" if one.zero and one.at["shard"] < one.at["data"] * one.at["context"] else ""
+    return (
+        f" over {one.at['shard']:.0f} ranks"
+        if one.zero and one.at["shard"] < one.at["data"] * one.at["context"]
+        else ""
+    )
 
 
 def lean_words(one: Choice) -> list[str]:
-    """Another optimiser than AdamW, what is offloaded to the host, products of fewer than 16 bits."""
-    low = f"{one.precision} products" if one.precision in ("fp8", "fp4") else ""
+    """Another optimiser than AdamW, what is offloaded to the host, matmuls of fewer than 16 bits."""
+    low = f"{one.precision} matmuls" if one.precision in ("fp8", "fp4") else ""
     kind = "" if one.optimiser == "adamw" else one.optimiser
-    return [word for word in (kind, f"on the host: {one.offload}" if one.offload else "", low) if word]
+    return [word for word in (kind, f"offload: {one.offload}" if one.offload else "", low) if word]
 
 
 def _held(one: Choice, limit: float) -> Titled:
-    between = f"90 of 100 like it need {one.memory_low / 1e9:.1f} to {one.memory_high / 1e9:.1f} GB"
+    between = f"90 % interval {one.memory_low / 1e9:.1f} to {one.memory_high / 1e9:.1f} GB"
     return f"Its memory, of {limit / 1e9:.0f} GB; {between}", ("", "GB", "share"), held_rows(one)
 
 
@@ -346,13 +351,13 @@ def _changed(now: Choice, one: Choice) -> str:
     if one.stages != now.stages and one.schedule:
         told.append(one.stages)
     if (one.expert, one.expert_tensor) != (now.expert, now.expert_tensor):
-        told.append(f"experts {one.expert} x {one.expert_tensor}")
+        told.append(f"EP {one.expert} x TP {one.expert_tensor}")
     if one.zero != now.zero:
-        told.append(f"{ZERO[one.zero]} divided")
+        told.append(f"ZeRO {one.zero}")
     if one.again != now.again:
         told.append(again_words(one.again))
     if one.precision != now.precision:
-        told.append(f"{one.precision} products")
+        told.append(f"{one.precision} matmuls")
     return ", ".join(told) or "the same strategy"
 
 
@@ -376,7 +381,7 @@ def too_small(answer: Answer) -> list[tuple[str, ...]]:
     fixed = sum(part for name, part in least.held.items() if name in ("parameters", "gradients", "optimiser"))
     return [
         ("the least that a rank needs", f"{least.memory / 1e9:.1f} GB, of {answer.limit / 1e9:.1f}"),
-        ("with", f"{least.mesh}, micro-batches of {least.micro}, {ZERO[least.zero]} divided, again {least.again}"),
+        ("with", f"{least.mesh}, micro-batches of {least.micro}, ZeRO {least.zero}, {again_words(least.again)}"),
         ("too much by", f"{(least.memory - safe(answer.limit)) / 1e9:.1f} GB, so that nine of ten such runs fit"),
         ("of it states", f"{fixed / 1e9:.1f} GB"),
         *((("what would fit", "or")[at > 0], said) for at, said in enumerate(_would(answer))),

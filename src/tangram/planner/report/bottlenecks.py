@@ -8,10 +8,10 @@ from tangram.planner.search.strategy import Choice, safe
 __all__ = ["KINDS", "document", "rows"]
 
 KINDS = {
-    "computing": ("products", "attention", "head"),
-    "the device's memory, its rate": ("streams", "optimiser"),
-    "the network": ("tensor", "expert", "context", "stages", "data"),
-    "waiting": ("idle", "launch", "host"),
+    "computation": ("products", "attention", "head"),
+    "memory bandwidth": ("streams", "optimiser"),
+    "network": ("tensor", "expert", "context", "stages", "data"),
+    "idle": ("idle", "launch", "host"),
 }
 """Parts of a step by what would have to be quicker. What hides behind computation is no part of a step."""
 

@@ -47,7 +47,7 @@ MOST_LINES = 12
 KEPT_WORDS = {
     "parameters": "parameters", "gradients": "gradients", "optimiser": "optimiser's states",
     "activations": "kept for the backward", "logits": "logits and their gradient",
-    "again": "blocks recomputed, widest gradient", "gathered": "gathered parameters", "workspace": "workspaces",
+    "again": "layers recomputed, widest gradient", "gathered": "gathered parameters", "workspace": "workspaces",
     "reserve": "allocator's reserve", "context": "context",
 }  # fmt: skip
 

@@ -35,13 +35,14 @@ class OverParts:
         if not self.found:
             return [("Nothing fits over the parts together", ("what",), [(self._too_small(),)]), beside]
         title = f"{self.outline.said} over {len(self.parts)} parts, {self.between / 1e9:g} GB/s between their devices"
-        headers = ("", "mesh", "parts", "micro-batch", "experts", "divided", "recomputed", "step", "tokens/s/device")
+        headers = ("", "mesh", "parts", "micro-batch x accumulation", "EP x TP of experts", "ZeRO", "recompute", "step",
+                   "tokens/s/device")  # fmt: skip
         rows = [self._row(str(number), one) for number, one in enumerate(self.found, start=1)]
         return [
             (f"{title}, predicted without what runs have taught", headers, rows),
             (
                 "Stages of the first",
-                ("part", "devices", "blocks of its stages", "longest stage", "memory", "may use"),
+                ("part", "devices", "layers of its stages", "longest stage", "memory", "may use"),
                 [self._stages(self.found[0], place) for place in range(len(self.parts))],
             ),
             beside,
@@ -98,7 +99,7 @@ class OverParts:
 
 
 def runs_of(sizes: Sequence[int]) -> str:
-    """Of stages in a row, as "1, 2, 2 x 3": how many stages, times their blocks where they are several alike."""
+    """Of stages in a row, as "1, 2, 2 x 3": how many stages, times their layers where they are several alike."""
     found: list[list[int]] = []
     for size in sizes:
         if found and found[-1][1] == size:

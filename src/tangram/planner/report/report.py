@@ -233,7 +233,7 @@ def _cards(shown: Shown) -> str:
     )
     time = (
         f'<div class="card verdict"><div class="head"><h3>Step</h3></div><p class="big">{three(one.step)} s</p>'
-        f'<p class="soft">90 of 100 like it: {three(one.low)} to {three(one.high)} s</p>'
+        f'<p class="soft">90 % of runs like it: {three(one.low)} to {three(one.high)} s</p>'
         f"<p>{one.tokens_per_device:,.0f} tokens/s and device, MFU {one.utilisation:.1%}</p></div>"
     )
     room = (
@@ -321,13 +321,13 @@ def _assumed(answer: Answer) -> str:
 def _asked(shown: Shown) -> str:
     ask, aim, answer = shown.ask, shown.answer.aim, shown.answer
     rows = [
-        ("model", f"{answer.outline.said}, {answer.outline.numbers:,} parameters, {answer.outline.layers} blocks"),
+        ("model", f"{answer.outline.said}, {answer.outline.numbers:,} parameters, {answer.outline.layers} layers"),
         ("cluster", f"{shown.cluster.name}, {shown.cluster.ranks:,} x {shown.cluster.device.name}"),
         ("links", ", ".join(f"{one.name}: {one.rate / 1e9:g} GB/s among {one.ranks:,}" for one in shown.cluster.links)),
         ("devices", f"{f'{ask.fewest:,} to ' if ask.fewest else ''}{ask.devices or shown.cluster.ranks:,}"),
         ("tokens of a step", f"{ask.tokens:,}"),
         ("tokens of a sample", f"{ask.sequence:,}"),
-        ("products computed in", " or ".join((ask.precision, *ask.others))),
+        ("matmuls computed in", " or ".join((ask.precision, *ask.others))),
         ("run by", ask.framework),
         *([("without", ", ".join(ask.without))] if ask.without else []),
         ("memory of a rank", f"{answer.limit / 1e9:g} GB"),

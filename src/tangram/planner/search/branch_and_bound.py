@@ -8,10 +8,10 @@ draws configurations and factors). Branches are taken by their bound; when it is
 the rest cannot hold a better one. Of the branches that are left each way of recomputing has a bound of its own.
 So what is returned is what trying all would return.
 
-As soon as something fits, what needs too much on one rank by any cut, with all blocks recomputed, is left out
-(`planner.search.uneven_stages.hopeless`). Of each configuration that is left, the quickest cut of the blocks into
-chunks that fits is taken (`planner.search.uneven_stages`), with as few blocks recomputed as fit or more where that
-is quicker (`planner.space.recompute`); bounds are of the best that any could be.
+As soon as something fits, what needs too much on one rank by any cut, with all layers recomputed, is left out
+(`planner.search.uneven_stages.hopeless`). Of each configuration that is left, the quickest cut of the layers into
+virtual stages that fits is taken (`planner.search.uneven_stages`), with as few layers recomputed as fit or more where
+that is quicker (`planner.space.recompute`); bounds are of the best that any could be.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The quickest strategies for what is asked, over every type that products may be computed in.
+"""The quickest strategies for what is asked, over every type that matmuls may be computed in.
 
 Each type is a search of its own, with its own rates and corrections; one that comes later looks only for what is as
 quick as the best of those before.

@@ -1,4 +1,4 @@
-"""Configurations as they are taken: with as many blocks recomputed as need be, and what they then need and take.
+"""Configurations as they are taken: with as many layers recomputed as need be, and what they then need and take.
 
 Of each the least share that fits is taken (`planner.space.recompute`), and from it on the next as long as that is
 quicker: more computation may cover more of what ranks send, and with learned corrections cover more than it takes.
@@ -41,17 +41,17 @@ class Wanted:
 
     @property
     def most(self) -> int:
-        """Blocks fewer of the first and the last chunk that are tried at most."""
+        """Blocks fewer of the first and the last virtual stage that are tried at most."""
         return self.able.uneven
 
     def evaluated(self, g: Grid, last: float = np.inf) -> tuple[Grid, Array, Array]:
-        """With as few blocks recomputed as fit, or more where that is quicker; seconds of a step, infinite where
-        none fits or a chunk has no block, and bytes. `last`: seconds from which on it does not matter."""
+        """With as few layers recomputed as fit, or more where that is quicker; seconds of a step, infinite where
+        none fits or a virtual stage has no block, and bytes. `last`: seconds from which on it does not matter."""
         g, need = fitted(self.outline, g, self.able.ladder, self.limit, self.needs)
         return self.quickest(g, need, last)
 
     def tried(self, g: Grid) -> tuple[Grid, Array, Array]:
-        """The same, by trying one share of blocks after the other."""
+        """The same, by trying one share of layers after the other."""
         need = self.needs(g)
         if (ladder := self.able.ladder) is None:
             return g, self.steps(g, need)[0], need
@@ -104,7 +104,7 @@ class Wanted:
         return numbers, steps, np.where(fits, needs, np.inf)
 
     def needs(self, g: Grid) -> Array:
-        """Bytes, infinite where a chunk has no block, or a rule does not hold."""
+        """Bytes, infinite where a virtual stage has no block, or a rule does not hold."""
         need, some = np.full(len(g), np.inf), some_blocks(self.outline, g)
         some = some & holding(facts_of(self.outline), g, self.able.rules)
         if some.any():
@@ -122,11 +122,11 @@ class Wanted:
         return step, least
 
     def most_again(self, g: Grid) -> Array:
-        """Where blocks are recomputed that need not be where more memory is."""
+        """Where layers are recomputed that need not be where more memory is."""
         return is_free(g) & (g.recompute > 0) if self.able.ladder else np.zeros(len(g), dtype=bool)
 
     def least_again(self, g: Grid) -> Grid:
-        """With the least share of blocks recomputed."""
+        """With the least share of layers recomputed."""
         return self._share(g, lambda ladder: np.zeros(len(g), dtype=np.int64))
 
     def all_again(self, g: Grid) -> Grid:
@@ -145,6 +145,6 @@ class Wanted:
 
 
 def some_blocks(outline: Outline, g: Grid) -> Array:
-    """Where each chunk has a block."""
+    """Where each virtual stage has a block."""
     first, last = ends(outline.layers, g)
     return (first >= 1) & (last >= 1)

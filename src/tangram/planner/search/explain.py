@@ -16,13 +16,15 @@ from tangram.planner.legality.constraints import reasons
 from tangram.planner.search.query import Answer, plan, requested
 from tangram.planner.search.strategy import Ask, Choice, described, limit_of, setting_of
 from tangram.planner.space.grid import Grid, grid
-from tangram.planner.space.recompute import again_of
+from tangram.planner.space.recompute import NOTHING, again_of
 from tangram.planner.space.schedule_formulas import SCHEDULES, code
 
 __all__ = ["Explained", "Given", "explain"]
 
 AXES = {"pp": "pipeline", "dp": "data", "cp": "context", "heads": "ulysses", "tp": "tensor"}
 """What axes of a mesh are for, by their names."""
+EXPERT_AXES = ("ep", "etp")
+"""EP, and the experts' TP: folded over the ranks of the other axes, so they add none."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,15 @@ class Given:
     """A strategy as a person gives it."""
 
     mesh: str
-    """Of the axes pp, dp, cp, heads and tp; those that are not named have one rank. Ranks of cp send keys around, those
+    """Of the axes pp, dp, cp, heads, tp, ep and etp; dp, where it is not named, has the devices that are left, another
+    axis one rank. Ranks of cp send keys around, those
     of heads exchange heads for tokens (Ulysses)."""
     micro: int = 1
     chunks: int = 1
     schedule: str = "1F1B"
-    """Of the pipeline; of several chunks 1F1B is Interleaved1F1B."""
+    """Of the pipeline; of several virtual stages 1F1B is Interleaved1F1B."""
     zero: int = 1
-    again: str = "nothing"
+    again: str = NOTHING
     experts: str = "1 x 1"
     """EP ranks x the experts' TP ranks."""
     shard: int = 0
@@ -45,7 +48,7 @@ class Given:
     sequence_parallel: bool = True
     """Whether TP ranks divide the tokens of what they do not divide otherwise."""
     uneven: str = "0 0"
-    """How many blocks fewer the first chunk of the model has, and the last one."""
+    """How many layers fewer the first virtual stage of the model has, and the last one."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def explain(outline: Outline, cluster: Cluster, ask: Ask, given: Given) -> Expla
 def _only(kinds: tuple[int, ...]) -> int:
     """Of the kinds of optimisers that may be used the one."""
     if len(kinds) != 1:
-        raise UserError("--explain looks at one strategy: give one --optimiser with it")
+        raise UserError("explain looks at one strategy: give one --optimiser with it")
     return next(iter(kinds))
 
 
@@ -91,25 +94,30 @@ def ordered(mesh: str, axes: list[str]) -> bool:
 def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
     """As a grid of one."""
     if ask.others:
-        raise UserError("--explain looks at one strategy: give one --precision with it")
+        raise UserError("explain looks at one strategy: give one --precision with it")
     request = requested(cluster, ask)
     try:
-        axes = Mesh.parse(given.mesh).axes
+        axes = dict(Mesh.parse(given.mesh).axes)
     except LayoutError as error:
         raise UserError(f'"{given.mesh}" is no mesh: {error}') from None
-    if unknown := [name for name in axes if name not in AXES]:
-        raise UserError(f'the mesh "{given.mesh}" has the axis {unknown[0]}: axes are named {", ".join(AXES)}')
+    if unknown := [name for name in axes if name not in AXES and name not in EXPERT_AXES]:
+        names = ", ".join((*AXES, *EXPERT_AXES))
+        raise UserError(f'the mesh "{given.mesh}" has the axis {unknown[0]}: axes are named {names}')
+    folded = [axes.pop(name)[0] if name in axes else 1 for name in EXPERT_AXES]
     sizes = {AXES[name]: size for name, (size, _) in axes.items()}
     ranks = 1
     for size in sizes.values():
         ranks *= size
+    if "dp" not in axes and request.devices % ranks == 0:
+        sizes["data"] = request.devices // ranks
+        ranks = request.devices
     if ranks != request.devices:
         raise UserError(f'the mesh "{given.mesh}" has {ranks} ranks, and there are {request.devices} devices')
     inner = ordered(given.mesh, [name for name, (size, _) in axes.items() if size > 1])
     sizes["context"] = sizes.get("context", 1) * sizes.get("ulysses", 1)
     group, share = again_of(given.again)
     try:
-        expert, expert_tensor = (int(part) for part in given.experts.split("x"))
+        expert, expert_tensor = folded if max(folded) > 1 else (int(part) for part in given.experts.split("x"))
     except ValueError:
         raise UserError(f'"{given.experts}" are no EP ranks: write 8 x 1') from None
     try:
@@ -117,7 +125,9 @@ def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
     except ValueError:
         ahead = behind = -1
     if min(ahead, behind) < 0:
-        raise UserError(f'"{given.uneven}" are no numbers of blocks fewer of the first and the last chunk: write 1 1')
+        raise UserError(
+            f'"{given.uneven}" are no numbers of layers fewer of the first and the last virtual stage: write 1 1'
+        )
     schedule = code("Interleaved1F1B" if given.schedule == "1F1B" and given.chunks > 1 else given.schedule)
     if schedule < 0:
         names = ", ".join(one.name for one in SCHEDULES)

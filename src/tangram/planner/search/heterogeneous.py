@@ -1,13 +1,13 @@
 """Strategies over parts of a cluster that are not alike: other devices, other nodes, a slower link between them.
 
 Each stage of a pipeline lies within one part, and all stages have as many TP, CP and DP ranks, so that a
-part has a whole number of stages. The parts follow each other in some order, and the blocks are cut so that the step is
+part has a whole number of stages. The parts follow each other in some order, and the layers are cut so that the step is
 the quickest in which each stage fits its own devices (`planner.space.stage_cuts`). What a block takes and needs on a
 part is what the models of time and memory say with that part's `Setting`; what goes from part to part is priced here,
 and no more.
 
 Searched are all meshes, micro-batches, folded experts, orders of the parts, ZeRO-1 or none, and nothing, norms and
-activations or all blocks recomputed, for 1F1B. What is found is what trying all of them finds: configurations are
+activations or all layers recomputed, for 1F1B. What is found is what trying all of them finds: configurations are
 tried in the order of a bound (`_bounds`), until no other can be among the best.
 
 The trade-off: one number of TP, CP and DP ranks for all parts keeps what a stage hands on in one layout and
@@ -163,7 +163,7 @@ def _space(outline: Outline, parts: Sequence[Part], ask: Ask) -> Grid:
 
 
 def _roomy(outline: Outline, parts: Sequence[Part], g: Grid) -> Places:
-    """Configurations whose stages together have room for all blocks of each kind, if they had no others.
+    """Configurations whose stages together have room for all layers of each kind, if they had no others.
 
     Before the last stage no rank has fewer micro-batches in flight than the one before it; beyond that only the last,
     which has the head.
@@ -181,7 +181,7 @@ def _roomy(outline: Outline, parts: Sequence[Part], g: Grid) -> Places:
 
 
 def _most(outline: Outline, part: Part, g: Grid, place: Floats, run: int, total: int) -> Floats:
-    """How many blocks of one kind, of so many, a rank at a place has room for, if it has no others."""
+    """How many layers of one kind, of so many, a rank at a place has room for, if it has no others."""
     takes = takes_of(outline, g, part.setting)
     none = [np.zeros(len(g)) for _ in outline.runs]
     low, high = np.zeros(len(g)), np.full(len(g), float(total))
@@ -217,7 +217,7 @@ class _Prices:
     head: Floats
     """And through the head."""
     beside: Floats
-    """Of a step beside its micro-batches, on a stage with the mean of blocks."""
+    """Of a step beside its micro-batches, on a stage with the mean of layers."""
     hop: Floats
     """Of what a stage hands on and gets back."""
 
@@ -252,9 +252,9 @@ def _hops(prices: Sequence[_Prices]) -> Floats:
 def _bounds(outline: Outline, parts: Sequence[Part], prices: Sequence[_Prices], g: Grid) -> Floats:
     """Of each configuration seconds that no cut in no order is quicker than.
 
-    A block is so much of all work as it takes of all blocks on the first part. On a part no stage does more of it in a
+    A block is so much of all work as it takes of all layers on the first part. On a part no stage does more of it in a
     second than with the block that suits the part best, and all stages work at most as long as the longest; which is
-    long enough, too, for stages of whole blocks to have all of them, if each took as long as the quickest.
+    long enough, too, for stages of whole layers to have all of them, if each took as long as the quickest.
     """
     counts = [count for _, count in outline.runs]
     whole = np.asarray(sum(count * one for count, one in zip(counts, prices[0].blocks, strict=True)))
@@ -271,7 +271,7 @@ def _bounds(outline: Outline, parts: Sequence[Part], prices: Sequence[_Prices], 
 
 
 def _whole(stages: Sequence[Floats], each: Sequence[Floats], blocks: int) -> Floats:
-    """Seconds in which so many stages of each part do not have all blocks yet, if one takes them `each`; less than
+    """Seconds in which so many stages of each part do not have all layers yet, if one takes them `each`; less than
     seconds in which they do by a millionth at most."""
     low: Floats = np.zeros_like(each[0])
     high: Floats = np.maximum.reduce(each) * blocks
@@ -292,7 +292,7 @@ class _Priced:
     prices: Sequence[_Prices]
 
     def in_order(self, order: tuple[int, ...], ask: Ask) -> Mixed | None:
-        """With the best cut of the blocks over parts in an order; None where none fits."""
+        """With the best cut of the layers over parts in an order; None where none fits."""
         one, micros = self.one, int(self.one.micros[0])
         of = [at for at in order for _ in range(self._stages(at))]  # which part a stage is of
         costs_of = {at: self._costs(at) for at in order}
@@ -322,14 +322,14 @@ class _Priced:
         return int(_stages(self.parts[part], self.one)[0])
 
     def _costs(self, part: int) -> Floats:
-        """Shape (blocks + 1, blocks + 1): seconds of a stage from the row's block to before the column's."""
+        """Shape (layers + 1, layers + 1): seconds of a stage from the row's block to before the column's."""
         runs = zip(self.outline.runs, self.prices[part].blocks, strict=True)
         each = [float(took[0]) for (_, count), took in runs for _ in range(count)]
         ends = np.array(list(accumulate(each, initial=0.0)))
         return np.maximum(ends[None, :] - ends[:, None], 0.0)
 
     def _reaches(self, order: Sequence[int]) -> list[Places]:
-        """Of each stage, and each block that it may begin at, behind which block it may end at most: with more blocks a
+        """Of each stage, and each block that it may begin at, behind which block it may end at most: with more layers a
         rank never needs less, so halves are left out until it is known."""
         blocks, first = self.outline.layers, 0
         found: list[Places] = []
@@ -349,13 +349,13 @@ class _Priced:
         return found
 
     def _fullest(self, part: int, first: int, pieces: Sequence[tuple[int, int]]) -> float:
-        """Bytes of the fullest rank of a part whose stages, from the `first` one on, have these blocks."""
+        """Bytes of the fullest rank of a part whose stages, from the `first` one on, have these layers."""
         start, end = np.array(pieces).T
         of = self.parts[part]
         takes = takes_of(self.outline, self.one, of.setting)
         return float(self._bytes(of, first + np.arange(len(pieces)), start, end, takes).max())
 
     def _bytes(self, part: Part, place: Places, start: Places, end: Places, takes: Sequence[Takes]) -> Floats:
-        """That ranks of a part at these places of the pipeline need with blocks from `start` to before `end`."""
+        """That ranks of a part at these places of the pipeline need with layers from `start` to before `end`."""
         counts = counts_of(self.outline, start, end)
         return at_rank(self.outline, self.one, part.setting, place.astype(float), counts, takes)

@@ -59,7 +59,7 @@ def memory_front(
 ) -> Grid:  # fmt: skip
     """Of configurations that need at most `limit` bytes, the front of steps and memory, the quickest first.
 
-    Of even cuts and the quickest, of blocks recomputed in quarters, and only of steps up to `reach` times the
+    Of even cuts and the quickest, of layers recomputed in quarters, and only of steps up to `reach` times the
     shortest; empty where nothing fits.
     `quickest`: where it is known already.
     Raises UserError where there is no legal layout.
@@ -95,7 +95,7 @@ def memory_front(
 
 
 def laddered(outline: Outline, request: Request, g: Grid) -> Grid:
-    """Configurations with each share of blocks recomputed that is looked at here."""
+    """Configurations with each share of layers recomputed that is looked at here."""
     ladder = request.able.ladder
     g = g if ladder is None else ladder.coarse.all_of(outline, g, is_free(g))
     return g.take(holding(facts_of(outline), g, request.able.rules))

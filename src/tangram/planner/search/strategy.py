@@ -72,7 +72,7 @@ class Ask:
     base: Base = FULL
     """What frozen weights are kept in, where an outline has some (`models.adapted`)."""
     others: tuple[Precision, ...] = ()
-    """What products may be computed in as well."""
+    """What matmuls may be computed in as well."""
     unlike: float = 0.0
     """How unlike experts' loads are: their standard deviation over their mean."""
     save_every: int = 0
@@ -84,7 +84,7 @@ class Ask:
     """What of the joint space is not to be used, by names (`planner.legality.exclusions`)."""
 
     def each(self) -> tuple[Ask, ...]:
-        """By each type that products may be computed in, alone."""
+        """By each type that matmuls may be computed in, alone."""
         return tuple(replace(self, precision=one, others=()) for one in (self.precision, *self.others))
 
     def on(self, devices: int) -> Ask:
@@ -109,7 +109,7 @@ class Choice:
     schedule: str
     """Of the pipeline."""
     ahead: int
-    """How many blocks fewer the first chunk of the model has than an even cut gives it."""
+    """How many layers fewer the first virtual stage of the model has than an even cut gives it."""
     behind: int
     """The same of the last one."""
     expert: int
@@ -121,7 +121,7 @@ class Choice:
     """Seconds."""
     low: float
     high: float
-    """90 of 100 like it lie between these."""
+    """90 % of runs like it lie between these."""
     tokens_per_device: float
     """In a second."""
     utilisation: float
@@ -130,7 +130,7 @@ class Choice:
     """Bytes of the rank that needs most, as the device shows them."""
     memory_low: float
     memory_high: float
-    """90 of 100 like it need between these."""
+    """90 % of runs like it need between these."""
     fits: float
     """How likely it is not to run out."""
     parts: Mapping[str, float]
@@ -145,7 +145,7 @@ class Choice:
     host: float = 0.0
     """Bytes that do, of the rank that has most there."""
     precision: Precision = "bf16"
-    """What products are computed in."""
+    """What matmuls are computed in."""
 
     def grid(self) -> Grid:
         """As a grid of one."""
@@ -153,7 +153,8 @@ class Choice:
 
     @property
     def stages(self) -> str:
-        """The schedule, chunks of each rank where they are several, and where they have fewer blocks; "" without."""
+        """The schedule, virtual stages of each rank where they are several, and where they have fewer layers; ""
+        without."""
         several = f" x {self.virtual}" if self.virtual > 1 else ""
         fewer = f", {self.ahead} and {self.behind} fewer" if self.ahead or self.behind else ""
         return f"{self.schedule}{several}{fewer}"

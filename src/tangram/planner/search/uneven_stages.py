@@ -1,18 +1,18 @@
-"""How blocks are cut into chunks, chosen for each configuration: the quickest cut that fits.
+"""How layers are cut into virtual stages, chosen for each configuration: the quickest cut that fits.
 
-Cuts are tried in which the first chunk has `ahead` blocks fewer and the last one `behind`
+Cuts are tried in which the first virtual stage has `ahead` layers fewer and the last one `behind`
 (`planner.space.layers_per_stage`), from the even one on, one block more at a time. With every such block no rank but
 the first or the last gets fewer, so what is left out cannot be the best:
 
     fits, and the rank with the head is not the slowest     nothing after it is quicker
-    fits, and that rank is the slowest                      what is quicker takes one more from its last chunk
-    does not fit on a rank between                          nor does anything after it, where that rank's blocks are
+    fits, and that rank is the slowest                      what is quicker takes one more from its last virtual stage
+    does not fit on a rank between                          nor does anything after it, where that rank's layers are
                                                             of one kind in all cuts
     does not fit on the first or the last alone             what fits takes one more from it, where all are of one kind
-    fits only with blocks recomputed                    one more from either may need fewer of them
+    fits only with layers recomputed                    one more from either may need fewer of them
     no cut at all would be as quick as what is wanted       none is tried
 
-Otherwise both ways are gone. "Fits" is: with as few blocks recomputed as fit, or more where
+Otherwise both ways are gone. "Fits" is: with as few layers recomputed as fit, or more where
 that is quicker (`planner.space.recompute`). Tests compare with trying all cuts, and plant a mistake.
 """
 
@@ -97,7 +97,7 @@ def best_cuts(wanted: Wanted, g: Grid, step: Array, need: Array, last: float = n
 
 
 def hopeless(wanted: Wanted, g: Grid) -> Array:
-    """Where nothing fits, however blocks are cut and however many of them are recomputed: by one rank."""
+    """Where nothing fits, however layers are cut and however many of them are recomputed: by one rank."""
     found = [_full(wanted, g.take(slice(start, start + CACHED))) for start in range(0, len(g), CACHED)]
     return np.concatenate(found) if found else np.zeros(0, dtype=bool)
 
@@ -125,12 +125,12 @@ def _dropped(of: Array, drop: Array, *arrays: Array) -> list[Array]:
 
 
 def _never(wanted: Wanted, g: Grid, *, least: bool = False) -> Array:
-    """Where no cut with more blocks of nothing fits: by blocks of the last kind that a rank has in all of them.
-    `least`: nor with fewer blocks recomputed.
+    """Where no cut with more layers of nothing fits: by layers of the last kind that a rank has in all of them.
+    `least`: nor with fewer layers recomputed.
 
-    Such are those of chunks, but the last one, before which all blocks of other kinds are: of a rank that has no other
-    chunks all that it has now, and of the first rank the least that these have. Where chunks turn at the last rank, it
-    has all that it has now but those of other kinds.
+    Such are those of virtual stages, but the last one, before which all layers of other kinds are: of a rank that has
+    no other virtual stages all that it has now, and of the first rank the least that these have. Where virtual stages
+    turn at the last rank, it has all that it has now but those of other kinds.
     """
     outline, ranks = wanted.outline, g.pipeline
     others = outline.layers - outline.runs[-1][1]
@@ -180,7 +180,7 @@ class _Paces:
         return last * self.each[at] + self.head[at] > most * self.each[at]
 
     def hopes(self, found: Grid, best: Best, at: Array) -> Array:
-        """Where more blocks of nothing may be quicker than the best: by what the ranks without the head take."""
+        """Where more layers of nothing may be quicker than the best: by what the ranks without the head take."""
         most, _ = loads(self.outline, found)
         head, own = loads(self.outline, best.grid.take(at))
         pace = np.maximum(head * self.each[at], own * self.each[at] + self.head[at])
@@ -190,11 +190,11 @@ class _Paces:
 INNER = ("ahead", "behind", "recompute", "recomputed")
 """Of a configuration what is chosen here."""
 BLOCKS = ("products", "attention", "streams", "launch", "tensor", "expert", "context")
-"""Parts of a step that blocks take."""
+"""Parts of a step that layers take."""
 
 
 def _further(wanted: Wanted, at: Array, found: Grid, fits: Array, slow: Array, hopes: Array) -> tuple[Array, Array]:
-    """Of which cuts one is tried with a block fewer in the first chunk, and of which in the last one."""
+    """Of which cuts one is tried with a block fewer in the first virtual stage, and of which in the last one."""
     turns, some = folded(found.schedule), some_blocks(wanted.outline, found)
     first, last = ~fits, ~fits
     if len(wanted.outline.runs) == 1 and (known := ~fits & some).any():
@@ -215,7 +215,7 @@ def _further(wanted: Wanted, at: Array, found: Grid, fits: Array, slow: Array, h
 
 
 def _children(wanted: Wanted, at: Array, found: Grid, first: Array, last: Array) -> tuple[Array, Grid]:
-    """Cuts with one block fewer, each once, as far as any with as many fewer can have blocks in all chunks."""
+    """Cuts with one block fewer, each once, as far as any with as many fewer can have layers in all virtual stages."""
     places = np.concatenate([at[first], at[last]])
     g = joined((found.take(first), found.take(last)))
     ahead = g.ahead + (np.arange(len(g)) < first.sum())

@@ -34,9 +34,10 @@ class Grid:
     schedule: Array
     """Of the pipeline, a code (`planner.space.schedule_formulas`)."""
     ahead: Array
-    """How many blocks fewer the first chunk has than an even cut gives it (`planner.space.layers_per_stage`)."""
+    """How many layers fewer the first virtual stage has than an even cut gives it
+    (`planner.space.layers_per_stage`)."""
     behind: Array
-    """The same of the last chunk."""
+    """The same of the last virtual stage."""
     context: Array
     """Ranks that cut a sequence."""
     ulysses: Array

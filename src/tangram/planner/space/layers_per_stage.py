@@ -1,9 +1,10 @@
-"""Which blocks of a model the ranks of a pipeline have, for every configuration of a grid at once.
+"""Which layers of a model the ranks of a pipeline have, for every configuration of a grid at once.
 
-Blocks are cut into chunks as evenly as they go, the first chunks with one more, as if there were `ahead` blocks of
-nothing before the first and `behind` after the last one: so many fewer the first and the last chunk have. (Arguments of
-Megatron-LM that account for the embedding and the loss are one each; torchtitan's layers that the first and the last
-stage have less are these numbers.) Chunks are dealt to ranks in turn, or go down the ranks and up again.
+Blocks are cut into virtual stages as evenly as they go, the first virtual stages with one more, as if there were
+`ahead` layers of nothing before the first and `behind` after the last one: so many fewer the first and the last virtual
+stage have. (Arguments of Megatron-LM that account for the embedding and the loss are one each; torchtitan's layers that
+the first and the last stage have less are these numbers.) Chunks are dealt to ranks in turn, or go down the ranks and
+up again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Array = NDArray[Any]
 
 
 def sizes(blocks: int, chunks: int, ahead: int, behind: int) -> list[int]:
-    """Blocks of each chunk, in the model's order; below 1 where the cut is none."""
+    """Blocks of each virtual stage, in the model's order; below 1 where the cut is none."""
     each, more = divmod(blocks + ahead + behind, chunks)
     found = [each + (place < more) for place in range(chunks)]
     found[0] -= ahead
@@ -33,16 +34,17 @@ def sizes(blocks: int, chunks: int, ahead: int, behind: int) -> list[int]:
 
 
 def fewer(found: list[int]) -> tuple[int, int] | None:
-    """`ahead` and `behind` of chunks of these sizes, the smallest; None where no such cut makes them."""
+    """`ahead` and `behind` of virtual stages of these sizes, the smallest; None where no such cut makes them."""
     blocks, chunks = sum(found), len(found)
     ways = ((ahead, total - ahead) for total in range(2 * max(found) + 1) for ahead in range(total + 1))
     return next((way for way in ways if sizes(blocks, chunks, *way) == found), None)
 
 
 def cut(layers: int, g: Grid) -> tuple[Array, Array]:
-    """Blocks of each chunk of so many with those of nothing, and how many of the first chunks have one more.
+    """Blocks of each virtual stage of so many with those of nothing, and how many of the first virtual stages have one
+    more.
 
-    Of a model with fewer blocks than chunks one each, as far as they go.
+    Of a model with fewer layers than virtual stages one each, as far as they go.
     """
     chunks = g.pipeline * g.virtual
     blocks = layers + g.ahead + g.behind
@@ -51,7 +53,7 @@ def cut(layers: int, g: Grid) -> tuple[Array, Array]:
 
 
 def ends(layers: int, g: Grid) -> tuple[Array, Array]:
-    """Blocks of the first chunk, and of the last one; below 1 where the cut is none."""
+    """Blocks of the first virtual stage, and of the last one; below 1 where the cut is none."""
     each, more = cut(layers, g)
     alone = g.pipeline * g.virtual == 1
     first = each + (more > 0) - g.ahead - np.where(alone, g.behind, 0.0)
@@ -59,7 +61,8 @@ def ends(layers: int, g: Grid) -> tuple[Array, Array]:
 
 
 def chunk_of(outline: Outline, g: Grid, block: int) -> tuple[Array, Array]:
-    """The chunk that has a block of the model, and how many of its blocks (of nothing, too) lie before that one."""
+    """The virtual stage that has a block of the model, and how many of its layers (of nothing, too) lie before that
+    one."""
     each, more = cut(outline.layers, g)
     place = block + g.ahead
     beyond_them = place - more * (each + 1)
@@ -68,7 +71,7 @@ def chunk_of(outline: Outline, g: Grid, block: int) -> tuple[Array, Array]:
 
 
 def dealt(outline: Outline, g: Grid, place: Array) -> list[Array]:
-    """How many blocks of each run the chunks of a PP rank have."""
+    """How many layers of each run the virtual stages of a PP rank have."""
     bounds: list[int] = np.cumsum([count for _, count in outline.runs]).tolist()
     turns = folded(g.schedule)
     many = turns.any()
@@ -82,7 +85,7 @@ def dealt(outline: Outline, g: Grid, place: Array) -> list[Array]:
 
 
 def _before(outline: Outline, g: Grid, place: Array, block: int) -> Array:
-    """Blocks of a rank (of nothing, too) before a block of the model, where chunks are dealt out in turn."""
+    """Blocks of a rank (of nothing, too) before a block of the model, where virtual stages are dealt out in turn."""
     each, more = cut(outline.layers, g)
     chunk, into = chunk_of(outline, g, block)
     turns = (chunk - place) / g.pipeline
@@ -94,7 +97,7 @@ def _before(outline: Outline, g: Grid, place: Array, block: int) -> Array:
 
 
 def _before_folded(outline: Outline, g: Grid, place: Array, block: int) -> Array:
-    """The same where two chunks of each rank go down the ranks and up again."""
+    """The same where two virtual stages of each rank go down the ranks and up again."""
     each, more = cut(outline.layers, g)
     found = np.zeros(len(g))
     for chunk in (place, 2 * g.pipeline - 1 - place):

@@ -65,7 +65,7 @@ OPTIMISERS = (
 
 @dataclass(frozen=True)
 class Base:
-    """What frozen weights of products are kept in."""
+    """What frozen weights of matmuls are kept in."""
 
     name: str
     nbytes: float

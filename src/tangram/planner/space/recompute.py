@@ -1,9 +1,9 @@
-"""What is recomputed in the backward: its names, and how many of the blocks that need be.
+"""What is recomputed in the backward: its names, and how many of the layers that need be.
 
-Sets of operators are recomputed in all blocks. Whole blocks are so in as few as memory asks for: of a configuration
+Sets of operators are recomputed in all layers. Whole layers are so in as few as memory asks for: of a configuration
 the least share that fits is taken (`fitted`), and from it on the next as long as that is quicker (`uneven.Wanted`):
 more computation may cover more of what ranks send, and with corrections that are learned cover more than it takes.
-Shares are whole numbers of a chunk's blocks, or those that a framework has.
+Shares are whole numbers of a virtual stage's layers, or those that a framework has.
 """
 
 from __future__ import annotations
@@ -42,63 +42,72 @@ __all__ = [
 
 Array = NDArray[Any]
 
-NOTHING, SOME, ALL_BLOCKS = "nothing", "some blocks", "all blocks"
+NOTHING, SOME, ALL_BLOCKS = "none", "some layers", "full"
 WHOLE = (NOTHING, SOME, ALL_BLOCKS)
-"""Of blocks as a whole what may be recomputed."""
+"""Of layers as a whole what may be recomputed."""
 SETS: dict[str, Group] = {"norms and activations": Group.NORM | Group.ACTIVATION}
-"""Of all blocks."""
-EXPLAINED: dict[str, Group] = {**SETS, "attention": Group.SCORES, "every second product": Group.ALTERNATE}
-"""And what else is explained where a strategy is given, as other projects have it, but not searched."""
+"""Of all layers."""
+EXPLAINED: dict[str, Group] = {**SETS, "selective": Group.SCORES, "every second matmul": Group.ALTERNATE}
+"""And what else is explained where a strategy is given, as other projects have it, but not searched: Megatron-LM's
+selective recompute of the attention core, torchtitan's of every second matmul."""
+FORMER = {
+    "nothing": NOTHING,
+    "all blocks": ALL_BLOCKS,
+    "attention": "selective",
+    "every second product": "every second matmul",
+}
+"""Names of earlier versions, which are read as well."""
 QUARTERS = (0.25, 0.5, 0.75)
-"""Of blocks, where each share is a configuration of its own."""
+"""Of layers, where each share is a configuration of its own."""
 MOST_BLOCKS = 4096
 
 
 def known() -> str:
     """The names, for people."""
-    return ", ".join((NOTHING, "3 of 8 blocks (or other numbers)", ALL_BLOCKS, *EXPLAINED))
+    return ", ".join((NOTHING, "3 of 8 layers (or other numbers)", ALL_BLOCKS, *EXPLAINED))
 
 
 def again_name(groups: int, share: float) -> str:
-    """In words, of the groups (`models.outline.Group`) that are recomputed in a share of the blocks."""
+    """In words, of the groups (`models.outline.Group`) that are recomputed in a share of the layers."""
     if groups == Group.NONE or (groups == Group.BLOCK and share == 0):
         return NOTHING
     if groups == Group.BLOCK:
         of = Fraction(share).limit_denominator(MOST_BLOCKS)
-        return ALL_BLOCKS if of == 1 else f"{of.numerator} of {of.denominator} blocks"
+        return ALL_BLOCKS if of == 1 else f"{of.numerator} of {of.denominator} layers"
     return next(name for name, group in EXPLAINED.items() if group == groups)
 
 
 def again_of(name: str) -> tuple[Group, float]:
-    """The groups, and in which share of the blocks. Raises UserError for a name that is none."""
+    """The groups, and in which share of the layers. Raises UserError for a name that is none."""
+    name = FORMER.get(name, name)
     if name in EXPLAINED:
         return EXPLAINED[name], 1.0
     if name in (NOTHING, ALL_BLOCKS):
         return (Group.NONE if name == NOTHING else Group.BLOCK), 1.0
-    found = re.fullmatch(r"(\d+) of (\d+) blocks", name)
+    found = re.fullmatch(r"(\d+) of (\d+) (?:layers|blocks)", name)
     if found is None or not 0 < int(found[1]) <= int(found[2]) <= MOST_BLOCKS:
         raise UserError(f'nothing is known of "{name}": what is recomputed is one of {known()}')
     return Group.BLOCK, int(found[1]) / int(found[2])
 
 
 def spread(blocks: int, share: float) -> list[int]:
-    """Which of so many blocks a share is, evenly: of any n in a row share x n, where that is whole."""
+    """Which of so many layers a share is, evenly: of any n in a row share x n, where that is whole."""
     of = Fraction(share).limit_denominator(MOST_BLOCKS)
     return [at for at in range(blocks) if math.ceil((at + 1) * of) > math.ceil(at * of)]
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """Shares of blocks, ascending: by their number 0, 1, ..."""
+    """Shares of layers, ascending: by their number 0, 1, ..."""
 
     steps: tuple[float, ...] | None = None
-    """None: each number of a chunk's blocks, from none to all."""
+    """None: each number of a virtual stage's layers, from none to all."""
     whole: bool = True
     """Of None: with all."""
 
     @classmethod
     def of(cls, again: tuple[str, ...], shares: tuple[float, ...] | None) -> Ladder | None:
-        """By names of what may be recomputed, and shares of blocks that may be; None where no name is of blocks."""
+        """By names of what may be recomputed, and shares of layers that may be; None where no name is of layers."""
         if not set(again) & set(WHOLE):
             return None
         if SOME in again and NOTHING in again and shares is None:
@@ -132,7 +141,7 @@ class Ladder:
 
     @property
     def coarse(self) -> Ladder:
-        """With quarters in the place of each number of blocks."""
+        """With quarters in the place of each number of layers."""
         return Ladder((0.0, *QUARTERS, *([1.0] if self.whole else []))) if self.steps is None else self
 
     def all_of(self, outline: Outline, g: Grid, free: Array) -> Grid:
@@ -146,14 +155,14 @@ class Ladder:
 
 
 def _blocks(outline: Outline, g: Grid) -> Array:
-    """Of a chunk, of even cuts the largest."""
+    """Of a virtual stage, of even cuts the largest."""
     return np.ceil(outline.layers / (g.pipeline * g.virtual)).astype(np.int64)
 
 
 def is_free(g: Grid) -> Array:
-    """Where whole blocks are recomputed or nothing is, and as few as fit are best.
+    """Where whole layers are recomputed or nothing is, and as few as fit are best.
 
-    Of activations that are offloaded to the host fewer move where more blocks are recomputed, so that it may be
+    Of activations that are offloaded to the host fewer move where more layers are recomputed, so that it may be
     quicker: such shares are configurations of their own.
     """
     whole = (g.recompute == int(Group.NONE)) | (g.recompute == int(Group.BLOCK))
@@ -163,9 +172,9 @@ def is_free(g: Grid) -> Array:
 def fitted(
     outline: Outline, g: Grid, ladder: Ladder | None, limit: float, needs: Callable[[Grid], Array]
 ) -> tuple[Grid, Array]:
-    """Configurations with the least share of blocks recomputed that needs at most `limit`, and bytes of each.
+    """Configurations with the least share of layers recomputed that needs at most `limit`, and bytes of each.
 
-    `needs`: bytes, which more blocks recomputed never make more. Where none fits, the greatest share.
+    `needs`: bytes, which more layers recomputed never make more. Where none fits, the greatest share.
     """
     free = np.flatnonzero(is_free(g)) if ladder is not None else np.zeros(0, dtype=np.int64)
     need, share = needs(g), np.zeros(len(g), dtype=np.int64)

@@ -1,13 +1,15 @@
 """The schedules that the search knows, as rows of numbers: what they wait for, and what they keep.
 
 The closed forms are those that playing the schedules' own tables gives (`schema.schedules`; a test compares), in units
-of a chunk with forward F, gradient of inputs I and gradient of weights W:
+of a virtual stage with forward F, gradient of inputs I and gradient of weights W:
 
     1F1B, Interleaved1F1B         a rank waits (p - 1) (F + I + W)
-    InterleavedZeroBubble         (p - 1) (F + I - W), all ranks keep v p chunks; of one chunk each ZB-H1
-    ZBVZeroBubble, DualPipeV      the same wait with two chunks a rank, all ranks keep 2 p and 2 p + 1 chunks
+    InterleavedZeroBubble         (p - 1) (F + I - W), all ranks keep v p virtual stages; of one virtual stage each
+                                  ZB-H1
+    ZBVZeroBubble, DualPipeV      the same wait with two virtual stages a rank, all ranks keep 2 p and 2 p + 1 virtual
+                                  stages
 
-(Narayanan et al. 2021; Qi et al. 2024; DeepSeek 2024.) W is taken as half of the products' backward.
+(Narayanan et al. 2021; Qi et al. 2024; DeepSeek 2024.) W is taken as half of the matmuls' backward.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Setting:
     """`hardware.devices.Figures`, or None where only memory is asked for."""
     framework: Framework
     precision: Precision = "bf16"
-    """What products are computed in; what flows between them is in 16 bits below fp32."""
+    """What matmuls are computed in; what flows between them is in 16 bits below fp32."""
     node: int = 8
     """Devices that meet at the fast link, which may be those of several machines."""
     nic: float | None = None

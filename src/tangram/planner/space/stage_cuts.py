@@ -1,12 +1,12 @@
-"""Where a chain of blocks is cut into stages that are not alike: the quickest cut in which every stage fits.
+"""Where a chain of layers is cut into stages that are not alike: the quickest cut in which every stage fits.
 
 Of m micro-batches through stages that take s_i each a step takes (Narayanan et al. 2021, 2.2)
 
     (m - 1) max_i(s_i) + sum_i(s_i) + max_i(b_i)
 
-with b_i what a stage does once in a step, so much for each of its blocks: all stages do it at the same time.
+with b_i what a stage does once in a step, so much for each of its layers: all stages do it at the same time.
 
-For a longest stage that is given the least sum is found by dynamic programming over stages and blocks; longest stages
+For a longest stage that is given the least sum is found by dynamic programming over stages and layers; longest stages
 are tried from the least with which there is a cut, until a longer one alone is more than the best. Then stages that do
 more than any less than the longest b_i are left out, and it is cut again, until the rest alone is more than the best.
 So the result is that of trying every cut, which tests compare.
@@ -30,9 +30,9 @@ def best_cut(
 ) -> tuple[float, list[int]]:
     """Seconds, and the block behind each stage's last; infinite and [] where no cut fits.
 
-    `costs`: of each stage, shape (blocks + 1, blocks + 1): seconds if it has blocks from the row to before the column.
-    `reaches`: of each stage, shape (blocks + 1): if it begins at a block, behind which one it may end at most.
-    `beside`: of each stage seconds that each of its blocks takes once in a step.
+    `costs`: of each stage, shape (layers + 1, layers + 1): seconds if it has layers from the row to before the column.
+    `reaches`: of each stage, shape (layers + 1): if it begins at a block, behind which one it may end at most.
+    `beside`: of each stage seconds that each of its layers takes once in a step.
     """
     best, found = np.inf, list[int]()
     places = np.arange(len(costs[0]))

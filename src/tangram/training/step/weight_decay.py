@@ -93,7 +93,7 @@ def groups(model: nn.Module, plan: OptimiserPlan) -> list[Group]:
 
 
 def rows(plan: Job) -> list[tuple[str, str]]:
-    """What `tangram plan --show` says of them; of a model that cannot be built here, why."""
+    """What `tangram plan show` says of them; of a model that cannot be built here, why."""
     try:
         model = build_on_meta(source_of(plan, load_tokens(plan.data, plan.model.path)).config)
         freeze(model, plan)

@@ -1,4 +1,4 @@
-"""`tangram plan MODEL --cluster C --export ...`, `--emit ...` and `--explain FILE`: what they read and write."""
+"""`tangram plan export` and `tangram plan explain MODEL FILE`: what they read and write."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Wanted:
 def checked(wanted: Wanted) -> None:
     """Raise UserError for what can be seen before anything is searched."""
     if wanted.export and wanted.emit:
-        raise UserError("--export and --emit write one file each: call the command for each of them")
+        raise UserError("--to and --job-file write one file each: call the command for each of them")
     out = wanted.out
     if wanted.export:
         target(wanted.export)
         if wanted.submit:
-            raise UserError("--submit is of --emit: it submits a job file")
+            raise UserError("--submit is of --job-file: it submits a job file")
     else:
         client = platform(wanted.emit).client[0]
         if wanted.submit and out is None:
@@ -107,10 +107,10 @@ def read_table(path: str, found: Found) -> Titled:
         ("mesh", given.mesh),
         ("micro-batch", f"{given.micro} of {found.numbers.batch} samples"),
         ("schedule", f"{given.schedule} x {given.chunks}" if given.chunks > 1 else given.schedule),
-        ("fewer blocks of the first and the last chunk", given.uneven),
+        ("fewer layers of the first and the last virtual stage", given.uneven),
         ("experts", given.experts),
-        ("divided", f"{ZERO[given.zero]}, over {given.shard} ranks"),
-        ("recomputed", given.again),
+        ("ZeRO", f"{ZERO[given.zero]}, over {given.shard} ranks"),
+        ("recompute", given.again),
         *(("otherwise", one) for one in found.told),
     ]
     if found.ignored:

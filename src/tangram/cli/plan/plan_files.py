@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tangram.cli.exports import Typed, Wanted
+from tangram.cli.plan.exports import Typed, Wanted
 from tangram.errors import UserError
 from tangram.models.outline import Outline
 from tangram.models.outlined import outline_of
@@ -24,7 +24,7 @@ from tangram.training.state.build_model import source_of
 __all__ = ["TANGRAM", "Given", "Taking", "job_in", "not_run", "own"]
 
 TANGRAM = "tangram"
-"""Of `--export`: the plan that `tangram train` takes."""
+"""Of `--to`: the plan that `tangram train` takes."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,12 @@ class Given:
 
 
 def own(wanted: Wanted, file: str) -> Taking:
-    """What `--export tangram` writes: the plan of a job. Raises UserError where there is none, or no file for it."""
+    """What `tangram plan export --to tangram` writes: the plan of a job. Raises UserError where there is none, or no
+    file."""
     if Path(file).suffix != ".toml" or wanted.out is None:
         raise UserError("a plan of Tangram is of a job, with data and optimiser: give a job's .toml, and --out")
     if wanted.emit or wanted.submit:
-        raise UserError("--export and --emit write one file each: call the command for each of them")
+        raise UserError("--to and --job-file write one file each: call the command for each of them")
     return Taking(wanted.out, wanted.pick, runs=True)
 
 
@@ -97,7 +98,7 @@ def job_in(file: str, taking: Taking, typed: Sequence[object], changes: Mapping[
     path = Path(file)
     if path.suffix != ".toml":
         if taking.out is not None or taking.runs:
-            raise UserError("--out and --runs are for a job, which a plan is written of: give its .toml, or --export")
+            raise UserError("--out and --runs are for a job, which a plan is written of: give its .toml, or export")
         if changes:
             raise UserError("--set changes keys of a job or a plan, and a model has none: give a job's .toml")
         return None
@@ -109,7 +110,7 @@ def job_in(file: str, taking: Taking, typed: Sequence[object], changes: Mapping[
         raise UserError(f"the plan cannot be written to {taking.out}: give a file in a folder that is there")
     job = load(path, changes)
     if isinstance(job, Plan):
-        raise UserError(f"{file} is a plan already: `tangram plan --show {file}` explains it, `tangram train` runs it")
+        raise UserError(f"{file} is a plan already: `tangram plan show {file}` explains it, `tangram train` runs it")
     config = source_of(job, load_tokens(job.data, job.model.path)).config
     return Given(job, outline_of(config, path.stem), Counted(job, config))
 

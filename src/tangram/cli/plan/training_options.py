@@ -9,11 +9,11 @@ from tangram.models.outline import Outline
 from tangram.planner.search.strategy import Ask
 from tangram.planner.space.optimisers_and_offload import FULL, base_of, kept_base, offloads_of, optimisers_of
 
-__all__ = ["Lean"]
+__all__ = ["TrainingOptions"]
 
 
 @dataclass(frozen=True)
-class Lean:
+class TrainingOptions:
     """Ways to train in less memory that may be taken, and what may not be used, how experts are used and how often is
     saved; as typed."""
 

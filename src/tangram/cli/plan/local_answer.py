@@ -33,7 +33,7 @@ class Wish:
 def check(file: Path, job: Job | Plan, wish: Wish) -> Job:
     """Raise UserError for what can be seen before anything is loaded."""
     if isinstance(job, Plan):
-        raise UserError(f"{file} is a plan already: `tangram plan --show {file}` explains it, `tangram train` runs it")
+        raise UserError(f"{file} is a plan already: `tangram plan show {file}` explains it, `tangram train` runs it")
     if wish.pick < 1:
         raise UserError(f"--pick {wish.pick}: rows count from 1")
     if wish.measure < 0 or wish.limit <= 0:
@@ -52,7 +52,7 @@ def planned_here(job: Job, name: str, wish: Wish, *, json: bool) -> int:
         found = planned(job, wish.processes, stages=wish.stages, schedule=wish.schedule, anew=wish.anew)
     ranking, document, tables = found.ranking, dict[str, object](), []
     if wish.measure and ranking.fitting:
-        from tangram.cli.trials import trials_json, trials_table, watching
+        from tangram.cli.plan.trials import trials_json, trials_table, watching
         from tangram.training.trials.auto import try_plans
 
         with watching() as line:

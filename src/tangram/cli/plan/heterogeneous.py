@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tangram.cli.exports import Typed, asked_typed
-from tangram.cli.lean import Lean
 from tangram.cli.output import print_json, print_table, progress
-from tangram.cli.taken import Taking, job_in
+from tangram.cli.plan.exports import Typed, asked_typed
+from tangram.cli.plan.plan_files import Taking, job_in
+from tangram.cli.plan.training_options import TrainingOptions
 from tangram.errors import UserError
 from tangram.hardware import cluster as clusters
 from tangram.models.adapted import adapted
@@ -32,16 +32,16 @@ def names_of_parts(cluster: str) -> tuple[str, ...]:
 
 
 def answered_over_parts(
-    model: str, names: Sequence[str], between: float | None, typed: Typed, changes: Mapping[str, str], lean: Lean, *,
-    json: bool,
+    model: str, names: Sequence[str], between: float | None, typed: Typed, changes: Mapping[str, str],
+    training: TrainingOptions, *, json: bool,
 ) -> int:  # fmt: skip
     """The ranking, the stages of the first, and each part alone; exit code 1 where nothing fits. Raises UserError."""
     where = [clusters.load(name) for name in names]
     if between is None:
         raise UserError("what a device gets from another part is not said: give --between in GB/s")
     job = job_in(model, Taking(None, 1, runs=False), typed[:3], changes)
-    outline = adapted(outlined(model) if job is None else job.outline, lean.lora)
-    asked = lean.of(asked_of(*asked_typed(typed if job is None else job.typed(typed), None, None)), outline)
+    outline = adapted(outlined(model) if job is None else job.outline, training.lora)
+    asked = training.of(asked_of(*asked_typed(typed if job is None else job.typed(typed), None, None)), outline)
     parts, rate = parts_of(where, asked), between * 1e9
     with progress("laying the model out, searching"):
         found = over_parts(outline, parts, asked, rate)

@@ -1,4 +1,4 @@
-"""`tangram plan --history` and the trials of `tangram plan JOB --measure K`: what they print."""
+"""`tangram plan history` and the trials of `tangram plan JOB --measure K`: what they print."""
 
 from __future__ import annotations
 
@@ -119,5 +119,5 @@ def _words(errors: dict[str, float]) -> list[tuple[str, str]]:
         ("runs that were measured", f"{errors['measured']:.0f}"),
         ("the estimate alone", f"{100 * errors['estimated']:.0f} %"),
         ("with what was known before each", f"{100 * errors['expected']:.0f} %"),
-        ("within the interval of 90 of 100", f"{100 * errors['within']:.0f} %"),
+        ("within the 90 % interval", f"{100 * errors['within']:.0f} %"),
     ]

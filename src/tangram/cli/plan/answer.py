@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
 
-from tangram.cli.exports import Typed, Wanted, asked_typed, checked, given_in, read_table, said_json, write
-from tangram.cli.lean import Lean
 from tangram.cli.output import print_json, print_table, progress
-from tangram.cli.taken import TANGRAM, Taking, job_in, own
+from tangram.cli.plan.exports import Typed, Wanted, asked_typed, checked, given_in, read_table, said_json, write
+from tangram.cli.plan.plan_files import TANGRAM, Taking, job_in, own
+from tangram.cli.plan.training_options import TrainingOptions
 from tangram.errors import UserError
 from tangram.hardware import cluster as clusters
 from tangram.hardware.cluster import Cluster
@@ -52,7 +52,7 @@ THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
 Strategy = tuple[str, int, int, str, int, str, str, str]
-"""Mesh, micro-batch, chunks, schedule, what is divided, what is recomputed, experts, fewer blocks."""
+"""Mesh, micro-batch, virtual stages, schedule, what is divided, what is recomputed, experts, fewer layers."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Look:
 
 def answered(
     model: str, cluster: str, typed: Typed, one: Strategy | None, look: Look, wanted: Wanted | None, taking: Taking,
-    changes: Mapping[str, str], lean: Lean, *, json: bool,
+    changes: Mapping[str, str], training: TrainingOptions, *, json: bool,
 ) -> int:  # fmt: skip
     """One strategy explained, or how long a training takes, or the ranking; exit code 1 where nothing fits."""
     if wanted is not None and wanted.export == TANGRAM:
@@ -99,10 +99,10 @@ def answered(
         checked(wanted)
     _files(look, wanted, taking)
     where, job = clusters.load(cluster), job_in(model, taking, typed[:3], changes)
-    outline = adapted(outlined(model) if job is None else job.outline, lean.lora)
+    outline = adapted(outlined(model) if job is None else job.outline, training.lora)
     read = None if one is None else given_in(one[0], outline, devices_of(typed[4])[1], where)
     asked = _asked(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
-    asked = lean.of(asked, outline)
+    asked = training.of(asked, outline)
     terms = look.terms(asked)
     if look.train_tokens is not None and not look.objective:
         if look.report is not None:
@@ -172,7 +172,7 @@ class _Found:
 
 def _found(outline: Outline, where: Cluster, asked: Ask, given: Given | None, look: Look, terms: Terms) -> _Found:
     if given is not None and look.objective:
-        raise UserError("--objective ranks strategies, and --explain looks at one: give one of the two")
+        raise UserError("--objective ranks strategies, and explain looks at one: give one of the two")
     aim = aim_of(look.objective or "time", terms)
     explained = None if given is None else explain(outline, where, asked, given)
     answer = best(outline, where, asked, aim) if explained is None else explained.best
