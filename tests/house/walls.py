@@ -122,7 +122,7 @@ def _circles(house: list[Module]) -> Iterator[str]:
     for module in house:
         for _, name in imported(module):
             while name and name not in packages:
-                name = name.rpartition(".")[0]  # noqa: PLW2901
+                name = name.rpartition(".")[0]
             if name and packages[name] != module.package and name.split(".")[1:2] == [module.room]:
                 uses[module.package].add(packages[name])
     for package, direct in sorted(uses.items()):

@@ -148,9 +148,7 @@ def test_the_command_says_what_is_left_out(capsys: pytest.CaptureFixture[str]) -
     assert main(["plan", *said, "--without", "tensor, Pipeline,recompute", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ask"]["without"] == ["tensor", "Pipeline", "recompute"]
-    assert {(one["at"]["tensor"], one["at"]["pipeline"], one["again"]) for one in found["choices"]} == {
-        (1, 1, "none")
-    }
+    assert {(one["at"]["tensor"], one["at"]["pipeline"], one["again"]) for one in found["choices"]} == {(1, 1, "none")}
     assert 'nothing of the search is called "contxt" (did you mean context?)' in refused(
         capsys, *said, "--without", "contxt"
     )

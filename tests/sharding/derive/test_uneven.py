@@ -26,7 +26,7 @@ from tangram.sharding.derive.problem import states
 from tangram.sharding.derive.problem.states import SAME, Cutting, State, cut
 from tangram.sharding.derive.transitions import ordered, sizes_after, wanted
 from tangram.sharding.proof.derived import check
-from tangram.training.mesh.tensor_parallel import own_part
+from tangram.training.mesh.local_parts import own_part
 
 E = 4
 

@@ -15,7 +15,7 @@ from tangram.layout import Mesh
 from tangram.relayout.collectives import Place, dual, joined, parted
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, cut
 from tangram.sharding.derive.transitions import Joint, change, costs, ordered, wanted
-from tangram.training.mesh.tensor_parallel import own_part
+from tangram.training.mesh.local_parts import own_part
 from tests.relayout.sequencing import played
 
 MESH = Mesh.parse("a=2 b=2 c=3")

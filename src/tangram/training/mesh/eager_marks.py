@@ -41,8 +41,8 @@ from tangram.sharding.ops.own import OwnRules, rules_text, table_of
 from tangram.sharding.runtime.apply_change import brought
 from tangram.training.mesh.groups import devices_of
 from tangram.training.mesh.layout_to_torch import named_modules
+from tangram.training.mesh.local_parts import as_dtensors
 from tangram.training.mesh.modes import agree_on_draws
-from tangram.training.mesh.tensor_parallel import as_dtensors
 
 
 def eager(

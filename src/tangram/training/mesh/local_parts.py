@@ -13,7 +13,15 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tangram.layout import LayoutError, Mesh
 from tangram.models.graph import Graph
+from tangram.relayout.dtensor import placements_of
+from tangram.relayout.uneven import indices, picked
+from tangram.sharding.derive.layouts import layout_of
+from tangram.sharding.derive.of_model import States
+from tangram.sharding.derive.problem.states import State
+from tangram.sharding.derive.transitions import here
+from tangram.training.mesh.groups import Devices
 from tangram.training.mesh.layout_to_torch import named_modules
 
 Place = tuple[dict[str, Any], str, str]
@@ -96,3 +104,51 @@ def _with_parts(
                 there[key] = p
 
     return run
+
+
+def as_dtensors(
+    model: nn.Module, lies: Mapping[str, States], mesh: Mesh, coords: Mapping[str, int], devices: Devices
+) -> None:
+    """Make DTensors of the parameters that are cut, over the axes that cut each.
+
+    Every rank has all of each, so nothing is sent.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    states_of = {parameter: lies[name] for name, parameter in model.named_parameters()}
+    for _, module in named_modules(model):
+        for key, whole in [*module.named_parameters(recurse=False)]:
+            states = states_of[whole]
+            axes = [(axis, n) for axis, n in mesh.views[0] if states[axis].kind == "cut"]
+            if not axes:
+                continue
+            if whole not in made:
+                cutting = {axis: states[axis] for axis, _ in axes}
+                part = own_part(whole.data, cutting, mesh, coords)
+                try:
+                    placements = placements_of(layout_of(whole.shape, cutting), Mesh((tuple(axes),)))
+                except LayoutError:  # what torch has no word for
+                    made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+                else:
+                    part = DTensor.from_local(
+                        part,
+                        devices.over([*cutting]),
+                        placements,
+                        run_check=False,
+                        shape=whole.shape,
+                        stride=whole.stride(),
+                    )
+                    made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+            module.register_parameter(key, made[whole])
+
+
+def own_part(whole: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int]) -> Tensor:
+    """A rank's part of a tensor, with storage of its own."""
+    part, done = whole, dict[str, State]()
+    sizes = {axis: n for axis, (n, _) in mesh.axes.items()}
+    for axis, state in states.items():
+        if state.kind == "cut":
+            dim, now = state.dim, here(state, axis, done, sizes)
+            at = indices(now.outer, part.shape[dim], sizes[axis], now.parts)[coords[axis]]
+            part = picked(part, dim, at)
+            done[axis] = state
+    return part

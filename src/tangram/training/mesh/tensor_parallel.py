@@ -25,25 +25,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from tangram.errors import UserError
-from tangram.layout import LayoutError, Mesh
+from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.models.masks import as_captured
 from tangram.models.opened import without_fast_path
 from tangram.models.twin import without_memory
 from tangram.planner.local.own_rules import rules_of
-from tangram.relayout.dtensor import placements_of
-from tangram.relayout.uneven import indices, picked
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import ConflictError, Derived
 from tangram.sharding.derive.layouts import layout_of, lying, used
 from tangram.sharding.derive.marking.marks import Mark, matched, names_any
 from tangram.sharding.derive.of_model import States, derive_whole, graph_of, leaves_nothing, parameter_states
 from tangram.sharding.derive.problem.states import SAME, State, chunked
-from tangram.sharding.derive.transitions import Change, here
+from tangram.sharding.derive.transitions import Change
 from tangram.sharding.eager.api import marks_in
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.samples import places_of
@@ -60,8 +57,8 @@ from tangram.sharding.runtime.ring_attention import Passed, Rings
 from tangram.sharding.runtime.routes import Routes
 from tangram.training.mesh import modes
 from tangram.training.mesh.groups import Devices, add_up, devices_of
-from tangram.training.mesh.layout_to_torch import Cuts, named_modules
-from tangram.training.mesh.local_parts import LocalParts, local
+from tangram.training.mesh.layout_to_torch import Cuts
+from tangram.training.mesh.local_parts import LocalParts, as_dtensors, local, own_part
 from tangram.training.mesh.world import World, dim_of
 
 _HELD = "_tangram_derived"
@@ -333,54 +330,6 @@ class DerivedModel:
         for axis in self._groups:
             grads = [self._model.get_parameter(name).grad for name, axes in summed.items() if axis in axes]
             add_up([local(g) for g in grads if g is not None], self._groups[axis])
-
-
-def as_dtensors(
-    model: nn.Module, lies: Mapping[str, States], mesh: Mesh, coords: Mapping[str, int], devices: Devices
-) -> None:
-    """Make DTensors of the parameters that are cut, over the axes that cut each.
-
-    Every rank has all of each, so nothing is sent.
-    """
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    states_of = {parameter: lies[name] for name, parameter in model.named_parameters()}
-    for _, module in named_modules(model):
-        for key, whole in [*module.named_parameters(recurse=False)]:
-            states = states_of[whole]
-            axes = [(axis, n) for axis, n in mesh.views[0] if states[axis].kind == "cut"]
-            if not axes:
-                continue
-            if whole not in made:
-                cutting = {axis: states[axis] for axis, _ in axes}
-                part = own_part(whole.data, cutting, mesh, coords)
-                try:
-                    placements = placements_of(layout_of(whole.shape, cutting), Mesh((tuple(axes),)))
-                except LayoutError:  # what torch has no word for
-                    made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
-                else:
-                    part = DTensor.from_local(
-                        part,
-                        devices.over([*cutting]),
-                        placements,
-                        run_check=False,
-                        shape=whole.shape,
-                        stride=whole.stride(),
-                    )
-                    made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
-            module.register_parameter(key, made[whole])
-
-
-def own_part(whole: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int]) -> Tensor:
-    """A rank's part of a tensor, with storage of its own."""
-    part, done = whole, dict[str, State]()
-    sizes = {axis: n for axis, (n, _) in mesh.axes.items()}
-    for axis, state in states.items():
-        if state.kind == "cut":
-            dim, now = state.dim, here(state, axis, done, sizes)
-            at = indices(now.outer, part.shape[dim], sizes[axis], now.parts)[coords[axis]]
-            part = picked(part, dim, at)
-            done[axis] = state
-    return part
 
 
 def _too_small(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
