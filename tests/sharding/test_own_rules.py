@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tangram.errors import UserError
+from tangram.sharding.discover.own_rules import own_rules
 from tangram.sharding.ops import find_rule
 from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.own import own_rules, table_of
+from tangram.sharding.ops.rule_table import table_of
 from tests.training import own_operator
 
 RIGHT = "tangram_gate.gated : a _, _ b, _ b -> a b ; each(2)"

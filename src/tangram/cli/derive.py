@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tangram.sharding.derive.derive import ConflictError, Derived
     from tangram.sharding.derive.marking.marks import Mark
     from tangram.sharding.derive.problem.rates import Rates
-    from tangram.sharding.ops.own import Samples
+    from tangram.sharding.discover.own_rules import Samples
 
 
 SHIPPED = "shipped"
@@ -36,7 +36,7 @@ class OwnOperators:
 
     def proved(self) -> str:
         """The text of the rules, proved. Raises UserError."""
-        from tangram.sharding.ops.own import own_rules
+        from tangram.sharding.discover.own_rules import own_rules
 
         samples = self.samples()
         return "" if self.rules is None else own_rules(self.rules, samples).text

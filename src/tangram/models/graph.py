@@ -197,7 +197,7 @@ class Graph:
     answers: tuple[Answer, ...] = ()
     """What code has read out of tensors."""
     rules: str = ""
-    """Op rules of operators of one's own that it may have (`tangram.sharding.ops.own`), one a line."""
+    """Op rules of operators of one's own that it may have (`tangram.sharding.discover.own_rules`), one a line."""
 
     def of_kind(self, *kinds: Kind) -> Iterator[tuple[int, Value]]:
         """The values of some kinds, with their numbers."""

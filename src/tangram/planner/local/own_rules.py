@@ -8,7 +8,7 @@ from pathlib import Path
 from tangram.errors import UserError
 from tangram.models.code import function_of, run_code
 from tangram.schema.job import Job
-from tangram.sharding.ops.own import Samples, own_rules
+from tangram.sharding.discover.own_rules import Samples, own_rules
 
 
 def define_operators(job: Job) -> Samples | None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -130,3 +131,20 @@ def builtin() -> Table:
     return Table().with_lines(
         line for f in files if f.name.endswith(".rules") for line in parse_lines(f.read_text(), f.name)
     )
+
+
+@lru_cache(16)
+def table_of(text: str) -> Table:
+    """The built-in table with the lines of a text, which have been checked."""
+    return builtin().with_lines(replace(line, exact=True) for line in parse_lines(text)) if text else builtin()
+
+
+def read_lines(file: Path | str) -> list[Line]:
+    """The lines of a file. Raises UserError where it cannot be read, or one is no rule."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the rules {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"the rules {file} cannot be read: they are not UTF-8 text") from None
+    return parse_lines(text, str(file))

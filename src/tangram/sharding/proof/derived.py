@@ -23,7 +23,7 @@ from tangram.sharding.derive.problem.folding import Step, meta
 from tangram.sharding.derive.problem.states import State
 from tangram.sharding.local_ops.local_call import run_all
 from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.own import table_of
+from tangram.sharding.ops.rule_table import table_of
 from tangram.sharding.proof.execute import differs
 from tangram.sharding.proof.routed import Routes, is_routed
 from tangram.sharding.proof.simulate import Simulated, World, cut, of_parts, together

@@ -35,8 +35,7 @@ from tangram.sharding.ops import find_rule, foreach
 from tangram.sharding.ops.bind import Bound
 from tangram.sharding.ops.calls import Call
 from tangram.sharding.ops.decompose import is_decomposed
-from tangram.sharding.ops.own import read_lines
-from tangram.sharding.ops.rule_table import POINTWISE, Table, builtin
+from tangram.sharding.ops.rule_table import POINTWISE, Table, builtin, read_lines
 from tangram.sharding.proof import lists, mapped, shapes
 from tangram.sharding.proof.execute import Failure, Whole, check, ways, whole
 from tangram.sharding.proof.pending import check_pending

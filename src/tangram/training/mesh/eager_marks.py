@@ -34,10 +34,11 @@ from tangram.sharding.derive.marking.marks import Mark, matched
 from tangram.sharding.derive.marking.marks import states as states_of
 from tangram.sharding.derive.problem.states import SAME, State
 from tangram.sharding.derive.transitions import Change
+from tangram.sharding.discover.own_rules import OwnRules, rules_text
 from tangram.sharding.eager import api
 from tangram.sharding.eager.api import Written, marks_in
 from tangram.sharding.eager.session import Eager, Lying
-from tangram.sharding.ops.own import OwnRules, rules_text, table_of
+from tangram.sharding.ops.rule_table import table_of
 from tangram.sharding.runtime.apply_change import brought
 from tangram.training.mesh.groups import devices_of
 from tangram.training.mesh.layout_to_torch import named_modules
@@ -53,8 +54,8 @@ def eager(
     `marks` name parameters, and modules for the first tensor that each gives; those that `mark` keeps in the model
     count, too. Each rank gives the model all of its inputs. Its results are plain and whole, but for those that the
     model's code marks: these stay parts, with layouts. After the backward every gradient is right: nothing is left to
-    sum. `rules`: a file of op rules for operators of one's own, each proved first, or what `sharding.ops.own.own_rules`
-    gives. Raises UserError for marks and rules that do not fit.
+    sum. `rules`: a file of op rules for operators of one's own, each proved first, or what
+    `sharding.discover.own_rules.own_rules` gives. Raises UserError for marks and rules that do not fit.
     """
     return EagerModel(model, [*marks_in(model), *marks], devices, rules_text(rules))
 

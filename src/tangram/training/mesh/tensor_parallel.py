@@ -41,10 +41,10 @@ from tangram.sharding.derive.marking.marks import Mark, matched, names_any
 from tangram.sharding.derive.of_model import States, derive_whole, graph_of, leaves_nothing, parameter_states
 from tangram.sharding.derive.problem.states import SAME, State, chunked
 from tangram.sharding.derive.transitions import Change
+from tangram.sharding.discover.own_rules import OwnRules, rules_text
 from tangram.sharding.eager.api import marks_in
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.samples import places_of
-from tangram.sharding.ops.own import OwnRules, rules_text
 from tangram.sharding.runtime.apply_change import brought
 from tangram.sharding.runtime.dry_check import rehearsed
 from tangram.sharding.runtime.install import Now, Runtime
@@ -105,7 +105,7 @@ def parallel(
     that are marked. After the backward, `sum_gradients`. One forward at a time. Training and evaluation are captured
     apart. What is drawn, as by dropout, is what one process draws within `sharding.local_ops.random_ops.Drawing`, by
     the state of torch's generator; ranks take that of the first. `rules`: a file of op rules for operators of one's
-    own, each proved first, or what `sharding.ops.own.own_rules` gives. Collective. Raises UserError.
+    own, each proved first, or what `sharding.discover.own_rules.own_rules` gives. Collective. Raises UserError.
     """
     names = devices.mesh_dim_names or ()
     mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tangram.checkpoint.formats.archives.archive import Opaque, Place
 from tangram.checkpoint.formats.archives.mapped_files import Maps
+from tangram.checkpoint.formats.common.model_part import unwrapped
 from tangram.checkpoint.formats.common.opened import SETTINGS
 from tangram.checkpoint.formats.common.optimiser_names import KNOWN, STEP
 from tangram.errors import UserError
@@ -22,8 +23,6 @@ from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
 from tangram.relayout.states import SAME
 
-WRAPPED = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What torch.compile, FSDP and activation checkpointing put into names; no module has it of its own."""
 PARALLEL = "module."
 """What DDP puts before all of them."""
 TENSORS = ("torch._utils._rebuild", "torch._tensor._rebuild", "torch.distributed._shard")
@@ -111,23 +110,6 @@ def plain_names(names: Iterable[str], lead: str = "") -> dict[str, str]:
     given = list(names)
     parallel = bool(given) and all(name.startswith(PARALLEL) for name in given)
     return unwrapped(given, (PARALLEL if parallel else "", lead))
-
-
-def unwrapped(names: Iterable[str], leads: tuple[str, str] = ("", "")) -> dict[str, str]:
-    """Names without what wrappers of single modules have put into them; `leads`: what goes before and after that.
-
-    Raises UserError where two become one.
-    """
-    found: dict[str, str] = {}
-    owners: dict[str, str] = {}
-    for name in names:
-        plain = name.removeprefix(leads[0])
-        for part in WRAPPED:
-            plain = plain.replace(part, "")
-        found[name] = plain = plain.removeprefix(leads[1])
-        if owners.setdefault(plain, name) != name:
-            raise UserError(f"{owners[plain]} and {name} are both {plain} without their wrappers")
-    return found
 
 
 # ---------------------------------------------------------------- optimisers

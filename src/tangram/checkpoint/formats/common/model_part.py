@@ -9,12 +9,12 @@ model are followed as long as what lies beside them is known to be none of a mod
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from tangram.checkpoint.formats.archives.state_dicts import unwrapped
 from tangram.checkpoint.formats.common.opened import Opened
 from tangram.checkpoint.formats.common.optimiser_names import Naming, named, renamed
+from tangram.errors import UserError
 from tangram.relayout import TensorSpec
 
 MODELS = frozenset(
@@ -28,6 +28,8 @@ NEVER = ("optim", "lr_sched", "dataloader", "train_state", "rng_state", "grad_sc
 STARTS = (*NEVER, "opt_state", "scheduler", "rng", "random_state", "scaler", "ema_state", "sampler", "progress")
 """The same beside a key that is a model's."""
 DEEPEST = 5
+WRAPPED = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What torch.compile, FSDP and activation checkpointing put into names; no module has it of its own."""
 
 
 def model_part(source: Opened, naming: Naming, objects: Collection[str] = ()) -> Opened:
@@ -113,3 +115,20 @@ def _is_counter(key: str, lead: str, params: Mapping[str, TensorSpec]) -> bool:
 
 def _is_scalar(spec: TensorSpec) -> bool:
     return spec.shape in ((), (1,))
+
+
+def unwrapped(names: Iterable[str], leads: tuple[str, str] = ("", "")) -> dict[str, str]:
+    """Names without what wrappers of single modules have put into them; `leads`: what goes before and after that.
+
+    Raises UserError where two become one.
+    """
+    found: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for name in names:
+        plain = name.removeprefix(leads[0])
+        for part in WRAPPED:
+            plain = plain.replace(part, "")
+        found[name] = plain = plain.removeprefix(leads[1])
+        if owners.setdefault(plain, name) != name:
+            raise UserError(f"{owners[plain]} and {name} are both {plain} without their wrappers")
+    return found

@@ -23,8 +23,7 @@ from tangram.models.graph import Graph, Node, Value, filled
 from tangram.sharding.ops import find_rule
 from tangram.sharding.ops.bind import Bound
 from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.own import table_of
-from tangram.sharding.ops.rule_table import Table
+from tangram.sharding.ops.rule_table import Table, table_of
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,13 @@
     parallel(model, marks, devices, inputs, rules=rules)
 
 What is derived of a model depends on its rules, so a captured graph carries the text of them (`Graph.rules`), and
-`table_of` is the table of that text.
+`rule_table.table_of` is the table of that text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ from tangram.errors import UserError
 from tangram.models.build import did_you_mean
 from tangram.sharding.ops import computed_rules, find_rule, views
 from tangram.sharding.ops.calls import Call, name_of, tensor_arguments
-from tangram.sharding.ops.rule_table import POINTWISE, Line, Table, builtin, parse_lines
+from tangram.sharding.ops.rule_table import POINTWISE, Line, Table, builtin, read_lines, table_of
 
 Samples = Callable[[], Iterable[Any]]
 """Gives calls: tuples of arguments, or `(args, kwargs)`; of several operators a dict of such lists, by their names."""
@@ -59,23 +58,6 @@ def own_rules(file: Path | str, samples: Samples | None = None) -> OwnRules:
 def rules_text(rules: Path | str | OwnRules | None) -> str:
     """The text of rules: of a file's, once they are proved. Raises UserError as `own_rules`."""
     return "" if rules is None else rules.text if isinstance(rules, OwnRules) else own_rules(rules).text
-
-
-@lru_cache(16)
-def table_of(text: str) -> Table:
-    """The built-in table with the lines of a text, which have been checked."""
-    return builtin().with_lines(replace(line, exact=True) for line in parse_lines(text)) if text else builtin()
-
-
-def read_lines(file: Path | str) -> list[Line]:
-    """The lines of a file. Raises UserError where it cannot be read, or one is no rule."""
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the rules {file} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"the rules {file} cannot be read: they are not UTF-8 text") from None
-    return parse_lines(text, str(file))
 
 
 # ---------------------------------------------------------------- what a line may say
