@@ -1,13 +1,14 @@
-"""CPU seconds of each test, its processes included, and the table of them that the selection reads.
+"""CPU seconds of each test, its processes included: `-p tests.selection.cpu --record FILE`.
 
-Loaded with `-p tests.selection.cpu --record FILE`. A test pays for what it is the first to need: a fixture of its file
-or of the session counts for the test that began it.
+tests/selection/durations.py makes the table of it that the selection reads. A test pays for what it is the first to
+need: a fixture of its file or of the session counts for the test that began it.
 """
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -40,7 +41,9 @@ class Recorder:
         self.before = tree_seconds(os.getpid()), time.monotonic()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         now = tree_seconds(os.getpid()), time.monotonic()
         spent = [round(a - b, 3) for a, b in zip(now, self.before, strict=True)]
@@ -49,19 +52,18 @@ class Recorder:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        row = self.rows.setdefault(report.nodeid, [0.0, 0.0, 0.0, 0.0])
+        row = self.rows.setdefault(report.nodeid, [0.0, 0.0, 0.0])
         for name, spent in report.user_properties:
             if name == f"spent {report.when}":
-                row[0] += spent[0]
-                row[1] += spent[1]
-                if report.when == "setup":
-                    row[2] += spent[0]
-                    row[3] += spent[1]
+                cpu, wall = cast("list[float]", spent)
+                row[0] += cpu
+                row[1] += wall
+                row[2] += cpu if report.when == "setup" else 0
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workerinput"):
             return
-        lines = [f"{row[0]:.2f}\t{row[1]:.2f}\t{row[2]:.2f}\t{row[3]:.2f}\t{test}" for test, row in self.rows.items()]
+        lines = ["\t".join([*(f"{seconds:.2f}" for seconds in row), test]) for test, row in self.rows.items()]
         self.file.write_text("".join(f"{line}\n" for line in lines))
 
 

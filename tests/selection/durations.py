@@ -5,11 +5,13 @@ their turn when the table is made anew (`make durations`), new ones get the one 
 consecutive turns run all of them whatever the table said in between.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+TABLE = "tests/durations.tsv"
 TURNS = 10
 LONG = 25.0
 """CPU seconds from which on a file is divided into its functions,"""
@@ -56,18 +58,24 @@ def write_table(path: Path, units: Iterable[Unit]) -> None:
 
 
 def make_table(tests: Iterable[Spent], before: Mapping[str, Unit]) -> list[Unit]:
-    """The units of all tests that were run, with their turns of the table before."""
+    """The units of the tests that were run and the rows of other files; who had a turn before keeps it."""
     files: dict[str, list[Spent]] = defaultdict(list)
     for test in tests:
         files[test.test.partition("::")[0]].append(test)
+    units = [unit for unit in before.values() if unit.file not in files]
+    load = [sum(unit.cpu for unit in units if unit.turn == turn) for turn in range(TURNS)]
     costs = [unit for file, rows in files.items() for unit in _units(file, rows)]
-    load = [0.0] * TURNS
-    placed: list[Unit] = []
     for name, cpu, wall in sorted(costs, key=lambda cost: (cost[0] not in before, -cost[1], cost[0])):
         turn = before[name].turn if name in before else load.index(min(load))
         load[turn] += max(cpu, 0.01)
-        placed.append(Unit(name, turn, cpu, wall))
-    return placed
+        units.append(Unit(name, turn, cpu, wall))
+    return units
+
+
+def read_record(path: Path) -> list[Spent]:
+    """What `--record` has written: of each test CPU seconds, seconds on the clock, those of its fixtures, its id."""
+    rows = [line.split("\t", 3) for line in path.read_text().splitlines()]
+    return [Spent(test, float(cpu), float(wall), float(setup)) for cpu, wall, setup, test in rows]
 
 
 def function(test: str) -> str:
@@ -84,3 +92,9 @@ def _units(file: str, rows: list[Spent]) -> list[tuple[str, float, float]]:
     for row in rows:
         parts[function(row.test)].append(row)
     return [(name, sum(row.cpu for row in part), sum(row.wall for row in part)) for name, part in parts.items()]
+
+
+if __name__ == "__main__":
+    root = Path(__file__).parents[2]
+    rows = make_table(read_record(Path(sys.argv[1])), read_table(root / TABLE))
+    write_table(root / TABLE, [row for row in rows if (root / row.file).exists()])

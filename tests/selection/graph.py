@@ -72,8 +72,9 @@ def read_graph(root: Path, files: Iterable[str]) -> Graph:
 def _module(file: str) -> str:
     """The dotted name of a Python file; what is imported as a package is named like its __init__.py."""
     parts = PurePosixPath(file).with_suffix("").parts
-    parts = parts[1:] if parts[0] == "src" else parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    if file.startswith("src/"):
+        parts = parts[1:]
+    return ".".join(parts).removesuffix(".__init__")
 
 
 def _imports(nodes: Iterable[ast.AST], module: str, modules: Mapping[str, str]) -> Iterator[str]:
@@ -116,9 +117,8 @@ class _Names:
             home = next((str(above) for above in path.parents if str(above) in homes), None)
             if not file.endswith(".py") and home and path.parts[0] in ("src", "tests"):
                 data[home].add(file)
-        frozen = [{key: frozenset(value) for key, value in group.items()} for group in (packages, files, folders, data)]
         conftests = frozenset(file for file in known if PurePosixPath(file).name == "conftest.py")
-        return _Names(modules, *frozen, conftests)
+        return _Names(modules, _frozen(packages), _frozen(files), _frozen(folders), _frozen(data), conftests)
 
     def named(self, nodes: Iterable[ast.AST]) -> Iterator[str]:
         """What texts name: modules, families of modules (`f"bench.{name}"`), files, and folders behind a `/`."""
@@ -142,3 +142,7 @@ class _Names:
     def above(self, file: str) -> frozenset[str]:
         """The conftest.py of the folders that a test stands in."""
         return self.conftests & {str(above / "conftest.py") for above in PurePosixPath(file).parents}
+
+
+def _frozen(groups: Mapping[str, set[str]]) -> dict[str, frozenset[str]]:
+    return {key: frozenset(value) for key, value in groups.items()}

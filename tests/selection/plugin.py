@@ -13,10 +13,9 @@ import pytest
 
 from tests.selection import history
 from tests.selection.choose import Selection, choose, sample
-from tests.selection.durations import function, read_table
+from tests.selection.durations import TABLE, function, read_table
 from tests.selection.graph import is_test, read_graph
 
-TABLE = "tests/durations.tsv"
 CHOSEN = pytest.StashKey[Selection]()
 
 
