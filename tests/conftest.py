@@ -9,7 +9,9 @@ import gc
 import importlib.util
 import os
 import pkgutil
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +63,37 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     plugin.deselect(config, items)
+
+
+SEEN = pytest.StashKey[list[tuple[str, str]]]()
+
+
+@pytest.fixture
+def capsys(
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> pytest.CaptureFixture[str]:
+    """pytest's, which keeps what a test reads: where it fails, the report shows what a user would have seen."""
+    seen = request.node.stash.setdefault(SEEN, [])
+    read = capsys.readouterr
+
+    def readouterr() -> Any:
+        printed = read()
+        seen.append((printed.out, printed.err))
+        return printed
+
+    monkeypatch.setattr(capsys, "readouterr", readouterr)
+    return capsys
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        for place, streams in enumerate(item.stash.get(SEEN, []), 1):
+            for name, text in zip(("stdout", "stderr"), streams, strict=True):
+                if text:
+                    report.sections.append((f"what a user sees: {name}, read {place}", text))
+    return report
 
 
 def pytest_collection_finish() -> None:

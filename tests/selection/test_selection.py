@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -259,6 +260,21 @@ def test_sections_are_targets_of_the_makefile_and_their_paths_exist() -> None:
         assert all(list(history.ROOT.glob(f"{path}*")) for path in section.paths)
 
 
+def test_the_page_says_of_each_section_when_it_runs() -> None:
+    page = (history.ROOT / "docs/testing.md").read_text()
+    rows = {
+        name.strip(): every
+        for names, every in re.findall(r"^\| ([a-z, ]+) \|.*\|([^|]*)\|$", page, re.MULTILINE)
+        for name in names.split(",")
+    }
+    for section in sections.SECTIONS:
+        words = "commit" if section.every == sections.ALWAYS else f"{section.every}"
+        assert rows[section.name].strip().startswith(words), section
+    named = re.findall(r"`make ([a-z-]+)", page)
+    makefile = (history.ROOT / "Makefile").read_text()
+    assert {name for name in named if f"\n{name}:" not in makefile} == set()
+
+
 def test_the_report_says_what_has_waited_longest() -> None:
     line = [history.Commit(number, f"c{number}", "2026-01-01") for number in range(25, 16, -1)]
     lines = status.table_of(line, Counter(dict.fromkeys(range(TURNS), 4)), 2)
@@ -266,3 +282,13 @@ def test_the_report_says_what_has_waited_longest() -> None:
     assert lines[-1].endswith("2 units that the table does not know (`make durations` adds them)")
     assert any(line.split() == ["2026-01-01", "c25", "0", "4", "units", "of", "turn", "5"] for line in lines)
     assert any(line.split() == ["2026-01-01", "c19", "6", "4", "units", "of", "turn", "9"] for line in lines)
+
+
+def test_a_failing_test_shows_what_a_user_would_see() -> None:
+    test = history.ROOT / "tests/selection/planted.py"
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(test)]
+    ran = subprocess.run(words, cwd=history.ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1, ran.stdout
+    assert "what a user sees: stdout, read 1" in ran.stdout
+    assert "error: the table is upside down" in ran.stdout
+    assert "1 failed, 1 passed" in ran.stdout
