@@ -33,10 +33,15 @@ def tree_seconds(pid: int) -> float:
 
 
 class Recorder:
-    """Measures in the process that runs tests, adds up and writes in the one that collects their reports."""
+    """Measures in the process that runs tests; the one that collects their reports adds up and writes.
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    It writes after each test, so that a run that is broken off leaves what it has measured.
+    """
+
+    def __init__(self, file: Path, *, worker: bool) -> None:
+        self.file, self.worker = file, worker
+        if not worker:
+            file.write_text("")
         self.rows: dict[str, list[float]] = {}
         self.before = tree_seconds(os.getpid()), time.monotonic()
 
@@ -59,12 +64,10 @@ class Recorder:
                 row[0] += cpu
                 row[1] += wall
                 row[2] += cpu if report.when == "setup" else 0
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if hasattr(session.config, "workerinput"):
-            return
-        lines = ["\t".join([*(f"{seconds:.2f}" for seconds in row), test]) for test, row in self.rows.items()]
-        self.file.write_text("".join(f"{line}\n" for line in lines))
+        if report.when == "teardown" and not self.worker:
+            row = self.rows.pop(report.nodeid)
+            with self.file.open("a") as out:
+                out.write("\t".join([*(f"{seconds:.2f}" for seconds in row), report.nodeid]) + "\n")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,4 +77,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("--record")
     if file:
-        config.pluginmanager.register(Recorder(Path(file)), "cpu recorder")
+        config.pluginmanager.register(Recorder(Path(file), worker=hasattr(config, "workerinput")), "cpu recorder")

@@ -7,7 +7,7 @@ consecutive turns run all of them whatever the table said in between.
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,9 @@ LONG = 25.0
 """CPU seconds from which on a file is divided into its functions,"""
 IN_COMMON = 0.3
 """if its fixtures take no more than this part of them."""
+
+TOGETHER = ("tests/training/oracle/",)
+"""What ranks measure for all files of these folders takes longer than the files do: they have one turn."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def make_table(tests: Iterable[Spent], before: Mapping[str, Unit]) -> list[Unit]
     load = [sum(unit.cpu for unit in units if unit.turn == turn) for turn in range(TURNS)]
     costs = [unit for file, rows in files.items() for unit in _units(file, rows)]
     for name, cpu, wall in sorted(costs, key=lambda cost: (cost[0] not in before, -cost[1], cost[0])):
-        turn = before[name].turn if name in before else load.index(min(load))
+        turn = before[name].turn if name in before else _lightest(load, name, units)
         load[turn] += max(cpu, 0.01)
         units.append(Unit(name, turn, cpu, wall))
     return units
@@ -76,6 +79,14 @@ def read_record(path: Path) -> list[Spent]:
     """What `--record` has written: of each test CPU seconds, seconds on the clock, those of its fixtures, its id."""
     rows = [line.split("\t", 3) for line in path.read_text().splitlines()]
     return [Spent(test, float(cpu), float(wall), float(setup)) for cpu, wall, setup, test in rows]
+
+
+def _lightest(load: Sequence[float], name: str, units: Iterable[Unit]) -> int:
+    """The turn with least to do, or that of those whose fixtures the unit shares."""
+    for folder in TOGETHER:
+        if name.startswith(folder):
+            return next((unit.turn for unit in units if unit.name.startswith(folder)), load.index(min(load)))
+    return load.index(min(load))
 
 
 def function(test: str) -> str:

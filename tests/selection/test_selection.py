@@ -14,7 +14,7 @@ import pytest
 from tests.selection import history, sections, status
 from tests.selection.choose import CHANGED, EARLIER, NEAR, NEW, TURN, Selection, choose, sample
 from tests.selection.cpu import tree_seconds
-from tests.selection.durations import TURNS, Spent, Unit, function, make_table, read_table, write_table
+from tests.selection.durations import TURNS, Spent, Unit, function, make_table, read_record, read_table, write_table
 from tests.selection.graph import Graph, read_graph
 from tests.selection.plugin import select
 
@@ -170,6 +170,14 @@ def test_units_keep_their_turn_and_new_ones_get_the_lightest(tmp_path: Path) -> 
     assert read_table(tmp_path / "table") == made
 
 
+def test_files_with_a_long_fixture_in_common_have_one_turn() -> None:
+    oracle = [Spent(f"tests/training/oracle/test_{n}.py::t", 20.0, 1.0, 0.0) for n in range(4)]
+    others = [Spent(f"tests/training/test_{n}.py::t", 20.0, 1.0, 0.0) for n in range(9)]
+    units = make_table([*oracle, *others], {})
+    assert len({unit.turn for unit in units if "oracle" in unit.name}) == 1
+    assert len({unit.turn for unit in units}) == TURNS
+
+
 def test_long_files_are_divided_unless_their_tests_have_much_in_common() -> None:
     rows = [Spent("long.py::test_a[1]", 10.0, 1.0, 0.0), Spent("long.py::test_a[2]", 10.0, 1.0, 0.0)]
     rows.append(Spent("long.py::test_b", 10.0, 1.0, 0.0))
@@ -284,11 +292,27 @@ def test_the_report_says_what_has_waited_longest() -> None:
     assert any(line.split() == ["2026-01-01", "c19", "6", "4", "units", "of", "turn", "9"] for line in lines)
 
 
-def test_a_failing_test_shows_what_a_user_would_see() -> None:
-    test = history.ROOT / "tests/selection/planted.py"
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(test)]
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What a worker of pytest-xdist says of a test that fails, and the file with the seconds of all tests."""
+    record = tmp_path_factory.mktemp("planted") / "seconds.tsv"
+    words = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "-p", "tests.selection.cpu"]
+    words += ["--record", str(record), "tests/selection/planted.py"]
     ran = subprocess.run(words, cwd=history.ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 1, ran.stdout
-    assert "what a user sees: stdout, read 1" in ran.stdout
-    assert "error: the table is upside down" in ran.stdout
-    assert "1 failed, 1 passed" in ran.stdout
+    return ran.stdout, record
+
+
+def test_a_failing_test_shows_what_a_user_would_see(planted: tuple[str, Path]) -> None:
+    assert "what a user sees: stdout, read 1" in planted[0]
+    assert "error: the table is upside down" in planted[0]
+    assert "1 failed, 1 passed" in planted[0]
+
+
+def test_a_record_is_written_test_by_test_and_makes_a_table(planted: tuple[str, Path]) -> None:
+    rows = read_record(planted[1])
+    test = "tests/selection/planted.py"
+    assert [row.test for row in rows] == [f"{test}::test_it_fails", f"{test}::test_it_does_not"]
+    assert all(row.cpu >= row.setup >= 0 for row in rows)
+    assert 0 < rows[0].cpu + rows[0].wall
+    assert [unit.name for unit in make_table(rows, {})] == [test]
