@@ -3,7 +3,8 @@
 PYTHON ?= python3
 JOB ?= examples/quickstart/job.toml
 PROCESSES ?= 2
-BUDGET ?= 560
+BUDGET ?= 500
+WORKERS ?= 3
 SAMPLE ?= 8
 NTH ?= 8
 MUTANTS ?= --touched
@@ -37,9 +38,10 @@ train: ## train the quickstart on two processes (another job or plan: JOB=... PR
 	  $(BIN)/tangram train $(JOB) --processes $(PROCESSES); echo "job: $$(($$(date +%s) - ready)) s"
 
 # Compiled modules are kept, whatever the environment says: hundreds of processes import them. A file's tests stay in one
-# worker, for what they share is started once in each, and the files that take longest come first.
+# worker, for what they share is started once in each, and the files that take longest come first. Some wait rather than
+# work, for signals and deadlines: one worker more than cores.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
-SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP) ## what a change touches and a turn of the rest, in about 6 minutes (BUDGET: CPU seconds)
 	@$(PYTEST) $(SPREAD) --budget $(BUDGET)
@@ -54,7 +56,7 @@ test-status: $(STAMP) ## what has not had its turn since when
 durations: $(STAMP) ## measure every test anew, for the selection: tests/durations.tsv
 	@mkdir -p .pytest_cache
 	@$(PYTEST) $(SPREAD) --all -p tests.selection.cpu --record .pytest_cache/seconds.tsv || test -s .pytest_cache/seconds.tsv
-	@$(BIN)/python -m tests.selection.durations .pytest_cache/seconds.tsv
+	@$(BIN)/python -m tests.selection.durations .pytest_cache/seconds.tsv --everything
 
 slow: $(STAMP) ## run some of the slow tests, others with every commit (SAMPLE=100000 for all)
 	@$(BIN)/python -m pytest -n 2 -m slow --sample $(SAMPLE)

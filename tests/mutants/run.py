@@ -162,7 +162,8 @@ def main() -> int:
     if args.sample is not None:
         mutants = random.Random(args.seed).sample(mutants, min(args.sample, len(mutants)))
     if args.touched and history.is_repository(ROOT):
-        mutants = touched(mutants, set(history.changed(ROOT, history.base(ROOT))), history.turn(ROOT))
+        changed = history.changed(ROOT, history.base(ROOT))
+        mutants = touched(mutants, {file for file, age in changed.items() if not age}, history.turn(ROOT))
     wrong = misfits(mutants)
     if wrong:
         raise SystemExit("\n".join(wrong))

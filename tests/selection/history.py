@@ -55,10 +55,14 @@ def base(root: Path) -> str:
 
 
 def changed(root: Path, since: str) -> dict[str, int]:
-    """The files that differ from the commit `since`: 0 for those of the last commit and later, 1 for older changes."""
+    """The files that differ from the commit `since`: 0 for those of the last commit and later, 1 for older changes.
+
+    Where TANGRAM_BASE says what the change is, all of it is as late.
+    """
     differ = git(root, "diff", "--name-only", "--no-renames", since).split("\n")
     parents = git(root, "rev-list", "--parents", "-1", "HEAD").split()[1:]
-    late = git(root, "diff", "--name-only", "--no-renames", *parents[:1]).split("\n")
+    latest = [since] if os.environ.get("TANGRAM_BASE") else parents[:1]
+    late = git(root, "diff", "--name-only", "--no-renames", *latest).split("\n")
     new = git(root, "ls-files", "--others", "--exclude-standard").split("\n")
     ages = dict.fromkeys(differ, 1) | dict.fromkeys([*late, *new], 0)
     return {file: age for file, age in ages.items() if file}

@@ -208,6 +208,8 @@ def test_since_when_there_is_a_change(repository: Path, monkeypatch: pytest.Monk
     assert (history.turn(repository), len(history.main_line(repository))) == (3, 3)
     git(repository, "branch", "main", first)
     assert history.base(repository) == first, "where the branch left the main one"
+    monkeypatch.setenv("TANGRAM_BASE", first)
+    assert history.changed(repository, first) == dict.fromkeys(files, 0), "what is said to be the change is all of it"
     monkeypatch.setenv("TANGRAM_BASE", "HEAD")
     monkeypatch.setenv("TANGRAM_TURN", "17")
     assert (history.base(repository), history.turn(repository)) == ("HEAD", 17)
@@ -314,5 +316,5 @@ def test_a_record_is_written_test_by_test_and_makes_a_table(planted: tuple[str, 
     test = "tests/selection/planted.py"
     assert [row.test for row in rows] == [f"{test}::test_it_fails", f"{test}::test_it_does_not"]
     assert all(row.cpu >= row.setup >= 0 for row in rows)
-    assert 0 < rows[0].cpu + rows[0].wall
+    assert rows[0].cpu + rows[0].wall > 0
     assert [unit.name for unit in make_table(rows, {})] == [test]
