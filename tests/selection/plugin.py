@@ -5,6 +5,7 @@ process that hands out the tests chooses, once, and its workers take over what i
 """
 
 import json
+import subprocess
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ def add_options(parser: pytest.Parser) -> None:
 def select(budget: float, root: Path = history.ROOT) -> Selection:
     """What is chosen of the tests in the repository at `root` as it stands now."""
     turn = history.turn(root)
-    graph = read_graph(root, history.files(root))
     changed = history.changed(root, history.base(root))
+    graph = read_graph(root, history.files(root))
     return choose(graph, read_table(root / TABLE), changed, turn, budget)
 
 
@@ -42,7 +43,11 @@ def configure(config: pytest.Config) -> None:
     elif (budget := config.getoption("--budget")) and not config.getoption("--all"):
         if hasattr(config, "workerinput") or not history.is_repository(history.ROOT):
             return  # an unpacked archive has no commits: everything runs
-        config.stash[CHOSEN] = select(budget)
+        try:
+            config.stash[CHOSEN] = select(budget)
+        except (subprocess.CalledProcessError, ValueError) as error:
+            said = (getattr(error, "stderr", "") or str(error)).strip()
+            raise pytest.UsageError(f"--budget: TANGRAM_BASE is a commit and TANGRAM_TURN a number; {said}") from error
 
 
 class ForWorkers:
@@ -57,6 +62,8 @@ class ForWorkers:
 def header(config: pytest.Config) -> str | None:
     """What was chosen, in one line."""
     chosen = config.stash.get(CHOSEN, None)
+    if chosen is None and config.getoption("--budget") and not config.getoption("--all"):
+        return "selection: none, everything runs, for git knows no repository here"
     return chosen.sentence() if chosen else None
 
 

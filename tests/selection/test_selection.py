@@ -243,6 +243,15 @@ def test_the_whole_choice_in_a_repository(repository: Path) -> None:
     assert select(2.0, repository).units == {TESTS[0]: TURN, "tests/high/test_high.py": NEAR}
 
 
+def test_a_base_that_is_no_commit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [sys.executable, "-m", "pytest", "--budget", "1", "-p", "no:xdist", "tests/selection/planted.py"]
+    monkeypatch.setenv("TANGRAM_BASE", "nowhere")
+    ran = subprocess.run(words, cwd=history.ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "TANGRAM_BASE is a commit" in ran.stderr
+    assert "nowhere" in ran.stderr
+
+
 def test_a_process_and_its_children_are_counted() -> None:
     script = "import os, time\nif os.fork(): time.sleep(600)\nwhile True: pass"  # its child alone works
     busy = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
