@@ -89,7 +89,7 @@ def capsys(
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed:
-        for place, streams in enumerate(item.stash.get(SEEN, []), 1):
+        for place, streams in enumerate(item.stash.get(SEEN, list[tuple[str, str]]()), 1):
             for name, text in zip(("stdout", "stderr"), streams, strict=True):
                 if text:
                     report.sections.append((f"what a user sees: {name}, read {place}", text))

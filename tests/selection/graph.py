@@ -115,7 +115,7 @@ class _Names:
             if len(path.parts) > 1:
                 folders[path.parts[0]].add(file)
             home = next((str(above) for above in path.parents if str(above) in homes), None)
-            if not file.endswith(".py") and home and path.parts[0] in ("src", "tests"):
+            if not file.endswith(".py") and home and file.startswith(("src/", "tests/")):
                 data[home].add(file)
         conftests = frozenset(file for file in known if PurePosixPath(file).name == "conftest.py")
         return _Names(modules, _frozen(packages), _frozen(files), _frozen(folders), _frozen(data), conftests)

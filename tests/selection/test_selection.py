@@ -190,8 +190,8 @@ def test_a_sample_of_each_turn_and_in_the_end_all() -> None:
     tests = {f"t{n}": n % 4 == 0 for n in range(40)}
     runs = [sample(tests, 8, turn) for turn in range(50, 60)]
     assert {len(run) for run in runs} == {8}
-    assert set().union(*runs) == tests.keys()
-    assert sum(map(len, runs[:4])) == len(set().union(*runs[:4])), "nothing comes twice before all others came"
+    assert set[str]().union(*runs) == tests.keys()
+    assert sum(map(len, runs[:4])) == len(set[str]().union(*runs[:4])), "nothing comes twice before all others came"
     assert all(sum(tests[t] for t in run) == 1 for run in runs), "heavy ones come a third as often"
 
 
