@@ -3,18 +3,23 @@
 PYTHON ?= python3
 JOB ?= examples/quickstart/job.toml
 PROCESSES ?= 2
+BUDGET ?= 500
+WORKERS ?= 3
 SAMPLE ?= 8
+NTH ?= 8
+MUTANTS ?= --touched
 CELLS ?= 72
+ALL := 100000
 EXTRAS := hf,data,report,remote,kernels,dev
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test slow matrix peers kernels interop lint bench rules mutants clean
+.PHONY: help install train test test-all test-status durations slow matrix peers kernels interop lint bench rules mutants clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 install: $(STAMP) ## make the virtual environment .venv (the others do it by themselves)
 	@:
@@ -32,15 +37,32 @@ train: ## train the quickstart on two processes (another job or plan: JOB=... PR
 	  ready=$$(date +%s); echo "installation: $$((ready - begin)) s"; \
 	  $(BIN)/tangram train $(JOB) --processes $(PROCESSES); echo "job: $$(($$(date +%s) - ready)) s"
 
-# Compiled modules are kept, whatever the environment says: hundreds of processes import them.
-test: $(STAMP) ## run the tests (those that run ranks start processes of their own)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
+# Compiled modules are kept, whatever the environment says: hundreds of processes import them. A file's tests stay in one
+# worker, for what they share is started once in each, and the files that take longest come first. Some wait rather than
+# work, for signals and deadlines: one worker more than cores.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-slow: $(STAMP) ## run some of the slow tests, others with every commit (SAMPLE=1000 for all)
+test: $(STAMP) ## what a change touches and a turn of the rest, in about 6 minutes (BUDGET: CPU seconds)
+	@$(PYTEST) $(SPREAD) --budget $(BUDGET)
+
+test-all: $(STAMP) ## every test, the slow ones, all cells and all other parts of the CI: hours
+	@$(PYTEST) $(SPREAD) --all
+	@$(MAKE) --no-print-directory slow matrix peers kernels interop rules mutants SAMPLE=$(ALL) CELLS=$(ALL) MUTANTS=
+
+test-status: $(STAMP) ## what has not had its turn since when
+	@$(BIN)/python -m tests.selection.status
+
+durations: $(STAMP) ## measure every test anew, for the selection: tests/durations.tsv
+	@mkdir -p .pytest_cache
+	@$(PYTEST) $(SPREAD) --all -p tests.selection.cpu --record .pytest_cache/seconds.tsv || test -s .pytest_cache/seconds.tsv
+	@$(BIN)/python -m tests.selection.durations .pytest_cache/seconds.tsv --everything
+
+slow: $(STAMP) ## run some of the slow tests, others with every commit (SAMPLE=100000 for all)
 	@$(BIN)/python -m pytest -n 2 -m slow --sample $(SAMPLE)
 
 # One process starts the ranks of all cells, and these take all cores.
-matrix: $(STAMP) ## run some cells of the capability matrix, others with every commit (CELLS=1000 for all)
+matrix: $(STAMP) ## run some cells of the capability matrix, others with every commit (CELLS=100000 for all)
 	@$(BIN)/python -m pytest -p no:xdist -m matrix --sample $(CELLS) tests/matrix
 
 # Never a sample: what another project loads, computes and saves is the proof of every family.
@@ -74,10 +96,10 @@ bench: $(STAMP) ## run the benches of the layout algebra, of relayout and of the
 
 rules: $(STAMP) ## prove every op rule, and plant some mistakes that the proof must find
 	@$(BIN)/tangram shard check
-	@$(BIN)/tangram shard check --mutants $(SAMPLE)
+	@$(BIN)/tangram shard check --mutants $(NTH)
 
-mutants: $(STAMP) ## plant mistakes in the algebra and count those that the tests find
-	@$(BIN)/python tests/mutants/run.py
+mutants: $(STAMP) ## plant mistakes in the algebra that the tests must find: of changed files, others in turn (MUTANTS= for all)
+	@$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 clean: ## remove the virtual environment and every cache
 	@rm -rf $(VENV) .venv-interop .venv-triton .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,4 +1,4 @@
-"""What holds for every test: how hard hypothesis searches, one thread for torch, and a sample of the slow tests.
+"""What holds for every test: how hard hypothesis searches, one thread for torch, and which tests run (tests/selection).
 
 HYPOTHESIS_PROFILE chooses the search: `dev` is quick and draws new examples each time, `ci` (the default where CI is
 set) runs the same for the same test, so that what fails there is the change's, and `thorough` is for a night and
@@ -9,15 +9,16 @@ import gc
 import importlib.util
 import os
 import pkgutil
-import random
-import subprocess
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from tangram.kernels import compiled
+from tests.selection import plugin
 
 settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), max_examples=50, derandomize=True, print_blob=True)
@@ -41,38 +42,64 @@ def _load_kernels() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    plugin.configure(config)
+    config.pluginmanager.register(plugin.ForWorkers())
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         _load_kernels()  # not where others run the tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sample", type=int, help="run so many of the chosen tests, other ones with every commit")
+    plugin.add_options(parser)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return plugin.header(config)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return plugin.ignores(collection_path, config)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    size: int | None = config.getoption("--sample")
-    if size is None or size >= len(items):
-        return
-    git = ["git", "rev-parse", "HEAD"]
-    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
-    chosen = _sample(items, size, random.Random(commit))  # alike in every worker
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
-    items[:] = [item for item in items if item.nodeid in chosen]
+    plugin.deselect(config, items)
+
+
+SEEN = pytest.StashKey[list[tuple[str, str]]]()
+
+
+@pytest.fixture
+def capsys(
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> pytest.CaptureFixture[str]:
+    """pytest's, which keeps what a test reads: where it fails, the report shows what a user would have seen."""
+    seen = request.node.stash.setdefault(SEEN, [])
+    read = capsys.readouterr
+
+    def readouterr() -> Any:
+        printed = read()
+        seen.append((printed.out, printed.err))
+        return printed
+
+    monkeypatch.setattr(capsys, "readouterr", readouterr)
+    return capsys
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        for place, streams in enumerate(item.stash.get(SEEN, list[tuple[str, str]]()), 1):
+            for name, text in zip(("stdout", "stderr"), streams, strict=True):
+                if text:
+                    report.sections.append((f"what a user sees: {name}, read {place}", text))
+    return report
 
 
 def pytest_collection_finish() -> None:
     """What stands after the collection, stays: the collector of garbage need not look through it again and again."""
     gc.collect()
     gc.freeze()
-
-
-def _sample(items: list[pytest.Item], size: int, dice: random.Random) -> set[str]:
-    """So many of them by id. Those that are marked as heavy come to their turn a third as often."""
-    heavy = sorted(item.nodeid for item in items if item.get_closest_marker("heavy"))
-    light = sorted(item.nodeid for item in items if not item.get_closest_marker("heavy"))
-    few = max(-(-size * len(heavy) // (3 * len(items))), size - len(light))
-    return {*dice.sample(heavy, few), *dice.sample(light, size - few)}
 
 
 def pytest_unconfigure() -> None:

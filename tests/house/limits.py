@@ -11,6 +11,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +77,8 @@ listed: there are {others} more of those.
 """
 
 
-def refusals() -> list[Refusal]:
+@cache
+def refusals() -> tuple[Refusal, ...]:
     """Every refusal of the source, in the order of its modules."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
     errors = _subclasses(trees)
@@ -86,7 +88,7 @@ def refusals() -> list[Refusal]:
         if parts[0] == "cli":  # mistakes in options
             continue
         found += [Refusal("/".join(parts[:-1]), "/".join(parts), sentence) for sentence in _sentences(tree, errors)]
-    return found
+    return tuple(found)
 
 
 def _subclasses(trees: Mapping[Path, ast.Module]) -> set[str]:

@@ -1,6 +1,6 @@
 """Plant mistakes in the algebra, one at a time, and count those that the tests find.
 
-    python tests/mutants/run.py [--only NAME ...] [--table layout] [--sample N --seed S] [--jobs 2]
+    python tests/mutants/run.py [--only NAME ...] [--table layout] [--sample N --seed S | --touched] [--jobs 2]
 
 Each mutant is a copy of src with one text replaced; its tests run there with a time limit. Before that the tests must
 pass on an unchanged copy, and every text must occur exactly once. Exit status 1 when a mutant survives.
@@ -19,15 +19,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.selection import history  # noqa: E402
+from tests.selection.durations import TURNS  # noqa: E402
+
 if TYPE_CHECKING:
     from tests.mutants.mutant import Mutant
 
-ROOT = Path(__file__).resolve().parents[2]
 TABLES = ("layout", "relayout", "exchange", "sequences")
 LIMIT = 60
 """Seconds for the tests of one mutant; one that takes longer counts as found (it does not end)."""
@@ -35,7 +40,6 @@ LIMIT = 60
 
 def tables(names: Sequence[str]) -> list[Mutant]:
     """The mutants of some tables, checked to have names of their own."""
-    sys.path.insert(0, str(ROOT))
     out = [m for name in names for m in importlib.import_module(f"tests.mutants.{name}").MUTANTS]
     twice = {m.name for m in out if sum(n.name == m.name for n in out) > 1}
     if twice:
@@ -51,6 +55,17 @@ def misfits(mutants: Sequence[Mutant]) -> list[str]:
         if count != 1 or m.old == m.new:
             out.append(f"{m.name}: its text occurs {count} times in {m.file}" if count != 1 else f"{m.name}: no change")
     return out
+
+
+def touched(mutants: Sequence[Mutant], changed: Set[str], turn: int) -> list[Mutant]:
+    """Those whose file or first tests have changed, and every tenth of all, so that ten turns run each of them."""
+    return [
+        m
+        for place, m in enumerate(mutants)
+        if place % TURNS == turn % TURNS
+        or f"src/tangram/{m.file}" in changed
+        or m.tests[0].partition("::")[0] in changed
+    ]
 
 
 def copy(source: Path, mutant: Mutant | None) -> None:
@@ -128,6 +143,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--table", nargs="+", choices=TABLES, default=TABLES, help="the mutants of these tables")
     parser.add_argument("--sample", type=int, metavar="N", help="that many mutants, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument(
+        "--touched", action="store_true", help="those of changed files, and a tenth of the others in turn"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
     return parser.parse_args()
 
@@ -143,6 +161,9 @@ def main() -> int:
         mutants = [m for m in mutants if m.name in args.only]
     if args.sample is not None:
         mutants = random.Random(args.seed).sample(mutants, min(args.sample, len(mutants)))
+    if args.touched and history.is_repository(ROOT):
+        changed = history.changed(ROOT, history.base(ROOT))
+        mutants = touched(mutants, {file for file, age in changed.items() if not age}, history.turn(ROOT))
     wrong = misfits(mutants)
     if wrong:
         raise SystemExit("\n".join(wrong))

@@ -14,6 +14,8 @@ from tangram.planner.search.query import plan
 from tangram.planner.search.strategy import Ask, probability, safe
 from tests.planner.commands import refused
 
+pytestmark = pytest.mark.usefixtures("one_search_each")
+
 SPINE = ("llama-3-70b", "--cluster", "h100-8x8", "--tokens-per-batch", "4M", "--seq", "8192")
 SMALL = ("llama-3-8b", "--cluster", "h100-8x8", "--gpus", "8", "--tokens-per-batch", "4M", "--seq", "8192")
 

@@ -9,6 +9,8 @@ import pytest
 from tangram.cli import main
 from tests.planner.commands import refused
 
+pytestmark = pytest.mark.usefixtures("one_search_each")
+
 SAID = ("llama-3-8b", "--cluster", "h100-8x8", "--gpus", "16", "--tokens-per-batch", "1M", "--top", "4")
 FAILURES = ("--mtbf", "20000", "--checkpoint-s", "60", "--restart-s", "600")
 

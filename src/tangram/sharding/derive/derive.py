@@ -2,8 +2,7 @@
 
 Over one axis every tensor has a state in which it is made and one in which it is used, and every operator makes a
 move. Marks fix states; parameters are used where they lie; all else is chosen so that the bytes that ranks receive,
-forward and backward, and the work that they repeat cost least: exactly, not step by step (`solve`). Work counts in
-bytes at the rate of a cluster (`Rates`), so that an axis without traffic still cuts what it can.
+forward and backward, and the work that they repeat (in bytes, by `Rates`) cost least: exactly, not step by step.
 
 Axes are taken in the order of the mesh, each on top of those before it. The trade-off: one does not know the next.
 """

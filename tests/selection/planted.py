@@ -1,0 +1,16 @@
+"""A test that fails and one that does not; pytest collects them only where it is told to."""
+
+import sys
+
+import pytest
+
+
+def test_it_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    print("a table")
+    print("error: the table is upside down", file=sys.stderr)
+    assert capsys.readouterr().err == ""
+
+
+def test_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    print("a secret")
+    assert capsys.readouterr().out == "a secret\n"
