@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench._checkpoint.peers import Contender, Dcp, Ours
 from bench._checkpoint.state import State, fill, make, wrong
 from tangram.checkpoint.background import AsyncSaver
-from tangram.checkpoint.save import About
+from tangram.checkpoint.saving.save import About
 from tangram.checkpoint.state import describe
 from tangram.relayout.peers import Peers
 from tangram.training.launch import Rank

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from tangram.checkpoint import diff_structures
+from tangram.checkpoint.converting import rare_collections
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.restructure import IDENTITY, restructure
 from tangram.checkpoint.structures import choose
 from tangram.checkpoint.verify import verify
-from tangram.cli.convert import rare_collections
 from tangram.hardware.measure import Row
 
 TARGETS = {20_000: 10.0, 300_000: 60.0}

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from bench._checkpoint import disk
 from bench._checkpoint.state import State
-from tangram.checkpoint.load import load
-from tangram.checkpoint.save import save
+from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.saving.save import save
 from tangram.relayout.peers import Peers
 
 PACKAGES = {"torch_checkpointing": "torch_checkpointing", "Orbax": "orbax.checkpoint"}

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tangram.checkpoint.background import AsyncSaver, Settings
-from tangram.checkpoint.save import About
+from tangram.checkpoint.saving.save import About
 from tangram.checkpoint.state import describe
 from tangram.relayout.peers import Peers
 

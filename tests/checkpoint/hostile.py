@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tangram.checkpoint import commits, convert, diff, retention, tree, verify
 from tangram.checkpoint.commits import MANIFEST, MARKER
-from tangram.checkpoint.load import load
+from tangram.checkpoint.loading.load import load
 from tangram.checkpoint.manifest import checksums
-from tangram.checkpoint.save import About
+from tangram.checkpoint.saving.save import About
 from tangram.errors import UserError
 from tangram.layout import Region
 from tests.checkpoint.making import make, regions

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from tangram.checkpoint import background, commits, retention, verify, writer
 from tangram.checkpoint.background import AsyncSaver, Settings
-from tangram.checkpoint.load import load
-from tangram.checkpoint.save import About, save
+from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.saving.save import About, save
 from tangram.checkpoint.state import Held, describe
 from tangram.hardware.workers import Channel, Detached
 from tangram.relayout.peers import Peers

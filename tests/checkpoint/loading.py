@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 from tangram.checkpoint import between, commits, exchange, source
-from tangram.checkpoint.load import load
+from tangram.checkpoint.loading.load import load
 from tangram.checkpoint.manifest import BLOCK
 from tangram.checkpoint.read import Want, read_wants
-from tangram.checkpoint.save import save
+from tangram.checkpoint.saving.save import save
 from tangram.checkpoint.state import describe
 from tangram.errors import UserError
 from tangram.hardware import shared

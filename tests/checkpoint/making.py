@@ -11,7 +11,7 @@ from torch import Tensor
 from tangram.checkpoint import commits, parts
 from tangram.checkpoint.image import Outgoing, images
 from tangram.checkpoint.manifest import Manifest
-from tangram.checkpoint.save import About, finish, new_id
+from tangram.checkpoint.saving.save import About, finish, new_id
 from tangram.checkpoint.write import Ring, write_image
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.relayout import TensorSpec

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.checkpoint.background import AsyncSaver, Settings
-from tangram.checkpoint.save import About
+from tangram.checkpoint.saving.save import About
 from tangram.checkpoint.state import Held, describe
 from tangram.relayout.peers import Peers
 

@@ -7,8 +7,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from tangram.checkpoint.load import load
-from tangram.checkpoint.save import save
+from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.saving.save import save
 from tests.checkpoint.stored import elements, same
 from tests.checkpoint.strategies import FLAT, TENSOR, WHOLE, Strategy, stages
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from tangram.checkpoint.adapters import with_adapter
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.formats.opened import Opened
-from tangram.checkpoint.save import save as save_own
+from tangram.checkpoint.saving.save import save as save_own
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.layout import Region, intervals

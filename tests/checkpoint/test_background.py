@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tangram.checkpoint import commits
 from tangram.checkpoint.background import AsyncSaver, Saved, Settings
-from tangram.checkpoint.save import About, save
+from tangram.checkpoint.saving.save import About, save
 from tangram.checkpoint.state import describe
 from tangram.hardware import hostmemory
 from tangram.relayout.peers import Peers

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tangram.checkpoint.save import About
+from tangram.checkpoint.saving.save import About
 from tangram.layout import Mesh, region
 from tangram.planner.legal import bound_layout
 from tangram.planner.read import load as read_plan

@@ -18,7 +18,7 @@ from torch import Tensor
 from tangram.checkpoint import ahead, convert, digest
 from tangram.checkpoint.commits import read_manifest
 from tangram.checkpoint.convert import to_hugging_face
-from tangram.checkpoint.save import About, save
+from tangram.checkpoint.saving.save import About, save
 from tangram.checkpoint.source import DamagedError
 from tangram.errors import UserError
 from tangram.layout import Region

@@ -12,7 +12,7 @@ import torch
 
 from tangram.checkpoint import commits, verify
 from tangram.checkpoint.commits import MANIFEST, MARKER
-from tangram.checkpoint.load import load
+from tangram.checkpoint.loading.load import load
 from tangram.errors import UserError
 from tests.checkpoint.hostile import TENSORS, make_small
 from tests.checkpoint.making import flip

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tangram.checkpoint.save import save as save_own
+from tangram.checkpoint.saving.save import save as save_own
 from tangram.cli import main
 from tests.checkpoint.peers.models import save
 from tests.checkpoint.test_optimiser_states import stepped

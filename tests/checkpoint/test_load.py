@@ -27,8 +27,8 @@ from torch.optim import (
 )
 
 from tangram.checkpoint import commits
-from tangram.checkpoint.load import load
-from tangram.checkpoint.save import About, save, save_described
+from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.saving.save import About, save, save_described
 from tangram.checkpoint.source import DamagedError
 from tangram.checkpoint.state import Held, describe
 from tangram.errors import UserError

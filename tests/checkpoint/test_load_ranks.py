@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tangram.checkpoint.save import save
+from tangram.checkpoint.saving.save import save
 from tangram.layout import Region
 from tests.checkpoint import loading
 from tests.checkpoint.loading import LAYOUTS, NODES, RANKS, large, play

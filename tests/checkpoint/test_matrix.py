@@ -11,7 +11,7 @@ import torch
 from tangram.checkpoint import commits, digest, verify
 from tangram.checkpoint.manifest import Manifest
 from tangram.checkpoint.read import Want, read_wants
-from tangram.checkpoint.save import About, save_described
+from tangram.checkpoint.saving.save import About, save_described
 from tangram.checkpoint.state import describe
 from tangram.checkpoint.write import Ring
 from tangram.layout import Region

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from tangram.checkpoint.convert import holds
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.formats.opened import Opened
-from tangram.checkpoint.load import load
-from tangram.checkpoint.save import save as save_own
+from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.saving.save import save as save_own
 from tangram.cli import main
 from tangram.errors import UserError
 from tests.checkpoint.peers.megatron_optimiser import SETTINGS

@@ -19,7 +19,7 @@ from tangram.checkpoint.formats.outgoing import Task
 from tangram.checkpoint.formats.targets import TARGETS, Target
 from tangram.checkpoint.remote import opening
 from tangram.checkpoint.restructure import IDENTITY, restructure
-from tangram.checkpoint.save import save as save_own
+from tangram.checkpoint.saving.save import save as save_own
 from tangram.cli import main
 from tangram.relayout import bind
 from tests.checkpoint.peers.models import save

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tangram.checkpoint import commits, retention
 from tangram.checkpoint.commits import MANIFEST, MARKER
 from tangram.checkpoint.retention import Best, Candidate, Policy, kept, parse
-from tangram.checkpoint.save import About
+from tangram.checkpoint.saving.save import About
 from tangram.checkpoint.verify import verify
 from tangram.errors import UserError
 from tests.checkpoint.making import flip, make

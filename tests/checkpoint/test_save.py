@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tangram.checkpoint import commits, digest
 from tangram.checkpoint.image import Outgoing, add_piece
 from tangram.checkpoint.manifest import Manifest
-from tangram.checkpoint.save import About, SaveError, save
+from tangram.checkpoint.saving.save import About, SaveError, save
 from tangram.checkpoint.state import Held
 from tangram.errors import UserError
 from tangram.layout import Region

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.save import write_share
+from tangram.checkpoint.saving.save import write_share
 from tangram.checkpoint.snapshot import CHUNK, Pool, Share, Snapshot, places, share
 from tangram.checkpoint.state import Described, Entry, Held, describe
 from tangram.errors import UserError

@@ -13,7 +13,7 @@ import torch
 from tangram.checkpoint import commits, digest, manifest, verify
 from tangram.checkpoint.commits import MANIFEST, MARKER
 from tangram.checkpoint.manifest import BLOCK, StoredFile
-from tangram.checkpoint.save import About, save
+from tangram.checkpoint.saving.save import About, save
 from tangram.checkpoint.scan import Finding
 from tangram.errors import UserError
 from tangram.layout import Region

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tangram.checkpoint.manifest import ManifestError
-from tangram.checkpoint.save import About
+from tangram.checkpoint.saving.save import About
 from tangram.cli import main
 from tests.checkpoint.making import flip, make, regions
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tangram.checkpoint.save import save
+from tangram.checkpoint.saving.save import save
 from tangram.cli.errors import reported
 from tangram.errors import UserError
 from tangram.training.environment import together

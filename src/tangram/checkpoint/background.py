@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 
 from tangram.checkpoint.image import Outgoing
-from tangram.checkpoint.save import About, new_id, sentence
+from tangram.checkpoint.saving.save import About, new_id, sentence
 from tangram.checkpoint.snapshot import Pool, Share, Snapshot, share
 from tangram.checkpoint.state import Described, Entry
 from tangram.checkpoint.writer import Order, share_fields

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from tangram.checkpoint import commits, parts, retention
 from tangram.checkpoint.image import Outgoing
 from tangram.checkpoint.manifest import region_fields, region_of
-from tangram.checkpoint.save import About, finish, sentence
+from tangram.checkpoint.saving.save import About, finish, sentence
 from tangram.checkpoint.snapshot import Places, Share, places
 from tangram.checkpoint.write import Written, write_mapped
 from tangram.errors import UserError

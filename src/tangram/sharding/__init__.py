@@ -1,1 +1,40 @@
-"""Op rules: how an operator's tensors may be cut, and what becomes of the result."""
+"""Sharding: how an operator's tensors may be cut, and the layouts of a whole model that follow from marks on a few.
+
+`tangram.derive` and `tangram.parallelize` begin here; `mark`, `relayout` and `layout_of` are for a model's own code
+(`tangram.sharding.incode`). Names are imported when they are first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from tangram.lazy import lazily
+
+__all__ = [
+    "ConflictError",
+    "Derivation",
+    "Derived",
+    "Mark",
+    "Rates",
+    "layout_of",
+    "mark",
+    "marks_of",
+    "read_marks",
+    "relayout",
+]
+
+if TYPE_CHECKING:
+    from tangram.sharding.derivation import Derivation
+    from tangram.sharding.derive.derive import ConflictError, Derived
+    from tangram.sharding.derive.marks import Mark, marks_of, read_marks
+    from tangram.sharding.derive.rates import Rates
+    from tangram.sharding.incode.api import layout_of, mark, relayout
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "tangram.sharding.derivation": ["Derivation"],
+            "tangram.sharding.derive.derive": ["ConflictError", "Derived"],
+            "tangram.sharding.derive.marks": ["Mark", "marks_of", "read_marks"],
+            "tangram.sharding.derive.rates": ["Rates"],
+            "tangram.sharding.incode.api": ["layout_of", "mark", "relayout"],
+        },
+    )

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-import tangram.checkpoint.save as engine
+import tangram.checkpoint.saving.save as engine
 from tangram.checkpoint import background, commits, retention
 from tangram.checkpoint.background import AsyncSaver, Settings
 from tangram.checkpoint.commits import newest
-from tangram.checkpoint.save import About, SaveError
+from tangram.checkpoint.saving.save import About, SaveError
 from tangram.checkpoint.state import Described, Entry
 from tangram.checkpoint.write import Ring
 from tangram.errors import UserError

@@ -1,0 +1,1 @@
+"""Loading: a checkpoint of any layout into a state of any other."""
