@@ -1,11 +1,11 @@
 """Tangram trains large models on PyTorch and keeps their state free of the layout it happens to have today.
 
-    Layout, Mesh, Mapping     the notation: how tensors are sharded over a mesh, and what becomes of them
-    mark                      a layout in a model's own code
-    derive, parallelize       the layouts of a whole model from marks, without ranks; the model made parallel
-    plan                      the best strategies of a model on a cluster
-    save, load                the state of a job, at any layout, with a checksum of every block
-    convert, verify           a checkpoint of any format and framework
+    Layout, Mesh, Mapping   the notation: how tensors are sharded over a mesh
+    mark                    a layout in a model's own code
+    derive, parallelize     a model's layouts from marks, without ranks; and run so
+    plan                    the best strategies of a model on a cluster
+    save, load              the state of a job, at any layout, with checksums
+    convert, verify         a checkpoint of any format and framework
 
 Each room of this package is a library of its own, too (`tangram.layout`, `tangram.checkpoint`, ...). Names are imported
 when they are first used, so that a user of one never pays for another. What is public, and stays so within a major
