@@ -23,6 +23,22 @@ def test_the_readme_is_short() -> None:
     assert [line for line in lines if len(line) > 120] == []
 
 
+def test_the_page_of_the_api_has_every_face() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    rooms = [
+        "layout",
+        "relayout",
+        "checkpoint",
+        "planner",
+        "training",
+        "training.data",
+        "sharding",
+        "models",
+        "hardware",
+    ]
+    assert [room for room in rooms if f"\n::: tangram.{room}\n" not in page] == []
+
+
 def typed(page: Path, folder: Path) -> list[str]:
     """Do what a page says, in a folder; what does not print as shown, as sentences.
 
