@@ -12,6 +12,7 @@ import pytest
 
 from tests.house.doc_blocks import ROOT, blocks_of, commands_of
 from tests.house.test_doc_blocks import expected
+from tests.house.test_front_door import FACES
 
 README = ROOT / "README.md"
 TUTORIAL = sorted((ROOT / "docs" / "tutorial").glob("[0-9]-*.md"))
