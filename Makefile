@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-status durations slow matrix peers kernels interop lint bench rules mutants clean
+.PHONY: help install train test test-all test-status durations slow matrix peers kernels interop lint bench docs rules mutants clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -94,6 +94,14 @@ bench: $(STAMP) ## run the benches of the layout algebra, of relayout and of the
 	@$(BIN)/tangram bench relayout
 	@$(BIN)/tangram bench training
 
+# In an environment of its own, of a few small packages: docstrings are read from the source, and nothing is imported.
+docs: ## build the site of the documentation into site/, and look at it in a browser
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt mkdocs mkdocstrings mkdocstrings-python
+	@.venv-docs/bin/mkdocs build -q --strict
+	@$(MAKE) --no-print-directory install
+	@$(BIN)/python -m pytest -p no:xdist -m slow tests/house/test_site.py
+
 rules: $(STAMP) ## prove every op rule, and plant some mistakes that the proof must find
 	@$(BIN)/tangram shard check
 	@$(BIN)/tangram shard check --mutants $(NTH)
@@ -102,5 +110,5 @@ mutants: $(STAMP) ## plant mistakes in the algebra that the tests must find: of 
 	@$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 clean: ## remove the virtual environment and every cache
-	@rm -rf $(VENV) .venv-interop .venv-triton .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf $(VENV) .venv-interop .venv-triton .venv-docs site .pytest_cache .ruff_cache .hypothesis build dist
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -10,16 +10,15 @@ Digests, which do not know layouts, prove at each step which tensors have not ch
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import safetensors.torch
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tangram.checkpoint.store import digest
-from tangram.checkpoint.store.commits import read_manifest
+from tangram.checkpoint import digest_of, read_manifest
 from tangram.cli import main as command
-from tangram.layout.intervals import span
 
 MODEL = {
     "model_type": "qwen3_moe", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -94,14 +93,6 @@ def digests(checkpoint: Path) -> dict[str, str]:
     return {name.removeprefix("model."): t.digest for name, t in tensors.items() if name.startswith("model.")}
 
 
-def digest_of(tensor: torch.Tensor) -> str:
-    """Of a tensor in memory."""
-    shape, whole = tuple(tensor.shape), tuple(span(0, n) for n in tensor.shape)
-    data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    sums = digest.sums(shape, tensor.element_size(), whole, 0, tensor.numel(), data)
-    return digest.digest(str(tensor.dtype).removeprefix("torch."), shape, sums)
-
-
 def train(folder: Path, processes: int) -> Path:
     """A step on a mesh of stages, experts and tensor parts, and one more with FSDP on two processes."""
     (folder / "config.json").write_text(json.dumps(MODEL))
@@ -129,11 +120,11 @@ def adapt(folder: Path, exported: Path) -> list[int]:
         peft(input_ids=tokens, labels=tokens).loss.backward()
         optimiser.step()
         optimiser.zero_grad()
-    peft.save_pretrained(folder / "adapter")
+    peft.save_pretrained(str(folder / "adapter"))
     return generated(peft)
 
 
-def generated(model: torch.nn.Module) -> list[int]:
+def generated(model: Any) -> list[int]:
     """What a model adds to ten tokens, greedily."""
     asked = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     return model.eval().generate(input_ids=torch.arange(65, 75)[None], **asked)[0, 10:].tolist()
@@ -148,7 +139,10 @@ def tune(folder: Path, trained: Path) -> None:
     assert generated(AutoModelForCausalLM.from_pretrained(folder / "exported")) != expected
     assert generated(AutoModelForCausalLM.from_pretrained(folder / "merged")) == expected
     before = digests(trained)
-    after = {name: digest_of(one) for name, one in load_file(folder / "merged" / "model.safetensors").items()}
+    after = {
+        name: digest_of(one)
+        for name, one in safetensors.torch.load_file(folder / "merged" / "model.safetensors").items()
+    }
     changed = {name for name in before if after[name] != before[name]}
     assert changed == {name for name in before if name.split(".")[-2] in ADAPTED}
     same = len(before) - len(changed)

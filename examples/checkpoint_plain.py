@@ -13,17 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tangram.checkpoint.loading.load import load
-from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
-from tangram.checkpoint.saving.save import About
-from tangram.checkpoint.state.entries import describe
-from tangram.checkpoint.store.commits import newest
-from tangram.relayout.peers import Peers
+from tangram.checkpoint import About, AsyncSaver, Settings, describe, load, newest
+from tangram.relayout import Peers
 
 
 def main(folder: Path, steps: int = 40) -> None:
     dist.init_process_group("gloo")
-    peers = Peers(dist.new_group(backend="gloo"))
+    group = dist.new_group(backend="gloo")  # of its own: what saves talks beside what trains
+    assert isinstance(group, dist.ProcessGroup)
+    peers = Peers(group)
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -35,8 +33,12 @@ def main(folder: Path, steps: int = 40) -> None:
     if last := newest(folder):
         load(state, last, group=peers.group)
     saver = AsyncSaver(folder, peers, Settings(keep=("last=2", "every=1000")))
+
+    def wait(*_: object) -> None:
+        saver.fence()
+
     saver.prepare(describe(state, peers).entries)  # memory for the copy, and the process that writes it
-    optim.register_step_pre_hook(lambda *_: saver.fence())  # the optimiser waits for the copy of what it will write
+    optim.register_step_pre_hook(wait)  # the optimiser waits for the copy of what it will write
 
     for step in range(progress["step"], progress["step"] + steps):
         x_BH = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))

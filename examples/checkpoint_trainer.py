@@ -13,9 +13,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from tangram.checkpoint.loading.load import load
-from tangram.checkpoint.saving.save import About, save
-from tangram.checkpoint.store.commits import newest
+from tangram.checkpoint import About, load, newest, save
 
 
 class SaveWithTangram(TrainerCallback):
@@ -45,8 +43,11 @@ class Counting(Dataset[dict[str, torch.Tensor]]):
 
 def main(folder: Path, steps: int = 20) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, num_key_value_heads=2, head_dim=8, **sizes))
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
     state: dict[str, Any] = {"model": model, "optim": optim, "progress": {"step": 0}}
     if last := newest(folder):

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tangram.sharding.eager import layout_of, mark, relayout
-from tangram.training.mesh.eager_marks import eager
-from tangram.training.mesh.tensor_parallel import parallel
-from tangram.training.run.launch import Rank, run_ranks
+from tangram import parallelize
+from tangram.sharding import layout_of, mark, relayout
+from tangram.training import Rank, eager, run_ranks
 
 
 class Block(nn.Module):
@@ -59,7 +58,7 @@ def task(rank: Rank, alone: float) -> tuple[float, float]:
     loss.backward()
 
     whole = block()  # a whole graph has its layouts when it is derived, and not while its code runs
-    derived = parallel(whole, [], devices, {"x_BSH": torch.empty(4, 16, 32, device="meta")})
+    derived = parallelize(whole, devices, inputs={"x_BSH": torch.empty(4, 16, 32, device="meta")})
     found = loss_of(whole)
     found.backward()
     derived.sum_gradients()

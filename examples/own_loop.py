@@ -13,15 +13,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tangram.schema.files import load
-from tangram.schema.plan import Plan
+from tangram.checkpoint import newest
+from tangram.planner import Plan, read_plan
+from tangram.training import (
+    Checkpointer,
+    JobState,
+    Progress,
+    apply_plan,
+    drawing,
+    load_state,
+    make_adamw,
+    make_world,
+)
 from tangram.training.data import BYTES, Stream, open_corpus, prepare
-from tangram.training.mesh.drawing import drawing
-from tangram.training.mesh.world import make_world
-from tangram.training.parallel.apply import apply
-from tangram.training.state.checkpointer import Checkpointer, JobState, Progress, newest
-from tangram.training.state.checkpointer import load as load_checkpoint
-from tangram.training.step.optimiser_step import make_adamw
 
 
 class Model(nn.Module):
@@ -39,34 +43,35 @@ class Model(nn.Module):
 
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
-    plan = load(Path(__file__).with_suffix(".toml"))
+    group = dist.group.WORLD
+    plan = read_plan(Path(__file__).with_suffix(".toml"))
     assert isinstance(plan, Plan)
-    world = make_world(plan, dist.get_rank(), torch.device("cpu"), dist.group.WORLD)
+    assert group is not None
+    world = make_world(plan, dist.get_rank(), torch.device("cpu"), group)
 
     torch.manual_seed(plan.seed)  # the same values on every rank; a large model is made on meta instead
-    model = apply(Model(), plan, world)
-    state = JobState(model, make_adamw(model, plan.optimiser))
+    model = apply_plan(Model(), plan, world)
+    optimiser = make_adamw(model, plan.optimiser)
+    state = JobState(model, optimiser)
     checkpoints = Checkpointer(folder, plan, world)
     if last := newest(folder):
-        state.progress = load_checkpoint(last, state, plan, world)
+        state.progress = load_state(last, state, plan, world)
     prepare(plan.data, BYTES, print)
     stream = Stream(open_corpus(plan.data, BYTES), plan.data, index=world.data_index, size=world.data_size)
     stream.position = state.progress.samples
 
     for step in range(state.progress.step, plan.run.steps):
         batches = next(stream)
-        state.optimiser.zero_grad()
+        optimiser.zero_grad()
         total = torch.zeros(())
         with drawing([model], plan.seed, batches) as draws:  # dropout is that of one process, on any number of ranks
             for micro, batch in enumerate(batches.micro):
                 draws.begin(model, micro)
                 logits_BSV = model(batch.inputs_BS)
                 loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
-                (
-                    loss / batches.counted
-                ).backward()  # each rank adds its sums over one number: the global batch's tokens
+                (loss / batches.counted).backward()  # all ranks over one number: the tokens of the global batch
                 total += loss.detach() / batches.counted
-        state.optimiser.step()
+        optimiser.step()
         state.progress = Progress(step + 1, stream.position)
         dist.all_reduce(total)
         if (step + 1) % 20 == 0:

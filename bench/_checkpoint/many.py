@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from tangram.checkpoint.conversion.convert import IDENTITY, restructure
+from tangram.checkpoint.conversion.converting import rare_collections
 from tangram.checkpoint.conversion.find_mapping import choose
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.inspect import diff_across_formats
 from tangram.checkpoint.inspect.verify import verify
-from tangram.cli.convert import rare_collections
 from tangram.hardware.measure import Row
 
 TARGETS = {20_000: 10.0, 300_000: 60.0}

@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from tangram.training.observe.text_tables import count, drawn, plain, printable
+from tangram.text import plain
+from tangram.training.observe.text_tables import count, drawn, printable
 
 HEADERS = ("", "plan", "mesh", "micro-batch", "memory", "step", "tokens/s")
 ROWS = (

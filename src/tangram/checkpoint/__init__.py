@@ -1,1 +1,73 @@
-"""Checkpoints: how the state of a job lies on disk, in Tangram's own format and in those of others."""
+"""Checkpoints of any PyTorch program: saved by all ranks, verified when read, loaded at any other layout.
+
+    from tangram.checkpoint import load, save
+
+    state = {"model": model, "optim": optimiser, "progress": {"step": 100}}
+    save(state, "runs/step-100", group=group)        # every rank calls it; group=None: this process alone
+    load(state, "runs/step-100", group=group)        # in place, at any other mesh and number of ranks
+
+Tensors of a state are plain ones, replicated on every rank, DTensors as FSDP2 makes them, or `Held` parts with their
+layout. Names are imported when they are first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from tangram.lazy import lazily
+
+__all__ = [
+    "About",
+    "AsyncSaver",
+    "ConvertOptions",
+    "Converted",
+    "DamagedError",
+    "Described",
+    "Held",
+    "LoadError",
+    "Loaded",
+    "Manifest",
+    "Reading",
+    "Report",
+    "Restructured",
+    "SaveError",
+    "Saved",
+    "Settings",
+    "StoredTensor",
+    "describe",
+    "digest_of",
+    "load",
+    "newest",
+    "read_manifest",
+    "save",
+]
+
+if TYPE_CHECKING:
+    from tangram.checkpoint.conversion.convert import Restructured
+    from tangram.checkpoint.conversion.converting import ConvertOptions
+    from tangram.checkpoint.formats.hf_export import Converted
+    from tangram.checkpoint.inspect.verify_any import Reading, Report
+    from tangram.checkpoint.loading.block_source import DamagedError
+    from tangram.checkpoint.loading.load import Loaded, LoadError, load
+    from tangram.checkpoint.saving.async_saver import AsyncSaver, Saved, Settings
+    from tangram.checkpoint.saving.save import About, SaveError, save
+    from tangram.checkpoint.state.entries import Described, Held, describe
+    from tangram.checkpoint.store.commits import newest, read_manifest
+    from tangram.checkpoint.store.digest import digest_of
+    from tangram.checkpoint.store.manifest import Manifest, StoredTensor
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "tangram.checkpoint.saving.async_saver": ["AsyncSaver", "Saved", "Settings"],
+            "tangram.checkpoint.store.commits": ["newest", "read_manifest"],
+            "tangram.checkpoint.formats.hf_export": ["Converted"],
+            "tangram.checkpoint.conversion.converting": ["ConvertOptions"],
+            "tangram.checkpoint.store.digest": ["digest_of"],
+            "tangram.checkpoint.loading.load": ["Loaded", "LoadError", "load"],
+            "tangram.checkpoint.store.manifest": ["Manifest", "StoredTensor"],
+            "tangram.checkpoint.conversion.convert": ["Restructured"],
+            "tangram.checkpoint.saving.save": ["About", "SaveError", "save"],
+            "tangram.checkpoint.loading.block_source": ["DamagedError"],
+            "tangram.checkpoint.state.entries": ["Described", "Held", "describe"],
+            "tangram.checkpoint.inspect.verify_any": ["Reading", "Report"],
+        },
+    )

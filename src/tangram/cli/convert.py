@@ -1,10 +1,8 @@
 """`tangram checkpoint convert`: from any format and structure that is read to any that is written."""
 
-import contextlib
-import gc
 import time
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,7 @@ from tangram.training.observe.text_tables import count, printable
 
 if TYPE_CHECKING:
     from tangram.checkpoint.conversion.convert import Restructured, Way
+    from tangram.checkpoint.conversion.converting import ConvertOptions
     from tangram.checkpoint.conversion.find_mapping import Chosen
     from tangram.checkpoint.formats.common.opened import Opened
     from tangram.checkpoint.formats.hf_export import Converted
@@ -63,44 +62,40 @@ class Asked:
 def run(source: str, target: str, asked: Asked) -> None:
     """Convert, and say what was done. Raises UserError for what cannot be."""
     from tangram.checkpoint.conversion.convert import target_of
+    from tangram.checkpoint.conversion.converting import exported_as_it_is, rare_collections, refuse_target
     from tangram.checkpoint.conversion.object_store import is_remote, opening
-    from tangram.checkpoint.conversion.quantised import quantisation_of
     from tangram.checkpoint.formats.hf_export import bytes_of
-    from tangram.checkpoint.formats.own import is_own
 
     target_of(asked.to)
     if asked.transformer_impl not in NAMES:
         raise UserError(f"--transformer-impl {asked.transformer_impl}: give {' or '.join(NAMES)}")
     room = {"shard": bytes_of(asked.shard_size), "memory": bytes_of(asked.memory)}
-    if not is_remote(target) and (Path(target).exists() or Path(target).is_symlink()):
-        raise UserError(f'"{target}" is there already: give the name of a new directory')
+    refuse_target(target, asked.to)
     local = not is_remote(source) and not is_remote(target)
-    as_it_is = asked.mapping is None and asked.adapter is None and not (asked.dry_run or asked.dequantise)
     with rare_collections(), opening(source) as opened:
-        if local and asked.to == "hf" and is_own(Path(source)) and as_it_is and quantisation_of(opened) is None:
+        options = _options(asked, room)
+        if not asked.dry_run and exported_as_it_is(opened, source, target, asked.to, options):
             _export(Path(source), Path(target), asked, room)
         else:
-            _convert(opened, target, asked, room, local)
+            _convert(opened, target, asked, options, local)
 
 
-@contextlib.contextmanager
-def rare_collections() -> Generator[None]:
-    """Look for cycles of objects seldom: a checkpoint of many tensors makes millions that are in none."""
-    before = gc.get_threshold()
-    gc.set_threshold(200_000, 50, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+def _options(asked: Asked, room: Mapping[str, int]) -> "ConvertOptions":
+    """What was typed, read. Raises UserError."""
+    from tangram.checkpoint.conversion.converting import ConvertOptions
 
-
-FITTED = ("hf", "torchtitan")
-"""Structures of which it is known what models compute, and old checkpoints store."""
+    return ConvertOptions(
+        asked.dtype, asked.rounded, room["shard"], room["memory"], asked.config, _text(asked.mapping),
+        _sizes(asked.sizes), asked.family, _settings(asked.optimiser) if asked.optimiser else None,
+        _betas(asked.betas) if asked.betas is not None else None, asked.transformer_impl == "local",
+        asked.pad_vocabulary, asked.stack, asked.experts_apart, asked.states, asked.adapter, asked.dequantise,
+    )  # fmt: skip
 
 
 def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
     from tangram.checkpoint.conversion.convert import config_of, small_of
+    from tangram.checkpoint.conversion.converting import rare_collections
     from tangram.checkpoint.conversion.object_store import is_remote, opening
     from tangram.checkpoint.conversion.quantised import alike
     from tangram.checkpoint.inspect import diff, diff_across_formats, quantised_weights
@@ -159,69 +154,24 @@ def _beside(made: "Converted | Restructured") -> None:
         print(printable(f"beside the weights, not carried: {', '.join(made.left_beside[:SKIPPED])}{more}"))
 
 
-def _convert(source: "Opened", target: str, asked: Asked, room: Mapping[str, int], local: bool) -> None:
-    from tangram.checkpoint.conversion.configured import fitted
-    from tangram.checkpoint.conversion.convert import cast_specs, config_of, restructure, small_of, steps_of
-    from tangram.checkpoint.conversion.find_mapping import choose, model_of, structure_of
-    from tangram.checkpoint.conversion.lora_adapters import with_adapter
-    from tangram.checkpoint.conversion.quantised import prepared
-    from tangram.checkpoint.formats.paddle.step_count import betas_of, with_betas, with_steps
-    from tangram.models.families import family_named
+def _convert(source: "Opened", target: str, asked: Asked, options: "ConvertOptions", local: bool) -> None:
+    from tangram.checkpoint.conversion.converting import prepare
 
-    small = small_of(asked.config) if asked.config else dict(source.small)
-    also = [word for word, on in (("an adapter", asked.adapter), ("a mapping", asked.mapping)) if on]
-    source, small, rounding = prepared(
-        source, small, asked.to, dequantise=asked.dequantise, dtype=asked.dtype, also=also
-    )
-    notes: tuple[str, ...] = ()
-    if asked.mapping is None and source.format != "tangram" and (names := structure_of(source)) in FITTED:
-        check = names == "hf" and asked.to == "hf" and (source.format != "hf" or asked.config is not None)
-        fit = fitted(source, config_of(small) if names == "hf" else None, check)
-        source, notes = fit.source, fit.notes
-    left: tuple[str, ...] = ()
-    if asked.adapter:
-        _, left = model_of(source)
-        source = with_adapter(replace(source, small=small), asked.adapter)
-        small = dict(source.small)
-    if asked.optimiser:
-        source = replace(source, objects={**source.objects, "settings": _settings(asked.optimiser)})
-    if asked.betas is not None:
-        source = with_betas(source, _betas(asked.betas))
-    elif (betas := betas_of(source.objects)) is not None:
-        source = with_steps(source, betas)
-    chosen = choose(
-        source,
-        asked.to,
-        config_of(small),
-        text=_text(asked.mapping),
-        sizes=_sizes(asked.sizes),
-        family=family_named(asked.family) if asked.family else None,
-        local=asked.transformer_impl == "local",
-        divisor=asked.pad_vocabulary,
-        states=asked.states,
-    )
-    if asked.adapter:
-        merged = f'with "{asked.adapter}" merged into {count(source.objects["adapter"]["tensors"], "tensor")}'
-        chosen = replace(chosen, said=f"{chosen.said}, {merged}", left=left)
-    ways = steps_of(chosen.bound, cast_specs(chosen.bound, asked.dtype, chosen.source.states, asked.rounded))
-    total = sum(way.nbytes for way in ways)
+    found = prepare(source, asked.to, options)
     if asked.dry_run:
-        _planned(source, target, asked, chosen, ways, total, notes, _disk(source, Path(target)) if local else None)
+        rate = _disk(found.source, Path(target)) if local else None
+        _planned(found.source, target, asked, found.chosen, found.ways, found.nbytes, found.notes, rate)
         return
-    with byte_bar("converting", total) as told:
-        made = restructure(
-            chosen.source, chosen.bound, target, asked.to, dtype=asked.dtype, rounded=asked.rounded, stack=asked.stack,
-            experts_apart=asked.experts_apart,
-            small=small, config=asked.config, told=told, **room,
-        )  # fmt: skip
+    with byte_bar("converting", found.nbytes) as told:
+        made = found.write(target, told)
     if asked.json:
-        decoded = {"dequantised": rounding.as_json()} if rounding else {}
-        counts = {"by": chosen.said, "left_out": len(chosen.left), "skipped": source.skipped}
-        print_json({**made.as_json(), **counts, "beside": source.beside, "notes": notes, **decoded})
+        decoded = {"dequantised": found.dequantised.as_json()} if found.dequantised else {}
+        counts = {"by": found.chosen.said, "left_out": len(found.chosen.left), "skipped": found.source.skipped}
+        print_json({**made.as_json(), **counts, "beside": found.source.beside, "notes": found.notes, **decoded})
         return
-    _said(made, chosen, asked, source, notes)
-    if rounding:
-        print(rounding)
+    _said(made, found.chosen, asked, found.source, found.notes)
+    if found.dequantised:
+        print(found.dequantised)
 
 
 def _skipped(source: "Opened", notes: Sequence[str]) -> None:

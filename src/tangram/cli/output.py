@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.status import Status
 
-from tangram.training.observe.text_tables import drawn, plain
+from tangram.text import plain
+from tangram.training.observe.text_tables import drawn
 
 __all__ = ["byte_bar", "figure", "note", "print_json", "print_table", "progress", "size"]
 

@@ -1,4 +1,45 @@
-"""Devices and what they can do: the machine at hand, helper processes, and honest measurement on it.
+"""Devices and what they can do: the machine at hand, clusters by name, and honest measurement on this machine.
 
-The modules are imported one by one (`tangram.hardware.measure`, ...): only `machine` and `workers` need torch.
+Names are imported when they are first used: only what looks at this machine's devices needs torch.
 """
+
+from typing import TYPE_CHECKING
+
+from tangram.lazy import lazily
+
+__all__ = [
+    "Cluster",
+    "Device",
+    "Figures",
+    "Link",
+    "Machine",
+    "Pairs",
+    "Row",
+    "cluster_names",
+    "device",
+    "device_figures",
+    "interleaved",
+    "paired",
+    "read_cluster",
+    "this_machine",
+]
+
+if TYPE_CHECKING:
+    from tangram.hardware.cluster import Cluster, Device, Link
+    from tangram.hardware.cluster import load as read_cluster
+    from tangram.hardware.cluster import names as cluster_names
+    from tangram.hardware.devices import Figures, device
+    from tangram.hardware.devices import devices as device_figures
+    from tangram.hardware.machine import Machine
+    from tangram.hardware.machine import describe as this_machine
+    from tangram.hardware.measure import Pairs, Row, interleaved, paired
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "tangram.hardware.cluster": ["Cluster", "Device", "Link", "load as read_cluster", "names as cluster_names"],
+            "tangram.hardware.devices": ["Figures", "device", "devices as device_figures"],
+            "tangram.hardware.machine": ["Machine", "describe as this_machine"],
+            "tangram.hardware.measure": ["Pairs", "Row", "interleaved", "paired"],
+        },
+    )

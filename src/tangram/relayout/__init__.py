@@ -13,6 +13,7 @@ from tangram.relayout.errors import CoverageError, NotInvertibleError, RelayoutE
 from tangram.relayout.execute import execute
 from tangram.relayout.inverse import inverse, invert
 from tangram.relayout.names import TensorSpec
+from tangram.relayout.peers import Peers
 from tangram.relayout.pieces import Holders, Piece, PieceIndex, Sharding, shard
 from tangram.relayout.plan import Check, Copy, Plan, plan
 
@@ -25,6 +26,7 @@ __all__ = [
     "CoverageError",
     "Holders",
     "NotInvertibleError",
+    "Peers",
     "Piece",
     "PieceIndex",
     "Plan",

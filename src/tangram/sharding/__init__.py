@@ -1,1 +1,40 @@
-"""Op rules: how an operator's tensors may be cut, and what becomes of the result."""
+"""Sharding: how an operator's tensors may be cut, and the layouts of a whole model that follow from marks on a few.
+
+`tangram.derive` and `tangram.parallelize` begin here; `mark`, `relayout` and `layout_of` are for a model's own code
+(`tangram.sharding.eager`). Names are imported when they are first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from tangram.lazy import lazily
+
+__all__ = [
+    "ConflictError",
+    "Derivation",
+    "Derived",
+    "Mark",
+    "Rates",
+    "layout_of",
+    "mark",
+    "marks_of",
+    "read_marks",
+    "relayout",
+]
+
+if TYPE_CHECKING:
+    from tangram.sharding.derive.derivation import Derivation
+    from tangram.sharding.derive.derive import ConflictError, Derived
+    from tangram.sharding.derive.marking.marks import Mark, marks_of, read_marks
+    from tangram.sharding.derive.problem.rates import Rates
+    from tangram.sharding.eager.api import layout_of, mark, relayout
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "tangram.sharding.derive.derivation": ["Derivation"],
+            "tangram.sharding.derive.derive": ["ConflictError", "Derived"],
+            "tangram.sharding.derive.marking.marks": ["Mark", "marks_of", "read_marks"],
+            "tangram.sharding.derive.problem.rates": ["Rates"],
+            "tangram.sharding.eager.api": ["layout_of", "mark", "relayout"],
+        },
+    )

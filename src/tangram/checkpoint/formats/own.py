@@ -1,7 +1,7 @@
 """Tangram's own checkpoints as one of the formats: model and optimiser, every block proved when it is first looked at.
 
-What is written is a checkpoint like one that was saved: checksums, digests, marker; `tangram.checkpoint.loading.load`
-and `verify` take it.
+What is written is a checkpoint like one that was saved: checksums, digests, marker; `tangram.checkpoint.load` and
+`verify` take it.
 """
 
 import datetime

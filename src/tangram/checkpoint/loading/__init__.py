@@ -1,1 +1,1 @@
-"""Reading a checkpoint into any layout: blocks assigned to ranks, read, verified and exchanged."""
+"""Loading: a checkpoint of any layout into a state of any other."""

@@ -1,1 +1,1 @@
-"""Writing a checkpoint: the snapshot, the files of each rank, in the background."""
+"""Saving: every rank writes its share of a state, and one commit makes a checkpoint of them."""

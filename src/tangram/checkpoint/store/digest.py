@@ -64,6 +64,15 @@ def digest(dtype: str, shape: Sequence[int], sums: Sums) -> str:
     return hashlib.sha256(f"{dtype} {list(shape)}".encode() + words).hexdigest()[:32]
 
 
+def digest_of(tensor: Tensor) -> str:
+    """The digest of a tensor in memory: that of the same values in any checkpoint, whatever its layout there."""
+    shape = tuple(tensor.shape)
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    box = tuple(intervals.span(0, n) for n in shape)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return digest(dtype, shape, sums(shape, tensor.element_size(), box, 0, tensor.numel(), data))
+
+
 def sums(shape: Sequence[int], itemsize: int, box: Box, start: int, stop: int, data: Bytes) -> Sums:
     """The sums of elements `start <= i < stop` of a box of a tensor, counted in the box's own row-major order.
 

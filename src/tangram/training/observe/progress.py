@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tangram.planner.report import figures
+from tangram.text import plain
 from tangram.training.observe.events import (
     Doing,
     Evaluated,
@@ -25,7 +26,7 @@ from tangram.training.observe.events import (
     Table,
     Working,
 )
-from tangram.training.observe.text_tables import drawn, plain
+from tangram.training.observe.text_tables import drawn
 
 PLAIN_SECONDS = 5.0  # between two plain lines, so that a log file stays readable
 RECENT = 20  # steps that the shown rate is taken over

@@ -67,13 +67,6 @@ def drawn(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     return Drawn(title, headers, rows)
 
 
-def plain(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of the same table as text."""
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (headers, *rows)]
-    return [title, *(line.rstrip() for line in lines)]
-
-
 def count(number: int, what: str, more: str = "s") -> str:
     """So many of something, in words: one rank, 1,024 ranks."""
     return f"{number:,} {what}{'' if number == 1 else more}"

@@ -1,0 +1,200 @@
+"""Conversion from any format and structure that is read to any that is written: what is chosen, then what is written.
+
+    convert("runs/step-100", "exported")                                  # to a Hugging Face directory
+    convert("megatron/iter_0001000", "own", to="tangram", options=ConvertOptions(config=Path("hf-dir")))
+
+`prepare` decides everything and reads no values, so that a dry run can show it; `Prepared.write` moves the bytes.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tangram.checkpoint.conversion.configured import fitted
+from tangram.checkpoint.conversion.convert import (
+    MEMORY,
+    Restructured,
+    Way,
+    cast_specs,
+    config_of,
+    restructure,
+    small_of,
+    steps_of,
+    target_of,
+)
+from tangram.checkpoint.conversion.find_mapping import Chosen, choose, model_of, structure_of
+from tangram.checkpoint.conversion.lora_adapters import with_adapter
+from tangram.checkpoint.conversion.object_store import is_remote, opening
+from tangram.checkpoint.conversion.quantised import prepared, quantisation_of
+from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.hf_export import SHARD, Converted, to_hugging_face
+from tangram.checkpoint.formats.own import is_own
+from tangram.checkpoint.formats.paddle.step_count import betas_of, with_betas, with_steps
+from tangram.errors import UserError
+from tangram.models.families import family_named
+
+__all__ = ["ConvertOptions", "Prepared", "convert", "exported_as_it_is", "prepare", "rare_collections", "refuse_target"]
+
+FITTED = ("hf", "torchtitan")
+"""Structures of which it is known what models compute, and old checkpoints store."""
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How a checkpoint is converted, beside where to and in which format."""
+
+    dtype: str | None = None
+    """Floating-point tensors of the model are cast to it, as `bfloat16`; None: as they are."""
+    rounded: bool = False
+    """Whether a cast may lose bits."""
+    shard: int = SHARD
+    """Bytes of a data file at most, but for a larger tensor."""
+    memory: int = MEMORY
+    """Bytes for all buffers."""
+    config: Path | None = None
+    """A directory whose config.json and tokenizer are used in place of the checkpoint's own."""
+    mapping: str | None = None
+    """A mapping of the user's own in the notation, in place of the family's."""
+    sizes: Mapping[str, int] | None = None
+    """Of names in that mapping."""
+    family: str | None = None
+    """By name, in place of the one that the configuration names."""
+    settings: Mapping[str, Any] | None = None
+    """Of the optimiser, which Megatron-core needs to resume."""
+    betas: tuple[float, float] | None = None
+    """Of Adam, where a format keeps its powers and no step."""
+    local_layers: bool = False
+    """Write Megatron-core's layers without Transformer Engine."""
+    pad_vocabulary: int = 1
+    """The vocabulary is padded to a multiple of it."""
+    stack: bool = True
+    """Stack equal layers in a torch_dist, as Megatron-core does."""
+    experts_apart: bool = True
+    """Give experts an optimiser of their own in a torch_dist."""
+    states: bool = True
+    """With the optimiser's states, where the format has a place for them."""
+    adapter: Path | None = None
+    """A directory of peft whose adapter is merged."""
+    dequantise: bool = False
+    """Make weights of quantised ones."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A conversion that is decided, and of which no value has been read."""
+
+    source: Opened
+    chosen: Chosen
+    small: Mapping[str, bytes]
+    """The files beside the weights."""
+    to: str
+    options: ConvertOptions
+    ways: Sequence[Way]
+    """Every new tensor, and what it is made of."""
+    notes: tuple[str, ...]
+    dequantised: Any
+    """What was made of quantised weights; None where nothing is quantised."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors that will be written."""
+        return sum(way.nbytes for way in self.ways)
+
+    def write(self, target: Path | str, on_bytes: Callable[[int], None] | None = None) -> Restructured:
+        """Write it as the new directory `target`, or at an address of an object store.
+
+        `on_bytes` is called with how many more bytes are written. Raises UserError, and leaves nothing then.
+        """
+        one = self.options
+        return restructure(
+            self.chosen.source, self.chosen.bound, target, self.to, dtype=one.dtype, rounded=one.rounded,
+            shard=one.shard, memory=one.memory, stack=one.stack, experts_apart=one.experts_apart, small=self.small,
+            config=one.config, told=on_bytes,
+        )  # fmt: skip
+
+
+def convert(
+    source: Path | str, target: Path | str, *, to: str = "hf", options: ConvertOptions | None = None
+) -> Converted | Restructured:
+    """Convert a checkpoint of any format that is read, and prove what is not cast.
+
+    `source` and `target`: directories, or addresses of an object store as `s3://bucket/name`; the target must be new.
+    `to`: "hf", "torch_dist" (Megatron-core), "dcp" (torch), "paddle" or "tangram". What was written comes back: its
+    files, bytes and seconds. Raises UserError for what cannot be converted; nothing is left of the target then.
+    """
+    options = options or ConvertOptions()
+    refuse_target(target, to)
+    with rare_collections(), opening(str(source)) as opened:
+        if exported_as_it_is(opened, source, target, to, options):
+            return to_hugging_face(
+                Path(source), Path(target), dtype=options.dtype, rounded=options.rounded, shard=options.shard,
+                memory=options.memory, config=options.config,
+            )  # fmt: skip
+        return prepare(opened, to, options).write(target)
+
+
+def refuse_target(target: Path | str, to: str) -> None:
+    """Raise UserError for a format that is not written, and for a target that is there already."""
+    target_of(to)
+    if not is_remote(str(target)) and (Path(target).exists() or Path(target).is_symlink()):
+        raise UserError(f'"{target}" is there already: give the name of a new directory')
+
+
+def exported_as_it_is(opened: Opened, source: Path | str, target: Path | str, to: str, options: ConvertOptions) -> bool:
+    """Whether the model of one of Tangram's own checkpoints is exported with no tensor changed: proved by digests."""
+    local = not is_remote(str(source)) and not is_remote(str(target))
+    changed = options.mapping is not None or options.adapter is not None or options.dequantise
+    return local and to == "hf" and is_own(Path(source)) and not changed and quantisation_of(opened) is None
+
+
+def prepare(source: Opened, to: str, options: ConvertOptions) -> Prepared:
+    """Decide what becomes of every tensor. Raises UserError where no mapping fits."""
+    small = small_of(options.config) if options.config else dict(source.small)
+    also = [word for word, on in (("an adapter", options.adapter), ("a mapping", options.mapping)) if on]
+    source, small, rounding = prepared(source, small, to, dequantise=options.dequantise, dtype=options.dtype, also=also)
+    notes: tuple[str, ...] = ()
+    if options.mapping is None and source.format != "tangram" and (names := structure_of(source)) in FITTED:
+        check = names == "hf" and to == "hf" and (source.format != "hf" or options.config is not None)
+        fit = fitted(source, config_of(small) if names == "hf" else None, check)
+        source, notes = fit.source, fit.notes
+    left: tuple[str, ...] = ()
+    if options.adapter:
+        _, left = model_of(source)
+        source = with_adapter(replace(source, small=small), options.adapter)
+        small = dict(source.small)
+    source = _with_settings(source, options)
+    chosen = choose(
+        source, to, config_of(small), text=options.mapping, sizes=options.sizes or {},
+        family=family_named(options.family) if options.family else None, local=options.local_layers,
+        divisor=options.pad_vocabulary, states=options.states,
+    )  # fmt: skip
+    if options.adapter:
+        number = source.objects["adapter"]["tensors"]
+        merged = f'with "{options.adapter}" merged into {number:,} tensor{"" if number == 1 else "s"}'
+        chosen = replace(chosen, said=f"{chosen.said}, {merged}", left=left)
+    made = cast_specs(chosen.bound, options.dtype, chosen.source.states, options.rounded)
+    return Prepared(source, chosen, small, to, options, steps_of(chosen.bound, made), notes, rounding)
+
+
+def _with_settings(source: Opened, options: ConvertOptions) -> Opened:
+    """With what a target needs to know of the optimiser beside its tensors."""
+    if options.settings:
+        source = replace(source, objects={**source.objects, "settings": dict(options.settings)})
+    if options.betas is not None:
+        return with_betas(source, options.betas)
+    betas = betas_of(source.objects)
+    return source if betas is None else with_steps(source, betas)
+
+
+@contextlib.contextmanager
+def rare_collections() -> Generator[None]:
+    """Look for cycles of objects seldom: a checkpoint of many tensors makes millions that are in none."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

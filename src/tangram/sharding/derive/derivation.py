@@ -1,0 +1,95 @@
+"""Derive the layout of every tensor of a model from marks on a few, without ranks and without memory for weights.
+
+    print(derive(model, ["*.up.weight: inner/tp hidden"], "dp=2 tp=4", inputs={"x": torch.empty(8, 16)}))
+
+What `tangram shard` prints for models by name is here for modules of one's own, as values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tangram.errors import UserError
+from tangram.layout import Layout, Mesh
+from tangram.models.graph import Graph
+from tangram.sharding.derive.derive import Derived
+from tangram.sharding.derive.explain import show
+from tangram.sharding.derive.layouts import Moved, moved, value_layout
+from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.eager.api import marks_in
+from tangram.text import plain
+
+__all__ = ["Derivation", "derive", "marks_from"]
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """The layout of every tensor of a model over a mesh, and the communication that follows. `str` gives tables."""
+
+    derived: Derived
+    """All of it, for what is below."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self.derived.mesh
+
+    @property
+    def parameters(self) -> Mapping[str, Layout]:
+        """Of each parameter, by its name in the model."""
+        return {value.name: value_layout(self.derived, v) for v, value in self._graph.of_kind("parameter")}
+
+    @property
+    def modules(self) -> Mapping[str, Layout]:
+        """Of the first tensor that each module returns, by the module's name; "" is the model."""
+        graph = self._graph
+        return {name: value_layout(self.derived, v) for name, v in graph.results.items() if v < len(graph.values)}
+
+    @property
+    def communication(self) -> tuple[Moved, ...]:
+        """Each tensor that is brought from one layout to another, with the collectives and their bytes."""
+        return tuple(one for one in moved(self.derived) if one.nbytes)
+
+    @property
+    def received(self) -> float:
+        """Bytes that a rank receives in one forward and backward."""
+        return show.total(self.derived)
+
+    @property
+    def _graph(self) -> Graph:
+        return self.derived.folded.graph
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return show.as_json(self.derived)
+
+    def __str__(self) -> str:
+        """The tables of `tangram shard`, and a line with the bytes."""
+        lines = [line for table in show.tables(self.derived) for line in (*plain(*table), "")]
+        return "\n".join([*lines, f"a rank receives {show.amount(self.received)}"])
+
+
+def derive(model: nn.Module, marks: Sequence[str | Mark], mesh: Mesh | str, *, inputs: Mapping[str, Any]) -> Derivation:
+    """The layouts that follow from marks; needs no processes, and no memory where the model is on meta.
+
+    `marks`: as `"*.up.weight: inner/tp hidden"`, beside those in the model's own code (`tangram.mark`). `mesh`: as
+    `"dp=2 tp=4"`. `inputs`: keyword arguments of the model's forward, of which only sizes count (tensors on meta will
+    do). Results that no mark names are replicated, as `tangram.parallelize` runs them. Raises UserError for marks that
+    name nothing or contradict each other, and for what cannot be captured.
+    """
+    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    if not mesh.axes:
+        raise UserError('the mesh has no axis: write each with its number of ranks, as in "dp=2 tp=4"')
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return Derivation(derive_whole(graph_of(model, inputs, dtype), [*marks_in(model), *marks_from(marks)], mesh))
+
+
+def marks_from(marks: Sequence[str | Mark]) -> list[Mark]:
+    """Marks as text, read. Raises UserError for one that cannot be."""
+    return [Mark.parse(mark) if isinstance(mark, str) else mark for mark in marks]

@@ -1,0 +1,58 @@
+"""A model of one's own made parallel for a loop of one's own.
+
+parallel = parallelize(model, "dp=2 tp=4", ["*.up.weight: inner/tp hidden"], inputs={"x": x})
+model(x=x).sum().backward()
+parallel.sum_gradients()
+optimiser.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tangram.errors import UserError
+from tangram.layout import Mesh
+from tangram.sharding.derive.derivation import marks_from
+from tangram.sharding.derive.marking.marks import Mark
+from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
+
+__all__ = ["parallelize"]
+
+
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh | Mesh | str, marks: Sequence[str | Mark] = (), *, inputs: Mapping[str, Any]
+) -> DerivedModel:
+    """Shard a model in place, and have its forward communicate as the marks say. Collective over the mesh.
+
+    `model`: with the same values on all ranks, or on meta; its parameters become DTensors where they are sharded.
+    `mesh`: a DeviceMesh whose dims are named, or text as `"dp=2 tp=4"` over all ranks of the process group that was
+    begun. `marks`: as of `tangram.derive`, beside those in the model's own code. `inputs`: keyword arguments of the
+    forward, of which only sizes count; other sizes are derived when they come.
+
+    Each rank calls the model with all of its inputs, and gets results that no mark names in full. After the backward,
+    `sum_gradients()` of what is returned adds up the gradients of parameters that ranks have used for different parts.
+    Build the optimiser afterwards. Raises UserError for what does not fit the mesh, or cannot be run.
+    """
+    return parallel(model, marks_from(marks), _devices(model, mesh), inputs)
+
+
+def _devices(model: nn.Module, mesh: DeviceMesh | Mesh | str) -> DeviceMesh:
+    if isinstance(mesh, DeviceMesh):
+        if not mesh.mesh_dim_names:
+            raise UserError("the dims of the DeviceMesh have no names, which marks use: give mesh_dim_names")
+        return mesh
+    if not dist.is_initialized():
+        raise UserError(
+            "no process group was begun: start ranks with torchrun and call torch.distributed.init_process_group"
+        )
+    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    if not mesh.axes or mesh.size != dist.get_world_size():
+        raise UserError(f'the mesh "{mesh}" has {mesh.size} ranks and the process group {dist.get_world_size()}')
+    kinds = {p.device.type for p in model.parameters()} - {"meta"}
+    kind = kinds.pop() if kinds else "cpu"
+    return init_device_mesh(kind, tuple(n for n, _ in mesh.axes.values()), mesh_dim_names=tuple(mesh.axes))

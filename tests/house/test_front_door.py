@@ -1,0 +1,278 @@
+"""The front door and the faces of the rooms: every name is there, is found by type checkers, and costs nothing before.
+
+What a user does with them: a state saved and loaded in five lines, a model derived, a cluster planned.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import tangram
+import tangram.checkpoint
+import tangram.planner
+from tangram.errors import UserError
+from tests.house.doc_blocks import all_blocks
+from tests.ranks import start
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "tangram"
+FACES = ("", "layout", "relayout", "checkpoint", "planner", "training", "sharding", "models", "hardware")
+LAZY = ("", "checkpoint", "training", "sharding", "models", "hardware")
+INNER = ("training.data", "sharding.incode", "cli")
+"""Parts of rooms that are public, too."""
+
+
+def module_of(face: str) -> str:
+    return f"tangram.{face}" if face else "tangram"
+
+
+def file_of(face: str) -> Path:
+    return SOURCE / face.replace(".", "/") / "__init__.py"
+
+
+# ------------------------------------------------------------ the names
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_every_name_is_there_and_documented(face: str) -> None:
+    module = importlib.import_module(module_of(face))
+    assert set(module.__all__) <= set(dir(module))
+    for name in module.__all__:
+        value = getattr(module, name)
+        assert not inspect.ismodule(value), f"{name} is a module"
+        if inspect.isfunction(value) or inspect.isclass(value):
+            assert value.__doc__, f"{module.__name__}.{name} has no docstring"
+
+
+def typed(tree: ast.Module) -> set[str]:
+    """What a face imports for type checkers, as `module name` or `module name as other`."""
+    block = next(one for one in tree.body if isinstance(one, ast.If))
+    return {
+        f"{node.module} {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def looked_up(tree: ast.Module) -> set[str]:
+    """What it looks up when it is used."""
+    table = next(node for node in ast.walk(tree) if isinstance(node, ast.Dict))
+    places: dict[str, list[str]] = ast.literal_eval(table)
+    return {f"{module} {name}" for module, names in places.items() for name in names}
+
+
+@pytest.mark.parametrize("face", LAZY)
+def test_type_checkers_see_what_is_looked_up(face: str) -> None:
+    tree = ast.parse(file_of(face).read_text())
+    assert typed(tree) == looked_up(tree)
+    names = {one.split()[-1] for one in typed(tree)}
+    assert names == set(importlib.import_module(module_of(face)).__all__) - {"__version__"}
+
+
+def hidden(package: Path, names: set[str]) -> set[str]:
+    """Names that a module or a folder of the package has, too: importing it would put it in their place."""
+    return {name for name in names if (package / f"{name}.py").exists() or (package / name).is_dir()}
+
+
+@pytest.mark.parametrize("face", LAZY)
+def test_no_name_is_that_of_a_module_beside_it(face: str) -> None:
+    assert hidden(SOURCE / face, set(importlib.import_module(module_of(face)).__all__)) == set()
+
+
+def test_a_name_that_a_module_would_hide_is_found(tmp_path: Path) -> None:
+    (tmp_path / "save.py").touch()
+    assert hidden(tmp_path, {"save", "load"}) == {"save"}
+
+
+def test_names_that_there_are_not_are_refused_as_python_does() -> None:
+    with pytest.raises(AttributeError, match="module 'tangram' has no attribute 'sav'"):
+        _ = tangram.sav  # pyright: ignore
+
+
+def test_the_package_is_imported_within_50_ms_and_brings_nothing() -> None:
+    def seconds(code: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    lean = "import sys, tangram; dir(tangram); assert not {'torch', 'numpy', 'pydantic'} & {*sys.modules}"
+    assert min(seconds(lean) for _ in range(3)) - min(seconds("import sys") for _ in range(3)) < 0.05
+
+
+# ------------------------------------------------------------ who uses them
+
+INTERNALS = frozenset(
+    f"docs/{name}.md"
+    for name in (
+        *("attention-kernels", "attention-numerics", "checkpoint", "data", "extending", "fused", "hardware"),
+        *("notation", "op-accuracy", "planner", "relayout", "sharding", "sharding-choose", "sharding-derive"),
+        *("sharding-dtensor", "sharding-in-code", "training"),
+    )
+)
+"""Pages on a room's inside, which name its modules."""
+
+
+def public() -> dict[str, set[str]]:
+    """The names of each public module."""
+    return {
+        module_of(face): {*importlib.import_module(module_of(face)).__all__, *FACES, *INNER}
+        for face in (*FACES, *INNER)
+    }
+
+
+def private_imports(text: str) -> list[str]:
+    """What a Python text imports of Tangram that is not public."""
+    code = "\n".join(re.findall(r"^>>> (.*(?:\n\.\.\. .*)*)", text, re.MULTILINE)) if ">>> " in text else text
+    known, found = public(), list[str]()
+    for node in ast.walk(ast.parse(code.replace("\n... ", "\n"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tangram"):
+            names = known.get(node.module or "", set())
+            found += [f"{node.module} {alias.name}" for alias in node.names if alias.name not in names]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if f"{alias.name}.".startswith("tangram.")]
+    return [one for one in found if one not in known]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").rglob("*.py")), ids=lambda file: file.name)
+def test_examples_import_public_names_only(file: Path) -> None:
+    assert private_imports(file.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "block",
+    [b for b in all_blocks() if b.language in ("python", "py") and b.page not in INTERNALS],
+    ids=str,
+)
+def test_pages_import_public_names_only(block: Any) -> None:
+    assert private_imports(block.text) == []
+
+
+def test_a_private_import_is_found() -> None:
+    assert private_imports("from tangram.checkpoint.store.commits import newest\nimport tangram.cli\n") == [
+        "tangram.checkpoint.store.commits newest"
+    ]
+    assert private_imports(">>> from tangram import save, plans\n") == ["tangram plans"]
+
+
+@pytest.mark.slow
+def test_examples_are_typed_as_a_user_would_check_them(tmp_path: Path) -> None:
+    """Strict, but for two rules that only report torch; a mistake in the use of Tangram is seen, so types are there."""
+    for file in (ROOT / "examples").glob("*.py"):
+        (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "wrong.py").write_text("import tangram\n\ntangram.verify(3)\ntangram.nothing()\n")
+    rules = '"reportUnknownMemberType": false, "reportPrivateImportUsage": false'
+    (tmp_path / "pyrightconfig.json").write_text(f'{{"typeCheckingMode": "strict", {rules}}}')
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "."]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    errors = [line.strip() for line in ran.stdout.splitlines() if " - error" in line]
+    assert [re.sub(r"^.*/", "", one).split(" - ")[0] for one in errors] == ["wrong.py:3:16", "wrong.py:4:9"], ran.stdout
+
+
+# ------------------------------------------------------------ what they do
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(8, 12)
+
+
+def test_a_plain_state_is_saved_loaded_verified_and_converted(tmp_path: Path) -> None:
+    model = linear()
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optim.step()
+    saved = tangram.save({"model": model, "optim": optim, "progress": {"step": 1}}, tmp_path / "a")
+    assert saved is not None
+    other = nn.Linear(8, 12)
+    progress = {"step": 0}
+    state = {"model": other, "optim": torch.optim.AdamW(other.parameters()), "progress": progress}
+    tangram.checkpoint.load(state, str(tmp_path / "a"))
+    assert torch.equal(other.weight, model.weight)
+    assert progress == {"step": 1}
+    assert tangram.verify(tmp_path / "a").sound
+    made = tangram.convert(tmp_path / "a", tmp_path / "hf", to="hf")
+    assert made.tensors == 2
+    assert tangram.verify(tmp_path / "hf").sound
+    file = next((tmp_path / "hf").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-4])
+    assert not tangram.verify(str(tmp_path / "hf")).sound
+    with pytest.raises(UserError, match="there already"):
+        tangram.convert(tmp_path / "a", tmp_path / "hf", to="dcp")
+
+
+def test_a_model_of_accelerate_is_saved_as_it_is(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = linear()
+    prepared, optim = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    prepared(torch.ones(2, 8)).sum().backward()
+    optim.step()
+    state = {"model": accelerator.unwrap_model(prepared), "optim": optim}
+    tangram.save(state, tmp_path / "a")
+    other = nn.Linear(8, 12)
+    tangram.load({"model": other, "optim": torch.optim.AdamW(other.parameters())}, tmp_path / "a")
+    assert torch.equal(other.weight, model.weight)
+
+
+def on_ranks(rank: int, folder: str) -> None:
+    """From FSDP2 to DTensors, by the package's own functions; then a model made parallel."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    group = dist.group.WORLD
+    sharded = linear()
+    fully_shard(sharded)
+    tangram.checkpoint.save({"model": sharded}, f"{folder}/fsdp", group=group)
+    mesh = init_device_mesh("cpu", (2,))
+    weight, bias = (distribute_tensor(torch.zeros(*shape), mesh, [Shard(0)]) for shape in ((12, 8), (12,)))
+    tangram.checkpoint.load({"model": {"weight": weight, "bias": bias}}, f"{folder}/fsdp", group=group)
+    assert torch.equal(weight.full_tensor(), linear().weight)
+
+    x, alone, model = torch.ones(4, 8), linear(), linear()
+    alone(x).square().sum().backward()
+    parallel = tangram.parallelize(model, "tp=2", ["weight: out/tp in"], inputs={"input": x})
+    model(input=x).square().sum().backward()
+    parallel.sum_gradients()
+    found: Any = model.weight.grad
+    assert torch.allclose(found.full_tensor(), alone.weight.grad)
+    with pytest.raises(UserError, match='the mesh "tp=4" has 4 ranks and the process group 2'):
+        tangram.parallelize(linear(), "tp=4", [], inputs={"input": x})
+    dist.destroy_process_group()
+
+
+def test_fsdp_dtensors_and_a_parallel_model_on_two_ranks(tmp_path: Path) -> None:
+    start(on_ranks, str(tmp_path), ranks=2)
+
+
+def test_a_model_is_derived_without_ranks() -> None:
+    found = tangram.derive(linear(), ["weight: out/tp in"], "tp=2", inputs={"input": torch.empty(4, 8, device="meta")})
+    assert {name: str(layout) for name, layout in found.parameters.items()} == {
+        "weight": "_=12/tp _=8",
+        "bias": "_=12/tp",
+    }
+    assert [one.forward for one in found.communication] == ["all-gather"]
+    assert "a rank receives" in str(found)
+    with pytest.raises(UserError, match="wait"):
+        tangram.derive(linear(), ["wait: out/tp in"], "tp=2", inputs={"input": torch.empty(4, 8)})
+
+
+def test_a_cluster_is_planned_from_python() -> None:
+    workload = tangram.planner.Workload(tokens="256K", sequence=4096, devices="8", rows=3)
+    found = tangram.plan("qwen3-2m", "h100-8x8", workload)
+    assert len(found.choices) == 3
+    assert found.best.step == min(one.step for one in found.choices)
+    assert "h100-8x8, predicted" in str(found).splitlines()[0]
