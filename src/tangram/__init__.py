@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from tangram.checkpoint.saving.save import save
     from tangram.layout.mesh import Mesh
     from tangram.layout.syntax import Layout, Mapping
-    from tangram.planner.search.cluster_plan import plan
-    from tangram.sharding.derive.derivation import derive
+    from tangram.planner.report.cluster_plan import plan
+    from tangram.sharding.derivation import derive
     from tangram.sharding.eager.api import mark
     from tangram.training.parallel.parallelized import parallelize
 else:
@@ -54,8 +54,8 @@ else:
             "tangram.checkpoint.inspect.verify_any": ["verify"],
             "tangram.layout.mesh": ["Mesh"],
             "tangram.layout.syntax": ["Layout", "Mapping"],
-            "tangram.planner.search.cluster_plan": ["plan"],
-            "tangram.sharding.derive.derivation": ["derive"],
+            "tangram.planner.report.cluster_plan": ["plan"],
+            "tangram.sharding.derivation": ["derive"],
             "tangram.sharding.eager.api": ["mark"],
             "tangram.training.parallel.parallelized": ["parallelize"],
         },

@@ -7,7 +7,7 @@
 Importing it needs pydantic; transformers is imported when a model is looked up by name.
 """
 
-from tangram.planner.search.cluster_plan import ClusterPlan, Workload, plan
+from tangram.planner.report.cluster_plan import ClusterPlan, Workload, plan
 from tangram.schema.files import dumps
 from tangram.schema.files import load as read_plan
 from tangram.schema.job import CheckpointPlan, DataPlan, ModelPlan, OptimiserPlan, PrecisionPlan, RunPlan, SourcePlan

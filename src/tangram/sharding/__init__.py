@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from tangram.sharding.derive.derivation import Derivation
+    from tangram.sharding.derivation import Derivation
     from tangram.sharding.derive.derive import ConflictError, Derived
     from tangram.sharding.derive.marking.marks import Mark, marks_of, read_marks
     from tangram.sharding.derive.problem.rates import Rates
@@ -31,7 +31,7 @@ else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "tangram.sharding.derive.derivation": ["Derivation"],
+            "tangram.sharding.derivation": ["Derivation"],
             "tangram.sharding.derive.derive": ["ConflictError", "Derived"],
             "tangram.sharding.derive.marking.marks": ["Mark", "marks_of", "read_marks"],
             "tangram.sharding.derive.problem.rates": ["Rates"],

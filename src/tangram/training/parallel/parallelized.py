@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.sharding.derive.derivation import marks_from
+from tangram.sharding.derivation import marks_from
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 
