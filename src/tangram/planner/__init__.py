@@ -1,17 +1,15 @@
-"""The planner: the plan as an artefact, what is legal, what it needs, and which one to take.
+"""The planner: what strategies are legal, what they need, and which one to take.
 
     from tangram.planner import Workload, plan
 
     print(plan("llama-3-8b", "h100-8x8", Workload(tokens="4M", sequence=8192)))
 
-Importing it needs pydantic; transformers is imported when a model is looked up by name.
+Names are imported when they are first used; transformers when a model is looked up by name.
 """
 
-from tangram.planner.report.cluster_plan import ClusterPlan, Workload, plan
-from tangram.schema.files import dumps
-from tangram.schema.files import load as read_plan
-from tangram.schema.job import CheckpointPlan, DataPlan, ModelPlan, OptimiserPlan, PrecisionPlan, RunPlan, SourcePlan
-from tangram.schema.plan import Job, Plan
+from typing import TYPE_CHECKING
+
+from tangram.lazy import lazily
 
 __all__ = [
     "CheckpointPlan",
@@ -29,3 +27,38 @@ __all__ = [
     "plan",
     "read_plan",
 ]
+
+if TYPE_CHECKING:
+    from tangram.planner.report.cluster_plan import ClusterPlan, Workload, plan
+    from tangram.schema.files import dumps
+    from tangram.schema.files import load as read_plan
+    from tangram.schema.job import (
+        CheckpointPlan,
+        DataPlan,
+        Job,
+        ModelPlan,
+        OptimiserPlan,
+        PrecisionPlan,
+        RunPlan,
+        SourcePlan,
+    )
+    from tangram.schema.plan import Plan
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "tangram.planner.report.cluster_plan": ["ClusterPlan", "Workload", "plan"],
+            "tangram.schema.files": ["dumps", "load as read_plan"],
+            "tangram.schema.job": [
+                "CheckpointPlan",
+                "DataPlan",
+                "Job",
+                "ModelPlan",
+                "OptimiserPlan",
+                "PrecisionPlan",
+                "RunPlan",
+                "SourcePlan",
+            ],
+            "tangram.schema.plan": ["Plan"],
+        },
+    )

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_map  # pyright: ignore[reportUnknownVariableType]
 
-from tangram.models.capture import quiet
+from tangram.models.capture import GROUPED, grouped, quiet
 from tangram.models.twin import fake_twin
 from tangram.sharding.local_ops.random_ops import drawing, shape_of
 
@@ -49,7 +49,7 @@ class _Seen(TorchDispatchMode):
         call = drawing(func, args, kwargs or {})
         if call is not None:
             self.draws.append(Draw(self._inside[-1] if self._inside else "", call.name, shape_of(call)))
-        return func(*args, **(kwargs or {}))
+        return grouped(func, args, kwargs or {}) if func is GROUPED else func(*args, **(kwargs or {}))
 
 
 def draws_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Mapping[int, int]) -> list[Draw]:
