@@ -62,7 +62,7 @@ def _of_placements(placements: Sequence[Placement], ndim: int | None, axes: Sequ
     axes = axes or ("dp", "tp")[-len(placements) :]
     if len(axes) != len(placements):
         return ""
-    dims = [one.dim for one in placements if isinstance(one, Shard)]
+    dims = [int(cast(Any, one).dim) for one in placements if isinstance(one, Shard)]
     count = ndim if ndim is not None else max((d + 1 if d >= 0 else -d for d in dims), default=0)
     if any(not isinstance(one, Shard | Replicate | Partial) for one in placements) or not all(
         -count <= d < count for d in dims
@@ -72,9 +72,10 @@ def _of_placements(placements: Sequence[Placement], ndim: int | None, axes: Sequ
     sums: list[str] = []
     for axis, one in zip(axes, placements, strict=True):
         if isinstance(one, Shard):
-            cuts[one.dim] = (*cuts[one.dim], axis)
+            dim = int(cast(Any, one).dim)
+            cuts[dim] = (*cuts[dim], axis)
         elif isinstance(one, Partial):
-            sums.append(f"{one.reduce_op}:{axis}")
+            sums.append(f"{cast(Any, one).reduce_op}:{axis}")
     return " ".join([_text(cuts), *sums])
 
 
