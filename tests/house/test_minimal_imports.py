@@ -84,3 +84,14 @@ def test_a_library_too_many_is_found(tmp_path: Path) -> None:
     answer = import_alone("tangram.layout", MINIMAL["layout"], tmp_path)
     assert answer.returncode != 0
     assert "rich is blocked" in answer.stderr
+
+
+def test_what_ranks_are_forked_from_starts_no_threads_of_its_own() -> None:
+    """Of a process whose OpenMP has threads a fork computes nothing: it waits for them for ever."""
+    code = (
+        "import os, sys, torch, numpy; before = len(os.listdir('/proc/self/task'))\n"
+        "import tangram.training.run.rank\n"
+        "assert len(os.listdir('/proc/self/task')) == before, sorted(m for m in sys.modules if 'tangram' in m)\n"
+        "assert not any(m.startswith('tangram.sharding.proof') for m in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

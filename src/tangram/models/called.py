@@ -84,7 +84,8 @@ def named_results(output: Any, path: str = "") -> dict[str, Tensor]:
     if path and isinstance(output, Tensor):
         return {path: output}
     if isinstance(output, Mapping) or (path and isinstance(output, list | tuple)):
-        many = cast("Mapping[Any, Any]", output) if isinstance(output, Mapping) else dict(enumerate(cast(Any, output)))
+        held = cast(Any, output)
+        many: dict[Any, Any] = {**held} if isinstance(output, Mapping) else dict(enumerate(held))
         start = f"{path}." if path else ""
         return {name: x for key, own in many.items() for name, x in named_results(own, f"{start}{key}").items()}
     leaves = [] if path else [x for x in tree_leaves(output) if isinstance(x, Tensor)]

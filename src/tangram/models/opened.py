@@ -74,12 +74,14 @@ def _slice_backward(y: Tensor, sizes: Sequence[int], dim: int, start: int, end: 
     d = dim % len(sizes)
     first, n = (start % sizes[d] if start < 0 else min(start, sizes[d])), y.shape[d]
     if step != 1:
-        return cast(Tensor, decomposition_table[aten.slice_backward.default](y, sizes, dim, start, end, step))
-    return cast(Tensor, aten.constant_pad_nd(y, [0, 0] * (len(sizes) - 1 - d) + [first, sizes[d] - first - n]))
+        return cast(Any, decomposition_table)[aten.slice_backward.default](y, sizes, dim, start, end, step)
+    return cast(
+        Tensor, cast(Any, aten).constant_pad_nd(y, [0, 0] * (len(sizes) - 1 - d) + [first, sizes[d] - first - n])
+    )
 
 
 def _norm(x: Tensor, p: float = 2) -> Tensor:
-    return torch.linalg.vector_norm(x, p)
+    return cast(Tensor, cast(Any, torch.linalg).vector_norm(x, p))
 
 
 OPENED: Mapping[OpOverload, Callable[..., Any]] = {
