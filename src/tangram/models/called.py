@@ -85,7 +85,9 @@ def named_results(output: Any, path: str = "") -> dict[str, Tensor]:
         return {path: output}
     if isinstance(output, Mapping) or (path and isinstance(output, list | tuple)):
         held = cast(Any, output)
-        many: dict[Any, Any] = {**held} if isinstance(output, Mapping) else dict(enumerate(held))
+        many = cast(
+            "dict[Any, Any]", {**held} if isinstance(output, Mapping) else {i: held[i] for i in range(len(held))}
+        )
         start = f"{path}." if path else ""
         return {name: x for key, own in many.items() for name, x in named_results(own, f"{start}{key}").items()}
     leaves = [] if path else [x for x in tree_leaves(output) if isinstance(x, Tensor)]
