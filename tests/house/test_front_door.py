@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tangram"
 FACES = ("", "layout", "relayout", "checkpoint", "planner", "training", "sharding", "models", "hardware")
 LAZY = ("", "checkpoint", "training", "sharding", "models", "hardware")
-INNER = ("training.data", "sharding.incode", "cli")
+INNER = ("training.data", "sharding.eager", "cli")
 """Parts of rooms that are public, too."""
 
 

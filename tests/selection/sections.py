@@ -35,7 +35,7 @@ SECTIONS = (
     Section("matrix", 2, 0, (*rooms("training"), "tests/matrix/", "bench/matrix.py", "bench/_matrix/")),
     Section("peers", 5, 1, (*rooms("models"), "src/tangram/checkpoint/formats/", "tests/checkpoint/test_megatron.py")),
     Section("kernels", 5, 3, rooms("kernels")),
-    Section("interop", 10, 5, ("tests/interop/", "src/tangram/planner/exports/", "src/tangram/sharding/against/")),
+    Section("interop", 10, 5, ("tests/interop/", "src/tangram/planner/exports/", "src/tangram/sharding/compare/")),
     Section("rules", 5, 2, rooms("sharding")),
     Section("mutants", ALWAYS, 0, ()),
     Section("bench", 10, 7, ("bench/",)),

@@ -189,10 +189,10 @@ def _moved_uneven(x: Tensor, what: str, source: Place, target: Place, group: dis
             x, [uneven.picked(x, target.dim, at) for at in want], source.dim, have, group, len(want[me]), target.dim
         )
     out = x.new_zeros(whole)  # ZERO
-    return out.index_copy_(source.dim, have[me].to(x.device), x)
+    return out.index_copy_(source.dim, torch.tensor(have[me].tolist(), dtype=torch.int64, device=x.device), x)
 
 
-def _indices(place: Place, whole: Sequence[int], k: int) -> tuple[Tensor, ...]:
+def _indices(place: Place, whole: Sequence[int], k: int) -> tuple[uneven.Places, ...]:
     """Of each rank, the places of what it has of a dim that is cut; of another place none."""
     return uneven.indices(place.outer, whole[place.dim], k, place.parts) if place.kind == "cut" else ()
 
@@ -201,7 +201,7 @@ def _exchanged(
     x: Tensor,
     sent: Sequence[Tensor],
     dim: int,
-    places: Sequence[Tensor],
+    places: Sequence[uneven.Places],
     group: dist.ProcessGroup,
     n: int | None = None,
     other: int = -1,

@@ -33,9 +33,9 @@ def page(title: str, css: str, body: str, charts: object, script: str) -> str:
     # Here, as it loads slowly and only who writes a page needs it.
     import plotly.offline  # pyright: ignore[reportMissingTypeStubs]
 
-    return Template(part("tangram.planner", "page.html")).substitute(
+    return Template(part("tangram.planner.report", "page.html")).substitute(
         title=escape(title),
-        css=part("tangram.planner", "page.css") + css,
+        css=part("tangram.planner.report", "page.css") + css,
         body=body,
         charts=script_json(charts),
         plotly=_script_text(str(plotly.offline.get_plotlyjs())),

@@ -177,7 +177,7 @@ def _instead_drawn(answer: Answer) -> list[Picture]:
 
 def _page(shown: Shown, body: Sequence[str], pictures: Sequence[Picture]) -> str:
     title = f"{shown.answer.outline.name} on {shown.where}: plan"
-    css, script = part("tangram.planner", "report.css"), part("tangram.planner", "report.js")
+    css, script = part("tangram.planner.report", "report.css"), part("tangram.planner.report", "report.js")
     return page(title, css, "\n".join(text for text in body if text), [one.as_json() for one in pictures], script)
 
 

@@ -56,7 +56,7 @@ def write_report(
         f"<footer>Made by Tangram {escape(tangram.__version__)}. It needs no network: all is in this file.</footer>",
     ]
     charted = [chart.as_json() for chart in drawn]
-    script = part("tangram.training", "report.js")
+    script = part("tangram.training.run", "report.js")
     name = f"{summary.model}: training run"
     write_whole(path, page(name, "", "\n".join(text for text in body if text), charted, script))
 

@@ -41,20 +41,20 @@ def page(found: Derived, model: str) -> str:
     """The page."""
     drawing = Drawing(found, tree(found))
     body = drawing.drawn()
-    return Template(_part("html_page.html")).substitute(
+    return Template(_part("page.html")).substitute(
         title=escape(f"{model}: layouts over {found.mesh}"),
-        css=_part("html_page.css"),
+        css=_part("page.css"),
         head=_head(found, model, drawing),
         body=body,
         details="\n".join(drawing.details),
-        script=_part("html_page.js"),
+        script=_part("page.js"),
         version=escape(tangram.__version__),
     )
 
 
 @cache
 def _part(name: str) -> str:
-    return resources.files("tangram.sharding.derive").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("tangram.sharding.derive.page").joinpath(name).read_text(encoding="utf-8")
 
 
 def _head(found: Derived, model: str, drawing: Drawing) -> str:
