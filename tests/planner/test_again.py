@@ -68,7 +68,7 @@ def test_names_of_sets_and_ends_are_read_back() -> None:
 
 @pytest.mark.parametrize("name", ["0 of 8 layers", "9 of 8 layers", "half", "3 of 0 layers", "", "-1 of 8 layers"])
 def test_what_is_no_name_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match="what is recomputed is one of nothing, 3 of 8 layers"):
+    with pytest.raises(UserError, match="what is recomputed is one of none, 3 of 8 layers"):
         again_of(name)
 
 

@@ -204,7 +204,7 @@ def test_as_a_library() -> None:
 
 
 def test_one_strategy_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    mesh = ("--explain", "pp=4 dp=2 tp=8", "--again", "full")
+    mesh = ("--explain", "pp=4 dp=2 tp=8", "--recompute", "full")
     found = asked(capsys, *SPINE, "--framework", "megatron-core", *mesh)
     given, best = found["given"], found["best"]
     assert found["refused"] == []
@@ -217,13 +217,13 @@ def test_one_strategy_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_strategy_that_cannot_run_is_told_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    found = asked(capsys, *SMALL, "--explain", "pp=2 dp=4", "--micro", "7", "--experts", "4 x 1", code=1)
+    found = asked(capsys, *SMALL, "--explain", "pp=2 dp=4", "--micro-batch", "7", "--experts", "4 x 1", code=1)
     assert found["given"] is None
     assert found["refused"] == [
         "there are 4 EP ranks, and the model has no experts",
         "4 DP ranks of micro-batches of 7 do not divide 512 samples",
     ]
-    assert main(["plan", *SMALL, "--explain", "pp=2 dp=4", "--micro", "7"]) == 1
+    assert main(["plan", *SMALL, "--explain", "pp=2 dp=4", "--micro-batch", "7"]) == 1
     assert "It cannot run" in capsys.readouterr().out
 
 
@@ -233,7 +233,7 @@ def test_a_strategy_that_cannot_run_is_told_every_reason(capsys: pytest.CaptureF
         (("--explain", "pp=4 dp=2 tp=6"), 'the mesh "pp=4 dp=2 tp=6" has 48 ranks, and there are 64 devices'),
         (("--explain", "pp=4 ep=16"), "has the axis ep: axes are named pp, dp, cp, heads, tp"),
         (("--explain", "pp=4 dp"), '"pp=4 dp" is no mesh'),
-        (("--explain", "dp=64", "--again", "some"), 'nothing is known of "some": what is recomputed is one of'),
+        (("--explain", "dp=64", "--recompute", "some"), 'nothing is known of "some": what is recomputed is one of'),
         (("--explain", "dp=64", "--experts", "many"), '"many" are no EP ranks: write 8 x 1'),
         (("--train-tokens", "1M"), "1000000 tokens are less than a step of 4194304"),
         (("--train-tokens", "1B", "--hours", "0"), "--hours is a number above 0"),

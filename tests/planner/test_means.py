@@ -269,7 +269,7 @@ def test_mistakes_are_a_sentence(name: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_what_no_other_project_is_told_is_not_written(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "llama-3-8b", "--cluster", "h100-8x8", "--gpus", "8", "--export", "megatron-lm"]
+    words = ["plan", "llama-3-8b", "--cluster", "h100-8x8", "--gpus", "8", "--to", "megatron-lm"]
     assert main([*words, "--optimiser", "lion"]) == 2
     assert "does not say the optimiser lion" in capsys.readouterr().err
 

@@ -126,7 +126,7 @@ def test_exports_write_it_or_say_that_they_cannot() -> None:
 
 def test_the_command_takes_and_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     words = ["plan", "llama-3-8b", "--cluster", "h100-8x8", "--seq", "131072", "--tokens-per-batch", "8M"]
-    assert main([*words, "--explain", "dp=8 heads=8", "--again", "full", "--zero", "3"]) in (0, 1)
+    assert main([*words, "--explain", "dp=8 heads=8", "--recompute", "full", "--zero", "3"]) in (0, 1)
     assert "heads=8" in capsys.readouterr().out
     file = tmp_path / "args.sh"
     file.write_text(

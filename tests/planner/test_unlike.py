@@ -90,7 +90,7 @@ def test_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     said = ("plan", str(tmp_path), "--cluster", "h100-8x8", "--gpus", "8", "--json", "--top", "1", "--explain", "dp=8",
-            "--experts", "8 x 1", "--tokens-per-batch", "512K", "--micro", "8")  # fmt: skip
+            "--experts", "8 x 1", "--tokens-per-batch", "512K", "--micro-batch", "8")  # fmt: skip
     steps: list[tuple[float, float]] = []
     for more in ((), ("--imbalance", "0.3"), ("--imbalance", "0.3", "--checkpoint-every", "10")):
         assert main([*said, *more]) == 0

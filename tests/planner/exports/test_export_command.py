@@ -14,7 +14,7 @@ SAID = ("llama-3-8b", "--cluster", "h100-8x8", "--tokens-per-batch", "1M", "--gp
 
 def test_an_export_is_explained_as_it_was_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "args.sh"
-    assert main(["plan", *SAID, "--export", "megatron-lm", "--out", str(out), "--pick", "2", "--json"]) == 0
+    assert main(["plan", *SAID, "--to", "megatron-lm", "--out", str(out), "--pick", "2", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["ask"]["framework"] == "megatron-core"  # whose figures are its own
     assert main(["plan", *SAID[:3], "--explain", str(out), "--gpus", "16", "--json"]) == 0
@@ -34,7 +34,7 @@ def test_a_strategy_of_one_project_for_another(tmp_path: Path, capsys: pytest.Ca
         "[activation_checkpoint]\nmode = 'full'\n"
     )
     said = ("llama-3-8b", "--cluster", "h100-8x8", "--explain", str(job), "--gpus", "8")
-    assert main(["plan", *said, "--export", "megatron-lm"]) == 0
+    assert main(["plan", *said, "--to", "megatron-lm"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("# llama-3-8b on 8 devices of h100-8x8")
     for line in ("--data-parallel-sharding-strategy optim_grads_params", "--seq-length 4096", "--micro-batch-size 2",
@@ -50,13 +50,13 @@ def test_a_strategy_of_one_project_for_another(tmp_path: Path, capsys: pytest.Ca
     ("arguments", "said"),
     [
         (
-            ("--export", "megatron"),
+            ("--to", "megatron"),
             "there is no export 'megatron' (did you mean 'megatron-lm'?): there are megatron-lm",
         ),
-        (("--export", "torchtitan", "--out", "nowhere/x.toml"), "cannot be written to nowhere/x.toml: give one in a"),
-        (("--export", "torchtitan", "--pick", "0"), "--pick 0: the rows of the ranking are 1 to 8"),
+        (("--to", "torchtitan", "--out", "nowhere/x.toml"), "cannot be written to nowhere/x.toml: give one in a"),
+        (("--to", "torchtitan", "--pick", "0"), "--pick 0: the rows of the ranking are 1 to 8"),
         (("--explain", "nowhere.toml"), 'there is no file "nowhere.toml", and it is no mesh either'),
-        (("--explain", "pp=2 dp=8", "--export", "megatron-lm", "--zero", "3"), "whose pages name no pipelines"),
+        (("--explain", "pp=2 dp=8", "--to", "megatron-lm", "--zero", "3"), "whose pages name no pipelines"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,16 +64,14 @@ def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, capsys
 
 
 def test_an_export_needs_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "give one with --cluster" in refused(capsys, "job.toml", "--export", "torchtitan")
+    assert "give one with --cluster" in refused(capsys, "job.toml", "--to", "torchtitan")
 
 
 def test_for_tangram_it_is_the_plan_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = str(Path(__file__).parents[3] / "examples/quickstart/job.toml")
-    for name, how in (("a.toml", ("--export", "tangram")), ("b.toml", ("--runs",))):
+    for name, how in (("a.toml", ("--to", "tangram")), ("b.toml", ("--runs",))):
         assert main(["plan", job, "--cluster", "cpu-2", *how, "--out", str(tmp_path / name)]) == 0
         assert f"tangram train {tmp_path / name}" in capsys.readouterr().out
     assert (tmp_path / "a.toml").read_text() == (tmp_path / "b.toml").read_text()
-    assert "give a job's .toml, and --out" in refused(
-        capsys, "llama-3-8b", "--cluster", "h100-8x8", "--export", "tangram"
-    )
-    assert "give a job's .toml, and --out" in refused(capsys, job, "--cluster", "cpu-2", "--export", "tangram")
+    assert "give a job's .toml, and --out" in refused(capsys, "llama-3-8b", "--cluster", "h100-8x8", "--to", "tangram")
+    assert "give a job's .toml, and --out" in refused(capsys, job, "--cluster", "cpu-2", "--to", "tangram")

@@ -160,14 +160,14 @@ SAID = ("llama-3-8b", "--cluster", "h100-8x8", "--tokens-per-batch", "1M", "--gp
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--emit", "k8s-job"), "there is no platform 'k8s-job' (did you mean 'k8s-trainjob'?): there are slurm"),
-        (("--emit", "slurm", "--export", "torchtitan"), "write one file each: call the command for each of them"),
-        (("--emit", "slurm", "--submit"), "--submit needs a file: give one with --out"),
-        (("--emit", "slurm", "--submit", "--out", "x.sh"), "sbatch is not installed here: write the file without"),
-        (("--export", "torchtitan", "--submit"), "--submit is of --emit"),
-        (("--emit", "slurm", "--out", "nowhere/x.sh"), "cannot be written to nowhere/x.sh"),
-        (("--emit", "slurm", "--pick", "99"), "--pick 99: the rows of the ranking are 1 to 8"),
-        (("--emit", "volcano"), "need an image: give it with --image"),
+        (("--job-file", "k8s-job"), "there is no platform 'k8s-job' (did you mean 'k8s-trainjob'?): there are slurm"),
+        (("--job-file", "slurm", "--to", "torchtitan"), "write one file each: call the command for each of them"),
+        (("--job-file", "slurm", "--submit"), "--submit needs a file: give one with --out"),
+        (("--job-file", "slurm", "--submit", "--out", "x.sh"), "sbatch is not installed here: write the file without"),
+        (("--to", "torchtitan", "--submit"), "--submit is of --job-file"),
+        (("--job-file", "slurm", "--out", "nowhere/x.sh"), "cannot be written to nowhere/x.sh"),
+        (("--job-file", "slurm", "--pick", "99"), "--pick 99: the rows of the ranking are 1 to 8"),
+        (("--job-file", "volcano"), "need an image: give it with --image"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +175,7 @@ def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, capsys
 
 
 def test_this_machine_has_no_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "give one with --cluster" in refused(capsys, "job.toml", "--emit", "slurm")
+    assert "give one with --cluster" in refused(capsys, "job.toml", "--job-file", "slurm")
 
 
 def test_a_file_is_submitted(
@@ -185,7 +185,7 @@ def test_a_file_is_submitted(
     sbatch.write_text('#!/bin/bash\necho "Submitted $1"\ngrep -q "nodes=2" "$1"\n')
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    said = ("plan", *SAID, "--emit", "slurm", "--submit", "--out", str(out), "--run", "train.py")
+    said = ("plan", *SAID, "--job-file", "slurm", "--submit", "--out", str(out), "--run", "train.py")
     assert main(list(said)) == 0
     captured = capfd.readouterr()
     assert f"Submitted {out}" in captured.out
@@ -198,7 +198,9 @@ def test_a_file_is_submitted(
 def test_k8s_alone_is_a_trainjob(capsys: pytest.CaptureFixture[str]) -> None:
     texts: list[str] = []
     for name in ("k8s", "k8s-trainjob"):
-        assert main(["plan", "llama-3-8b", "--cluster", "h100-8x8", "--tokens-per-batch", "512K", "--emit", name]) == 0
+        assert (
+            main(["plan", "llama-3-8b", "--cluster", "h100-8x8", "--tokens-per-batch", "512K", "--job-file", name]) == 0
+        )
         texts.append(capsys.readouterr().out)
     assert "kind: TrainJob" in texts[0]
     assert texts[0] == texts[1]

@@ -248,7 +248,7 @@ def length(typed: str | None) -> int | None:
     if typed is None:
         return None
     found = re.fullmatch(r"(\d+)([kKmM]?)", typed.strip())
-    if found is None or not int(found[1]):
+    if found is None:
         raise UserError(f"--seq {typed}: write a number of tokens, as 8192 or 8k")
     return int(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()]
 

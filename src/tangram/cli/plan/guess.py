@@ -8,7 +8,9 @@ to be given as `./show`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+from tangram.errors import UserError
 
 __all__ = ["COMMANDS", "FORMER", "with_command"]
 
@@ -19,10 +21,22 @@ FORMER: Mapping[str, str] = {
 }  # fmt: skip
 """Options by the names that they had, and have."""
 HELP = ("--help",)
+HERE = ("--measure", "--processes", "-n", "--stages", "--anew", "--limit")
+"""Options of a job on this machine alone."""
+OF_CLUSTERS = (
+    "--explain", "--to", "--job-file", "--timeline", "--report", "--objective", "--train-tokens", "--tokens", "--hours",
+    "--price", "--watts", "--kwh", "--pareto", "--mtbf", "--checkpoint-s", "--restart-s", "--runs", "--optimiser",
+    "--offload", "--lora", "--base", "--imbalance", "--checkpoint-every", "--tokens-per-batch", "--seq", "--precision",
+    "--framework", "--gpus", "--memory", "--without", "--between",
+)  # fmt: skip
+"""And of what is planned for a cluster alone."""
 
 
 def with_command(words: Sequence[str]) -> list[str]:
-    """The words with a command in front, as it is typed or as the options say, and today's names of options."""
+    """The words with a command in front, as it is typed or as the options say, and today's names of options.
+
+    Raises UserError for an option that is none of the command that the others say.
+    """
     words = [part for word in words for part in _today(word)]
     if not words or words[0] in COMMANDS or (words[0] in HELP and len(words) == 1):
         return list(words)
@@ -31,6 +45,7 @@ def with_command(words: Sequence[str]) -> list[str]:
         return ["history", *_without(words, "--history", 0)[0]]
     if "--show" in names:
         return ["show", *_without(words, "--show", 0)[0]]
+    _refuse_others(names)
     if names & {"--to", "--job-file"}:
         words, strategy = _without(words, "--explain", 1)
         return ["export", *words, *(["--strategy", strategy] if strategy else [])]
@@ -39,6 +54,14 @@ def with_command(words: Sequence[str]) -> list[str]:
         model = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
         return ["explain", *words[: model + 1], strategy, *words[model + 1 :]]
     return ["cluster" if "--cluster" in names else "local", *words]
+
+
+def _refuse_others(names: Collection[str]) -> None:
+    if "--cluster" in names:
+        if other := [name for name in HERE if name in names]:
+            raise UserError(f"{other[0]} is of a job on this machine: leave it or --cluster out")
+    elif other := [name for name in OF_CLUSTERS if name in names]:
+        raise UserError(f"{other[0]} is of what is planned for a cluster: give one with --cluster, or leave it out")
 
 
 def _today(word: str) -> list[str]:
