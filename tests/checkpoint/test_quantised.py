@@ -110,7 +110,9 @@ def test_what_would_tear_codes_and_scales_apart_is_refused(
     options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repository("fp8 in blocks", tmp_path / "q")
-    refused(tmp_path / "q", message, *options.split(), capsys=capsys)
+    (tmp_path / "own.txt").write_text("{name*} -> {name*}")
+    words = [str(tmp_path / word) if word == "own.txt" else word for word in options.split()]
+    refused(tmp_path / "q", message, *words, capsys=capsys)
 
 
 @pytest.mark.parametrize("settings", [{"quant_method": "hqq"}, {"quant_method": "torchao"}, {"version": 3}])

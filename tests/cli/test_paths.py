@@ -42,7 +42,12 @@ def test_every_path_of_a_plan_is_expanded(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("SCRATCH", "/scratch/me")
     tables = (ModelPlan, SourcePlan, DataPlan, PipelinePlan)
-    assert [path_keys(table) for table in tables] == [{"path"}, {"path"}, {"tokenizer", "cache"}, {"table"}]
+    assert [path_keys(table) for table in tables] == [
+        {"path", "code", "rules"},
+        {"path"},
+        {"tokenizer", "cache"},
+        {"table"},
+    ]
     plan = small_plan(tmp_path)
     data = plan.data.model_copy(
         update={

@@ -56,7 +56,7 @@ def test_the_tables_say_why(capsys: pytest.CaptureFixture[str]) -> None:
     for title in (
         "llama-3-8b on h100-8x8, predicted",
         "Why the first: its step",
-        "Its memory, of 80 GB; 90 % like it need ",
+        "Its memory, of 80 GB; 90 % interval ",
         "What the others lose",
         "If it were otherwise",
     ):
@@ -231,7 +231,7 @@ def test_a_strategy_that_cannot_run_is_told_every_reason(capsys: pytest.CaptureF
     ("arguments", "said"),
     [
         (("--explain", "pp=4 dp=2 tp=6"), 'the mesh "pp=4 dp=2 tp=6" has 48 ranks, and there are 64 devices'),
-        (("--explain", "pp=4 ep=16"), "has the axis ep: axes are named pp, dp, cp, heads, tp"),
+        (("--explain", "pp=4 zp=16"), "has the axis zp: axes are named pp, dp, cp, heads, tp, ep, etp"),
         (("--explain", "pp=4 dp"), '"pp=4 dp" is no mesh'),
         (("--explain", "dp=64", "--recompute", "some"), 'nothing is known of "some": what is recomputed is one of'),
         (("--explain", "dp=64", "--experts", "many"), '"many" are no EP ranks: write 8 x 1'),
@@ -297,10 +297,10 @@ def test_what_binds_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     binds = found["binds"]
     first = found["choices"][0]
     assert sum(binds["step"].values()) == pytest.approx(first["step"])
-    assert max(binds["step"], key=binds["step"].get) == "computing"
+    assert max(binds["step"], key=binds["step"].get) == "computation"
     assert binds["memory_left"] == pytest.approx(safe(found["memory_limit"]) - first["memory"])
     assert main(["plan", *SMALL, "--top", "1"]) == 0
-    assert "What binds" in capsys.readouterr().out
+    assert "Bottlenecks" in capsys.readouterr().out
 
 
 def test_nothing_fits_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

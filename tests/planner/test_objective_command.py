@@ -113,7 +113,7 @@ def test_power_is_a_part_of_the_price(capsys: pytest.CaptureFixture[str]) -> Non
         (("--objective", "cost", "--price", "0"), "the objective cost needs a --price above 0"),
         (("--objective", "cheap"), 'there is no objective "cheap": give one of time, per-device, cost, devices'),
         (("--objective", "devices", "--hours", "3"), "the objective devices needs --train-tokens"),
-        (("--objective", "per-device", "--explain", "dp=16"), "--objective is of"),
+        (("--objective", "per-device", "--explain", "dp=16"), "--objective ranks strategies, and explain looks at"),
         (("--price", "-1"), "--price one from 0"),
         (("--kwh", "0.2"), "--kwh is a price from 0 of what --watts take: give both"),
         (("--watts", "nan", "--kwh", "0.2"), "is a number above 0"),

@@ -119,7 +119,7 @@ def same(window: Browser, one: Picture) -> None:
 def test_a_browser_without_a_network_draws_it_all(kind: str, tmp_path: Path, window: Browser) -> None:
     one = shown(kind)
     text = opened(window, tmp_path / "plan.html", as_html(one))
-    assert "What binds" in text
+    assert "Bottlenecks" in text
     assert all(kind in text for kind in KINDS_OF_PARTS)
     assert one.chosen.mesh in text
     assert f"{one.chosen.memory / 1e9:.1f} GB" in text
@@ -184,7 +184,7 @@ def test_the_timeline_alone(tmp_path: Path, window: Browser) -> None:
 
 # -------------------------------------------------------------------------------------------------------- what is drawn
 def test_every_part_has_its_colour() -> None:
-    css = resources.files("tangram.planner").joinpath("report.css").read_text(encoding="utf-8")
+    css = resources.files("tangram.planner.report").joinpath("report.css").read_text(encoding="utf-8")
     parts = [f"--part-{one.name}: var(--" for one in fields(Seconds)]
     assert not [one for one in [*parts, *(f"--held-{name}: var(--" for name in HELD)] if one not in css]
 

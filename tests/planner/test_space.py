@@ -132,11 +132,11 @@ REFUSED = {
     ),
     "heads": (
         {"tensor": 3},
-        "the 16 attention heads (num_attention_heads) do not divide by 3 TP ranks: the nearest sizes are 4 tensor "
-        "ranks, or 18 in their place",
+        "the 16 attention heads (num_attention_heads) do not divide by 3 TP ranks: the nearest sizes are 4 "
+        "TP ranks, or 18 in their place",
     ),
     "stages": ({"pipeline": 8, "virtual": 2, "batch": 16}, "8 stages of 2 virtual stages are more than the 12 layers"),
-    "chunks": (
+    "virtual stages": (
         {"pipeline": 4, "virtual": 2, "batch": 6},
         "interleaved virtual stages need micro-batches that 4 stages divide",
     ),

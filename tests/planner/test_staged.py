@@ -260,7 +260,7 @@ def test_a_table_that_splits_backwards_is_refused_with_recomputing(four: tuple[R
 
 @pytest.mark.parametrize(
     ("run", "said"),
-    [({"compile": True}, "those of compiled layers are not"), ({"recompute": ["*"]}, "for each of its weights")],
+    [({"compile": True}, "those of compiled blocks are not"), ({"recompute": ["*"]}, "for each of its weights")],
 )
 def test_what_cannot_be_split(four: tuple[Ranked, ...], run: dict[str, Any], said: str) -> None:
     plan = taken(four)

@@ -141,7 +141,7 @@ def test_what_was_measured_before_is_not_measured_again(four: Ranking) -> None:
 def test_the_table_says_what_was_measured_and_how_sure_the_rest_is(four: Ranking) -> None:
     found = tried(four, 1, machine(four, {}), remember, HERE, History()).ranking
     title, headers, rows = found.tables()[0]
-    assert "90 %" in headers
+    assert "90 % interval" in headers
     assert sum("measured" in row[5] for row in rows) == 1
     assert all(" to " in row[6] for row in rows)
     assert "corrected by 1 measured here: tangram plan history" in found.notes

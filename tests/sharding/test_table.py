@@ -79,7 +79,7 @@ def test_conditions_choose_between_rules() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("mm : m k, k n > m n", r"mine, line 1: '>' is not understood here"),
+        ("mm : m k, k n > m n", r"mine, line 1, column 15: '>' is not understood here"),
         ("mm : m/x k -> m", r"a rule has no cuts"),
         ("mm : m k sum:k -> m", r"only outputs have a pending reduction"),
     ],

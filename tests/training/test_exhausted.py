@@ -20,7 +20,7 @@ def test_the_phase_and_the_part_are_named_on_every_rank(policies: list[Mapping[s
         for phase in ("forward", "backward"):
             said = rank["no memory"][phase]
             assert said.startswith(f"out of memory in the {phase}: what flows (activations 3.0 MB, logits 1.0 MB, gath")
-            assert "where 4.5 MB were predicted: lower data.micro_batch or data.sequence, or compute blocks" in said
+            assert "where 4.5 MB were predicted: lower data.micro_batch or data.sequence, or recompute blocks" in said
             assert "you tried to allocate 4611686018427387904 bytes" in said
             assert "\n" not in said
 

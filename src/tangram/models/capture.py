@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -211,6 +212,8 @@ class _Recorder(Opening):
     def ran_below(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Write down an operator."""
         given = kwargs
+        if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]  a tangent is no operator's result
+            raise RuntimeError("a derivative in forward mode")
         if func in ASKING and (answer := self._answer(func, args)) is not None:
             return answer
         found = grouped(func, args, given) if func is GROUPED else func(*args, **given)

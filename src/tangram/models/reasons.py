@@ -37,7 +37,7 @@ REASONS: tuple[tuple[str, str], ...] = (
         "{operator} calls functions where a capture does not see them: write it as a loop of Python, or torch.where",
     ),
     (
-        r"devices, cpu and meta",
+        r"devices, cpu and meta|a derivative in forward mode",
         "a derivative by torch.func in forward mode (jvp, jacfwd, hessian) makes tensors that a capture cannot follow: "
         "take it in reverse mode, by torch.func.jacrev or torch.autograd.grad",
     ),

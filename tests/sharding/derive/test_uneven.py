@@ -170,7 +170,7 @@ def stepped(parts: Sequence[Tensor], axis: str, source: State, target: State) ->
             x = uneven.joined(own, source.dim, uneven.indices(source.outer, n, k, source.parts))
         if target.kind == "cut":
             at = uneven.indices(target.outer, x.shape[target.dim], k, target.parts)[me]
-            x = x.index_select(target.dim, at)
+            x = x.index_select(target.dim, torch.tensor(at.tolist(), dtype=torch.int64))
         found.append(x)
     return found
 

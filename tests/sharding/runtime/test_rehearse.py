@@ -166,7 +166,7 @@ def test_what_it_sees_whole_over_one_axis_may_be_cut_over_another() -> None:
         (_more_on_a_part, "tanh is called on a part only"),
         (_less_on_a_part, "tanh is not called on a part"),
         (_fails_on_a_part, "The expanded size of the tensor"),
-        (_refuses_a_part, "16 are needed"),
+        (_refuses_a_part, "ValueError: 16 are needed"),
     ],
 )
 def test_where_a_mark_cuts_what_it_sees_it_is_refused(code: Callable[[Tensor], Tensor], why: str) -> None:

@@ -41,6 +41,8 @@ def with_command(words: Sequence[str]) -> list[str]:
     if not words or words[0] in COMMANDS or (words[0] in HELP and len(words) == 1):
         return list(words)
     names = {word.partition("=")[0] for word in words}
+    if "--cluster" in names and (other := [name for name in ("--show", "--history") if name in names]):
+        raise UserError(f"{other[0]} is of a job on this machine: leave it or --cluster out")
     if "--history" in names:
         return ["history", *_without(words, "--history", 0)[0]]
     if "--show" in names:
@@ -57,6 +59,10 @@ def with_command(words: Sequence[str]) -> list[str]:
 
 
 def _refuse_others(names: Collection[str]) -> None:
+    if "--objective" in names and "--explain" in names:
+        raise UserError("--objective ranks strategies, and explain looks at one: give one of the two")
+    if "--between" in names and (other := [name for name in ("--explain", "--to", "--job-file") if name in names]):
+        raise UserError(f"{other[0]} is of a cluster of one part: leave it out, or name one cluster")
     if "--cluster" in names:
         if other := [name for name in HERE if name in names]:
             raise UserError(f"{other[0]} is of a job on this machine: leave it or --cluster out")

@@ -144,7 +144,7 @@ LAID = (
         ),
     ),
     Rule(
-        "chunks",
+        "virtual stages",
         lambda f, g: (g.schedule == 0) | folded(g.schedule) | divides(g.micros, g.pipeline),
         lambda f, at: f"interleaved virtual stages need micro-batches that {at['pipeline']} stages divide",
     ),

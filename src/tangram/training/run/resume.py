@@ -57,6 +57,8 @@ ON_RESUME: Mapping[str, Rule] = MappingProxyType(
         "seed": _REFUSED,
         "model.preset": _MODEL,
         "model.path": _MODEL,
+        "model.code": _REFUSED,
+        "model.rules": _REPORTED,
         "model.change": _MODEL,
         "model.freeze": _REFUSED,
         "data.sources.path": _TEXT,
