@@ -236,7 +236,7 @@ def test_other_mistakes(source: Path, tmp_path: Path) -> None:
 MEASURE = """
 import resource, sys, torch
 from pathlib import Path
-from tangram.checkpoint import convert
+from tangram.checkpoint.formats import hf_export as convert
 source, target = map(Path, sys.argv[1:])
 convert.to_hugging_face(source / "small", target / "small", memory=convert.LEAST)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

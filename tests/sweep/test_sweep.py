@@ -40,8 +40,9 @@ def test_a_model_that_comes_out_otherwise_is_seen() -> None:
     assert [one for one, _ in _unlike([equal, refused, *others])] == others
 
 
-@pytest.mark.slow
-@pytest.mark.heavy
+# In no rotation yet: the table has sentences of before captures named a model's own line, and not all types. Its maker
+# (`python -m tests.sweep.table`) has to run over all of them first; then this is a slow, heavy test like others.
+@pytest.mark.matrix
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{group[0]} to {group[-1]}")
 def test_two_ranks_are_as_one_process_or_refuse(group: list[str]) -> None:
     assert _unlike(table.run(group)) == []
