@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -11,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, ViTConfig, ViTForImageClassification
 
+from tangram.errors import UserError
 from tangram.models.capture import CaptureError, capture
 from tangram.models.costs import block_names
 from tangram.models.fold import folded, pairs
 from tangram.models.replay import replay
+from tangram.models.twin import without_memory
 
 TINY = {
     "hidden_size": 32,
@@ -235,3 +238,15 @@ def test_runs_say_what_modules_take_and_give() -> None:
     assert graph.runs[first.parent or 0].module == "model.layers.0"
     assert first.gives[0] == graph.results["model.layers.0.self_attn"]
     assert graph.results["model.layers.0.input_layernorm"] in first.takes
+
+
+def test_a_forward_that_would_run_the_model_instead_of_its_copy_is_refused() -> None:
+    """As a wrapper put on a module: what ran was the model itself, with its hooks, on tensors without values."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    forward = model[0].forward
+    model[0].forward = lambda x: forward(x) * 2  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"0\.forward was replaced by a function that calls this very module"):
+        without_memory(model)
+    model[0].forward = types.MethodType(lambda self, x: nn.Linear.forward(self, x) * 2, model[0])  # type: ignore[method-assign]
+    twin = without_memory(model)
+    assert twin(torch.empty(3, 2, device="meta")).is_meta

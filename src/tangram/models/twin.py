@@ -48,12 +48,27 @@ def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for x in vars(module).values():
             if isinstance(x, Tensor) and not x.is_leaf:
                 memo.setdefault(id(x), x.detach())
+    _refuse_shared_forward(model)
     try:
         return copy.deepcopy(model, {**memo})
     except Exception as error:
         raise UserError(
             f"{type(model).__name__} cannot be copied, and what is captured is a copy: {_why(model, memo)}{error}"
         ) from error
+
+
+def _refuse_shared_forward(model: nn.Module) -> None:
+    """Raise UserError for a function that stands for a forward and calls this model: so would that of its copy."""
+    own = {id(module) for module in cast("Iterable[nn.Module]", model.modules())}
+    for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        cells: Sequence[Any] = getattr(vars(module).get("forward"), "__closure__", None) or ()
+        for cell in cells:
+            keeps = cell.cell_contents
+            if id(keeps) in own or id(getattr(keeps, "__self__", None)) in own:
+                raise UserError(
+                    f"{path or type(model).__name__}.forward was replaced by a function that calls this very module, "
+                    "and what is captured is a copy: make it a method of a class, or types.MethodType(function, module)"
+                )
 
 
 def _why(model: nn.Module, memo: Mapping[int, Any]) -> str:

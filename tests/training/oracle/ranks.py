@@ -156,8 +156,8 @@ def run_leg(rank: Rank, leg: Leg, folder: Path, setting: Setting | None = None) 
     case = leg.case
     setting = setting or Setting(case.plan, world_of(case.plan, rank))
     keeper = Keeper()
-    checkpointer = Checkpointer(folder, setting.plan, setting.world)
-    start = leg.start
+    start, saves = leg.start, leg.save_at < leg.until or leg.start is not None
+    checkpointer = Checkpointer(folder, setting.plan if saves else _without_writer(setting.plan), setting.world)
     for until in dict.fromkeys((leg.save_at, leg.until)):
         state = built(case, setting, case.plan.seed + (start is not None))  # loading has to replace every value
         keeper.watch(state.model)
@@ -167,12 +167,17 @@ def run_leg(rank: Rank, leg: Leg, folder: Path, setting: Setting | None = None) 
             for tell in setting.resumed:
                 tell(state)
         train(case, state, setting, keeper, checkpointer, until, rank)
-        if leg.save_at < leg.until or leg.start is not None:
+        if saves:
             checkpointer.save(state, wait=True)
             start = folder / f"step-{until:08}"
     failed = [event for event in checkpointer.close() if isinstance(event, SaveFailed)]
     assert not failed, failed
     return keeper.trace()
+
+
+def _without_writer(plan: Plan) -> Plan:
+    """Of a run that saves nothing: its writers' imports took most of the time of all cases."""
+    return plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"asynchronous": False})})
 
 
 def built(case: Case, setting: Setting, seed: int) -> JobState:

@@ -71,7 +71,7 @@ class Drawer:
         self._template: nn.Module | None = None
         try:
             self._template = without_memory(part)
-        except (RuntimeError, TypeError, ValueError, AttributeError):  # a model that cannot be copied
+        except UserError:  # a model that cannot be copied
             self.draws = None
         self._modules: list[nn.Module] = [*part.modules()]
         self._dropping: list[Any] = [module for module in self._modules if hasattr(module, "p")]

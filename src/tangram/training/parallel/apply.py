@@ -55,11 +55,11 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
         for part in parts:
             install(part, plan, cuts, world)
         cuts = cuts_of(model, plan)  # the parameters that stand in the model now; as DTensors they have whole shapes
+    for part in parts:  # before a function of ours stands for a forward: a copy of the part would run this part
+        watch(part, compiled=plan.run.compile)
     for number, part in zip(numbers, parts, strict=True):
         if number < len(plan.rank_of_stage) - 1:  # of the last the loss is made at once
             own_results(part)
-    for part in parts:
-        watch(part, compiled=plan.run.compile)
     blocks = {part: [block for block in blocks_of(part) if not isinstance(block, Through)] for part in parts}
     if plan.run.compile:
         for block in itertools.chain(*blocks.values()):
