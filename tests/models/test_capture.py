@@ -243,7 +243,7 @@ def test_runs_say_what_modules_take_and_give() -> None:
 def test_a_forward_that_would_run_the_model_instead_of_its_copy_is_refused() -> None:
     """As a wrapper put on a module: what ran was the model itself, with its hooks, on tensors without values."""
     model = nn.Sequential(nn.Linear(2, 2))
-    forward = model[0].forward
+    forward: Any = model[0].forward
     model[0].forward = lambda x: forward(x) * 2  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"0\.forward was replaced by a function that calls this very module"):
         without_memory(model)
