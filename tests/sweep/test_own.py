@@ -46,6 +46,18 @@ class Nested(nn.Module):
         return {"logits": self.down(inner), "tower": {"hidden": inner.tanh()}, "hidden_states": (x, inner)}
 
 
+class Begun(nn.Module):
+    """Code that makes a module, whose weights begin by functions that write without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(nn.Linear(8, 8)(self.embed(ids)))
+
+
 def _ids(_: nn.Module) -> Mapping[str, Any]:
     return {"ids": torch.arange(16).view(4, 4)}
 
@@ -73,7 +85,7 @@ def _masks_left_out(held: DerivedModel) -> None:
 CUT = ("embed.weight: v/tp h", "more.0: h/tp o")
 GATHERED = ("embed.weight: v/tp h -> v h", "more.0: h/tp o -> h o")
 LEFT_OUT = "was called when the model was captured, and is not now"
-EQUAL = ("read elsewhere", "gathered elsewhere", "nested", "phi3", "llava", "Fold")
+EQUAL = ("read elsewhere", "gathered elsewhere", "nested", "begun", "phi3", "llava", "Fold")
 
 
 def cases() -> list[Case]:
@@ -83,6 +95,7 @@ def cases() -> list[Case]:
         Case("read elsewhere", Elsewhere, _ids, partial(_marks, CUT)),
         Case("gathered elsewhere", Elsewhere, _ids, partial(_marks, GATHERED)),
         Case("nested", Nested, _ids, partial(_marks, ("up.weight: o/tp i", "up.bias: o/tp", "down.weight: o i/tp"))),
+        Case("begun", Begun, _ids, partial(_marks, ("embed.weight: v/tp h",))),
         Case("unsummed", fold.model, fold.inputs, fold.marks, _unsummed),
         Case("masks left out", phi3.model, phi3.inputs, phi3.marks, _masks_left_out),
         phi3,

@@ -56,6 +56,22 @@ def test_what_is_too_wide_gets_a_choice_and_what_no_choice_costs_less_than(data:
         assert least_of_all <= costs.of(found.choice) <= (found.bound * (1 + gap(costs, found))) * (1 + 1e-9)
 
 
+def test_variables_of_one_choice_need_no_dims() -> None:
+    """As of a model with a state that 67 operators share: NumPy's arrays have at most 64 dims."""
+    costs = Costs()
+    costs.variable("shared", [3.0, 1.0])
+    for i in range(70):
+        costs.variable(i, [1.0])
+        costs.pair("shared", i, np.array([[0.0], [0.5]]))
+    for a, b in itertools.pairwise(range(70)):
+        costs.pair(a, b, np.array([[1.0]]))
+    costs.pair(0, "free", np.array([[0.0, 2.0]]))
+    costs.variable("free", [5.0, 1.0])
+    found = eliminated(costs, 1 << 10, exact=True)
+    assert found.choice == {"shared": 0, "free": 1} | dict.fromkeys(range(70), 0)
+    assert found.bound == costs.of(found.choice) == 3 + 70 + 69 + 3
+
+
 def test_a_wide_graph_is_chosen_better_than_by_parts_alone() -> None:
     """A ring of pairs in which the parts see no reason to differ: another look at the shared ones finds it."""
     generator = np.random.default_rng(3)

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
@@ -82,6 +83,13 @@ class Operators:
         if step.call.name == "view":  # what is brought here may have other strides than what a model's own code has
             local = [None if t is None else t.contiguous() for t in local]
         written = written_by(node)
+        if torch.is_grad_enabled() and any(
+            x is not None and x.is_leaf and x.requires_grad
+            for v, x in zip(places_of(node, step), local, strict=True)
+            if v in written and v in given
+        ):
+            with torch.no_grad():  # as the function does itself, which torch.nn.init has
+                return self._run(node, step, local, given)
         call, there = called(self._found, step), any(v in given for v in written)
         if makes_random(call):  # whole on every rank
             with Drawing(numbers=self._numbers):

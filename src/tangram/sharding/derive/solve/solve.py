@@ -190,7 +190,8 @@ def _parts(name: Name, own: Sequence[Table], sizes: Mapping[Name, int], limit: i
 def _together(
     part: Sequence[Table], name: Name, order: Mapping[Name, int], sizes: Mapping[Name, int]
 ) -> tuple[tuple[Name, ...], NDArray[np.float64]]:
-    others = sorted({o for names, _ in part for o in names if o != name}, key=order.__getitem__)
+    # a variable of one choice needs no dim of a table, of which NumPy knows 64
+    others = sorted({o for names, _ in part for o in names if o != name and sizes[o] > 1}, key=order.__getitem__)
     names = (name, *others)
     return names, _sum(part, names, sizes)
 
@@ -200,13 +201,14 @@ def _room(name: Name, near: Mapping[Name, set[Name]], sizes: Mapping[Name, int])
 
 
 def _sum(tables: Sequence[Table], names: tuple[Name, ...], sizes: Mapping[Name, int]) -> NDArray[np.float64]:
-    """Tables over some of the names as one over all."""
+    """Tables over some of the names, or over others of one choice, as one over all."""
     total = np.zeros([sizes[n] for n in names])
     place = {name: i for i, name in enumerate(names)}
     for own, table in tables:
-        order = sorted(range(len(own)), key=lambda i: place[own[i]])
+        order = sorted(range(len(own)), key=lambda i: place.get(own[i], -1))
         shape = [1] * len(names)
         for i, name in enumerate(own):
-            shape[place[name]] = table.shape[i]
+            if name in place:
+                shape[place[name]] = table.shape[i]
         total += table.transpose(order).reshape(shape)
     return total
