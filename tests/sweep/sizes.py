@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ LARGEST = 8_000_000
 
 _RULES: Sequence[tuple[str, int]] = (
     (r"num_feat_extract_layers|num_conv.*layers|num_groups|groups", 0),
-    (r"num_channels|in_channels|in_chans|num_labels|n_group|topk_group|n_groups|mamba_n_groups|ngroups", 0),
-    (r"(text_|src_|tgt_|decoder_|generator_)?vocab_size|vocab_size_per_layer_input", VOCABULARY),
+    (r"num_channels|in_channels|in_chans|num_labels|n_groups|mamba_n_groups|ngroups", 0),
+    (r"n_group|num_expert_group", 2),
+    (r"topk_group", 1),
+    (r"(?!type_).*vocab_size(_per_layer_input)?|encoder_hash_byte_group_vocab", VOCABULARY),
     (r"type_vocab_size|.*conv_kernel.*|.*stride.*|.*_bits|.*dilation.*|num_codebooks|num_quantizers", 0),
     (r".*(first_k_dense_replace|num_dense_layers|n_shared_experts|num_shared_experts|num_kv_shared_layers)", 1),
     (r".*(num_experts_per_tok|num_experts_per_token|moe_topk|top_k_experts|moe_k|top_k|topk)", 2),
@@ -41,6 +44,7 @@ _RULES: Sequence[tuple[str, int]] = (
     (r".*(max_target_positions|seq_length|n_ctx|max_window_layers)", 128),
     (r"(.*_)?(num_hidden_layers|num_layers|n_layers?|.*_layers|num_.*_blocks|num_blocks|depth|n_blocks|layers)", 2),
     (r"patch_size|vision_patch_size", 8),
+    (r"encoder_hidden_dim|attention_dim|dim_bbox_projection", 32),
     (r".*(intermediate_size|ffn_dim|inner_dim|d_ff|d_inner|n_inner|mlp_dim|hidden_dim|feedforward.*|ffn_.*)", 64),
     (r".*(hidden_size|d_model|n_embd|embed_dim|embedding_size|embedding_dim|projection_dim|width|lru_width)", 32),
     (r".*(out_hidden_size|projector_hidden_size|hidden_sizes|embed_dims|model_dim|dim|channels|hidden)", 32),
@@ -124,26 +128,36 @@ def _table(head: str) -> Mapping[str, Any]:
     return getattr(modeling_auto, f"MODEL_{head}_MAPPING_NAMES".replace("__", "_"))
 
 
-def build(kind: str, seed: int = 0) -> PreTrainedModel:
+@dataclass(frozen=True)
+class Way:
+    """A class of a type, and fields of its configuration."""
+
+    kind: str
+    made: type[PreTrainedModel]
+    fields: Mapping[str, Any]
+
+
+def ways(kind: str) -> Iterator[Way]:
+    """Classes and sizes to try, the best first."""
+    config_class: Any = CONFIG_MAPPING[kind]
+    before: list[Mapping[str, Any]] = []
+    for left in _LEFT:
+        whole = config_class(**_START.get(kind, {})).to_dict() | {"model_type": kind}
+        fields = _shrunk(whole, left, top=True)
+        if fields not in before:
+            before.append(fields)
+    for made in classes_of(kind):
+        yield from (Way(kind, made, fields) for fields in before)
+
+
+def build(way: Way, seed: int = 0) -> PreTrainedModel:
     """The model on the CPU, its weights as its class begins them, and a little beside: zeros hide things.
 
-    Raises ValueError where no class makes one of the sizes that were tried.
+    Raises ValueError where it is large, and whatever its class raises where sizes do not go together.
     """
-    config_class: Any = CONFIG_MAPPING[kind]
-    refusals: list[str] = []
-    for made in classes_of(kind):
-        for left in _LEFT:
-            try:
-                config = config_class(**_shrunk(config_class().to_dict() | {"model_type": kind}, left, top=True))
-                return _made(made, config, seed)
-            except Exception as error:  # noqa: BLE001  whatever a model's class raises
-                refusals.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
-                if isinstance(error, ImportError):
-                    break
-    raise ValueError(refusals[0] if refusals else "no class")
-
-
-def _made(made: Any, config: Any, seed: int) -> PreTrainedModel:
+    config_class: Any = CONFIG_MAPPING[way.kind]
+    made: Any = way.made
+    config = config_class(**copy.deepcopy({**way.fields}))
     with torch.device("meta"):
         size = sum(p.numel() for p in made._from_config(copy.deepcopy(config)).parameters())
     if size > LARGEST:
@@ -152,15 +166,23 @@ def _made(made: Any, config: Any, seed: int) -> PreTrainedModel:
     return _stirred(made._from_config(config), seed)
 
 
+DERIVED = "what is derived"
 _LEFT = (
     (),
+    (DERIVED,),
     ("head_dim",),
     ("layer_types",),
     ("head_dim", "layer_types"),
     ("num_key_value_heads",),
     ("num_attention_heads",),
+    (DERIVED, "head_dim"),
+    (DERIVED, "layer_types"),
+    (DERIVED, "num_key_value_heads"),
 )
-"""Fields that are left as the class has them, as more and more does not go together."""
+"""Fields that are left as the class has them, as more and more does not go together; `DERIVED`: all that no rule
+changes, which a class may make of the others."""
+_START: Mapping[str, Mapping[str, Any]] = {"autoformer": {"prediction_length": 4}}
+"""What a configuration cannot be made without."""
 
 
 def _stirred(model: PreTrainedModel, seed: int) -> PreTrainedModel:
@@ -176,15 +198,29 @@ def _shrunk(fields: Mapping[str, Any], left: Sequence[str], *, top: bool = False
     drop = {"transformers_version", "architectures", "per_layer_config", *_STAGES, *left}
     drop |= {"model_type"} if top else set()
     found = {name: _one(name, value, fields, left) for name, value in fields.items() if name not in drop}
+    found |= _stages(fields, found)
     for name, rule in _PER_LAYER.items():
         if isinstance(fields.get(name), list) and fields[name] and name in found:
             found[name] = rule(fields[name])
-    if found.get("kv_lora_rank"):  # latent attention has keys and values for each head
+    if found.get("kv_lora_rank") and "num_attention_heads" in found:  # latent attention: keys and values for each head
         found["num_key_value_heads"] = found["num_attention_heads"]
+    if DERIVED in left:
+        found = {n: x for n, x in found.items() if n == "model_type" or x != fields.get(n)}
     return found | dict(OWN.get(fields.get("model_type", ""), {}))
 
 
 _STAGES = ("out_features", "out_indices", "stage_names", "_out_features", "_out_indices")
+
+
+def _stages(fields: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Which stages of a backbone give something: as many as before, of as many layers as that takes."""
+    given, names = fields.get("out_indices"), fields.get("stage_names")
+    if not given or not names:
+        return {}
+    if "num_hidden_layers" not in fields or "depths" in fields or len(names) != fields["num_hidden_layers"] + 1:
+        return {"out_indices": given}
+    count = max(len(given), found["num_hidden_layers"])
+    return {"num_hidden_layers": count, "out_indices": [*range(count - len(given) + 1, count + 1)]}
 
 
 def _first_two(kinds: list[Any]) -> list[Any]:
