@@ -20,14 +20,18 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 VOCABULARY = 96
-LARGEST = 8_000_000
+LARGEST = 16_000_000
 """Parameters: what is larger was not shrunk."""
 
 _RULES: Sequence[tuple[str, int]] = (
     (r"num_feat_extract_layers|num_conv.*layers|num_groups|groups", 0),
-    (r"num_channels|in_channels|in_chans|num_labels|n_groups|mamba_n_groups|ngroups", 0),
+    (r"num_channels|in_channels|in_chans|num_encoder_blocks|num_labels|n_groups|mamba_n_groups|ngroups", 0),
     (r"n_group|num_expert_group", 2),
     (r"topk_group", 1),
+    (r"index_topk|qk_head_dim", 16),
+    (r"(num|n)_filters|image_embedding_size|num_self_attends_per_block|visual_prompt_size", 4),
+    (r"upsample_groups|d_latents|fpn_feature_size|mask_feature_size|hidden_size_global", 32),
+    (r"block_size", 128),
     (r"(?!type_).*vocab_size(_per_layer_input)?|encoder_hash_byte_group_vocab", VOCABULARY),
     (r"type_vocab_size|.*conv_kernel.*|.*stride.*|.*_bits|.*dilation.*|num_codebooks|num_quantizers", 0),
     (r".*(first_k_dense_replace|num_dense_layers|n_shared_experts|num_shared_experts|num_kv_shared_layers)", 1),
@@ -51,6 +55,7 @@ _RULES: Sequence[tuple[str, int]] = (
     (r".*(out_channels|proj_size|_dim|d_embed|code_size|latent_size|embd|codebook_size)", 32),
     (r"mm_tokens_per_image|image_seq_length|image_seq_len", 4),
     (r".*(num_queries|num_query_tokens|num_latents)", 8),
+    (r"input_feat_per_channel", 16),
     (r".*(num_mel_bins|num_features|feature_size|n_mels)", 16),
 )
 """By name, the first that fits; 0: as it is. Numbers that are smaller already stay."""
@@ -58,6 +63,13 @@ _RULES: Sequence[tuple[str, int]] = (
 _TURNED = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 
 OWN: Mapping[str, Mapping[str, Any]] = {
+    "bit": {"num_groups": 8},
+    "blip-2": {"image_token_index": 90},
+    **dict.fromkeys(("bridgetower", "bridgetower_text_model", "bridgetower_vision_model"), {"hidden_size": 64}),
+    **dict.fromkeys(("chameleon", "emu3"), {"vocabulary_map": {"<image>": 95}}),
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "lilt": {"hidden_size": 48},
+    "lw_detr_vit": {"image_size": 64},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
     "gemma3n_text": {"intermediate_size": 64, "num_kv_shared_layers": 0},
@@ -93,12 +105,12 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         ("ministral", "hunyuan_v1_moe", "hunyuan_v1_dense", "hunyuan_vl_text", "nemotron"),
         {"head_dim": 8, "num_key_value_heads": 2},
     ),
-    "dots1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
     "esm": {"vocab_size": 96, "pad_token_id": 1, "mask_token_id": 32},
     "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"]},
     **dict.fromkeys(("wav2vec2-bert", "wav2vec2-conformer"), {"vocab_size": 96}),
-    "moonshine_streaming": {},
+    "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
 }
 """What a type needs beside."""
 
@@ -139,15 +151,19 @@ class Way:
 
 def ways(kind: str) -> Iterator[Way]:
     """Classes and sizes to try, the best first."""
-    config_class: Any = CONFIG_MAPPING[kind]
-    before: list[Mapping[str, Any]] = []
-    for left in _LEFT:
-        whole = config_class(**_START.get(kind, {})).to_dict() | {"model_type": kind}
-        fields = _shrunk(whole, left, top=True)
-        if fields not in before:
-            before.append(fields)
     for made in classes_of(kind):
-        yield from (Way(kind, made, fields) for fields in before)
+        before: list[Mapping[str, Any]] = []
+        for left in _LEFT:
+            whole = _config_class(kind, made)(**_START.get(kind, {})).to_dict() | {"model_type": kind}
+            fields = _shrunk(whole, left, top=True)
+            if fields not in before:
+                before.append(fields)
+                yield Way(kind, made, fields)
+
+
+def _config_class(kind: str, made: type[PreTrainedModel]) -> Any:
+    """A type's, or the one of a part that a class is."""
+    return made.config_class or CONFIG_MAPPING[kind]
 
 
 def build(way: Way, seed: int = 0) -> PreTrainedModel:
@@ -155,9 +171,8 @@ def build(way: Way, seed: int = 0) -> PreTrainedModel:
 
     Raises ValueError where it is large, and whatever its class raises where sizes do not go together.
     """
-    config_class: Any = CONFIG_MAPPING[way.kind]
     made: Any = way.made
-    config = config_class(**copy.deepcopy({**way.fields}))
+    config = _config_class(way.kind, way.made)(**copy.deepcopy({**way.fields}))
     with torch.device("meta"):
         size = sum(p.numel() for p in made._from_config(copy.deepcopy(config)).parameters())
     if size > LARGEST:
@@ -166,7 +181,7 @@ def build(way: Way, seed: int = 0) -> PreTrainedModel:
     return _stirred(made._from_config(config), seed)
 
 
-DERIVED = "what is derived"
+DERIVED, LISTS = "what is derived", "lists"
 _LEFT = (
     (),
     (DERIVED,),
@@ -178,10 +193,14 @@ _LEFT = (
     (DERIVED, "head_dim"),
     (DERIVED, "layer_types"),
     (DERIVED, "num_key_value_heads"),
+    (LISTS,),
+    (LISTS, DERIVED),
 )
 """Fields that are left as the class has them, as more and more does not go together; `DERIVED`: all that no rule
-changes, which a class may make of the others."""
-_START: Mapping[str, Mapping[str, Any]] = {"autoformer": {"prediction_length": 4}}
+changes, which a class may make of the others; `LISTS`: those of several sizes, as convolutions have."""
+_START: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), {"prediction_length": 4}),
+}
 """What a configuration cannot be made without."""
 
 
@@ -225,7 +244,7 @@ def _stages(fields: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, An
 
 def _first_two(kinds: list[Any]) -> list[Any]:
     """Two that differ, where there are."""
-    return kinds[:2] if len({str(k) for k in kinds[:2]}) == 2 else [kinds[0], kinds[-1]]
+    return [kinds[0], next((kind for kind in kinds if kind != kinds[0]), kinds[-1])]
 
 
 _PER_LAYER = dict.fromkeys(
@@ -245,7 +264,7 @@ _PER_LAYER = dict.fromkeys(
 def _one(name: str, value: Any, beside: Mapping[str, Any], left: Sequence[str]) -> Any:
     if isinstance(value, dict):
         section = {"mrope_section": [2, 1, 1]} if "mrope_section" in value else {}
-        return _shrunk(value, left) if "config" in name else value | section
+        return _shrunk(value, left) if "config" in name or value.get("model_type") else value | section
     if isinstance(value, bool) or not isinstance(value, (int, list, tuple)):
         return value
     if re.fullmatch(r".*token_(id|index)|.*token_ids?|.*_idx", name):
@@ -255,10 +274,12 @@ def _one(name: str, value: Any, beside: Mapping[str, Any], left: Sequence[str]) 
         return value
     if isinstance(value, int):
         return min(value, size) if value > 0 else value
-    if not all(isinstance(x, int) for x in value):
+    if not all(isinstance(x, int) for x in value) or LISTS in left:
         return value
     if name in ("depths", "num_layers", "layers_per_stage"):
         return [1 for _ in value]
+    if "heads" in name:  # so that they divide widths
+        return [1 << min(x, size).bit_length() - 1 for x in value]
     return [min(x, size) for x in value]
 
 
