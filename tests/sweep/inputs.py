@@ -45,7 +45,8 @@ def _tried(model: Any) -> Iterator[Given]:
         for name in MORE:
             if name in names and name not in needed:
                 yield lambda make=make, name=name: _completed(model, [*needed, name], make())
-        yield lambda make=make: _completed(model, names, make())
+        beside = [name for name in names if name not in ("attention_mask", "pixel_attention_mask")]
+        yield lambda make=make, beside=beside: _completed(model, beside, make())
 
 
 def _completed(model: Any, needed: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
@@ -64,6 +65,8 @@ def _with_pixels(model: Any, names: list[str]) -> Iterator[Given]:
         yield lambda: _patches(model, names, flat=False)
     if "spatial_shapes" in names or "pixel_position_ids" in names:
         yield lambda: _patch_rows(model, names)
+    if "target_sizes" in names:
+        yield lambda: {"pixel_values": _numbers(BATCH, 3, 8, 128), "target_sizes": torch.tensor([[4, 4]] * BATCH)}
     frames = _own(model.config, "num_frames", 8)
     if "input_ids" in names and "pixel_values" in names:
         yield lambda: _text(model, names) | _pixels(model)
@@ -88,12 +91,13 @@ def _with_sound(model: Any, names: list[str]) -> Iterator[Given]:
     texts: tuple[Given, ...] = (dict, lambda: _text(model, names)) if "input_ids" in names else (dict,)
     for text in texts:
         if "input_features" in names:
-            for bins in dict.fromkeys(_own(model.config, name, 16) for name in _BINS):
+            stacked = _own(model.config, "num_stacked_frames", 1)
+            for bins in dict.fromkeys(_own(model.config, name, 16) * stacked for name in _BINS):
                 for shape in ((bins, 64), (64, bins), (bins, 256), (1, 64, bins), (bins, 3000)):
                     yield lambda shape=shape, text=text: text() | {"input_features": _numbers(BATCH, *shape)} | more
         if "input_values" in names:
             bins = _own(model.config, "num_mel_bins", 128)
-            for shape in ((8000,), (1, 8000), (bins, bins), (32000,)):
+            for shape in ((8000,), (1, 8000), (128, bins), (32000,)):
                 yield lambda shape=shape, text=text: text() | {"input_values": _numbers(BATCH, *shape)} | more
 
 
@@ -110,6 +114,8 @@ def _with_others(model: Any, names: list[str]) -> Iterator[Given]:
     for name in ("inputs_embeds", "hidden_states"):
         if name in names:
             yield lambda name=name: {name: _numbers(BATCH, LENGTH, _own(model.config, "hidden_size", 32))}
+            yield lambda name=name: {name: _numbers(BATCH, _own(model.config, "hidden_size", 32), LENGTH)}
+            yield lambda name=name: {name: _numbers(BATCH, 1, 1600)}
     if "flattened_patches" in names:
         yield lambda: _flattened(model) | _decoder(model)
     yield dict
@@ -164,7 +170,9 @@ MORE: Mapping[str, Callable[[Any], Any]] = {
     "state": _rows_of("max_state_dim", 32),
     "action_embeds": _rows_of("hidden_size", 32, 8),
     "noise_embeds": _rows_of("hidden_size", 32, LENGTH),
-    "context_hidden_states": _rows_of("hidden_size", 32, LENGTH),
+    "context_hidden_states": lambda config: _numbers(BATCH, LENGTH, config.hidden_size * len(config.target_layer_ids)),
+    "latents": lambda _: _numbers(BATCH, 32, 32),
+    "image_attention_mask": _ones(LENGTH, 1),
     "audio_mel": _rows_of("input_feat_size", 128, 64),
     "audio_mel_mask": _ones(64, dtype=torch.bool),
     "input_features_mask": _ones(64),
@@ -187,7 +195,7 @@ def _first_places(count: int) -> Tensor:
 
 
 def _image(config: Any) -> Tensor:
-    size = _own(config, "image_size", 32)
+    size = _own(config, "image_size", _own(config, "max_img_size", 32))
     return _numbers(BATCH, _own(config, "num_channels", 3), size, size)
 
 
@@ -200,7 +208,8 @@ def _patches(model: Any, names: list[str], *, flat: bool = True) -> dict[str, An
     config = model.config
     merge = _own(config, "spatial_merge_size", 0) or _own(config, "merge_size", 2)
     patch, side = _own(config, "patch_size", 8), 2 * merge
-    frames, channels = _own(config, "temporal_patch_size", 1), _own(config, "in_channels", 0)
+    frames, channels = _own(config, "temporal_patch_size", 0), _own(config, "in_channels", 0)
+    frames = frames or _own(config, "patch_temporal", 1)
     channels = channels or _own(config, "num_channels", 3)
     rows = BATCH * side * side
     pixels = _numbers(rows, channels * frames * patch * patch) if flat else _numbers(rows, channels, patch, patch)
@@ -258,6 +267,8 @@ def _text(model: Any, names: list[str]) -> dict[str, Any]:
     given: dict[str, Any] = {"input_ids": ids}
     if "decoder_input_ids" in names:
         given["decoder_input_ids"] = ids.flip(1)
+        if hasattr(model.config, "delay_pattern"):
+            given["decoder_input_ids"] = ids.flip(1)[..., None].repeat(1, 1, len(model.config.delay_pattern))
     if "use_cache" in names:
         given["use_cache"] = False
     return given
@@ -285,7 +296,9 @@ def _with_images(model: Any, names: list[str], extra: dict[str, Any], *, several
     if several:
         pixels = {"pixel_values": pixels["pixel_values"][:, None]}
     base = model if hasattr(model, "get_image_features") else model.model
-    rows = _rows(base.get_image_features(**pixels, **extra))
+    parameters = inspect.signature(base.get_image_features).parameters
+    needed = [n for n, one in parameters.items() if one.default is one.empty]
+    rows = _rows(base.get_image_features(**_completed(model, needed, pixels | extra)))
     return given | pixels | extra | _placed(model, names, given["input_ids"], rows // BATCH)
 
 
