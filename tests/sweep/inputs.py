@@ -54,7 +54,7 @@ def _completed(model: Any, needed: Sequence[str], given: dict[str, Any]) -> dict
     return more | given
 
 
-def _with_pixels(model: Any, names: list[str]) -> Iterator[Given]:
+def _with_pixels(model: Any, names: list[str]) -> Iterator[Given]:  # noqa: C901  a row for each kind of model
     if "input_ids" in names and "pixel_values" in names and _image_token(model.config) is not None:
         for extra in ({}, {"image_sizes": torch.tensor([[32, 32]] * BATCH)}) if "image_sizes" in names else ({},):
             yield lambda extra=extra: _with_images(model, names, extra)
@@ -101,8 +101,10 @@ def _with_sound(model: Any, names: list[str]) -> Iterator[Given]:
                 yield lambda shape=shape, text=text: text() | {"input_values": _numbers(BATCH, *shape)} | more
 
 
-_BINS = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size", "input_dim", "n_mels",
-         "input_channels", "hidden_size")  # fmt: skip
+_BINS = (
+    "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size", "input_dim", "n_mels",
+    "input_channels", "hidden_size",
+)  # fmt: skip
 
 
 def _with_others(model: Any, names: list[str]) -> Iterator[Given]:

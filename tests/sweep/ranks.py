@@ -154,7 +154,7 @@ def _losses(
     found: dict[str, tuple[float, float]] = {}
     for name in ("train", "train again", "eval", "eval again"):
         torch.manual_seed(5)
-        np.random.seed(5)  # noqa: NPY002  where models draw what is masked in training
+        np.random.seed(5)  # where models draw what is masked in training
         model.train(name.startswith("train"))
         if model.training:
             model.zero_grad()

@@ -119,7 +119,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 4}),
     **dict.fromkeys(
         ("glm4v_text", "glm4v_moe_text", "glm_ocr_text", "glm_image_text"),
-        {"head_dim": 16, "rope_parameters": _TURNED | {"mrope_section": [4, 2, 2]}},
+        {"head_dim": 16, "rope_parameters": _TURNED | {"partial_rotary_factor": 0.5}},
     ),
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), {"rope_parameters": _TURNED}),
     "mobilebert": {"embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size": 32},
@@ -247,9 +247,11 @@ _LEFT = (
     (DERIVED, "layer_types"),
     (DERIVED, "num_key_value_heads"),
 )
-"""Fields that are left as the class has them, as more and more does not go together; `DERIVED`: all that no rule
-changes, which a class may make of the others; `LISTS`: those of several sizes, as convolutions have; `SECTIONS`: of rotary embeddings,
-for heads twice as wide."""
+"""Fields that are left as the class has them, as more and more does not go together.
+
+`DERIVED`: all that no rule changes, which a class may make of the others; `LISTS`: those of several sizes, as
+convolutions have; `SECTIONS`: of rotary embeddings, for heads twice as wide.
+"""
 _START: Mapping[str, Mapping[str, Any]] = {
     "gemma4_assistant": {
         "text_config": {
