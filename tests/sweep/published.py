@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from tangram.training.mesh.modes import without_cache
 from tangram.training.mesh.tensor_parallel import without_memory
 from tests.sweep.inputs import BATCH, inputs_of
 from tests.sweep.ranks import Case, Unfit
-from tests.sweep.sizes import build
+from tests.sweep.sizes import Way, build, ways
 
 
 def cases(names: Sequence[str]) -> list[Case]:
@@ -31,10 +31,26 @@ def cases(names: Sequence[str]) -> list[Case]:
 
 
 def _model(kind: str) -> nn.Module:
+    return build(_way(kind))
+
+
+@cache
+def _way(kind: str) -> Way:
+    """The first in which one process runs it."""
+    refusals: list[tuple[bool, str]] = []
+    model = None
     try:
-        return build(kind)
-    except ValueError as error:
-        raise Unfit(str(error)) from None
+        for way in ways(kind):
+            model = None
+            try:
+                model = build(way)
+                inputs_of(model)
+                return way
+            except Exception as error:  # noqa: BLE001  whatever a model's class raises
+                refusals.append((model is None, f"{type(error).__name__}: {' '.join(str(error).split())}"))
+    except Exception as error:  # noqa: BLE001  a configuration's own
+        refusals.append((True, f"{type(error).__name__}: {' '.join(str(error).split())}"))
+    raise Unfit(min(refusals, key=lambda one: one[0])[1] if refusals else "no class")
 
 
 def _inputs(model: nn.Module) -> Mapping[str, Any]:

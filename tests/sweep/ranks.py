@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -61,15 +62,20 @@ class Unfit(Exception):
 
 
 def run_all(rank: Rank, cases: Callable[[], Sequence[Case]]) -> list[Result]:
-    """The task of the ranks: each case, with a group of its own."""
+    """The task of the ranks. They share a group until a case fails: each group takes threads that stay."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found: list[Result] = []
+    group = None
     for case in cases():
-        own = result_of(case, rank.world)
+        group = group or dist.new_group([*range(rank.world)], timeout=PATIENCE)
+        assert group is not None
+        own = result_of(case, group)
         everyone: list[Any] = [None] * rank.world
         dist.all_gather_object(everyone, own)
         worst = max(everyone, key=lambda one: ORDER.index(one.what))
+        if worst.what not in ("unfit", "equal"):
+            group = None  # a rank that stopped may have left the others in a collective
         found.append(worst)
         if rank.index == 0:
             rank.emit(worst)
@@ -79,10 +85,8 @@ def run_all(rank: Rank, cases: Callable[[], Sequence[Case]]) -> list[Result]:
 ORDER = ("unfit", "equal", "refused", "wrong", "crash")
 
 
-def result_of(case: Case, world: int) -> Result:
+def result_of(case: Case, group: dist.ProcessGroup) -> Result:
     """Of one rank."""
-    group = dist.new_group([*range(world)], timeout=PATIENCE)
-    assert group is not None
     try:
         apart = _apart(case, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",)))
     except Unfit as error:
@@ -94,7 +98,7 @@ def result_of(case: Case, world: int) -> Result:
             case.name, "crash", f"{type(error).__name__}: {' '.join(str(error).split())[:300]} {_where(error)}"
         )
     worst = max(apart, key=lambda name: apart[name])
-    if apart[worst] < BOUND or (not case.double and result_of(replace(case, double=True), world).what == "equal"):
+    if apart[worst] < BOUND or (not case.double and result_of(replace(case, double=True), group).what == "equal"):
         return Result(case.name, "equal")  # the latter where single precision is too coarse for what a model does
     return Result(case.name, "wrong", f"{worst} by {apart[worst]:.2g}")
 
@@ -150,6 +154,7 @@ def _losses(
     found: dict[str, tuple[float, float]] = {}
     for name in ("train", "train again", "eval", "eval again"):
         torch.manual_seed(5)
+        np.random.seed(5)  # where models draw what is masked in training
         model.train(name.startswith("train"))
         if model.training:
             model.zero_grad()
