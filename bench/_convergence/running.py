@@ -118,7 +118,8 @@ def measured(rank: Rank, job: RankJob) -> Found:
     if rank.device.type == "cpu":
         torch.set_num_threads(1)  # two runs side by side are faster than one of two threads
     begun = begin(rank, job)
-    plan, world, corpus, model = begun.plan, begun.world, begun.corpus, begun.model
+    corpus, model = begun.corpus, begun.model
+    plan, world = model.plan, model.world
     every = max(1, plan.run.steps // LOOKS)
     largest: list[tuple[int, float]] = []
 
@@ -131,9 +132,9 @@ def measured(rank: Rank, job: RankJob) -> Found:
     checkpointer = Checkpointer(job.folder / "checkpoint", plan, world)  # the plan saves nothing
     ended, held_out, stopped = None, None, False
     try:
-        trained = loop.train_steps(begun.state, corpus, plan, world, checkpointer, hooks)
+        trained = loop.train_steps(model, begun.state, corpus, checkpointer, hooks)
         stopped = trained.stopped is not None
-        held_out = None if stopped else loop.held_out_loss(model, corpus, plan, world)
+        held_out = None if stopped else loop.held_out_loss(model, corpus)
     except FloatingPointError as error:
         ended = str(error)
     checkpointer.close()
@@ -144,12 +145,12 @@ def measured(rank: Rank, job: RankJob) -> Found:
 def largest_logit(begun: Begun) -> float:
     """Of the scores that held-out tokens give to what they see, times the scale, in float32; not casts'."""
     model = begun.model
-    batch = next(iter(held_out_batches(begun.corpus, begun.plan.data, index=0, size=1, device=begun.world.device)))
+    batch = next(iter(held_out_batches(begun.corpus, model.plan.data, index=0, size=1, device=model.world.device)))
     few = Batch(*(None if x is None else x[:SAMPLES] for x in (batch.inputs_BS, batch.labels_BS, batch.positions_BS)))  # pyright: ignore[reportArgumentType]
-    model.eval()
-    with resharded(model), watched(model) as found:
+    model.module.eval()
+    with resharded(model.module), watched(model.module) as found:
         loop.logits_of(model, few)
-    model.train()
+    model.module.train()
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 

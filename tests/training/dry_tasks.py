@@ -21,5 +21,5 @@ def count_steps(rank: Rank, plans: Mapping[str, Plan]) -> dict[str, list[Counted
     for name, plan in plans.items():
         world = make_world(plan, rank.index, torch.device("cpu"), group)
         model = build_model.build(plan, build_model.source_of(plan, BYTES), world, values=True)
-        found[name] = counted_steps(model, plan, world)
+        found[name] = counted_steps(model)
     return found

@@ -183,7 +183,8 @@ def load_cut(rank: Rank, folder: Path) -> list[Values]:
     for layout in LAYOUTS.values():
         plan = plan_of(layout)
         _, world = _place(rank, plan)
-        model = apply(net(1), plan, world)
+        model = net(1)
+        apply(model, plan, world)
         load_pretrained(folder, model, plan, world)
         found.append(values_of({**dict(model.named_parameters()), "seen": model.seen}))
     return found
@@ -197,7 +198,7 @@ def _place(rank: Rank, plan: Plan) -> tuple[Plan, Any]:
 
 def _start(rank: Rank, plan: Plan, folder: Path, seed: int = 0) -> tuple[JobState, Checkpointer]:
     _, world = _place(rank, plan)
-    model = apply(net(seed), plan, world)
+    model = apply(net(seed), plan, world).module
     return JobState(model, AdamW(trainable(model), lr=0.01)), Checkpointer(folder, plan, world)
 
 

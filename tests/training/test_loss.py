@@ -55,11 +55,12 @@ def shapes(plan: Plan, gradients: bool = True) -> tuple[list[int], list[int], di
     with _fake_ranks(plan.ranks, 0) as group:
         model = apply(build_on_meta(source_of(plan, BYTES).config), plan, make_world(plan, 0, CPU, group, Peers()))
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            give_storage(model, CPU)
+            give_storage(model.module, CPU)
+            derived = model.parts[0].derived
             with torch.set_grad_enabled(gradients):
-                with leaving(model):
+                with leaving(derived):
                     own = loop.logits_of(model, batch)
-                lies = lies_of(model)
+                lies = lies_of(derived)
                 assert lies is not None
                 states = {axis: str(state) for axis, state in lies.states.items()}
                 return [*own.shape], [*loop.logits_of(model, batch).shape], states

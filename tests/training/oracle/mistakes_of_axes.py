@@ -13,8 +13,7 @@ from tangram.kernels import attention
 from tangram.models import attention as attend
 from tangram.relayout import ring
 from tangram.training.mesh import tensor_parallel
-from tangram.training.objective import expert_capacity, router_loss
-from tangram.training.objective import model_inputs as told
+from tangram.training.objective import expert_capacity, model_inputs, router_loss
 from tangram.training.parallel import pipeline, schedule_runtime
 from tangram.training.step import loop
 from tests.training.oracle.planting import other_values
@@ -152,13 +151,13 @@ def parts_of_keys_averaged(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def labels_left_in_order(setting: Setting) -> Planted:
     """Tokens are balanced, and their labels are not."""
-    real = told.given
+    real = model_inputs.model_inputs
 
-    def given(model: Any, batch: Any) -> Any:
-        found = real(model, batch)
+    def inputs(tokens: Any, batch: Any) -> Any:
+        found = real(tokens, batch)
         return found._replace(batch=replace(found.batch, labels_BS=batch.labels_BS))
 
-    with swapped(loop, "given", given):
+    with swapped(loop, "model_inputs", inputs):
         yield
 
 
@@ -168,9 +167,9 @@ def places_left_in_order(setting: Setting) -> Planted:
 
     def numbers(positions: Tensor) -> Tensor:
         found = attend.numbers_of(positions)
-        return found[:, told.balanced(positions.shape[1], 2).argsort()]
+        return found[:, model_inputs.balanced(positions.shape[1], 2).argsort()]
 
-    with swapped(told, "numbers_of", numbers):
+    with swapped(model_inputs, "numbers_of", numbers):
         yield
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tangram.training.data import Batch
 from tangram.training.parallel import pipeline, schedule_runtime
+from tangram.training.parallel.model_part import ModelPart
 from tangram.training.step import loop
 from tests.training.oracle.ranks import Setting, swapped
 
@@ -94,7 +95,7 @@ def stages_of_a_rank_exchanged(setting: Setting) -> Planted:
     """A rank runs the blocks of its two stages in the place of each other."""
     real = pipeline.Pipeline.__init__
 
-    def exchanged(self: pipeline.Pipeline, model: nn.Module, parts: Mapping[int, nn.Module], *given: Any) -> None:
+    def exchanged(self: pipeline.Pipeline, model: nn.Module, parts: Mapping[int, ModelPart], *given: Any) -> None:
         if 0 not in parts:  # the first stage and the last do not take alike
             parts = dict(zip(parts, reversed(parts.values()), strict=True))
         real(self, model, parts, *given)

@@ -61,7 +61,6 @@ from tangram.training.mesh.layout_to_torch import Cuts
 from tangram.training.mesh.local_parts import LocalParts, as_dtensors, local, own_part
 from tangram.training.mesh.world import World, dim_of
 
-_HELD = "_tangram_derived"
 Sizes = tuple[tuple[str, Any], ...]
 """Of the inputs."""
 
@@ -71,7 +70,7 @@ def marks_of_plan(plan: Plan) -> list[Mark]:
     return [Mark.parse(f"{pattern}: {layout}") for pattern, layout in plan.layouts.marks.items()]
 
 
-def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], world: World) -> None:
+def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], world: World) -> DerivedModel:
     """Cut the parameters over the model axes as the plan's layouts say, and have the model run as its marks say."""
     axes = world.axes.model
     mesh = Mesh((tuple((axis, world.mesh.axes[axis][0]) for axis in axes),))
@@ -85,9 +84,10 @@ def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], wor
     lies = {name: {axis: state(name, axis) for axis in axes} for name in where}
     devices = Devices(world.over, {axis: world.devices.get_group(dim_of(axis)) for axis in axes})
     dtype = getattr(torch, plan.precision.compute)
-    held = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, dtype, rules_of(plan))
-    held.gradients_seen = plan.pipeline is None
-    held.rings = plan.axes.context if plan.context.keys == "ring" else ()
+    derived = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, dtype, rules_of(plan))
+    derived.gradients_seen = plan.pipeline is None
+    derived.rings = plan.axes.context if plan.context.keys == "ring" else ()
+    return derived
 
 
 def parallel(
@@ -148,11 +148,6 @@ class Lies:
         return own_part(whole, states, self.mesh, self.coords)
 
 
-def derived_of(model: nn.Module) -> DerivedModel | None:
-    """What `install` or `parallel` has put on a model; None for another one."""
-    return cast("DerivedModel | None", model.__dict__.get(_HELD))
-
-
 class DerivedModel:
     """The programs of a model, one for each size of its inputs. Wraps the model's forwards, and cuts its parameters."""
 
@@ -192,7 +187,6 @@ class DerivedModel:
         self._local = LocalParts(model, cut, self._gathered)
         self._runtime.wrap(model)
         model.forward = self._begun(model.forward)
-        model.__dict__[_HELD] = self
 
     @property
     def programs(self) -> Sequence[Program]:

@@ -17,28 +17,26 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from tangram.kernels.cross_entropy import Classes, OverParts, cross_entropy
 from tangram.relayout.collectives import largest, move, summed
 from tangram.sharding.derive.problem.states import SAME, SUM
 from tangram.training.data import IGNORE
-from tangram.training.mesh.tensor_parallel import Lies, derived_of
+from tangram.training.mesh.tensor_parallel import DerivedModel, Lies
 
 Reduce = Callable[[Tensor, dist.ProcessGroup], Tensor]
 LOGITS = "logits"
 """What a Hugging Face model calls them."""
 
 
-def leaving(model: nn.Module) -> AbstractContextManager[None]:
-    """Within, a derived model leaves its logits in parts; another one has but whole ones."""
-    derived = derived_of(model)
+def leaving(derived: DerivedModel | None) -> AbstractContextManager[None]:
+    """Within, a derived model leaves its logits in parts; another one (None) has but whole ones."""
     return nullcontext() if derived is None else derived.leaving()
 
 
-def lies_of(model: nn.Module, result: str = LOGITS) -> Lies | None:
-    """How the logits of a model's last forward lie; None: whole."""
-    derived = derived_of(model)
+def lies_of(derived: DerivedModel | None, result: str = LOGITS) -> Lies | None:
+    """How the logits of a model's last forward lie; None: whole, as of a model that is not derived."""
     return None if derived is None else derived.lies(result)
 
 

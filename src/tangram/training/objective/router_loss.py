@@ -37,10 +37,9 @@ from tangram.errors import UserError
 from tangram.relayout.collectives import summed
 from tangram.schema.job import Job
 from tangram.training.data import IGNORE
-from tangram.training.mesh.tensor_parallel import Lies, derived_of
-from tangram.training.mesh.world import World, of_stage
+from tangram.training.mesh.tensor_parallel import DerivedModel, Lies
+from tangram.training.mesh.world import World
 
-_HELD = "_tangram_routers"
 _Seen = tuple[Tensor, int]
 """What a router gave of logits, and its place among the leaves of all that the module gave."""
 _RECORDED = "router_logits"
@@ -110,25 +109,20 @@ def asked(model: nn.Module, plan: Job) -> Kind | None:
     return kind_of(model) if plan.run.router_loss else None
 
 
-def watch(parts: Iterable[nn.Module], kind: Kind | None, plan: Job, world: World) -> None:
-    """Have the routers in what a rank runs of a model watched. Collective where there are any to watch."""
-    if kind is not None:
-        group = of_stage(world)
-        for part in parts:
-            part.__dict__[_HELD] = Routers(part, kind, plan.run.router_loss, world, group)
-
-
-def routers_of(part: nn.Module) -> Routers | None:
-    """What watches the routers of a model, or of a stage of it; None where nothing does."""
-    return cast("Routers | None", part.__dict__.get(_HELD))
-
-
 class Routers:
     """Sees the logits of a model's routers while it trains, or of those of a stage, and gives a micro-batch's loss."""
 
-    def __init__(self, part: nn.Module, kind: Kind, weight: float, world: World, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        part: nn.Module,
+        derived: DerivedModel | None,
+        kind: Kind,
+        weight: float,
+        world: World,
+        group: dist.ProcessGroup,
+    ) -> None:
         """`kind`: of the whole model. `weight`: what the loss is multiplied by. `group`: as `world.of_stage` gives."""
-        self._model, self._kind, self._weight, self._world, self.group = part, kind, weight, world, group
+        self._derived, self._kind, self._weight, self._world, self.group = derived, kind, weight, world, group
         here = {name for name, _ in cast("Iterable[tuple[str, nn.Module]]", part.named_modules())}
         self._own = {name: place for name, place in kind.routers.items() if name in here}
         self._seen: dict[str, _Seen] = {}
@@ -201,7 +195,7 @@ class Routers:
         logits, leaf = seen
         logits_TE = logits.reshape(-1, logits.shape[-1])
         counts_BS = labels_BS != IGNORE
-        lies = lies_of(self._model, name, leaf)
+        lies = lies_of(self._derived, name, leaf)
         counts_T, alike, shared = counts_BS.flatten(), self._world.model_size, 1
         if lies is not None:
             states = lies.states
@@ -220,9 +214,8 @@ class Routers:
         return _Part(logits_TE, counts_T, alike, shared)
 
 
-def lies_of(model: nn.Module, name: str, leaf: int) -> Lies | None:
+def lies_of(derived: DerivedModel | None, name: str, leaf: int) -> Lies | None:
     """How what a module gave lies over the model axes, by its place among the leaves; None where nothing is derived."""
-    derived = derived_of(model)
     return None if derived is None else derived.lies((name, leaf))
 
 

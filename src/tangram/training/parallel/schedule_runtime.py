@@ -41,7 +41,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from tangram.schema.schedule_table import Row, Schedule
-from tangram.training.parallel.data_parallel import copies_of
+from tangram.training.parallel.data_parallel import Copies
 
 Before = Callable[[int, int], None]
 """Called with a micro-batch and a stage before the stage's forward of it."""
@@ -64,6 +64,8 @@ class Stage(PipelineStage):
     """Likewise, but not around the second part of a backward, in which no module runs again."""
     sums: Sums | None = None
     """None: nothing goes along."""
+    copies: Copies | None = None
+    """What sums gradients at the end of a step, where FSDP2 does not."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -116,8 +118,8 @@ class Stage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """After all micro-batches: FSDP2's, or of whole copies."""
         super().perform_reduce_grad(grad_scale_factor)
-        if (copies := copies_of(self.submod)) is not None:
-            copies.reduce()
+        if self.copies is not None:
+            self.copies.reduce()
 
     def _get_recv_ops(self, recv_infos: Any) -> Any:
         for info in recv_infos:

@@ -24,9 +24,10 @@ from tangram.models.attention import exactly
 from tangram.models.source import Source
 from tangram.schema.plan import Plan
 from tangram.training.data import Corpus, Tokens, held_out_batches
+from tangram.training.objective.model_inputs import logits_in_order, token_order
 from tangram.training.observe.events import Doing, Note
 from tangram.training.observe.text_tables import printable
-from tangram.training.run.rank import RankReport, probe_batch, probe_logits
+from tangram.training.run.rank import RankReport, probe_batch
 from tangram.training.run.run_folder import near
 from tangram.training.state.build_model import build_whole
 from tangram.training.state.check_export import (
@@ -141,7 +142,7 @@ def as_computed(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
 def same_loss(model: PreTrainedModel, plan: Plan, corpus: Corpus, before: float) -> tuple[float, float]:
     """The held-out loss of the reloaded model and how far it is from the one before; ProofError when too far."""
     batches = held_out_batches(corpus, plan.data, index=0, size=1, device=model.device)
-    after = loop.evaluate(model, batches, None)
+    after = loop.evaluate_unsharded(model, batches, token_order(model, plan))
     relative = loss_difference(after, before)
     if not relative <= SAME_LOSS[plan.precision.compute]:
         raise ProofError(f"the reloaded checkpoint has a held-out loss of {after}, not the {before} that was measured")
@@ -155,7 +156,9 @@ def loss_difference(after: float, before: float) -> float:
 
 def same_logits(model: PreTrainedModel, plan: Plan, corpus: Corpus, before_BSV: npt.NDArray[np.float32]) -> float:
     """How far the logits of the fixed batch are from the ones before; ProofError when too far."""
-    after_BSV = probe_logits(model, corpus, plan, model.device)
+    with torch.no_grad():
+        batch = probe_batch(corpus, plan, model.device)
+        after_BSV = logits_in_order(model.eval(), token_order(model, plan), batch).float().cpu().numpy()
     difference = float(np.abs(after_BSV - before_BSV).max())
     limit = SAME_LOGITS[plan.precision.compute] * float(np.abs(before_BSV).max())
     if not difference <= limit:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
 
 import tangram
 from tangram.errors import UserError
@@ -29,6 +28,7 @@ from tangram.training.objective.packing import Settled, settle
 from tangram.training.observe.events import Doing, Note, SaveFailed
 from tangram.training.observe.profiling import profiled
 from tangram.training.parallel.fsdp import resharded
+from tangram.training.parallel.model import ParallelModel
 from tangram.training.run.launch import Rank
 from tangram.training.run.out_of_memory import explained
 from tangram.training.run.run_folder import CHECKPOINTS
@@ -78,17 +78,11 @@ class RankReport:
 class Begun:
     """A rank that is ready for its first step."""
 
-    plan: Plan
-    """With what was settled."""
-    world: World
+    model: ParallelModel
+    """Its plan has what was settled."""
     corpus: Corpus
     state: JobState
     settled: Settled
-
-    @property
-    def model(self) -> nn.Module:
-        """What is trained."""
-        return self.state.model
 
 
 def begin(rank: Rank, job: RankJob) -> Begun:
@@ -109,20 +103,21 @@ def begin(rank: Rank, job: RankJob) -> Begun:
     with explained(None, None, job.memory):
         model = build(plan, source, world, values=job.resume is None)
     tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))
-    state = JobState(model, make_adamw(model, plan.optimiser, plan.precision.masters))
+    state = JobState(model.module, make_adamw(model.module, plan.optimiser, plan.precision.masters))
     if job.resume is not None:
         state.progress = load(job.resume, state, plan, world)
     tell(Doing("asking whether the model tells documents apart"))
-    settled = settled_packing(model, plan, world, job.resume, source)
+    settled = settled_packing(model, job.resume, source)
     plan = with_packing(plan, settled.packing)
     state.about = about(plan, corpus)
-    return Begun(plan, world, corpus, state, settled)
+    return Begun(replace(model, plan=plan), corpus, state, settled)
 
 
 def train_rank(rank: Rank, job: RankJob) -> RankReport:
     """The task of a rank."""
     begun = begin(rank, job)
-    plan, world, corpus, state, model = begun.plan, begun.world, begun.corpus, begun.state, begun.model
+    model, corpus, state = begun.model, begun.corpus, begun.state
+    plan, world = model.plan, model.world
     tell = rank.emit if rank.index == 0 else _nowhere
     checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world)
     tell(Doing("making ready to save"))
@@ -135,8 +130,8 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     first = state.progress.step
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
         hooks = loop.Hooks(rank.emit, rank.stop.asked, after_step, job.folder)
-        with explained(model, state.optimiser, job.memory):
-            trained = loop.train_steps(state, corpus, plan, world, checkpointer, hooks, job.costs)
+        with explained(model.module, state.optimiser, job.memory):
+            trained = loop.train_steps(model, state, corpus, checkpointer, hooks, job.costs)
     checkpointer.save(state, wait=True)
     for event in checkpointer.close():
         rank.emit(event)
@@ -147,8 +142,8 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
         trained=trained,
         first=first,
         step=state.progress.step,
-        held_out_loss=loop.held_out_loss(model, corpus, plan, world) if plan.data.held_out and not stopped else None,
-        probe=None if stopped else probe_logits(model, corpus, plan, world.device),
+        held_out_loss=loop.held_out_loss(model, corpus) if plan.data.held_out and not stopped else None,
+        probe=None if stopped else probe_logits(model, corpus),
         peak_rss_mb=highest(peak_resident_mb(), world),
         blocked_seconds=checkpointer.blocked_seconds,
         packing=begun.settled.packing,
@@ -193,13 +188,15 @@ def packing_of(checkpoint: Path) -> Literal["packed", "single"]:
     return describe(checkpoint).about.get("stream", {}).get("packing", "packed")
 
 
-def settled_packing(model: nn.Module, plan: Plan, world: World, resume: Path | None, source: Source) -> Settled:
+def settled_packing(model: ParallelModel, resume: Path | None, source: Source) -> Settled:
     """What `data.packing` comes to, the same on all ranks; a run that goes on keeps what it had.
 
     Where no rank has the whole model, a shallow one is asked, of one block of each kind: what tells documents apart is
     the code and not the number of blocks. Nor is it the casts of a mode of attention, whose scales are of many tokens:
     later ones and other documents reach a token by a rounding. So with one a shallow model without them is asked.
     """
+
+    plan, world = model.plan, model.world
 
     def on_all(mine: bool) -> bool:
         return loop.sum_over(world.group, torch.tensor([float(mine)], device=world.device)) == [float(world.size)]
@@ -211,8 +208,9 @@ def settled_packing(model: nn.Module, plan: Plan, world: World, resume: Path | N
         return on_first(world, lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine))
     if plan.pipeline is not None:
         return on_first(world, lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine))
-    with resharded(model):
-        return settle(model, plan.data.packing, before, on_all, device=next(model.parameters()).device)
+    with resharded(model.module):
+        device, tokens = next(model.module.parameters()).device, model.parts[0].tokens
+        return settle(model.module, plan.data.packing, before, on_all, device=device, tokens=tokens)
 
 
 def on_first(world: World, make: Callable[[], Settled]) -> Settled:
@@ -257,8 +255,9 @@ def probe_batch(corpus: Corpus, plan: Plan, device: torch.device) -> Batch:
 
 
 @torch.no_grad()
-def probe_logits(model: nn.Module, corpus: Corpus, plan: Plan, device: torch.device) -> npt.NDArray[np.float32]:
+def probe_logits(model: ParallelModel, corpus: Corpus) -> npt.NDArray[np.float32]:
     """The logits of the fixed batch, computed by all ranks of the model together."""
-    model.eval()
-    with resharded(model):
-        return loop.logits_of(model, probe_batch(corpus, plan, device)).float().cpu().numpy()
+    model.module.eval()
+    with resharded(model.module):
+        batch = probe_batch(corpus, model.plan, model.world.device)
+        return loop.logits_of(model, batch).float().cpu().numpy()

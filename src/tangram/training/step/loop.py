@@ -31,23 +31,22 @@ from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, held_out_b
 from tangram.training.mesh import buffers
 from tangram.training.mesh.check_replicas import refuse_unlike_gradients
 from tangram.training.mesh.drawing import Draws, drawing
-from tangram.training.mesh.tensor_parallel import Lies, derived_of
-from tangram.training.mesh.world import World
-from tangram.training.objective.expert_capacity import capacity_of
+from tangram.training.mesh.tensor_parallel import Lies
 from tangram.training.objective.expert_loads import Loads
 from tangram.training.objective.loss import leaving, lies_of, token_loss
-from tangram.training.objective.model_inputs import given
-from tangram.training.objective.router_loss import routers_of
+from tangram.training.objective.model_inputs import TokenOrder, logits_in_order, model_inputs
 from tangram.training.objective.step_guard import AstrayError, Guard, guard_for, must_be_finite
 from tangram.training.observe.events import Evaluated, Skipped, StepDone
-from tangram.training.parallel.fsdp import resharded, step_shards_of
-from tangram.training.parallel.pipeline import Pipeline, parts_of, pipeline_of
+from tangram.training.parallel.fsdp import resharded
+from tangram.training.parallel.model import ParallelModel
+from tangram.training.parallel.model_part import ModelPart
+from tangram.training.parallel.pipeline import Pipeline
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
 from tangram.training.step.bad_steps import told_of, write_samples
 from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, set_lr, square_sum
 
 LossSum = Callable[[nn.Module, Batch], Tensor]
-"""The loss of a batch, summed over its counted tokens."""
+"""The loss of a module on a batch, summed over its counted tokens."""
 
 
 @dataclass(frozen=True)
@@ -81,25 +80,27 @@ class Trained:
 
 
 def train_steps(
+    model: ParallelModel,
     state: JobState,
     corpus: Corpus,
-    plan: Plan,
-    world: World,
     checkpointer: Checkpointer,
     hooks: Hooks,
     costs: Costs = Costs(),
 ) -> Trained:
-    """Train from where `state` stands until the plan's steps or its time are used up, or somebody asks to stop."""
-    model, optimiser = state.model, state.optimiser
-    if optimiser is None:
-        raise ValueError("a state without an optimiser cannot be trained")
-    model.train()
+    """Train from where `state` stands until the plan's steps or its time are used up, or somebody asks to stop.
+
+    `state`: of the model's module.
+    """
+    plan, world, optimiser = model.plan, model.world, state.optimiser
+    if optimiser is None or state.model is not model.module:
+        raise ValueError("a state without an optimiser, or of another model, cannot be trained")
+    model.module.train()
     started = time.monotonic()
     first, before = state.progress.step, state.progress.seconds
     losses: list[float] = []
     stopped: str | None = None
     tokens = 0
-    loads = Loads(parts_of(model), world.device, plan.run.count_experts)
+    loads = Loads([part.module for part in model.parts], world.device, plan.run.count_experts)
     guard = Guard(plan, state.progress.scale, state.progress.good, state.progress.skipped)
     while state.progress.step < plan.run.steps and stopped is None:
         step = state.progress.step
@@ -117,9 +118,7 @@ def train_steps(
         lr = lr_at(step, plan.run.steps, plan.optimiser)
         asks = (late, hooks.stop_asked())
         try:
-            done = train_step(
-                model, optimiser, batches, plan, world, lr=lr, asks=asks, check=step == first, guard=guard
-            )
+            done = train_step(model, optimiser, batches, lr=lr, asks=asks, check=step == first, guard=guard)
         except AstrayError as error:
             raise told_of(error, hooks.folder, corpus, plan, world, state.progress) from error
         losses.append(done.loss)
@@ -146,10 +145,10 @@ def train_steps(
         if done.skipped is None:
             state.metrics["loss"] = done.loss
         if not last and plan.data.held_out and _due(step + 1, plan.run.evaluate_every):
-            loss = state.metrics["held_out_loss"] = held_out_loss(model, corpus, plan, world)
+            loss = state.metrics["held_out_loss"] = held_out_loss(model, corpus)
             if world.index == 0:
                 hooks.emit(Evaluated(step + 1, loss, time.monotonic() - started))
-            model.train()
+            model.module.train()
         if not last and _due(step + 1, plan.checkpoint.every_steps):
             checkpointer.save(state)
         for event in checkpointer.poll():
@@ -230,11 +229,9 @@ class StepResult:
 
 
 def train_step(
-    model: nn.Module,
+    model: ParallelModel,
     optimiser: AdamW,
     batches: RankBatches,
-    plan: Plan,
-    world: World,
     *,
     lr: float,
     loss_sum: LossSum | None = None,
@@ -249,34 +246,33 @@ def train_step(
     has to be given to all steps. Raises AstrayError, a FloatingPointError, where the plan stops at a loss or a norm
     that is not finite or has diverged, before anything is updated.
     """
+    plan, world = model.plan, model.world
     guard = guard_for(plan, guard)
     scale = guard.scale.value
     optimiser.zero_grad()
-    parts = parts_of(model)
-    before = buffers.before_step(parts)
-    part = backward(model, batches, loss_sum or next_token_loss, plan.seed, scale)
-    for some in parts:
-        if (derived := derived_of(some)) is not None:
-            derived.sum_gradients()
-    buffers.synchronise(parts, before, world)
+    modules = [part.module for part in model.parts]
+    before = buffers.before_step(modules)
+    loss_part = backward(model, batches, loss_sum, scale)
+    model.sum_gradients()
+    buffers.synchronise(modules, before, world)
     if check and world.model_size > 1:
-        refuse_unlike_gradients(model, world)
-    gradients = local_gradients(model)
+        refuse_unlike_gradients(model.module, world)
+    gradients = local_gradients(model.module)
     sums = torch.zeros(4 + len(asks), dtype=torch.float64, device=world.device)
-    sums[0] = part / world.model_size  # the ranks of model axes have all computed the same part
+    sums[0] = loss_part / world.model_size  # the ranks of model axes have all computed the same part
     sums[1] = square_sum(gradients, world.size // world.stages)
-    for some in parts:
-        if (routers := routers_of(some)) is not None:
-            sums[2] += routers.taken()
-        if (capacity := capacity_of(some)) is not None:
-            sums[3] += capacity.taken() * world.stages / world.size  # all ranks of a stage have the same
+    for part in model.parts:
+        if part.routers is not None:
+            sums[2] += part.routers.taken()
+        if part.capacity is not None:
+            sums[3] += part.capacity.taken() * world.stages / world.size  # all ranks of a stage have the same
     sums[4:] = torch.tensor(asks, dtype=torch.float64, device=world.device)
     loss, square, of_routers, dropped, *asked = sum_over(world.group, sums)
     norm = math.sqrt(square) / scale if square >= 0 else math.nan
     asked = tuple(wish > 0 for wish in asked)
     strayed = guard.astray
     if (reason := guard.judge(loss, norm)) is not None:
-        buffers.undo(parts, before)
+        buffers.undo(modules, before)
         return StepResult(loss, norm, asked, reason, guard.astray > strayed, of_routers, dropped)
     clip(gradients, norm, plan.optimiser.clip_norm, scale)
     set_lr(optimiser, lr)
@@ -284,42 +280,44 @@ def train_step(
     return StepResult(loss, norm, asked, router_loss=of_routers, dropped=dropped)
 
 
-def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: int, scale: float = 1.0) -> Tensor:
+def backward(model: ParallelModel, batches: RankBatches, loss_sum: LossSum | None = None, scale: float = 1.0) -> Tensor:
     """Add the gradients of this rank's micro-batches; its part of the global batch's loss, a float64 scalar.
 
     The gradients are `scale` times as large; a power of two rounds nothing.
     """
-    pipeline = pipeline_of(model)
-    with drawing(parts_of(model), seed, batches) as draws:
-        if pipeline is not None:
-            return _backward_of_stage(pipeline, batches, loss_sum, draws, scale)
-        return _backward_of_model(model, batches, loss_sum, draws, scale)
+    with drawing(model.draw_sources, model.plan.seed, batches) as draws:
+        if model.pipeline is not None:
+            return _backward_of_stage(model.pipeline, batches, loss_sum, draws, scale)
+        return _backward_of_model(model.parts[0], batches, loss_sum, draws, scale)
 
 
-def _backward_of_model(model: nn.Module, batches: RankBatches, loss_sum: LossSum, draws: Draws, scale: float) -> Tensor:
-    parts: list[Tensor] = []
-    shards, routers, capacity = step_shards_of(model), routers_of(model), capacity_of(model)
+def _backward_of_model(
+    part: ModelPart, batches: RankBatches, loss_sum: LossSum | None, draws: Draws, scale: float
+) -> Tensor:
+    losses: list[Tensor] = []
+    routers, capacity = part.routers, part.capacity
     for micro, batch in enumerate(batches.micro):
-        draws.begin(model, micro)
-        if shards is not None:
-            shards.before(last=micro + 1 == len(batches.micro))
+        draws.begin(micro)
+        if part.data_parallel is not None:
+            part.data_parallel.before(last=micro + 1 == len(batches.micro))
         if capacity is not None:
-            capacity.before(given(model, batch))
-        loss = whole = loss_sum(model, batch) / max(1, batches.counted)
+            capacity.before(model_inputs(part.tokens, batch))
+        loss = trained = _loss_of(part, batch, loss_sum) / max(1, batches.counted)
         if routers is not None:
-            whole = loss + routers.loss(routers.sums(given(model, batch).batch.labels_BS), batches.counted)
-        (whole * scale if scale != 1 else whole).backward()
+            ordered = model_inputs(part.tokens, batch).batch
+            trained = loss + routers.loss(routers.sums(ordered.labels_BS), batches.counted)
+        (trained * scale if scale != 1 else trained).backward()
         if routers is not None:
             routers.forget()
-        parts.append(loss.detach())
-    return _summed(parts, batches.micro[0].inputs_BS.device)
+        losses.append(loss.detach())
+    return _summed(losses, batches.micro[0].inputs_BS.device)
 
 
 def _backward_of_stage(
-    pipeline: Pipeline, batches: RankBatches, loss_sum: LossSum, draws: Draws, scale: float
+    pipeline: Pipeline, batches: RankBatches, loss_sum: LossSum | None, draws: Draws, scale: float
 ) -> Tensor:
     """The same for a stage; its part of the loss is nothing but on the last."""
-    if loss_sum is not next_token_loss:
+    if loss_sum is not None:
         raise UserError("stages of a pipeline are trained on the next token: this version takes no loss of one's own")
 
     def loss(logits_BSV: Tensor, labels_BS: Tensor, lies: Lies | None) -> Tensor:
@@ -333,59 +331,76 @@ def _summed(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([*parts]).double().sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
 
 
-def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
+def _loss_of(part: ModelPart, batch: Batch, loss_sum: LossSum | None) -> Tensor:
+    return next_token_loss(part, batch) if loss_sum is None else loss_sum(part.module, batch)
+
+
+def next_token_loss(part: ModelPart, batch: Batch) -> Tensor:
     """The cross-entropy in nats of the next token, summed over the tokens that count.
 
     Of a derived model the logits stay in parts (`training.objective.loss`).
     """
-    seen = given(model, batch)
-    with leaving(model):
-        logits: Tensor = model(input_ids=seen.batch.inputs_BS, use_cache=False, **seen.told).logits
-    return token_loss(logits, seen.batch.labels_BS, lies_of(model))
+    inputs = model_inputs(part.tokens, batch)
+    with leaving(part.derived):
+        logits: Tensor = part.module(input_ids=inputs.batch.inputs_BS, use_cache=False, **inputs.keywords).logits
+    return token_loss(logits, inputs.batch.labels_BS, lies_of(part.derived))
 
 
-def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+def logits_of(model: ParallelModel, batch: Batch) -> Tensor:
     """A Hugging Face model's logits, whole and in the order of the batch.
 
     Of a stage of a pipeline without gradients, and on every stage.
     """
-    if (pipeline := pipeline_of(model)) is not None:
-        return pipeline.logits(batch)
-    seen = given(model, batch)
-    return seen.in_order(model(input_ids=seen.batch.inputs_BS, use_cache=False, **seen.told).logits)
+    if model.pipeline is not None:
+        return model.pipeline.logits(batch)
+    return logits_in_order(model.module, model.parts[0].tokens, batch)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], world: World | None, loss_sum: LossSum | None = None) -> float:
-    """The mean loss per counted token over all DP ranks' batches; without a world, over these alone."""
-    model.eval()
+def evaluate(model: ParallelModel, batches: Iterable[Batch], loss_sum: LossSum | None = None) -> float:
+    """The mean loss per counted token over all DP ranks' batches."""
+    model.module.eval()
+    pipeline = model.pipeline
+
+    def loss_of(batch: Batch) -> Tensor:
+        if pipeline is None:
+            return _loss_of(model.parts[0], batch, loss_sum)
+        losses = pipeline.losses([batch], token_loss)
+        return losses[0] if losses else torch.zeros((), device=batch.inputs_BS.device)
+
+    return _mean_loss(loss_of, batches, model.world.group, counts=pipeline is None or pipeline.is_last)
+
+
+@torch.no_grad()
+def evaluate_unsharded(module: nn.Module, batches: Iterable[Batch], tokens: TokenOrder | None = None) -> float:
+    """The mean loss of the next token per counted token, of a model that this process has all of."""
+    module.eval()
+    part = ModelPart(module, tokens)
+    return _mean_loss(lambda batch: next_token_loss(part, batch), batches, None)
+
+
+def _mean_loss(
+    loss_of: Callable[[Batch], Tensor], batches: Iterable[Batch], group: dist.ProcessGroup | None, counts: bool = True
+) -> float:
+    """`counts`: whether this rank has the loss of its batches; of a stage that is not the last it is 0."""
     totals: Tensor | None = None
     for batch in batches:
-        loss = _loss_of(model, batch, loss_sum).double()
-        counted = (batch.labels_BS != IGNORE).sum().double()
-        if (pipeline := pipeline_of(model)) is not None and not pipeline.is_last:
-            counted = torch.zeros_like(counted)
+        loss = loss_of(batch).double()
+        counted = (batch.labels_BS != IGNORE).sum().double() * counts
         pair = torch.stack([loss, counted])
         totals = pair if totals is None else totals + pair
     if totals is None:
         raise ValueError("there is no batch to evaluate")
-    total, counted = sum_over(world.group if world else None, totals)  # of tensor-parallel ranks both are multiples
+    total, counted = sum_over(group, totals)  # of tensor-parallel ranks both are multiples
     return total / counted
 
 
-def _loss_of(model: nn.Module, batch: Batch, loss_sum: LossSum | None) -> Tensor:
-    """The summed loss of a batch; of a stage that is not the last, 0."""
-    if (pipeline := pipeline_of(model)) is not None:
-        losses = pipeline.losses([batch], token_loss)
-        return losses[0] if losses else torch.zeros((), device=batch.inputs_BS.device)
-    return (loss_sum or next_token_loss)(model, batch)
-
-
-def held_out_loss(model: nn.Module, corpus: Corpus, plan: Plan, world: World) -> float:
+def held_out_loss(model: ParallelModel, corpus: Corpus) -> float:
     """The held-out loss, measured by all ranks together."""
-    batches = held_out_batches(corpus, plan.data, index=world.data_index, size=world.data_size, device=world.device)
-    with resharded(model):
-        loss = evaluate(model, batches, world)
+    data, world = model.plan.data, model.world
+    batches = held_out_batches(corpus, data, index=world.data_index, size=world.data_size, device=world.device)
+    with resharded(model.module):
+        loss = evaluate(model, batches)
     must_be_finite("the held-out loss", loss)
     return loss
 

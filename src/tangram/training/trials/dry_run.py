@@ -47,12 +47,9 @@ from tangram.relayout.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.schema.schedule_table import Action, Kind, Schedule, kept
 from tangram.training.data import Batch, RankBatches, list_files, load_tokens
-from tangram.training.mesh.tensor_parallel import derived_of
-from tangram.training.mesh.world import World, make_world
-from tangram.training.objective.expert_capacity import capacity_of
-from tangram.training.objective.router_loss import routers_of
+from tangram.training.mesh.world import make_world
 from tangram.training.parallel.apply import apply, freeze, give_storage
-from tangram.training.parallel.pipeline import parts_of, pipeline_of
+from tangram.training.parallel.model import ParallelModel
 from tangram.training.state.build_model import source_of
 from tangram.training.step import loop
 from tangram.training.step.optimiser_step import clip, local_gradients, make_adamw, square_sum
@@ -190,48 +187,48 @@ def counted_alone(plan: Plan, source: Source, rank: int) -> list[Counted]:
         world = make_world(plan, rank, cpu, group, Peers())
         model = apply(build_on_meta(source.config), plan, world)
         with FakeTensorMode(allow_non_fake_inputs=True), said_of_values():
-            give_storage(model, cpu)
-            return counted_steps(model, plan, world)
+            give_storage(model.module, cpu)
+            return counted_steps(model)
 
 
-def counted_steps(model: nn.Module, plan: Plan, world: World) -> list[Counted]:
+def counted_steps(model: ParallelModel) -> list[Counted]:
     """The steps of a rank whose model has storage, of whatever kind. Collective."""
-    optimiser = make_adamw(model, plan.optimiser, plan.precision.masters)
-    model.train()
+    plan, module = model.plan, model.module
+    optimiser = make_adamw(module, plan.optimiser, plan.precision.masters)
+    module.train()
     with Tally() as tally:
-        tally.watch(_local([*model.parameters(), *model.buffers()]))
-        for parameter in model.parameters():
+        tally.watch(_local([*module.parameters(), *module.buffers()]))
+        for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimiser.step()  # makes its states
         optimiser.zero_grad()
         found: list[Counted] = []
         for run in _runs(plan):
-            if (pipeline := pipeline_of(model)) is not None:
-                pipeline.actions = partial(in_turn, plan.rank_of_stage, run.kept)
+            if model.pipeline is not None:
+                model.pipeline.actions = partial(in_turn, plan.rank_of_stage, run.kept)
             tally.begin()
-            gradients = _step(model, optimiser, plan, world, run.micros, tally)
+            gradients = _step(model, optimiser, run.micros, tally)
             optimiser.zero_grad()
             states = [x for state in optimiser.state.values() for x in state.values() if isinstance(x, Tensor)]
             lasting = {  # asked after the step: FSDP changes where parameters lie at its first one
-                "parameters": tally.watch(_local([*model.parameters(), *model.buffers()])),
+                "parameters": tally.watch(_local([*module.parameters(), *module.buffers()])),
                 "gradients": gradients,
                 "optimiser": tally.watch(_local(states)),
             }
-            found.append(_sorted_out(run, tally, lasting, _axes_of_groups(world, model)))
+            found.append(_sorted_out(run, tally, lasting, _axes_of_groups(model)))
     return found
 
 
-def _step(model: nn.Module, optimiser: AdamW, plan: Plan, world: World, micros: int, tally: Tally) -> list[int]:
+def _step(model: ParallelModel, optimiser: AdamW, micros: int, tally: Tally) -> list[int]:
     """As `loop.train_step`, but for what reads a value; the numbers of the gradients' storages."""
+    plan, world = model.plan, model.world
     rows, length = plan.data.micro_batch, plan.data.sequence
     ids_BS = torch.zeros(rows, length, dtype=torch.long)
     batch = Batch(ids_BS, ids_BS.clone(), None if plan.data.packing == "single" else ids_BS.clone())
     batches = RankBatches((batch,) * micros, rows * length, tuple(range(micros)))
-    part = loop.backward(model, batches, loop.next_token_loss, plan.seed)
-    for some in parts_of(model):
-        if (derived := derived_of(some)) is not None:
-            derived.sum_gradients()
-    gradients = local_gradients(model)
+    part = loop.backward(model, batches)
+    model.sum_gradients()
+    gradients = local_gradients(model.module)
     sums = torch.stack([part, square_sum(gradients, world.size // world.stages)])
     dist.all_reduce(sums, group=world.group)
     clip(gradients, math.inf, plan.optimiser.clip_norm)
@@ -259,15 +256,16 @@ def _local(found: Sequence[Tensor]) -> list[Tensor]:
     return [x.to_local() if isinstance(x, DTensor) else x for x in found]
 
 
-def _axes_of_groups(world: World, model: nn.Module) -> dict[str, str]:
+def _axes_of_groups(model: ParallelModel) -> dict[str, str]:
     """What the groups of a world are called in its mesh, and those that a derived model has made over several axes."""
+    world = model.world
     dims = zip(world.devices.mesh_dim_names or (), world.axes.in_order, strict=True)
     names = {dim: " x ".join(own) for dim, own in dims}
     found = {world.devices.get_group(dim).group_name: name for dim, name in names.items()}
-    several = [derived.together for some in parts_of(model) if (derived := derived_of(some)) is not None]
+    several = [part.derived.together for part in model.parts if part.derived is not None]
     found |= {group.group_name: " x ".join(axes) for own in several for axes, group in own.items()}
     name = " x ".join(axis for own in world.axes.in_order[1:] for axis in own)
-    watching = [watch for some in parts_of(model) for watch in (routers_of(some), capacity_of(some))]
+    watching = [watch for part in model.parts for watch in (part.routers, part.capacity)]
     stage = {watch.group.group_name: name for watch in watching if watch is not None}
     # An axis over all of them has the world's own group, and that of a stage may be an axis's.
     return {**stage, world.group.group_name: "all ranks", **found}
