@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tangram.errors import UserError
-from tangram.hardware.machine import accelerators
+from tangram.hardware.machine import accelerators, pick_device
 from tangram.hardware.rates import rates
 from tangram.models.build import build_on_meta
 from tangram.models.source import read_source
@@ -41,7 +41,6 @@ from tangram.training.run.job import (
     run_here,
     train_job,
 )
-from tangram.training.run.launch import pick_device
 from tangram.training.run.rank import RankJob, RankReport, train_rank
 from tangram.training.run.resume import checkpoint_to_resume
 from tangram.training.run.run_folder import PLAN_FILE, alone, refuse_in_use, replace_plan, run_folder

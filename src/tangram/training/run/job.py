@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from tangram.hardware.machine import describe, versions
+from tangram.hardware.machine import describe, pick_device, versions
 from tangram.models.build import build_on_meta
 from tangram.models.costs import costs as model_costs
 from tangram.models.source import Source
@@ -37,7 +37,7 @@ from tangram.training.observe.summary import Summary, summarise
 from tangram.training.observe.tensorboard import TensorBoard
 from tangram.training.observe.text_tables import count
 from tangram.training.run.end_proofs import ProofError, prove
-from tangram.training.run.launch import RankError, computing_as_a_rank, pick_device, refuse_too_many, run_ranks
+from tangram.training.run.launch import RankError, computing_as_a_rank, refuse_too_many, run_ranks
 from tangram.training.run.rank import RankJob, RankReport, train_rank, with_packing
 from tangram.training.run.report import write_report
 from tangram.training.run.run_folder import CHECKPOINTS, SUMMARY_FILE, near

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from tangram.errors import UserError
-from tangram.hardware.machine import usable_cores
+from tangram.hardware.machine import pick_device, usable_cores
 from tangram.relayout.peers import lost_peer
 from tangram.training.observe.events import Note
 from tangram.training.run.fork_server import Around, context_of_ranks, signals_held_back
@@ -96,19 +96,6 @@ class _Failure:
     error: str
     details: str
     by_user: bool
-
-
-def pick_device(choice: str, local_rank: int, world: int) -> torch.device:
-    """The device of a rank: the machine's accelerator when there is one for each rank, else the CPU if asked for."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True) if choice == "auto" else None
-    if accelerator is None:
-        return torch.device("cpu")
-    if torch.accelerator.device_count() < world:
-        raise UserError(
-            f"the mesh has {world} ranks but this machine has {torch.accelerator.device_count()} {accelerator.type} "
-            'device(s): set device = "cpu" in [run], or take a smaller mesh'
-        )
-    return torch.device(accelerator.type, local_rank)
 
 
 def refuse_too_many(world: int) -> None:

@@ -29,17 +29,10 @@ import torch
 import torch.distributed as dist
 
 from tangram.errors import UserError
+from tangram.hardware.machine import pick_device
 from tangram.training.observe.events import Note
 from tangram.training.run.environment import Place, SaidElsewhere, place, speaks
-from tangram.training.run.launch import (
-    COLLECTIVE_TIMEOUT,
-    Rank,
-    RankError,
-    first_line,
-    leave,
-    pick_device,
-    threads_of_a_rank,
-)
+from tangram.training.run.launch import COLLECTIVE_TIMEOUT, Rank, RankError, first_line, leave, threads_of_a_rank
 from tangram.training.run.signals import POLITE, Stop, on_signals
 
 Payload = TypeVar("Payload")

@@ -6,41 +6,26 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-import torch
-
 from tangram.errors import UserError
-from tangram.hardware.machine import usable_cores
-from tangram.hardware.rates import Rates, rates
+from tangram.hardware.machine import pick_device
+from tangram.hardware.rates import rates
 from tangram.planner.cost import history
 from tangram.planner.cost.history import Entry, History
 from tangram.planner.cost.history_correction import Here, likely
-from tangram.planner.local import estimate
 from tangram.planner.local.estimate import Estimate
 from tangram.planner.local.rerank import asked_of
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
 from tangram.training.observe.events import Note
 from tangram.training.observe.summary import Summary
-from tangram.training.run.launch import RankError, pick_device
+from tangram.training.run.launch import RankError
 from tangram.training.run.out_of_memory import NoMemoryError
+from tangram.training.trials.local_plans import here_of, known
 
-__all__ = ["entry_of", "here_of", "known", "remember", "remembering"]
+__all__ = ["entry_of", "remember", "remembering"]
 
 LEAST = 8
 """Steps of a training that says how long one takes."""
-
-
-def here_of(rates: Rates) -> Here:
-    """This machine as one of so many ranks sees it."""
-    cores = "" if rates.device != "cpu" else f", {usable_cores():g} cores"
-    place = f"{rates.name}{cores}, {rates.processes} processes, torch {torch.__version__}"
-    return Here(rates.name, place, rates.memory, estimate.VERSION)
-
-
-def known() -> History:
-    """All that is there. Raises UserError for a file that is no history."""
-    file = history.path()
-    return history.read(file) if file is not None else History()
 
 
 def entry_of(
