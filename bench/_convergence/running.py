@@ -35,6 +35,7 @@ from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.run.rank import Begun, RankJob, begin
 from tangram.training.state.checkpointer import Checkpointer
 from tangram.training.step import loop
+from tangram.training.step.evaluate import held_out_loss, logits_of
 
 RESULT = "result.json"
 LOOKS = 16
@@ -134,7 +135,7 @@ def measured(rank: Rank, job: RankJob) -> Found:
     try:
         trained = loop.train_steps(model, begun.state, corpus, checkpointer, hooks)
         stopped = trained.stopped is not None
-        held_out = None if stopped else loop.held_out_loss(model, corpus)
+        held_out = None if stopped else held_out_loss(model, corpus)
     except FloatingPointError as error:
         ended = str(error)
     checkpointer.close()
@@ -149,7 +150,7 @@ def largest_logit(begun: Begun) -> float:
     few = Batch(*(None if x is None else x[:SAMPLES] for x in (batch.inputs_BS, batch.labels_BS, batch.positions_BS)))  # pyright: ignore[reportArgumentType]
     model.module.eval()
     with resharded(model.module), watched(model.module) as found:
-        loop.logits_of(model, few)
+        logits_of(model, few)
     model.module.train()
     return math.nan if any(map(math.isnan, found)) else max(found)
 

@@ -28,6 +28,7 @@ from tangram.training.objective.router_loss import routers_in
 from tangram.training.parallel.apply import apply
 from tangram.training.state.build_model import source_of
 from tangram.training.step import loop
+from tangram.training.step.evaluate import evaluate, evaluate_unsharded
 from tangram.training.step.optimiser_step import make_adamw
 from tangram.training.trials.dry_run import (
     Counted,
@@ -148,9 +149,9 @@ def test_the_largest_are_found_digit_by_digit(by: str, low: bool, world: World) 
 
 def test_nothing_is_dropped_where_nothing_is_trained(world: World) -> None:
     model, batch = model_of("qwen3_moe"), batches_of(0).micro[0]
-    right = float(loop.evaluate_unsharded(copy.deepcopy(model), [batch]))
+    right = float(evaluate_unsharded(copy.deepcopy(model), [batch]))
     ours = apply(model, plan_of(0.1), world)
-    assert loop.evaluate(ours, [batch]) == right
+    assert evaluate(ours, [batch]) == right
     ours.module.train()
     with pytest.raises(UserError, match=r"^run\.expert_capacity is over what all ranks train on at once"):
         ours.module(input_ids=batch.inputs_BS)

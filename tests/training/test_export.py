@@ -17,7 +17,7 @@ from tangram.training.run.rank import probe_batch
 from tangram.training.state.build_model import build_whole, source_of
 from tangram.training.state.check_export import load_exported, logits_difference, unlike_weights
 from tangram.training.state.export_hf import export
-from tangram.training.step.loop import evaluate_unsharded
+from tangram.training.step.evaluate import evaluate_unsharded
 from tests.training.small import SMALL_MODEL, small_plan, write_text
 
 CPU = torch.device("cpu")

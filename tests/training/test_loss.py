@@ -21,7 +21,7 @@ from tangram.training.mesh.world import make_world
 from tangram.training.objective.loss import leaving, lies_of
 from tangram.training.parallel.apply import apply, give_storage
 from tangram.training.state.build_model import source_of
-from tangram.training.step import loop
+from tangram.training.step.evaluate import logits_of
 from tangram.training.trials.dry_run import (
     Counted,
     _fake_ranks,  # pyright: ignore[reportPrivateUsage]
@@ -59,11 +59,11 @@ def shapes(plan: Plan, gradients: bool = True) -> tuple[list[int], list[int], di
             derived = model.parts[0].derived
             with torch.set_grad_enabled(gradients):
                 with leaving(derived):
-                    own = loop.logits_of(model, batch)
+                    own = logits_of(model, batch)
                 lies = lies_of(derived)
                 assert lies is not None
                 states = {axis: str(state) for axis, state in lies.states.items()}
-                return [*own.shape], [*loop.logits_of(model, batch).shape], states
+                return [*own.shape], [*logits_of(model, batch).shape], states
 
 
 def test_logits_are_in_parts_for_the_loss_alone() -> None:

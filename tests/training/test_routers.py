@@ -28,6 +28,7 @@ from tangram.training.objective import router_loss
 from tangram.training.parallel.apply import apply
 from tangram.training.state.build_model import source_of
 from tangram.training.step import loop
+from tangram.training.step.evaluate import evaluate
 from tangram.training.step.optimiser_step import make_adamw
 from tangram.training.trials.dry_run import (
     Counted,
@@ -171,7 +172,7 @@ def test_nothing_is_kept_of_an_evaluation_or_of_what_is_computed_again(world: Wo
     watched = cast(Any, ours.parts[0].routers)
     loop.backward(ours, batches)
     assert watched._seen == {}
-    loop.evaluate(ours, batches.micro)
+    evaluate(ours, batches.micro)
     assert watched._seen == {}
 
 

@@ -25,6 +25,7 @@ from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.model_part import ModelPart
 from tangram.training.run.launch import Rank
 from tangram.training.step import loop
+from tangram.training.step.evaluate import next_token_loss
 from tangram.training.step.optimiser_step import make_adamw
 
 Array = npt.NDArray[np.float32]
@@ -120,7 +121,7 @@ def alone(plan: Plan) -> Seen:
     kept: list[dict[str, Array]] = []
     for _ in range(STEPS):
         optimiser.zero_grad()
-        parts = [loop.next_token_loss(ModelPart(model), batch) / mine.counted for batch in mine.micro]
+        parts = [next_token_loss(ModelPart(model), batch) / mine.counted for batch in mine.micro]
         for part in parts:
             part.backward()
         losses.append(float(sum(part.detach() for part in parts)))

@@ -15,7 +15,7 @@ from tangram.relayout import ring
 from tangram.training.mesh import tensor_parallel
 from tangram.training.objective import expert_capacity, model_inputs, router_loss
 from tangram.training.parallel import pipeline, schedule_runtime
-from tangram.training.step import loop
+from tangram.training.step import evaluate, loop
 from tests.training.oracle.planting import other_values
 from tests.training.oracle.ranks import Setting, swapped
 
@@ -157,7 +157,7 @@ def labels_left_in_order(setting: Setting) -> Planted:
         found = real(tokens, batch)
         return found._replace(batch=replace(found.batch, labels_BS=batch.labels_BS))
 
-    with swapped(loop, "model_inputs", inputs):
+    with swapped(evaluate, "model_inputs", inputs):
         yield
 
 

@@ -35,6 +35,7 @@ from tangram.training.run.run_folder import CHECKPOINTS
 from tangram.training.state.build_model import build, shallow, source_of
 from tangram.training.state.checkpointer import Checkpointer, JobState, describe, load
 from tangram.training.step import loop
+from tangram.training.step.evaluate import held_out_loss, logits_of, sum_over
 from tangram.training.step.optimiser_step import make_adamw
 
 PROBE_TOKENS = 128  # of the fixed batch whose logits are compared
@@ -142,7 +143,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
         trained=trained,
         first=first,
         step=state.progress.step,
-        held_out_loss=loop.held_out_loss(model, corpus) if plan.data.held_out and not stopped else None,
+        held_out_loss=held_out_loss(model, corpus) if plan.data.held_out and not stopped else None,
         probe=None if stopped else probe_logits(model, corpus),
         peak_rss_mb=highest(peak_resident_mb(), world),
         blocked_seconds=checkpointer.blocked_seconds,
@@ -199,7 +200,7 @@ def settled_packing(model: ParallelModel, resume: Path | None, source: Source) -
     plan, world = model.plan, model.world
 
     def on_all(mine: bool) -> bool:
-        return loop.sum_over(world.group, torch.tensor([float(mine)], device=world.device)) == [float(world.size)]
+        return sum_over(world.group, torch.tensor([float(mine)], device=world.device)) == [float(world.size)]
 
     before = None if resume is None else packing_of(resume)
     if mode_of(source.config) not in (None, TOKENS):
@@ -260,4 +261,4 @@ def probe_logits(model: ParallelModel, corpus: Corpus) -> npt.NDArray[np.float32
     model.module.eval()
     with resharded(model.module):
         batch = probe_batch(corpus, model.plan, model.world.device)
-        return loop.logits_of(model, batch).float().cpu().numpy()
+        return logits_of(model, batch).float().cpu().numpy()

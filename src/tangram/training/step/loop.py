@@ -14,39 +14,35 @@ bit for bit.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW
 
 from tangram.errors import UserError
 from tangram.hardware.machine import resident_mb
 from tangram.schema.plan import Plan
-from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, held_out_batches, step_batches
+from tangram.training.data import Corpus, RankBatches, step_batches
 from tangram.training.mesh import buffers
 from tangram.training.mesh.check_replicas import refuse_unlike_gradients
 from tangram.training.mesh.drawing import Draws, drawing
 from tangram.training.mesh.tensor_parallel import Lies
+from tangram.training.mesh.world import World
 from tangram.training.objective.expert_loads import Loads
-from tangram.training.objective.loss import leaving, lies_of, token_loss
-from tangram.training.objective.model_inputs import TokenOrder, logits_in_order, model_inputs
-from tangram.training.objective.step_guard import AstrayError, Guard, guard_for, must_be_finite
+from tangram.training.objective.loss import token_loss
+from tangram.training.objective.model_inputs import model_inputs
+from tangram.training.objective.step_guard import AstrayError, Guard, guard_for
 from tangram.training.observe.events import Evaluated, Skipped, StepDone
-from tangram.training.parallel.fsdp import resharded
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.model_part import ModelPart
 from tangram.training.parallel.pipeline import Pipeline
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
 from tangram.training.step.bad_steps import told_of, write_samples
+from tangram.training.step.evaluate import LossSum, held_out_loss, loss_of, sum_over
 from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, set_lr, square_sum
-
-LossSum = Callable[[nn.Module, Batch], Tensor]
-"""The loss of a module on a batch, summed over its counted tokens."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +100,7 @@ def train_steps(
     guard = Guard(plan, state.progress.scale, state.progress.good, state.progress.skipped)
     while state.progress.step < plan.run.steps and stopped is None:
         step = state.progress.step
-        batches = step_batches(
-            corpus,
-            plan.data,
-            seed=plan.seed,
-            first_sample=state.progress.samples,
-            index=world.data_index,
-            size=world.data_size,
-            micro_steps=plan.micro_steps,
-            device=world.device,
-        )
+        batches = _batches(corpus, state.progress, plan, world)
         late = world.index == 0 and time.monotonic() - started >= plan.run.max_seconds
         lr = lr_at(step, plan.run.steps, plan.optimiser)
         asks = (late, hooks.stop_asked())
@@ -124,21 +111,12 @@ def train_steps(
         losses.append(done.loss)
         tokens += batches.counted
         seconds = time.monotonic() - started
-        state.progress = replace(
-            state.progress,
-            step=step + 1,
-            samples=state.progress.samples + plan.data.global_batch,
-            tokens=state.progress.tokens + batches.counted,
-            seconds=before + seconds,
-            scale=guard.scale.value if guard.scaled else 0.0,
-            good=guard.scale.good,
-            skipped=guard.skipped,
-        )
+        state.progress = _advanced(state.progress, batches.counted, plan, guard, before + seconds)
         if world.index == 0:
             if done.skipped is not None:
                 hooks.emit(skipped_event(done, hooks.folder, corpus, plan, state.progress, guard))
             else:
-                hooks.emit(_told(plan, costs, done, step + 1, first + 1, lr, batches.counted, seconds, guard))
+                hooks.emit(_told(plan, costs, done, step + 1, first + 1, batches.counted, seconds, guard))
         loads.after(step + 1, batches.micro, world, hooks.emit)
         stopped = "signal" if done.asked[1] else "time" if done.asked[0] else None
         last = stopped is not None or step + 1 == plan.run.steps
@@ -158,13 +136,39 @@ def train_steps(
     return Trained(tuple(losses), tokens, time.monotonic() - started, stopped)
 
 
+def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World) -> RankBatches:
+    """This rank's micro-batches of the next step."""
+    return step_batches(
+        corpus,
+        plan.data,
+        seed=plan.seed,
+        first_sample=progress.samples,
+        index=world.data_index,
+        size=world.data_size,
+        micro_steps=plan.micro_steps,
+        device=world.device,
+    )
+
+
+def _advanced(progress: Progress, counted: int, plan: Plan, guard: Guard, seconds: float) -> Progress:
+    """By a step that has counted so many tokens. `seconds`: over all runs."""
+    return Progress(
+        step=progress.step + 1,
+        samples=progress.samples + plan.data.global_batch,
+        tokens=progress.tokens + counted,
+        seconds=seconds,
+        scale=guard.scale.value if guard.scaled else 0.0,
+        good=guard.scale.good,
+        skipped=guard.skipped,
+    )
+
+
 def _told(
     plan: Plan,
     costs: Costs,
     done: "StepResult",
     step: int,
     first: int,
-    lr: float,
     tokens: int,
     seconds: float,
     guard: Guard,
@@ -177,7 +181,7 @@ def _told(
         gradient_norm=done.norm,
         router_loss=done.router_loss,
         dropped=done.dropped,
-        lr=lr,
+        lr=lr_at(step - 1, plan.run.steps, plan.optimiser),
         tokens=tokens,
         seconds=seconds,
         first=first,
@@ -302,7 +306,7 @@ def _backward_of_model(
             part.data_parallel.before(last=micro + 1 == len(batches.micro))
         if capacity is not None:
             capacity.before(model_inputs(part.tokens, batch))
-        loss = trained = _loss_of(part, batch, loss_sum) / max(1, batches.counted)
+        loss = trained = loss_of(part, batch, loss_sum) / max(1, batches.counted)
         if routers is not None:
             ordered = model_inputs(part.tokens, batch).batch
             trained = loss + routers.loss(routers.sums(ordered.labels_BS), batches.counted)
@@ -329,84 +333,3 @@ def _backward_of_stage(
 
 def _summed(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([*parts]).double().sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
-
-
-def _loss_of(part: ModelPart, batch: Batch, loss_sum: LossSum | None) -> Tensor:
-    return next_token_loss(part, batch) if loss_sum is None else loss_sum(part.module, batch)
-
-
-def next_token_loss(part: ModelPart, batch: Batch) -> Tensor:
-    """The cross-entropy in nats of the next token, summed over the tokens that count.
-
-    Of a derived model the logits stay in parts (`training.objective.loss`).
-    """
-    inputs = model_inputs(part.tokens, batch)
-    with leaving(part.derived):
-        logits: Tensor = part.module(input_ids=inputs.batch.inputs_BS, use_cache=False, **inputs.keywords).logits
-    return token_loss(logits, inputs.batch.labels_BS, lies_of(part.derived))
-
-
-def logits_of(model: ParallelModel, batch: Batch) -> Tensor:
-    """A Hugging Face model's logits, whole and in the order of the batch.
-
-    Of a stage of a pipeline without gradients, and on every stage.
-    """
-    if model.pipeline is not None:
-        return model.pipeline.logits(batch)
-    return logits_in_order(model.module, model.parts[0].tokens, batch)
-
-
-@torch.no_grad()
-def evaluate(model: ParallelModel, batches: Iterable[Batch], loss_sum: LossSum | None = None) -> float:
-    """The mean loss per counted token over all DP ranks' batches."""
-    model.module.eval()
-    pipeline = model.pipeline
-
-    def loss_of(batch: Batch) -> Tensor:
-        if pipeline is None:
-            return _loss_of(model.parts[0], batch, loss_sum)
-        losses = pipeline.losses([batch], token_loss)
-        return losses[0] if losses else torch.zeros((), device=batch.inputs_BS.device)
-
-    return _mean_loss(loss_of, batches, model.world.group, counts=pipeline is None or pipeline.is_last)
-
-
-@torch.no_grad()
-def evaluate_unsharded(module: nn.Module, batches: Iterable[Batch], tokens: TokenOrder | None = None) -> float:
-    """The mean loss of the next token per counted token, of a model that this process has all of."""
-    module.eval()
-    part = ModelPart(module, tokens)
-    return _mean_loss(lambda batch: next_token_loss(part, batch), batches, None)
-
-
-def _mean_loss(
-    loss_of: Callable[[Batch], Tensor], batches: Iterable[Batch], group: dist.ProcessGroup | None, counts: bool = True
-) -> float:
-    """`counts`: whether this rank has the loss of its batches; of a stage that is not the last it is 0."""
-    totals: Tensor | None = None
-    for batch in batches:
-        loss = loss_of(batch).double()
-        counted = (batch.labels_BS != IGNORE).sum().double() * counts
-        pair = torch.stack([loss, counted])
-        totals = pair if totals is None else totals + pair
-    if totals is None:
-        raise ValueError("there is no batch to evaluate")
-    total, counted = sum_over(group, totals)  # of tensor-parallel ranks both are multiples
-    return total / counted
-
-
-def held_out_loss(model: ParallelModel, corpus: Corpus) -> float:
-    """The held-out loss, measured by all ranks together."""
-    data, world = model.plan.data, model.world
-    batches = held_out_batches(corpus, data, index=world.data_index, size=world.data_size, device=world.device)
-    with resharded(model.module):
-        loss = evaluate(model, batches)
-    must_be_finite("the held-out loss", loss)
-    return loss
-
-
-def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> list[float]:
-    """Each value summed over the ranks of a group, which get the same numbers."""
-    if group is not None:
-        dist.all_reduce(values, group=group)
-    return cast("list[float]", values.tolist())
