@@ -80,7 +80,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
     data.prepare(plan.data, data.BYTES, lambda event: None)
     text = data.open_corpus(plan.data, data.BYTES).digest
     record, begun = Record(), time.monotonic()
-    job = RankJob(plan, own, text, loop.Costs())
+    job = RankJob(plan, own, text, loop.StepCosts())
     found = run_ranks(measured, job, world=1, on_event=record, device=plan.run.device)[0]
     if found.asked_to_stop:
         raise StoppedError

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 from tangram.errors import UserError
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.training.data import Batch, RankBatches
 from tangram.training.mesh.buffers import refuse_counted_twice
 from tangram.training.mesh.drawing import Drawer, drawing, seed_for
@@ -114,7 +114,7 @@ def test_ranks_whose_generators_have_run_on_drop_alike(ran: list[Ran]) -> None:
     """NVIDIA/Megatron-LM#206: a data loader drew on one TP rank alone, and ranks dropped otherwise."""
     model = block()
     torch.manual_seed(7)
-    with Drawing():
+    with DrawMode():
         want = model(X)
     for one in ran:
         assert torch.allclose(one.results["plain"], want, atol=1e-5)

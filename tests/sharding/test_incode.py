@@ -26,7 +26,7 @@ from tangram.sharding.derive.transitions import Change
 from tangram.sharding.eager import api, layout_of, mark, relayout
 from tangram.sharding.eager.api import marks_in
 from tangram.sharding.eager.session import Eager, Lying, Mode
-from tangram.sharding.eager.sharded_tensor import Placed
+from tangram.sharding.eager.sharded_tensor import ShardedTensor
 
 HERE = "test_incode.py:"
 
@@ -71,7 +71,7 @@ def test_outside_of_any_mesh_marks_do_nothing() -> None:
 def test_layouts_can_be_asked_for_and_follow_the_operators() -> None:
     with running():
         x = relayout(X, "a b (2 c/tp)")
-        assert isinstance(x, Placed)
+        assert isinstance(x, ShardedTensor)
         assert layout_of(x) == Layout.parse("_=4 _=6 (_=2 _=4/tp)")
         assert str(layout_of(x.transpose(1, 2).exp())) == "_=4 (_=2 _=4/tp) _=6"
         assert str(layout_of(torch.ones(5, 6) @ x)) == "_=4 _=5 (_=2 _=4/tp)"

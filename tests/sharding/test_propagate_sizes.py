@@ -3,7 +3,7 @@
 import torch
 
 from tangram.layout import Layout, Mesh
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.execute import whole
 from tangram.sharding.proof.propagated import check
@@ -11,7 +11,7 @@ from tangram.sharding.propagation.propagate import propagate
 
 aten = torch.ops.aten
 X, W = torch.randn(1, 3, 4), torch.randn(3, 3, 3)
-CONVOLUTION = Call.of(aten.convolution.default, (X, W, None, [1], [1], [1], False, [0], 1), {})
+CONVOLUTION = OpCall.of(aten.convolution.default, (X, W, None, [1], [1], [1], False, [0], 1), {})
 
 
 def test_the_space_of_an_image_and_of_its_weight() -> None:

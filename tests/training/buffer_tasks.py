@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 from tangram.errors import UserError
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.training.data import Batch, RankBatches
 from tangram.training.mesh.tensor_parallel import parallel
 from tangram.training.mesh.world import make_world
@@ -189,7 +189,7 @@ def _steps(model: nn.Module, drawing: bool, casts: bool) -> list[Tensor]:
         kinds.norm.train(mode not in ("eval", "frozen"))
         kinds.p = kinds.drop.p = 0.25 if mode == "another p" else 0.5
         low = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" and casts else nullcontext()
-        with Drawing() if drawing else nullcontext(), torch.set_grad_enabled("without" not in mode), low:
+        with DrawMode() if drawing else nullcontext(), torch.set_grad_enabled("without" not in mode), low:
             result: Tensor = model(x)
         found.append(result.detach().float())
         if result.requires_grad:

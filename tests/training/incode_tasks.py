@@ -25,7 +25,7 @@ from tangram.sharding.derive.of_model import derive_whole, graph_of, parameter_s
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM
 from tangram.sharding.eager import layout_of, mark, relayout
 from tangram.sharding.eager.api import marks_in
-from tangram.sharding.eager.sharded_tensor import Placed
+from tangram.sharding.eager.sharded_tensor import ShardedTensor
 from tangram.training.mesh.eager_marks import EagerModel, eager
 from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 from tangram.training.run.launch import Rank
@@ -363,7 +363,7 @@ def run_functions(mistake: str) -> list[str]:
                 try:
                     with held:
                         placed = relayout(a * 1, lies)
-                        assert isinstance(placed, Placed)
+                        assert isinstance(placed, ShardedTensor)
                         assert str(layout_of(placed)) == layout_from_text(lies, (4, 6, 8))
                         own = relayout(_numbers(function(placed, relayout(b * 1, weights))), "n")
                         own.square().sum().backward()

@@ -15,7 +15,7 @@ from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, Batch, RankBatches, open_corpus
 from tangram.training.mesh.world import World, make_world
 from tangram.training.objective.step_guard import Guard
-from tangram.training.observe.events import SaveFailed, Skipped, StepDone
+from tangram.training.observe.events import SaveFailed, StepDone, StepSkipped
 from tangram.training.parallel.apply import apply
 from tangram.training.run.launch import Rank
 from tangram.training.run.out_of_memory import explained
@@ -195,7 +195,7 @@ def resumed_scale(ranks: Ranks) -> Found:
             torch.equal(local(p), master.half())
             for p, master in zip(state.model.parameters(), masters(state), strict=True)
         ),
-        "skips": [(event.step, event.reason) for event in events if isinstance(event, Skipped)],
+        "skips": [(event.step, event.reason) for event in events if isinstance(event, StepSkipped)],
         "steps": [(event.step, event.skipped) for event in events if isinstance(event, StepDone)],
     }
 
@@ -230,7 +230,9 @@ def astray_steps(ranks: Ranks) -> Found:
         try:
             _, state, events = trained(ranks, plan, 6, plant=poisoned(ranks, steps))
             found[name] = {
-                "skips": [(event.step, event.reason, event.samples) for event in events if isinstance(event, Skipped)],
+                "skips": [
+                    (event.step, event.reason, event.samples) for event in events if isinstance(event, StepSkipped)
+                ],
                 "steps": [event.step for event in events if isinstance(event, StepDone)],
                 "progress": (state.progress.step, state.progress.skipped),
                 "metric": state.metrics["loss"],

@@ -16,14 +16,14 @@ from torch.optim import AdamW
 
 from tangram.schema.plan import Plan
 from tangram.training.mesh.world import make_world
-from tangram.training.observe.events import Note, Saved, SaveFailed
+from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed
 from tangram.training.parallel.apply import apply
 from tangram.training.run.launch import Rank
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress, load
 from tangram.training.state.load_weights import load_pretrained
 
 Values = dict[str, npt.NDArray[Any]]
-Events = list[Saved | SaveFailed | Note]
+Events = list[CheckpointSaved | SaveFailed | Note]
 ROWS, COLUMNS, COPIES = {"*": "_/dp ..."}, {"*": "... _/dp"}, {"*": "..."}
 TENSOR = {"blocks.*.weight": "o/tp i", "blocks.*.bias": "o/tp", "*": "..."}
 LAYOUTS = {"rows": ROWS, "columns": COLUMNS, "copies": COPIES, "tensor": TENSOR}
@@ -134,8 +134,8 @@ class Seen:
 
     saved: Values
     loaded: dict[str, Values] = field(default_factory=dict[str, Values])
-    events: dict[str, list[Saved | SaveFailed | Note]] = field(
-        default_factory=dict[str, list[Saved | SaveFailed | Note]]
+    events: dict[str, list[CheckpointSaved | SaveFailed | Note]] = field(
+        default_factory=dict[str, list[CheckpointSaved | SaveFailed | Note]]
     )
     losses: list[float] = field(default_factory=list[float])
 

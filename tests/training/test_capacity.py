@@ -20,7 +20,7 @@ from tangram.relayout.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, cut
 from tangram.training.data import BYTES, IGNORE, Batch, RankBatches
-from tangram.training.mesh.tensor_parallel import Lies
+from tangram.training.mesh.tensor_parallel import ResultPlacement
 from tangram.training.mesh.world import World, make_world
 from tangram.training.objective import expert_capacity
 from tangram.training.objective.model_inputs import model_inputs
@@ -31,7 +31,7 @@ from tangram.training.step import loop
 from tangram.training.step.evaluate import evaluate, evaluate_unsharded
 from tangram.training.step.optimiser_step import make_adamw
 from tangram.training.trials.dry_run import (
-    Counted,
+    CountedStep,
     _fake_ranks,  # pyright: ignore[reportPrivateUsage]
     counted_alone,
 )
@@ -177,7 +177,7 @@ def test_a_dry_run_counts_what_it_moves(tmp_path: Path) -> None:
     write_models(tmp_path)
     tables = {**WITH_EXPERTS["experts and fsdp"][1].tables, "precision": {"compute": "bfloat16"}}
     tables["model"] = {"preset": None, "path": str(tmp_path / "qwen3_moe.json"), "change": {}}
-    found: list[list[Counted]] = []
+    found: list[list[CountedStep]] = []
     for factor in (0.0, 0.8):
         plan = small_plan(Path("text"), run={"expert_capacity": factor}, **tables)
         found.append(counted_alone(plan, source_of(plan, BYTES), 0))
@@ -205,7 +205,7 @@ def test_ranks_that_see_the_same_tokens_count_them_once(world: World, monkeypatc
         run = run_of(1.0, "probs")
         ours = cast(Any, expert_capacity.Capacity(model, None, routers_in(model), run, place, place.group))
         for state in (SAME, SEVERAL, cut(0), cut(1)):
-            lies = Lies({"tp": state}, Mesh.parse("tp=2"), {"tp": rank}, {})
+            lies = ResultPlacement({"tp": state}, Mesh.parse("tp=2"), {"tp": rank}, {})
             monkeypatch.setattr(expert_capacity, "lies_of", lambda *_, lies=lies: lies)
             if state == cut(1):
                 with pytest.raises(UserError, match="is no whole rows on each rank"):

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.sharding.local_ops.random_numbers import Key, Numbers, Samples, Span, bernoulli
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_numbers import DrawNumbers, Key, NumberSpan, Samples, bernoulli
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.training.data import Batch, RankBatches
 from tangram.training.mesh.drawing import Drawer, drawing, seed_for
 
@@ -134,7 +134,7 @@ def test_a_whole_batch_draws_what_one_process_draws() -> None:
     torch.manual_seed(0)
     plain = Draws(KINDS["dropout"])
     seed_for(torch.device("cpu"), 7, STEP)
-    with Drawing():
+    with DrawMode():
         want = plain(X)
     assert torch.equal(trained(made(KINDS["dropout"]), 1)[0], want)
 
@@ -244,17 +244,17 @@ def test_a_compiled_block_draws_the_same() -> None:
 @pytest.mark.parametrize("start", [0, 1, 2, 3, 6])
 def test_numbers_in_a_row_are_those_one_by_one(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tangram.sharding.local_ops.random_numbers._AT_ONCE", 8)
-    span = Span(start, (3, 7))
+    span = NumberSpan(start, (3, 7))
     for p in (0.0, 0.3, 0.9, 1.0):
         assert torch.equal(bernoulli(span, p, Key(5, 6)), bernoulli(span.numbers, p, Key(5, 6)))
 
 
 def test_numbers_of_a_part_are_those_of_the_global_batch() -> None:
     whole = torch.arange(3 * 10 * 5).view(3, 10, 5)
-    numbers = Numbers(Samples(4, 2, 10), {(3, 2, 5): 5, (6, 5): 0})
-    at, key = numbers.of_all(Span(0, (3, 2, 5)), (3, 2, 5), Key(1, 0))
+    numbers = DrawNumbers(Samples(4, 2, 10), {(3, 2, 5): 5, (6, 5): 0})
+    at, key = numbers.of_all(NumberSpan(0, (3, 2, 5)), (3, 2, 5), Key(1, 0))
     assert isinstance(at, Tensor)
     assert torch.equal(at, whole[:, 4:6])
     assert key == Key(1, 0)
-    assert numbers.of_all(Span(0, (6, 5)), (6, 5), Key(1, 0)) == (Span(0, (6, 5)), Key(1, 0))
-    assert numbers.of_all(Span(0, (4,)), (4,), Key(1, 0)) == (Span(0, (4,)), Key(1, 5))
+    assert numbers.of_all(NumberSpan(0, (6, 5)), (6, 5), Key(1, 0)) == (NumberSpan(0, (6, 5)), Key(1, 0))
+    assert numbers.of_all(NumberSpan(0, (4,)), (4,), Key(1, 0)) == (NumberSpan(0, (4,)), Key(1, 5))

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from tangram.training.parallel.master_weights import MasterAdamW
-from tangram.training.run.out_of_memory import Held, NoMemoryError, explained, held, is_no_memory, sentence
+from tangram.training.run.out_of_memory import MemoryInUse, NoMemoryError, explained, held, is_no_memory, sentence
 from tests.training.policies import PREDICTED, Found, too_much
 
-WITHIN = Held(parameters=2e6, gradients=2e6, optimiser=4e6, flows=4e6)
+WITHIN = MemoryInUse(parameters=2e6, gradients=2e6, optimiser=4e6, flows=4e6)
 
 
 def test_the_phase_and_the_part_are_named_on_every_rank(policies: list[Mapping[str, Found]]) -> None:

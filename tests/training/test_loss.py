@@ -23,7 +23,7 @@ from tangram.training.parallel.apply import apply, give_storage
 from tangram.training.state.build_model import source_of
 from tangram.training.step.evaluate import logits_of
 from tangram.training.trials.dry_run import (
-    Counted,
+    CountedStep,
     _fake_ranks,  # pyright: ignore[reportPrivateUsage]
     counted_alone,
 )
@@ -91,11 +91,11 @@ def test_an_uneven_vocabulary_is_refused() -> None:
         legal(plan, build_on_meta(source_of(plan, BYTES).config))
 
 
-def counted(plan: Plan) -> Counted:
+def counted(plan: Plan) -> CountedStep:
     return counted_alone(plan, source_of(plan, BYTES), 0)[0]
 
 
-def received(step: Counted, kind: str) -> float:
+def received(step: CountedStep, kind: str) -> float:
     return sum(nbytes for (_, one), nbytes in step.nbytes.items() if one == kind)
 
 

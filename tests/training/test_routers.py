@@ -22,7 +22,7 @@ from tangram.relayout.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State
 from tangram.training.data import BYTES, IGNORE, Batch, RankBatches
-from tangram.training.mesh.tensor_parallel import Lies
+from tangram.training.mesh.tensor_parallel import ResultPlacement
 from tangram.training.mesh.world import World, make_world, of_stage
 from tangram.training.objective import router_loss
 from tangram.training.parallel.apply import apply
@@ -31,7 +31,7 @@ from tangram.training.step import loop
 from tangram.training.step.evaluate import evaluate
 from tangram.training.step.optimiser_step import make_adamw
 from tangram.training.trials.dry_run import (
-    Counted,
+    CountedStep,
     _fake_ranks,  # pyright: ignore[reportPrivateUsage]
     counted_alone,
 )
@@ -230,7 +230,7 @@ def test_a_dry_run_counts_what_stages_send_and_the_last_one_adds_up(
     write_models(tmp_path)
     tables = {**strategy.tables, "precision": {"compute": "bfloat16"}}
     tables["model"] = {"preset": None, "path": str(tmp_path / "qwen3_moe.json"), "change": {}}
-    found: list[Counted] = []
+    found: list[CountedStep] = []
     for weight in (0.0, WEIGHT):
         plan = small_plan(Path("text"), run={"router_loss": weight}, data={"micro_batch": 1}, **tables)
         found.append(counted_alone(plan, source_of(plan, BYTES), rank)[-1])
@@ -252,7 +252,7 @@ def test_a_dry_run_counts_what_it_moves(tmp_path: Path) -> None:
     write_models(tmp_path)
     tables = {**WITH_EXPERTS["experts and fsdp"][1].tables, "precision": {"compute": "bfloat16"}}
     tables["model"] = {"preset": None, "path": str(tmp_path / "qwen3_moe.json"), "change": {}}
-    found: list[list[Counted]] = []
+    found: list[list[CountedStep]] = []
     for weight in (0.0, WEIGHT):
         plan = small_plan(Path("text"), run={"router_loss": weight}, **tables)
         found.append(counted_alone(plan, source_of(plan, BYTES), 0))
@@ -283,7 +283,9 @@ def test_ranks_that_see_the_same_count_once(
 
     alone, told = seen()
     watched._world = replace(world, mesh=Mesh.parse("dp=1 tp=2"))
-    monkeypatch.setattr(router_loss, "lies_of", lambda *_: Lies({"tp": state}, Mesh.parse("tp=2"), {"tp": 0}, {}))
+    monkeypatch.setattr(
+        router_loss, "lies_of", lambda *_: ResultPlacement({"tp": state}, Mesh.parse("tp=2"), {"tp": 0}, {})
+    )
     monkeypatch.setattr(router_loss, "summed", lambda x, group: 2 * x)
     gradient, half = seen()
     torch.testing.assert_close(gradient, part * alone)

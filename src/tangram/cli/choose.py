@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tangram.layout import Mesh
     from tangram.models.graph import Graph
     from tangram.schema.job import Job
-    from tangram.sharding.choose.choose import Chosen, Price
+    from tangram.sharding.choose.choose import ChosenMarks, Price
     from tangram.sharding.choose.costs import Training
     from tangram.sharding.choose.export_marks import Marked
     from tangram.sharding.derive.derive import Derived
@@ -72,7 +72,7 @@ def bytes_of(text: str) -> float:
 class Answer:
     """What was chosen, and what it is beside."""
 
-    chosen: "Chosen"
+    chosen: "ChosenMarks"
     limit: float
     took: float
     """Seconds of the clock."""

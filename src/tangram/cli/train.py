@@ -76,12 +76,12 @@ def train(
             return dry(asked, json=json)
 
         from tangram.training.run.resume import refuse_unknown  # these load torch: only for a sound plan
-        from tangram.training.start import FAILURES, Asked, train_as_asked
+        from tangram.training.start import FAILURES, TrainRequest, train_as_asked
 
         refuse_unknown(allow or [])
         try:
             with ProgressLine(Console(stderr=json, quiet=not speaks())) as line:
-                told = Asked(
+                told = TrainRequest(
                     asked, run_name(plan), processes, out, folder, profile, trials if auto else 0, tuple(allow or ())
                 )
                 summary = train_as_asked(told, Startup(line) if profile_startup else line, meeting)

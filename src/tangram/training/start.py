@@ -27,14 +27,14 @@ from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 from tangram.training.data import load_tokens
 from tangram.training.objective import expert_capacity, router_loss
-from tangram.training.observe.events import Doing, Note, Table
+from tangram.training.observe.events import Doing, Note, TableEvent
 from tangram.training.observe.text_tables import count
 from tangram.training.parallel.apply import freeze
 from tangram.training.run.fork_server import make_ready
 from tangram.training.run.job import (
     JOB_FAILURES,
-    Chosen,
-    Prepared,
+    ChosenPlan,
+    PreparedJob,
     Stopped,
     prepare_job,
     prepare_text,
@@ -56,7 +56,7 @@ OnEvent = Callable[[object], None]
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrainRequest:
     """What the command line says."""
 
     job: Job | Plan
@@ -73,7 +73,7 @@ class Asked:
     """Keys that a resume may change (`training.run.resume`)."""
 
 
-def train_as_asked(asked: Asked, on_event: OnEvent, meeting: Meeting | None) -> Mapping[str, Any] | None:
+def train_as_asked(asked: TrainRequest, on_event: OnEvent, meeting: Meeting | None) -> Mapping[str, Any] | None:
     """Run it; the summary, where rank 0 is and if it came to one. `meeting`: of the ranks that torchrun started."""
     with contextlib.ExitStack() as opened:
         if meeting is None:
@@ -85,7 +85,7 @@ def train_as_asked(asked: Asked, on_event: OnEvent, meeting: Meeting | None) -> 
         chosen = on_one(meeting, lambda: choose(asked, meeting, tell))
         on_one(meeting, lambda: prepare_text(chosen.plan, tell), per="node")
         folder = on_one(meeting, lambda: opened.enter_context(_folder(asked, chosen.plan)).resolve())
-        known: list[Prepared] = []  # on rank 0 alone
+        known: list[PreparedJob] = []  # on rank 0 alone
 
         def begin() -> RankJob:
             known.append(prepare_job(chosen, tell))
@@ -129,13 +129,13 @@ def say_stopped(outcome: Stopped, folder: Path, on_event: OnEvent) -> None:
     on_event(Note(f"  tangram train --resume --out {shlex.quote(str(folder))}"))
 
 
-def _folder(asked: Asked, plan: Plan) -> AbstractContextManager[Path]:
+def _folder(asked: TrainRequest, plan: Plan) -> AbstractContextManager[Path]:
     if asked.resume is not None:
         return alone(asked.resume)
     return run_folder(asked.out, asked.name, dumps(plan))
 
 
-def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
+def choose(asked: TrainRequest, meeting: Meeting | None, on_event: OnEvent) -> ChosenPlan:
     """The plan to run, with what it is predicted to need; of a job, the first that the planner ranks."""
     started = meeting.place.world if meeting else None
     processes = _processes(asked.job, asked.processes, started)
@@ -150,7 +150,7 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
     expert_capacity.refuse(model, job)
     if isinstance(job, Plan):
         found = rates(pick_device(job.run.device, 0, 1).type, processes)
-        return Chosen(job, predict(job, found, config), processes * found.peak_flops(job.precision.compute))
+        return ChosenPlan(job, predict(job, found, config), processes * found.peak_flops(job.precision.compute))
     ranking = _ranked(job, processes, asked, on_event) if asked.trials else plans_of(job, processes)
     on_event(_shown(ranking))
     for note in ranking.notes:
@@ -160,10 +160,10 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
         raise UserError(
             f"no plan for {count(processes, 'process', 'es')} can be run here: {first.name}: {first.why_not}"
         )
-    return Chosen(first.plan, first.estimate, processes * ranking.rates.peak_flops(job.precision.compute))
+    return ChosenPlan(first.plan, first.estimate, processes * ranking.rates.peak_flops(job.precision.compute))
 
 
-def resumed(asked: Asked, processes: int) -> Job | Plan:
+def resumed(asked: TrainRequest, processes: int) -> Job | Plan:
     """What was asked for; a job with which a run is resumed on as many ranks, by the strategy of that run."""
     job = asked.job
     if asked.resume is None or isinstance(job, Plan) or not (asked.resume / PLAN_FILE).is_file():
@@ -180,7 +180,7 @@ def resumed(asked: Asked, processes: int) -> Job | Plan:
         return job
 
 
-def _refuse_trials(job: Job | Plan, asked: Asked, meeting: Meeting | None) -> None:
+def _refuse_trials(job: Job | Plan, asked: TrainRequest, meeting: Meeting | None) -> None:
     if asked.trials and isinstance(asked.job, Plan):
         raise UserError("--auto chooses a plan, and this is one already: leave it out, or give a job")
     if asked.trials and meeting is not None:
@@ -189,7 +189,7 @@ def _refuse_trials(job: Job | Plan, asked: Asked, meeting: Meeting | None) -> No
         raise UserError("--auto tries plans before a run begins, and this one has begun: leave it out")
 
 
-def _ranked(job: Job, processes: int, asked: Asked, on_event: OnEvent) -> Ranking:
+def _ranked(job: Job, processes: int, asked: TrainRequest, on_event: OnEvent) -> Ranking:
     """With and without stages, the best of them tried."""
     tried = try_plans(planned(job, processes, stages=0), asked.trials, asked.name, on_event)
     on_event(Note(f"trials     {count(len(tried.trials), 'plan')} measured; {tried.ended}"))
@@ -212,7 +212,7 @@ def _processes(job: Job, asked: int | None, started: int | None) -> int:
     return started or asked or max(1, len(accelerators()) if job.run.device == "auto" else 1)
 
 
-def _shown(ranking: Ranking) -> Table:
+def _shown(ranking: Ranking) -> TableEvent:
     """The best micro-batch of every strategy, and beside them what one process would do."""
     rows: dict[tuple[str, str], tuple[str, ...]] = {}
     for one in (*ranking.ranked, *([ranking.alone] if ranking.alone else [])):
@@ -225,4 +225,4 @@ def _shown(ranking: Ranking) -> Table:
     why = any(row[-1] for row in rows.values())
     shown = tuple(row if why else row[:-1] for row in rows.values())
     title = f"Plans for {count(ranking.processes, 'process', 'es')}, as predicted; the first is run"
-    return Table(title, headers if why else headers[:-1], shown)
+    return TableEvent(title, headers if why else headers[:-1], shown)

@@ -19,11 +19,11 @@ from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.models.graph import Graph
 from tangram.models.named import named
-from tangram.sharding.derive.collectives_between import LEAVE_NOTHING, Move
-from tangram.sharding.derive.derive import Derived, Over, Problem, Rates, derive, fixed_by
+from tangram.sharding.derive.collectives_between import LEAVE_NOTHING, Comm
+from tangram.sharding.derive.derive import AxisProblem, Derived, Over, Rates, derive, fixed_by
 from tangram.sharding.derive.layouts import moved
 from tangram.sharding.derive.marking.marks import Mark, marks_of
-from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.rates import effort
 from tangram.sharding.derive.solve.solve import Name, least
 
@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-class InBytes(Problem):
+class InBytes(AxisProblem):
     """The problem of an axis with the parameters of another solution, and without more work than it in products."""
 
     def __init__(self, found: Derived, over: Over, others: list[Over], rates: Rates) -> None:
@@ -74,7 +74,7 @@ class InBytes(Problem):
         by_marks = {v: own[over.axis] for v, own in known.items() if over.axis in own}
         super().__init__(found.folded, over.axis, over.k, others, {**by_marks, **marked, **fixed}, rates)
 
-    def _work(self, step: Step, some: Sequence[Move]) -> list[float]:
+    def _work(self, step: FoldedStep, some: Sequence[Comm]) -> list[float]:
         own = effort(self.folded, step)
         most = self.over_now.moves[step.number].share
         return [float("inf") if own.product and move.share > most else 0.0 for move in some]

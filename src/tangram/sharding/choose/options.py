@@ -1,6 +1,6 @@
 """What there is to choose from: for each tensor and operator, the ways to lie and to move over all axes at once.
 
-Over each axis they are those of a derivation (`derive.Problem`); those over several axes are all combinations of which
+Over each axis they are those of a derivation (`AxisProblem`); those over several axes are all combinations of which
 the cuts are even together. Left out is only what can never be needed:
 
     masks and positions     what no parameter has a part in lies whole, at no cost, and is cut where it is taken
@@ -19,16 +19,16 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.sharding.derive.collectives_between import Move
-from tangram.sharding.derive.derive import Derived, Over, Problem, Rates, fixed_by
+from tangram.sharding.derive.collectives_between import Comm
+from tangram.sharding.derive.derive import AxisProblem, Derived, Over, Rates, fixed_by
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.problem.folding import Folded, Step
+from tangram.sharding.derive.problem.folding import Folded, FoldedStep
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State
 from tangram.sharding.derive.solve.solve import Name
 
 States = tuple[State, ...]
 """One for each axis."""
-Moves = tuple[Move, ...]
+Moves = tuple[Comm, ...]
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ def options(folded: Folded, mesh: Mesh, marks: Sequence[Mark]) -> Options:
         raise UserError(
             "a mark cuts a dim into parts that are no even chunks, which a choice does not weigh: leave it out"
         )
-    problems: list[Problem] = []
+    problems: list[AxisProblem] = []
     for axis in axes:
         own = {v: states[axis] for v, states in fixed.items() if axis in states}
         problems.append(
-            Problem(folded, axis, mesh.axes[axis][0], [], own, Rates(follow=0.0), routed=False, linked=False)
+            AxisProblem(folded, axis, mesh.axes[axis][0], [], own, Rates(follow=0.0), routed=False, linked=False)
         )
     ks = tuple(mesh.axes[axis][0] for axis in axes)
     quiet = still(folded, fixed)
@@ -144,13 +144,13 @@ def of_derived(found: Derived) -> Options:
     return Options(folded, found.mesh, axes, lies, used, moves)
 
 
-def _same_effect(move: Move) -> tuple[object, ...]:
+def _same_effect(move: Comm) -> tuple[object, ...]:
     return move.label, move.inputs, move.outputs
 
 
-def _nothing(step: Step) -> Move:
+def _nothing(step: FoldedStep) -> Comm:
     inputs = tuple(None if dims is None else SAME for dims in step.bound.inputs)
-    return Move(None, inputs, (SAME,) * len(step.bound.outputs), 1.0)
+    return Comm(None, inputs, (SAME,) * len(step.bound.outputs), 1.0)
 
 
 def _values(folded: Folded) -> list[int]:
@@ -177,11 +177,13 @@ def still(folded: Folded, fixed: Mapping[int, object]) -> set[int]:
     return found
 
 
-def _moves(step: Step, problems: Sequence[Problem], ks: Sequence[int], quiet: set[int], folded: Folded) -> list[Moves]:
+def _moves(
+    step: FoldedStep, problems: Sequence[AxisProblem], ks: Sequence[int], quiet: set[int], folded: Folded
+) -> list[Moves]:
     gradient = any(v in folded.differentiable for v in step.outputs)
     if quiet.issuperset(step.outputs):
         return [tuple(p.moves[step.number][0] for p in problems)]
-    by_axis: list[list[Move]] = []
+    by_axis: list[list[Comm]] = []
     for p in problems:
         own = p.moves[step.number]
         by_axis.append([m for m in own if gradient or m.label is not None or SEVERAL not in m.outputs])
@@ -206,7 +208,7 @@ def fits(n: int, cuts: Iterable[tuple[int, int]]) -> bool:
 
 
 def _ends(
-    folded: Folded, moves: Mapping[int, Sequence[Moves]], problems: Sequence[Problem]
+    folded: Folded, moves: Mapping[int, Sequence[Moves]], problems: Sequence[AxisProblem]
 ) -> dict[int, list[set[State]]]:
     """Of each class, over each axis, how its maker can give it and how its takers can need it."""
     found: dict[int, list[set[State]]] = {v: [set() for _ in problems] for v in _values(folded)}
@@ -225,7 +227,7 @@ def _ends(
     return found
 
 
-def _asked(step: Step, moves: Sequence[Moves]) -> Iterator[tuple[int, int, State]]:
+def _asked(step: FoldedStep, moves: Sequence[Moves]) -> Iterator[tuple[int, int, State]]:
     """Over which axis, of which class, what some move needs or gives."""
     for some in moves:
         for i, move in enumerate(some):

@@ -16,12 +16,12 @@ from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.derive.collectives_between import Label
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.linked import cut_of, passed
-from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, Parts, Routed, State, cut, part_dim, scaled
-from tangram.sharding.derive.transitions import Step as Moves
+from tangram.sharding.derive.transitions import FoldedStep as Moves
 from tangram.sharding.derive.transitions import change, costs, summed_once, wanted
 from tangram.sharding.local_ops.local_call import Part
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 
 
 def divided(n: int, cuts: Sequence[tuple[str, State]]) -> Dim:
@@ -97,18 +97,18 @@ def lying(found: Derived, v: int) -> dict[str, State]:
     return {over.axis: over.lying[v] for over in found.axes if v in over.lying}
 
 
-def made(found: Derived, step: Step, output: int) -> dict[str, State]:
+def made(found: Derived, step: FoldedStep, output: int) -> dict[str, State]:
     """By axis, how an operator gives one of its results."""
     return {over.axis: over.moves[step.number].outputs[output] for over in found.axes}
 
 
-def needed(found: Derived, step: Step, place: int) -> dict[str, State]:
+def needed(found: Derived, step: FoldedStep, place: int) -> dict[str, State]:
     """By axis, how an operator needs one of its tensors."""
     states = {over.axis: over.moves[step.number].inputs[place] for over in found.axes}
     return {axis: state for axis, state in states.items() if state is not None}
 
 
-def steps_of_nodes(found: Derived) -> dict[int, Step]:
+def steps_of_nodes(found: Derived) -> dict[int, FoldedStep]:
     """The step that stands for each node of the forward: of equal layers, that of the first."""
     graph = found.folded.graph
     by_number = {step.number: step for step in found.folded.steps}
@@ -144,7 +144,7 @@ def unlike(found: Derived) -> Iterator[int]:
         yield found.mesh.rank(dict(zip(kinds, places, strict=True)))
 
 
-def called(found: Derived, step: Step) -> Call:
+def called(found: Derived, step: FoldedStep) -> OpCall:
     """The call of a step as one rank makes it where nothing but the code says how many: numbers of its own rows."""
     own = [over.k for over in found.axes if any(isinstance(s, Routed) for s in over.moves[step.number].outputs)]
     if not own or not step.call.name.startswith("arange"):
@@ -152,7 +152,7 @@ def called(found: Derived, step: Step) -> Call:
     return replace(step.call, arguments={**step.call.arguments, "end": step.call.arguments["end"] // math.prod(own)})
 
 
-def part(found: Derived, step: Step, rank: int) -> Part:
+def part(found: Derived, step: FoldedStep, rank: int) -> Part:
     """Where a rank stands in an operator: what it holds of each factor that is cut."""
     cuts: dict[str, list[tuple[str, Label]]] = {}
     for over in found.axes:
@@ -215,7 +215,7 @@ def moved(found: Derived, *, at_once: bool = True) -> Iterator[Moved]:
             yield from way(v, made(found, step, i), used(found, v), step.times, None)
 
 
-def _inside(found: Derived, step: Step) -> Iterator[Moved]:
+def _inside(found: Derived, step: FoldedStep) -> Iterator[Moved]:
     """What parts tell each other within an operator."""
     ways = 1
     for over in found.axes:

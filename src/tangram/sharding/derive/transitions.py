@@ -41,7 +41,7 @@ States = Mapping[str, State]
 NOTHING_SENT = frozenset({sequences.SLICE, sequences.ZERO})
 
 
-class Step(NamedTuple):
+class StateStep(NamedTuple):
     """A tensor that lies otherwise over one axis, after."""
 
     axis: str
@@ -53,14 +53,14 @@ class Step(NamedTuple):
 class Joint:
     """A tensor that lies otherwise over several axes, by a sequence of collectives over some of them at once."""
 
-    apart: tuple[Step, ...]
+    apart: tuple[StateStep, ...]
     """The same, one axis after the other."""
     there: tuple[sequences.Step, ...] = field(compare=False)
     back: tuple[sequences.Step, ...] | None = field(compare=False)
     """What is done with the gradient; None where there is none."""
 
 
-Change = tuple[Step | Joint, ...]
+Change = tuple[StateStep | Joint, ...]
 """One after the other."""
 
 
@@ -74,7 +74,7 @@ class Cost(NamedTuple):
     backward_bytes: float
 
 
-def apart(change: Change) -> Iterator[Step]:
+def apart(change: Change) -> Iterator[StateStep]:
     """A change one axis after the other."""
     for one in change:
         yield from one.apart if isinstance(one, Joint) else (one,)
@@ -153,7 +153,7 @@ def _joint(
     shape: tuple[int, ...],
     itemsize: int,
     lies: tuple[tuple[digits.Digit, str, State, State], ...],
-    steps: tuple[Step, ...],
+    steps: tuple[StateStep, ...],
     differentiable: bool,
 ) -> Joint | None:
     """The cheapest sequences between two states; None where one axis after the other is as cheap, or there is none."""
@@ -211,7 +211,7 @@ def _spots(lies: Sequence[tuple[int, State]]) -> list[digits.Spot | None]:
 # ---------------------------------------------------------------- one axis after the other
 
 
-def ordered(source: States, target: States, sizes: Mapping[str, int]) -> Iterator[Step]:
+def ordered(source: States, target: States, sizes: Mapping[str, int]) -> Iterator[StateStep]:
     """Steps over single axes, of which each can be done by itself; cuts as they are on what ranks have at that time.
 
     What lies under a cut that moves is put together before, and cut again. `sizes`: of the axes, in the order of the
@@ -233,8 +233,8 @@ def ordered(source: States, target: States, sizes: Mapping[str, int]) -> Iterato
         outer = (s for a in axes[: axes.index(axis)] if a in goals for s in (now[a], goals[a]))
         return goal.kind == "cut" and any((s.kind, s.dim, s.outer) == ("cut", goal.dim, goal.outer) for s in outer)
 
-    def step(axis: str, goal: State) -> Step:
-        found = Step(axis, here(now[axis], axis, now, sizes), here(goal, axis, now, sizes))
+    def step(axis: str, goal: State) -> StateStep:
+        found = StateStep(axis, here(now[axis], axis, now, sizes), here(goal, axis, now, sizes))
         now[axis] = goal
         return found
 
@@ -302,7 +302,7 @@ def costs(
             own /= sizes[axis] if part_dim(b) is not None else 1
 
 
-def _cost(step: Step, own: float, k: int, *, differentiable: bool) -> Cost:
+def _cost(step: StateStep, own: float, k: int, *, differentiable: bool) -> Cost:
     """Of a step over an axis of `k` ranks, each of which has `own` bytes before it."""
     found = way(step.source, step.target) or collectives.way(step.source, step.target)
     forward, backward = found[0], found[1] if differentiable else ""

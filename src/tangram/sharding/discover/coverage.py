@@ -24,11 +24,11 @@ from torch._ops import OpOverload
 from tangram.sharding.ops import views
 from tangram.sharding.ops.calls import name_of, tensor_arguments
 from tangram.sharding.ops.computed_rules import ESCAPES
-from tangram.sharding.ops.rule_table import POINTWISE, Line, builtin
+from tangram.sharding.ops.rule_table import POINTWISE, RuleLine, builtin
 
 
 @dataclass(frozen=True)
-class Way:
+class OperatorCoverage:
     """How an operator is covered."""
 
     operator: str
@@ -49,28 +49,28 @@ def core() -> Iterator[OpOverload]:
                 yield one
 
 
-def coverage() -> list[Way]:
+def coverage() -> list[OperatorCoverage]:
     """How each core operator is covered."""
     return [way(one) for one in core()]
 
 
-def way(operator: OpOverload) -> Way:
+def way(operator: OpOverload) -> OperatorCoverage:
     """How one operator is covered."""
     name, lines = name_of(operator), builtin().all_of(operator)
     if name in ESCAPES:
-        return Way(name, "rule", "a function of escapes.py")
+        return OperatorCoverage(name, "rule", "a function of escapes.py")
     if lines:
         if all(is_whole(line) for line in lines):
-            return Way(name, "whole", reason(lines[0]))
-        return Way(name, "pointwise" if lines[0].rule.operators[0] == POINTWISE else "rule", lines[0].text)
+            return OperatorCoverage(name, "whole", reason(lines[0]))
+        return OperatorCoverage(name, "pointwise" if lines[0].rule.operators[0] == POINTWISE else "rule", lines[0].text)
     if views.view_of(operator) is not None:
-        return Way(name, "view")
+        return OperatorCoverage(name, "view")
     if not tensor_arguments(operator):
-        return Way(name, "factory")
-    return Way(name, "decomposition" if is_decomposed(operator) else "")
+        return OperatorCoverage(name, "factory")
+    return OperatorCoverage(name, "decomposition" if is_decomposed(operator) else "")
 
 
-def is_whole(line: Line) -> bool:
+def is_whole(line: RuleLine) -> bool:
     """Whether a line cuts nothing."""
     pieces = [piece for operand in line.rule.inputs for piece in operand.pieces]
     return all(piece.whole or str(piece) == "_" for piece in pieces)
@@ -103,6 +103,6 @@ def _comments() -> dict[tuple[str, int], str]:
     return found
 
 
-def reason(line: Line) -> str:
+def reason(line: RuleLine) -> str:
     """The comment beside a line, or the last one before it."""
     return _comments().get((line.file, line.number), "")

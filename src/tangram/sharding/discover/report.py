@@ -17,11 +17,11 @@ import torch
 from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.sharding.discover.coverage import reason
-from tangram.sharding.discover.cuts import Found
+from tangram.sharding.discover.cuts import DimsTogether
 from tangram.sharding.discover.propose import findings
 from tangram.sharding.ops import find_rule
-from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.rule_table import Table, builtin
+from tangram.sharding.ops.calls import OpCall
+from tangram.sharding.ops.rule_table import RuleTable, builtin
 from tangram.sharding.proof.samples import samples
 
 CALLS = 10
@@ -66,10 +66,10 @@ def job(part: int, parts: int) -> Any:
     return [asdict(gap) for name in sorted(calls)[part::parts] for gap in gaps_of(table, name, calls[name])]
 
 
-def gaps_of(table: Table, name: str, calls: Sequence[Call]) -> list[Gap]:
+def gaps_of(table: RuleTable, name: str, calls: Sequence[OpCall]) -> list[Gap]:
     """The cuts of one operator that are valid and not in a table."""
     some = [c for c in calls if all(t is None or t.numel() for t in c.tensors)][:CALLS]
-    found: dict[str, list[Call]] = {}
+    found: dict[str, list[OpCall]] = {}
     for call, finding in zip(some, findings(some), strict=True):
         if isinstance(finding, str):
             continue
@@ -87,7 +87,7 @@ def gaps_of(table: Table, name: str, calls: Sequence[Call]) -> list[Gap]:
     return [Gap(name, cut, len(seen), str(seen[0]), why) for cut, seen in found.items() if len(_shapes(seen)) > 1]
 
 
-def _allowed(table: Table, call: Call) -> set[frozenset[tuple[int, int]]]:
+def _allowed(table: RuleTable, call: OpCall) -> set[frozenset[tuple[int, int]]]:
     bound = find_rule.bound(table, call)
     return {
         frozenset((i, d) for i, dims in enumerate(bound.inputs) for d, fs in enumerate(dims or ()) if factor in fs)
@@ -95,16 +95,16 @@ def _allowed(table: Table, call: Call) -> set[frozenset[tuple[int, int]]]:
     }
 
 
-def _gains(one: Found, call: Call) -> bool:
+def _gains(one: DimsTogether, call: OpCall) -> bool:
     sizes = [t.shape[d] for i, d in one.dims for t in [call.tensors[i]] if t is not None]
     return min(sizes) >= LEAST and any(op != "same" for op, _ in one.outputs)
 
 
-def _shapes(calls: Sequence[Call]) -> set[Any]:
+def _shapes(calls: Sequence[OpCall]) -> set[Any]:
     return {tuple(None if t is None else tuple(t.shape) for t in call.tensors) for call in calls}
 
 
-def _shown(one: Found, call: Call) -> str:
+def _shown(one: DimsTogether, call: OpCall) -> str:
     """Dims counted from the end, as operators with more dims before them have them in common."""
     dims = ", ".join(f"input {i} dim {d - t.ndim}" for i, d in one.dims for t in [call.tensors[i]] if t is not None)
     after = ", ".join("cut" if op == "cut" else op for op, _ in one.outputs)

@@ -36,7 +36,7 @@ from tangram.sharding.derive.marking.mark_ops import InCode, parsed
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.eager.meant import kind as _kind
 from tangram.sharding.eager.meant import meant
-from tangram.sharding.eager.sharded_tensor import Placed
+from tangram.sharding.eager.sharded_tensor import ShardedTensor
 
 Marked = TypeVar("Marked", Tensor, nn.Module)
 _KEPT = "_tangram_mark"
@@ -45,11 +45,11 @@ _KEPT = "_tangram_mark"
 class Session(Protocol):
     """Who derives operators as they run."""
 
-    def mark(self, x: Tensor, written: Written) -> Tensor:
+    def mark(self, x: Tensor, written: WrittenMark) -> Tensor:
         """`x`, lying so from now on."""
         ...
 
-    def relayout(self, x: Tensor, written: Written) -> Tensor:
+    def relayout(self, x: Tensor, written: WrittenMark) -> Tensor:
         """The same elements, lying so."""
         ...
 
@@ -59,7 +59,7 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenMark:
     """A mark as somebody wrote it."""
 
     layout: Layout
@@ -67,10 +67,10 @@ class Written:
     """How it is called in a message."""
 
     @staticmethod
-    def in_code(what: str, layout: str, line: str) -> Written:
+    def in_code(what: str, layout: str, line: str) -> WrittenMark:
         """A call of `mark` or `relayout`. Raises UserError for a layout that cannot be read."""
         found = parsed(layout, line, what)
-        return Written(found, f'{what}(…, "{found}") in {line}')
+        return WrittenMark(found, f'{what}(…, "{found}") in {line}')
 
     def __str__(self) -> str:
         return self.said
@@ -117,7 +117,7 @@ def layout_of(x: Tensor) -> Layout:
     session = current.get()
     if not isinstance(cast(Any, x), Tensor):
         raise UserError(f"{_line()}: layout_of is for tensors, and not for {_kind(x)}")
-    if isinstance(x, Placed):
+    if isinstance(x, ShardedTensor):
         return x.notation
     if session is None:
         raise UserError(
@@ -141,7 +141,7 @@ def marks_in(model: nn.Module) -> list[Mark]:
 def _on_tensor(x: Any, layout: str, what: str, line: str) -> Any:
     session = current.get()
     if session is not None:
-        written = Written.in_code(what, layout, line)
+        written = WrittenMark.in_code(what, layout, line)
         return session.mark(x, written) if what == "mark" else session.relayout(x, written)
     function = mark if what == "mark" else relayout
     if has_torch_function((x,)):  # a capture and a runtime look at the functions that code calls

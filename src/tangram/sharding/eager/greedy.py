@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from tangram.sharding.derive.collectives_between import Label, Move, labels, moves
+from tangram.sharding.derive.collectives_between import Comm, Label, labels, moves
 from tangram.sharding.derive.problem.states import SAME, SUM, State, received
-from tangram.sharding.eager.trace_function import Operator
-from tangram.sharding.ops.bind import Bound
+from tangram.sharding.eager.trace_function import TracedOperator
+from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.propagation.axis_choices import ALL_REDUCE, REDUCE_SCATTER
 
 NEVER = float("inf")
 
 
-class Lies(Protocol):
+class TensorPlacement(Protocol):
     """A tensor as a choice sees it."""
 
     @property
@@ -34,24 +34,24 @@ class Lies(Protocol):
 
 
 def decide(
-    operator: Operator,
-    bound: Bound,
-    given: Sequence[Lies | None],
+    operator: TracedOperator,
+    bound: BoundOp,
+    given: Sequence[TensorPlacement | None],
     sizes: Mapping[str, int],
     nbytes: Sequence[float],
     differentiable: bool,
     fixed: Collection[int] = (),
-) -> dict[str, Move] | None:
+) -> dict[str, Comm] | None:
     """Over each axis what the operator does; None where all that it can do moves a parameter or what is `fixed`.
 
     `sizes`: of the axes; `nbytes`: of the whole results; `fixed`: places that are written, and have to stay.
     """
-    found: dict[str, Move] = {}
+    found: dict[str, Comm] = {}
     for axis, k in sizes.items():
         there = [() if one is None else (one.states[axis],) for one in given]
         if all(state == SAME for some in there for state in some):
             needs = tuple(SAME if one is not None else None for one in given)
-            found[axis] = Move(None, needs, (SAME,) * len(bound.outputs), 1.0)
+            found[axis] = Comm(None, needs, (SAME,) * len(bound.outputs), 1.0)
             continue
         some = labels(bound, [*there, *[()] * len(bound.outputs)], k)
         fitting = [one for one in some if _is_even(bound, one, k, found, sizes)]
@@ -64,9 +64,9 @@ def decide(
 
 
 def _cost(
-    operator: Operator,
-    move: Move,
-    given: Sequence[Lies | None],
+    operator: TracedOperator,
+    move: Comm,
+    given: Sequence[TensorPlacement | None],
     axis: str,
     k: int,
     nbytes: Sequence[float],
@@ -96,7 +96,7 @@ def _cost(
     return total, order, move.share
 
 
-def _is_even(bound: Bound, label: Label, k: int, done: Mapping[str, Move], sizes: Mapping[str, int]) -> bool:
+def _is_even(bound: BoundOp, label: Label, k: int, done: Mapping[str, Comm], sizes: Mapping[str, int]) -> bool:
     """Whether a cut is even beside those of the axes before."""
     n = bound.sizes[label.factor] // label.inner
     for axis, move in done.items():

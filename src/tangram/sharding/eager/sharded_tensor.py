@@ -6,8 +6,8 @@ those of the whole, and every function of torch that it calls goes to the sessio
 operators are dispatched below autograd, as DTensor: backward operators would need rules of their own; here autograd
 sees plain parts and what moves them, and the backward of a move is the move between the duals.
 
-So a `Placed` has no gradient history: its part has. What no session is asked about, as code of a library that takes
-tensors apart, ends in an error and never in a number.
+So a `ShardedTensor` has no gradient history: its part has. What no session is asked about, as code of a library that
+takes tensors apart, ends in an error and never in a number.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ States = Mapping[str, State]
 Key = tuple[tuple[str, State], ...]
 
 
-class Placed(Tensor):
+class ShardedTensor(Tensor):
     """One rank's part of a tensor. `shape`, `stride()` and `dtype` are those of the whole."""
 
     _session: Eager
@@ -42,7 +42,7 @@ class Placed(Tensor):
     _lies: dict[str, State]
     """How it lies in truth: what is said to be whole is gathered when it is read, with the gradient that its reader
     has."""
-    _family: list[weakref.ref[Placed]]
+    _family: list[weakref.ref[ShardedTensor]]
     """Those that share memory on one process."""
     _stale: str
     standing: str
@@ -52,13 +52,23 @@ class Placed(Tensor):
 
     @staticmethod
     def of(
-        session: Eager, like: Tensor, part: Tensor, states: States, standing: str = "", base: Placed | None = None
-    ) -> Placed:
+        session: Eager,
+        like: Tensor,
+        part: Tensor,
+        states: States,
+        standing: str = "",
+        base: ShardedTensor | None = None,
+    ) -> ShardedTensor:
         """A tensor of the size and strides of `like`, of which this rank has `part`."""
         wrapped: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
-            Placed, like.shape, like.stride(), dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
+            ShardedTensor,
+            like.shape,
+            like.stride(),
+            dtype=part.dtype,
+            device=part.device,
+            requires_grad=part.requires_grad,
         )
-        found: Placed = wrapped
+        found: ShardedTensor = wrapped
         found._session, found.standing, found.by, found._stale = session, standing, {}, ""
         found._states = found._lies = {a: s if part.requires_grad or s != SEVERAL else SAME for a, s in states.items()}
         found._parts = {_key(found._states): part}
@@ -72,7 +82,7 @@ class Placed(Tensor):
         from torch.utils._pytree import tree_leaves
 
         leaves: list[Any] = tree_leaves((args, kwargs))
-        session = next((x._session for x in leaves if isinstance(x, Placed)), None)
+        session = next((x._session for x in leaves if isinstance(x, ShardedTensor)), None)
         if session is None:
             return cast(Any, super()).__torch_function__(func, types, args, kwargs or {})
         return session.call(func, args, kwargs or {})
@@ -87,7 +97,7 @@ class Placed(Tensor):
 
     def __repr__(self, **_: Any) -> str:
         """Its layout, and this rank's part."""
-        return f"Placed({self.notation}, this rank has {self.part!r})"
+        return f"ShardedTensor({self.notation}, this rank has {self.part!r})"
 
     def __format__(self, spec: str) -> str:
         return format(self._session.number_of(self), spec) if self.ndim == 0 else repr(self)
@@ -124,9 +134,9 @@ class Placed(Tensor):
             self._parts = {k: x for k, x in self._parts.items() if k in (own, key)}
         self.by.update(by)
 
-    def copied(self) -> Placed:
+    def copied(self) -> ShardedTensor:
         """The same elements, to be said to lie otherwise."""
-        found = Placed.of(self._session, self, self._parts[_key(self._lies)], self._lies, base=self)
+        found = ShardedTensor.of(self._session, self, self._parts[_key(self._lies)], self._lies, base=self)
         found._states, found._parts, found._stale = dict(self._states), {**self._parts}, self._stale
         found.by = dict(self.by)
         return found

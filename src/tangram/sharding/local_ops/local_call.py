@@ -28,21 +28,21 @@ from torch import Tensor
 
 from tangram.layout.intervals import IntSet, elements, size
 from tangram.sharding.local_ops import local_variants, split_parts
-from tangram.sharding.ops.bind import Bound, Dims
-from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.rank_part import Cuts, Part, factor_dim, layout_of, part_of, piece
+from tangram.sharding.ops.bind import BoundOp, Dims
+from tangram.sharding.ops.calls import OpCall
+from tangram.sharding.ops.rank_part import Cuts, RankPart, factor_dim, layout_of, part_of, piece
 from tangram.sharding.propagation import halo, scan
 from tangram.sharding.propagation.axis_choices import written
 from tangram.sharding.propagation.op_cost import results as without_memory
 
-__all__ = ["Cuts", "Part", "as_it_is", "factor_dim", "layout_of", "part_of", "piece", "run", "run_all"]
+__all__ = ["Cuts", "RankPart", "as_it_is", "factor_dim", "layout_of", "part_of", "piece", "run", "run_all"]
 
 
 MISTOLD = "batch_norm"
 """Part of the names of operators whose statistics without memory have another type or shape than on a processor."""
 
 
-def as_it_is(bound: Bound, part: Part) -> bool:
+def as_it_is(bound: BoundOp, part: RankPart) -> bool:
     """Whether a part of a call is the operator itself on the part's tensors, but for sizes among its arguments."""
     for name, args in bound.rule.notes:
         named = [a for a in args if not a.isdigit()]
@@ -58,9 +58,9 @@ def as_it_is(bound: Bound, part: Part) -> bool:
 
 
 def run_all(
-    call: Call,
-    bound: Bound,
-    parts: Sequence[Part],
+    call: OpCall,
+    bound: BoundOp,
+    parts: Sequence[RankPart],
     local: Sequence[Sequence[Tensor | None]],
     *,
     in_place: bool = False,
@@ -79,9 +79,9 @@ def run_all(
 
 
 def run(
-    call: Call, bound: Bound, part: Part, local: Sequence[Tensor | None], *, in_place: bool = False
+    call: OpCall, bound: BoundOp, part: RankPart, local: Sequence[Tensor | None], *, in_place: bool = False
 ) -> tuple[Any, ...]:
-    """The operator on one rank's tensors, as `Call.run`; of what windows read, all that they need.
+    """The operator on one rank's tensors, as `OpCall.run`; of what windows read, all that they need.
 
     Raises what the operator raises.
     """
@@ -96,7 +96,7 @@ def run(
 
 
 def _run(
-    call: Call, bound: Bound, part: Part, local: Sequence[Tensor | None], *, in_place: bool = False
+    call: OpCall, bound: BoundOp, part: RankPart, local: Sequence[Tensor | None], *, in_place: bool = False
 ) -> tuple[Any, ...]:
     tensors = halo.padded(call, bound, part, local) if bound.windows else list(local)
     masks: list[Tensor] = []
@@ -125,12 +125,12 @@ def _run(
     return (results[0] * share if share else torch.zeros_like(results[0]), *results[1:])
 
 
-def _held(part: Part, name: str) -> IntSet | None:
+def _held(part: RankPart, name: str) -> IntSet | None:
     """What is held of a factor, or of the only one of a slot."""
     return next((held for factor, held in part.held.items() if factor in (name, f"{name}0")), None)
 
 
-def _of_nothing(call: Call, bound: Bound, part: Part, masks: Sequence[Tensor]) -> tuple[Any, ...] | None:
+def _of_nothing(call: OpCall, bound: BoundOp, part: RankPart, masks: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """What operators refuse to do with nothing: its results are empty, nothing to add, or less than anything."""
     empty = [f for f, held in part.held.items() if not held]
     after = [{bound.after(f, i) for f in empty} for i in range(len(bound.outputs))]
@@ -164,21 +164,21 @@ def _with_gradient(results: tuple[Any, ...], tensors: Sequence[Tensor | None]) -
     return tuple(r + zero.to(r.dtype) if own else r for r, own in zip(results, floating, strict=True))
 
 
-def _size(factors: Sequence[str], bound: Bound, part: Part) -> int:
+def _size(factors: Sequence[str], bound: BoundOp, part: RankPart) -> int:
     n = 1
     for f in factors:
         n *= size(part.held[f]) if f in part.held else bound.sizes[f]
     return n
 
 
-def _once(tensor: Tensor | None, bound: Bound, i: int, part: Part) -> Tensor | None:
+def _once(tensor: Tensor | None, bound: BoundOp, i: int, part: RankPart) -> Tensor | None:
     if tensor is None or _adds(bound, i, part):
         return tensor
     nowhere = torch.zeros((), dtype=torch.bool, device=tensor.device)
     return torch.where(nowhere, tensor, torch.zeros_like(tensor))  # nothing, with a gradient of nothing: not of None
 
 
-def _adds(bound: Bound, i: int, part: Part) -> bool:
+def _adds(bound: BoundOp, i: int, part: RankPart) -> bool:
     """Whether it is this rank that adds an input to a pending sum."""
     added = [f for f in part.held if not any(f in dim for dim in bound.inputs[i] or ()) and bound.after(f, 0) == "sum"]
     return all(part.first_along(f) for f in added)
@@ -217,7 +217,7 @@ def _spread(mask: Tensor, own: Dims, result: Dims) -> Tensor:
     return mask.permute(places).reshape(shape)
 
 
-def _share(bound: Bound, part: Part) -> float:
+def _share(bound: BoundOp, part: RankPart) -> float:
     share = 1.0
     for name, args in bound.rule.notes:
         if name == "scale":
@@ -227,7 +227,7 @@ def _share(bound: Bound, part: Part) -> float:
     return share
 
 
-def arguments_of(call: Call, bound: Bound, part: Part) -> dict[str, Any]:
+def arguments_of(call: OpCall, bound: BoundOp, part: RankPart) -> dict[str, Any]:
     """The arguments that are sizes, as this rank has them."""
     found = halo.arguments(call, bound, part) if bound.windows else dict[str, Any]()
     for factor, held in part.held.items():

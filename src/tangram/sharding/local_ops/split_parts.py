@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from tangram.layout.intervals import IntSet, rank, size
-from tangram.sharding.ops.bind import Bound, Dims
-from tangram.sharding.ops.rank_part import Part
+from tangram.sharding.ops.bind import BoundOp, Dims
+from tangram.sharding.ops.rank_part import RankPart
 from tangram.sharding.propagation.halo import needed
 
-Run = Callable[[Part, Sequence[Tensor | None]], tuple[Any, ...]]
+Run = Callable[[RankPart, Sequence[Tensor | None]], tuple[Any, ...]]
 """An operator on a part in one stretch."""
 
 
-def each(bound: Bound, part: Part, local: Sequence[Tensor | None], run: Run) -> tuple[Any, ...]:
+def each(bound: BoundOp, part: RankPart, local: Sequence[Tensor | None], run: Run) -> tuple[Any, ...]:
     """The results of a part; `local`: its tensors, of what windows read all that it needs."""
     factor = next((f for f, held in part.held.items() if f in bound.linked and len(held) > 1), None)
     if factor is None:
@@ -41,7 +41,7 @@ def each(bound: Bound, part: Part, local: Sequence[Tensor | None], run: Run) -> 
 
 
 def _narrowed(
-    bound: Bound, part: Part, local: Sequence[Tensor | None], factor: str, one: IntSet
+    bound: BoundOp, part: RankPart, local: Sequence[Tensor | None], factor: str, one: IntSet
 ) -> list[Tensor | None]:
     """The tensors of one stretch."""
     found = list(local)
@@ -55,7 +55,7 @@ def _narrowed(
     return found
 
 
-def _side_by_side(some: Sequence[Any], dims: Dims, factor: str, bound: Bound, part: Part) -> Any:
+def _side_by_side(some: Sequence[Any], dims: Dims, factor: str, bound: BoundOp, part: RankPart) -> Any:
     """One result of all stretches; in a dim that is a product the factor is put together by itself."""
     at = next(i for i, factors in enumerate(dims) if factor in factors)
     inside = dims[at].index(factor)

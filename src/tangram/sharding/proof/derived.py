@@ -19,14 +19,14 @@ from tangram.models.graph import Graph, filled
 from tangram.models.replay import defined, replay
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import called, layout_of, lying, made, needed, part, steps_of_nodes, used
-from tangram.sharding.derive.problem.folding import Step, meta
+from tangram.sharding.derive.problem.folding import FoldedStep, meta
 from tangram.sharding.derive.problem.states import State
 from tangram.sharding.local_ops.local_call import run_all
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import table_of
 from tangram.sharding.proof.execute import differs
-from tangram.sharding.proof.routed import Routes, is_routed
-from tangram.sharding.proof.simulate import Simulated, World, cut, of_parts, together
+from tangram.sharding.proof.routed import SortedRows, is_routed
+from tangram.sharding.proof.simulate import SimTensor, SimWorld, cut, of_parts, together
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class _Ranks:
 
     def __init__(self, found: Derived, leaves: Mapping[str, Tensor]) -> None:
         self.found, self.graph = found, found.folded.graph
-        self.world = World(found.mesh, table_of(found.folded.graph.rules))
-        self.routes = Routes(found.mesh)
-        self.values: dict[int, Simulated] = {}
+        self.world = SimWorld(found.mesh, table_of(found.folded.graph.rules))
+        self.routes = SortedRows(found.mesh)
+        self.values: dict[int, SimTensor] = {}
         self.operators = 0
         self.rough = any(t.dtype == torch.bfloat16 for t in leaves.values())
         for i, value in self.graph.of_kind("parameter", "buffer", "input"):
@@ -118,12 +118,12 @@ class _Ranks:
             self.operators += 1
         return ""
 
-    def _run(self, i: int, step: Step) -> list[list[Any]]:
+    def _run(self, i: int, step: FoldedStep) -> list[list[Any]]:
         node = self.graph.nodes[i]
-        call = Call(node.operator, filled(node.arguments, lambda v: meta(self.graph.values[v])))
+        call = OpCall(node.operator, filled(node.arguments, lambda v: meta(self.graph.values[v])))
         own = call if call.tensors else replace(call, arguments=called(self.found, step).arguments)
         by_place = filled(node.arguments, lambda v: v)
-        ready: list[Simulated | None] = []
+        ready: list[SimTensor | None] = []
         for place, ((name, at), tensor) in enumerate(zip(call.places, call.tensors, strict=True)):
             if tensor is None:
                 ready.append(None)
@@ -141,7 +141,7 @@ class _Ranks:
         pairs = ((zip(defined(node, [*some]), node.results, strict=True)) for some in results)
         return [[r for r, v in both if v is not None] for both in pairs]
 
-    def _brought(self, v: int, value: Simulated, source: Mapping[str, State], target: Mapping[str, State]) -> Simulated:
+    def _brought(self, v: int, value: SimTensor, source: Mapping[str, State], target: Mapping[str, State]) -> SimTensor:
         """A tensor that lies otherwise, compared by its layout but for rows in an order of their own."""
         layout = self._layout(v, {axis: target.get(axis, state) for axis, state in source.items()})
         if is_routed(source) or is_routed(target):

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tangram.sharding.ops.bind import Bound
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.bind import BoundOp
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.proof.execute import Failure, Whole, differs
 from tangram.sharding.propagation.axis_choices import waiting
 
 
-def check_pending(call: Call, bound: Bound, expected: Whole) -> Iterator[Failure | None]:
+def check_pending(call: OpCall, bound: BoundOp, expected: Whole) -> Iterator[Failure | None]:
     """Every set of inputs as a sum of two: the results must add up to the whole one."""
     yield from _check_unread(call, bound, expected)
     for places in waiting(bound, call):
@@ -45,7 +45,7 @@ def check_pending(call: Call, bound: Bound, expected: Whole) -> Iterator[Failure
         yield failure
 
 
-def _check_unread(call: Call, bound: Bound, expected: Whole) -> Iterator[Failure | None]:
+def _check_unread(call: OpCall, bound: BoundOp, expected: Whole) -> Iterator[Failure | None]:
     """Inputs whose values do not count with other values: the results must be the same."""
     unread = [int(a) for a in bound.rule.note("unread") or ()]
     if not unread or bound.rule.note("undefined") is not None:

@@ -25,7 +25,7 @@ from tangram.sharding.derive.problem.states import (
 )
 from tangram.sharding.derive.transitions import ordered
 from tangram.sharding.ops.rule_table import builtin
-from tangram.sharding.proof.simulate import World, cut, of_parts, together
+from tangram.sharding.proof.simulate import SimWorld, cut, of_parts, together
 
 
 def is_routed(states: Mapping[str, State]) -> bool:
@@ -33,7 +33,7 @@ def is_routed(states: Mapping[str, State]) -> bool:
     return any(isinstance(state, Routed) for state in states.values())
 
 
-class Routes:
+class SortedRows:
     """The rows that ranks of a mesh have sorted last, by axis and region."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -70,7 +70,7 @@ class Routes:
 
 
 def _moved(parts: Sequence[Tensor], source: State, target: State) -> list[Tensor]:
-    world = World(Mesh((((_ONE, len(parts)),),)), builtin())
+    world = SimWorld(Mesh((((_ONE, len(parts)),),)), builtin())
     shape = [*parts[0].shape]
     if (dim := part_dim(source)) is not None:
         shape[dim] *= len(parts)

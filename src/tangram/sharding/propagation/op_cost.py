@@ -20,12 +20,12 @@ from tangram.layout import Layout, Mesh
 from tangram.layout.intervals import size
 from tangram.layout.locate import held
 from tangram.layout.syntax import Dim
-from tangram.sharding.ops.bind import Bound, Dims
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.bind import BoundOp, Dims
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.cut_trees import Tree, dim_of
 
 
-def results(call: Call) -> tuple[Any, ...] | None:
+def results(call: OpCall) -> tuple[Any, ...] | None:
     """What a call gives, as tensors without memory; None where the shapes depend on values."""
     known = vars(call)
     if "_results" not in known:
@@ -33,7 +33,7 @@ def results(call: Call) -> tuple[Any, ...] | None:
     return known["_results"]
 
 
-def _results(call: Call) -> tuple[Any, ...] | None:
+def _results(call: OpCall) -> tuple[Any, ...] | None:
     try:
         return call.with_tensors([None if t is None else t.to("meta") for t in call.tensors]).run()
     except (NotImplementedError, RuntimeError):
@@ -65,7 +65,7 @@ def memory(outputs: Sequence[Layout], whole: Sequence[Any] | None, mesh: Mesh) -
     return total
 
 
-def flops(call: Call, bound: Bound, trees: Mapping[str, Tree], mesh: Mesh, whole: Sequence[Any] | None) -> int:
+def flops(call: OpCall, bound: BoundOp, trees: Mapping[str, Tree], mesh: Mesh, whole: Sequence[Any] | None) -> int:
     """Operations of the rank that has most to do."""
     if not bound.rule.inputs[0].pieces and call.tensors and call.tensors[0] is not None and call.tensors[0].ndim:
         return 0  # a view has an empty rule: its factors are those of its strides
@@ -92,7 +92,7 @@ def _elements(shape: Sequence[int], dims: Dims, sizes: Mapping[str, int]) -> int
     )
 
 
-def _contracted(bound: Bound) -> set[str]:
+def _contracted(bound: BoundOp) -> set[str]:
     """The factors of two inputs or more that the first result lacks."""
     made = {f for dim in bound.outputs[0] for f in dim}
     times: dict[str, int] = {}
@@ -103,7 +103,7 @@ def _contracted(bound: Bound) -> set[str]:
 
 
 def _products(
-    call: Call, bound: Bound, sizes: Mapping[str, int], contracted: set[str], whole: Sequence[Any] | None
+    call: OpCall, bound: BoundOp, sizes: Mapping[str, int], contracted: set[str], whole: Sequence[Any] | None
 ) -> int:
     """The inputs multiplied one after the other; one that has no factor of its own is applied as soon as it can be."""
     once = {int(i) for i in bound.rule.note("once") or ()}
@@ -125,7 +125,7 @@ def _products(
     return int(total * extra)
 
 
-def _windows(bound: Bound, shapes: Sequence[tuple[Sequence[int], Dims]], whole: Sequence[Any] | None) -> float:
+def _windows(bound: BoundOp, shapes: Sequence[tuple[Sequence[int], Dims]], whole: Sequence[Any] | None) -> float:
     """Of what is read by windows: each place of the result has one; of what is spread, each place of the input."""
     extra = 1.0
     for f, window in bound.windows.items():

@@ -21,11 +21,11 @@ from tangram.models.graph import Called, Graph, Node, filled, refs
 from tangram.models.overwrites import unsaid
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import lying, made, needed, steps_of_nodes, used
-from tangram.sharding.derive.problem.folding import Step as Node_Step
+from tangram.sharding.derive.problem.folding import FoldedStep as Node_Step
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State, part_dim
 from tangram.sharding.derive.transitions import Change, change, summed_once, wanted
 from tangram.sharding.ops.calls import schema_of
-from tangram.sharding.runtime.program import Action, Border, CallKey, Place, Program
+from tangram.sharding.runtime.program import Border, CallKey, OpAction, Place, Program
 
 States = Mapping[str, State]
 Fits = Callable[[range], bool]
@@ -61,7 +61,7 @@ class _Lowering:
                 if v is not None:
                     self.takers.setdefault(v, []).append((i, place))
         self.borders: dict[int, Border] = {}
-        self.actions: dict[int, Action] = {}
+        self.actions: dict[int, OpAction] = {}
         self.summed: dict[str, tuple[str, ...]] = {}
         self.gathered: dict[str, Change] = {}
 
@@ -78,7 +78,7 @@ class _Lowering:
                     self._parameter(v)
                 else:
                     self._given(v)
-        actions: dict[int, dict[CallKey, Action]] = {}
+        actions: dict[int, dict[CallKey, OpAction]] = {}
         for c, action in self.actions.items():
             call = self.graph.calls[c]
             self._settle(call, action)
@@ -229,13 +229,13 @@ class _Lowering:
             )
         return self.call_of[node]
 
-    def _action(self, node: int) -> Action:
+    def _action(self, node: int) -> OpAction:
         c = self._call(node)
-        return self.actions.setdefault(c, Action(c))
+        return self.actions.setdefault(c, OpAction(c))
 
     # ------------------------------------------------------------ functions
 
-    def _settle(self, call: Called, action: Action) -> None:
+    def _settle(self, call: Called, action: OpAction) -> None:
         """Say what happens by the leaves of a call, where that is all; else that its operators run one by one."""
         by_value: dict[int, set[Change]] = {}
         for i in range(call.first, call.stop):
@@ -259,7 +259,7 @@ class _Lowering:
             action.why = "a tensor moves between its operators"
 
 
-def refuse_lost_writes(graph: Graph, call: Called, action: Action) -> None:
+def refuse_lost_writes(graph: Graph, call: Called, action: OpAction) -> None:
     """What a function writes into a tensor would be written into another one, where that is moved or cut first."""
     for i, node in enumerate(graph.nodes[call.first : call.stop], call.first):
         names = unsaid(node.operator, node.arguments)

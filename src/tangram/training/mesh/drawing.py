@@ -2,11 +2,11 @@
 
     key       the run's seed, the step, and which of a forward's draws it is (`random.fresh`: of torch's generator,
               which the step has seeded, so what is recomputed draws the same)
-    element   its number in the tensor of the whole global batch (`random.Numbers`): a sample's masks are its own,
+    element   its number in the tensor of the whole global batch (`DrawNumbers`): a sample's masks are its own,
               on whatever rank and in whatever micro-batch it is
     stages    of a pipeline go on counting where the one before has ended
 
-A derived model draws so by its programs (`training.mesh.tensor_parallel`), a plain one within `Drawing`. Where it is
+A derived model draws so by its programs (`training.mesh.tensor_parallel`), a plain one within `DrawMode`. Where it is
 not known which elements are a sample's, and for operators that nothing is known of, it is the micro-batch that has
 numbers of its own.
 """
@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVari
 from tangram.errors import UserError
 from tangram.models.twin import without_memory
 from tangram.schema.plan import Plan
-from tangram.sharding.local_ops.random_numbers import Numbers, Samples
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_numbers import DrawNumbers, Samples
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.local_ops.samples import draws_of, places_of
 from tangram.training.data import RankBatches
 from tangram.training.mesh import modes
@@ -40,7 +40,7 @@ class Drawer:
 
     def __init__(self, part: nn.Module, compiled: bool) -> None:
         """Of a model, or a stage of one, that has no programs; before it is compiled, recomputed and cut."""
-        self.numbers = Numbers()
+        self.numbers = DrawNumbers()
         self.draws: bool | None = False if compiled else None
         """Whether it has drawn so far; None: it is not known, and the step is looked at. While one is, torch compiles
         nothing."""
@@ -119,8 +119,8 @@ class Draws:
     def __init__(self, sources: Sequence[DrawSource], seed: int, batches: RankBatches, stack: ExitStack) -> None:
         self._sources, self._seed, self._batches, self._stack = sources, seed, batches, stack
         self._drawers = [source for source in sources if isinstance(source, Drawer)]
-        self._mode: Drawing | None = None
-        self._numbers = Numbers()
+        self._mode: DrawMode | None = None
+        self._numbers = DrawNumbers()
         self._state: bytes | None = None
         if any(drawer.draws is not False for drawer in self._drawers):
             self.engage()
@@ -129,7 +129,7 @@ class Draws:
         """Look at every operator from here to the end of the step."""
         if self._mode is None:
             self.refuse_unseen()
-            self._mode = self._stack.enter_context(Drawing(numbers=self._numbers))
+            self._mode = self._stack.enter_context(DrawMode(numbers=self._numbers))
 
     def begin(self, micro: int, source: DrawSource | None = None, skip: int = 0) -> None:
         """The forward of a micro-batch begins: of a model, or of the stage whose `source` this is.

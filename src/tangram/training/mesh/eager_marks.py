@@ -36,7 +36,7 @@ from tangram.sharding.derive.problem.states import SAME, State
 from tangram.sharding.derive.transitions import Change
 from tangram.sharding.discover.own_rules import OwnRules, rules_text
 from tangram.sharding.eager import api
-from tangram.sharding.eager.api import Written, marks_in
+from tangram.sharding.eager.api import WrittenMark, marks_in
 from tangram.sharding.eager.session import Eager, Lying
 from tangram.sharding.ops.rule_table import table_of
 from tangram.sharding.runtime.apply_change import brought
@@ -119,7 +119,7 @@ class EagerModel:
 
     def _marked(self, forward: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
         """The first tensor that a module gives, marked."""
-        written = Written(mark.layout, f"the mark `{mark}`")
+        written = WrittenMark(mark.layout, f"the mark `{mark}`")
 
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, form = tree_flatten(forward(*args, **kwargs))

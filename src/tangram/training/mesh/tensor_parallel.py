@@ -53,11 +53,11 @@ from tangram.sharding.runtime.neighbour_ops import Linked
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Program
 from tangram.sharding.runtime.ring_attention import NAME as RING
-from tangram.sharding.runtime.ring_attention import Passed, Rings
-from tangram.sharding.runtime.routes import Routes
+from tangram.sharding.runtime.ring_attention import RingMark, Rings
+from tangram.sharding.runtime.routes import RankRoutes
 from tangram.training.mesh import modes
 from tangram.training.mesh.groups import Devices, add_up, devices_of
-from tangram.training.mesh.layout_to_torch import Cuts
+from tangram.training.mesh.layout_to_torch import ParameterCuts
 from tangram.training.mesh.local_parts import LocalParts, as_dtensors, local, own_part
 from tangram.training.mesh.world import World, dim_of
 
@@ -70,7 +70,7 @@ def marks_of_plan(plan: Plan) -> list[Mark]:
     return [Mark.parse(f"{pattern}: {layout}") for pattern, layout in plan.layouts.marks.items()]
 
 
-def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], world: World) -> DerivedModel:
+def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, ParameterCuts], world: World) -> DerivedModel:
     """Cut the parameters over the model axes as the plan's layouts say, and have the model run as its marks say."""
     axes = world.axes.model
     mesh = Mesh((tuple((axis, world.mesh.axes[axis][0]) for axis in axes),))
@@ -103,7 +103,7 @@ def parallel(
     arguments of the model, of which only the sizes count: where its parameters lie is derived with them, and stays so
     for all that follow. Each rank gives the model all of its inputs, and gets its results whole, or its part of those
     that are marked. After the backward, `sum_gradients`. One forward at a time. Training and evaluation are captured
-    apart. What is drawn, as by dropout, is what one process draws within `sharding.local_ops.random_ops.Drawing`, by
+    apart. What is drawn, as by dropout, is what one process draws within `sharding.local_ops.random_ops.DrawMode`, by
     the state of torch's generator; ranks take that of the first. `rules`: a file of op rules for operators of one's
     own, each proved first, or what `sharding.discover.own_rules.own_rules` gives. Collective. Raises UserError.
     """
@@ -120,7 +120,7 @@ def parallel(
 
 
 @dataclass(frozen=True)
-class Lies:
+class ResultPlacement:
     """How a result of a model lies over the ranks that have computed it: for who takes it in parts."""
 
     states: States
@@ -173,7 +173,7 @@ class DerivedModel:
         self._programs: dict[tuple[Sizes, modes.Mode], Now] = {}
         self._summed: Mapping[str, tuple[str, ...]] | None = None
         self._leaves = False
-        self.numbers = random_numbers.Numbers()
+        self.numbers = random_numbers.DrawNumbers()
         """How elements are numbered that programs draw for."""
         self._places: dict[tuple[int, tuple[Sizes, modes.Mode]], Mapping[tuple[int, ...], int]] = {}
         self.gradients_seen = True
@@ -181,7 +181,7 @@ class DerivedModel:
         self.rings: Sequence[str] = ()
         """Axes over which keys of attention by tokens go round, and no rank has all."""
         self._runtime = Runtime()
-        self._routes = Routes(self._groups)
+        self._routes = RankRoutes(self._groups)
         as_dtensors(model, lies, mesh, self._coords, devices)
         cut = {name for name, own in lies.items() if any(state.kind == "cut" for state in own.values())}
         self._local = LocalParts(model, cut, self._gathered)
@@ -207,7 +207,7 @@ class DerivedModel:
         finally:
             self._leaves = before
 
-    def lies(self, result: str | tuple[str, int]) -> Lies:
+    def lies(self, result: str | tuple[str, int]) -> ResultPlacement:
         """How what the last forward gave lies: by its name ("output0" of a tensor alone), or by module and leaf."""
         assert self._runtime.now is not None  # a forward has been
         found = self._runtime.now.program.found
@@ -216,7 +216,7 @@ class DerivedModel:
             value = graph.outputs[result]
         else:
             value = cast(int, next(run.gives for run in graph.runs if run.module == result[0])[result[1]])
-        return Lies(used(found, found.folded.classes[value]), self._mesh, self._coords, self._groups)
+        return ResultPlacement(used(found, found.folded.classes[value]), self._mesh, self._coords, self._groups)
 
     def prepare(self, inputs: Mapping[str, Any]) -> Program:
         """The program for inputs of these sizes (keyword arguments of the model), made where there is none.
@@ -288,7 +288,7 @@ class DerivedModel:
     def _planned_from(self, given: Mapping[str, Any]) -> Now:
         graph = graph_of(self._template, given, self._dtype, grad=torch.is_grad_enabled(), rules=self._rules)
         marks = [mark for mark in self._marks if names_any(graph, mark)]
-        marks += [Passed.over([axis for axis in self._mesh.axes if axis in self.rings])] if self.rings else []
+        marks += [RingMark.over([axis for axis in self._mesh.axes if axis in self.rings])] if self.rings else []
         marks = [mark for mark in marks if not _too_small(graph, mark, self._mesh)]
         try:
             found = derive_whole(graph, marks, self._mesh, left=self._leaves)

@@ -41,7 +41,7 @@ from tangram.errors import UserError
 from tangram.relayout.collectives import summed
 from tangram.schema.job import Job, RunPlan
 from tangram.training.data import IGNORE
-from tangram.training.mesh.tensor_parallel import DerivedModel, Lies
+from tangram.training.mesh.tensor_parallel import DerivedModel, ResultPlacement
 from tangram.training.mesh.world import World
 from tangram.training.objective.model_inputs import ModelInputs
 from tangram.training.objective.router_loss import lies_of, routers_in
@@ -172,7 +172,7 @@ class Capacity:
         lies = lies_of(self._derived, name, leaf)
         cutting: Sequence[str] = ()
         if lies is not None:
-            chosen = cast("Lies", lies_of(self._derived, name, leaf + 1))
+            chosen = cast("ResultPlacement", lies_of(self._derived, name, leaf + 1))
             others = [state for state in lies.states.values() if state.kind not in ("same", "several", "cut")]
             cutting = lies.axes_of((0,))
             if others or lies.axes_of((1,)) or chosen.axes_of((0, 1)) != cutting:

@@ -23,7 +23,7 @@ from tangram.kernels.cross_entropy import Classes, OverParts, cross_entropy
 from tangram.relayout.collectives import largest, move, summed
 from tangram.sharding.derive.problem.states import SAME, SUM
 from tangram.training.data import IGNORE
-from tangram.training.mesh.tensor_parallel import DerivedModel, Lies
+from tangram.training.mesh.tensor_parallel import DerivedModel, ResultPlacement
 
 Reduce = Callable[[Tensor, dist.ProcessGroup], Tensor]
 LOGITS = "logits"
@@ -35,12 +35,12 @@ def leaving(derived: DerivedModel | None) -> AbstractContextManager[None]:
     return nullcontext() if derived is None else derived.leaving()
 
 
-def lies_of(derived: DerivedModel | None, result: str = LOGITS) -> Lies | None:
+def lies_of(derived: DerivedModel | None, result: str = LOGITS) -> ResultPlacement | None:
     """How the logits of a model's last forward lie; None: whole, as of a model that is not derived."""
     return None if derived is None else derived.lies(result)
 
 
-def token_loss(logits_BSV: Tensor, labels_BS: Tensor, lies: Lies | None = None) -> Tensor:
+def token_loss(logits_BSV: Tensor, labels_BS: Tensor, lies: ResultPlacement | None = None) -> Tensor:
     """The cross-entropy in nats of the labels, summed over those that count; the same number on every rank.
 
     `logits_BSV`: this rank's part of them, by `lies`; `labels_BS`: all. Collective over the axes that cut the logits.
@@ -57,7 +57,7 @@ def _summed(logits_BSV: Tensor, labels_BS: Tensor, classes: Classes | None) -> T
     return cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), IGNORE, classes).sum()
 
 
-def _classes(logits_BSV: Tensor, lies: Lies) -> Classes | None:
+def _classes(logits_BSV: Tensor, lies: ResultPlacement) -> Classes | None:
     axes = lies.axes_of((2,))
     if not axes:
         return None

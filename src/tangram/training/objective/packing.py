@@ -32,7 +32,7 @@ SAME_ALONE = 0.1  # relative, of norms; a token that stands at another place dif
 
 
 @dataclass(frozen=True)
-class Settled:
+class SettledPacking:
     """How the text of a run is packed, and why, in words."""
 
     packing: Literal["packed", "single"]
@@ -53,7 +53,7 @@ def settle(
     *,
     device: torch.device | None = None,
     tokens: TokenOrder | None = None,
-) -> Settled:
+) -> SettledPacking:
     """What `data.packing` comes to for this model, which is asked; `before`: what the run had that is resumed.
 
     `on_all` makes one answer of those of all ranks, which call this together. Raises UserError for a model that is not
@@ -78,7 +78,7 @@ def settle(
         why = f"{name} keeps them apart"
     else:
         why = f"{name} would let a document see the one that is packed before it"
-    return Settled("packed" if apart else "single", why)
+    return SettledPacking("packed" if apart else "single", why)
 
 
 def why_not_causal(

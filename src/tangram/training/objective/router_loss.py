@@ -37,7 +37,7 @@ from tangram.errors import UserError
 from tangram.relayout.collectives import summed
 from tangram.schema.job import Job
 from tangram.training.data import IGNORE
-from tangram.training.mesh.tensor_parallel import DerivedModel, Lies
+from tangram.training.mesh.tensor_parallel import DerivedModel, ResultPlacement
 from tangram.training.mesh.world import World
 
 _Seen = tuple[Tensor, int]
@@ -214,7 +214,7 @@ class Routers:
         return _Part(logits_TE, counts_T, alike, shared)
 
 
-def lies_of(derived: DerivedModel | None, name: str, leaf: int) -> Lies | None:
+def lies_of(derived: DerivedModel | None, name: str, leaf: int) -> ResultPlacement | None:
     """How what a module gave lies over the model axes, by its place among the leaves; None where nothing is derived."""
     return None if derived is None else derived.lies((name, leaf))
 

@@ -32,7 +32,7 @@ from tangram.training.objective.router_loss import Routers
 from tangram.training.parallel.fsdp import shard
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.model_part import ModelPart
-from tangram.training.parallel.pipeline import Pipeline, own_results
+from tangram.training.parallel.pipeline import PipelineRun, own_results
 from tangram.training.parallel.precision import keep_parameters
 from tangram.training.parallel.recompute import recompute
 
@@ -82,7 +82,7 @@ def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
     )
     if plan.pipeline is None:
         return ParallelModel(model, plan, world, own)
-    pipeline = Pipeline(model, dict(zip(numbers, own, strict=True)), plan, world, drawn)
+    pipeline = PipelineRun(model, dict(zip(numbers, own, strict=True)), plan, world, drawn)
     return ParallelModel(model, plan, world, own, pipeline)
 
 

@@ -25,14 +25,14 @@ from torch.distributed.tensor import Shard
 
 from tangram.planner.local.estimate import whole_copies
 from tangram.schema.plan import Plan
-from tangram.training.mesh.layout_to_torch import Cuts
+from tangram.training.mesh.layout_to_torch import ParameterCuts
 from tangram.training.mesh.world import World
 from tangram.training.parallel.data_parallel import Copies
 from tangram.training.parallel.precision import keep_gradients, of_one_type, policy_of
 
 
 def shard(
-    model: nn.Module, blocks: Iterable[nn.Module], plan: Plan, cuts: Mapping[nn.Parameter, Cuts], world: World
+    model: nn.Module, blocks: Iterable[nn.Module], plan: Plan, cuts: Mapping[nn.Parameter, ParameterCuts], world: World
 ) -> Copies | StepShards | None:
     """Cut the parameters over the data axes, each block by itself, or have their copies' gradients summed.
 

@@ -15,7 +15,7 @@ from tangram.schema.plan import Plan
 from tangram.training.mesh.drawing import DrawSource
 from tangram.training.mesh.world import World
 from tangram.training.parallel.model_part import ModelPart
-from tangram.training.parallel.pipeline import Pipeline
+from tangram.training.parallel.pipeline import PipelineRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class ParallelModel:
     world: World
     parts: tuple[ModelPart, ...]
     """What runs here: the model, or its stages of this rank in order."""
-    pipeline: Pipeline | None = None
+    pipeline: PipelineRun | None = None
     """What runs the stages; None where the model has none."""
 
     @property

@@ -28,16 +28,16 @@ from tangram.schema.schedule_table import Schedule
 from tangram.schema.schedules import forward_only
 from tangram.training.data import Batch
 from tangram.training.mesh.drawing import Draws
-from tangram.training.mesh.tensor_parallel import Lies
+from tangram.training.mesh.tensor_parallel import ResultPlacement
 from tangram.training.mesh.world import World
 from tangram.training.objective.loss import leaving, lies_of
 from tangram.training.objective.model_inputs import ModelInputs, model_inputs
 from tangram.training.objective.router_loss import Routers
 from tangram.training.parallel.data_parallel import Copies
 from tangram.training.parallel.model_part import ModelPart
-from tangram.training.parallel.schedule_runtime import Stage, Table
+from tangram.training.parallel.schedule_runtime import ScheduleRun, StageRun
 
-TokenLoss = Callable[[Tensor, Tensor, Lies | None], Tensor]
+TokenLoss = Callable[[Tensor, Tensor, ResultPlacement | None], Tensor]
 """The loss of logits (B, S, V), which lie so, and labels (B, S), summed over the labels that count."""
 RouterLoss = Callable[[Routers, Tensor], Tensor]
 """What the last stage's routers make of the sums over all layers."""
@@ -66,7 +66,7 @@ def _size(config: Any, name: str) -> int:
     return found[1]
 
 
-class Pipeline:
+class PipelineRun:
     """This rank's stages, and what they do for the micro-batches of a step. All ranks of the pipeline call alike."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Pipeline:
         self._hidden, self._vocabulary = (_size(cast(Any, model).config, name) for name in ("hidden", "vocab"))
         self.actions: Callable[[int], Schedule] = plan.actions
         """The table for so many micro-batches."""
-        self._made: dict[tuple[Any, ...], Table] = {}
+        self._made: dict[tuple[Any, ...], ScheduleRun] = {}
         self._loss: Callable[[Tensor, Tensor], Tensor] = _no_loss
         self._draws: Draws | None = None
         self._router_loss: RouterLoss = _no_router_loss
@@ -169,16 +169,16 @@ class Pipeline:
             self._seen = ()
         return [one.detach() for one in losses]
 
-    def _table(self, batch: Batch, count: int, train: bool) -> Table:
+    def _table(self, batch: Batch, count: int, train: bool) -> ScheduleRun:
         rows, length = batch.inputs_BS.shape
         key = (rows, length, count, train)
         if key not in self._made:
             actions = self.actions(count) if train else forward_only(self._rank_of, count)
             stages = [self._stage(number, rows, length, train) for number in self.parts]
-            self._made[key] = Table(stages, actions, self._loss_of, self._loss_of_sums)
+            self._made[key] = ScheduleRun(stages, actions, self._loss_of, self._loss_of_sums)
         return self._made[key]
 
-    def _stage(self, number: int, rows: int, length: int, train: bool) -> Stage:
+    def _stage(self, number: int, rows: int, length: int, train: bool) -> StageRun:
         """Told what comes and goes, so that nothing is run to find out."""
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
         flow = torch.empty(rows, length, self._hidden, dtype=self._dtype, device="meta", requires_grad=True)
@@ -189,7 +189,7 @@ class Pipeline:
         beside: tuple[Tensor, ...] = ()
         if routers is not None:
             beside = (torch.empty(routers.width, dtype=torch.float64, device="meta", requires_grad=True),)
-        stage = Stage(
+        stage = StageRun(
             part.module,
             number,
             len(self._rank_of),

@@ -55,7 +55,7 @@ def as_torchs(row: Row) -> list[TorchAction | None]:
     return [TorchAction.from_str(str(action)) for action in row]
 
 
-class Stage(PipelineStage):
+class StageRun(PipelineStage):
     """One stage of a rank."""
 
     before: Before
@@ -151,11 +151,11 @@ def _let_go(received: Any) -> None:
             info.buffer = torch.empty_like(info.buffer, device="meta")
 
 
-class Table(Runtime):
+class ScheduleRun(Runtime):
     """A schedule for the stages of this rank, and the loss of the last of all."""
 
     def __init__(
-        self, stages: list[Stage], schedule: Schedule, loss: Loss, loss_of_sums: Callable[[Tensor], Tensor]
+        self, stages: list[StageRun], schedule: Schedule, loss: Loss, loss_of_sums: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__(cast(Any, stages), schedule.micros, loss_fn=loss, scale_grads=False)
         self._loss_of: dict[int, Tensor] = {}
@@ -183,7 +183,7 @@ class Table(Runtime):
             return
         loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
         self._told_of[mb_index] = loss.detach()
-        sums = cast(Stage, stage).summed.pop(mb_index, None)
+        sums = cast(StageRun, stage).summed.pop(mb_index, None)
         self._loss_of[mb_index] = loss if sums is None else loss + self._loss_of_sums(sums)
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:

@@ -30,7 +30,7 @@ class SaidElsewhere(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """This process among all that were started together."""
 
     index: int
@@ -69,14 +69,14 @@ def together() -> "contextlib.AbstractContextManager[Meeting | None]":
     return met()
 
 
-def place() -> Place:
+def place() -> RankPlace:
     """This process's place. Raises UserError where the variables make none."""
     index, world, local_index = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     _number("MASTER_PORT")
     local_world = _number("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=1)
     if not index < world:
         raise UserError(f"RANK is {index} and WORLD_SIZE {world}: ranks count from 0 to one less than WORLD_SIZE")
-    return Place(index, world, local_index, local_world, os.environ.get("GROUP_RANK") or socket.gethostname())
+    return RankPlace(index, world, local_index, local_world, os.environ.get("GROUP_RANK") or socket.gethostname())
 
 
 def _number(*names: str, default: int | None = None) -> int:

@@ -38,7 +38,7 @@ from tangram.errors import UserError
 from tangram.hardware.machine import pick_device, usable_cores
 from tangram.relayout.peers import lost_peer
 from tangram.training.observe.events import Note
-from tangram.training.run.fork_server import Around, context_of_ranks, signals_held_back
+from tangram.training.run.fork_server import Inherited, context_of_ranks, signals_held_back
 from tangram.training.run.signals import POLITE, Stop, on_signals
 
 Payload = TypeVar("Payload")
@@ -228,7 +228,7 @@ def run_ranks(
                 receiver, sender = context.Pipe(duplex=False)
                 orders, order = context.Pipe(duplex=False)
                 place = (index, world, device, threads, Path(meeting, "store"))
-                arguments = (Around(), task, payload, *place, sender, orders)
+                arguments = (Inherited(), task, payload, *place, sender, orders)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
                 try:
                     with signals_held_back():
@@ -267,7 +267,7 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
 
 
 def _rank_main(
-    around: Around,
+    around: Inherited,
     task: Callable[[Rank, Payload], object],
     payload: Payload,
     index: int,

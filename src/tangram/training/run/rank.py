@@ -24,7 +24,7 @@ from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
 from tangram.training.data import Batch, Corpus, Stream, held_out_batches, load_tokens, open_corpus, padding
 from tangram.training.mesh.world import World, make_world
-from tangram.training.objective.packing import Settled, settle
+from tangram.training.objective.packing import SettledPacking, settle
 from tangram.training.observe.events import Doing, Note, SaveFailed
 from tangram.training.observe.profiling import profiled
 from tangram.training.parallel.fsdp import resharded
@@ -49,7 +49,7 @@ class RankJob:
     folder: Path
     digest: str
     """Of the text that the parent has read; a rank that reads another one has to say so."""
-    costs: loop.Costs
+    costs: loop.StepCosts
     resume: Path | None = None
     profile: bool = False
     memory: Memory | None = None
@@ -83,7 +83,7 @@ class Begun:
     """Its plan has what was settled."""
     corpus: Corpus
     state: JobState
-    settled: Settled
+    settled: SettledPacking
 
 
 def begin(rank: Rank, job: RankJob) -> Begun:
@@ -189,7 +189,7 @@ def packing_of(checkpoint: Path) -> Literal["packed", "single"]:
     return describe(checkpoint).about.get("stream", {}).get("packing", "packed")
 
 
-def settled_packing(model: ParallelModel, resume: Path | None, source: Source) -> Settled:
+def settled_packing(model: ParallelModel, resume: Path | None, source: Source) -> SettledPacking:
     """What `data.packing` comes to, the same on all ranks; a run that goes on keeps what it had.
 
     Where no rank has the whole model, a shallow one is asked, of one block of each kind: what tells documents apart is
@@ -214,7 +214,7 @@ def settled_packing(model: ParallelModel, resume: Path | None, source: Source) -
         return settle(model.module, plan.data.packing, before, on_all, device=device, tokens=tokens)
 
 
-def on_first(world: World, make: Callable[[], Settled]) -> Settled:
+def on_first(world: World, make: Callable[[], SettledPacking]) -> SettledPacking:
     """What rank 0 makes, on all; a UserError on all where it raises one."""
     found: list[Any] = [None]
     if world.index == 0:
@@ -233,7 +233,7 @@ def with_packing(plan: Plan, packing: Literal["packed", "single"]) -> Plan:
     return plan.model_copy(update={"data": plan.data.model_copy(update={"packing": packing})})
 
 
-def _packing_words(settled: Settled, corpus: Corpus, plan: Plan) -> str:
+def _packing_words(settled: SettledPacking, corpus: Corpus, plan: Plan) -> str:
     what = "documents share samples"
     if settled.packing == "single":
         what = f"one document to a sample, {figures.percent(padding(corpus, plan.data))} of the places hold none"

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from tangram.errors import UserError
 from tangram.hardware.machine import pick_device
 from tangram.training.observe.events import Note
-from tangram.training.run.environment import Place, SaidElsewhere, place, speaks
+from tangram.training.run.environment import RankPlace, SaidElsewhere, place, speaks
 from tangram.training.run.launch import COLLECTIVE_TIMEOUT, Rank, RankError, first_line, leave, threads_of_a_rank
 from tangram.training.run.signals import POLITE, Stop, on_signals
 
@@ -49,7 +49,7 @@ _FAILED = "failed"
 class Meeting:
     """Where the ranks of one attempt meet before, beside and after their process group."""
 
-    place: Place
+    place: RankPlace
     store: dist.Store
     """All keys under the word of this attempt."""
     works: int = 0
@@ -120,7 +120,7 @@ def met() -> Generator[Meeting]:
     meeting.part()
 
 
-def _store(here: Place) -> dist.Store:
+def _store(here: RankPlace) -> dist.Store:
     """The store that torchrun holds, or that rank 0 holds where nobody else does."""
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=MEETING_SECONDS)))

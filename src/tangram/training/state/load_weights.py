@@ -30,7 +30,7 @@ from tangram.schema.plan import Plan
 from tangram.training.mesh.world import World
 from tangram.training.objective.step_guard import is_finite
 from tangram.training.state import new_embedding_rows
-from tangram.training.state.state import Entry, JobState, Places, entries
+from tangram.training.state.state import Entry, JobState, TensorPlaces, entries
 
 HERE = "here"
 DEQUANTISE = "`tangram checkpoint convert DIR NEW --to hf --dequantise` makes a directory of them that can be trained"
@@ -67,7 +67,7 @@ def _planned(
     if (codes := next(matched(index.specs), None)) is not None:
         raise UserError(f'the weights in "{folder}" are quantised ({codes.members["codes"]} is codes): {DEQUANTISE}')
     targets = {
-        entry.name.removeprefix("model."): entry for entry in entries(JobState(model, None), Places(plan, world))
+        entry.name.removeprefix("model."): entry for entry in entries(JobState(model, None), TensorPlaces(plan, world))
     }
     # The directory is of the whole model; of a stage only what it has is read.
     whole = model if plan.pipeline is None else build_on_meta(cast(Any, model).config)

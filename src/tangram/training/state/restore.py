@@ -16,7 +16,7 @@ from tangram.errors import UserError
 from tangram.relayout import TensorSpec
 from tangram.schema.plan import Plan
 from tangram.training.mesh.world import World
-from tangram.training.state.state import JobState, Places, Progress, entries, frozen
+from tangram.training.state.state import JobState, Progress, TensorPlaces, entries, frozen
 
 
 def load(path: Path, state: JobState, plan: Plan, world: World | None) -> Progress:
@@ -28,7 +28,7 @@ def load(path: Path, state: JobState, plan: Plan, world: World | None) -> Progre
     """
     manifest = read_manifest(path)
     progress = _progress(path, manifest)
-    targets = entries(state, Places(plan, world))
+    targets = entries(state, TensorPlaces(plan, world))
     specs = {entry.name: entry.spec for entry in targets}
     stored = {name: tensor.spec for name, tensor in manifest.tensors.items() if _is_here(name, plan, world)}
     if state.optimiser is None:

@@ -29,16 +29,16 @@ from tangram.training.data import Corpus, RankBatches, step_batches
 from tangram.training.mesh import buffers
 from tangram.training.mesh.check_replicas import refuse_unlike_gradients
 from tangram.training.mesh.drawing import Draws, drawing
-from tangram.training.mesh.tensor_parallel import Lies
+from tangram.training.mesh.tensor_parallel import ResultPlacement
 from tangram.training.mesh.world import World
 from tangram.training.objective.expert_loads import Loads
 from tangram.training.objective.loss import token_loss
 from tangram.training.objective.model_inputs import model_inputs
 from tangram.training.objective.step_guard import AstrayError, Guard, guard_for
-from tangram.training.observe.events import Evaluated, Skipped, StepDone
+from tangram.training.observe.events import Evaluated, StepDone, StepSkipped
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.model_part import ModelPart
-from tangram.training.parallel.pipeline import Pipeline
+from tangram.training.parallel.pipeline import PipelineRun
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
 from tangram.training.step.bad_steps import told_of, write_samples
 from tangram.training.step.evaluate import LossSum, held_out_loss, loss_of, sum_over
@@ -46,7 +46,7 @@ from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, s
 
 
 @dataclass(frozen=True)
-class Costs:
+class StepCosts:
     """What a step computes and what the devices could, for the progress line; 0 is unknown."""
 
     flops_per_sample: float = 0.0
@@ -81,7 +81,7 @@ def train_steps(
     corpus: Corpus,
     checkpointer: Checkpointer,
     hooks: Hooks,
-    costs: Costs = Costs(),
+    costs: StepCosts = StepCosts(),
 ) -> Trained:
     """Train from where `state` stands until the plan's steps or its time are used up, or somebody asks to stop.
 
@@ -165,7 +165,7 @@ def _advanced(progress: Progress, counted: int, plan: Plan, guard: Guard, second
 
 def _told(
     plan: Plan,
-    costs: Costs,
+    costs: StepCosts,
     done: "StepResult",
     step: int,
     first: int,
@@ -196,7 +196,7 @@ def _told(
 
 def skipped_event(
     done: "StepResult", folder: Path | None, corpus: Corpus, plan: Plan, progress: Progress, guard: Guard
-) -> Skipped:
+) -> StepSkipped:
     """A step that was not applied, and where its samples are written; those of an overflow are not.
 
     `progress`: as it is after the step. Samples that cannot be written stop nothing: the event says why.
@@ -208,7 +208,7 @@ def skipped_event(
             path = str(write_samples(folder, corpus, plan, progress.step - 1, first, reason))
         except (OSError, UserError) as failure:
             reason = f"{reason}; its samples could not be written: {failure}"
-    return Skipped(progress.step, reason, guard.skipped, path)
+    return StepSkipped(progress.step, reason, guard.skipped, path)
 
 
 def _due(step: int, every: int) -> bool:
@@ -318,13 +318,13 @@ def _backward_of_model(
 
 
 def _backward_of_stage(
-    pipeline: Pipeline, batches: RankBatches, loss_sum: LossSum | None, draws: Draws, scale: float
+    pipeline: PipelineRun, batches: RankBatches, loss_sum: LossSum | None, draws: Draws, scale: float
 ) -> Tensor:
     """The same for a stage; its part of the loss is nothing but on the last."""
     if loss_sum is not None:
         raise UserError("stages of a pipeline are trained on the next token: this version takes no loss of one's own")
 
-    def loss(logits_BSV: Tensor, labels_BS: Tensor, lies: Lies | None) -> Tensor:
+    def loss(logits_BSV: Tensor, labels_BS: Tensor, lies: ResultPlacement | None) -> Tensor:
         return token_loss(logits_BSV, labels_BS, lies) * (scale / max(1, batches.counted))
 
     losses = pipeline.backward(batches.micro, loss, draws, lambda r, sums: r.loss(sums, batches.counted) * scale)

@@ -62,7 +62,7 @@ parameters that FSDP has put together, with its buffers; all else, which is acti
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RankTraffic:
     """Collectives of one kind over one axis that a rank takes part in, in a step."""
 
     axis: str
@@ -83,7 +83,7 @@ class Needs:
     """Bytes at the highest moment, by `KINDS`."""
     kept: float
     """Micro-batches whose activations it keeps at a time, at most."""
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[RankTraffic, ...]
 
     @property
     def peak(self) -> float:
@@ -92,7 +92,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Run:
+class CountedRun:
     """A step that is counted: so many micro-batches, of which a stage of a pipeline keeps so many at a time."""
 
     micros: int
@@ -100,10 +100,10 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedStep:
     """What one such step took."""
 
-    run: Run
+    run: CountedRun
     memory: Mapping[str, int]
     times: Mapping[tuple[str, str], int]
     nbytes: Mapping[tuple[str, str], float]
@@ -126,7 +126,7 @@ def dry_run(plan: Plan, tell: Callable[[str], None] = lambda text: None) -> tupl
     model = build_on_meta(source.config)
     freeze(model, plan)
     legal(plan, model)
-    known: dict[object, list[Counted]] = {}
+    known: dict[object, list[CountedStep]] = {}
     found: list[Needs] = []
     for place, alive in enumerate(_kept(plan)):
         rank, kind = _first_rank(plan, place), _kind(plan, model, place)
@@ -160,13 +160,13 @@ def _kind(plan: Plan, model: nn.Module, place: int) -> object:
     return place == 0, place == plan.stage_ranks - 1, tuple(own)
 
 
-def _needs(plan: Plan, counted: Sequence[Counted], rank: int, place: int, alive: float) -> Needs:
+def _needs(plan: Plan, counted: Sequence[CountedStep], rank: int, place: int, alive: float) -> Needs:
     """Of a whole step, from two that differ by a micro-batch; from one where there is but one."""
     first, last = counted[0], counted[-1]
     more = (plan.micro_steps - first.run.micros) / max(1, last.run.micros - first.run.micros)
     full = (alive - first.run.kept) / (last.run.kept - first.run.kept) if last.run.kept > first.run.kept else 1.0
     traffic = [
-        Traffic(*key, round(before + more * (times - before)), nbytes + more * (last.nbytes[key] - nbytes))
+        RankTraffic(*key, round(before + more * (times - before)), nbytes + more * (last.nbytes[key] - nbytes))
         for key, times in last.times.items()
         for before, nbytes in [(first.times.get(key, 0), first.nbytes.get(key, 0.0))]
     ]
@@ -174,13 +174,13 @@ def _needs(plan: Plan, counted: Sequence[Counted], rank: int, place: int, alive:
     return Needs(rank, place, memory, alive, tuple(sorted(traffic, key=lambda one: -one.nbytes)))
 
 
-def _runs(plan: Plan) -> tuple[Run, ...]:
+def _runs(plan: Plan) -> tuple[CountedRun, ...]:
     if plan.pipeline is not None:
-        return Run(2, 1), Run(3, 2)
-    return (Run(1, 1), Run(2, 1)) if plan.micro_steps > 1 else (Run(1, 1),)
+        return CountedRun(2, 1), CountedRun(3, 2)
+    return (CountedRun(1, 1), CountedRun(2, 1)) if plan.micro_steps > 1 else (CountedRun(1, 1),)
 
 
-def counted_alone(plan: Plan, source: Source, rank: int) -> list[Counted]:
+def counted_alone(plan: Plan, source: Source, rank: int) -> list[CountedStep]:
     """The steps of one rank, of which there is no other and nothing has memory."""
     cpu = torch.device("cpu")
     with _fake_ranks(plan.ranks, rank) as group:
@@ -191,7 +191,7 @@ def counted_alone(plan: Plan, source: Source, rank: int) -> list[Counted]:
             return counted_steps(model)
 
 
-def counted_steps(model: ParallelModel) -> list[Counted]:
+def counted_steps(model: ParallelModel) -> list[CountedStep]:
     """The steps of a rank whose model has storage, of whatever kind. Collective."""
     plan, module = model.plan, model.module
     optimiser = make_adamw(module, plan.optimiser, plan.precision.masters)
@@ -202,7 +202,7 @@ def counted_steps(model: ParallelModel) -> list[Counted]:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimiser.step()  # makes its states
         optimiser.zero_grad()
-        found: list[Counted] = []
+        found: list[CountedStep] = []
         for run in _runs(plan):
             if model.pipeline is not None:
                 model.pipeline.actions = partial(in_turn, plan.rank_of_stage, run.kept)
@@ -237,7 +237,9 @@ def _step(model: ParallelModel, optimiser: AdamW, micros: int, tally: Tally) -> 
     return numbers
 
 
-def _sorted_out(run: Run, tally: Tally, known: Mapping[str, Sequence[int]], axes: Mapping[str, str]) -> Counted:
+def _sorted_out(
+    run: CountedRun, tally: Tally, known: Mapping[str, Sequence[int]], axes: Mapping[str, str]
+) -> CountedStep:
     """Bytes at the peak by what they were, collectives by axis."""
     kinds = {number: kind for kind, numbers in {"gathered": [*tally.gathered], **known}.items() for number in numbers}
     memory: dict[str, int] = dict.fromkeys(KINDS, 0)
@@ -249,7 +251,7 @@ def _sorted_out(run: Run, tally: Tally, known: Mapping[str, Sequence[int]], axes
         key = axes.get(one.group, "other ranks"), one.kind
         times[key] += count
         moved[key] += tally.step.nbytes[one]
-    return Counted(run, memory, times, moved)
+    return CountedStep(run, memory, times, moved)
 
 
 def _local(found: Sequence[Tensor]) -> list[Tensor]:

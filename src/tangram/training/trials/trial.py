@@ -86,7 +86,7 @@ def _run(plan: Plan, folder: Path) -> Trial:
     record = Record()
     tokens = load_tokens(plan.data, plan.model.path)
     prepare(plan.data, tokens, record)
-    job = RankJob(plan, folder, open_corpus(plan.data, tokens).digest, loop.Costs(0.0, 0.0))
+    job = RankJob(plan, folder, open_corpus(plan.data, tokens).digest, loop.StepCosts(0.0, 0.0))
     used = run_ranks(rank_of_trial, job, world=plan.ranks, on_event=record, device=plan.run.device)
     seconds = throughput.step_seconds(record)
     if seconds is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tangram.sharding.derive.derive import Derived, Over, Problem, Rates, fixed_by
+from tangram.sharding.derive.derive import AxisProblem, Derived, Over, Rates, fixed_by
 from tangram.sharding.derive.layouts import moved
 from tangram.sharding.derive.problem.states import SAME, SUM, State
 from tangram.sharding.derive.solve.bounded import bounded
@@ -39,7 +39,7 @@ def alternatives(found: Derived, v: int, rates: Rates | None = None) -> Iterator
             continue
         fixed = {w: own[over.axis] for w, own in wanted.items() if over.axis in own}
         own_rates = (rates or Rates()).along(found.mesh, over.axis)
-        problem = Problem(found.folded, over.axis, over.k, found.axes[:i], fixed, own_rates, opened=v)
+        problem = AxisProblem(found.folded, over.axis, over.k, found.axes[:i], fixed, own_rates, opened=v)
         chosen = _plain(over.used[v])
         options: dict[State, list[int]] = {}
         standing = v in found.folded.standing
@@ -61,7 +61,7 @@ def _plain(state: State) -> State:
     return SAME if state.kind == "several" else state
 
 
-def _forced(problem: Problem, v: int, places: Sequence[int]) -> tuple[float, Over | None]:
+def _forced(problem: AxisProblem, v: int, places: Sequence[int]) -> tuple[float, Over | None]:
     """The least cost with a class in one of some states, and what is done then."""
     costs = problem.costs()
     own = costs.tables[("used", v),]

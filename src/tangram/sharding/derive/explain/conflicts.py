@@ -16,12 +16,12 @@ import numpy as np
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.derive.collectives_between import label_of, legal, place_of
-from tangram.sharding.derive.derive import ConflictError, Derived, Over, Problem, Rates, derive, fixed_by
+from tangram.sharding.derive.derive import AxisProblem, ConflictError, Derived, Over, Rates, derive, fixed_by
 from tangram.sharding.derive.explain.operators import VIEWS, factor_names, line_of, module_of, title, written
 from tangram.sharding.derive.explain.show import amount, folded_name, short, total
 from tangram.sharding.derive.layouts import layout_of, used
 from tangram.sharding.derive.marking.marks import Mark, matched, states
-from tangram.sharding.derive.problem.folding import Folded, Step, fold
+from tangram.sharding.derive.problem.folding import Folded, FoldedStep, fold
 from tangram.sharding.derive.problem.states import SAME, State
 from tangram.sharding.derive.solve.bounded import bounded
 
@@ -132,7 +132,7 @@ def _together(folded: Folded, asked: Asked, mesh: Mesh, marks: Sequence[Mark], a
     fixed = {v: own[axis] for v, own in wanted.items() if axis in own}
     for v in asked:
         fewer = {w: state for w, state in fixed.items() if w != v}
-        problem = Problem(folded, axis, mesh.axes[axis][0], done, fewer, rates.along(mesh, axis))
+        problem = AxisProblem(folded, axis, mesh.axes[axis][0], done, fewer, rates.along(mesh, axis))
         if not np.isfinite(bounded(problem.costs()).bound):
             fixed = fewer
     return [v for v in asked if v in fixed]
@@ -148,13 +148,13 @@ def _before(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str, rates:
             break
         if k > 1 and one in named:
             fixed = {v: own[one] for v, own in wanted.items() if one in own}
-            done.append(Problem(folded, one, k, done, fixed, rates.along(mesh, one)).solved())
+            done.append(AxisProblem(folded, one, k, done, fixed, rates.along(mesh, one)).solved())
     return done
 
 
-def _between(folded: Folded, at: Sequence[int]) -> list[Step]:
+def _between(folded: Folded, at: Sequence[int]) -> list[FoldedStep]:
     """The operators on the shortest way from the first of some classes to the last; of one class, all that take it."""
-    near: dict[int, list[Step]] = {}
+    near: dict[int, list[FoldedStep]] = {}
     for step in folded.steps:
         for v in dict.fromkeys((*step.inputs, *step.outputs)):
             if v is not None:
@@ -162,7 +162,7 @@ def _between(folded: Folded, at: Sequence[int]) -> list[Step]:
     if len(at) == 1:
         takers = [step for step in near.get(at[0], ()) if at[0] in step.inputs]
         return takers or near.get(at[0], [])
-    came: dict[int, tuple[int, Step] | None] = {at[0]: None}
+    came: dict[int, tuple[int, FoldedStep] | None] = {at[0]: None}
     queue = deque([at[0]])
     while queue and at[-1] not in came:
         v = queue.popleft()
@@ -171,7 +171,7 @@ def _between(folded: Folded, at: Sequence[int]) -> list[Step]:
                 if w is not None and w not in came:
                     came[w] = (v, step)
                     queue.append(w)
-    steps: list[Step] = []
+    steps: list[FoldedStep] = []
     link = came.get(at[-1])
     while link is not None:
         steps.insert(0, link[1])
@@ -179,7 +179,7 @@ def _between(folded: Folded, at: Sequence[int]) -> list[Step]:
     return steps
 
 
-def _refuses(step: Step, own: Asked, k: int) -> bool:
+def _refuses(step: FoldedStep, own: Asked, k: int) -> bool:
     """Whether an operator cannot take a tensor as a mark says."""
     for v, dims in zip(step.inputs, step.bound.inputs, strict=True):
         for _, _, state in own.get(v, ()) if v is not None and dims is not None else ():
@@ -189,7 +189,7 @@ def _refuses(step: Step, own: Asked, k: int) -> bool:
     return False
 
 
-def _behind(folded: Folded, steps: list[Step], own: Asked) -> tuple[list[Step], Asked]:
+def _behind(folded: Folded, steps: list[FoldedStep], own: Asked) -> tuple[list[FoldedStep], Asked]:
     """Behind a parameter that is only transposed or cast the operator that computes, and what is asked for there."""
     while steps and title(steps[0]) in VIEWS and folded.standing.issuperset(steps[0].outputs):
         step = steps[0]
@@ -212,7 +212,7 @@ def _behind(folded: Folded, steps: list[Step], own: Asked) -> tuple[list[Step], 
 # ------------------------------------------------------------ the factor table
 
 
-def _table(plain: Derived, step: Step, asked: Asked, axis: str, k: int) -> str:
+def _table(plain: Derived, step: FoldedStep, asked: Asked, axis: str, k: int) -> str:
     """The factors of each tensor of an operator, with what the marks cut of them."""
     bound, names = step.bound, factor_names(step)
     factors = [f for f in names if any(f in dim for dims in (*bound.inputs, *bound.outputs) for dim in dims or ())]
@@ -246,7 +246,7 @@ def _table(plain: Derived, step: Step, asked: Asked, axis: str, k: int) -> str:
     return "\n".join([f"  {title(step)} in {where}: {written(step, ())}", *dict.fromkeys(shown)])
 
 
-def _kept(step: Step, factor: str) -> str:
+def _kept(step: FoldedStep, factor: str) -> str:
     return "whole" if factor in step.bound.whole else "."
 
 

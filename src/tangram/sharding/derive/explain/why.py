@@ -21,12 +21,12 @@ from tangram.sharding.derive.explain.show import Row, amount, folded_name, short
 from tangram.sharding.derive.layouts import between, layout_of, lying, made, needed, used
 from tangram.sharding.derive.marking.marks import Mark, matched
 from tangram.sharding.derive.marking.nodes import value_of
-from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import State
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainLink:
     """An operator of a chain."""
 
     module: str
@@ -49,7 +49,7 @@ class Chain:
     mark: str
     tensor: str
     """The marked one."""
-    links: tuple[Link, ...]
+    links: tuple[ChainLink, ...]
     """From the mark on; none where the tensor itself is marked."""
 
 
@@ -160,7 +160,7 @@ def _uses(found: Derived, v: int) -> Iterator[Row]:
                 )
 
 
-def _place(found: Derived, step: Step) -> str:
+def _place(found: Derived, step: FoldedStep) -> str:
     return f"{module_of(found, step)}:{title(step)} ({line_of(step.node.source)})"
 
 
@@ -180,14 +180,14 @@ def chain_of(found: Derived, v: int, over: Over) -> Chain | None:
     is moved or that only stands between counts more.
     """
     marked = _marked(found, over.axis)
-    near: dict[int, list[Step]] = {}
+    near: dict[int, list[FoldedStep]] = {}
     for step in found.folded.steps:
         for w in dict.fromkeys((*step.inputs, *step.outputs)):
             if w is not None:
                 near.setdefault(w, []).append(step)
     queue: list[tuple[int, int]] = [(0, v)]
     far = {v: 0}
-    came: dict[int, tuple[int, Step]] = {}
+    came: dict[int, tuple[int, FoldedStep]] = {}
     while queue:
         d, at = heapq.heappop(queue)
         if d > far[at]:
@@ -206,10 +206,12 @@ def chain_of(found: Derived, v: int, over: Over) -> Chain | None:
     return None
 
 
-def _links(found: Derived, v: int, at: int, came: Mapping[int, tuple[int, Step]], over: Over) -> Iterator[Link]:
+def _links(
+    found: Derived, v: int, at: int, came: Mapping[int, tuple[int, FoldedStep]], over: Over
+) -> Iterator[ChainLink]:
     while at != v:
         at, step = came[at]
-        yield Link(module_of(found, step), title(step), written(step, [over]), line_of(step.node.source))
+        yield ChainLink(module_of(found, step), title(step), written(step, [over]), line_of(step.node.source))
 
 
 def _marked(found: Derived, axis: str) -> dict[int, tuple[Mark, str]]:
@@ -223,7 +225,7 @@ def _marked(found: Derived, axis: str) -> dict[int, tuple[Mark, str]]:
     return marked
 
 
-def _length(step: Step, one: int, other: int, over: Over) -> int:
+def _length(step: FoldedStep, one: int, other: int, over: Over) -> int:
     """How far two tensors of an operator are from each other, over an axis."""
     sides: dict[int, State] = {}
     for i, w in enumerate(step.inputs):

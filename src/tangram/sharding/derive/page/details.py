@@ -15,7 +15,7 @@ from tangram.sharding.derive.explain.show import amount, folded_name
 from tangram.sharding.derive.explain.why import named
 from tangram.sharding.derive.layouts import layout_of, lying, used, value_layout
 from tangram.sharding.derive.page.tree import Box, Pill
-from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import State, part_dim
 
 COLOURS = 6
@@ -59,7 +59,7 @@ def sized(layout: Layout) -> str:
     return " ".join([*map(text, layout.dims), *pending]) or "()"
 
 
-def of_module(found: Derived, colours: Colours, name: str, box: Box, steps: Sequence[Step]) -> str:
+def of_module(found: Derived, colours: Colours, name: str, box: Box, steps: Sequence[FoldedStep]) -> str:
     """A module: what it receives, how its result lies, its own operators."""
     graph = found.folded.graph
     value = graph.results.get(box.path)
@@ -114,7 +114,7 @@ def of_pill(found: Derived, colours: Colours, pill: Pill) -> str:
     return f"<dl>{told}</dl>{own}<h3>Taken by</h3>{operators(found, colours, takers)}"
 
 
-def operators(found: Derived, colours: Colours, steps: Sequence[Step]) -> str:
+def operators(found: Derived, colours: Colours, steps: Sequence[FoldedStep]) -> str:
     """Operators with their rules, source lines, and how each of their tensors is needed."""
     rows: list[str] = []
     for step in steps:
@@ -129,7 +129,7 @@ def operators(found: Derived, colours: Colours, steps: Sequence[Step]) -> str:
     return f'<ol class="operators">{"".join(rows)}</ol>'
 
 
-def _gathered(found: Derived, colours: Colours, step: Step) -> str:
+def _gathered(found: Derived, colours: Colours, step: FoldedStep) -> str:
     """What the operator needs otherwise than it is used."""
     texts: list[str] = []
     for i, v in enumerate(step.inputs):
