@@ -14,9 +14,8 @@ from tangram.checkpoint.saving.save import save
 from tangram.cli.errors import reported
 from tangram.errors import UserError
 from tangram.training.observe.events import Note
-from tangram.training.run.environment import together
 from tangram.training.run.launch import Rank, RankError
-from tangram.training.run.torchrun import Meeting, on_one, run_as_rank
+from tangram.training.run.torchrun import Meeting, on_one, run_as_rank, together
 
 
 def say(*words: object) -> None:

@@ -14,7 +14,7 @@ from tangram.cli.output import print_json, print_table
 from tangram.errors import UserError
 
 if TYPE_CHECKING:
-    from tangram.sharding.proof.prove import ProofVerdict
+    from tangram.sharding.proof.execute import ProofVerdict
 
 __all__ = ["shard"]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,17 +25,33 @@ from tangram.sharding.derive.layouts import layout_of
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, price
 from tangram.sharding.eager.greedy import NEVER
 
-if TYPE_CHECKING:
-    from tangram.sharding.eager.session import Eager
-
 States = Mapping[str, State]
 Key = tuple[tuple[str, State], ...]
+
+
+class Deriving(Protocol):
+    """A session in which operators are derived as they run, as its tensors see it."""
+
+    sizes: Mapping[str, int]
+    """Of its axes."""
+
+    def call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """What a function of torch gives."""
+        ...
+
+    def number_of(self, x: Tensor) -> Any:
+        """The number that a tensor of one element is."""
+        ...
+
+    def brought(self, part: Tensor, source: States, target: States, trained: bool) -> Tensor:
+        """This rank's part where it lies as `target`, given it where it lies as `source`."""
+        ...
 
 
 class ShardedTensor(Tensor):
     """One rank's part of a tensor. `shape`, `stride()` and `dtype` are those of the whole."""
 
-    _session: Eager
+    _session: Deriving
     _states: dict[str, State]
     _parts: dict[Key, Tensor]
     """What this rank has of it, by how it lies."""
@@ -52,7 +68,7 @@ class ShardedTensor(Tensor):
 
     @staticmethod
     def of(
-        session: Eager,
+        session: Deriving,
         like: Tensor,
         part: Tensor,
         states: States,

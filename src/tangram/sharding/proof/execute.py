@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -285,3 +285,22 @@ def _ways_of_linked(bound: BoundOp, factors: Sequence[str]) -> Iterable[tuple[Cu
         n = bound.sizes[factor]
         if factor not in bound.windows or bound.windows[factor].n == n:
             yield {factor: (Cut("x", "sizes", (1, 0, n - 1)),)}, Mesh.parse("x=3")
+
+
+@dataclass(frozen=True)
+class ProofVerdict:
+    """What came of one operator."""
+
+    operator: str
+    kind: str
+    """`proved`, `whole` (nothing can be cut in any call), `refuted`, `no rule`, `crashed`, or `unproved` (it has a
+    rule, and nothing on this machine runs it)."""
+    factors: int = 0
+    """The most that can be cut in one call."""
+    cases: int = 0
+    seconds: float = 0.0
+    why: str = ""
+    gradients: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By argument: in how many cases its gradient was compared."""
+    without: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By argument: in how many it has numbers, and torch refuses its derivative."""

@@ -19,7 +19,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,8 +36,8 @@ from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.decompose import is_decomposed
 from tangram.sharding.ops.rule_table import POINTWISE, RuleTable, builtin, read_lines
-from tangram.sharding.proof import lists, mapped, shapes
-from tangram.sharding.proof.execute import Failure, Whole, check, ways, whole
+from tangram.sharding.proof import lists, mapped, routes, shapes
+from tangram.sharding.proof.execute import Failure, ProofVerdict, Whole, check, ways, whole
 from tangram.sharding.proof.pending import check_pending
 from tangram.sharding.proof.samples import samples
 
@@ -49,25 +49,6 @@ LIMIT = 600.0
 EACH = 60.0
 """Seconds for an operator."""
 _UNKNOWN = "no sample of torch's database reaches an operator {}: give it as aten calls it"
-
-
-@dataclass(frozen=True)
-class ProofVerdict:
-    """What came of one operator."""
-
-    operator: str
-    kind: str
-    """`proved`, `whole` (nothing can be cut in any call), `refuted`, `no rule`, `crashed`, or `unproved` (it has a
-    rule, and nothing on this machine runs it)."""
-    factors: int = 0
-    """The most that can be cut in one call."""
-    cases: int = 0
-    seconds: float = 0.0
-    why: str = ""
-    gradients: Mapping[str, int] = field(default_factory=dict[str, int])
-    """By argument: in how many cases its gradient was compared."""
-    without: Mapping[str, int] = field(default_factory=dict[str, int])
-    """By argument: in how many it has numbers, and torch refuses its derivative."""
 
 
 def calls_of(table: RuleTable, calls: Sequence[OpCall]) -> list[OpCall]:
@@ -292,8 +273,6 @@ def job(names: list[str], rules: str, part: int, parts: int) -> Any:
     rest = [name for name in names if not any(samples.is_named([name], own) for own in calls)]
     if rest or not names:
         calls = samples.recorded(rest) | calls
-    from tangram.sharding.proof import routes  # which says what came of it as this module does
-
     chosen = sorted(name for name in calls if samples.is_named(names, name))
     steps = sorted(name for name in calls.keys() | routes.COMPOSITE.keys() if samples.is_named(names, name))
     todo: list[tuple[str, Callable[[], ProofVerdict]]] = [

@@ -27,8 +27,7 @@ from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.decompose import decomposition
 from tangram.sharding.ops.rule_table import RuleTable, builtin
-from tangram.sharding.proof.execute import EXPECTED_ERRORS, Failure, Whole, differs, whole
-from tangram.sharding.proof.prove import ProofVerdict
+from tangram.sharding.proof.execute import EXPECTED_ERRORS, Failure, ProofVerdict, Whole, differs, whole
 from tangram.sharding.proof.samples import samples
 from tangram.sharding.proof.simulate import SimTensor, SimWorld, carried_out, cut, together
 

@@ -10,12 +10,8 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tangram.errors import UserError
-
-if TYPE_CHECKING:
-    from tangram.training.run.torchrun import Meeting
 
 _TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 
@@ -58,15 +54,6 @@ def leave_word(sentence: str) -> None:
     more = {"py_callstack": f"error: {sentence}", "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError):  # it has been printed
         Path(file).write_text(json.dumps({"message": {"message": sentence, "extraInfo": more}}), encoding="utf-8")
-
-
-def together() -> "contextlib.AbstractContextManager[Meeting | None]":
-    """Around all that a rank does: the meeting of torchrun's ranks, or None where nobody else started them."""
-    if not started_by_torchrun():
-        return contextlib.nullcontext()
-    from tangram.training.run.torchrun import met  # loads torch
-
-    return met()
 
 
 def place() -> RankPlace:

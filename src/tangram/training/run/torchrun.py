@@ -31,7 +31,7 @@ import torch.distributed as dist
 from tangram.errors import UserError
 from tangram.hardware.machine import pick_device
 from tangram.training.observe.events import Note
-from tangram.training.run.environment import RankPlace, SaidElsewhere, place, speaks
+from tangram.training.run.environment import RankPlace, SaidElsewhere, place, speaks, started_by_torchrun
 from tangram.training.run.launch import COLLECTIVE_TIMEOUT, Rank, RankError, first_line, leave, threads_of_a_rank
 from tangram.training.run.signals import POLITE, Stop, on_signals
 
@@ -92,6 +92,11 @@ class Meeting:
                 for _ in _looks(FAREWELL_SECONDS):
                     if self.store.check(["all gone"]):
                         break
+
+
+def together() -> contextlib.AbstractContextManager[Meeting | None]:
+    """Around all that a rank does: the meeting of torchrun's ranks, or None where nobody else started them."""
+    return met() if started_by_torchrun() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
