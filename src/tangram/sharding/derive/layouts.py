@@ -18,9 +18,9 @@ from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.linked import cut_of, passed
 from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, Parts, Routed, State, cut, part_dim, scaled
-from tangram.sharding.derive.transitions import FoldedStep as Moves
+from tangram.sharding.derive.transitions import StateStep as Moves
 from tangram.sharding.derive.transitions import change, costs, summed_once, wanted
-from tangram.sharding.local_ops.local_call import Part
+from tangram.sharding.local_ops.local_call import RankPart
 from tangram.sharding.ops.calls import OpCall
 
 
@@ -152,7 +152,7 @@ def called(found: Derived, step: FoldedStep) -> OpCall:
     return replace(step.call, arguments={**step.call.arguments, "end": step.call.arguments["end"] // math.prod(own)})
 
 
-def part(found: Derived, step: FoldedStep, rank: int) -> Part:
+def part(found: Derived, step: FoldedStep, rank: int) -> RankPart:
     """Where a rank stands in an operator: what it holds of each factor that is cut."""
     cuts: dict[str, list[tuple[str, Label]]] = {}
     for over in found.axes:
@@ -164,7 +164,7 @@ def part(found: Derived, step: FoldedStep, rank: int) -> Part:
         f: held(divided(step.bound.sizes[f], [(a, cut(0, n.inner, n.parts)) for a, n in own]), found.mesh, at)
         for f, own in cuts.items()
     }
-    return Part(found.mesh, rank, sets, {f: tuple(cut_of(a, n) for a, n in own) for f, own in cuts.items()})
+    return RankPart(found.mesh, rank, sets, {f: tuple(cut_of(a, n) for a, n in own) for f, own in cuts.items()})
 
 
 @dataclass(frozen=True)

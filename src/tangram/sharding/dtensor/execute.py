@@ -50,7 +50,7 @@ class DTensorPlan:
     """Its tensors whole, and without memory."""
     bound: BoundOp
     choice: DTensorChoice
-    part: local_call.Part | None
+    part: local_call.RankPart | None
     """Of this rank; None where it is not of the mesh."""
     plain: bool
     """Whether the operator does on parts what it does on the whole."""
@@ -208,7 +208,7 @@ def diagonal(call: OpCall) -> BoundOp:
     )
 
 
-def _part(bound: BoundOp, choice: DTensorChoice, mesh: DeviceMesh) -> local_call.Part | None:
+def _part(bound: BoundOp, choice: DTensorChoice, mesh: DeviceMesh) -> local_call.RankPart | None:
     at = mesh.get_coordinate()
     if at is None:
         return None

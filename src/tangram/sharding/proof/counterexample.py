@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tangram.hardware import workers
 from tangram.layout import region
 from tangram.layout.intervals import elements, size
-from tangram.sharding.local_ops.local_call import Part, layout_of, part_of, piece, run
+from tangram.sharding.local_ops.local_call import RankPart, layout_of, part_of, piece, run
 from tangram.sharding.ops.bind import Dims
 from tangram.sharding.ops.calls import OpCall, schema_of
 from tangram.sharding.ops.rule_table import RuleTable
@@ -162,7 +162,7 @@ def take(whole, places):
 
 
 def _groups(
-    trial: ProofTrial, parts: Sequence[Part], dims: Dims, want: Tensor, place: int, gradient: bool
+    trial: ProofTrial, parts: Sequence[RankPart], dims: Dims, want: Tensor, place: int, gradient: bool
 ) -> Iterator[str]:
     """Lines that compare the ranks of each piece of the whole with it."""
     bound, at = trial.bound, 0 if gradient else place
@@ -175,7 +175,7 @@ def _groups(
     same = f"torch.allclose(piece, own, rtol={relative}, atol={relative / 10}, equal_nan=True)"
     if not want.is_floating_point() and not want.is_complex():
         same = "torch.equal(piece, own)"
-    groups: dict[Any, list[Part]] = {}
+    groups: dict[Any, list[RankPart]] = {}
     for part in parts:
         replica = tuple((axis, i) for axis, i in sorted(trial.mesh.coords(part.rank).items()) if axis not in pending)
         groups.setdefault((region(layout, trial.mesh, part.rank), replica), []).append(part)
@@ -208,7 +208,7 @@ class _Last(TorchDispatchMode):
         return cast(Any, found)
 
 
-def _of_rank(trial: ProofTrial, part: Part, gradient: int | None, cotangents: Any) -> str:
+def _of_rank(trial: ProofTrial, part: RankPart, gradient: int | None, cotangents: Any) -> str:
     """The source of what one rank runs."""
     bound, call = trial.bound, trial.call
     local = [

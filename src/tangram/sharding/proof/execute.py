@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tangram.layout import Mesh, region
 from tangram.layout.syntax import Cut
-from tangram.sharding.local_ops.local_call import Cuts, Part, layout_of, part_of, piece, run
+from tangram.sharding.local_ops.local_call import Cuts, RankPart, layout_of, part_of, piece, run
 from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.propagation import halo, scan
@@ -156,7 +156,7 @@ class _Tried:
     bound: BoundOp
     cuts: Cuts
     mesh: Mesh
-    parts: Sequence[Part]
+    parts: Sequence[RankPart]
 
     def gradients(self, found: Sequence[Sequence[Tensor | None]], expected: Whole) -> tuple[str, str] | None:
         """Where the ranks' gradients together are not those of the whole call, and how."""
@@ -217,7 +217,7 @@ def _pending(bound: BoundOp, cuts: Cuts, output: int) -> dict[str, str]:
 
 
 def _local_gradients(
-    local: Sequence[Tensor | None], results: Sequence[Any], expected: Whole, bound: BoundOp, part: Part
+    local: Sequence[Tensor | None], results: Sequence[Any], expected: Whole, bound: BoundOp, part: RankPart
 ) -> tuple[Tensor | None, ...]:
     return _gradients(local, results, _cotangents(results, expected, bound, part))
 
@@ -227,7 +227,7 @@ def _joint_gradients(
     results: Sequence[Sequence[Any]],
     expected: Whole,
     bound: BoundOp,
-    parts: Sequence[Part],
+    parts: Sequence[RankPart],
 ) -> list[tuple[Tensor | None, ...]]:
     """The gradients of all ranks' leaves in one graph, rank by rank."""
     pairs = zip(results, parts, strict=True)
@@ -237,7 +237,7 @@ def _joint_gradients(
     return [found[i : i + n] for i in range(0, len(found), n)]
 
 
-def _cotangents(results: Sequence[Any], expected: Whole, bound: BoundOp, part: Part) -> list[Tensor | None]:
+def _cotangents(results: Sequence[Any], expected: Whole, bound: BoundOp, part: RankPart) -> list[Tensor | None]:
     return [
         None if c is None or not (isinstance(r, Tensor) and r.requires_grad) else piece(c, dims, part, bound)
         for c, dims, r in zip(expected.cotangents, bound.outputs, results, strict=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.sharding.local_ops.local_call import Part, part_of, run
+from tangram.sharding.local_ops.local_call import RankPart, part_of, run
 from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.find_rule import bound as find_bound
@@ -101,7 +101,7 @@ def check(table: RuleTable, call: OpCall) -> tuple[int, str]:
     return tried, ""
 
 
-def _shape(tensor: Tensor, dims: Dims, bound: BoundOp, part: Part) -> list[int]:
+def _shape(tensor: Tensor, dims: Dims, bound: BoundOp, part: RankPart) -> list[int]:
     """Of a part."""
     found: list[int] = []
     for factors, n in zip(dims, tensor.shape, strict=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tangram.sharding.derive.derive import AxisProblem, Derived, Over, Rates, fixed_by
+from tangram.sharding.derive.derive import AxisProblem, Derived, Over, WorkRates, fixed_by
 from tangram.sharding.derive.layouts import moved
 from tangram.sharding.derive.problem.states import SAME, SUM, State
 from tangram.sharding.derive.solve.bounded import bounded
@@ -31,14 +31,14 @@ class Alternative:
     """The bytes that a rank receives more over this axis, forward and backward."""
 
 
-def alternatives(found: Derived, v: int, rates: Rates | None = None) -> Iterator[Alternative]:
+def alternatives(found: Derived, v: int, rates: WorkRates | None = None) -> Iterator[Alternative]:
     """Every state that a class could have, over each axis, that of the derivation first."""
     wanted = fixed_by(found.folded, found.marks, found.mesh)
     for i, over in enumerate(found.axes):
         if v not in over.used:
             continue
         fixed = {w: own[over.axis] for w, own in wanted.items() if over.axis in own}
-        own_rates = (rates or Rates()).along(found.mesh, over.axis)
+        own_rates = (rates or WorkRates()).along(found.mesh, over.axis)
         problem = AxisProblem(found.folded, over.axis, over.k, found.axes[:i], fixed, own_rates, opened=v)
         chosen = _plain(over.used[v])
         options: dict[State, list[int]] = {}

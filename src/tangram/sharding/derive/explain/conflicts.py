@@ -16,7 +16,7 @@ import numpy as np
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.derive.collectives_between import label_of, legal, place_of
-from tangram.sharding.derive.derive import AxisProblem, ConflictError, Derived, Over, Rates, derive, fixed_by
+from tangram.sharding.derive.derive import AxisProblem, ConflictError, Derived, Over, WorkRates, derive, fixed_by
 from tangram.sharding.derive.explain.operators import VIEWS, factor_names, line_of, module_of, title, written
 from tangram.sharding.derive.explain.show import amount, folded_name, short, total
 from tangram.sharding.derive.layouts import layout_of, used
@@ -71,7 +71,7 @@ class Conflict:
 
 
 def conflict(
-    graph: Graph, marks: Sequence[Mark], mesh: Mesh, error: ConflictError, rates: Rates | None = None
+    graph: Graph, marks: Sequence[Mark], mesh: Mesh, error: ConflictError, rates: WorkRates | None = None
 ) -> Conflict:
     """What `derive` refused with this error, in full."""
     needed = [*marks]
@@ -82,7 +82,7 @@ def conflict(
     folded = fold(graph)
     asked = _asked(folded, needed, mesh, error.axis)
     twice = [v for v, own in asked.items() if len({state for _, _, state in own}) > 1]
-    at = twice[:1] or _together(folded, asked, mesh, needed, error.axis, rates or Rates())
+    at = twice[:1] or _together(folded, asked, mesh, needed, error.axis, rates or WorkRates())
     plain = Derived(folded, mesh, tuple(marks))
     own = {v: asked[v] for v in at}
     exact = {(name, i) for v in at for i, name, _ in own[v]}
@@ -104,7 +104,7 @@ def conflict(
     )
 
 
-def _derived(graph: Graph, marks: Sequence[Mark], mesh: Mesh, rates: Rates | None) -> Derived | None:
+def _derived(graph: Graph, marks: Sequence[Mark], mesh: Mesh, rates: WorkRates | None) -> Derived | None:
     try:
         return derive(graph, marks, mesh, rates=rates)
     except ConflictError:
@@ -125,7 +125,9 @@ def _asked(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str) -> Aske
     return found
 
 
-def _together(folded: Folded, asked: Asked, mesh: Mesh, marks: Sequence[Mark], axis: str, rates: Rates) -> list[int]:
+def _together(
+    folded: Folded, asked: Asked, mesh: Mesh, marks: Sequence[Mark], axis: str, rates: WorkRates
+) -> list[int]:
     """The fewest marked classes that no layouts over the axis fit together."""
     done = _before(folded, marks, mesh, axis, rates)
     wanted = fixed_by(folded, marks, mesh)
@@ -138,7 +140,7 @@ def _together(folded: Folded, asked: Asked, mesh: Mesh, marks: Sequence[Mark], a
     return [v for v in asked if v in fixed]
 
 
-def _before(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str, rates: Rates) -> list[Over]:
+def _before(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str, rates: WorkRates) -> list[Over]:
     """What was derived for the axes before."""
     wanted = fixed_by(folded, marks, mesh)
     named = {one for own in wanted.values() for one, state in own.items() if state != SAME}
@@ -260,7 +262,7 @@ def _fixes(
     needed: Sequence[Mark],
     at: Sequence[int],
     mesh: Mesh,
-    rates: Rates | None,
+    rates: WorkRates | None,
 ) -> Iterator[Fix]:
     for i, mark in enumerate(needed, 1):
         found = _derived(graph, [one for one in marks if one is not mark], mesh, rates)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tangram.errors import UserError
-from tangram.sharding.derive.derive import Derived, Over, Rates, derive
+from tangram.sharding.derive.derive import Derived, Over, WorkRates, derive
 from tangram.sharding.derive.explain.alternatives import Alternative, alternatives
 from tangram.sharding.derive.explain.operators import lies, line_of, module_of, states_in, states_out, title, written
 from tangram.sharding.derive.explain.show import Row, amount, folded_name, short, signed, total, ways
@@ -93,7 +93,7 @@ class Why:
         return told
 
 
-def why(found: Derived, node: str, rates: Rates | None = None) -> Why:
+def why(found: Derived, node: str, rates: WorkRates | None = None) -> Why:
     """Explain one tensor. Raises UserError where `node` names none, or several (`nodes`)."""
     graph, folded = found.folded.graph, found.folded
     value = value_of(graph, node)
@@ -245,7 +245,7 @@ def _length(step: FoldedStep, one: int, other: int, over: Over) -> int:
 # ------------------------------------------------------------ without a mark
 
 
-def _without(found: Derived, v: int, rates: Rates | None) -> Iterator[Without]:
+def _without(found: Derived, v: int, rates: WorkRates | None) -> Iterator[Without]:
     """What the class would be without each of the marks."""
     graph, shape = found.folded.graph, found.folded.value(v).shape
     before = used(found, v)
