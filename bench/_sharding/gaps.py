@@ -13,8 +13,7 @@ import torch
 from torch._ops import OpOverload
 
 from tangram.hardware.measure import Row
-from tangram.sharding.discover.coverage import is_whole
-from tangram.sharding.discover.report import Gap
+from tangram.sharding.discover.report import Gap, is_whole
 from tangram.sharding.discover.report import gaps as found_gaps
 from tangram.sharding.ops.computed_rules import ESCAPES
 from tangram.sharding.ops.decompose import is_decomposed

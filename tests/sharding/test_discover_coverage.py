@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.sharding.discover import coverage, report
+from tangram.sharding.discover import report
 from tangram.sharding.ops import find_rule, rule_table
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.computed_rules import ESCAPES, rule_of
@@ -26,7 +26,7 @@ def below(n: int, *shape: int) -> Tensor:
 
 
 def test_every_core_operator_has_a_way_and_whole_ones_a_reason() -> None:
-    ways_ = coverage.coverage()
+    ways_ = report.coverage()
     assert len(ways_) > 180
     assert [one.operator for one in ways_ if not one.kind] == []
     counts = Counter(one.kind for one in ways_)
@@ -38,10 +38,10 @@ def test_every_core_operator_has_a_way_and_whole_ones_a_reason() -> None:
 
 
 def test_an_operator_without_any_way_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "builtin", RuleTable)
-    assert coverage.way(aten.bmm.default).kind == ""
-    assert coverage.way(aten.permute.default).kind == "view"
-    assert coverage.way(aten.randn.default).kind == "factory"
+    monkeypatch.setattr(report, "builtin", RuleTable)
+    assert report.way(aten.bmm.default).kind == ""
+    assert report.way(aten.permute.default).kind == "view"
+    assert report.way(aten.randn.default).kind == "factory"
 
 
 def test_each_function_is_of_an_operator() -> None:

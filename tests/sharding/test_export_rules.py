@@ -18,7 +18,7 @@ from tangram.sharding.ops.calls import OpCall, name_of
 from tangram.sharding.ops.find_rule import bound
 from tangram.sharding.ops.rule_table import parse_lines
 from tangram.sharding.proof.execute import check, ways, whole
-from tangram.sharding.proof.pending import check_pending
+from tangram.sharding.proof.prove import check_pending
 from tangram.sharding.proof.samples.samples import SampleRecorder
 from tangram.sharding.propagation.axis_choices import waiting
 

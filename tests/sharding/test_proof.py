@@ -9,7 +9,7 @@ from tangram.sharding.ops.bind import RuleError
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import RuleTable, parse_lines
 from tangram.sharding.proof.execute import Failure, check, ways, whole
-from tangram.sharding.proof.pending import check_pending
+from tangram.sharding.proof.prove import check_pending
 
 aten = torch.ops.aten
 

@@ -169,7 +169,7 @@ def test_a_scan_that_takes_stretches_for_one_part_is_found(mistake: str, monkeyp
         monkeypatch.setattr(scan_module, "sorted", lambda some: [*some], raising=False)
     else:
         monkeypatch.setattr(
-            "tangram.sharding.local_ops.split_parts.each", lambda bound, part, local, run: run(part, local)
+            "tangram.sharding.local_ops.local_call.each", lambda bound, part, local, run: run(part, local)
         )
     call = scan("cumsum", some(2, 13), 1)
     bound, expected = find_rule.bound(builtin(), call), whole(call)

@@ -14,7 +14,7 @@ from tangram.layout.errors import NotationError
 from tangram.layout.intervals import elements, intersect, size, span
 from tangram.layout.rule import Rule
 from tangram.layout.syntax import Cut
-from tangram.sharding.local_ops import split_parts
+from tangram.sharding.local_ops import local_call
 from tangram.sharding.ops import find_rule
 from tangram.sharding.ops.bind import BoundOp, RuleError
 from tangram.sharding.ops.calls import OpCall
@@ -260,8 +260,8 @@ def test_windows_that_take_stretches_for_others_are_found(mistake: str, monkeypa
         reads = SlidingWindow.reads
         monkeypatch.setattr(SlidingWindow, "reads", lambda self, some: intersect(reads(self, some), some))
     else:
-        join = split_parts._side_by_side
-        monkeypatch.setattr(split_parts, "_side_by_side", lambda some, *rest: join([*reversed(some)], *rest))
+        join = local_call._side_by_side
+        monkeypatch.setattr(local_call, "_side_by_side", lambda some, *rest: join([*reversed(some)], *rest))
     call, cuts = conv(16, 3, padding=1), {".1": (Cut("x", "zigzag"),)}
     assert check_cut(call, find_rule.bound(builtin(), call), cuts, Mesh.parse("x=2"), whole(call)) is not None
 

@@ -12,8 +12,7 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.sharding.choose import export_marks as module
 from tangram.sharding.choose.choose import ChosenMarks, Price, choose, priced
-from tangram.sharding.choose.export_marks import Marked, as_marks
-from tangram.sharding.choose.patterns import together
+from tangram.sharding.choose.export_marks import Marked, as_marks, together
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.explain.show import total
 from tangram.sharding.derive.layouts import value_layout

@@ -36,7 +36,7 @@ from tangram.sharding.derive.problem.states import (
     SAME,
     SEVERAL,
     SUM,
-    GatheredState,
+    Gathered,
     State,
     part_dim,
     price,
@@ -293,7 +293,7 @@ class AxisProblem:
         bound = v in self.fixed and v != self.opened
         if v in self.given_back:
             return (self.fixed[v],) if bound else (SAME, *self._free_cuts(v))
-        if bound and isinstance(self.fixed[v], GatheredState):
+        if bound and isinstance(self.fixed[v], Gathered):
             return (SEVERAL,)  # its gradient is summed as it is cut
         if bound:
             return (self.fixed[v],) if self.fixed[v].kind == "cut" or self.fixed[v] == SUM else (SAME, SEVERAL)
@@ -391,14 +391,9 @@ class AxisProblem:
                 if self.rates.follow and a.kind == "cut" and a != b:
                     moved *= self.k if b.kind == "cut" else 1
                     moved += self.rates.follow * nbytes * (v in self.led)
-                if v in self.folded.standing and not isinstance(a, GatheredState):
+                if v in self.folded.standing and not isinstance(a, Gathered):
                     moved *= self.rates.summed
-                if (
-                    v in self.folded.standing
-                    and a != b
-                    and "cut" in (a.kind, b.kind)
-                    and not isinstance(a, GatheredState)
-                ):
+                if v in self.folded.standing and a != b and "cut" in (a.kind, b.kind) and not isinstance(a, Gathered):
                     moved = _NEVER
                 moved += _FAR * far * nbytes * (a != b)
                 table[i, j] = moved * (self.folded.times[v] if lies else 1)

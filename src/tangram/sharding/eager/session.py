@@ -38,9 +38,8 @@ from tangram.sharding.derive.transitions import Change, change_of
 from tangram.sharding.eager import api
 from tangram.sharding.eager.api import WrittenMark
 from tangram.sharding.eager.greedy import decide
-from tangram.sharding.eager.names import MADE, OWN, REFUSED, VALUES, VIEWS
-from tangram.sharding.eager.sharded_tensor import ShardedTensor, States, tied
-from tangram.sharding.eager.surroundings import refuse_surroundings
+from tangram.sharding.eager.sharded_tensor import ShardedTensor, States, blocked, tied
+from tangram.sharding.eager.surroundings import MADE, OWN, REFUSED, VALUES, VIEWS, refuse_surroundings
 from tangram.sharding.eager.trace_function import Like, TracedOperator, TraceRecorder
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.local_call import run
@@ -308,7 +307,7 @@ class Eager:
         fixed = [i for i in operator.written if not (isinstance(own := plain[i], ShardedTensor) and own.alone)]
         chosen = decide(operator, bound, given, self.sizes, nbytes, trained, fixed)
         if chosen is None:
-            raise UserError(_blocked(operator, given))
+            raise UserError(blocked(operator.call.name, given))
         local: list[Tensor | None] = []
         for place, x in enumerate(given):
             if x is None:
@@ -393,14 +392,3 @@ class Mode(TorchFunctionMode):
 
 def _nbytes(x: Tensor | None) -> float:
     return 0.0 if x is None else float(x.numel() * x.element_size())
-
-
-def _blocked(operator: TracedOperator, given: Sequence[ShardedTensor | None]) -> str:
-    """Why an operator can do nothing."""
-    names = dict.fromkeys(f"{x.standing} (`{x.notation}`)" for x in given if x is not None and x.standing)
-    lies = ", ".join(f"`{x.notation}`" for x in given if x is not None and not x.standing)
-    called = operator.call.name
-    if not names:
-        return f"{called} writes into a tensor that has to lie otherwise for it, of {lies}: relayout it first"
-    others = f" beside {lies}" if lies else ""
-    return f"{called} cannot use {' and '.join(names)} where it lies{others}: mark it otherwise, or relayout it"

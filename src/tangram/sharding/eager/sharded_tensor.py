@@ -271,3 +271,13 @@ def _key(states: States) -> Key:
 
 def _memory(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
+
+
+def blocked(called: str, given: Sequence[ShardedTensor | None]) -> str:
+    """Why an operator that is called so can do nothing with these."""
+    names = dict.fromkeys(f"{x.standing} (`{x.notation}`)" for x in given if x is not None and x.standing)
+    lies = ", ".join(f"`{x.notation}`" for x in given if x is not None and not x.standing)
+    if not names:
+        return f"{called} writes into a tensor that has to lie otherwise for it, of {lies}: relayout it first"
+    others = f" beside {lies}" if lies else ""
+    return f"{called} cannot use {' and '.join(names)} where it lies{others}: mark it otherwise, or relayout it"

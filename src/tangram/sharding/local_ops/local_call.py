@@ -20,19 +20,22 @@ and a runtime moves `halo.needed` there and `scan.total` back by itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from tangram.layout.intervals import IntSet, elements, size
-from tangram.sharding.local_ops import local_variants, split_parts
+from tangram.layout.intervals import IntSet, elements, rank, size
+from tangram.sharding.local_ops import local_variants
 from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rank_part import Cuts, RankPart, factor_dim, layout_of, part_of, piece
 from tangram.sharding.propagation import halo, scan
 from tangram.sharding.propagation.axis_choices import written
+from tangram.sharding.propagation.halo import needed
 from tangram.sharding.propagation.op_cost import results as without_memory
 
 __all__ = ["Cuts", "RankPart", "as_it_is", "factor_dim", "layout_of", "part_of", "piece", "run", "run_all"]
@@ -87,7 +90,7 @@ def run(
     """
     if not bound.linked or all(len(part.held.get(f, ())) < 2 for f in bound.linked):
         return _run(call, bound, part, local, in_place=in_place)
-    results = split_parts.each(bound, part, local, functools.partial(_run, call, bound))
+    results = each(bound, part, local, functools.partial(_run, call, bound))
     if not in_place:
         return results
     (place,) = written(call)
@@ -246,3 +249,54 @@ def arguments_of(call: OpCall, bound: BoundOp, part: RankPart) -> dict[str, Any]
                     own[i] = _size(factors, bound, part)
             found[args[0]] = own
     return found
+
+
+# ----------------------------------------------------------------
+# A part in several stretches, where parts need each other: the operator runs on each stretch, one after the other.
+# By a map such as `zigzag` or `strided[2]` a rank holds of a dim what is in several places of it all. Windows do not
+# reach from one stretch into the next, and a scan of one begins anew: so each is run as the part in one stretch that it
+# would be on a rank of its own, and the results are put side by side. Over two dims it is each stretch of the one with
+# each of the other.
+
+
+Run = Callable[[RankPart, Sequence[Tensor | None]], tuple[Any, ...]]
+"""An operator on a part in one stretch."""
+
+
+def each(bound: BoundOp, part: RankPart, local: Sequence[Tensor | None], run: Run) -> tuple[Any, ...]:
+    """The results of a part; `local`: its tensors, of what windows read all that it needs."""
+    factor = next((f for f, held in part.held.items() if f in bound.linked and len(held) > 1), None)
+    if factor is None:
+        return run(part, local)
+    found: list[tuple[Any, ...]] = []
+    for one in part.held[factor]:
+        own = replace(part, held={**part.held, factor: (one,)})
+        found.append(each(bound, own, _narrowed(bound, part, local, factor, (one,)), run))
+    return tuple(
+        _side_by_side(some, dims, factor, bound, part)
+        for some, dims in zip(zip(*found, strict=True), bound.outputs, strict=True)
+    )
+
+
+def _narrowed(
+    bound: BoundOp, part: RankPart, local: Sequence[Tensor | None], factor: str, one: IntSet
+) -> list[Tensor | None]:
+    """The tensors of one stretch."""
+    found = list(local)
+    window = bound.windows.get(factor)
+    for i, (tensor, dims) in enumerate(zip(local, bound.inputs, strict=True)):
+        if tensor is None or dims is None or (factor,) not in dims:
+            continue
+        at = rank(part.held[factor], one) if window is None else rank(needed(bound, part, factor), window.reads(one))
+        start, stop = at[0] if at else (0, 0)
+        found[i] = tensor.narrow(dims.index((factor,)), start, stop - start)
+    return found
+
+
+def _side_by_side(some: Sequence[Any], dims: Dims, factor: str, bound: BoundOp, part: RankPart) -> Any:
+    """One result of all stretches; in a dim that is a product the factor is put together by itself."""
+    at = next(i for i, factors in enumerate(dims) if factor in factors)
+    inside = dims[at].index(factor)
+    before = math.prod(size(part.held[f]) if f in part.held else bound.sizes[f] for f in dims[at][:inside])
+    opened = [one.unflatten(at, (before, one.shape[at] // max(1, before))) for one in some]
+    return torch.cat(opened, at + 1).flatten(at, at + 1)

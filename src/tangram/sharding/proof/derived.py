@@ -14,18 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.layout import Layout
+from tangram.layout import Layout, Mesh
 from tangram.models.graph import Graph, filled
 from tangram.models.replay import defined, replay
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import called, layout_of, lying, made, needed, part, steps_of_nodes, used
 from tangram.sharding.derive.problem.folding import FoldedStep, meta
-from tangram.sharding.derive.problem.states import State
+from tangram.sharding.derive.problem.states import (
+    OWN,
+    OWN_IDS,
+    SENT,
+    SENT_ENDS,
+    SENT_IDS,
+    SORTED,
+    Routed,
+    State,
+    part_dim,
+)
+from tangram.sharding.derive.transitions import ordered
 from tangram.sharding.local_ops.local_call import run_all
 from tangram.sharding.ops.calls import OpCall
-from tangram.sharding.ops.rule_table import table_of
+from tangram.sharding.ops.rule_table import builtin, table_of
 from tangram.sharding.proof.execute import differs
-from tangram.sharding.proof.routed import SortedRows, is_routed
 from tangram.sharding.proof.simulate import SimTensor, SimWorld, cut, of_parts, together
 
 
@@ -154,3 +164,80 @@ class _Ranks:
 
     def _layout(self, v: int, states: Mapping[str, State]) -> Layout:
         return layout_of(self.graph.values[v].shape, states)
+
+
+# ----------------------------------------------------------------
+# What ranks that are all here do with rows that each has sorted for itself, to prove what is derived.
+# Written apart from what real ranks do (`relayout.routed`): there every row is looked for among all.
+
+
+def is_routed(states: Mapping[str, State]) -> bool:
+    """Whether rows lie in an order of their own over some axis."""
+    return any(isinstance(state, Routed) for state in states.values())
+
+
+class SortedRows:
+    """The rows that ranks of a mesh have sorted last, by axis and region."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._ids: dict[tuple[str, int], list[Tensor]] = {}
+
+    def brought(
+        self, parts: Sequence[Tensor], source: Mapping[str, State], target: Mapping[str, State]
+    ) -> list[Tensor]:
+        """What all ranks have of a tensor where it lies as `target`."""
+        wanted = {axis: target.get(axis, state) for axis, state in source.items()}
+        now = [*parts]
+        for axis, a, b in ordered(source, wanted, {axis: n for axis, (n, _) in self._mesh.axes.items()}):
+            if isinstance(a, Routed) and (a.kind, b.kind) == (SORTED, OWN_IDS):
+                self._ids[axis, a.region] = now
+                continue
+            for ranks in self._along(axis):
+                own = [now[r] for r in ranks]
+                if isinstance(a, Routed):
+                    made = _routed(own, [self._ids[axis, a.region][r] for r in ranks], a, b)
+                else:
+                    made = _moved(own, a, b)
+                for r, one in zip(ranks, made, strict=True):
+                    now[r] = one
+        return now
+
+    def _along(self, axis: str) -> list[list[int]]:
+        """Ranks that differ in one axis alone, in the order of it."""
+        found: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for rank in range(self._mesh.size):
+            at = self._mesh.coords(rank)
+            found.setdefault(tuple((a, i) for a, i in sorted(at.items()) if a != axis), []).append(rank)
+        return [*found.values()]
+
+
+def _moved(parts: Sequence[Tensor], source: State, target: State) -> list[Tensor]:
+    world = SimWorld(Mesh((((_ONE, len(parts)),),)), builtin())
+    shape = [*parts[0].shape]
+    if (dim := part_dim(source)) is not None:
+        shape[dim] *= len(parts)
+    whole = together(of_parts(shape, parts, layout_of(shape, {_ONE: source}), world))
+    return cut(whole, layout_of(shape, {_ONE: target}), world).parts
+
+
+_ONE = "x"
+
+
+def _routed(parts: Sequence[Tensor], ids: Sequence[Tensor], source: Routed, target: State) -> list[Tensor]:
+    """Over one axis: `ids` are the groups of the rows that each rank has sorted."""
+    k, own = len(parts), source.groups // len(parts)
+    every = torch.cat([*ids])
+    order = torch.argsort(every, stable=True)
+    index = [order[every[order] // own == r] for r in range(k)]
+    if target.kind == SENT:
+        rows = torch.cat([*parts])
+        return [rows[i] for i in index]
+    if (source.kind, target.kind) == (SENT, OWN):
+        back = torch.argsort(torch.cat(index))
+        return [*torch.cat([*parts])[back].split([len(one) for one in ids])]
+    if target.kind == SENT_IDS:
+        return [every[i] % own for i in index]
+    assert target.kind == SENT_ENDS
+    counts = [torch.bincount(every[i] % own, minlength=own) for i in index]
+    return [one.cumsum(0).to(part.dtype) for one, part in zip(counts, parts, strict=True)]

@@ -18,7 +18,8 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
 
 from tangram.models.attention import exactly
 from tangram.models.source import Source
@@ -40,7 +41,6 @@ from tangram.training.state.check_export import (
 )
 from tangram.training.state.checkpointer import JobState, load
 from tangram.training.state.export_hf import export
-from tangram.training.state.sample_text import sample_text
 from tangram.training.step.evaluate import evaluate_unsharded
 
 # Relative; of a loss below one nat absolute, since rounding is of logits, which do not get smaller with the loss. The
@@ -166,3 +166,33 @@ def same_logits(model: PreTrainedModel, plan: Plan, corpus: Corpus, before_BSV: 
             f"the reloaded checkpoint has other logits: they differ by {difference}, at most {limit} is right"
         )
     return difference
+
+
+# ----------------------------------------------------------------
+# A sample of what a model writes: the continuation of a held-out text.
+
+
+PROMPT, LENGTH = 32, 160  # tokens
+
+
+TEMPERATURE = 0.7
+
+
+@torch.no_grad()
+def sample_text(model: PreTrainedModel, tokens: Tokens, inputs_BS: Tensor, seed: int = 0) -> tuple[str, str]:
+    """A prompt, from the first row of a batch, and how the model goes on; the same for a seed."""
+    prompt_BS = inputs_BS[:1, :PROMPT]
+    chosen = GenerationConfig(
+        max_new_tokens=LENGTH,
+        do_sample=True,
+        temperature=TEMPERATURE,
+        top_k=20,
+        eos_token_id=tokens.end,
+        pad_token_id=tokens.end,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
+        generate = cast("Callable[..., Tensor]", model.eval().generate)
+        written_BS = generate(prompt_BS, attention_mask=torch.ones_like(prompt_BS), generation_config=chosen)
+    ids = cast("list[int]", written_BS[0].tolist())
+    return tokens.decode(ids[: prompt_BS.shape[1]]), tokens.decode(ids[prompt_BS.shape[1] :])

@@ -31,7 +31,7 @@ class NoMemoryError(MemoryError):
 PHASES: tuple[tuple[str, str, str], ...] = (
     # a file and a function on the stack (as ends of their names), the phase; the first that is there decides
     ("training/state/checkpointer.py", "", "saving a checkpoint"),
-    ("training/step/loop.py", "held_out_loss", "measuring the held-out loss"),
+    ("training/step/evaluate.py", "held_out_loss", "measuring the held-out loss"),
     ("training/parallel/master_weights.py", "step", "the update"),
     ("torch/optim/adamw.py", "", "the update"),
     ("torch/optim/optimizer.py", "", "the update"),

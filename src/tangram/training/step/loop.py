@@ -27,7 +27,7 @@ from tangram.hardware.machine import resident_mb
 from tangram.schema.plan import Plan
 from tangram.training.data import Corpus, RankBatches, step_batches
 from tangram.training.mesh import buffers
-from tangram.training.mesh.check_replicas import refuse_unlike_gradients
+from tangram.training.mesh.buffers import refuse_unlike_gradients
 from tangram.training.mesh.drawing import Draws, drawing
 from tangram.training.mesh.tensor_parallel import ResultPlacement
 from tangram.training.mesh.world import World

@@ -29,7 +29,7 @@ from tangram.layout.sizes import check_cut
 from tangram.layout.syntax import Dim
 from tangram.models.graph import Graph
 from tangram.sharding.derive.marking.nodes import operators
-from tangram.sharding.derive.problem.states import SAME, SUM, Cutting, GatheredState, State, beside, cut, parts_of
+from tangram.sharding.derive.problem.states import SAME, SUM, Cutting, Gathered, State, beside, cut, parts_of
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def lying(mark: Mark, graph: Graph, value: int, mesh: Mesh) -> dict[str, State]:
     gathered = {axis: state for axis, state in found.items() if axis not in used}
     if of.kind != "parameter" or any(found.get(axis) != state for axis, state in used.items()) or not gathered:
         raise UserError("behind an arrow stands how a parameter is used: the same layout with fewer axes")
-    return {axis: GatheredState(*state) if axis in gathered else state for axis, state in found.items()}
+    return {axis: Gathered(*state) if axis in gathered else state for axis, state in found.items()}
 
 
 def states(layout: Layout, shape: Sequence[int], mesh: Mesh) -> dict[str, State]:

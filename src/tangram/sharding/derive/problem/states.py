@@ -37,7 +37,7 @@ class Cutting(NamedTuple):
     k: int
 
 
-class GatheredState(State):
+class Gathered(State):
     """How a parameter lies that is put together to be used, and its gradient cut again: equal to the cut that it is."""
 
     __slots__ = ()
