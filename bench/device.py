@@ -144,7 +144,7 @@ def measure(rank: Rank, plan: Plan) -> Found:
     times: list[float] = []
     for _ in range(WARM + STEPS):  # each ends with a number that the host waits for
         begun = time.perf_counter()
-        losses.append(train_step(model, optimiser, next(stream), lr=1e-4, asks=(False, False)).loss)
+        losses.append(train_step(model, optimiser, next(stream), lr=1e-4, stop_requests=(False, False)).loss)
         times.append(time.perf_counter() - begun)
     return Found(statistics.median(times[WARM:]), _peak_bytes(world.device), losses[-1])
 

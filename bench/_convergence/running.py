@@ -129,7 +129,7 @@ def measured(rank: Rank, job: RankJob) -> Found:
         if step % every == 0 or step == plan.run.steps:
             largest.append((step, largest_logit(begun)))
 
-    hooks = loop.Hooks(rank.emit, rank.stop.asked, look, job.folder)
+    hooks = loop.Hooks(rank.emit, rank.stop.requested, look, job.folder)
     checkpointer = Checkpointer(job.folder / "checkpoint", plan, world)  # the plan saves nothing
     ended, held_out, stopped = None, None, False
     try:

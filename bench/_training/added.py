@@ -66,7 +66,7 @@ def measure(rank: Rank, task: Task) -> Pairs:
     optimiser = make_adamw(model.module, plan.optimiser)
     state = JobState(model.module, optimiser)
     checkpointer = Checkpointer(task.folder / "checkpoint", plan, world)
-    hooks = loop.Hooks(rank.emit, rank.stop.asked)
+    hooks = loop.Hooks(rank.emit, rank.stop.requested)
     stream = data.Stream(corpus, plan.data, device=world.device)
     ready = itertools.cycle([next(stream) for _ in range(TURN)])
 
@@ -79,7 +79,7 @@ def measure(rank: Rank, task: Task) -> Pairs:
     def alone() -> float:
         begun = time.perf_counter()
         for _ in range(TURN):
-            loop.train_step(model, optimiser, next(ready), lr=1e-3, asks=(False, False))
+            loop.train_step(model, optimiser, next(ready), lr=1e-3, stop_requests=(False, False))
         return (time.perf_counter() - begun) / TURN
 
     model.module.train()

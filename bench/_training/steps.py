@@ -99,7 +99,7 @@ def ours(plan: Plan, world: World) -> Callable[[], float]:
     model.module.train()
     optimiser = make_adamw(model.module, plan.optimiser)
     stream = data.Stream(corpus, plan.data, index=world.data_index, size=world.data_size, device=world.device)
-    return lambda: train_step(model, optimiser, next(stream), lr=LR, asks=(False, False)).loss
+    return lambda: train_step(model, optimiser, next(stream), lr=LR, stop_requests=(False, False)).loss
 
 
 def ready(plan: Plan, world: World, steps: int) -> list[data.RankBatches]:

@@ -13,12 +13,12 @@ from tangram.layout.syntax import Cut
 from tangram.planner.legality.plan_as_grid import refused_heads
 from tangram.sharding.derive.layouts import local_shape, used
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.derive.of_model import derive_model, graph_of
 from tangram.sharding.ops import find_rule
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.derived import check as proved
-from tangram.sharding.proof.execute import check, whole
+from tangram.sharding.proof.execute import check, run_whole
 from tangram.sharding.propagation.propagate import propagate
 from tangram.training.run.launch import run_ranks
 from tests.training.code_models import PUBLIC, Off, Small, model_of, run_all
@@ -145,7 +145,7 @@ def test_a_mean_of_uneven_parts() -> None:
         dims = bound.inputs[0]
         assert dims is not None
         factor = dims[0][0]
-        assert check(call, bound, {factor: (Cut("x"),)}, Mesh.parse("x=2"), whole(call)) is None
+        assert check(call, bound, {factor: (Cut("x"),)}, Mesh.parse("x=2"), run_whole(call)) is None
 
 
 def test_a_product_of_what_is_cut_in_another_order() -> None:
@@ -164,7 +164,7 @@ def test_an_uneven_cut_is_that_of_one_process() -> None:
     work = Small(lambda m, x: torch.tanh(x @ m.w.T) @ m.v.T, (), {"w": (5, 8), "v": (8, 5)})
     model, x = model_of(work)
     graph = graph_of(model, {"x": x}, torch.float32)
-    found = derive_whole(graph, [Mark.parse("w: o/tp i")], Mesh.parse("tp=2"))
+    found = derive_model(graph, [Mark.parse("w: o/tp i")], Mesh.parse("tp=2"))
     w = next(v for v, value in graph.of_kind("parameter") if value.name == "w")
     assert [local_shape(found, (5, 8), used(found, found.folded.classes[w]), rank) for rank in (0, 1)] == [
         (3, 8),

@@ -8,7 +8,7 @@ from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.layout.rule import Rule
 from tangram.sharding.discover import calls_from, drawn_calls, operator_of
-from tangram.sharding.discover.prove_draft import whole
+from tangram.sharding.discover.prove_draft import without_factor
 from tangram.sharding.ops.bind import bind
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
@@ -95,9 +95,9 @@ def test_what_cannot_be_cut_is_said(found: dict[str, Any], name: str, why: str) 
 
 def test_a_factor_is_taken_back_with_all_that_speaks_of_it() -> None:
     rule = Rule.parse("mean.dim : ... {dim} ... -> ... sum:{dim} ; scale({dim}) linear")
-    assert str(whole(rule, "{dim}0")) == "mean.dim : ... {dim}^ ... -> ... ; linear"
-    assert str(whole(Rule.parse("x : v d, ... -> ... d sum:v ; offset(1 v)"), "v")) == "x : v^ d, ... -> ... d"
-    assert str(whole(Rule.parse("x : ... -> ..."), ".2")) == "x : ...^ -> ...^"
+    assert str(without_factor(rule, "{dim}0")) == "mean.dim : ... {dim}^ ... -> ... ; linear"
+    assert str(without_factor(Rule.parse("x : v d, ... -> ... d sum:v ; offset(1 v)"), "v")) == "x : v^ d, ... -> ... d"
+    assert str(without_factor(Rule.parse("x : ... -> ..."), ".2")) == "x : ...^ -> ...^"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tangram.layout.syntax import Cut
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.find_rule import bound
 from tangram.sharding.ops.rule_table import builtin
-from tangram.sharding.proof.execute import check, ways, whole
+from tangram.sharding.proof.execute import check, run_whole, ways
 from tangram.sharding.proof.simulate import SimWorld, cut, together
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ def test_groups_are_counted_from_a_parts_own(name: str) -> None:
     call = OpCall.of(aten._grouped_mm.default, args, {})
     own = bound(builtin(), call)
     assert own.cuttable == factors.split()
-    expected = whole(call)
+    expected = run_whole(call)
     assert expected.wanted == {0, 1}
     tried = [*ways(own, (2, 3, 5))]
     for factor in ("t", "e"):  # rows and experts that do not stand together

@@ -10,7 +10,7 @@ from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.local_call import part_of, piece, run
-from tangram.sharding.local_ops.local_variants import whole
+from tangram.sharding.local_ops.local_variants import for_comparison
 from tangram.sharding.local_ops.random_numbers import Key
 from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.ops.bind import bind
@@ -154,7 +154,7 @@ def test_a_cut_operator_draws_bit_for_bit_what_the_whole_one_draws(name: str) ->
     call = CALLS[name]()
     factors = bound(builtin(), call)
     with random_numbers.using(KEY):
-        want = whole(call, factors).run()
+        want = for_comparison(call, factors).run()
     for mesh, axes in CUTS:
         for map_ in MAPS:
             args = (2,) if map_ == "cyclic" else ()

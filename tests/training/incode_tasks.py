@@ -21,7 +21,7 @@ from tangram.sharding.derive.layouts import layout_of as layout_from
 from tangram.sharding.derive.layouts import value_layout
 from tangram.sharding.derive.marking.mark_ops import noted
 from tangram.sharding.derive.marking.marks import Mark, matched
-from tangram.sharding.derive.of_model import derive_whole, graph_of, parameter_states
+from tangram.sharding.derive.of_model import derive_model, graph_of, parameter_states
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM
 from tangram.sharding.eager import layout_of, mark, relayout
 from tangram.sharding.eager.api import marks_in
@@ -273,7 +273,7 @@ def run_model(kind: str, mesh: str, more: tuple[str, ...]) -> dict[str, Ran]:
     want.backward()
     first, second = model_of(kind), model_of(kind)
     marks = [*marks_for(kind), *map(Mark.parse, more)]
-    found = derive_whole(graph_of(without_memory(whole), inputs_of(kind), torch.float32), marks, Mesh.parse(mesh))
+    found = derive_model(graph_of(without_memory(whole), inputs_of(kind), torch.float32), marks, Mesh.parse(mesh))
     shapes = {name: p.shape for name, p in whole.named_parameters()}
     lies = [Mark(name, layout_from(shapes[name], s)) for name, s in parameter_states(found).items() if name in shapes]
     held = eager(first, [*marks, *lies], devices_of(mesh))

@@ -38,7 +38,7 @@ def add_up(rank: Rank, payload: int) -> int:
 def step_until_asked(rank: Rank, payload: None) -> int:
     """The step at which all ranks stopped."""
     for step in range(1_000_000):
-        wish = torch.tensor(float(rank.stop.asked()))
+        wish = torch.tensor(float(rank.stop.requested()))
         dist.all_reduce(wish)
         if step == 0:
             say("pid", rank.index, os.getpid())
@@ -69,7 +69,7 @@ def fail_at_first(rank: Rank, payload: str) -> int:
         try:
             dist.barrier()
         except RuntimeError:
-            while not rank.stop.asked():
+            while not rank.stop.requested():
                 time.sleep(0.05)
             raise
         if rank.index == 1 and step == 3 and not Path(payload).exists():

@@ -168,7 +168,7 @@ def test_with_room_for_all_or_none_asked_for_nothing_is_dropped(world: World) ->
         assert torch.equal(gradient, gradients(plain.module)[name])
     watched = asked.parts[0].capacity
     assert watched is not None
-    assert float(watched.taken()) == 0
+    assert float(watched.pop_dropped()) == 0
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_ranks_that_see_the_same_tokens_count_them_once(world: World, monkeypatc
         ours = cast(Any, expert_capacity.Capacity(model, None, routers_in(model), run, place, place.group))
         for state in (SAME, SEVERAL, cut(0), cut(1)):
             lies = ResultPlacement({"tp": state}, Mesh.parse("tp=2"), {"tp": rank}, {})
-            monkeypatch.setattr(expert_capacity, "lies_of", lambda *_, lies=lies: lies)
+            monkeypatch.setattr(expert_capacity, "result_placement", lambda *_, lies=lies: lies)
             if state == cut(1):
                 with pytest.raises(UserError, match="is no whole rows on each rank"):
                     ours._part("gate", 1, places_T, places_T >= 0)

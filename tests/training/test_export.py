@@ -14,7 +14,7 @@ from tangram.training.data import BYTES, END, Corpus, held_out_batches, open_cor
 from tangram.training.objective.model_inputs import logits_in_order
 from tangram.training.run.end_proofs import ProofError, same_logits, same_loss
 from tangram.training.run.rank import probe_batch
-from tangram.training.state.build_model import build_whole, source_of
+from tangram.training.state.build_model import build_unsharded, source_of
 from tangram.training.state.check_export import load_exported, logits_difference, unlike_weights
 from tangram.training.state.export_hf import export
 from tangram.training.step.evaluate import evaluate_unsharded
@@ -37,7 +37,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     change = {**SMALL_MODEL, "tie_word_embeddings": request.param}
     plan = small_plan(write_text(folder / "text"), model={"change": change})
     prepare(plan.data, BYTES, lambda event: None)
-    model = build_whole(plan, source_of(plan, BYTES), CPU, values=True)
+    model = build_unsharded(plan, source_of(plan, BYTES), CPU, values=True)
     export(model, folder / "export", BYTES)
     return Exported(plan, open_corpus(plan.data, BYTES), model, folder / "export")
 

@@ -18,7 +18,7 @@ from tangram.relayout.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, Batch
 from tangram.training.mesh.world import make_world
-from tangram.training.objective.loss import leaving, lies_of
+from tangram.training.objective.loss import leaving, logits_placement
 from tangram.training.parallel.apply import apply, give_storage
 from tangram.training.state.build_model import source_of
 from tangram.training.step.evaluate import logits_of
@@ -60,7 +60,7 @@ def shapes(plan: Plan, gradients: bool = True) -> tuple[list[int], list[int], di
             with torch.set_grad_enabled(gradients):
                 with leaving(derived):
                     own = logits_of(model, batch)
-                lies = lies_of(derived)
+                lies = logits_placement(derived)
                 assert lies is not None
                 states = {axis: str(state) for axis, state in lies.states.items()}
                 return [*own.shape], [*logits_of(model, batch).shape], states

@@ -161,8 +161,8 @@ def test_micro_batches_count_by_their_tokens_and_only_those_with_labels(world: W
     loop.backward(ours, batches)
     watched = ours.parts[0].routers
     assert watched is not None
-    assert float(watched.taken()) == pytest.approx(expected, rel=1e-5)
-    assert float(watched.taken()) == 0
+    assert float(watched.pop_loss()) == pytest.approx(expected, rel=1e-5)
+    assert float(watched.pop_loss()) == 0
     assert_alike(ours.module, right)
 
 
@@ -196,7 +196,7 @@ def test_every_type_of_transformers_that_has_it(kind: str, world: World) -> None
     loop.backward(ours, batches)
     watched = ours.parts[0].routers
     assert watched is not None
-    assert float(watched.taken()) == pytest.approx(WEIGHT * found.aux_loss.item(), rel=1e-5)
+    assert float(watched.pop_loss()) == pytest.approx(WEIGHT * found.aux_loss.item(), rel=1e-5)
     assert_alike(ours.module, right)
 
 
@@ -279,12 +279,12 @@ def test_ranks_that_see_the_same_count_once(
     def seen() -> tuple[Tensor, float]:
         watched._seen.update({f"model.layers.{n}.mlp.gate": (logits_TE, 0) for n in range(2)})
         (gradient,) = torch.autograd.grad(watched.loss(watched.sums(batch.labels_BS), 41), logits_TE)
-        return gradient, float(watched.taken())
+        return gradient, float(watched.pop_loss())
 
     alone, told = seen()
     watched._world = replace(world, mesh=Mesh.parse("dp=1 tp=2"))
     monkeypatch.setattr(
-        router_loss, "lies_of", lambda *_: ResultPlacement({"tp": state}, Mesh.parse("tp=2"), {"tp": 0}, {})
+        router_loss, "result_placement", lambda *_: ResultPlacement({"tp": state}, Mesh.parse("tp=2"), {"tp": 0}, {})
     )
     monkeypatch.setattr(router_loss, "summed", lambda x, group: 2 * x)
     gradient, half = seen()

@@ -142,10 +142,10 @@ def check(
         return
     given = _function(samples, imports)
     from tangram.sharding.discover import own_calls
-    from tangram.sharding.proof.prove import prove, prove_given
+    from tangram.sharding.proof.prove import prove, prove_calls
 
     own = own_calls(operators or (), given)
-    verdicts = prove_given(own, rules) if own else prove(operators or (), rules)
+    verdicts = prove_calls(own, rules) if own else prove(operators or (), rules)
     wrong = [v for v in verdicts if v.kind not in ("proved", "whole", "unproved")]
     if save is not None:
         from tangram.sharding.proof.counterexample import save_all

@@ -80,7 +80,7 @@ def train(
             return dry(asked, json=json)
 
         from tangram.training.run.resume import refuse_unknown  # these load torch: only for a sound plan
-        from tangram.training.start import FAILURES, TrainRequest, train_as_asked
+        from tangram.training.start import FAILURES, TrainRequest, train_request
 
         refuse_unknown(allow or [])
         try:
@@ -88,7 +88,7 @@ def train(
                 told = TrainRequest(
                     asked, run_name(plan), processes, out, folder, profile, trials if auto else 0, tuple(allow or ())
                 )
-                summary = train_as_asked(told, Startup(line) if profile_startup else line, meeting)
+                summary = train_request(told, Startup(line) if profile_startup else line, meeting)
         except FAILURES as failure:
             say(str(failure))
             return 1

@@ -73,7 +73,7 @@ class TrainRequest:
     """Keys that a resume may change (`training.run.resume`)."""
 
 
-def train_as_asked(asked: TrainRequest, on_event: OnEvent, meeting: Meeting | None) -> Mapping[str, Any] | None:
+def train_request(asked: TrainRequest, on_event: OnEvent, meeting: Meeting | None) -> Mapping[str, Any] | None:
     """Run it; the summary, where rank 0 is and if it came to one. `meeting`: of the ranks that torchrun started."""
     with contextlib.ExitStack() as opened:
         if meeting is None:

@@ -8,7 +8,7 @@ from tangram.models.attention import by_tokens
 from tangram.models.build import build_on_meta
 from tangram.planner.local.derived_layouts import SEQUENCE
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.derive.of_model import derive_model, graph_of
 from tangram.sharding.derive.problem.states import cut
 from tangram.sharding.derive.transitions import apart
 from tangram.sharding.runtime.lower import lower
@@ -29,7 +29,7 @@ def program_of(kind: str, mesh: str) -> Program:
         Mark.parse(SEQUENCE.replace("/AXIS", "".join(f"/{axis}" for axis in own.axes))),
         RingMark.over([*own.axes]),
     ]
-    return lower(derive_whole(graph, marks, own, left=True))
+    return lower(derive_model(graph, marks, own, left=True))
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -27,7 +27,7 @@ from tangram.sharding.choose.costs import Both, Training, costs
 from tangram.sharding.choose.options import Options, of_derived, options
 from tangram.sharding.choose.search import Choice, search
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.layouts import layout_of, lying, used
+from tangram.sharding.derive.layouts import input_states, layout_of, used
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.problem.folding import fold
 from tangram.sharding.derive.problem.states import SAME
@@ -141,7 +141,7 @@ def kept(plan: Derived) -> dict[str, Layout]:
     """By name, how the parameters are kept that are gathered before they are used; of equal layers the first."""
     found: dict[str, Layout] = {}
     for v, value in plan.folded.graph.of_kind("parameter"):
-        own = lying(plan, v) if plan.folded.classes[v] == v else {}
+        own = input_states(plan, v) if plan.folded.classes[v] == v else {}
         if own and any(state.kind == "cut" != used(plan, v)[axis].kind for axis, state in own.items()):
             found[value.name] = layout_of(value.shape, own)
     return found

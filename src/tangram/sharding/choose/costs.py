@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.hardware.cluster import Cluster, moved_seconds, product_seconds
-from tangram.sharding.choose.options import Moves, Options, States, still
+from tangram.sharding.choose.options import CommOptions, Options, States, still
 from tangram.sharding.choose.saved_tensors import memories, saved
 from tangram.sharding.choose.transition_time import StepTimes
 from tangram.sharding.derive.problem.folding import FoldedStep, far_from_borders
@@ -138,11 +138,11 @@ def _with_far(table: Array, far: float) -> Array:
     return table * (1 + _FAR * far)
 
 
-def _given(step: FoldedStep, moves: Sequence[Moves]) -> list[tuple[int, list[States]]]:
+def _given(step: FoldedStep, moves: Sequence[CommOptions]) -> list[tuple[int, list[States]]]:
     return [(v, [tuple(m.outputs[i] for m in some) for some in moves]) for i, v in enumerate(step.outputs)]
 
 
-def _needed(step: FoldedStep, moves: Sequence[Moves]) -> list[tuple[int, list[States], int]]:
+def _needed(step: FoldedStep, moves: Sequence[CommOptions]) -> list[tuple[int, list[States], int]]:
     found: list[tuple[int, list[States], int]] = []
     for i, v in enumerate(step.inputs):
         if v is None:

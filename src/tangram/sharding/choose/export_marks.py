@@ -25,7 +25,7 @@ from tangram.sharding.choose.choose import Price, priced
 from tangram.sharding.choose.costs import Training
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.explain.show import amount, short, total
-from tangram.sharding.derive.layouts import layout_of, lying, used
+from tangram.sharding.derive.layouts import input_states, layout_of, used
 from tangram.sharding.derive.marking.marks import Mark, matched
 from tangram.sharding.derive.marking.nodes import operators
 from tangram.sharding.derive.problem.folding import Folded
@@ -125,7 +125,7 @@ class _Tried:
 
     def unlike(self, plan: Derived) -> str | None:
         """The same of a plan."""
-        if (name := _lies_otherwise(self.chosen, plan)) is not None:
+        if (name := _has_other_layout(self.chosen, plan)) is not None:
             return f"{name} follows to lie otherwise than it was chosen to"
         price, received, most = self.price(plan), total(plan), total(self.chosen)
         if price.nbytes > self.room * (1 + SLACK):
@@ -137,11 +137,11 @@ class _Tried:
         return None
 
 
-def _lies_otherwise(one: Derived, other: Derived) -> str | None:
+def _has_other_layout(one: Derived, other: Derived) -> str | None:
     """The first parameter that does not lie, or is not used, in the same parts in two plans."""
     graph = one.folded.graph
     for v, value in graph.of_kind("parameter"):
-        sides = [(_cuts(lying(plan, v)), _cuts(used(plan, v))) for plan in (one, other)]
+        sides = [(_cuts(input_states(plan, v)), _cuts(used(plan, v))) for plan in (one, other)]
         if one.folded.classes[v] == v and sides[0] != sides[1]:
             return value.name
     return None
@@ -156,7 +156,7 @@ def _of_parameters(chosen: Derived) -> dict[int, Mark]:
     found: dict[int, Mark] = {}
     for v, value in chosen.folded.graph.of_kind("parameter"):
         if chosen.folded.classes[v] == v:
-            lies, uses = lying(chosen, v), used(chosen, v)
+            lies, uses = input_states(chosen, v), used(chosen, v)
             left = {axis: state for axis, state in lies.items() if uses[axis].kind == "cut"}
             gathered = _cuts(lies).keys() - left.keys()
             after = _layout(value.shape, left) if gathered else None

@@ -28,7 +28,7 @@ from tangram.sharding.derive.solve.solve import Name
 
 States = tuple[State, ...]
 """One for each axis."""
-Moves = tuple[Comm, ...]
+CommOptions = tuple[Comm, ...]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Options:
     """Those of more than one rank, in the order of the mesh."""
     lies: Mapping[int, Sequence[States]]
     used: Mapping[int, Sequence[States]]
-    moves: Mapping[int, Sequence[Moves]]
+    moves: Mapping[int, Sequence[CommOptions]]
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ def still(folded: Folded, fixed: Mapping[int, object]) -> set[int]:
 
 def _moves(
     step: FoldedStep, problems: Sequence[AxisProblem], ks: Sequence[int], quiet: set[int], folded: Folded
-) -> list[Moves]:
+) -> list[CommOptions]:
     gradient = any(v in folded.differentiable for v in step.outputs)
     if quiet.issuperset(step.outputs):
         return [tuple(p.moves[step.number][0] for p in problems)]
@@ -187,7 +187,7 @@ def _moves(
     for p in problems:
         own = p.moves[step.number]
         by_axis.append([m for m in own if gradient or m.label is not None or SEVERAL not in m.outputs])
-    found: list[Moves] = []
+    found: list[CommOptions] = []
     for some in itertools.product(*by_axis):
         labels = [(m.label, k) for m, k in zip(some, ks, strict=True) if m.label is not None]
         by_factor: dict[str, list[tuple[int, int]]] = {}
@@ -208,7 +208,7 @@ def fits(n: int, cuts: Iterable[tuple[int, int]]) -> bool:
 
 
 def _ends(
-    folded: Folded, moves: Mapping[int, Sequence[Moves]], problems: Sequence[AxisProblem]
+    folded: Folded, moves: Mapping[int, Sequence[CommOptions]], problems: Sequence[AxisProblem]
 ) -> dict[int, list[set[State]]]:
     """Of each class, over each axis, how its maker can give it and how its takers can need it."""
     found: dict[int, list[set[State]]] = {v: [set() for _ in problems] for v in _values(folded)}
@@ -218,7 +218,7 @@ def _ends(
         for v in (p.given_back | p.fixed.keys()) & found.keys():
             found[v][i].update(p.used[v])
     for step in folded.steps:
-        for i, v, state in _asked(step, moves[step.number]):
+        for i, v, state in _requested(step, moves[step.number]):
             found[v][i].add(state)
     for v in found.keys() - folded.differentiable:
         for states in found[v]:
@@ -227,7 +227,7 @@ def _ends(
     return found
 
 
-def _asked(step: FoldedStep, moves: Sequence[Moves]) -> Iterator[tuple[int, int, State]]:
+def _requested(step: FoldedStep, moves: Sequence[CommOptions]) -> Iterator[tuple[int, int, State]]:
     """Over which axis, of which class, what some move needs or gives."""
     for some in moves:
         for i, move in enumerate(some):

@@ -166,7 +166,7 @@ def _compared(pair: PaddlePair) -> Iterator[PaddleDifference | None]:
             ours = propagate(builtin(), call, layouts, mesh, differentiable=False)
         except UserError as error:
             ours = str(error)
-        yield _judged(pair, given, ours, _asked(pair, given, mesh, expected), expected)
+        yield _judged(pair, given, ours, _requested(pair, given, mesh, expected), expected)
 
 
 def _axes(places: Places, tensor: int, dim: int) -> tuple[Cut, ...]:
@@ -188,7 +188,7 @@ class _Claim:
     """A pending reduction that has no name here."""
 
 
-def _asked(pair: PaddlePair, given: Sequence[Layout], mesh: Mesh, expected: Sequence[Any]) -> _Claim | str:
+def _requested(pair: PaddlePair, given: Sequence[Layout], mesh: Mesh, expected: Sequence[Any]) -> _Claim | str:
     core = importlib.import_module("paddle.base.core")
     attributes = importlib.import_module("paddle.distributed.auto_parallel.static.dist_attribute")
     process_mesh: Any = importlib.import_module("paddle.distributed").ProcessMesh
@@ -247,8 +247,8 @@ def _judged(
     pair: PaddlePair, given: Sequence[Layout], ours: Propagation | str, theirs: _Claim | str, expected: Sequence[Any]
 ) -> PaddleDifference | None:
     """What the two say differently of a cut; None where they agree."""
-    own = _said(ours.inputs, ours.outputs[: pair.results]) if isinstance(ours, Propagation) else f"refuses: {ours}"
-    other = _said(theirs.inputs, theirs.outputs) if isinstance(theirs, _Claim) else f"refuses: {theirs}"
+    own = _described(ours.inputs, ours.outputs[: pair.results]) if isinstance(ours, Propagation) else f"refuses: {ours}"
+    other = _described(theirs.inputs, theirs.outputs) if isinstance(theirs, _Claim) else f"refuses: {theirs}"
     if isinstance(ours, Propagation) and own == other and not (isinstance(theirs, _Claim) and theirs.strange):
         return None
     verdict, why = "both are right", ""
@@ -268,7 +268,7 @@ def _text(layout: Layout) -> str:
     return str(layout).replace("_=", "")
 
 
-def _said(inputs: Sequence[Layout | None], outputs: Sequence[Layout]) -> str:
+def _described(inputs: Sequence[Layout | None], outputs: Sequence[Layout]) -> str:
     sides = [", ".join(_text(one) or "()" for one in side if one is not None) for side in (inputs, outputs)]
     return f"[{sides[0]} -> {sides[1]}]"
 

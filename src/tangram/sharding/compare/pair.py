@@ -32,7 +32,7 @@ _START = 180.0
 _CUT_SHORT = "with exit code 1 and without a result"
 """How the helper ends that was not done with a case in time."""
 
-_Found = dict[str, Any]
+_Result = dict[str, Any]
 _ORDER: tuple[Verdict, ...] = ("right", "wrong", "raises", "hangs", "not run")
 """From the mildest: the verdict of a case is the worst of its ranks'."""
 
@@ -128,17 +128,17 @@ def _set_of_processes(
     return []
 
 
-def _heard(path: Path) -> dict[str, _Found]:
+def _heard(path: Path) -> dict[str, _Result]:
     """What a rank has left, by case; the last line is of what it was at when it ended."""
-    heard: dict[str, _Found] = {}
+    heard: dict[str, _Result] = {}
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         if line.endswith("\n"):  # the process may have been ended while it wrote
-            found = cast(_Found, json.loads(line))
+            found = cast(_Result, json.loads(line))
             heard[found["name"]] = found
     return heard
 
 
-def _sum_up(case: CompareCase, found: list[_Found]) -> PairOutcome:
+def _sum_up(case: CompareCase, found: list[_Result]) -> PairOutcome:
     worst = max(found, key=lambda one: (_ORDER.index(one["verdict"]), one.get("error", 0.0)))
     return PairOutcome(
         case.name,
@@ -150,7 +150,7 @@ def _sum_up(case: CompareCase, found: list[_Found]) -> PairOutcome:
     )
 
 
-def _unfinished(case: CompareCase, found: list[_Found], ended: Sequence[workers.Outcome], began: bool) -> PairOutcome:
+def _unfinished(case: CompareCase, found: list[_Result], ended: Sequence[workers.Outcome], began: bool) -> PairOutcome:
     """The case that some rank did not finish: it hung, or it ended the process."""
     own = [one.error for one in ended if one.error is not None and not one.error.startswith("ended because")]
     why = next(iter(own), "the processes ended without a word")
@@ -173,7 +173,7 @@ def work(todo: list[dict[str, Any]], rank: int, ranks: int, folder: str, fixed: 
     with Path(folder, f"{rank}.jsonl").open("w", buffering=1) as lines:
         for one in todo:
 
-            def report(found: _Found, name: str = one["name"], limit: float = one["limit"]) -> None:
+            def report(found: _Result, name: str = one["name"], limit: float = one["limit"]) -> None:
                 lines.write(json.dumps({"name": name, **found}) + "\n")
                 if found:  # who is done waits longer than who hangs: the first to end is the one that did not answer
                     faulthandler.dump_traceback_later(2 * limit, exit=True)

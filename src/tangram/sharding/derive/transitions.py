@@ -92,7 +92,7 @@ def sizes_after(sizes: Sequence[int], change: Change, ks: Mapping[str, int], at:
     return found
 
 
-def wanted(source: States, target: States, *, differentiable: bool) -> dict[str, State]:
+def states_to_change(source: States, target: States, *, differentiable: bool) -> dict[str, State]:
     """Over which axes something is done between two ways to lie, and how the tensor lies then."""
     found: dict[str, State] = {}
     for axis, a in source.items():
@@ -105,7 +105,7 @@ def wanted(source: States, target: States, *, differentiable: bool) -> dict[str,
 
 def summed_once(source: States, target: States, *, differentiable: bool) -> tuple[str, ...]:
     """The axes over which every rank has a whole parameter for something of its own: its gradient is summed once."""
-    goals = wanted(source, target, differentiable=differentiable)
+    goals = states_to_change(source, target, differentiable=differentiable)
     return tuple(axis for axis, b in goals.items() if (source[axis], b) == (SAME, SEVERAL))
 
 
@@ -294,7 +294,7 @@ def costs(
             axes = tuple(axis for axis in source if any(axis == step.axis for step in one.apart))
             ways = one.there, one.back or ()
             there, back = map(sequences.received, ways)
-            yield Cost(axes, _said(ways[0]), _said(ways[1]), there, back)
+            yield Cost(axes, _described(ways[0]), _described(ways[1]), there, back)
         else:
             yield _cost(one, own, sizes[one.axis], differentiable=differentiable)
         for axis, a, b in apart((one,)):
@@ -310,6 +310,6 @@ def _cost(step: StateStep, own: float, k: int, *, differentiable: bool) -> Cost:
     return Cost((step.axis,), forward, backward, received(forward, together, k), received(backward, together, k))
 
 
-def _said(steps: Sequence[sequences.Step]) -> str:
+def _described(steps: Sequence[sequences.Step]) -> str:
     """The collectives that send something; what a rank does by itself where none does."""
     return " + ".join(_sent(steps) or [step.collective for step in steps])

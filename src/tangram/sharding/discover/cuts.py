@@ -56,12 +56,12 @@ class _Draw:
     results: tuple[Any, ...]
 
 
-def found_in(call: OpCall) -> list[DimsTogether]:
+def cuts_in(call: OpCall) -> list[DimsTogether]:
     """The sets of dims of a call that can be cut. Raises NotTriedError where it cannot be told, with the reason."""
-    return found_with(call, itertools.islice(candidates(call), TRIES))
+    return cuts_with(call, itertools.islice(candidates(call), TRIES))
 
 
-def found_with(call: OpCall, tried: Iterable[Dims]) -> list[DimsTogether]:
+def cuts_with(call: OpCall, tried: Iterable[Dims]) -> list[DimsTogether]:
     """Those of some sets of dims that can be cut, each dim once. Raises NotTriedError."""
     draws = _draws(call)
     some: list[DimsTogether] = []

@@ -23,8 +23,8 @@ from tangram.sharding.discover.cuts import (
     DimsTogether,
     NotTriedError,
     candidates,
-    found_in,
-    found_with,
+    cuts_in,
+    cuts_with,
 )
 from tangram.sharding.discover.draft import Draft, DraftCase, draft
 from tangram.sharding.discover.prove_draft import ProvedDraft, settle
@@ -185,25 +185,25 @@ def _alone(call: OpCall) -> Finding:
     some, done = list[DimsTogether](), set[tuple[int, int]]()
     for dims in itertools.islice(candidates(call), 48):
         if done.isdisjoint(dims):
-            one = workers.forked(lambda dims=dims: cast(Any, [asdict(f) for f in found_with(call, [dims])]), LIMIT)
+            one = workers.forked(lambda dims=dims: cast(Any, [asdict(f) for f in cuts_with(call, [dims])]), LIMIT)
             for f in cast("list[Any]", one or []):
-                some.append(_found(f))
+                some.append(_proposal(f))
                 done.update(dims)
     return some, [tuple(s) for s in cast("list[list[int]]", shapes)]
 
 
 def _finding(call: OpCall) -> Any:
     try:
-        return [asdict(f) for f in found_in(call)], [list(r.shape) for r in call.run()]
+        return [asdict(f) for f in cuts_in(call)], [list(r.shape) for r in call.run()]
     except NotTriedError as error:
         return str(error)
 
 
 def _decoded(one: Any) -> Finding:
-    return one if isinstance(one, str) else ([_found(f) for f in one[0]], [tuple(s) for s in one[1]])
+    return one if isinstance(one, str) else ([_proposal(f) for f in one[0]], [tuple(s) for s in one[1]])
 
 
-def _found(one: Any) -> DimsTogether:
+def _proposal(one: Any) -> DimsTogether:
     dims, outputs = (tuple((a, b) for a, b in one[key]) for key in ("dims", "outputs"))
     return DimsTogether(dims, outputs, tuple(one["once"]), one["scale"])
 

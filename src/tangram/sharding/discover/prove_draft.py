@@ -75,13 +75,13 @@ def _weaker(rule: Rule, trial: ProofTrial) -> Rule | None:
     if nothing and rule.note("filled") is None:  # perhaps it only refuses parts of nothing
         return replace(rule, notes=(*rule.notes, ("filled", ())))
     for factor in trial.cuts:
-        weaker = whole(rule, factor)
+        weaker = without_factor(rule, factor)
         if weaker != rule:
             return weaker
     return None
 
 
-def whole(rule: Rule, factor: str) -> Rule:
+def without_factor(rule: Rule, factor: str) -> Rule:
     """The rule with one of its factors whole, as `bind` names them."""
 
     def is_it(piece: Piece) -> bool:

@@ -160,7 +160,7 @@ def way(operator: OpOverload) -> OperatorCoverage:
     if name in ESCAPES:
         return OperatorCoverage(name, "rule", "a function of escapes.py")
     if lines:
-        if all(is_whole(line) for line in lines):
+        if all(cuts_nothing(line) for line in lines):
             return OperatorCoverage(name, "whole", reason(lines[0]))
         return OperatorCoverage(name, "pointwise" if lines[0].rule.operators[0] == POINTWISE else "rule", lines[0].text)
     if views.view_of(operator) is not None:
@@ -170,7 +170,7 @@ def way(operator: OpOverload) -> OperatorCoverage:
     return OperatorCoverage(name, "decomposition" if is_decomposed(operator) else "")
 
 
-def is_whole(line: RuleLine) -> bool:
+def cuts_nothing(line: RuleLine) -> bool:
     """Whether a line cuts nothing."""
     pieces = [piece for operand in line.rule.inputs for piece in operand.pieces]
     return all(piece.whole or str(piece) == "_" for piece in pieces)

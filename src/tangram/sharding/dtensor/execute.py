@@ -141,7 +141,7 @@ class Executor:
         )
 
 
-def with_whole_keywords(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def with_replicated_keywords(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A custom handler that makes whole what is given by keyword, and leaves the rest to torch's own rule."""
     found = {
         name: value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)

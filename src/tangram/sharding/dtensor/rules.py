@@ -24,7 +24,13 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright
 from tangram.errors import UserError
 from tangram.layout.rule import Rule
 from tangram.layout.syntax import Dim
-from tangram.sharding.dtensor.execute import CORRECTED, Executor, not_into_a_copy, with_its_shape, with_whole_keywords
+from tangram.sharding.dtensor.execute import (
+    CORRECTED,
+    Executor,
+    not_into_a_copy,
+    with_its_shape,
+    with_replicated_keywords,
+)
 from tangram.sharding.ops import views
 from tangram.sharding.ops.calls import is_written, name_of, schema_of, tensor_arguments
 from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
@@ -101,10 +107,10 @@ def register(table: RuleTable | None = None, operators: Iterable[str | OpOverloa
     found: dict[bool, list[str]] = {True: [], False: []}
     refused: dict[str, str] = {}
     done = Registered((), (), refused)
-    for operator in [*_asked(operators)]:  # a name that torch lacks is told before anything is done
+    for operator in [*_requested(operators)]:  # a name that torch lacks is told before anything is done
         name = name_of(operator)
         why = _refusal(rules, operator)
-        mended = with_whole_keywords if _has_flags_by_keyword(operator) else MENDED.get(name.partition(".")[0])
+        mended = with_replicated_keywords if _has_flags_by_keyword(operator) else MENDED.get(name.partition(".")[0])
         if mended is None and why:
             refused[name] = why
             mended = not_into_a_copy if _writes_self(operator) and operator not in handlers else None
@@ -131,7 +137,7 @@ def register(table: RuleTable | None = None, operators: Iterable[str | OpOverloa
     return done
 
 
-def _asked(operators: Iterable[str | OpOverload] | None) -> Iterator[OpOverload]:
+def _requested(operators: Iterable[str | OpOverload] | None) -> Iterator[OpOverload]:
     if operators is None:
         names: list[str] = _torch._dispatch_get_all_op_names()
         for packet, _, overload in sorted(

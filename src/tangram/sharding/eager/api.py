@@ -63,7 +63,7 @@ class WrittenMark:
     """A mark as somebody wrote it."""
 
     layout: Layout
-    said: str
+    name: str
     """How it is called in a message."""
 
     @staticmethod
@@ -73,7 +73,7 @@ class WrittenMark:
         return WrittenMark(found, f'{what}(…, "{found}") in {line}')
 
     def __str__(self) -> str:
-        return self.said
+        return self.name
 
 
 current: ContextVar[Session | None] = ContextVar("session", default=None)

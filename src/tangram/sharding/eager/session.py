@@ -31,7 +31,7 @@ from tangram.models.called import caller, line_of
 from tangram.models.graph import Ref
 from tangram.sharding.derive.collectives_between import Comm
 from tangram.sharding.derive.derive import ConflictError
-from tangram.sharding.derive.layouts import divided, layout_of
+from tangram.sharding.derive.layouts import layout_of, sharded_dim
 from tangram.sharding.derive.marking.marks import states as states_of
 from tangram.sharding.derive.problem.states import SAME, State, cut
 from tangram.sharding.derive.transitions import Change, change_of
@@ -53,7 +53,7 @@ Bring = Callable[[Tensor, Change, bool], Tensor]
 
 
 @dataclass(frozen=True)
-class Lying:
+class ParameterPart:
     """A parameter of which this rank has a part."""
 
     name: str
@@ -85,7 +85,7 @@ class Eager:
     ) -> None:
         self.mesh, self._rank, self._bring, self._part_of = mesh, rank, bring, part_of
         self.sizes = {axis: n for axis, n in mesh.views[0] if n > 1}
-        self.parameters: dict[nn.Parameter, Lying] = {}
+        self.parameters: dict[nn.Parameter, ParameterPart] = {}
         self.names: dict[nn.Parameter, str] = {}
         self.seen: list[MetMark] = []
         self._recorder = TraceRecorder(table or builtin())
@@ -129,7 +129,7 @@ class Eager:
         return self._said(self._placed(x).copied(), states, written)
 
     def _said(self, placed: ShardedTensor, states: States, written: WrittenMark) -> ShardedTensor:
-        placed.said(states, {axis: (state, written) for axis, state in states.items()})
+        placed.mark_as(states, {axis: (state, written) for axis, state in states.items()})
         self.seen.append(MetMark(str(written), placed.notation))
         return placed
 
@@ -190,7 +190,7 @@ class Eager:
         if all(axis in free or state == SAME for axis, state in x.states.items()):
             return part
         found = x.copied()
-        found.said(free, {})
+        found.mark_as(free, {})
         return found
 
     def whole(self, x: Tensor) -> Tensor:
@@ -368,7 +368,7 @@ class Eager:
             if move.label is not None:
                 cuts.setdefault(move.label.factor, []).append((axis, cut(0, move.label.inner)))
         at = self.mesh.coords(self._rank)
-        sets = {f: held(divided(bound.sizes[f], own), self.mesh, at) for f, own in cuts.items()}
+        sets = {f: held(sharded_dim(bound.sizes[f], own), self.mesh, at) for f, own in cuts.items()}
         return RankPart(
             self.mesh, self._rank, sets, {f: tuple(Cut(axis) for axis, _ in own) for f, own in cuts.items()}
         )

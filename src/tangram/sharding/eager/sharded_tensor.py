@@ -138,7 +138,7 @@ class ShardedTensor(Tensor):
         """What this rank has of it, a plain tensor."""
         return self.as_(self._states)
 
-    def said(self, states: States, by: Mapping[str, tuple[State, object]]) -> None:
+    def mark_as(self, states: States, by: Mapping[str, tuple[State, object]]) -> None:
         """It lies so from now on, by these marks. What is to be whole is moved when it is read, for its reader."""
         self._states = {**self._states, **states}
         own, key = _key(self._lies), _key(self._states)
@@ -196,7 +196,7 @@ class ShardedTensor(Tensor):
         key = _key(wanted)
         if key in self._parts:
             return self._parts[key]
-        source = self._lies if _as_said(self._states, wanted) else self._states
+        source = self._lies if _as_marked(self._states, wanted) else self._states
         whole = self._parts[_key(source)] if _key(source) in self._parts else self.as_(source)
         part = self._session.brought(whole, source, wanted, self.trained)
         if self.trained and not torch.is_grad_enabled():
@@ -256,7 +256,7 @@ def tied(x: Tensor, local: Sequence[Tensor | None]) -> Tensor:
     return x
 
 
-def _as_said(states: States, wanted: States) -> bool:
+def _as_marked(states: States, wanted: States) -> bool:
     """Whether it is wanted as it is said to lie, but for what its gradient is: then one move will do."""
     return all(wanted[a] == s or (s == SAME and wanted[a] == SEVERAL) for a, s in states.items())
 

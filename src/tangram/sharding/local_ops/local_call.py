@@ -52,7 +52,7 @@ def as_it_is(bound: BoundOp, part: RankPart) -> bool:
         touched = any(f in part.held for a in named for f in (a, f"{a}0")) or (not named and bool(part.held))
         if name in local_variants.RUNNERS and touched:
             return False
-        if name == "offset" and _held(part, args[1]) is not None:
+        if name == "offset" and _local_inputs(part, args[1]) is not None:
             return False
         if name == "once" and any(bound.after(f, 0) == "sum" for f in part.held):
             return False
@@ -107,7 +107,7 @@ def _run(
         if name == "once":
             for i in map(int, args):
                 tensors[i] = _once(tensors[i], bound, i, part)
-        elif name == "offset" and args[0].isdigit() and (held := _held(part, args[1])) is not None:
+        elif name == "offset" and args[0].isdigit() and (held := _local_inputs(part, args[1])) is not None:
             i = int(args[0])
             tensors[i], mask = _own_indices(cast(Tensor, tensors[i]), held)
             masks.append(_spread(mask, bound.inputs[i] or (), bound.outputs[0]))
@@ -128,7 +128,7 @@ def _run(
     return (results[0] * share if share else torch.zeros_like(results[0]), *results[1:])
 
 
-def _held(part: RankPart, name: str) -> IntSet | None:
+def _local_inputs(part: RankPart, name: str) -> IntSet | None:
     """What is held of a factor, or of the only one of a slot."""
     return next((held for factor, held in part.held.items() if factor in (name, f"{name}0")), None)
 
@@ -237,7 +237,7 @@ def arguments_of(call: OpCall, bound: BoundOp, part: RankPart) -> dict[str, Any]
         if factor in call.arguments:
             found[factor] = size(held)
     for name, args in bound.rule.notes:
-        if name == "offset" and not args[0].isdigit() and (held := _held(part, args[1])) is not None:
+        if name == "offset" and not args[0].isdigit() and (held := _local_inputs(part, args[1])) is not None:
             found[args[0]] = _own_index(call.arguments[args[0]], held)
         if name == "product" and any(f in part.held for f in args[1:]):
             found[args[0]] = _size(args[1:], bound, part)

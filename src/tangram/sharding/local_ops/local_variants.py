@@ -30,8 +30,8 @@ from tangram.sharding.ops.calls import OpCall
 if TYPE_CHECKING:
     from tangram.sharding.ops.bind import BoundOp
 
-Held = Mapping[str, IntSet]
-Runner = Callable[[OpCall, "BoundOp", Held, Sequence[str], bool], tuple[Any, ...]]
+LocalInputs = Mapping[str, IntSet]
+Runner = Callable[[OpCall, "BoundOp", LocalInputs, Sequence[str], bool], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class Otherwise(OpCall):
         return self.how(self, in_place)
 
 
-def of(call: OpCall, bound: BoundOp, held: Held) -> OpCall:
+def of(call: OpCall, bound: BoundOp, held: LocalInputs) -> OpCall:
     """A part's call as it is to be run: itself, where the rule says nothing else. `held`: of the cut factors."""
     for name, args in bound.rule.notes:
         if name in RUNNERS:
@@ -54,17 +54,17 @@ def of(call: OpCall, bound: BoundOp, held: Held) -> OpCall:
 
 
 def _run(
-    runner: Runner, bound: BoundOp, held: Held, args: Sequence[str], call: OpCall, in_place: bool
+    runner: Runner, bound: BoundOp, held: LocalInputs, args: Sequence[str], call: OpCall, in_place: bool
 ) -> tuple[Any, ...]:
     return runner(call, bound, held, args, in_place)
 
 
-def whole(call: OpCall, bound: BoundOp) -> OpCall:
+def for_comparison(call: OpCall, bound: BoundOp) -> OpCall:
     """A whole call as it is to be run, to compare parts with."""
     return of(call, bound, {}) if bound.rule.note("counted") is not None else call
 
 
-def _counted(call: OpCall, bound: BoundOp, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+def _counted(call: OpCall, bound: BoundOp, held: LocalInputs, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
     tensors = [t for t in call.tensors if t is not None]
     if isinstance(tensors[0], FakeTensor):
         return _with(call, call.tensors).run(in_place=in_place)
@@ -90,12 +90,12 @@ def _product(sets: Sequence[IntSet], sizes: Sequence[int]) -> IntSet:
     return tuple((i, i + 1) for i in found)
 
 
-def _ragged(call: OpCall, bound: BoundOp, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+def _ragged(call: OpCall, bound: BoundOp, held: LocalInputs, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
     rows, groups = (held.get(name) for name in args)
     return grouped_matmul.run(call, rows, groups)
 
 
-def _triangle(call: OpCall, bound: BoundOp, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+def _triangle(call: OpCall, bound: BoundOp, held: LocalInputs, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
     """A part that begins at a row, or a column, has its diagonal shifted; one of several runs is masked."""
     (x,) = call.tensors
     assert x is not None
@@ -120,7 +120,7 @@ def _own(indices: Tensor, held: IntSet, n: int) -> tuple[Tensor, Tensor]:
     return own, own < size(held)
 
 
-def _pairs(bound: BoundOp, held: Held, args: Sequence[str]) -> list[tuple[int, int, IntSet, int]]:
+def _pairs(bound: BoundOp, held: LocalInputs, args: Sequence[str]) -> list[tuple[int, int, IntSet, int]]:
     """Of `1 v`, where v is cut: the input, the dim of input 0 that it indexes, what is held there, and of how many."""
     found: list[tuple[int, int, IntSet, int]] = []
     for place, name in zip(args[::2], args[1::2], strict=True):
@@ -131,7 +131,7 @@ def _pairs(bound: BoundOp, held: Held, args: Sequence[str]) -> list[tuple[int, i
     return found
 
 
-def _looked(call: OpCall, bound: BoundOp, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+def _looked(call: OpCall, bound: BoundOp, held: LocalInputs, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
     tensors = _tensors(call)
     there = torch.ones((), dtype=torch.bool, device=tensors[0].device)
     pairs = _pairs(bound, held, args)
@@ -150,7 +150,7 @@ def _looked(call: OpCall, bound: BoundOp, held: Held, args: Sequence[str], in_pl
     return (torch.where(there.reshape([*there.shape, *[1] * more]), found, found.new_zeros(())),)
 
 
-def _spill(call: OpCall, bound: BoundOp, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+def _spill(call: OpCall, bound: BoundOp, held: LocalInputs, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
     """What is written elsewhere goes to a place behind the last, which is then left out."""
     tensors = _tensors(call)
     pairs = _pairs(bound, held, args)
@@ -166,7 +166,7 @@ def _spill(call: OpCall, bound: BoundOp, held: Held, args: Sequence[str], in_pla
     return (x.copy_(found) if in_place else found,)
 
 
-def _taken(call: OpCall, bound: BoundOp, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+def _taken(call: OpCall, bound: BoundOp, held: LocalInputs, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
     """`select`: of a part that has it not, nothing, with a gradient of nothing: other ranks wait for it."""
     (x,) = _tensors(call)
     dim, index = call.arguments["dim"] % x.ndim, call.arguments[args[0]]
@@ -180,7 +180,7 @@ def _taken(call: OpCall, bound: BoundOp, held: Held, args: Sequence[str], in_pla
     return (x.narrow(dim, 0, 0).sum(dim, dtype=x.dtype),)
 
 
-def _causal(call: OpCall, bound: BoundOp, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+def _causal(call: OpCall, bound: BoundOp, held: LocalInputs, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
     """A part that begins with the first query is causal by itself; others are told what to hide."""
     query, key = _tensors(call)[:2]
     own = held.get(args[0])

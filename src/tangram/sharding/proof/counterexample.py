@@ -23,7 +23,7 @@ from tangram.sharding.local_ops.local_call import RankPart, layout_of, part_of, 
 from tangram.sharding.ops.bind import Dims
 from tangram.sharding.ops.calls import OpCall, schema_of
 from tangram.sharding.ops.rule_table import RuleTable
-from tangram.sharding.proof.execute import EXPECTED_ERRORS, whole
+from tangram.sharding.proof.execute import EXPECTED_ERRORS, run_whole
 from tangram.sharding.proof.prove import ProofTrial, table_with, trials
 from tangram.sharding.proof.samples import samples
 
@@ -96,7 +96,7 @@ def script(trial: ProofTrial, imports: Sequence[str] = ()) -> str:
     where, what = trial.failure.where, trial.failure.what
     place = int(where.rpartition(" ")[2]) if where[-1].isdigit() else 0
     gradient, bound = where.startswith("gradient"), trial.bound
-    expected = whole(trial.call)
+    expected = run_whole(trial.call)
     cotangents = expected.cotangents if gradient else None
     parts = [part_of(bound, trial.cuts, trial.mesh, rank) for rank in range(trial.mesh.size)]
     lines = [

@@ -18,7 +18,7 @@ from tangram.layout import Layout, Mesh
 from tangram.models.graph import Graph, filled
 from tangram.models.replay import defined, replay
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.layouts import called, layout_of, lying, made, needed, part, steps_of_nodes, used
+from tangram.sharding.derive.layouts import called, input_states, layout_of, made, needed, part, steps_of_nodes, used
 from tangram.sharding.derive.problem.folding import FoldedStep, meta
 from tangram.sharding.derive.problem.states import (
     OWN,
@@ -105,7 +105,7 @@ class _Ranks:
         self.operators = 0
         self.rough = any(t.dtype == torch.bfloat16 for t in leaves.values())
         for i, value in self.graph.of_kind("parameter", "buffer", "input"):
-            start = lying(self.found, self.found.folded.classes[i])
+            start = input_states(self.found, self.found.folded.classes[i])
             own = cut(leaves[value.name], self._layout(i, start), self.world)
             self.values[i] = self._brought(i, own, start, self._used(i))
 

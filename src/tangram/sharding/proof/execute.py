@@ -47,7 +47,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeRun:
     """What an operator gives in one process."""
 
     results: tuple[Any, ...]
@@ -58,7 +58,7 @@ class Whole:
     """The places whose gradients are taken."""
 
 
-def whole(call: OpCall, seed: int = 0) -> Whole:
+def run_whole(call: OpCall, seed: int = 0) -> WholeRun:
     """Run a call whole, and backward with random cotangents where it has gradients.
 
     Raises what the operator raises; torch refuses some derivatives, so fewer inputs are tried then.
@@ -72,13 +72,13 @@ def whole(call: OpCall, seed: int = 0) -> Whole:
     return _whole(call, seed, frozenset())
 
 
-def _whole(call: OpCall, seed: int, wanted: frozenset[int]) -> Whole:
+def _whole(call: OpCall, seed: int, wanted: frozenset[int]) -> WholeRun:
     leaves = _leaves(call.tensors, wanted)
     results = call.with_tensors(leaves).run()
     torch.manual_seed(seed)
     cotangents = tuple(torch.randn_like(r) if isinstance(r, Tensor) and r.requires_grad else None for r in results)
     gradients = _gradients(leaves, results, cotangents)
-    return Whole(tuple(_plain(r) for r in results), cotangents, gradients, wanted)
+    return WholeRun(tuple(_plain(r) for r in results), cotangents, gradients, wanted)
 
 
 def _plain(result: Any) -> Any:
@@ -105,7 +105,7 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def check(call: OpCall, bound: BoundOp, cuts: Cuts, mesh: Mesh, expected: Whole) -> Failure | None:
+def check(call: OpCall, bound: BoundOp, cuts: Cuts, mesh: Mesh, expected: WholeRun) -> Failure | None:
     """Compare a cut call with the whole one. None: they agree."""
     shown = ", ".join(f"{factor}/{'/'.join(map(str, some))}" for factor, some in cuts.items())
     shown = f"{shown} over {mesh}"
@@ -158,7 +158,7 @@ class _Tried:
     mesh: Mesh
     parts: Sequence[RankPart]
 
-    def gradients(self, found: Sequence[Sequence[Tensor | None]], expected: Whole) -> tuple[str, str] | None:
+    def gradients(self, found: Sequence[Sequence[Tensor | None]], expected: WholeRun) -> tuple[str, str] | None:
         """Where the ranks' gradients together are not those of the whole call, and how."""
         for i, (want, dims) in enumerate(zip(expected.gradients, self.bound.inputs, strict=True)):
             if want is None or dims is None:
@@ -217,7 +217,7 @@ def _pending(bound: BoundOp, cuts: Cuts, output: int) -> dict[str, str]:
 
 
 def _local_gradients(
-    local: Sequence[Tensor | None], results: Sequence[Any], expected: Whole, bound: BoundOp, part: RankPart
+    local: Sequence[Tensor | None], results: Sequence[Any], expected: WholeRun, bound: BoundOp, part: RankPart
 ) -> tuple[Tensor | None, ...]:
     return _gradients(local, results, _cotangents(results, expected, bound, part))
 
@@ -225,7 +225,7 @@ def _local_gradients(
 def _joint_gradients(
     leaves: Sequence[Sequence[Tensor | None]],
     results: Sequence[Sequence[Any]],
-    expected: Whole,
+    expected: WholeRun,
     bound: BoundOp,
     parts: Sequence[RankPart],
 ) -> list[tuple[Tensor | None, ...]]:
@@ -237,7 +237,7 @@ def _joint_gradients(
     return [found[i : i + n] for i in range(0, len(found), n)]
 
 
-def _cotangents(results: Sequence[Any], expected: Whole, bound: BoundOp, part: RankPart) -> list[Tensor | None]:
+def _cotangents(results: Sequence[Any], expected: WholeRun, bound: BoundOp, part: RankPart) -> list[Tensor | None]:
     return [
         None if c is None or not (isinstance(r, Tensor) and r.requires_grad) else piece(c, dims, part, bound)
         for c, dims, r in zip(expected.cotangents, bound.outputs, results, strict=True)

@@ -38,7 +38,7 @@ from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.decompose import is_decomposed
 from tangram.sharding.ops.rule_table import POINTWISE, RuleTable, builtin, read_lines
 from tangram.sharding.proof import lists, mapped, routes, shapes
-from tangram.sharding.proof.execute import Failure, ProofVerdict, Whole, check, differs, ways, whole
+from tangram.sharding.proof.execute import Failure, ProofVerdict, WholeRun, check, differs, run_whole, ways
 from tangram.sharding.proof.samples import samples
 from tangram.sharding.propagation.axis_choices import waiting
 
@@ -95,7 +95,7 @@ def trials(table: RuleTable, calls: Sequence[OpCall]) -> Iterator[ProofTrial]:
     for call in calls_of(table, calls):
         for i, (variant, worlds) in enumerate(_variants(call)):
             bound, alone = find_rule.bound(table, variant), Mesh.parse("x=1")
-            expected = _expected(local_variants.whole(variant, bound)) if bound.cuttable else None
+            expected = _expected(local_variants.for_comparison(variant, bound)) if bound.cuttable else None
             if expected is not None:
                 refused = _refused(variant, expected)
                 by_maps = () if i or any(rule is bound.rule for rule in mapped_once) else mapped.ways(bound, worlds)
@@ -121,14 +121,14 @@ def trials(table: RuleTable, calls: Sequence[OpCall]) -> Iterator[ProofTrial]:
                 )
 
 
-def _compared(call: OpCall, bound: BoundOp, cuts: Cuts, expected: Whole) -> tuple[str, ...]:
+def _compared(call: OpCall, bound: BoundOp, cuts: Cuts, expected: WholeRun) -> tuple[str, ...]:
     """The arguments whose gradients `check` compares: none where a maximum or minimum is pending."""
     if any(bound.after(f, i) in ("max", "min") for f in cuts for i in range(len(bound.outputs))):
         return ()
     return tuple(name for (name, _), g in zip(call.places, expected.gradients, strict=True) if g is not None)
 
 
-def _refused(call: OpCall, expected: Whole) -> tuple[str, ...]:
+def _refused(call: OpCall, expected: WholeRun) -> tuple[str, ...]:
     """The arguments of numbers whose gradients are not even asked for."""
     pairs = enumerate(zip(call.places, call.tensors, strict=True))
     return tuple(
@@ -194,7 +194,7 @@ def _variants(call: OpCall) -> Iterator[tuple[OpCall, tuple[int, ...]]]:
 
 def _expected(call: OpCall) -> Any:
     try:
-        return whole(call)
+        return run_whole(call)
     except Exception:  # noqa: BLE001  of this type, say, the operator has no kernel
         return None
 
@@ -246,7 +246,7 @@ def _unproved(table: RuleTable, name: str) -> ProofVerdict:
     return ProofVerdict(name, "unproved", why=f"no sample of it runs on this machine{agree}")
 
 
-def prove_given(calls: Mapping[str, Sequence[OpCall]], rules: Path | None = None) -> list[ProofVerdict]:
+def prove_calls(calls: Mapping[str, Sequence[OpCall]], rules: Path | None = None) -> list[ProofVerdict]:
     """Prove the rules of operators with calls of one's own, in forks of this process.
 
     Raises UserError where a line of the file `rules` is no rule.
@@ -298,7 +298,7 @@ def job(names: list[str], rules: str, part: int, parts: int) -> Any:
 # unread(0)              whatever the values of an input, the result is the same: a pending sum is left as it is
 
 
-def check_pending(call: OpCall, bound: BoundOp, expected: Whole) -> Iterator[Failure | None]:
+def check_pending(call: OpCall, bound: BoundOp, expected: WholeRun) -> Iterator[Failure | None]:
     """Every set of inputs as a sum of two: the results must add up to the whole one."""
     yield from _check_unread(call, bound, expected)
     for places in waiting(bound, call):
@@ -325,7 +325,7 @@ def check_pending(call: OpCall, bound: BoundOp, expected: Whole) -> Iterator[Fai
         yield failure
 
 
-def _check_unread(call: OpCall, bound: BoundOp, expected: Whole) -> Iterator[Failure | None]:
+def _check_unread(call: OpCall, bound: BoundOp, expected: WholeRun) -> Iterator[Failure | None]:
     """Inputs whose values do not count with other values: the results must be the same."""
     unread = [int(a) for a in bound.rule.note("unread") or ()]
     if not unread or bound.rule.note("undefined") is not None:

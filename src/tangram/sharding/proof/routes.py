@@ -27,7 +27,7 @@ from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.decompose import decomposition
 from tangram.sharding.ops.rule_table import RuleTable, builtin
-from tangram.sharding.proof.execute import EXPECTED_ERRORS, Failure, ProofVerdict, Whole, differs, whole
+from tangram.sharding.proof.execute import EXPECTED_ERRORS, Failure, ProofVerdict, WholeRun, differs, run_whole
 from tangram.sharding.proof.samples import samples
 from tangram.sharding.proof.simulate import SimTensor, SimWorld, carried_out, cut, together
 
@@ -136,12 +136,12 @@ def _large(tensor: Tensor | None) -> Tensor | None:
     return tensor * LARGE if tensor is not None and tensor.is_floating_point() else tensor
 
 
-def _expected(call: OpCall) -> Whole | None:
+def _expected(call: OpCall) -> WholeRun | None:
     if call.name in BY_HAND:
         made, n = BY_HAND[call.name](call), len(call.tensors)
-        return Whole(made, (None,) * len(made), (None,) * n, frozenset())
+        return WholeRun(made, (None,) * len(made), (None,) * n, frozenset())
     try:
-        found = whole(call)
+        found = run_whole(call)
         return replace(found, gradients=(None,) * len(found.gradients)) if call.name in VALUES else found
     except EXPECTED_ERRORS:  # of this type, say, the operator has no kernel
         return None
@@ -181,7 +181,7 @@ def _layout(shape: Sequence[int], cuts: dict[int, tuple[str, ...]]) -> Layout:
 
 
 def check(
-    call: OpCall, layouts: Sequence[Layout | None], mesh: Mesh, expected: Whole, table: RuleTable | None = None
+    call: OpCall, layouts: Sequence[Layout | None], mesh: Mesh, expected: WholeRun, table: RuleTable | None = None
 ) -> Failure | None:
     """Compare a call that goes by its decomposition with the whole one. None: they agree."""
     shown = f"inputs {', '.join(map(str, layouts))} over {mesh}"
@@ -229,7 +229,7 @@ def _written(call: OpCall) -> Sequence[Tensor | None]:
 
 
 def _gradients(
-    leaves: Sequence[Tensor | None], results: Sequence[Tensor | None], expected: Whole
+    leaves: Sequence[Tensor | None], results: Sequence[Tensor | None], expected: WholeRun
 ) -> list[Tensor | None]:
     pairs = [
         (r, c)

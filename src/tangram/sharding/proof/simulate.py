@@ -190,7 +190,7 @@ def carried_out(call: OpCall, world: SimWorld) -> Any:
                 world.moved += t.nbytes * (world.mesh.size - 1)
                 t.parts, t.lies = whole.parts, whole.lies
         way = _way(plain, given, world)
-    return _given_back(call, _travelled(way, given, world))
+    return _returned(call, _travelled(way, given, world))
 
 
 def _whole(call: OpCall, given: Sequence[Any]) -> OpCall:
@@ -251,7 +251,7 @@ def _on_ranks(call: OpCall, found: Propagation, ready: Sequence[SimTensor | None
     return [_result(values, i, found.outputs, world) for i, values in enumerate(zip(*results, strict=True))]
 
 
-def _given_back(call: OpCall, made: list[Any]) -> Any:
+def _returned(call: OpCall, made: list[Any]) -> Any:
     """The results as the caller expects them: a tensor of its own where the operator writes one."""
     returns = schema_of(call.operator).returns
     named = any(r.alias_info is not None and r.alias_info.is_write for r in returns)  # else it writes beside them

@@ -72,7 +72,7 @@ def read(window: SlidingWindow, m: int, tree: Tree, mesh: Mesh) -> Read:
 
 
 @lru_cache(1 << 12)
-def told(n: int, tree: Tree, mesh: Mesh) -> Mapping[str, float]:
+def totals_heard(n: int, tree: Tree, mesh: Mesh) -> Mapping[str, float]:
     """By axis, how many stretches the other parts have of `n` elements: a rank hears the total of each."""
     axes = axes_of(tree)
     ranks = [mesh.axes[axis][0] for axis in axes]
@@ -104,7 +104,7 @@ def price(
     )
     if window is None:
         slices = tensor.numel() / bound.sizes[factor] / ways
-        return slices * _itemsize(call, bound, factor) * told(bound.sizes[factor], tree, mesh)[axis]
+        return slices * _itemsize(call, bound, factor) * totals_heard(bound.sizes[factor], tree, mesh)[axis]
     return tensor.nbytes / window.n / ways * read(window, bound.sizes[factor], tree, mesh).missing[axis]
 
 
@@ -139,7 +139,7 @@ def scans(call: OpCall, bound: BoundOp, trees: Mapping[str, Tree], mesh: Mesh) -
             assert tensor is not None
             slices = tensor.numel() / bound.sizes[factor] / _ways(others, trees, mesh)
             nbytes = slices * _itemsize(call, bound, factor)
-            found += [(axis, nbytes * n) for axis, n in told(bound.sizes[factor], trees[factor], mesh).items()]
+            found += [(axis, nbytes * n) for axis, n in totals_heard(bound.sizes[factor], trees[factor], mesh).items()]
     return found
 
 

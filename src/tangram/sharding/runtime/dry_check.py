@@ -29,7 +29,16 @@ from tangram.models.opened import Opening, plainly
 from tangram.models.reasons import place_and_reason
 from tangram.models.twin import fake_twin
 from tangram.sharding.derive.derive import ConflictError, Derived, derive
-from tangram.sharding.derive.layouts import called, local_shape, lying, made, needed, steps_of_nodes, unlike, used
+from tangram.sharding.derive.layouts import (
+    called,
+    input_states,
+    local_shape,
+    made,
+    needed,
+    steps_of_nodes,
+    unlike,
+    used,
+)
 from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import State, part_dim
 from tangram.sharding.derive.transitions import Change, sizes_after
@@ -168,7 +177,7 @@ def _input(found: Derived, name: str, x: Any, rank: int) -> Any:
         return x
     graph = found.folded.graph
     v = next(i for i, value in graph.of_kind("input") if value.name == name)
-    states = lying(found, found.folded.classes[v])
+    states = input_states(found, found.folded.classes[v])
     return torch.empty(local_shape(found, x.shape, states, rank), dtype=x.dtype, device="cpu")
 
 

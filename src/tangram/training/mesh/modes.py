@@ -119,7 +119,7 @@ def _others() -> dict[str, Any]:
     return found
 
 
-def refuse_held(given: Mapping[str, Any]) -> None:
+def refuse_tensors_in_containers(given: Mapping[str, Any]) -> None:
     """Raise UserError for arguments that hold tensors in something, of which nothing is derived."""
     if given.get("use_cache"):
         raise UserError(
@@ -137,7 +137,7 @@ def refuse_held(given: Mapping[str, Any]) -> None:
             )
 
 
-def asked(x: Any) -> Any:
+def without_values(x: Any) -> Any:
     """What is derived is asked of an argument's sizes: hidden states of the stage before want a gradient."""
     if isinstance(x, Tensor):
         return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.is_floating_point())

@@ -36,9 +36,9 @@ from tangram.models.twin import without_memory
 from tangram.planner.local.own_rules import rules_of
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import ConflictError, Derived
-from tangram.sharding.derive.layouts import layout_of, lying, used
+from tangram.sharding.derive.layouts import input_states, layout_of, used
 from tangram.sharding.derive.marking.marks import Mark, matched, names_any
-from tangram.sharding.derive.of_model import States, derive_whole, graph_of, leaves_nothing, parameter_states
+from tangram.sharding.derive.of_model import States, derive_model, graph_of, leaves_nothing, parameter_states
 from tangram.sharding.derive.problem.states import SAME, State, chunked
 from tangram.sharding.derive.transitions import Change
 from tangram.sharding.discover.own_rules import OwnRules, rules_text
@@ -113,9 +113,9 @@ def parallel(
     marks = [*marks_in(model), *marks]
     inputs = modes.without_cache(inputs, model)
     text, template = rules_text(rules), without_memory(model)
-    found = derive_whole(graph_of(template, inputs, dtype, rules=text), marks, mesh)
+    found = derive_model(graph_of(template, inputs, dtype, rules=text), marks, mesh)
     if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
-        found = rehearsed(found, template, {name: modes.asked(x) for name, x in inputs.items()}, dtype).found
+        found = rehearsed(found, template, {name: modes.without_values(x) for name, x in inputs.items()}, dtype).found
     return DerivedModel(model, marks, mesh, devices_of(devices), parameter_states(found), dtype, text)
 
 
@@ -200,14 +200,14 @@ class DerivedModel:
 
     @contextmanager
     def leaving(self) -> Generator[None]:
-        """Within, results that no mark names stay as they come to be, in whatever parts; `lies` tells."""
+        """Within, results that no mark names stay as they come to be, in whatever parts; `placement_of` tells."""
         before, self._leaves = self._leaves, True
         try:
             yield
         finally:
             self._leaves = before
 
-    def lies(self, result: str | tuple[str, int]) -> ResultPlacement:
+    def placement_of(self, result: str | tuple[str, int]) -> ResultPlacement:
         """How what the last forward gave lies: by its name ("output0" of a tensor alone), or by module and leaf."""
         assert self._runtime.now is not None  # a forward has been
         found = self._runtime.now.program.found
@@ -250,7 +250,7 @@ class DerivedModel:
     def _now(self, given: Mapping[str, Any]) -> Now:
         sizes, mode = self._key(given)
         if (sizes, mode) not in self._programs:
-            modes.refuse_held(given)
+            modes.refuse_tensors_in_containers(given)
             modes.refuse_ever_new([*(own for some, own in self._programs if some == sizes), mode])
             self._programs[sizes, mode] = self._planned(given)
         return self._programs[sizes, mode]
@@ -283,7 +283,7 @@ class DerivedModel:
     def _planned(self, given: Mapping[str, Any]) -> Now:
         modes.follow(self._template, self._model)
         with _disable_current_modes(), modes.steady(self._model):  # of a run without memory: the template has its own
-            return self._planned_from({name: modes.asked(x) for name, x in given.items()})
+            return self._planned_from({name: modes.without_values(x) for name, x in given.items()})
 
     def _planned_from(self, given: Mapping[str, Any]) -> Now:
         graph = graph_of(self._template, given, self._dtype, grad=torch.is_grad_enabled(), rules=self._rules)
@@ -291,7 +291,7 @@ class DerivedModel:
         marks += [RingMark.over([axis for axis in self._mesh.axes if axis in self.rings])] if self.rings else []
         marks = [mark for mark in marks if not _too_small(graph, mark, self._mesh)]
         try:
-            found = derive_whole(graph, marks, self._mesh, left=self._leaves)
+            found = derive_model(graph, marks, self._mesh, left=self._leaves)
         except ConflictError as error:
             raise UserError(
                 f"{error}; where parameters lie has to be what follows from the marks, as `tangram plan` writes both"
@@ -339,7 +339,7 @@ def refuse_cut_inputs(found: Derived) -> None:
     """Raise UserError where a mark cuts what every rank is given."""
     graph = found.folded.graph
     for v, value in graph.of_kind("input", "buffer"):
-        axis = next((a for a, s in lying(found, found.folded.classes[v]).items() if s != SAME), None)
+        axis = next((a for a, s in input_states(found, found.folded.classes[v]).items() if s != SAME), None)
         if axis is not None:
             raise UserError(
                 f"a mark cuts {value.name} over {axis}, but every rank has all of what a model is given: mark what is "

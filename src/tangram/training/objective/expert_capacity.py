@@ -44,7 +44,7 @@ from tangram.training.data import IGNORE
 from tangram.training.mesh.tensor_parallel import DerivedModel, ResultPlacement
 from tangram.training.mesh.world import World
 from tangram.training.objective.model_inputs import ModelInputs
-from tangram.training.objective.router_loss import lies_of, routers_in
+from tangram.training.objective.router_loss import result_placement, routers_in
 
 _DIGIT = 8
 """Bits that are looked at in one round."""
@@ -54,7 +54,7 @@ _FLOAT = 32
 def refuse(model: nn.Module, job: Job) -> None:
     """Raise UserError where a job asks for a capacity of experts of a model on meta that is not known to choose any."""
     name = type(model).__name__
-    found = asked(model, job)
+    found = routers_with_capacity(model, job)
     size = getattr(getattr(model, "config", None), "hidden_size", 0)
     for path, place in (found or {}).items():
         if _places(_gives(model.get_submodule(path), size), place) is None:
@@ -64,7 +64,7 @@ def refuse(model: nn.Module, job: Job) -> None:
             )
 
 
-def asked(model: nn.Module, plan: Job) -> Mapping[str, int] | None:
+def routers_with_capacity(model: nn.Module, plan: Job) -> Mapping[str, int] | None:
     """The routers of a whole model to whose experts the plan gives a capacity; None for none.
 
     Raises UserError for a model without routers.
@@ -117,7 +117,7 @@ class Capacity:
         """What comes next is of this one of the micro-batches, its forward or its backward."""
         self._turn = micro
 
-    def taken(self) -> Tensor:
+    def pop_dropped(self) -> Tensor:
         """The share of choices that were dropped since it was asked before, a float64 scalar; alike on a stage's ranks.
 
         The sum over its layers, divided by the number of all. The step has ended: another needs another `before`.
@@ -169,10 +169,10 @@ class Capacity:
 
     def _part(self, name: str, leaf: int, places_T: Tensor, counts_T: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Places of the tokens that this rank's router sees, whether they count, and whether they do so from here."""
-        lies = lies_of(self._derived, name, leaf)
+        lies = result_placement(self._derived, name, leaf)
         cutting: Sequence[str] = ()
         if lies is not None:
-            chosen = cast("ResultPlacement", lies_of(self._derived, name, leaf + 1))
+            chosen = cast("ResultPlacement", result_placement(self._derived, name, leaf + 1))
             others = [state for state in lies.states.values() if state.kind not in ("same", "several", "cut")]
             cutting = lies.axes_of((0,))
             if others or lies.axes_of((1,)) or chosen.axes_of((0, 1)) != cutting:

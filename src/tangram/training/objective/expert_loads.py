@@ -58,11 +58,11 @@ class Loads:
             return
         self._tokens += sum(batch.inputs_BS.numel() for batch in micro)
         if step % self._every == 0:
-            told = self.told(step, world)
+            event = self.counted(step, world)
             if world.index == 0:
-                emit(told)
+                emit(event)
 
-    def told(self, step: int, world: World) -> ExpertLoads:
+    def counted(self, step: int, world: World) -> ExpertLoads:
         """What was counted since the last time, over the global batches. Collective over all ranks."""
         mine = {name: (cast("list[int]", own.counts.tolist()), own.per_token) for name, own in self._counted.items()}
         every: list[Any] = [None] * world.size

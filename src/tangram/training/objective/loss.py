@@ -35,9 +35,9 @@ def leaving(derived: DerivedModel | None) -> AbstractContextManager[None]:
     return nullcontext() if derived is None else derived.leaving()
 
 
-def lies_of(derived: DerivedModel | None, result: str = LOGITS) -> ResultPlacement | None:
+def logits_placement(derived: DerivedModel | None, result: str = LOGITS) -> ResultPlacement | None:
     """How the logits of a model's last forward lie; None: whole, as of a model that is not derived."""
-    return None if derived is None else derived.lies(result)
+    return None if derived is None else derived.placement_of(result)
 
 
 def token_loss(logits_BSV: Tensor, labels_BS: Tensor, lies: ResultPlacement | None = None) -> Tensor:

@@ -104,7 +104,7 @@ def refuse(model: nn.Module, job: Job) -> None:
         kind_of(model)
 
 
-def asked(model: nn.Module, plan: Job) -> Kind | None:
+def routers_with_loss(model: nn.Module, plan: Job) -> Kind | None:
     """The routers of a whole model whose loss the plan asks for; None for none. Raises UserError as `kind_of`."""
     return kind_of(model) if plan.run.router_loss else None
 
@@ -147,7 +147,7 @@ class Routers:
         pulled_E = torch.zeros(E, dtype=torch.float64, device=labels_BS.device)
         told_E = torch.zeros_like(pulled_E)
         counts = torch.zeros(E + 1, dtype=torch.int64, device=labels_BS.device)
-        for name, seen in self._taken().items():
+        for name, seen in self._pop_seen().items():
             part = self._part(name, seen, labels_BS)
             times = self._world.model_size // part.alike  # whole numbers, of which all ranks have as many alike
             chosen_TK = part.logits_TE.detach().float().softmax(-1).topk(self._kind.per_token).indices
@@ -175,7 +175,7 @@ class Routers:
         self._told = told if self._told is None else self._told + told
         return (rate_E * pulled_E).sum().float()
 
-    def taken(self) -> Tensor:
+    def pop_loss(self) -> Tensor:
         """This rank's part of the losses since it was asked before, a float64 scalar; over all ranks they add up."""
         told, self._told = self._told, None
         return torch.zeros((), dtype=torch.float64, device=self._world.device) if told is None else told
@@ -184,7 +184,7 @@ class Routers:
         """Let go of what was seen, as what a backward has recomputed."""
         self._seen.clear()
 
-    def _taken(self) -> Mapping[str, _Seen]:
+    def _pop_seen(self) -> Mapping[str, _Seen]:
         if missing := [name for name in self._own if name not in self._seen]:
             raise UserError(f"the router {missing[0]} was not run, so run.router_loss cannot be computed: leave it out")
         found = {name: self._seen[name] for name in self._own}
@@ -195,7 +195,7 @@ class Routers:
         logits, leaf = seen
         logits_TE = logits.reshape(-1, logits.shape[-1])
         counts_BS = labels_BS != IGNORE
-        lies = lies_of(self._derived, name, leaf)
+        lies = result_placement(self._derived, name, leaf)
         counts_T, alike, shared = counts_BS.flatten(), self._world.model_size, 1
         if lies is not None:
             states = lies.states
@@ -214,9 +214,9 @@ class Routers:
         return _Part(logits_TE, counts_T, alike, shared)
 
 
-def lies_of(derived: DerivedModel | None, name: str, leaf: int) -> ResultPlacement | None:
+def result_placement(derived: DerivedModel | None, name: str, leaf: int) -> ResultPlacement | None:
     """How what a module gave lies over the model axes, by its place among the leaves; None where nothing is derived."""
-    return None if derived is None else derived.lies((name, leaf))
+    return None if derived is None else derived.placement_of((name, leaf))
 
 
 def _hook(seen: dict[str, _Seen], name: str, place: int) -> Any:

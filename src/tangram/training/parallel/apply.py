@@ -47,7 +47,10 @@ def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
     tokens = token_order(model, plan)
     freeze(model, plan)
     keep_parameters(model, plan)
-    of_routers, of_experts = router_loss.asked(model, plan), expert_capacity.asked(model, plan)  # of all stages
+    of_routers, of_experts = (
+        router_loss.routers_with_loss(model, plan),
+        expert_capacity.routers_with_capacity(model, plan),
+    )  # of all stages
     numbers, drawn = plan.stages_at(world.stage), counts_of_stages(model, plan)
     parts = [model] if plan.pipeline is None else keep_stages(model, plan.pipeline.stages, numbers)
     cuts = cuts_of(model, plan)

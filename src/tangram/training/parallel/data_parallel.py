@@ -117,7 +117,7 @@ class Bucket:
         )
 
 
-class Copies:
+class Replicas:
     """Sums a module's gradients over the ranks of a group that have the same parameters. All of them call alike."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, *, once: bool, in_parts: bool) -> None:

@@ -27,13 +27,13 @@ from tangram.planner.local.estimate import whole_copies
 from tangram.schema.plan import Plan
 from tangram.training.mesh.layout_to_torch import ParameterCuts
 from tangram.training.mesh.world import World
-from tangram.training.parallel.data_parallel import Copies
+from tangram.training.parallel.data_parallel import Replicas
 from tangram.training.parallel.precision import keep_gradients, of_one_type, policy_of
 
 
 def shard(
     model: nn.Module, blocks: Iterable[nn.Module], plan: Plan, cuts: Mapping[nn.Parameter, ParameterCuts], world: World
-) -> Copies | StepShards | None:
+) -> Replicas | StepShards | None:
     """Cut the parameters over the data axes, each block by itself, or have their copies' gradients summed.
 
     What has to hear of each micro-batch before it (`before`); None where all are alike.
@@ -42,7 +42,7 @@ def shard(
         return None
     if whole_copies(plan):
         once, in_parts = plan.run.reduce_every == "step", plan.pipeline is not None
-        return Copies(model, world.devices.get_group("replicate"), once=once, in_parts=in_parts)
+        return Replicas(model, world.devices.get_group("replicate"), once=once, in_parts=in_parts)
     dims = ("replicate", "shard") if world.devices["replicate"].size() > 1 else ("shard",)
 
     def place(parameter: nn.Parameter) -> Shard:

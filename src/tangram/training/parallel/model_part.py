@@ -11,7 +11,7 @@ from tangram.training.mesh.tensor_parallel import DerivedModel
 from tangram.training.objective.expert_capacity import Capacity
 from tangram.training.objective.model_inputs import TokenOrder
 from tangram.training.objective.router_loss import Routers
-from tangram.training.parallel.data_parallel import Copies
+from tangram.training.parallel.data_parallel import Replicas
 from tangram.training.parallel.fsdp import StepShards
 
 
@@ -26,7 +26,7 @@ class ModelPart:
     """The programs of tensor, context and expert parallelism."""
     draws: DrawSource | None = None
     """What numbers the elements that it draws for; None where it is not trained."""
-    data_parallel: Copies | StepShards | None = None
+    data_parallel: Replicas | StepShards | None = None
     """DDP's sums of gradients, or what FSDP2 has to hear of each micro-batch."""
     routers: Routers | None = None
     capacity: Capacity | None = None

@@ -30,10 +30,10 @@ from tangram.training.data import Batch
 from tangram.training.mesh.drawing import Draws
 from tangram.training.mesh.tensor_parallel import ResultPlacement
 from tangram.training.mesh.world import World
-from tangram.training.objective.loss import leaving, lies_of
+from tangram.training.objective.loss import leaving, logits_placement
 from tangram.training.objective.model_inputs import ModelInputs, model_inputs
 from tangram.training.objective.router_loss import Routers
-from tangram.training.parallel.data_parallel import Copies
+from tangram.training.parallel.data_parallel import Replicas
 from tangram.training.parallel.model_part import ModelPart
 from tangram.training.parallel.schedule_runtime import ScheduleRun, StageRun
 
@@ -138,7 +138,10 @@ class PipelineRun:
         derived = last.derived
         with leaving(derived):
             return self._run(
-                micro, lambda logits, labels: loss(logits, labels, lies_of(derived, "output0")), draws, train=train
+                micro,
+                lambda logits, labels: loss(logits, labels, logits_placement(derived, "output0")),
+                draws,
+                train=train,
             )
 
     def _run(
@@ -200,7 +203,7 @@ class PipelineRun:
         )
         stage.before, stage.before_backward, stage.after_backward = self._begin, self._turn, self._end
         stage.sums = self._sums if beside else None
-        stage.copies = part.data_parallel if isinstance(part.data_parallel, Copies) else None
+        stage.replicas = part.data_parallel if isinstance(part.data_parallel, Replicas) else None
         return stage
 
     def _loss_of(self, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

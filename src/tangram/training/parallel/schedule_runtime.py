@@ -41,7 +41,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from tangram.schema.schedule_table import Row, Schedule
-from tangram.training.parallel.data_parallel import Copies
+from tangram.training.parallel.data_parallel import Replicas
 
 Before = Callable[[int, int], None]
 """Called with a micro-batch and a stage before the stage's forward of it."""
@@ -64,7 +64,7 @@ class StageRun(PipelineStage):
     """Likewise, but not around the second part of a backward, in which no module runs again."""
     sums: Sums | None = None
     """None: nothing goes along."""
-    copies: Copies | None = None
+    replicas: Replicas | None = None
     """What sums gradients at the end of a step, where FSDP2 does not."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -118,8 +118,8 @@ class StageRun(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """After all micro-batches: FSDP2's, or of whole copies."""
         super().perform_reduce_grad(grad_scale_factor)
-        if self.copies is not None:
-            self.copies.reduce()
+        if self.replicas is not None:
+            self.replicas.reduce()
 
     def _get_recv_ops(self, recv_infos: Any) -> Any:
         for info in recv_infos:

@@ -52,12 +52,12 @@ class ChartMark:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart; `said` is what it shows, for those who do not see it."""
+    """One chart; `caption` is what it shows, for those who do not see it."""
 
     key: str
     title: str
     unit: str
-    said: str
+    caption: str
     lines: Sequence[ChartLine]
     levels: Sequence[ChartLevel] = ()
     marks: Sequence[ChartMark] = ()

@@ -30,7 +30,7 @@ from tangram.training.observe.events import Doing, Note
 from tangram.training.observe.text_tables import printable
 from tangram.training.run.rank import RankReport, probe_batch
 from tangram.training.run.run_folder import near
-from tangram.training.state.build_model import build_whole
+from tangram.training.state.build_model import build_unsharded
 from tangram.training.state.check_export import (
     load_exported,
     logits_difference,
@@ -83,7 +83,7 @@ def prove(
 ) -> Proved:
     """Measure all of it in this process. Raises ProofError for the first thing that is not so."""
     on_event(Doing("loading the checkpoint whole in one process"))
-    model = build_whole(plan, source, device)
+    model = build_unsharded(plan, source, device)
     load(checkpoint, JobState(model, None), plan, None)
     assert measured.probe is not None  # the caller has seen to it
     computed = as_computed(model, plan)

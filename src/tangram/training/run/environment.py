@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tangram.errors import UserError
 
-_TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 
 
 class SaidElsewhere(Exception):
@@ -38,7 +38,7 @@ class RankPlace:
 
 def started_by_torchrun() -> bool:
     """Whether this process is one rank of several that somebody else has started: torchrun, or what sets the same."""
-    return all(os.environ.get(name) for name in _TOLD)
+    return all(os.environ.get(name) for name in _VARIABLES)
 
 
 def speaks() -> bool:

@@ -77,7 +77,7 @@ class _Event:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """A rank was sent a signal of its own."""
 
     signal: str
@@ -153,7 +153,7 @@ class _Job(Generic[Result]):
                 continue
             if isinstance(message, _Event):
                 on_event(message.value)
-            elif isinstance(message, _Asked):
+            elif isinstance(message, _Request):
                 note = f"rank {rank} was sent {message.signal}: stopping after this step"
                 self._tell_to_stop(message.signal, on_event, note)
             elif isinstance(message, _Done):
@@ -281,7 +281,7 @@ def _rank_main(
     """The life of one rank."""
     _end_with_parent(store.parents[1])
     around.take()
-    stop = Stop(orders, heard=lambda name: line.send(_Asked(name)))
+    stop = Stop(orders, heard=lambda name: line.send(_Request(name)))
     try:
         # Of a second signal, too, it is for the parent to make something.
         with on_signals((signal.SIGTERM, signal.SIGHUP), stop.ask, again=stop.ask):

@@ -83,7 +83,7 @@ class MemoryInUse:
         return self.parameters + self.gradients + self.optimiser + self.flows
 
 
-def held(model: nn.Module | None, optimiser: Optimizer | None, process: float) -> MemoryInUse:
+def memory_in_use(model: nn.Module | None, optimiser: Optimizer | None, process: float) -> MemoryInUse:
     """What this rank has now. `process`: bytes that a process takes by itself."""
     parameters = [] if model is None else [*model.parameters()]
     states: Iterable[object] = () if optimiser is None else (x for s in optimiser.state.values() for x in s.values())
@@ -139,7 +139,7 @@ def explained(model: nn.Module | None, optimiser: Optimizer | None, predicted: M
         if isinstance(error, NoMemoryError) or not is_no_memory(error):
             raise
         process = predicted.process if predicted is not None else 0.0
-        said = sentence(phase_of(error), held(model, optimiser, process), predicted)
+        said = sentence(phase_of(error), memory_in_use(model, optimiser, process), predicted)
         raise NoMemoryError(f"{said} ({_first_line(error)})") from error
 
 

@@ -130,7 +130,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     tell(Doing("the first step"))
     first = state.progress.step
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
-        hooks = loop.Hooks(rank.emit, rank.stop.asked, after_step, job.folder)
+        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder)
         with explained(model.module, state.optimiser, job.memory):
             trained = loop.train_steps(model, state, corpus, checkpointer, hooks, job.costs)
     checkpointer.save(state, wait=True)

@@ -191,10 +191,10 @@ def _figure(chart: Chart, wide: bool) -> str:
     alone = "" if any(line.role == "smooth" for line in chart.lines) else " alone"
     return (
         f'<figure class="card chart{" wide" if wide else ""}{alone}"><figcaption><h3>{escape(chart.title)}'
-        f' <span class="soft">{escape(chart.unit)}</span></h3><p class="soft">{escape(chart.said)}</p>'
+        f' <span class="soft">{escape(chart.unit)}</span></h3><p class="soft">{escape(chart.caption)}</p>'
         + (f'<ul class="legend">{legend}</ul>' if len(keys) > 1 else "")
         + f'</figcaption><div class="plot" id="plot-{chart.key}" role="img" '
-        f'aria-label="{escape(f"{chart.title}. {chart.said}")}"></div></figure>'
+        f'aria-label="{escape(f"{chart.title}. {chart.caption}")}"></div></figure>'
     )
 
 

@@ -73,7 +73,7 @@ class Meeting:
         code, _, why = self.store.get(_FAILED).decode().split(" ", 2)
         return SaidElsewhere(int(code), why)
 
-    def told(self, error: BaseException) -> BaseException:
+    def inform(self, error: BaseException) -> BaseException:
         """What this rank is to raise: its error, or SaidElsewhere if it was not the first."""
         if isinstance(error, SaidElsewhere):
             return error
@@ -117,7 +117,7 @@ def met() -> Generator[Meeting]:
         yield meeting
     except BaseException as error:
         _last_words()
-        what = meeting.told(error)
+        what = meeting.inform(error)
         meeting.part()
         if what is error:
             raise

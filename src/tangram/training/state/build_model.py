@@ -89,7 +89,7 @@ def build(plan: Plan, source: Source, world: World, *, values: bool) -> Parallel
     return model
 
 
-def build_whole(plan: Plan, source: Source, device: torch.device, *, values: bool = False) -> PreTrainedModel:
+def build_unsharded(plan: Plan, source: Source, device: torch.device, *, values: bool = False) -> PreTrainedModel:
     """The whole model in this process, its parameters in the type that the plan keeps them in."""
     model = build_on_meta(source.config)
     token_order(model, plan)  # raises where it does not attend as the plan says

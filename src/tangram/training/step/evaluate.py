@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.training.data import IGNORE, Batch, Corpus, held_out_batches
-from tangram.training.objective.loss import leaving, lies_of, token_loss
+from tangram.training.objective.loss import leaving, logits_placement, token_loss
 from tangram.training.objective.model_inputs import TokenOrder, logits_in_order, model_inputs
 from tangram.training.objective.step_guard import must_be_finite
 from tangram.training.parallel.fsdp import resharded
@@ -32,7 +32,7 @@ def next_token_loss(part: ModelPart, batch: Batch) -> Tensor:
     inputs = model_inputs(part.tokens, batch)
     with leaving(part.derived):
         logits: Tensor = part.module(input_ids=inputs.batch.inputs_BS, use_cache=False, **inputs.keywords).logits
-    return token_loss(logits, inputs.batch.labels_BS, lies_of(part.derived))
+    return token_loss(logits, inputs.batch.labels_BS, logits_placement(part.derived))
 
 
 def logits_of(model: ParallelModel, batch: Batch) -> Tensor:

@@ -40,7 +40,7 @@ from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.model_part import ModelPart
 from tangram.training.parallel.pipeline import PipelineRun
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
-from tangram.training.step.bad_steps import told_of, write_samples
+from tangram.training.step.bad_steps import located, write_samples
 from tangram.training.step.evaluate import LossSum, held_out_loss, loss_of, sum_over
 from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, set_lr, square_sum
 
@@ -58,7 +58,7 @@ class Hooks:
     """What the loop tells and asks: where events go, whether to stop, what happens around a step."""
 
     emit: Callable[[object], None]
-    stop_asked: Callable[[], bool]
+    stop_requested: Callable[[], bool]
     after_step: Callable[[], None] = lambda: None
     folder: Path | None = None
     """Of the run: where it is written what a step was trained on that has gone astray."""
@@ -103,11 +103,11 @@ def train_steps(
         batches = _batches(corpus, state.progress, plan, world)
         late = world.index == 0 and time.monotonic() - started >= plan.run.max_seconds
         lr = lr_at(step, plan.run.steps, plan.optimiser)
-        asks = (late, hooks.stop_asked())
+        stops = (late, hooks.stop_requested())
         try:
-            done = train_step(model, optimiser, batches, lr=lr, asks=asks, check=step == first, guard=guard)
+            done = train_step(model, optimiser, batches, lr=lr, stop_requests=stops, check=step == first, guard=guard)
         except AstrayError as error:
-            raise told_of(error, hooks.folder, corpus, plan, world, state.progress) from error
+            raise located(error, hooks.folder, corpus, plan, world, state.progress) from error
         losses.append(done.loss)
         tokens += batches.counted
         seconds = time.monotonic() - started
@@ -116,9 +116,9 @@ def train_steps(
             if done.skipped is not None:
                 hooks.emit(skipped_event(done, hooks.folder, corpus, plan, state.progress, guard))
             else:
-                hooks.emit(_told(plan, costs, done, step + 1, first + 1, batches.counted, seconds, guard))
+                hooks.emit(_event_of(plan, costs, done, step + 1, first + 1, batches.counted, seconds, guard))
         loads.after(step + 1, batches.micro, world, hooks.emit)
-        stopped = "signal" if done.asked[1] else "time" if done.asked[0] else None
+        stopped = "signal" if done.stop_requests[1] else "time" if done.stop_requests[0] else None
         last = stopped is not None or step + 1 == plan.run.steps
         if done.skipped is None:
             state.metrics["loss"] = done.loss
@@ -163,7 +163,7 @@ def _advanced(progress: Progress, counted: int, plan: Plan, guard: Guard, second
     )
 
 
-def _told(
+def _event_of(
     plan: Plan,
     costs: StepCosts,
     done: "StepResult",
@@ -221,7 +221,7 @@ class StepResult:
 
     loss: float
     norm: float
-    asked: tuple[bool, ...]
+    stop_requests: tuple[bool, ...]
     skipped: str | None = None
     """Why the step was not applied; None: it was."""
     astray: bool = False
@@ -239,14 +239,14 @@ def train_step(
     *,
     lr: float,
     loss_sum: LossSum | None = None,
-    asks: tuple[bool, ...] = (),
+    stop_requests: tuple[bool, ...] = (),
     check: bool = False,
     guard: Guard | None = None,
 ) -> StepResult:
     """One step on a global batch; `loss_sum` is next-token prediction unless said otherwise.
 
-    `asks` are wishes of single ranks, of which all ranks learn. `check` compares the gradients that tensor-parallel
-    ranks should have in common. `guard` judges whether the step is applied; in float16, where it scales the loss, one
+    `stop_requests` are those of single ranks, of which all ranks learn. `check` compares the gradients that
+    tensor-parallel ranks should have in common. `guard` judges whether the step is applied; in float16, where it scales the loss, one
     has to be given to all steps. Raises AstrayError, a FloatingPointError, where the plan stops at a loss or a norm
     that is not finite or has diverged, before anything is updated.
     """
@@ -262,26 +262,26 @@ def train_step(
     if check and world.model_size > 1:
         refuse_unlike_gradients(model.module, world)
     gradients = local_gradients(model.module)
-    sums = torch.zeros(4 + len(asks), dtype=torch.float64, device=world.device)
+    sums = torch.zeros(4 + len(stop_requests), dtype=torch.float64, device=world.device)
     sums[0] = loss_part / world.model_size  # the ranks of model axes have all computed the same part
     sums[1] = square_sum(gradients, world.size // world.stages)
     for part in model.parts:
         if part.routers is not None:
-            sums[2] += part.routers.taken()
+            sums[2] += part.routers.pop_loss()
         if part.capacity is not None:
-            sums[3] += part.capacity.taken() * world.stages / world.size  # all ranks of a stage have the same
-    sums[4:] = torch.tensor(asks, dtype=torch.float64, device=world.device)
-    loss, square, of_routers, dropped, *asked = sum_over(world.group, sums)
+            sums[3] += part.capacity.pop_dropped() * world.stages / world.size  # all ranks of a stage have the same
+    sums[4:] = torch.tensor(stop_requests, dtype=torch.float64, device=world.device)
+    loss, square, of_routers, dropped, *wishes = sum_over(world.group, sums)
     norm = math.sqrt(square) / scale if square >= 0 else math.nan
-    asked = tuple(wish > 0 for wish in asked)
+    stops = tuple(wish > 0 for wish in wishes)
     strayed = guard.astray
     if (reason := guard.judge(loss, norm)) is not None:
         buffers.undo(modules, before)
-        return StepResult(loss, norm, asked, reason, guard.astray > strayed, of_routers, dropped)
+        return StepResult(loss, norm, stops, reason, guard.astray > strayed, of_routers, dropped)
     clip(gradients, norm, plan.optimiser.clip_norm, scale)
     set_lr(optimiser, lr)
     optimiser.step()
-    return StepResult(loss, norm, asked, router_loss=of_routers, dropped=dropped)
+    return StepResult(loss, norm, stops, router_loss=of_routers, dropped=dropped)
 
 
 def backward(model: ParallelModel, batches: RankBatches, loss_sum: LossSum | None = None, scale: float = 1.0) -> Tensor:

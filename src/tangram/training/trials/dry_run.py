@@ -186,7 +186,7 @@ def counted_alone(plan: Plan, source: Source, rank: int) -> list[CountedStep]:
     with _fake_ranks(plan.ranks, rank) as group:
         world = make_world(plan, rank, cpu, group, Peers())
         model = apply(build_on_meta(source.config), plan, world)
-        with FakeTensorMode(allow_non_fake_inputs=True), said_of_values():
+        with FakeTensorMode(allow_non_fake_inputs=True), refusing_values():
             give_storage(model.module, cpu)
             return counted_steps(model)
 
@@ -302,7 +302,7 @@ def _fake_ranks(count: int, rank: int) -> Generator[dist.ProcessGroup]:
 
 
 @contextmanager
-def said_of_values() -> Generator[None]:
+def refusing_values() -> Generator[None]:
     """A UserError where something reads a tensor's value, which is not there."""
     try:
         yield

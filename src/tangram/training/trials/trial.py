@@ -97,7 +97,7 @@ def _run(plan: Plan, folder: Path) -> Trial:
 def rank_of_trial(rank: Rank, job: RankJob) -> float:
     """The task of a rank: its steps. The most bytes that any rank has had."""
     begun = begin(rank, job)
-    hooks = loop.Hooks(rank.emit, rank.stop.asked, folder=job.folder)
+    hooks = loop.Hooks(rank.emit, rank.stop.requested, folder=job.folder)
     idle = Checkpointer(job.folder / "never", begun.model.plan, begun.model.world)
     with explained(begun.model.module, begun.state.optimiser, job.memory):
         loop.train_steps(begun.model, begun.state, begun.corpus, idle, hooks, job.costs)

@@ -80,7 +80,7 @@ def conflict(
         if _derived(graph, fewer, mesh, rates) is None:
             needed = fewer
     folded = fold(graph)
-    asked = _asked(folded, needed, mesh, error.axis)
+    asked = _marked_states(folded, needed, mesh, error.axis)
     twice = [v for v, own in asked.items() if len({state for _, _, state in own}) > 1]
     at = twice[:1] or _together(folded, asked, mesh, needed, error.axis, rates or WorkRates())
     plain = Derived(folded, mesh, tuple(marks))
@@ -111,11 +111,11 @@ def _derived(graph: Graph, marks: Sequence[Mark], mesh: Mesh, rates: WorkRates |
         return None
 
 
-Asked = Mapping[int, list[tuple[int, str, State]]]
+MarkedStates = Mapping[int, list[tuple[int, str, State]]]
 """By class: the number of the mark, the name that it matches, and the state that it asks for."""
 
 
-def _asked(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str) -> Asked:
+def _marked_states(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str) -> MarkedStates:
     found: dict[int, list[tuple[int, str, State]]] = {}
     for i, mark in enumerate(marks, 1):
         for name, v in matched(folded.graph, mark).items():
@@ -126,7 +126,7 @@ def _asked(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str) -> Aske
 
 
 def _together(
-    folded: Folded, asked: Asked, mesh: Mesh, marks: Sequence[Mark], axis: str, rates: WorkRates
+    folded: Folded, asked: MarkedStates, mesh: Mesh, marks: Sequence[Mark], axis: str, rates: WorkRates
 ) -> list[int]:
     """The fewest marked classes that no layouts over the axis fit together."""
     done = _before(folded, marks, mesh, axis, rates)
@@ -181,7 +181,7 @@ def _between(folded: Folded, at: Sequence[int]) -> list[FoldedStep]:
     return steps
 
 
-def _refuses(step: FoldedStep, own: Asked, k: int) -> bool:
+def _refuses(step: FoldedStep, own: MarkedStates, k: int) -> bool:
     """Whether an operator cannot take a tensor as a mark says."""
     for v, dims in zip(step.inputs, step.bound.inputs, strict=True):
         for _, _, state in own.get(v, ()) if v is not None and dims is not None else ():
@@ -191,7 +191,7 @@ def _refuses(step: FoldedStep, own: Asked, k: int) -> bool:
     return False
 
 
-def _behind(folded: Folded, steps: list[FoldedStep], own: Asked) -> tuple[list[FoldedStep], Asked]:
+def _behind(folded: Folded, steps: list[FoldedStep], own: MarkedStates) -> tuple[list[FoldedStep], MarkedStates]:
     """Behind a parameter that is only transposed or cast the operator that computes, and what is asked for there."""
     while steps and title(steps[0]) in VIEWS and folded.standing.issuperset(steps[0].outputs):
         step = steps[0]
@@ -214,7 +214,7 @@ def _behind(folded: Folded, steps: list[FoldedStep], own: Asked) -> tuple[list[F
 # ------------------------------------------------------------ the factor table
 
 
-def _table(plain: Derived, step: FoldedStep, asked: Asked, axis: str, k: int) -> str:
+def _table(plain: Derived, step: FoldedStep, asked: MarkedStates, axis: str, k: int) -> str:
     """The factors of each tensor of an operator, with what the marks cut of them."""
     bound, names = step.bound, factor_names(step)
     factors = [f for f in names if any(f in dim for dims in (*bound.inputs, *bound.outputs) for dim in dims or ())]

@@ -68,15 +68,15 @@ def difference(one: Derived, other: Derived) -> DerivationDifference:
     parameters = {folded_name(one, value.name): v for v, value in reversed([*graph.of_kind("parameter")])}
     modules = {folded_name(one, name) or "the model": v for name, v in reversed([*graph.results.items()])}
     return DerivationDifference(
-        tuple(_lies(one, other, dict(reversed(parameters.items())))),
-        tuple(_lies(one, other, dict(reversed(modules.items())))),
-        tuple(_moves(one, other)),
+        tuple(_layout_differences(one, other, dict(reversed(parameters.items())))),
+        tuple(_layout_differences(one, other, dict(reversed(modules.items())))),
+        tuple(_communication_differences(one, other)),
         total(one),
         total(other),
     )
 
 
-def _lies(one: Derived, other: Derived, named: dict[str, int]) -> Iterator[LayoutDifference]:
+def _layout_differences(one: Derived, other: Derived, named: dict[str, int]) -> Iterator[LayoutDifference]:
     graph, times = one.folded.graph, one.folded.times
     for name, v in named.items():
         layouts = value_layout(one, v), value_layout(other, v)
@@ -97,12 +97,12 @@ def _parts(found: Derived, v: int) -> int:
     return parts
 
 
-def _moves(one: Derived, other: Derived) -> Iterator[CommunicationDifference]:
+def _communication_differences(one: Derived, other: Derived) -> Iterator[CommunicationDifference]:
     """By place and axis; where several tensors move at one place, they are counted together."""
     sides = [_by_place(found) for found in (one, other)]
     for key in dict.fromkeys((*sides[0], *sides[1])):
         here, there = (side.get(key, []) for side in sides)
-        said = [_said(some) for some in (here, there)]
+        said = [_described(some) for some in (here, there)]
         if said[0] != said[1]:
             yield CommunicationDifference(*key, said[0][0], said[1][0], said[0][1], said[1][1])
 
@@ -115,7 +115,7 @@ def _by_place(found: Derived) -> dict[Key, list[Moved]]:
     return some
 
 
-def _said(some: Sequence[Moved]) -> tuple[str, float]:
+def _described(some: Sequence[Moved]) -> tuple[str, float]:
     each = dict.fromkeys(ways(one.forward, one.backward) for one in some)
     return ", ".join(each), sum(one.nbytes for one in some)
 

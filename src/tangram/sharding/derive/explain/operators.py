@@ -104,7 +104,7 @@ def _cut(name: str, cuts: Sequence[tuple[str, int]]) -> str:
     return texts[0] if len(texts) == 1 else f"({' '.join(texts)})"
 
 
-def lies(shape: Sequence[int], states: Mapping[str, State]) -> str:
+def layout_text(shape: Sequence[int], states: Mapping[str, State]) -> str:
     """A layout, and over which axes the gradient is a pending sum."""
     several = [axis for axis, state in states.items() if state.kind == "several"]
     pending = f" (grad {' '.join(f'sum:{axis}' for axis in several)})" if several else ""

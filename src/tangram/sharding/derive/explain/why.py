@@ -17,9 +17,17 @@ import numpy as np
 
 from tangram.errors import UserError
 from tangram.sharding.derive.derive import AxisProblem, Derived, Over, WorkRates, derive, fixed_by
-from tangram.sharding.derive.explain.operators import lies, line_of, module_of, states_in, states_out, title, written
+from tangram.sharding.derive.explain.operators import (
+    layout_text,
+    line_of,
+    module_of,
+    states_in,
+    states_out,
+    title,
+    written,
+)
 from tangram.sharding.derive.explain.show import Row, amount, folded_name, short, signed, total, ways
-from tangram.sharding.derive.layouts import between, layout_of, lying, made, moved, needed, used
+from tangram.sharding.derive.layouts import between, input_states, layout_of, made, moved, needed, used
 from tangram.sharding.derive.marking.marks import Mark, matched
 from tangram.sharding.derive.marking.nodes import value_of
 from tangram.sharding.derive.problem.folding import FoldedStep
@@ -135,9 +143,9 @@ def _uses(found: Derived, v: int) -> Iterator[Row]:
     """Each operator that makes or takes a class: how it gives or needs it, and what is done in between."""
     shape, axes = found.folded.value(v).shape, found.axes
     as_used = used(found, v)
-    kept = lying(found, v)
+    kept = input_states(found, v)
     if kept:
-        yield "lies", "", lies(shape, kept), _moves(found, v, kept, as_used), ""
+        yield "lies", "", layout_text(shape, kept), _communication(found, v, kept, as_used), ""
     for step in found.folded.steps:
         for i, w in enumerate(step.outputs):
             if w == v:
@@ -145,19 +153,19 @@ def _uses(found: Derived, v: int) -> Iterator[Row]:
                 yield (
                     "made",
                     _place(found, step),
-                    lies(shape, states),
-                    _moves(found, v, states, as_used),
+                    layout_text(shape, states),
+                    _communication(found, v, states, as_used),
                     written(step, axes),
                 )
-    yield "used", "", lies(shape, as_used), "", ""
+    yield "used", "", layout_text(shape, as_used), "", ""
     for step in found.folded.steps:
         for i, w in enumerate(step.inputs):
             if w == v and (states := needed(found, step, i)):
                 yield (
                     "needed",
                     _place(found, step),
-                    lies(shape, states),
-                    _moves(found, v, as_used, states),
+                    layout_text(shape, states),
+                    _communication(found, v, as_used, states),
                     written(step, axes),
                 )
 
@@ -166,7 +174,7 @@ def _place(found: Derived, step: FoldedStep) -> str:
     return f"{module_of(found, step)}:{title(step)} ({line_of(step.node.source)})"
 
 
-def _moves(found: Derived, v: int, source: Mapping[str, State], target: Mapping[str, State]) -> str:
+def _communication(found: Derived, v: int, source: Mapping[str, State], target: Mapping[str, State]) -> str:
     """What is done between two layouts, forward / backward, by axis."""
     moves = between(found, v, source, target, 1, None)
     return ", ".join(f"{text} over {one.axis}" for one in moves if (text := ways(one.forward, one.backward)))

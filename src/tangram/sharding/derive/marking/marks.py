@@ -128,7 +128,7 @@ def _closest(pattern: str, known: Mapping[str, int]) -> str:
     return f"; the nearest is {tails[near[0]]}" if near else ""
 
 
-def lying(mark: Mark, graph: Graph, value: int, mesh: Mesh) -> dict[str, State]:
+def marked_states(mark: Mark, graph: Graph, value: int, mesh: Mesh) -> dict[str, State]:
     """By axis, how a tensor lies by a mark; by one that names no axis it is whole. Raises UserError."""
     of = graph.values[value]
     found = states(mark.layout, of.shape, mesh) or dict.fromkeys(mesh.axes, SAME)

@@ -8,7 +8,7 @@ from html import escape
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.explain.operators import VIEWS, line_of, title
 from tangram.sharding.derive.explain.show import amount, folded_name
-from tangram.sharding.derive.layouts import layout_of, lying, used, value_layout
+from tangram.sharding.derive.layouts import input_states, layout_of, used, value_layout
 from tangram.sharding.derive.page import details
 from tangram.sharding.derive.page.details import Colours, where
 from tangram.sharding.derive.page.tree import Box, Pill, TreeParameter, TreeRun
@@ -86,7 +86,7 @@ class BoxDrawing:
     def _parameter(self, one: TreeParameter) -> str:
         value = self.found.folded.value(one.value)
         full = folded_name(self.found, value.name)
-        layout = layout_of(value.shape, lying(self.found, one.value) or used(self.found, one.value))
+        layout = layout_of(value.shape, input_states(self.found, one.value) or used(self.found, one.value))
         inner = f'<span class="name">{escape(one.name)}</span>{self.colours.layout(layout)}'
         row = self._row(
             "row parameter",

@@ -61,7 +61,7 @@ def _head(found: Derived, model: str, drawing: BoxDrawing) -> str:
     """The name, the marks, and what moves by axis and collective."""
     graph = found.folded.graph
     whole = sum(value.nbytes for _, value in graph.of_kind("parameter"))
-    held = sum(_held(found, v) for v, _ in graph.of_kind("parameter"))
+    held = sum(_bytes_of(found, v) for v, _ in graph.of_kind("parameter"))
     marks = "".join(f"<li><code>{drawing.colours.text(str(mark))}</code></li>" for mark in found.marks)
     inputs = ", ".join(f"{value.name} {' x '.join(map(str, value.shape))}" for _, value in graph.of_kind("input"))
     plural = "s" if len(found.marks) != 1 else ""
@@ -74,7 +74,7 @@ def _head(found: Derived, model: str, drawing: BoxDrawing) -> str:
     )
 
 
-def _held(found: Derived, v: int) -> float:
+def _bytes_of(found: Derived, v: int) -> float:
     nbytes, own = float(found.folded.graph.values[v].nbytes), found.folded.classes[v]
     for over in found.axes:
         if own in over.used and part_dim(over.used[own]) is not None:
