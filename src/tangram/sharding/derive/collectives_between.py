@@ -117,9 +117,7 @@ def labels(bound: BoundOp, states: Sequence[Sequence[State]], k: int, *, linked:
     return (label for label in found if legal(bound, label, k, linked=linked))
 
 
-def communications(
-    call: OpCall, bound: BoundOp, some: Sequence[Label], k: int, differentiable: Sequence[bool]
-) -> list[Comm]:
+def comms(call: OpCall, bound: BoundOp, some: Sequence[Label], k: int, differentiable: Sequence[bool]) -> list[Comm]:
     """All that an operator can do. `differentiable`: for each result whether it has a gradient."""
     there = [dims is not None and call.name not in UNREAD for dims in bound.inputs]
     count = len(bound.outputs)
@@ -147,7 +145,7 @@ def groups(call: OpCall, bound: BoundOp) -> Label | None:
     return next((Label(f) for f in (note[1], f"{note[1]}0") if f in bound.sizes), None)
 
 
-def row_communications(call: OpCall, bound: BoundOp, some: Sequence[Sequence[State]], k: int) -> list[Comm]:
+def row_comms(call: OpCall, bound: BoundOp, some: Sequence[Sequence[State]], k: int) -> list[Comm]:
     """What can be done with rows that come from one rank each (`states.rows`): groups cut, and what leaves nothing."""
     count, found = len(bound.inputs), list[Comm]()
     label = groups(call, bound)

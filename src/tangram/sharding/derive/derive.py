@@ -19,13 +19,13 @@ from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.derive.collectives_between import (
     Comm,
-    communications,
+    comms,
     groups,
     label_of,
     labels,
     legal,
     place_of,
-    row_communications,
+    row_comms,
 )
 from tangram.sharding.derive.linked import passed
 from tangram.sharding.derive.marking.apply_marks import ConflictError, fixed_by
@@ -69,7 +69,7 @@ class Over:
     """Of each class that no operator makes, how it lies."""
     used: Mapping[int, State]
     """Of each class, what it is brought to for all that take it."""
-    communications: Mapping[int, Comm]
+    comms: Mapping[int, Comm]
     """By the number of the node."""
     gap: float = 0.0
     """By how much it may cost more than the cheapest, as a part of that: not 0 for models too wide to be exact."""
@@ -255,7 +255,7 @@ class AxisProblem:
                     found[v][state] = None
                     grown.append(v)
         own = [[s for s in found[v] if s.kind == "sum"] if v is not None else [] for v, _ in sides]
-        for move in row_communications(step.call, step.bound, own, self.k) if any(own) else ():
+        for move in row_comms(step.call, step.bound, own, self.k) if any(own) else ():
             for (v, _), state in zip(sides, (*move.inputs, *move.outputs), strict=False):
                 if v is not None and state is not None and state.kind == "sum" and state not in (SUM, *found[v]):
                     found[v][state] = None
@@ -271,11 +271,8 @@ class AxisProblem:
         found_labels = labels(step.bound, some, self.k, linked=self._links(step))
         allowed = [label for label in found_labels if fits(step, label, self.k, self._before(step))]
         differentiable += [False] * (len(step.bound.outputs) - len(differentiable))
-        found = communications(step.call, step.bound, allowed, self.k, differentiable)
-        found += [
-            *row_communications(step.call, step.bound, some, self.k),
-            *self.regions.moves(step, self.outers, self.k),
-        ]
+        found = comms(step.call, step.bound, allowed, self.k, differentiable)
+        found += [*row_comms(step.call, step.bound, some, self.k), *self.regions.moves(step, self.outers, self.k)]
         before = [over.moves[step.number] for over in self.done]
         found = [move for move in dict.fromkeys(found) if together(self.regions, step, move, before)]
         return [move for move in found if beside(self._shapes(step), move, self.k, self._before(step))]

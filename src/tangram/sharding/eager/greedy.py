@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from tangram.sharding.derive.collectives_between import Comm, Label, communications, labels
+from tangram.sharding.derive.collectives_between import Comm, Label, comms, labels
 from tangram.sharding.derive.problem.states import SAME, SUM, State, received
 from tangram.sharding.eager.trace_function import TracedOperator
 from tangram.sharding.ops.bind import BoundOp
@@ -55,7 +55,7 @@ def decide(
             continue
         some = labels(bound, [*there, *[()] * len(bound.outputs)], k)
         fitting = [one for one in some if _is_even(bound, one, k, found, sizes)]
-        options = communications(operator.call, bound, fitting, k, [differentiable] * len(bound.outputs))
+        options = comms(operator.call, bound, fitting, k, [differentiable] * len(bound.outputs))
         best = min(options, key=lambda one: _cost(operator, one, given, axis, k, nbytes, differentiable, fixed))
         if _cost(operator, best, given, axis, k, nbytes, differentiable, fixed)[0] == NEVER:
             return None

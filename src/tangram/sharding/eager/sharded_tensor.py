@@ -32,8 +32,10 @@ Key = tuple[tuple[str, State], ...]
 class Deriving(Protocol):
     """A session in which operators are derived as they run, as its tensors see it."""
 
-    sizes: Mapping[str, int]
-    """Of its axes."""
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Of its axes."""
+        ...
 
     def call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """What a function of torch gives."""

@@ -200,6 +200,6 @@ def _traced(function: Callable[..., Any], call: OpCall) -> Decomposition | None:
             found = function(*positional, **named)
         results: list[Any] = [*cast("Sequence[Any]", found)] if isinstance(found, list | tuple) else [found]
         refs = tuple(noted.ref(r) if isinstance(r, Tensor) else None for r in results)
-    except (_UnfitError, compositions.UnfitError, *_REFUSALS):
+    except (_UnfitError, compositions.UnfitModuleError, *_REFUSALS):
         return None
     return Decomposition(tuple(noted.steps), refs)

@@ -246,9 +246,9 @@ def train_step(
     """One step on a global batch; `loss_sum` is next-token prediction unless said otherwise.
 
     `stop_requests` are those of single ranks, of which all ranks learn. `check` compares the gradients that
-    tensor-parallel ranks should have in common. `guard` judges whether the step is applied; in float16, where it scales the loss, one
-    has to be given to all steps. Raises AstrayError, a FloatingPointError, where the plan stops at a loss or a norm
-    that is not finite or has diverged, before anything is updated.
+    tensor-parallel ranks should have in common. `guard` judges whether the step is applied; in float16, where it
+    scales the loss, one has to be given to all steps. Raises AstrayError, a FloatingPointError, where the plan stops
+    at a loss or a norm that is not finite or has diverged, before anything is updated.
     """
     plan, world = model.plan, model.world
     guard = guard_for(plan, guard)
