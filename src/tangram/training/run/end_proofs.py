@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from tangram.hardware.machine import pick_device
 from tangram.models.attention import exactly
 from tangram.models.source import Source
 from tangram.schema.plan import Plan
@@ -78,11 +79,11 @@ def prove(
     checkpoint: Path,
     out: Path,
     measured: RankReport,
-    device: torch.device,
     on_event: Callable[[object], None],
 ) -> Proved:
     """Measure all of it in this process. Raises ProofError for the first thing that is not so."""
     on_event(Doing("loading the checkpoint whole in one process"))
+    device = pick_device(plan.run.device, 0, 1)
     model = build_unsharded(plan, source, device)
     load(checkpoint, JobState(model, None), plan, None)
     assert measured.probe is not None  # the caller has seen to it

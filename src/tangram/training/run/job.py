@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from tangram.hardware.machine import describe, pick_device, versions
+from tangram.hardware.machine import describe, versions
 from tangram.models.build import build_on_meta
 from tangram.models.costs import costs as model_costs
 from tangram.models.source import Source
@@ -208,8 +208,7 @@ def finish(
         words = f"loss {report.held_out_loss:.6f} on {count(plan.ranks, 'rank')}; unigram entropy {entropy:.4f}"
         on_event(Note(f"held out   {words}, ratio {report.held_out_loss / entropy:.2f}"))
     with computing_as_a_rank(plan.ranks):
-        device = pick_device(plan.run.device, 0, 1)
-        proved = prove(plan, ready.source, ready.tokens, ready.corpus, checkpoint, out, report, device, on_event)
+        proved = prove(plan, ready.source, ready.tokens, ready.corpus, checkpoint, out, report, on_event)
     summary = summarise(
         plan=plan,
         record=record,

@@ -227,8 +227,8 @@ def run_ranks(
             for index in range(world):
                 receiver, sender = context.Pipe(duplex=False)
                 orders, order = context.Pipe(duplex=False)
-                place = (index, world, device, threads, Path(meeting, "store"))
-                arguments = (Inherited(), task, payload, *place, sender, orders)
+                start = _Start(Inherited(), index, world, device, threads, Path(meeting, "store"))
+                arguments = (start, task, payload, sender, orders)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
                 try:
                     with signals_held_back():
@@ -266,31 +266,40 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
     raise RankError(rank, world, first.error, first.details)
 
 
+@dataclass(frozen=True)
+class _Start:
+    """What the process of a rank begins with."""
+
+    inherited: Inherited
+    index: int
+    world: int
+    device: str
+    threads: int
+    store: Path
+    """A file in a folder of the job, where ranks meet."""
+
+
 def _rank_main(
-    around: Inherited,
+    start: _Start,
     task: Callable[[Rank, Payload], object],
     payload: Payload,
-    index: int,
-    world: int,
-    device: str,
-    threads: int,
-    store: Path,
     line: Connection,
     orders: Connection,
 ) -> None:
     """The life of one rank."""
-    _end_with_parent(store.parents[1])
-    around.take()
+    _end_with_parent(start.store.parents[1])
+    start.inherited.take()
+    index, world = start.index, start.world
     stop = Stop(orders, heard=lambda name: line.send(_Request(name)))
     try:
         # Of a second signal, too, it is for the parent to make something.
         with on_signals((signal.SIGTERM, signal.SIGHUP), stop.ask, again=stop.ask):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
-            torch.set_num_threads(threads)
-            here = pick_device(device, index, world)
+            torch.set_num_threads(start.threads)
+            here = pick_device(start.device, index, world)
             if here.type != "cpu":
                 torch.accelerator.set_device_index(index)
-            met = dist.FileStore(str(store), world)
+            met = dist.FileStore(str(start.store), world)
             dist.init_process_group(
                 dist.get_default_backend_for_device(here),
                 store=met,
