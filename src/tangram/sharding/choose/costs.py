@@ -138,17 +138,17 @@ def _with_far(table: Array, far: float) -> Array:
     return table * (1 + _FAR * far)
 
 
-def _given(step: FoldedStep, moves: Sequence[CommOptions]) -> list[tuple[int, list[States]]]:
-    return [(v, [tuple(m.outputs[i] for m in some) for some in moves]) for i, v in enumerate(step.outputs)]
+def _given(step: FoldedStep, comms: Sequence[CommOptions]) -> list[tuple[int, list[States]]]:
+    return [(v, [tuple(m.outputs[i] for m in some) for some in comms]) for i, v in enumerate(step.outputs)]
 
 
-def _needed(step: FoldedStep, moves: Sequence[CommOptions]) -> list[tuple[int, list[States], int]]:
+def _needed(step: FoldedStep, comms: Sequence[CommOptions]) -> list[tuple[int, list[States], int]]:
     found: list[tuple[int, list[States], int]] = []
     for i, v in enumerate(step.inputs):
         if v is None:
             continue
         needed: list[States] = []
-        for some in moves:
+        for some in comms:
             states = [m.inputs[i] for m in some]
             if None in states:
                 break

@@ -208,7 +208,7 @@ def fits(n: int, cuts: Iterable[tuple[int, int]]) -> bool:
 
 
 def _ends(
-    folded: Folded, moves: Mapping[int, Sequence[CommOptions]], problems: Sequence[AxisProblem]
+    folded: Folded, comms: Mapping[int, Sequence[CommOptions]], problems: Sequence[AxisProblem]
 ) -> dict[int, list[set[State]]]:
     """Of each class, over each axis, how its maker can give it and how its takers can need it."""
     found: dict[int, list[set[State]]] = {v: [set() for _ in problems] for v in _values(folded)}
@@ -218,7 +218,7 @@ def _ends(
         for v in (p.given_back | p.fixed.keys()) & found.keys():
             found[v][i].update(p.used[v])
     for step in folded.steps:
-        for i, v, state in _requested(step, moves[step.number]):
+        for i, v, state in _requested(step, comms[step.number]):
             found[v][i].add(state)
     for v in found.keys() - folded.differentiable:
         for states in found[v]:
@@ -227,9 +227,9 @@ def _ends(
     return found
 
 
-def _requested(step: FoldedStep, moves: Sequence[CommOptions]) -> Iterator[tuple[int, int, State]]:
+def _requested(step: FoldedStep, comms: Sequence[CommOptions]) -> Iterator[tuple[int, int, State]]:
     """Over which axis, of which class, what some move needs or gives."""
-    for some in moves:
+    for some in comms:
         for i, move in enumerate(some):
             sides = (*zip(step.inputs, move.inputs, strict=True), *zip(step.outputs, move.outputs, strict=False))
             for v, state in sides:

@@ -244,7 +244,7 @@ def _layout(attribute: Any, shape: Sequence[int], axes: Sequence[str]) -> tuple[
 
 
 def _judged(
-    pair: PaddlePair, given: Sequence[Layout], ours: Propagation | str, theirs: _Claim | str, expected: Sequence[Any]
+    pair: PaddlePair, inputs: Sequence[Layout], ours: Propagation | str, theirs: _Claim | str, expected: Sequence[Any]
 ) -> PaddleDifference | None:
     """What the two say differently of a cut; None where they agree."""
     own = _described(ours.inputs, ours.outputs[: pair.results]) if isinstance(ours, Propagation) else f"refuses: {ours}"
@@ -260,7 +260,7 @@ def _judged(
         verdict = "ours is right"
     elif wrong := _refuted(ours, theirs, expected):
         verdict, why = "Paddle is wrong", wrong
-    return PaddleDifference(pair.paddle, pair.aten, ", ".join(map(_text, given)), other, own, verdict, why)
+    return PaddleDifference(pair.paddle, pair.aten, ", ".join(map(_text, inputs)), other, own, verdict, why)
 
 
 def _text(layout: Layout) -> str:

@@ -152,19 +152,19 @@ def change_of(part: Tensor, source: States, target: States, mesh: Mesh, *, diffe
 def _joint(
     shape: tuple[int, ...],
     itemsize: int,
-    lies: tuple[tuple[digits.Digit, str, State, State], ...],
+    states: tuple[tuple[digits.Digit, str, State, State], ...],
     steps: tuple[StateStep, ...],
     differentiable: bool,
 ) -> Joint | None:
     """The cheapest sequences between two states; None where one axis after the other is as cheap, or there is none."""
-    there = _sequence(shape, itemsize, lies)
-    turned = tuple((digit, axis, collectives.dual(b), collectives.dual(a)) for digit, axis, a, b in lies)
+    there = _sequence(shape, itemsize, states)
+    turned = tuple((digit, axis, collectives.dual(b), collectives.dual(a)) for digit, axis, a, b in states)
     back = _sequence(shape, itemsize, turned) if differentiable else ()
     if there is None or back is None:
         return None
     found = Joint(steps, there, back if differentiable else None)
-    source = {axis: a for _, axis, a, _ in lies}
-    sizes = {axis: digit.k for digit, axis, _, _ in lies}
+    source = {axis: a for _, axis, a, _ in states}
+    sizes = {axis: digit.k for digit, axis, _, _ in states}
     nbytes = float(itemsize * math.prod(shape))
     sides = [[*costs(one, nbytes, source, sizes, differentiable=differentiable)] for one in ((found,), steps)]
     paid = [sum(c.forward_bytes + c.backward_bytes for c in side) for side in sides]
@@ -179,11 +179,11 @@ def _sent(steps: Sequence[sequences.Step]) -> list[str]:
 
 
 def _sequence(
-    shape: tuple[int, ...], itemsize: int, lies: Sequence[tuple[digits.Digit, str, State, State]]
+    shape: tuple[int, ...], itemsize: int, states: Sequence[tuple[digits.Digit, str, State, State]]
 ) -> tuple[sequences.Step, ...] | None:
-    sides = _spots([(digit.k, a) for digit, _, a, _ in lies]), _spots([(digit.k, b) for digit, _, _, b in lies])
+    sides = _spots([(digit.k, a) for digit, _, a, _ in states]), _spots([(digit.k, b) for digit, _, _, b in states])
     summed = any(a == digits.WAITING != b for a, b in zip(*sides, strict=True))
-    rows = [row for row in zip(lies, *sides, strict=True) if summed or row[1] is not None or row[2] is not None]
+    rows = [row for row in zip(states, *sides, strict=True) if summed or row[1] is not None or row[2] is not None]
     rows.sort(key=lambda row: -row[0][0].stride)
     names = tuple(axis for (_, axis, *_), _, _ in rows)
     own = tuple(digit for (digit, *_), _, _ in rows)
@@ -194,11 +194,11 @@ def _sequence(
     return sequences.cheapest(problem, itemsize)
 
 
-def _spots(lies: Sequence[tuple[int, State]]) -> list[digits.Spot | None]:
+def _spots(states: Sequence[tuple[int, State]]) -> list[digits.Spot | None]:
     """Where the digits of axes (ranks and state of each, in the order of the mesh) stand in a tensor."""
     before: dict[tuple[int, int], int] = {}
     found: list[digits.Spot | None] = []
-    for k, state in lies:
+    for k, state in states:
         if state.kind == "cut":
             at = before.get((state.dim, state.outer), 1)
             before[state.dim, state.outer] = at * k
@@ -251,14 +251,14 @@ def ordered(source: States, target: States, sizes: Mapping[str, int]) -> Iterato
             yield step(inner, SAME)
 
 
-def _crossed(goal: State, lies: State, now: States, sizes: Mapping[str, int], axis: str) -> bool:
+def _crossed(goal: State, states: State, now: States, sizes: Mapping[str, int], axis: str) -> bool:
     """Whether two cuts of one dim cannot be at a time: the parts of the outer one are no whole blocks of the inner.
 
     The outer one is of all axes together that cut it: parts of 2 x 2 ranks are no whole blocks where there are two.
     """
-    if goal.kind != "cut" or lies.kind != "cut" or goal.dim != lies.dim or goal.outer == lies.outer:
+    if goal.kind != "cut" or states.kind != "cut" or goal.dim != states.dim or goal.outer == states.outer:
         return False
-    coarse, fine = sorted((goal, lies), key=lambda s: s.outer)
+    coarse, fine = sorted((goal, states), key=lambda s: s.outer)
     if coarse.parts:
         unit = coarse.outer * coarse.block // fine.outer
         return not (alike(coarse.parts) and alike(fine.parts)) or scaled(coarse.parts, 1, unit) is None

@@ -246,23 +246,23 @@ def _specs_of(value: Any) -> Any:
     return value
 
 
-def _specs(call: OpCall, given: OpCall) -> Specs:
-    return tuple(s if isinstance(s, DTensorSpec) else None for s in placed(call, dict(given.arguments)))
+def _specs(call: OpCall, inputs: OpCall) -> Specs:
+    return tuple(s if isinstance(s, DTensorSpec) else None for s in placed(call, dict(inputs.arguments)))
 
 
-def own_values(own: OpCall, whole: OpCall) -> dict[str, Any]:
+def own_values(own: OpCall, full: OpCall) -> dict[str, Any]:
     """The arguments without tensors, as they were given this time."""
-    tensors = {name for name, _ in whole.places}
+    tensors = {name for name, _ in full.places}
     return {name: value for name, value in own.arguments.items() if name not in tensors}
 
 
-def _moved(tensor: Tensor, given: DTensorSpec | None, wanted: DTensorSpec | None, operator: OpOverload) -> Tensor:
-    assert given is not None
-    assert wanted is not None
-    if given.placements == wanted.placements and given.shard_order == wanted.shard_order:
+def _moved(tensor: Tensor, inputs: DTensorSpec | None, target: DTensorSpec | None, operator: OpOverload) -> Tensor:
+    assert inputs is not None
+    assert target is not None
+    if inputs.placements == target.placements and inputs.shard_order == target.shard_order:
         return tensor
-    ExplicitRedistributionContext.observe_redistribution(given, wanted, LazyString(lambda: f"for {operator}"))
-    moved = redistribute_local_tensor(tensor, given, wanted)
+    ExplicitRedistributionContext.observe_redistribution(inputs, target, LazyString(lambda: f"for {operator}"))
+    moved = redistribute_local_tensor(tensor, inputs, target)
     return moved.contiguous()  # which kernels insist on, and what was gathered is not
 
 

@@ -28,7 +28,7 @@ class TensorPlacement(Protocol):
         """How it lies over each axis."""
         ...
 
-    def price(self, axis: str, wanted: State) -> float:
+    def price(self, axis: str, target: State) -> float:
         """Bytes that a rank receives to have it so, forward and backward."""
         ...
 
@@ -36,7 +36,7 @@ class TensorPlacement(Protocol):
 def decide(
     operator: TracedOperator,
     bound: BoundOp,
-    given: Sequence[TensorPlacement | None],
+    inputs: Sequence[TensorPlacement | None],
     sizes: Mapping[str, int],
     nbytes: Sequence[float],
     differentiable: bool,
@@ -48,16 +48,16 @@ def decide(
     """
     found: dict[str, Comm] = {}
     for axis, k in sizes.items():
-        there = [() if one is None else (one.states[axis],) for one in given]
+        there = [() if one is None else (one.states[axis],) for one in inputs]
         if all(state == SAME for some in there for state in some):
-            needs = tuple(SAME if one is not None else None for one in given)
+            needs = tuple(SAME if one is not None else None for one in inputs)
             found[axis] = Comm(None, needs, (SAME,) * len(bound.outputs), 1.0)
             continue
         some = labels(bound, [*there, *[()] * len(bound.outputs)], k)
         fitting = [one for one in some if _is_even(bound, one, k, found, sizes)]
         options = comms(operator.call, bound, fitting, k, [differentiable] * len(bound.outputs))
-        best = min(options, key=lambda one: _cost(operator, one, given, axis, k, nbytes, differentiable, fixed))
-        if _cost(operator, best, given, axis, k, nbytes, differentiable, fixed)[0] == NEVER:
+        best = min(options, key=lambda one: _cost(operator, one, inputs, axis, k, nbytes, differentiable, fixed))
+        if _cost(operator, best, inputs, axis, k, nbytes, differentiable, fixed)[0] == NEVER:
             return None
         found[axis] = best
     return found
@@ -66,7 +66,7 @@ def decide(
 def _cost(
     operator: TracedOperator,
     move: Comm,
-    given: Sequence[TensorPlacement | None],
+    inputs: Sequence[TensorPlacement | None],
     axis: str,
     k: int,
     nbytes: Sequence[float],
@@ -75,8 +75,8 @@ def _cost(
 ) -> tuple[float, int, float]:
     """Bytes; of equal ones what passes on a sum alone, and last what others have to wait with; then what works less."""
     total = 0.0
-    own = [one.states[axis] for one in given if one is not None]
-    for place, (one, need) in enumerate(zip(given, move.inputs, strict=True)):
+    own = [one.states[axis] for one in inputs if one is not None]
+    for place, (one, need) in enumerate(zip(inputs, move.inputs, strict=True)):
         if one is None or need is None:
             continue
         if place in operator.written:

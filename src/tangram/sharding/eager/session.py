@@ -341,11 +341,11 @@ class Eager:
         x: Tensor,
         states: States,
         plain: Sequence[Tensor | None],
-        given: Sequence[ShardedTensor | None],
+        inputs: Sequence[ShardedTensor | None],
         made: Mapping[int, Tensor],
     ) -> Tensor:
         place = next((i for i, own in enumerate(operator.inputs) if own == v), None)
-        there = None if place is None else given[place]
+        there = None if place is None else inputs[place]
         if place is not None and there is not None:  # it gives what it took
             if place in operator.written:
                 if x.untyped_storage().data_ptr() != there.part.untyped_storage().data_ptr():
@@ -356,9 +356,9 @@ class Eager:
             own = plain[place]
             assert own is not None
             return own
-        standing = all(one is None or one.standing for one in given)
-        base = given[0] if operator.shares else None
-        name = next((one.standing for one in given if one is not None), "") if standing else ""
+        standing = all(one is None or one.standing for one in inputs)
+        base = inputs[0] if operator.shares else None
+        name = next((one.standing for one in inputs if one is not None), "") if standing else ""
         return ShardedTensor.of(self, made[v], x, states, name, base)
 
     def _part(self, bound: BoundOp, chosen: Mapping[str, Comm]) -> RankPart:

@@ -159,20 +159,20 @@ class ShardedTensor(Tensor):
         found.by = dict(self.by)
         return found
 
-    def price(self, axis: str, wanted: State) -> float:
+    def price(self, axis: str, target: State) -> float:
         """Bytes that a rank receives to have it so over an axis, there and back; infinite where there is no way."""
         k, trained, now, truly = self._session.sizes[axis], self.trained, self._states[axis], self._lies[axis]
-        if wanted == now or (not trained and wanted == SEVERAL and now == SAME):
+        if target == now or (not trained and target == SEVERAL and now == SAME):
             return 0.0
-        if self.standing and "cut" in (wanted.kind, now.kind):
+        if self.standing and "cut" in (target.kind, now.kind):
             return NEVER
         n = self._nbytes(axis)
-        if (now, wanted) == (SAME, SEVERAL):  # from where it is in truth, beside what it would have cost as it is said
-            ways = [price(truly, state, n, k, differentiable=trained) for state in (wanted, now)]
+        if (now, target) == (SAME, SEVERAL):  # from where it is in truth, beside what it would have cost as it is said
+            ways = [price(truly, state, n, k, differentiable=trained) for state in (target, now)]
             return max(0.0, ways[0] - ways[1])
-        if (now.kind, wanted.kind) == ("cut", "sum"):  # a part among zeros: nothing is sent
+        if (now.kind, target.kind) == ("cut", "sum"):  # a part among zeros: nothing is sent
             return 0.0
-        return price(now, wanted, n, k, differentiable=trained)
+        return price(now, target, n, k, differentiable=trained)
 
     @property
     def trained(self) -> bool:
@@ -187,32 +187,32 @@ class ShardedTensor(Tensor):
                 n /= self._session.sizes[other]
         return n
 
-    def as_(self, wanted: States) -> Tensor:
-        """This rank's part where it lies as `wanted`: brought there, once for all who want it so."""
+    def as_(self, target: States) -> Tensor:
+        """This rank's part where it lies as `target`: brought there, once for all who want it so."""
         if self._stale:
             raise UserError(
                 f"{self._stale} writes into a tensor that shares memory with this one, but not on parts: write it as "
                 "an operator that gives a new tensor"
             )
-        wanted = self._plain(wanted)
-        key = _key(wanted)
+        target = self._plain(target)
+        key = _key(target)
         if key in self._parts:
             return self._parts[key]
-        source = self._lies if _as_marked(self._states, wanted) else self._states
+        source = self._lies if _as_marked(self._states, target) else self._states
         whole = self._parts[_key(source)] if _key(source) in self._parts else self.as_(source)
-        part = self._session.brought(whole, source, wanted, self.trained)
+        part = self._session.brought(whole, source, target, self.trained)
         if self.trained and not torch.is_grad_enabled():
             return part  # what has no gradient is not kept for those who want one
         self._parts[key] = part
-        if _is_added_up(self._lies, wanted):  # and stays so
-            if _is_added_up(self._states, wanted):
-                self._states = dict(wanted)
-            self._lies, self._parts = dict(wanted), {key: part}
+        if _is_added_up(self._lies, target):  # and stays so
+            if _is_added_up(self._states, target):
+                self._states = dict(target)
+            self._lies, self._parts = dict(target), {key: part}
         return part
 
-    def _plain(self, wanted: States) -> States:
+    def _plain(self, target: States) -> States:
         """Without a gradient, what each rank has all of is the same, whatever it is used for."""
-        return wanted if self.trained else {a: SAME if state == SEVERAL else state for a, state in wanted.items()}
+        return target if self.trained else {a: SAME if state == SEVERAL else state for a, state in target.items()}
 
     # ------------------------------------------------------------ writes
 
@@ -221,13 +221,13 @@ class ShardedTensor(Tensor):
         """Whether no other tensor shares its memory on one process, which then would have to move with it."""
         return all(one is None or one is self for one in (ref() for ref in self._family))
 
-    def for_writing(self, wanted: States) -> Tensor:
-        """This rank's part where it lies as `wanted`, which it does from now on; to be written in place."""
-        part, wanted = self.as_(wanted), self._plain(wanted)
-        if _key(wanted) != _key(self._lies):
+    def for_writing(self, target: States) -> Tensor:
+        """This rank's part where it lies as `target`, which it does from now on; to be written in place."""
+        part, target = self.as_(target), self._plain(target)
+        if _key(target) != _key(self._lies):
             part = part.clone()  # what a move gives may be a view
-            self._states = self._lies = dict(wanted)
-            self._parts = {_key(wanted): part}
+            self._states = self._lies = dict(target)
+            self._parts = {_key(target): part}
         return part
 
     def wrote(self, part: Tensor, line: str) -> None:
@@ -258,13 +258,13 @@ def tied(x: Tensor, local: Sequence[Tensor | None]) -> Tensor:
     return x
 
 
-def _as_marked(states: States, wanted: States) -> bool:
+def _as_marked(states: States, target: States) -> bool:
     """Whether it is wanted as it is said to lie, but for what its gradient is: then one move will do."""
-    return all(wanted[a] == s or (s == SAME and wanted[a] == SEVERAL) for a, s in states.items())
+    return all(target[a] == s or (s == SAME and target[a] == SEVERAL) for a, s in states.items())
 
 
-def _is_added_up(states: States, wanted: States) -> bool:
-    return any(state == SUM and wanted[axis] != SUM for axis, state in states.items())
+def _is_added_up(states: States, target: States) -> bool:
+    return any(state == SUM and target[axis] != SUM for axis, state in states.items())
 
 
 def _key(states: States) -> Key:
@@ -275,10 +275,10 @@ def _memory(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def blocked(called: str, given: Sequence[ShardedTensor | None]) -> str:
+def blocked(called: str, inputs: Sequence[ShardedTensor | None]) -> str:
     """Why an operator that is called so can do nothing with these."""
-    names = dict.fromkeys(f"{x.standing} (`{x.notation}`)" for x in given if x is not None and x.standing)
-    lies = ", ".join(f"`{x.notation}`" for x in given if x is not None and not x.standing)
+    names = dict.fromkeys(f"{x.standing} (`{x.notation}`)" for x in inputs if x is not None and x.standing)
+    lies = ", ".join(f"`{x.notation}`" for x in inputs if x is not None and not x.standing)
     if not names:
         return f"{called} writes into a tensor that has to lie otherwise for it, of {lies}: relayout it first"
     others = f" beside {lies}" if lies else ""

@@ -117,7 +117,7 @@ class TraceRecorder:
             twin.requires_grad_()
             return twin if x.leaf else twin.clone()
 
-    def _read(self, log: _Log, numbers: dict[int, int], given: Any) -> Recorded:
+    def _read(self, log: _Log, numbers: dict[int, int], inputs: Any) -> Recorded:
         made: dict[int, Tensor] = {}
         constants: dict[int, Tensor] = {}
 
@@ -144,7 +144,7 @@ class TraceRecorder:
                     made[numbers[id(x)]] = _meta(x).requires_grad_(x.requires_grad)
                 results.append(numbers[id(x)] if isinstance(x, Tensor) else None)
             operators.append(self._operator(call, by_place, tuple(results)))
-        gives, form = tree_flatten(given)
+        gives, form = tree_flatten(inputs)
         return Recorded(tuple(operators), made, constants, tuple(map(number, gives)), form)
 
     def _operator(self, call: OpCall, by_place: Mapping[str, Any], results: tuple[int | None, ...]) -> TracedOperator:

@@ -187,25 +187,25 @@ def _adds(bound: BoundOp, i: int, part: RankPart) -> bool:
     return all(part.first_along(f) for f in added)
 
 
-def _own_indices(indices: Tensor, held: IntSet) -> tuple[Tensor, Tensor]:
+def _own_indices(indices: Tensor, inputs: IntSet) -> tuple[Tensor, Tensor]:
     """Indices into what this rank holds of a factor, and which of them are there at all."""
-    n = size(held)
-    if len(held) == 1:
-        own = indices.long() - held[0][0]
+    n = size(inputs)
+    if len(inputs) == 1:
+        own = indices.long() - inputs[0][0]
         there = (own >= 0) & (own < n)
         return torch.where(there, own, torch.zeros_like(own)).to(indices.dtype), there
-    table = torch.full((held[-1][1] + 1 if held else 1,), n, dtype=torch.int64)
+    table = torch.full((inputs[-1][1] + 1 if inputs else 1,), n, dtype=torch.int64)
     if n:
-        table[torch.tensor(elements(held))] = torch.arange(n)
+        table[torch.tensor(elements(inputs))] = torch.arange(n)
     own = table[indices.long().clamp(max=len(table) - 1)]  # of bytes, torch would take them for a mask
     there = own < n
     return torch.where(there, own, torch.zeros_like(own)).to(indices.dtype), there
 
 
-def _own_index(index: int, held: IntSet) -> int:
+def _own_index(index: int, inputs: IntSet) -> int:
     """A place in what this rank holds of a factor; -1 where it is not there."""
     before = 0
-    for first, stop in held:
+    for first, stop in inputs:
         if first <= index < stop:
             return before + index - first
         before += stop - first

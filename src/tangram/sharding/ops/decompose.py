@@ -136,13 +136,13 @@ class _UnfitError(Exception):
 class _Noted(TorchDispatchMode):
     """Notes operators and where their tensors come from."""
 
-    def __init__(self, given: Sequence[Tensor | None]) -> None:
+    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
         self.steps: list[DecomposedStep] = []
         self.refs: dict[int, ResultRef] = {}
         self._alive: list[Tensor] = []  # an id is that of a tensor only while there is the tensor
         self._smooth: set[ResultRef] = set()
-        for i, tensor in enumerate(given):
+        for i, tensor in enumerate(inputs):
             if tensor is not None:
                 self._see(tensor, ResultRef(-1, i), differentiable=True)
 

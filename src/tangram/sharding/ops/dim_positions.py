@@ -145,9 +145,9 @@ class Spots:
 
 
 @lru_cache(1 << 8)
-def _rests(count: int, whole: bool, beyond: bool) -> tuple[DimPosition, ...]:
+def _rests(count: int, full: bool, beyond: bool) -> tuple[DimPosition, ...]:
     """So many dims that are left, counted from the right."""
-    return tuple([DimPosition((f".{i}",), whole, None, beyond) for i in range(count, 0, -1)])
+    return tuple([DimPosition((f".{i}",), full, None, beyond) for i in range(count, 0, -1)])
 
 
 def _spot(piece: Piece) -> DimPosition:

@@ -45,11 +45,11 @@ class PlacedInput:
 
 
 def read(
-    place: int, tensor: Tensor, given: Layout | None, bound: BoundOp, mesh: Mesh, ones: Collection[str]
+    place: int, tensor: Tensor, inputs: Layout | None, bound: BoundOp, mesh: Mesh, ones: Collection[str]
 ) -> PlacedInput:
     """Which axis cuts which factor of an input. Raises UserError or LayoutError where the layout does not fit."""
     shape = tensor.shape
-    layout = Layout(tuple([Dim(VOID, n) for n in shape])) if given is None else given
+    layout = Layout(tuple([Dim(VOID, n) for n in shape])) if inputs is None else inputs
     if len(layout.dims) != len(shape) or any(map(_unsized, layout.dims)):
         layout = layout.bind(tuple(shape))
     held = PlacedInput(place, layout, bound.inputs[place] or ())

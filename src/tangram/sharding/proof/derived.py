@@ -50,11 +50,11 @@ class Ran:
     """How many were compared."""
 
 
-def check(found: Derived, given: Mapping[str, Tensor]) -> Ran:
-    """Compare; `given` are the tensors of the graph by name, of the sizes that it was captured with."""
+def check(found: Derived, inputs: Mapping[str, Tensor]) -> Ran:
+    """Compare; `inputs` are the tensors of the graph by name, of the sizes that it was captured with."""
     graph = found.folded.graph
-    given = {**graph.constants, **given}
-    leaves = {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in given.items()}
+    inputs = {**graph.constants, **inputs}
+    leaves = {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in inputs.items()}
     whole = replay(graph, leaves)
     cotangents = _cotangents(graph, whole)
     wanted = [t for t in leaves.values() if t.requires_grad]
@@ -74,17 +74,17 @@ def check(found: Derived, given: Mapping[str, Tensor]) -> Ran:
     return Ran("", parts.operators, len(names))
 
 
-def _cotangents(graph: Graph, whole: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def _cotangents(graph: Graph, full: Mapping[int, Tensor]) -> dict[int, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    outputs = {v: whole[v] for v in graph.outputs.values() if whole[v].requires_grad}
+    outputs = {v: full[v] for v in graph.outputs.values() if full[v].requires_grad}
     return {v: torch.randn(t.shape, generator=generator).to(t.dtype) for v, t in outputs.items()}
 
 
 def _gradients(
-    graph: Graph, values: Mapping[int, Tensor], cotangents: Mapping[int, Tensor], wanted: Sequence[Tensor]
+    graph: Graph, values: Mapping[int, Tensor], cotangents: Mapping[int, Tensor], target: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     outputs = [values[v] for v in cotangents]
-    return torch.autograd.grad(outputs, wanted, [*cotangents.values()], allow_unused=True)
+    return torch.autograd.grad(outputs, target, [*cotangents.values()], allow_unused=True)
 
 
 def _differs(found: Tensor, want: Tensor, rough: bool) -> str:
@@ -109,7 +109,7 @@ class _Ranks:
             own = cut(leaves[value.name], self._layout(i, start), self.world)
             self.values[i] = self._brought(i, own, start, self._used(i))
 
-    def compared(self, whole: Mapping[int, Tensor]) -> str:
+    def compared(self, full: Mapping[int, Tensor]) -> str:
         """Run every operator; where one is wrong, which and how."""
         steps = steps_of_nodes(self.found)
         for i, node in enumerate(self.graph.nodes):
@@ -121,7 +121,7 @@ class _Ranks:
                 states = made(self.found, step, k)
                 layout = self._layout(v, states)
                 value = of_parts(self.graph.values[v].shape, [own[k] for own in parts], layout, self.world)
-                wrong = "" if is_routed(states) else _differs(together(value).detach(), whole[v].detach(), self.rough)
+                wrong = "" if is_routed(states) else _differs(together(value).detach(), full[v].detach(), self.rough)
                 if wrong:
                     return f"{node.operator.name()} of {node.module} ({node.source}): result {k} {wrong}"
                 self.values[v] = self._brought(v, value, states, self._used(v))

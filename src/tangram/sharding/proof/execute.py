@@ -72,21 +72,21 @@ def run_whole(call: OpCall, seed: int = 0) -> WholeRun:
     return _whole(call, seed, frozenset())
 
 
-def _whole(call: OpCall, seed: int, wanted: frozenset[int]) -> WholeRun:
-    leaves = _leaves(call.tensors, wanted)
+def _whole(call: OpCall, seed: int, target: frozenset[int]) -> WholeRun:
+    leaves = _leaves(call.tensors, target)
     results = call.with_tensors(leaves).run()
     torch.manual_seed(seed)
     cotangents = tuple(torch.randn_like(r) if isinstance(r, Tensor) and r.requires_grad else None for r in results)
     gradients = _gradients(leaves, results, cotangents)
-    return WholeRun(tuple(_plain(r) for r in results), cotangents, gradients, wanted)
+    return WholeRun(tuple(_plain(r) for r in results), cotangents, gradients, target)
 
 
 def _plain(result: Any) -> Any:
     return result.detach() if isinstance(result, Tensor) else result
 
 
-def _leaves(tensors: Sequence[Tensor | None], wanted: frozenset[int]) -> list[Tensor | None]:
-    return [t if t is None else t.detach().clone().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
+def _leaves(tensors: Sequence[Tensor | None], target: frozenset[int]) -> list[Tensor | None]:
+    return [t if t is None else t.detach().clone().requires_grad_(i in target) for i, t in enumerate(tensors)]
 
 
 def _gradients(

@@ -193,15 +193,15 @@ def carried_out(call: OpCall, world: SimWorld) -> Any:
     return _returned(call, _travelled(way, given, world))
 
 
-def _whole(call: OpCall, given: Sequence[Any]) -> OpCall:
+def _whole(call: OpCall, inputs: Sequence[Any]) -> OpCall:
     """A call with the whole tensors that simulated ones are parts of."""
-    return call.with_tensors([None if t is None else together(t).detach() for t in given])
+    return call.with_tensors([None if t is None else together(t).detach() for t in inputs])
 
 
-def _travelled(way: StepRoute, given: Sequence[SimTensor | None], world: SimWorld) -> list[Any]:
+def _travelled(way: StepRoute, inputs: Sequence[SimTensor | None], world: SimWorld) -> list[Any]:
     """Every leg of a route on every rank; the results of the last."""
     world.decomposed += not way.direct
-    values: dict[ResultRef, Any] = {ResultRef(-1, i): t for i, t in enumerate(given)}
+    values: dict[ResultRef, Any] = {ResultRef(-1, i): t for i, t in enumerate(inputs)}
     for number, leg in enumerate(way.legs):
         own = [None if ref is None else values[ref] for ref in leg.sources]
         if leg.found is None:
@@ -223,13 +223,13 @@ def _travelled(way: StepRoute, given: Sequence[SimTensor | None], world: SimWorl
     return [None if ref is None else values[ref] for ref in way.results]
 
 
-def _moved(found: Propagation, given: Sequence[SimTensor | None], world: SimWorld) -> list[SimTensor | None]:
+def _moved(found: Propagation, inputs: Sequence[SimTensor | None], world: SimWorld) -> list[SimTensor | None]:
     """Tensors as an operator needs them; what that moves is counted."""
     moved = {one.place: one.nbytes for one in found.relayouts}
     world.moved += sum(moved.values()) * world.mesh.size
     return [
         cut(together(t), wanted, world) if t is not None and i in moved and wanted is not None else t
-        for i, (t, wanted) in enumerate(zip(given, found.inputs, strict=True))
+        for i, (t, wanted) in enumerate(zip(inputs, found.inputs, strict=True))
     ]
 
 
@@ -277,8 +277,8 @@ def _everywhere(tensor: Tensor, world: SimWorld) -> SimTensor:
     return cut(tensor, Layout(tuple(Dim(VOID, n) for n in tensor.shape)), world)
 
 
-def _way(call: OpCall, given: Sequence[SimTensor | None], world: SimWorld) -> StepRoute:
-    layouts = [None if t is None else t.lies for t in given]
+def _way(call: OpCall, inputs: Sequence[SimTensor | None], world: SimWorld) -> StepRoute:
+    layouts = [None if t is None else t.lies for t in inputs]
     if world.forced:
         way = decomposed(world.table, call, layouts, world.mesh, differentiable=world.differentiable)
         if way is not None:

@@ -38,13 +38,13 @@ def needed(bound: BoundOp, part: RankPart, factor: str) -> IntSet:
 
 
 def exchanged(
-    bound: BoundOp, parts: Sequence[RankPart], given: Sequence[Sequence[Tensor | None]]
+    bound: BoundOp, parts: Sequence[RankPart], inputs: Sequence[Sequence[Tensor | None]]
 ) -> list[Sequence[Tensor | None]]:
     """The tensors of ranks that are all here, with what each reads of the others: plain slices, put side by side.
 
-    `given`: for each of `parts` its part of each input. One dim after the other, so that corners come along.
+    `inputs`: for each of `parts` its part of each input. One dim after the other, so that corners come along.
     """
-    found = list(given)
+    found = list(inputs)
     for factor, window in bound.windows.items():
         if factor not in parts[0].held:
             continue
@@ -59,23 +59,23 @@ def exchanged(
 
 
 def _read(
-    given: Sequence[Sequence[Tensor | None]],
+    inputs: Sequence[Sequence[Tensor | None]],
     group: Sequence[int],
     have: Sequence[IntSet],
-    wanted: IntSet,
+    target: IntSet,
     window: SlidingWindow,
     rank: int,
 ) -> Tensor:
-    pieces = sorted((one, i) for i in group for one in intersect(have[i], wanted))
+    pieces = sorted((one, i) for i in group for one in intersect(have[i], target))
     found: list[Tensor] = []
     for (a, b), i in pieces:
         ((start, _),) = positions(have[i], ((a, b),))
-        found.append(_tensor(given[i], window).narrow(window.dim, start, b - a))
-    return torch.cat(found, window.dim) if found else _tensor(given[rank], window).narrow(window.dim, 0, 0)
+        found.append(_tensor(inputs[i], window).narrow(window.dim, start, b - a))
+    return torch.cat(found, window.dim) if found else _tensor(inputs[rank], window).narrow(window.dim, 0, 0)
 
 
-def _tensor(given: Sequence[Tensor | None], window: SlidingWindow) -> Tensor:
-    return cast(Tensor, given[window.place])
+def _tensor(inputs: Sequence[Tensor | None], window: SlidingWindow) -> Tensor:
+    return cast(Tensor, inputs[window.place])
 
 
 def _cut(bound: BoundOp, part: RankPart) -> list[tuple[str, SlidingWindow, int, int]]:

@@ -76,13 +76,13 @@ class Operators:
             raise UserError(f"{said} it gives more than tensors")
 
     def _run(
-        self, node: Node, step: FoldedStep, local: Sequence[Tensor | None], given: Sequence[int | None]
+        self, node: Node, step: FoldedStep, local: Sequence[Tensor | None], inputs: Sequence[int | None]
     ) -> Sequence[Any]:
         """What a node gives. What it writes into a tensor that the function was given is written there."""
         if step.call.name == "view":  # what is brought here may have other strides than what a model's own code has
             local = [None if t is None else t.contiguous() for t in local]
         written = written_by(node)
-        call, there = called(self._found, step), any(v in given for v in written)
+        call, there = called(self._found, step), any(v in inputs for v in written)
         if makes_random(call):  # whole on every rank
             with DrawMode(numbers=self._numbers):
                 found = run(call, step.bound, self.part(step), local)
@@ -94,7 +94,7 @@ class Operators:
         else:
             found = run(call, step.bound, self.part(step), local, in_place=there)
         for v, x in zip(places_of(node, step), local, strict=True):
-            if v in written and v in given and x is not None and found[0] is not x:
+            if v in written and v in inputs and x is not None and found[0] is not x:
                 x.copy_(found[0])
                 found = (x, *found[1:])
         return found

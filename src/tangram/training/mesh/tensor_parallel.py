@@ -141,11 +141,11 @@ class ResultPlacement:
                 return state.outer * state.block
         return n * math.prod(self.mesh.axes[axis][0] for axis in self.axes_of((dim,)))
 
-    def part(self, whole: Tensor, dims: Sequence[int]) -> Tensor:
+    def part(self, full: Tensor, dims: Sequence[int]) -> Tensor:
         """This rank's part of a tensor of which it has all, whose dims are these of the result and cut as they are."""
         own = {axis: self.states[axis] for axis in self.axes_of(dims)}
         states = {axis: state._replace(dim=dims.index(state.dim)) for axis, state in own.items()}
-        return own_part(whole, states, self.mesh, self.coords)
+        return own_part(full, states, self.mesh, self.coords)
 
 
 class DerivedModel:
@@ -157,14 +157,14 @@ class DerivedModel:
         marks: Sequence[Mark],
         mesh: Mesh,
         devices: Devices,
-        lies: Mapping[str, States],
+        states: Mapping[str, States],
         dtype: torch.dtype,
         rules: str = "",
     ) -> None:
-        self._model, self._mesh, self._lies, self._dtype, self._rules = model, mesh, lies, dtype, rules
+        self._model, self._mesh, self._lies, self._dtype, self._rules = model, mesh, states, dtype, rules
         shapes = {name: p.shape for name, p in model.named_parameters()}
         # Where parameters lie is settled, for inputs of every size.
-        self._marks = [*marks, *(Mark(name, layout_of(shapes[name], lies[name])) for name in shapes)]
+        self._marks = [*marks, *(Mark(name, layout_of(shapes[name], states[name])) for name in shapes)]
         self._devices, self._groups = devices, devices.groups
         self._coords = {name: dist.get_rank(group) for name, group in self._groups.items()}
         self._rank = sum(at * mesh.axes[name][1] for name, at in self._coords.items())
@@ -182,8 +182,8 @@ class DerivedModel:
         """Axes over which keys of attention by tokens go round, and no rank has all."""
         self._runtime = Runtime()
         self._routes = RankRoutes(self._groups)
-        as_dtensors(model, lies, mesh, self._coords, devices)
-        cut = {name for name, own in lies.items() if any(state.kind == "cut" for state in own.values())}
+        as_dtensors(model, states, mesh, self._coords, devices)
+        cut = {name for name, own in states.items() if any(state.kind == "cut" for state in own.values())}
         self._local = LocalParts(model, cut, self._gathered)
         self._runtime.wrap(model)
         model.forward = self._begun(model.forward)
@@ -243,27 +243,27 @@ class DerivedModel:
 
         return run
 
-    def _key(self, given: Mapping[str, Any]) -> tuple[Sizes, modes.Mode]:
-        sizes = ("", self._leaves), *((name, modes.size_of(x)) for name, x in given.items())
+    def _key(self, inputs: Mapping[str, Any]) -> tuple[Sizes, modes.Mode]:
+        sizes = ("", self._leaves), *((name, modes.size_of(x)) for name, x in inputs.items())
         return sizes, modes.mode_of(self._model)
 
-    def _now(self, given: Mapping[str, Any]) -> Now:
-        sizes, mode = self._key(given)
+    def _now(self, inputs: Mapping[str, Any]) -> Now:
+        sizes, mode = self._key(inputs)
         if (sizes, mode) not in self._programs:
-            modes.refuse_tensors_in_containers(given)
+            modes.refuse_tensors_in_containers(inputs)
             modes.refuse_ever_new([*(own for some, own in self._programs if some == sizes), mode])
-            self._programs[sizes, mode] = self._planned(given)
+            self._programs[sizes, mode] = self._planned(inputs)
         return self._programs[sizes, mode]
 
-    def _number(self, program: Program, given: Mapping[str, Any]) -> None:
+    def _number(self, program: Program, inputs: Mapping[str, Any]) -> None:
         """Have elements the numbers of the global batch, as far as it is known which are a sample's."""
         samples = self.numbers.samples
         if samples is None:
             return
-        key = samples.rows, self._key(given)
+        key = samples.rows, self._key(inputs)
         if key not in self._places:
             modes.follow(self._template, self._model)
-            self._places[key] = places_of(self._template, (), given, samples.rows) if program.counted else {}
+            self._places[key] = places_of(self._template, (), inputs, samples.rows) if program.counted else {}
         self.numbers.after = self._places[key]
         if not program.counted:  # what torch draws is then the micro-batch's, too
             seed = (random_numbers.fresh().seed + samples.first + 1) & ((1 << 63) - 1)
@@ -280,13 +280,13 @@ class DerivedModel:
                 "inputs of another size or mode would sum the gradients of other parameters: mark more tensors"
             )
 
-    def _planned(self, given: Mapping[str, Any]) -> Now:
+    def _planned(self, inputs: Mapping[str, Any]) -> Now:
         modes.follow(self._template, self._model)
         with _disable_current_modes(), modes.steady(self._model):  # of a run without memory: the template has its own
-            return self._planned_from({name: modes.without_values(x) for name, x in given.items()})
+            return self._planned_from({name: modes.without_values(x) for name, x in inputs.items()})
 
-    def _planned_from(self, given: Mapping[str, Any]) -> Now:
-        graph = graph_of(self._template, given, self._dtype, grad=torch.is_grad_enabled(), rules=self._rules)
+    def _planned_from(self, inputs: Mapping[str, Any]) -> Now:
+        graph = graph_of(self._template, inputs, self._dtype, grad=torch.is_grad_enabled(), rules=self._rules)
         marks = [mark for mark in self._marks if names_any(graph, mark)]
         marks += [RingMark.over([axis for axis in self._mesh.axes if axis in self.rings])] if self.rings else []
         marks = [mark for mark in marks if not _too_small(graph, mark, self._mesh)]
@@ -296,7 +296,7 @@ class DerivedModel:
             raise UserError(
                 f"{error}; where parameters lie has to be what follows from the marks, as `tangram plan` writes both"
             ) from None
-        program = rehearsed(found, self._template, given, self._dtype)
+        program = rehearsed(found, self._template, inputs, self._dtype)
         refuse_cut_inputs(program.found)  # what was rehearsed, which may have more tensors whole than `found`
         refuse_cut_buffers(program.found)
         operators = Operators(program.found, self._rank, Linked(self._groups), self.numbers)
@@ -313,10 +313,10 @@ class DerivedModel:
     def _bring(self, x: Tensor, change: Change) -> Tensor:
         return brought(x, change, self._devices.together, self._routes)
 
-    def part_of(self, name: str, whole: Tensor) -> Tensor:
+    def part_of(self, name: str, full: Tensor) -> Tensor:
         """This rank's part of what lies as a parameter. Of parts that torch has no word for, as heads that an axis does
         not divide, the parameter is a plain tensor, and no DTensor says so."""
-        return own_part(whole, self._lies[name], self._mesh, self._coords)
+        return own_part(full, self._lies[name], self._mesh, self._coords)
 
     def sum_gradients(self) -> None:
         """Add up, once a step, what each rank has of the gradients that are sums. Collective over the axes."""

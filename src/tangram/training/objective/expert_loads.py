@@ -114,9 +114,9 @@ def _hook(own: _Counted, name: str, place: int) -> Any:
 # ---------------------------------------------------------------- files
 
 
-def append(folder: Path, told: ExpertLoads) -> None:
+def append(folder: Path, counted: ExpertLoads) -> None:
     """Add a count to the run's file."""
-    line = json.dumps({"step": told.step, "tokens": told.tokens, "layers": told.layers})
+    line = json.dumps({"step": counted.step, "tokens": counted.tokens, "layers": counted.layers})
     with (folder / FILE).open("a", encoding="utf-8") as stream:
         stream.write(line + "\n")
 

@@ -40,16 +40,17 @@ def logits_placement(derived: DerivedModel | None, result: str = LOGITS) -> Resu
     return None if derived is None else derived.placement_of(result)
 
 
-def token_loss(logits_BSV: Tensor, labels_BS: Tensor, lies: ResultPlacement | None = None) -> Tensor:
+def token_loss(logits_BSV: Tensor, labels_BS: Tensor, placement: ResultPlacement | None = None) -> Tensor:
     """The cross-entropy in nats of the labels, summed over those that count; the same number on every rank.
 
-    `logits_BSV`: this rank's part of them, by `lies`; `labels_BS`: all. Collective over the axes that cut the logits.
+    `logits_BSV`: this rank's part of them, by `placement`; `labels_BS`: all. Collective over the axes that
+    cut the logits.
     """
-    if lies is None:
+    if placement is None:
         return _summed(logits_BSV, labels_BS, None)
-    loss = _summed(logits_BSV, lies.part(labels_BS, (0, 1)), _classes(logits_BSV, lies))
-    for axis in lies.axes_of((0, 1)):
-        loss = move(loss, SUM, SAME, lies.groups[axis])
+    loss = _summed(logits_BSV, placement.part(labels_BS, (0, 1)), _classes(logits_BSV, placement))
+    for axis in placement.axes_of((0, 1)):
+        loss = move(loss, SUM, SAME, placement.groups[axis])
     return loss
 
 
@@ -57,17 +58,17 @@ def _summed(logits_BSV: Tensor, labels_BS: Tensor, classes: Classes | None) -> T
     return cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), IGNORE, classes).sum()
 
 
-def _classes(logits_BSV: Tensor, lies: ResultPlacement) -> Classes | None:
-    axes = lies.axes_of((2,))
+def _classes(logits_BSV: Tensor, placement: ResultPlacement) -> Classes | None:
+    axes = placement.axes_of((2,))
     if not axes:
         return None
-    count = lies.count(logits_BSV.shape[2], 2)
-    numbers_W = lies.part(torch.arange(count, device=logits_BSV.device), (2,))
+    count = placement.count(logits_BSV.shape[2], 2)
+    numbers_W = placement.part(torch.arange(count, device=logits_BSV.device), (2,))
 
     def over(reduce: Reduce) -> OverParts:
         def run(x: Tensor) -> Tensor:
             for axis in axes:
-                x = reduce(x, lies.groups[axis])
+                x = reduce(x, placement.groups[axis])
             return x
 
         return run

@@ -47,7 +47,7 @@ class _Probed:
 
 def settle(
     model: nn.Module,
-    asked: Literal["auto", "packed", "single"],
+    requested: Literal["auto", "packed", "single"],
     before: Literal["packed", "single"] | None,
     on_all: Callable[[bool], bool],
     *,
@@ -60,7 +60,7 @@ def settle(
     causal, and where documents are to share windows in a model that does not keep them apart.
     """
     name = _class_of(model)
-    wanted = before or "auto" if asked == "auto" else asked
+    wanted = before or "auto" if requested == "auto" else requested
     apart = wanted != "single" and on_all(respects_documents(model, device=device, tokens=tokens))
     if wanted == "packed" and not apart:
         raise UserError(
@@ -70,7 +70,7 @@ def settle(
     fault = why_not_causal(model, positions=apart, device=device, tokens=tokens)
     if not on_all(not fault):
         raise UserError(f"{name} cannot be trained on the next token: {fault or 'another rank finds it not causal'}")
-    if asked != "auto":
+    if requested != "auto":
         why = "as the plan says"
     elif before is not None:
         why = "as in the run that goes on"

@@ -169,13 +169,13 @@ def _tied(model: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def put(target: Tensor, whole: Tensor) -> None:
+def put(target: Tensor, full: Tensor) -> None:
     """Copy a whole tensor into a parameter or buffer, or this rank's part of it into a shard."""
-    if target.shape != whole.shape:
-        raise RuntimeError(f"a tensor of shape {tuple(whole.shape)} does not fit one of {tuple(target.shape)}")
+    if target.shape != full.shape:
+        raise RuntimeError(f"a tensor of shape {tuple(full.shape)} does not fit one of {tuple(target.shape)}")
     if isinstance(target, DTensor):
         # Every rank has the same whole tensor, so nothing needs to be sent.
-        part = distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+        part = distribute_tensor(full.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
         target.to_local().copy_(part.to_local())
     else:
-        target.copy_(whole)
+        target.copy_(full)

@@ -205,15 +205,15 @@ def _statement(
 
 
 def _cast(
-    folder: Path, sources: list[str], specs: Mapping[str, TensorSpec], wanted: str
+    folder: Path, sources: list[str], specs: Mapping[str, TensorSpec], target: str
 ) -> tuple[tuple[str, Any], ...]:
     """The option that rounds what is stored to the type of the parameter, where it has another one."""
     stored = specs[sources[0]].dtype
     for name in sources:
         dtype = specs[name].dtype
-        if dtype != wanted and (dtype not in ROUNDED or wanted not in ROUNDED):
+        if dtype != target and (dtype not in ROUNDED or target not in ROUNDED):
             raise UserError(
-                f'{name} in "{folder}" is stored as {dtype}, not as {wanted}: where the weights are quantised, '
+                f'{name} in "{folder}" is stored as {dtype}, not as {target}: where the weights are quantised, '
                 f"{DEQUANTISE}"
             )
         if dtype != stored:
@@ -221,4 +221,4 @@ def _cast(
                 f'{sources[0]} in "{folder}" is stored as {stored}, but {name}, which is a part of the same tensor, as '
                 f"{dtype}: convert both to one type"
             )
-    return (("cast", f"{stored}:{wanted}"),) if stored != wanted else ()
+    return (("cast", f"{stored}:{target}"),) if stored != target else ()

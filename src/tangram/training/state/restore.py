@@ -103,11 +103,11 @@ def _refuse_other_frozen(path: Path, before: tuple[str, ...], now: tuple[str, ..
         )
 
 
-def _refuse_other_model(path: Path, found: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]) -> None:
-    differences = [f"it lacks {name}" for name in wanted if name not in found]
-    differences += [f"it has {name}" for name in found if name not in wanted]
-    for name in (name for name in wanted if name in found):
-        a, b = found[name], wanted[name]
+def _refuse_other_model(path: Path, found: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]) -> None:
+    differences = [f"it lacks {name}" for name in target if name not in found]
+    differences += [f"it has {name}" for name in found if name not in target]
+    for name in (name for name in target if name in found):
+        a, b = found[name], target[name]
         if a != b:
             differences.append(f"its {name} is {a.dtype} {list(a.shape)}, not {b.dtype} {list(b.shape)}")
     if differences:

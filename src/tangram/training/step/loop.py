@@ -324,8 +324,8 @@ def _backward_of_stage(
     if loss_sum is not None:
         raise UserError("stages of a pipeline are trained on the next token: this version takes no loss of one's own")
 
-    def loss(logits_BSV: Tensor, labels_BS: Tensor, lies: ResultPlacement | None) -> Tensor:
-        return token_loss(logits_BSV, labels_BS, lies) * (scale / max(1, batches.counted))
+    def loss(logits_BSV: Tensor, labels_BS: Tensor, placement: ResultPlacement | None) -> Tensor:
+        return token_loss(logits_BSV, labels_BS, placement) * (scale / max(1, batches.counted))
 
     losses = pipeline.backward(batches.micro, loss, draws, lambda r, sums: r.loss(sums, batches.counted) * scale)
     return _summed(losses, batches.micro[0].inputs_BS.device) / scale

@@ -126,18 +126,18 @@ def _marked_states(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str)
 
 
 def _together(
-    folded: Folded, asked: MarkedStates, mesh: Mesh, marks: Sequence[Mark], axis: str, rates: WorkRates
+    folded: Folded, requested: MarkedStates, mesh: Mesh, marks: Sequence[Mark], axis: str, rates: WorkRates
 ) -> list[int]:
     """The fewest marked classes that no layouts over the axis fit together."""
     done = _before(folded, marks, mesh, axis, rates)
     wanted = fixed_by(folded, marks, mesh)
     fixed = {v: own[axis] for v, own in wanted.items() if axis in own}
-    for v in asked:
+    for v in requested:
         fewer = {w: state for w, state in fixed.items() if w != v}
         problem = AxisProblem(folded, axis, mesh.axes[axis][0], done, fewer, rates.along(mesh, axis))
         if not np.isfinite(bounded(problem.costs()).bound):
             fixed = fewer
-    return [v for v in asked if v in fixed]
+    return [v for v in requested if v in fixed]
 
 
 def _before(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str, rates: WorkRates) -> list[Over]:
@@ -214,7 +214,7 @@ def _behind(folded: Folded, steps: list[FoldedStep], own: MarkedStates) -> tuple
 # ------------------------------------------------------------ the factor table
 
 
-def _table(plain: Derived, step: FoldedStep, asked: MarkedStates, axis: str, k: int) -> str:
+def _table(plain: Derived, step: FoldedStep, requested: MarkedStates, axis: str, k: int) -> str:
     """The factors of each tensor of an operator, with what the marks cut of them."""
     bound, names = step.bound, factor_names(step)
     factors = [f for f in names if any(f in dim for dims in (*bound.inputs, *bound.outputs) for dim in dims or ())]
@@ -226,7 +226,7 @@ def _table(plain: Derived, step: FoldedStep, asked: MarkedStates, axis: str, k: 
     ]
     sides += [("result", v, dims) for v, dims in zip(step.outputs, bound.outputs, strict=False)]
     for name, v, dims in sides:
-        for mark, _, state in asked.get(v, [(0, "", SAME)]):
+        for mark, _, state in requested.get(v, [(0, "", SAME)]):
             label = label_of(bound, dims, state) if state.kind == "cut" else None
             cells = [
                 ""
