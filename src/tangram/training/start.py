@@ -196,20 +196,20 @@ def _ranked(job: Job, processes: int, request: TrainRequest, on_event: OnEvent) 
     return tried.ranking
 
 
-def _processes(job: Job, wish: int | None, started: int | None) -> int:
+def _processes(job: Job, requested: int | None, started: int | None) -> int:
     """How many ranks there will be: as asked, as a plan's mesh says, as torchrun started, else one per accelerator."""
     if isinstance(job, Plan):
-        if wish not in (None, job.ranks):
+        if requested not in (None, job.ranks):
             raise UserError(
-                f'--processes {wish} does not agree with the plan\'s mesh "{job.mesh}" of {count(job.ranks, "rank")}: '
+                f'--processes {requested} does not agree with the plan\'s mesh "{job.mesh}" of {count(job.ranks, "rank")}: '
                 "leave the option out, or change the mesh"
             )
         return job.ranks
-    if started is not None and wish not in (None, started):
-        raise UserError(f"--processes {wish}, but {started} were started: leave the option out")
-    if wish is not None and not 1 <= wish <= MOST_PROCESSES:
-        raise UserError(f"--processes {wish}: plans are made for 1 to {MOST_PROCESSES}")
-    return started or wish or max(1, len(accelerators()) if job.run.device == "auto" else 1)
+    if started is not None and requested not in (None, started):
+        raise UserError(f"--processes {requested}, but {started} were started: leave the option out")
+    if requested is not None and not 1 <= requested <= MOST_PROCESSES:
+        raise UserError(f"--processes {requested}: plans are made for 1 to {MOST_PROCESSES}")
+    return started or requested or max(1, len(accelerators()) if job.run.device == "auto" else 1)
 
 
 def _shown(ranking: Ranking) -> TableEvent:
