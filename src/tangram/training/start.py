@@ -201,8 +201,8 @@ def _processes(job: Job, requested: int | None, started: int | None) -> int:
     if isinstance(job, Plan):
         if requested not in (None, job.ranks):
             raise UserError(
-                f'--processes {requested} does not agree with the plan\'s mesh "{job.mesh}" of {count(job.ranks, "rank")}: '
-                "leave the option out, or change the mesh"
+                f'--processes {requested} does not agree with the plan\'s mesh "{job.mesh}" of '
+                f"{count(job.ranks, 'rank')}: leave the option out, or change the mesh"
             )
         return job.ranks
     if started is not None and requested not in (None, started):
