@@ -69,7 +69,7 @@ class Over:
     """Of each class that no operator makes, how it lies."""
     used: Mapping[int, State]
     """Of each class, what it is brought to for all that take it."""
-    comms: Mapping[int, Comm]
+    moves: Mapping[int, Comm]
     """By the number of the node."""
     gap: float = 0.0
     """By how much it may cost more than the cheapest, as a part of that: not 0 for models too wide to be exact."""
