@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-status durations slow matrix peers kernels interop lint bench docs rules mutants clean
+.PHONY: help install train test test-all test-status durations slow matrix peers kernels interop lint bench docs walks rules mutants clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -101,6 +101,9 @@ docs: ## build the site of the documentation into site/, and look at it in a bro
 	@.venv-docs/bin/mkdocs build -q --strict
 	@$(MAKE) --no-print-directory install
 	@$(BIN)/python -m pytest -p no:xdist -m slow tests/house/test_site.py
+
+walks: $(STAMP) ## how many files a real run crosses from a job to its plan, and how often it climbs
+	@$(BIN)/python -m tests.house.walks
 
 rules: $(STAMP) ## prove every op rule, and plant some mistakes that the proof must find
 	@$(BIN)/tangram shard check

@@ -32,7 +32,7 @@ from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.models.named import named
 from tangram.sharding.choose.choose import choose, priced
-from tangram.sharding.derive.derive import Rates, derive
+from tangram.sharding.derive.derive import WorkRates, derive
 from tangram.sharding.derive.layouts import Moved, moved
 from tangram.sharding.derive.marking.marks import Mark, marks_of
 from tangram.training.mesh.tensor_parallel import parallel
@@ -114,7 +114,7 @@ def _choice(name: str, kind: str, changes: dict[str, str]) -> Iterable[Row]:
     model, inputs = named(kind, changes).make(8, 4096)
     graph = capture(model, inputs)
     marks = [*(marks_of(kind) or []), Mark.parse("input_ids: b/dp s")]
-    theirs = priced(derive(folded(graph, block_names(model)), marks, mesh, rates=Rates(cluster=h100)), h100)
+    theirs = priced(derive(folded(graph, block_names(model)), marks, mesh, rates=WorkRates(cluster=h100)), h100)
     limit = theirs.nbytes
     for within, peers in (
         ("within what the plan of the marks takes", {"of the marks": theirs.seconds}),

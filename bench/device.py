@@ -137,14 +137,14 @@ def measure(rank: Rank, plan: Plan) -> Found:
     world = make_world(plan, rank.index, rank.device, group)
     corpus = data.open_corpus(plan.data, data.BYTES)
     model = build(plan, source_of(plan, data.BYTES), world, values=True)
-    optimiser = make_adamw(model, plan.optimiser)
+    optimiser = make_adamw(model.module, plan.optimiser)
     stream = data.Stream(corpus, plan.data, device=world.device)
-    model.train()
+    model.module.train()
     losses: list[float] = []
     times: list[float] = []
     for _ in range(WARM + STEPS):  # each ends with a number that the host waits for
         begun = time.perf_counter()
-        losses.append(train_step(model, optimiser, next(stream), plan, world, lr=1e-4, asks=(False, False)).loss)
+        losses.append(train_step(model, optimiser, next(stream), lr=1e-4, stop_requests=(False, False)).loss)
         times.append(time.perf_counter() - begun)
     return Found(statistics.median(times[WARM:]), _peak_bytes(world.device), losses[-1])
 

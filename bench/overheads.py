@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tangram.hardware import overheads
 from tangram.hardware.measure import Row
@@ -22,8 +21,9 @@ from tangram.schema.plan import Plan
 from tangram.training.data.samples import Batch
 from tangram.training.mesh.world import make_world
 from tangram.training.parallel.apply import apply, materialise
+from tangram.training.parallel.model_part import ModelPart
 from tangram.training.run.launch import Rank, run_ranks
-from tangram.training.step.loop import next_token_loss
+from tangram.training.step.evaluate import next_token_loss
 from tangram.training.step.optimiser_step import make_adamw
 
 SEQUENCE = 8
@@ -61,17 +61,17 @@ def seconds(rank: Rank, turns: int) -> tuple[float, float, float]:
     world = make_world(plan, rank.index, rank.device, group)
     config = make_config("qwen3-2m", plan.model.change)
     counted = costs(build_on_meta(config), SEQUENCE)
-    plain, cut = build_on_meta(config), apply(build_on_meta(config), plan, world)
-    for model in (plain, cut):
-        materialise(model, rank.device, initial_tensors(config, 1))
+    plain, cut = ModelPart(build_on_meta(config)), apply(build_on_meta(config), plan, world).parts[0]
+    for part in (plain, cut):
+        materialise(part.module, rank.device, initial_tensors(config, 1))
     half = torch.arange(SEQUENCE // 2)
     ids = torch.zeros(1, SEQUENCE, dtype=torch.long)
     batch = Batch(ids, ids, torch.cat([half, half])[None])
 
-    def run(model: nn.Module) -> Callable[[], None]:
+    def run(part: ModelPart) -> Callable[[], None]:
         def once() -> None:
-            model.zero_grad()
-            next_token_loss(model, batch).backward()
+            part.module.zero_grad()
+            next_token_loss(part, batch).backward()
 
         return once
 
@@ -79,8 +79,8 @@ def seconds(rank: Rank, turns: int) -> tuple[float, float, float]:
         optimiser.step()
 
     bare, whole = best(run(plain), turns), best(run(cut), turns)
-    parameters = len(list(cut.parameters()))
-    optimiser = make_adamw(cut, plan.optimiser)
+    parameters = len(list(cut.module.parameters()))
+    optimiser = make_adamw(cut.module, plan.optimiser)
     step = best(update, turns)
     units = len(counted.blocks) + 1
     return bare / (counted.forward.calls + counted.backward.calls), (whole - bare) / units, step / parameters

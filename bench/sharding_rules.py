@@ -30,7 +30,7 @@ from tangram.errors import UserError
 from tangram.hardware.measure import Row, interleaved
 from tangram.layout import Layout, Mesh
 from tangram.sharding.ops import views
-from tangram.sharding.ops.calls import Call, name_of, schema_of, tensor_arguments
+from tangram.sharding.ops.calls import OpCall, name_of, schema_of, tensor_arguments
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.propagation.propagate import propagate
 
@@ -94,11 +94,11 @@ def _time(name: str, axes: int, repeats: int) -> Iterable[Row]:
     mesh = Mesh.parse(" ".join(f"{axis}=2" for axis in AXES[:axes]))
     layouts = [Layout.parse(text).bind(shape) for text, shape in zip(texts[axes], shapes, strict=True)]
     rules = builtin()
-    line = rules.find(Call.of(operator, tensors, {}))
+    line = rules.find(OpCall.of(operator, tensors, {}))
     assert line is not None
 
     def ours() -> object:
-        return propagate(rules, Call.of(operator, tensors, {}), layouts, mesh)
+        return propagate(rules, OpCall.of(operator, tensors, {}), layouts, mesh)
 
     def first() -> object:
         vars(line.rule).pop("_patterns", None)
@@ -125,7 +125,7 @@ def _whole() -> Iterable[Row]:
     theirs()
     seconds = time.perf_counter() - start
     mesh, rules = Mesh.parse(" ".join(f"{axis}=2" for axis in AXES)), builtin()
-    calls = {"ours": lambda: propagate(rules, Call.of(operator, tensors, {}), layouts, mesh)}
+    calls = {"ours": lambda: propagate(rules, OpCall.of(operator, tensors, {}), layouts, mesh)}
     ours = interleaved(calls, 5)["ours"]
     yield Row(f"propagate {name}, {axes} mesh axes, beside torch", "ms", ours * 1e3, {"torch DTensor": seconds * 1e3},
               target=TARGET)  # fmt: skip

@@ -50,7 +50,8 @@ def main(folder: Path) -> None:
     world = make_world(plan, dist.get_rank(), torch.device("cpu"), group)
 
     torch.manual_seed(plan.seed)  # the same values on every rank; a large model is made on meta instead
-    model = apply_plan(Model(), plan, world)
+    parallel = apply_plan(Model(), plan, world)
+    model = parallel.module
     optimiser = make_adamw(model, plan.optimiser)
     state = JobState(model, optimiser)
     checkpoints = Checkpointer(folder, plan, world)
@@ -64,9 +65,9 @@ def main(folder: Path) -> None:
         batches = next(stream)
         optimiser.zero_grad()
         total = torch.zeros(())
-        with drawing([model], plan.seed, batches) as draws:  # dropout is that of one process, on any number of ranks
+        with drawing(parallel.draw_sources, plan.seed, batches) as draws:  # dropout as of one process
             for micro, batch in enumerate(batches.micro):
-                draws.begin(model, micro)
+                draws.begin(micro)
                 logits_BSV = model(batch.inputs_BS)
                 loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
                 (loss / batches.counted).backward()  # all ranks over one number: the tokens of the global batch

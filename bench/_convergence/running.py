@@ -35,6 +35,7 @@ from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.run.rank import Begun, RankJob, begin
 from tangram.training.state.checkpointer import Checkpointer
 from tangram.training.step import loop
+from tangram.training.step.evaluate import held_out_loss, logits_of
 
 RESULT = "result.json"
 LOOKS = 16
@@ -79,7 +80,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
     data.prepare(plan.data, data.BYTES, lambda event: None)
     text = data.open_corpus(plan.data, data.BYTES).digest
     record, begun = Record(), time.monotonic()
-    job = RankJob(plan, own, text, loop.Costs())
+    job = RankJob(plan, own, text, loop.StepCosts())
     found = run_ranks(measured, job, world=1, on_event=record, device=plan.run.device)[0]
     if found.asked_to_stop:
         raise StoppedError
@@ -118,7 +119,8 @@ def measured(rank: Rank, job: RankJob) -> Found:
     if rank.device.type == "cpu":
         torch.set_num_threads(1)  # two runs side by side are faster than one of two threads
     begun = begin(rank, job)
-    plan, world, corpus, model = begun.plan, begun.world, begun.corpus, begun.model
+    corpus, model = begun.corpus, begun.model
+    plan, world = model.plan, model.world
     every = max(1, plan.run.steps // LOOKS)
     largest: list[tuple[int, float]] = []
 
@@ -127,13 +129,13 @@ def measured(rank: Rank, job: RankJob) -> Found:
         if step % every == 0 or step == plan.run.steps:
             largest.append((step, largest_logit(begun)))
 
-    hooks = loop.Hooks(rank.emit, rank.stop.asked, look, job.folder)
+    hooks = loop.Hooks(rank.emit, rank.stop.requested, look, job.folder)
     checkpointer = Checkpointer(job.folder / "checkpoint", plan, world)  # the plan saves nothing
     ended, held_out, stopped = None, None, False
     try:
-        trained = loop.train_steps(begun.state, corpus, plan, world, checkpointer, hooks)
+        trained = loop.train_steps(model, begun.state, corpus, checkpointer, hooks)
         stopped = trained.stopped is not None
-        held_out = None if stopped else loop.held_out_loss(model, corpus, plan, world)
+        held_out = None if stopped else held_out_loss(model, corpus)
     except FloatingPointError as error:
         ended = str(error)
     checkpointer.close()
@@ -144,12 +146,12 @@ def measured(rank: Rank, job: RankJob) -> Found:
 def largest_logit(begun: Begun) -> float:
     """Of the scores that held-out tokens give to what they see, times the scale, in float32; not casts'."""
     model = begun.model
-    batch = next(iter(held_out_batches(begun.corpus, begun.plan.data, index=0, size=1, device=begun.world.device)))
+    batch = next(iter(held_out_batches(begun.corpus, model.plan.data, index=0, size=1, device=model.world.device)))
     few = Batch(*(None if x is None else x[:SAMPLES] for x in (batch.inputs_BS, batch.labels_BS, batch.positions_BS)))  # pyright: ignore[reportArgumentType]
-    model.eval()
-    with resharded(model), watched(model) as found:
-        loop.logits_of(model, few)
-    model.train()
+    model.module.eval()
+    with resharded(model.module), watched(model.module) as found:
+        logits_of(model, few)
+    model.module.train()
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 

@@ -30,6 +30,7 @@ from tangram.schema.plan import Plan
 from tangram.training.data import step_batches
 from tangram.training.mesh.world import World, axes_of, make_world
 from tangram.training.observe.events import StepDone
+from tangram.training.parallel.model import ParallelModel
 from tangram.training.run.launch import Rank, first_line
 from tangram.training.state.checkpointer import Checkpointer, JobState
 from tangram.training.step import loop
@@ -187,11 +188,11 @@ def _compared(team: _Team, run: Run, folder: Path) -> Found:
     last = team.rank.world - 1
     hooks = loop.Hooks(emit, lambda: team.rank.index == last and keeper.step + 1 == run.until, after_step)
     with contextlib.nullcontext() if run.plant is None else run.plant(setting):
-        state = built(case, setting, run.plan.seed)
-        keeper.watch(state.model)
+        model, state = built(case, setting, run.plan.seed)
+        keeper.watch(model)
         checkpointer = Checkpointer(folder / "runs", setting.plan, setting.world)  # saves nothing
         corpus = corpus_of(run.plan.data)
-        keeper.losses += loop.train_steps(state, corpus, setting.plan, setting.world, checkpointer, hooks).losses
+        keeper.losses += loop.train_steps(model, state, corpus, checkpointer, hooks).losses
         checkpointer.close()
     ours = keeper.trace()
     names = {step: frozenset(own) for step, own in ours.values.items()}
@@ -202,7 +203,7 @@ def _compared(team: _Team, run: Run, folder: Path) -> Found:
         gradients=frozenset(next(iter(ours.gradients.values()))),
         losses=ours.losses,
         step_s=_median(clock),
-        peak=_peak(state, run.plan, setting.world) if run.measured else 0,
+        peak=_peak(replace(model, plan=run.plan), state) if run.measured else 0,
     )
 
 
@@ -212,8 +213,9 @@ def _median(clock: Sequence[float]) -> float:
     return statistics.median(steps) if steps else 0.0
 
 
-def _peak(state: JobState, plan: Plan, world: World) -> int:
+def _peak(model: ParallelModel, state: JobState) -> int:
     """Bytes of tensors in use at the highest moment of one more step."""
+    plan, world = model.plan, model.world
     batches = step_batches(
         corpus_of(plan.data),
         plan.data,
@@ -231,7 +233,7 @@ def _peak(state: JobState, plan: Plan, world: World) -> int:
         lasting: list[Tensor] = [*state.model.parameters(), *state.model.buffers(), *states]
         tally.watch([x.to_local() if isinstance(x, DTensor) else x for x in lasting])
         tally.begin()
-        loop.train_step(state.model, state.optimiser, batches, plan, world, lr=1e-3)
+        loop.train_step(model, state.optimiser, batches, lr=1e-3)
         return tally.step.peak
 
 

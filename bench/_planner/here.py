@@ -128,10 +128,8 @@ def _after(found: list[Measured], planned: Planned, said: str, best: float) -> I
 
     def remember(ranked: Ranked, trial: Trial, before: History) -> Entry:
         assert ranked.estimate is not None
-        return entry_of(
-            ranked.taken, ranked.estimate, planned.here, before, kind="trial", name="bench", outcome=trial.outcome,
-            seconds=trial.seconds, used=None,
-        )  # fmt: skip
+        unused = replace(trial, used=None)
+        return entry_of(ranked.taken, ranked.estimate, planned.here, before, unused, kind="trial", name="bench")
 
     ranking = replace(planned.ranking, ranked=tuple(one.ranked for one in found))
     done = tried(

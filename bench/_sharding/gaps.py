@@ -13,8 +13,7 @@ import torch
 from torch._ops import OpOverload
 
 from tangram.hardware.measure import Row
-from tangram.sharding.discover.coverage import is_whole
-from tangram.sharding.discover.report import Gap
+from tangram.sharding.discover.report import Gap, cuts_nothing
 from tangram.sharding.discover.report import gaps as found_gaps
 from tangram.sharding.ops.computed_rules import ESCAPES
 from tangram.sharding.ops.decompose import is_decomposed
@@ -47,4 +46,4 @@ def whole_only(name: str) -> bool:
     if not isinstance(operator, OpOverload) or name in ESCAPES or is_decomposed(name):
         return False
     lines = builtin().all_of(cast(Any, operator))
-    return bool(lines) and all(map(is_whole, lines))
+    return bool(lines) and all(map(cuts_nothing, lines))

@@ -18,9 +18,9 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.ops.rule_table import builtin
-from tangram.sharding.proof.simulate import Simulated, World, cut, together
+from tangram.sharding.proof.simulate import SimTensor, SimWorld, cut, together
 from tangram.sharding.propagation.axis_choices import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, HALO, REDUCE_SCATTER, received
-from tangram.sharding.propagation.propagate import Propagation, Step
+from tangram.sharding.propagation.propagate import Propagation, PropagationStep
 
 AXIS = "x"
 MESH = Mesh.parse(f"{AXIS}={RANKS}")
@@ -42,14 +42,14 @@ WHOLE, SUM = State("whole"), State("sum")
 class Tape:
     """The operators that ran, in order; the tensors are kept, so that none takes the place of another."""
 
-    ran: list[tuple[Sequence[Simulated | None], Propagation | None, list[tuple[Any, Layout | None, bool]]]] = field(
+    ran: list[tuple[Sequence[SimTensor | None], Propagation | None, list[tuple[Any, Layout | None, bool]]]] = field(
         default_factory=list[Any]
     )
 
-    def note(self, given: Sequence[Simulated | None], found: Propagation | None, made: Sequence[Any]) -> None:
+    def note(self, given: Sequence[SimTensor | None], found: Propagation | None, made: Sequence[Any]) -> None:
         """Hear of an operator, or (without one) that a tensor is another one, moved or written."""
         results: list[tuple[Any, Layout | None, bool]] = [
-            (one, one.lies, one.parts[0].requires_grad) if isinstance(one, Simulated) else (one, None, False)
+            (one, one.lies, one.parts[0].requires_grad) if isinstance(one, SimTensor) else (one, None, False)
             for one in made
         ]
         self.ran.append((given, found, results))
@@ -58,13 +58,13 @@ class Tape:
 def tried(sample: Sample, which: int, dim: int) -> Case:
     """Run one case. Never raises: what goes wrong is in the verdict."""
     tape = Tape()
-    world = World(MESH, builtin(), told=tape.note)
+    world = SimWorld(MESH, builtin(), told=tape.note)
     leaves = [leaf(t) for t in sample.tensors]
     layouts = [plain(t.shape, dim if i == which else -1) for i, t in enumerate(leaves)]
     try:
         given = [cut(t, layout, world) for t, layout in zip(leaves, layouts, strict=True)]
         results = sample.call(given)
-        whole = [together(r) if isinstance(r, Simulated) else r for r in results]
+        whole = [together(r) if isinstance(r, SimTensor) else r for r in results]
         gradients, _ = gradients_of(whole, leaves, sample.plain.cotangents)
     except UserError as error:
         return Case("raises", why=str(error))
@@ -78,7 +78,7 @@ def tried(sample: Sample, which: int, dim: int) -> Case:
     backward, closing = count.run(
         wanted, [(g, t.requires_grad and next(used, False)) for g, t in zip(given, leaves, strict=True)]
     )
-    uncut = all(state(r.lies) == WHOLE for r in results if isinstance(r, Simulated))
+    uncut = all(state(r.lies) == WHOLE for r in results if isinstance(r, SimTensor))
     return Case("right", world.moved, backward, closing, uncut and world.moved >= sample.gathered(which))
 
 
@@ -116,11 +116,11 @@ class Count:
     nbytes: float = 0.0
     cotangents: dict[int, list[State]] = field(default_factory=dict[int, list[State]])
 
-    def run(self, results: Sequence[tuple[Any, bool]], leaves: Sequence[tuple[Simulated, bool]]) -> tuple[float, float]:
+    def run(self, results: Sequence[tuple[Any, bool]], leaves: Sequence[tuple[SimTensor, bool]]) -> tuple[float, float]:
         """Bytes of the operators; those of closing. `results`: with whether they have a cotangent."""
         closing = 0.0
         for result, wanted in results:
-            if isinstance(result, Simulated):
+            if isinstance(result, SimTensor):
                 if result.lies.pending:
                     closing += RANKS * received(ALL_REDUCE, result.nbytes, RANKS)
                 if wanted:
@@ -137,13 +137,13 @@ class Count:
                 self.bring(one, state(one.lies))
         return backward, closing + self.nbytes
 
-    def add(self, tensor: Simulated, one: State) -> None:
+    def add(self, tensor: SimTensor, one: State) -> None:
         """A share of a tensor's cotangent."""
         known = self.cotangents.setdefault(id(tensor), [])
         if one not in known:
             known.append(one)
 
-    def bring(self, tensor: Simulated, target: State) -> None:
+    def bring(self, tensor: SimTensor, target: State) -> None:
         """Bring a tensor's cotangent to how it is needed, and take it."""
         shares = self.cotangents.pop(id(tensor))
         nbytes = tensor.numel() * tensor.dtype.itemsize
@@ -162,7 +162,7 @@ class Count:
 
     def step(
         self,
-        given: Sequence[Simulated | None],
+        given: Sequence[SimTensor | None],
         found: Propagation,
         made: Sequence[tuple[Any, Layout | None, bool]],
     ) -> None:
@@ -201,14 +201,14 @@ class Count:
         waits = choice.inputs if choice is not None and kind == "waits" else range(len(given))
         self._give(given, found, [WHOLE if j in waits else SUM for j in range(len(given))])
 
-    def _give(self, given: Sequence[Simulated | None], found: Propagation, states: Sequence[State]) -> None:
+    def _give(self, given: Sequence[SimTensor | None], found: Propagation, states: Sequence[State]) -> None:
         for j, (t, one) in enumerate(zip(given, states, strict=True)):
             tensor = found.call.tensors[j]
             if t is not None and tensor is not None and t.parts[0].requires_grad:
                 self.add(t, one)
 
 
-def _exchanged(found: Propagation) -> list[Step]:
+def _exchanged(found: Propagation) -> list[PropagationStep]:
     """What an operator reads of other parts while it runs: their gradients go the same way back."""
     return [*found.totals, *(one for relayout in found.relayouts for one in relayout.steps if one.kind == HALO)]
 

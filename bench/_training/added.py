@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -63,26 +63,26 @@ def measure(rank: Rank, task: Task) -> Pairs:
     world = make_world(plan, rank.index, rank.device, group)
     corpus = data.open_corpus(plan.data, data.BYTES)
     model = build(plan, source_of(plan, data.BYTES), world, values=True)
-    optimiser = make_adamw(model, plan.optimiser)
-    state = JobState(model, optimiser)
+    optimiser = make_adamw(model.module, plan.optimiser)
+    state = JobState(model.module, optimiser)
     checkpointer = Checkpointer(task.folder / "checkpoint", plan, world)
-    hooks = loop.Hooks(rank.emit, rank.stop.asked)
+    hooks = loop.Hooks(rank.emit, rank.stop.requested)
     stream = data.Stream(corpus, plan.data, device=world.device)
     ready = itertools.cycle([next(stream) for _ in range(TURN)])
 
     def in_loop(turn: int) -> float:
         run = plan.run.model_copy(update={"steps": (turn + 1) * TURN})
         begun = time.perf_counter()
-        loop.train_steps(state, corpus, plan.model_copy(update={"run": run}), world, checkpointer, hooks)
+        loop.train_steps(replace(model, plan=plan.model_copy(update={"run": run})), state, corpus, checkpointer, hooks)
         return (time.perf_counter() - begun) / TURN
 
     def alone() -> float:
         begun = time.perf_counter()
         for _ in range(TURN):
-            loop.train_step(model, optimiser, next(ready), plan, world, lr=1e-3, asks=(False, False))
+            loop.train_step(model, optimiser, next(ready), lr=1e-3, stop_requests=(False, False))
         return (time.perf_counter() - begun) / TURN
 
-    model.train()
+    model.module.train()
     times = [(in_loop(turn), alone()) for turn in range(WARM + task.turns)]
     checkpointer.close()
     return paired(times[WARM:])

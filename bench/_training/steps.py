@@ -96,10 +96,10 @@ def ours(plan: Plan, world: World) -> Callable[[], float]:
     """A step of ours, on samples from the stream; it gives the loss."""
     corpus = data.open_corpus(plan.data, data.BYTES)
     model = build(plan, source_of(plan, data.BYTES), world, values=True)
-    model.train()
-    optimiser = make_adamw(model, plan.optimiser)
+    model.module.train()
+    optimiser = make_adamw(model.module, plan.optimiser)
     stream = data.Stream(corpus, plan.data, index=world.data_index, size=world.data_size, device=world.device)
-    return lambda: train_step(model, optimiser, next(stream), plan, world, lr=LR, asks=(False, False)).loss
+    return lambda: train_step(model, optimiser, next(stream), lr=LR, stop_requests=(False, False)).loss
 
 
 def ready(plan: Plan, world: World, steps: int) -> list[data.RankBatches]:

@@ -13,7 +13,7 @@ from tangram.hardware import cluster as c
 from tangram.hardware.devices import tables
 from tangram.layout import Layout, Mesh
 from tangram.relayout.sequences import Link, sequence
-from tangram.sharding.derive.derive import Rates
+from tangram.sharding.derive.derive import WorkRates
 
 GOOD = """
 version = 1
@@ -58,8 +58,8 @@ def test_what_comes_with_tangram_is_read() -> None:
 
 def test_h100_is_what_the_derivation_was_set_by() -> None:
     flops, moved = c.rates(c.builtin("h100-8x8"), 8)
-    assert flops == pytest.approx(Rates().flops_per_byte, rel=0.01)
-    assert moved == pytest.approx(Rates().moved_per_byte, rel=0.01)
+    assert flops == pytest.approx(WorkRates().flops_per_byte, rel=0.01)
+    assert moved == pytest.approx(WorkRates().moved_per_byte, rel=0.01)
     between = c.rates(c.builtin("h100-8x8"), 8, 8)
     assert between[0] == pytest.approx(9 * flops)
 

@@ -21,7 +21,7 @@ from tangram.schema import schedules
 from tangram.schema.job import Job
 from tangram.schema.schedule_table import Action, check, simulate
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.training.data.rows import Row, text_of
+from tangram.training.data.rows import TextRow, text_of
 from tests.planner.machine import rates
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -80,7 +80,13 @@ def test_a_device() -> None:
 
 
 def test_a_kind_of_source(tmp_path: Path) -> None:
-    names: dict[str, Any] = {"Path": Path, "BinaryIO": BinaryIO, "Generator": Generator, "Row": Row, "text_of": text_of}
+    names: dict[str, Any] = {
+        "Path": Path,
+        "BinaryIO": BinaryIO,
+        "Generator": Generator,
+        "TextRow": TextRow,
+        "text_of": text_of,
+    }
     exec(block("python", "line_rows"), names)  # noqa: S102
     path = tmp_path / "a.log"
     path.write_text("first\n\nthird\n")

@@ -7,7 +7,6 @@ from torch import nn
 
 from bench._matrix.cells import Name
 from bench._matrix.ranks import Plant
-from tangram.training.parallel.pipeline import parts_of
 from tests.training.oracle.mistakes import (
     clipped_by_the_local_norm,
     copies_not_summed,
@@ -50,8 +49,8 @@ def the_first_rank_fails(setting: Setting) -> Iterator[None]:
         raise RuntimeError(FAILS)
 
     def watch(model: nn.Module) -> None:
-        for part in parts_of(model):
-            part.register_forward_pre_hook(fail)
+        for module in model.modules():
+            module.register_forward_pre_hook(fail)
 
     if setting.world.index == 0:
         setting.built.append(watch)

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
-from tangram.schema.files import dumps, load
+from tangram.schema.files import STEPS, dumps, load, migrate
 from tangram.schema.job import VERSION
-from tangram.schema.migrations import STEPS, migrate
 from tangram.schema.plan import Plan
 
 OLD = Path(__file__).with_name("version_1.toml")

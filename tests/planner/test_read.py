@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
-from tangram.schema.files import absolute, changes_of, dumps, load
+from tangram.schema.files import absolute, changes_of, dumps, line_of, load
 from tangram.schema.job import CheckpointPlan, DataPlan, Job, ModelPlan, OptimiserPlan, RunPlan, SourcePlan
 from tangram.schema.parallelism import AxesPlan, LayoutsPlan
 from tangram.schema.plan import Plan
-from tangram.schema.toml_lines import line_of
 from tests.planner.small import JOB, PLAN
 
 MARKS = '[layouts.marks]\n"*.q_proj.weight" = "o/tp i"\n\n'

@@ -13,12 +13,12 @@ from tangram.layout.syntax import Cut
 from tangram.planner.legality.plan_as_grid import refused_heads
 from tangram.sharding.derive.layouts import local_shape, used
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.derive.of_model import derive_model, graph_of
 from tangram.sharding.ops import find_rule
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.derived import check as proved
-from tangram.sharding.proof.execute import check, whole
+from tangram.sharding.proof.execute import check, run_whole
 from tangram.sharding.propagation.propagate import propagate
 from tangram.training.run.launch import run_ranks
 from tests.training.code_models import PUBLIC, Off, Small, model_of, run_all
@@ -140,18 +140,18 @@ def test_fewer_heads_of_keys_than_ranks(kv: int, ranks: int) -> None:
 def test_a_mean_of_uneven_parts() -> None:
     """pytorch/pytorch#162692: the mean of 3 rows cut over 2 ranks counted both parts alike; of 1 row it was NaN."""
     for rows in (3, 1):
-        call = Call.of(torch.ops.aten.mean.dim, (torch.arange(4.0 * rows).view(rows, 4).requires_grad_(), [0]), {})
+        call = OpCall.of(torch.ops.aten.mean.dim, (torch.arange(4.0 * rows).view(rows, 4).requires_grad_(), [0]), {})
         bound = find_rule.bound(builtin(), call)
         dims = bound.inputs[0]
         assert dims is not None
         factor = dims[0][0]
-        assert check(call, bound, {factor: (Cut("x"),)}, Mesh.parse("x=2"), whole(call)) is None
+        assert check(call, bound, {factor: (Cut("x"),)}, Mesh.parse("x=2"), run_whole(call)) is None
 
 
 def test_a_product_of_what_is_cut_in_another_order() -> None:
     """pytorch/pytorch#166598: a contracted dim cut by x then y met one that is cut by y then x, and nothing moved."""
     x = torch.empty(4, 4, device="meta")
-    call = Call.of(torch.ops.aten.mm.default, (x, x), {})
+    call = OpCall.of(torch.ops.aten.mm.default, (x, x), {})
     mesh = Mesh.parse("x=2 y=2")
     alike = propagate(builtin(), call, [Layout.parse("m k/x/y"), Layout.parse("k/x/y n")], mesh)
     other = propagate(builtin(), call, [Layout.parse("m k/x/y"), Layout.parse("k/y/x n")], mesh)
@@ -164,7 +164,7 @@ def test_an_uneven_cut_is_that_of_one_process() -> None:
     work = Small(lambda m, x: torch.tanh(x @ m.w.T) @ m.v.T, (), {"w": (5, 8), "v": (8, 5)})
     model, x = model_of(work)
     graph = graph_of(model, {"x": x}, torch.float32)
-    found = derive_whole(graph, [Mark.parse("w: o/tp i")], Mesh.parse("tp=2"))
+    found = derive_model(graph, [Mark.parse("w: o/tp i")], Mesh.parse("tp=2"))
     w = next(v for v, value in graph.of_kind("parameter") if value.name == "w")
     assert [local_shape(found, (5, 8), used(found, found.folded.classes[w]), rank) for rank in (0, 1)] == [
         (3, 8),

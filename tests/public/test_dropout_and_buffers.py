@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 from tangram.errors import UserError
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.training.data import Batch, RankBatches
 from tangram.training.mesh.buffers import refuse_counted_twice
-from tangram.training.mesh.drawing import drawing, seed_for, watch
+from tangram.training.mesh.drawing import Drawer, drawing, seed_for
 from tangram.training.mesh.tensor_parallel import parallel
 from tangram.training.run.launch import Rank, run_ranks
 from tests.training.buffer_tasks import train_normed
@@ -114,7 +114,7 @@ def test_ranks_whose_generators_have_run_on_drop_alike(ran: list[Ran]) -> None:
     """NVIDIA/Megatron-LM#206: a data loader drew on one TP rank alone, and ranks dropped otherwise."""
     model = block()
     torch.manual_seed(7)
-    with Drawing():
+    with DrawMode():
         want = model(X)
     for one in ran:
         assert torch.allclose(one.results["plain"], want, atol=1e-5)
@@ -145,9 +145,9 @@ def test_masks_differ_between_data_ranks_and_not_within_a_group() -> None:
 
     def mask(sample: int) -> Tensor:
         module, ids = nn.Dropout(), torch.zeros(2, 64, dtype=torch.long)
-        watch(module, compiled=False)
-        with drawing([module], 3, RankBatches((Batch(ids, ids, None),), 1, (sample,), 0, 4)) as draws:
-            draws.begin(module, 0)
+        drawer = Drawer(module, compiled=False)
+        with drawing([drawer], 3, RankBatches((Batch(ids, ids, None),), 1, (sample,), 0, 4)) as draws:
+            draws.begin(0)
             return module(torch.ones(2, 64))
 
     assert torch.equal(mask(0), mask(0))  # ranks of a model axis have the same samples

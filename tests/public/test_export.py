@@ -19,7 +19,7 @@ from tangram.schema.job import OptimiserPlan
 from tangram.schema.plan import Plan
 from tangram.training.data import load_tokens
 from tangram.training.run.end_proofs import same_export
-from tangram.training.state.build_model import build_whole, source_of
+from tangram.training.state.build_model import build_unsharded, source_of
 from tangram.training.state.export_hf import export
 from tangram.training.step.weight_decay import why_not
 from tests.training.causal_models import write_config
@@ -40,7 +40,7 @@ def exported(folder: Path, model: Path, tokenizer: str = "model", **change: Any)
     asked = plan(folder, model, tokenizer, **change)
     tokens = load_tokens(asked.data, asked.model.path)
     source = source_of(asked, tokens)
-    whole = build_whole(asked, source, CPU, values=True)
+    whole = build_unsharded(asked, source, CPU, values=True)
     export(whole, folder / "export", tokens, source)
     assert same_export(whole, folder / "export", source, tokens, PROMPT) == 0.0
     return folder / "export"
@@ -129,7 +129,7 @@ def test_weights_that_are_not_finite_are_named(chat: Path, tmp_path: Path) -> No
     save_file(tensors, bad / "model.safetensors", metadata={"format": "pt"})
     asked = plan(tmp_path, bad)
     with pytest.raises(UserError, match=r"model\.norm\.weight in .* has 1 value that is not finite"):
-        build_whole(asked, source_of(asked, load_tokens(asked.data, asked.model.path)), CPU, values=True)
+        build_unsharded(asked, source_of(asked, load_tokens(asked.data, asked.model.path)), CPU, values=True)
 
 
 def test_added_tokens_load_after_saving(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import tomli_w
 from tangram.cli import main
 from tangram.schema.files import load
 from tangram.training.observe.events import StepDone
-from tangram.training.start import Asked, train_as_asked
+from tangram.training.start import TrainRequest, train_request
 from tangram.training.state.checkpointer import describe, newest
 from tangram.training.step.optimiser_step import lr_at
 from tests.training.small import small_tables, write_text
@@ -29,16 +29,16 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one = {"mesh": "dp=1", "layouts": {"parameters": {"*": "..."}}}
     plan, out = folder / "plan.toml", folder / "run"
     plan.write_text(tomli_w.dumps(small_tables(write_text(folder / "text"), run={"steps": 6}, **one)))
-    asked = Asked(load(plan, {"run.max_seconds": "1e-9"}), "public", None, out, None, False)
-    train_as_asked(asked, lambda event: None, None)
+    asked = TrainRequest(load(plan, {"run.max_seconds": "1e-9"}), "public", None, out, None, False)
+    train_request(asked, lambda event: None, None)
     return out
 
 
 def resumed(out: Path, changes: dict[str, str], *allow: str) -> list[StepDone]:
     """The steps that a resume does."""
     events: list[object] = []
-    asked = Asked(load(out / "plan.toml", changes), "public", None, out, out, False, 0, allow)
-    train_as_asked(asked, events.append, None)
+    asked = TrainRequest(load(out / "plan.toml", changes), "public", None, out, out, False, 0, allow)
+    train_request(asked, events.append, None)
     return [event for event in events if isinstance(event, StepDone)]
 
 

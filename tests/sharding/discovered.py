@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tangram.sharding.discover import calls_from, drawn_calls, operator_of, propose
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 
 aten = torch.ops.aten
 
@@ -50,11 +50,11 @@ def some(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def each(operator: Any, *given: tuple[Any, ...]) -> list[Call]:
-    return [Call.of(operator, args, {}) for args in given]
+def each(operator: Any, *given: tuple[Any, ...]) -> list[OpCall]:
+    return [OpCall.of(operator, args, {}) for args in given]
 
 
-ATEN: dict[str, Callable[[], list[Call]]] = {
+ATEN: dict[str, Callable[[], list[OpCall]]] = {
     "mm": lambda: each(aten.mm.default, (some(4, 6), some(6, 5)), (some(7, 3), some(3, 5))),
     "bmm": lambda: each(aten.bmm.default, (some(3, 4, 6), some(3, 6, 5)), (some(5, 7, 3), some(5, 3, 6))),
     "_softmax": lambda: each(aten._softmax.default, (some(4, 6, 5), 1, False), (some(5, 7), -1, False)),

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from tangram.sharding.dtensor.rules import register
-from tangram.sharding.ops.rule_table import Table, parse_lines
+from tangram.sharding.ops.rule_table import RuleTable, parse_lines
 
 Op = tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
 
@@ -243,7 +243,7 @@ def own_operator_is_right(mesh: DeviceMesh) -> bool:
     operator = torch.library.custom_op("exporting::mirror", mirror, mutates_args=())
     operator.register_fake(mirror)
     overload = torch.ops.exporting.mirror.default
-    table = Table().with_lines(parse_lines("exporting.mirror : ... {dims}^ ... -> ... {dims}^ ..."))
+    table = RuleTable().with_lines(parse_lines("exporting.mirror : ... {dims}^ ... -> ... {dims}^ ..."))
     whole = torch.rand(4, 6, generator=torch.Generator().manual_seed(1))
     x = distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim)
     with register(table, [overload]) as registered:

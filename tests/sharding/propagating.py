@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tangram.layout import Layout, Mesh, validate
 from tangram.layout.syntax import Cut, Dim
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 
 aten = torch.ops.aten
 SIZE = st.integers(1, 7)
@@ -20,7 +20,7 @@ def some(*shape: int) -> Tensor:
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> Call:
+def calls(draw: st.DrawFn) -> OpCall:
     """A call of one of the operators that models are made of."""
     a, b, c, d = (draw(SIZE) for _ in range(4))
     dim = draw(st.integers(-3, 2))
@@ -54,7 +54,7 @@ def calls(draw: st.DrawFn) -> Call:
         ),
     }
     operator, *args = makers[draw(st.sampled_from(sorted(makers)))]()
-    return Call.of(operator, args, {})
+    return OpCall.of(operator, args, {})
 
 
 @st.composite

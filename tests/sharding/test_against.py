@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tangram.errors import UserError
-from tangram.sharding.compare import CASES, FOUND_WITH, Case, Outcome, run, script
+from tangram.sharding.compare import CASES, FOUND_WITH, CompareCase, PairOutcome, run, script
 
 ON_THE_TORCH_OF_THE_TABLE = torch.__version__.partition("+")[0] == FOUND_WITH
 BY_NAME = {case.name: case for case in CASES}
@@ -64,9 +64,9 @@ def early_exit(place) -> Tensor:
     raise SystemExit(3)
 
 
-def planted(body, limit: float = 60) -> Case:
+def planted(body, limit: float = 60) -> CompareCase:
     name = f"planted-{body.__name__.replace('_', '-')}"
-    return Case(name, "Planted.", "none", (Shard(0),), body, limit=limit)
+    return CompareCase(name, "Planted.", "none", (Shard(0),), body, limit=limit)
 
 
 RIGHT, WRONG = planted(product), planted(part_for_the_whole)
@@ -78,9 +78,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(saved: Path) -> dict[str, Outcome]:
+def outcomes(saved: Path) -> dict[str, PairOutcome]:
     """All that do not hang, and planted ones before, between and after them, in one set of processes."""
-    told: list[Outcome] = []
+    told: list[PairOutcome] = []
     middle = len(QUICK) // 2
     cases = [RIGHT, *QUICK[:middle], planted(refusal), WRONG, *QUICK[middle:], planted(oracle_that_raises)]
     found = run(cases, save=saved, told=told.append)
@@ -104,7 +104,7 @@ def test_names_are_file_names_and_differ() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_row_says_what_its_function_does(case: Case) -> None:
+def test_a_row_says_what_its_function_does(case: CompareCase) -> None:
     """The placements of the row are those that are asked for, and plain torch has an answer."""
     asked: list[Placement] = []
 
@@ -126,7 +126,7 @@ def test_the_page_has_the_table() -> None:
     assert any(f"torch {FOUND_WITH}" in line for line in lines)
 
 
-def page_row(case: Case) -> str:
+def page_row(case: CompareCase) -> str:
     inputs = ", ".join(f"S({one.dim})" if isinstance(one, Shard) else "R" for one in case.inputs)
     owner, _, number = case.issue.partition("#")
     issue = f"[{case.issue}](https://github.com/{owner}/issues/{number})" if case.issue else ""
@@ -149,7 +149,7 @@ def test_scripts_are_good_python(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
-def run_script(case: Case, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_script(case: CompareCase, folder: Path) -> subprocess.CompletedProcess[str]:
     path = folder / f"{case.name}.py"
     path.write_text(script(case))
     bare = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -173,7 +173,7 @@ def test_a_script_says_by_itself_that_the_result_is_wrong(tmp_path: Path) -> Non
     (planted(wait_of_one_rank, limit=20), 2, "not done within 20 s: rank 0"),
     (planted(crash), 2, ""),
 ])  # fmt: skip
-def test_a_script_ends_with_its_verdict(case: Case, code: int, says: str, tmp_path: Path) -> None:
+def test_a_script_ends_with_its_verdict(case: CompareCase, code: int, says: str, tmp_path: Path) -> None:
     done = run_script(case, tmp_path)
     assert done.returncode == code, done.stdout + done.stderr
     assert says in done.stdout
@@ -184,7 +184,7 @@ def test_a_script_ends_with_its_verdict(case: Case, code: int, says: str, tmp_pa
 
 @pytest.mark.skipif(not ON_THE_TORCH_OF_THE_TABLE, reason=f"the table says what torch {FOUND_WITH} does")
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-def test_what_the_table_says_is_found_again(case: Case, outcomes: dict[str, Outcome]) -> None:
+def test_what_the_table_says_is_found_again(case: CompareCase, outcomes: dict[str, PairOutcome]) -> None:
     outcome = outcomes[case.name]
     assert outcome.verdict == case.found, outcome
     assert outcome.expected
@@ -194,13 +194,13 @@ def test_what_the_table_says_is_found_again(case: Case, outcomes: dict[str, Outc
 @pytest.mark.skipif(not ON_THE_TORCH_OF_THE_TABLE, reason=f"the table says what torch {FOUND_WITH} does")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HANGING, ids=lambda case: case.name)
-def test_what_the_table_says_hangs_does(case: Case) -> None:
+def test_what_the_table_says_hangs_does(case: CompareCase) -> None:
     (outcome,) = run([case])
     assert outcome.verdict == "hangs", outcome
     assert "another rank raises" in outcome.got
 
 
-def test_planted_cases_get_the_verdict_that_they_deserve(outcomes: dict[str, Outcome]) -> None:
+def test_planted_cases_get_the_verdict_that_they_deserve(outcomes: dict[str, PairOutcome]) -> None:
     right, wrong = outcomes[RIGHT.name], outcomes[WRONG.name]
     assert (right.verdict, right.error) == ("right", pytest.approx(0, abs=1e-5))
     assert (wrong.verdict, wrong.error) == ("wrong", pytest.approx(1.4, abs=0.5))  # not the same on the two ranks
@@ -234,7 +234,7 @@ def test_a_crash_and_an_early_exit_cost_no_other_case() -> None:
 # ---------------------------------------------------------------- saving
 
 
-def test_what_is_saved_is_what_has_run(outcomes: dict[str, Outcome], saved: Path) -> None:
+def test_what_is_saved_is_what_has_run(outcomes: dict[str, PairOutcome], saved: Path) -> None:
     assert {path.name for path in saved.iterdir()} == {f"{name}.py" for name in outcomes}
     for case in (RIGHT, *QUICK):
         assert (saved / f"{case.name}.py").read_text() == script(case)

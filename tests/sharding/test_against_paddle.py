@@ -12,8 +12,8 @@ from tangram.sharding.ops.find_rule import bound
 from tangram.sharding.ops.rule_table import builtin
 
 
-def difference(verdict: str, given: str = "4/x 6", why: str = "") -> paddle.Difference:
-    return paddle.Difference("max", "amax", given, "[4/x 6 -> 6 sum:x]", "[4/x 6 -> 6 max:x]", verdict, why)
+def difference(verdict: str, given: str = "4/x 6", why: str = "") -> paddle.PaddleDifference:
+    return paddle.PaddleDifference("max", "amax", given, "[4/x 6 -> 6 sum:x]", "[4/x 6 -> 6 max:x]", verdict, why)
 
 
 def test_a_difference_is_one_sentence() -> None:

@@ -12,14 +12,14 @@ from torch import Tensor
 from tangram.cli import main
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.find_rule import bound
 from tangram.sharding.ops.rule_table import builtin, parse_lines
 from tangram.sharding.proof import shapes
-from tangram.sharding.proof.execute import check, ways, whole
+from tangram.sharding.proof.execute import check, run_whole, ways
 from tangram.sharding.proof.mutate import mutations, planted
 from tangram.sharding.proof.prove import prove_operator
-from tangram.sharding.proof.simulate import World, cut, together
+from tangram.sharding.proof.simulate import SimWorld, cut, together
 
 B, H, S, D = 4, 6, 5, 8
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -88,7 +88,7 @@ def test_attention_on_ranks_is_the_plain_one_and_moves_nothing(kind: str, name: 
     want = run(*(*leaves, None)[:4], mask)
     cotangent = some(*want.shape)
     expected = torch.autograd.grad(want, leaves, cotangent)
-    world = World(Mesh.parse(mesh), builtin())
+    world = SimWorld(Mesh.parse(mesh), builtin())
 
     def simulated(tensor: Tensor, text: str) -> Tensor:
         dims = [d if n > 1 else d.partition("/")[0] for d, n in zip(text.split(), tensor.shape, strict=True)]
@@ -105,16 +105,16 @@ def test_attention_on_ranks_is_the_plain_one_and_moves_nothing(kind: str, name: 
 
 
 CALLS = {
-    "causal groups": Call.of(KERNEL, (some(3, 6, 5, 4), some(3, 2, 5, 4), some(3, 2, 5, 4), 0.0, True), {}),
-    "one group": Call.of(KERNEL, (some(3, 6, 5, 4), some(3, 1, 7, 4), some(3, 1, 7, 4)), {}),
-    "mask": Call.of(KERNEL, (some(3, 6, 5, 4), some(3, 6, 5, 4), some(3, 6, 5, 4)), {"attn_mask": CAUSAL}),
+    "causal groups": OpCall.of(KERNEL, (some(3, 6, 5, 4), some(3, 2, 5, 4), some(3, 2, 5, 4), 0.0, True), {}),
+    "one group": OpCall.of(KERNEL, (some(3, 6, 5, 4), some(3, 1, 7, 4), some(3, 1, 7, 4)), {}),
+    "mask": OpCall.of(KERNEL, (some(3, 6, 5, 4), some(3, 6, 5, 4), some(3, 6, 5, 4)), {"attn_mask": CAUSAL}),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_kernel_is_proved_with_every_factor_and_map(name: str) -> None:
     call = CALLS[name]
-    own, expected = bound(builtin(), call), whole(call)
+    own, expected = bound(builtin(), call), run_whole(call)
     assert {"b", "s"} < {*own.cuttable}
     assert expected.wanted == {0, 1, 2}
     tried = [*ways(own, (2, 3, 5))]
@@ -151,5 +151,5 @@ def test_the_command_names_what_it_cannot_prove(capsys: pytest.CaptureFixture[st
     assert main(["shard", "check", "_flash_attention_forward"]) == 0
     shown = capsys.readouterr().out
     assert "_flash_attention_forward: unproved: no sample of it runs on this machine; the shapes of its parts" in shown
-    dropout = Call.of(torch.ops.aten._scaled_dot_product_flash_attention.default, (*(some(2, 4, 3, 8),) * 3, 0.5), {})
+    dropout = OpCall.of(torch.ops.aten._scaled_dot_product_flash_attention.default, (*(some(2, 4, 3, 8),) * 3, 0.5), {})
     assert not bound(builtin(), dropout).cuttable

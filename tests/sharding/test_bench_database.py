@@ -6,7 +6,7 @@ import torch
 from bench._sharding import database, gaps, ours, sides
 from bench._sharding.cases import Case, Sample, samples
 from tangram.sharding.discover.report import Gap
-from tangram.sharding.ops.rule_table import Table, builtin, parse_lines
+from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
 
 DOUBLE = 8
 
@@ -59,7 +59,7 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_operator_without_a_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "builtin", Table)
+    monkeypatch.setattr(ours, "builtin", RuleTable)
     found = ours.tried(first("mm"), 0, 0)
     assert (found.kind, "there is no rule for mm" in found.why) == ("raises", True)
 

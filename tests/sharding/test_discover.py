@@ -8,10 +8,10 @@ from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.layout.rule import Rule
 from tangram.sharding.discover import calls_from, drawn_calls, operator_of
-from tangram.sharding.discover.prove_draft import whole
+from tangram.sharding.discover.prove_draft import without_factor
 from tangram.sharding.ops.bind import bind
-from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.rule_table import Table, builtin, parse_lines
+from tangram.sharding.ops.calls import OpCall
+from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
 from tests.sharding import discovered
 
 LAYER_NORM = (
@@ -29,7 +29,7 @@ def found() -> dict[str, Any]:
     return cast("dict[str, Any]", outcome.value)
 
 
-def cuts(table: Table, call: Call) -> set[Any]:
+def cuts(table: RuleTable, call: OpCall) -> set[Any]:
     """What a table allows of a call, whatever its letters: the dims that are cut together, and what comes of them.
 
     Not what parts need each other for: discovery runs each by itself.
@@ -51,7 +51,7 @@ def cuts(table: Table, call: Call) -> set[Any]:
 def test_a_line_from_nothing_allows_what_the_table_does(found: dict[str, Any], name: str) -> None:
     one = found[name]
     assert one["cases"] > 30
-    table = Table().with_lines(parse_lines("\n".join(one["lines"])))
+    table = RuleTable().with_lines(parse_lines("\n".join(one["lines"])))
     some = [(cuts(table, call), cuts(builtin(), call)) for call in discovered.ATEN[name]()]
     assert any(known for _, known in some)
     for own, known in some:
@@ -95,9 +95,9 @@ def test_what_cannot_be_cut_is_said(found: dict[str, Any], name: str, why: str) 
 
 def test_a_factor_is_taken_back_with_all_that_speaks_of_it() -> None:
     rule = Rule.parse("mean.dim : ... {dim} ... -> ... sum:{dim} ; scale({dim}) linear")
-    assert str(whole(rule, "{dim}0")) == "mean.dim : ... {dim}^ ... -> ... ; linear"
-    assert str(whole(Rule.parse("x : v d, ... -> ... d sum:v ; offset(1 v)"), "v")) == "x : v^ d, ... -> ... d"
-    assert str(whole(Rule.parse("x : ... -> ..."), ".2")) == "x : ...^ -> ...^"
+    assert str(without_factor(rule, "{dim}0")) == "mean.dim : ... {dim}^ ... -> ... ; linear"
+    assert str(without_factor(Rule.parse("x : v d, ... -> ... d sum:v ; offset(1 v)"), "v")) == "x : v^ d, ... -> ... d"
+    assert str(without_factor(Rule.parse("x : ... -> ..."), ".2")) == "x : ...^ -> ...^"
 
 
 @pytest.mark.parametrize(

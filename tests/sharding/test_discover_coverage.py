@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.sharding.discover import coverage, report
+from tangram.sharding.discover import report
 from tangram.sharding.ops import find_rule, rule_table
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.computed_rules import ESCAPES, rule_of
-from tangram.sharding.ops.rule_table import Table
-from tangram.sharding.proof.execute import check, ways, whole
+from tangram.sharding.ops.rule_table import RuleTable
+from tangram.sharding.proof.execute import check, run_whole, ways
 
 aten = torch.ops.aten
 
@@ -26,7 +26,7 @@ def below(n: int, *shape: int) -> Tensor:
 
 
 def test_every_core_operator_has_a_way_and_whole_ones_a_reason() -> None:
-    ways_ = coverage.coverage()
+    ways_ = report.coverage()
     assert len(ways_) > 180
     assert [one.operator for one in ways_ if not one.kind] == []
     counts = Counter(one.kind for one in ways_)
@@ -38,10 +38,10 @@ def test_every_core_operator_has_a_way_and_whole_ones_a_reason() -> None:
 
 
 def test_an_operator_without_any_way_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "builtin", Table)
-    assert coverage.way(aten.bmm.default).kind == ""
-    assert coverage.way(aten.permute.default).kind == "view"
-    assert coverage.way(aten.randn.default).kind == "factory"
+    monkeypatch.setattr(report, "builtin", RuleTable)
+    assert report.way(aten.bmm.default).kind == ""
+    assert report.way(aten.permute.default).kind == "view"
+    assert report.way(aten.randn.default).kind == "factory"
 
 
 def test_each_function_is_of_an_operator() -> None:
@@ -96,32 +96,32 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], str, int]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_what_a_function_gives_holds(name: str) -> None:
     operator, args, line, factors = CALLS[name]
-    call = Call.of(operator, args, {})
+    call = OpCall.of(operator, args, {})
     rule = rule_of(call)
     assert rule is not None
     assert str(rule).partition(" : ")[2] == line
     bound = find_rule.bound(rule_table.builtin(), call)
     assert len(bound.cuttable) == factors
-    expected = whole(call)
+    expected = run_whole(call)
     for cuts, mesh in ways(bound, (2, 3)):
         assert check(call, bound, cuts, mesh, expected) is None
 
 
 def test_a_line_of_ones_own_goes_before_the_function() -> None:
-    call = Call.of(aten.repeat.default, (some(5, 4), [3, 1, 2]), {})
+    call = OpCall.of(aten.repeat.default, (some(5, 4), [3, 1, 2]), {})
     own = rule_table.builtin().with_lines(rule_table.parse_lines("repeat : ...^ -> ...^"))
     assert find_rule.bound(own, call).cuttable == []
 
 
 def test_indices_do_not_broadcast() -> None:
     """`gather` takes fewer indices than elements: a dim of one index is no broadcast one."""
-    call = Call.of(aten.gather.default, (some(5, 3), 0, below(5, 4, 1)), {})
+    call = OpCall.of(aten.gather.default, (some(5, 3), 0, below(5, 4, 1)), {})
     assert find_rule.bound(rule_table.builtin(), call).cuttable == ["{dim}0", "i"]
 
 
 def test_a_cut_that_the_table_lacks_is_reported() -> None:
-    calls = [Call.of(aten.mm.default, (some(m, 6), some(6, 5)), {}) for m in (3, 4)]
-    whole_only = Table().with_lines(rule_table.parse_lines("mm : ...^ -> ...^", "whole.rules"))
+    calls = [OpCall.of(aten.mm.default, (some(m, 6), some(6, 5)), {}) for m in (3, 4)]
+    whole_only = RuleTable().with_lines(rule_table.parse_lines("mm : ...^ -> ...^", "whole.rules"))
     found = report.gaps_of(whole_only, "mm", calls)
     assert {gap.cut: gap.calls for gap in found} == {
         "input 0 dim -2 -> cut": 2,
@@ -130,4 +130,4 @@ def test_a_cut_that_the_table_lacks_is_reported() -> None:
     }
     assert report.gaps_of(rule_table.builtin(), "mm", calls) == []
     assert report.gaps_of(whole_only, "mm", calls[:1]) == []  # one shape says little
-    assert len(report.gaps_of(Table(), "mm", calls)) == 3
+    assert len(report.gaps_of(RuleTable(), "mm", calls)) == 3

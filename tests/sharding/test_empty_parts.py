@@ -9,16 +9,16 @@ from tangram.layout import Mesh
 from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops import local_call
 from tangram.sharding.ops import find_rule
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin
-from tangram.sharding.proof.execute import check, whole
+from tangram.sharding.proof.execute import check, run_whole
 
 CONVOLUTION = torch.ops.aten.convolution.default
 
 
-def _transposed(size: int) -> Call:
+def _transposed(size: int) -> OpCall:
     x, w = torch.randn(2, 4, size, requires_grad=True), torch.randn(4, 3, 2, requires_grad=True)
-    return Call.of(CONVOLUTION, (x, w, None, [1], [1], [1], True, [0], 1), {})
+    return OpCall.of(CONVOLUTION, (x, w, None, [1], [1], [1], True, [0], 1), {})
 
 
 @pytest.mark.parametrize("size", [1, 5])
@@ -29,7 +29,8 @@ def test_a_transposed_convolution_with_a_part_of_nothing(size: int) -> None:
     assert bound.cuttable
     for factor in bound.cuttable:
         assert (
-            check(call, bound, {factor: (Cut("x"),)}, Mesh.parse(f"x={bound.sizes[factor] + 1}"), whole(call)) is None
+            check(call, bound, {factor: (Cut("x"),)}, Mesh.parse(f"x={bound.sizes[factor] + 1}"), run_whole(call))
+            is None
         )
 
 

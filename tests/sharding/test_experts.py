@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.find_rule import bound
 from tangram.sharding.ops.rule_table import builtin
-from tangram.sharding.proof.execute import check, ways, whole
-from tangram.sharding.proof.simulate import World, cut, together
+from tangram.sharding.proof.execute import check, run_whole, ways
+from tangram.sharding.proof.simulate import SimWorld, cut, together
 
 aten = torch.ops.aten
 
@@ -39,10 +39,10 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_groups_are_counted_from_a_parts_own(name: str) -> None:
     args, factors = FORMS[name]
-    call = Call.of(aten._grouped_mm.default, args, {})
+    call = OpCall.of(aten._grouped_mm.default, args, {})
     own = bound(builtin(), call)
     assert own.cuttable == factors.split()
-    expected = whole(call)
+    expected = run_whole(call)
     assert expected.wanted == {0, 1}
     tried = [*ways(own, (2, 3, 5))]
     for factor in ("t", "e"):  # rows and experts that do not stand together
@@ -54,7 +54,7 @@ def test_groups_are_counted_from_a_parts_own(name: str) -> None:
 
 
 def test_groups_with_a_bias_are_whole() -> None:
-    call = Call.of(aten._grouped_mm.default, (some(7, 8), some(3, 8, 12), ends(2, 2, 7), some(3, 12)), {})
+    call = OpCall.of(aten._grouped_mm.default, (some(7, 8), some(3, 8, 12), ends(2, 2, 7), some(3, 12)), {})
     assert not bound(builtin(), call).cuttable
 
 
@@ -108,7 +108,7 @@ def test_a_block_of_experts_is_the_plain_one_and_its_weights_stay(name: str, imp
         if found is not None:
             moved.extend((found.call.name, kind, n) for (kind, axis), n in found.moved.items() if axis == "x")
 
-    world = World(Mesh.parse(mesh), builtin(), told=told)
+    world = SimWorld(Mesh.parse(mesh), builtin(), told=told)
     given = {k: cut(p, Layout.parse(layouts[k]).bind(tuple(p.shape)), world) for k, p in leaves.items() if k in layouts}
     simulated = cut(plain, Layout.parse(of_x).bind((3, 4, 16)), world)
     made = torch.func.functional_call(own, {**leaves, **given}, (simulated,))

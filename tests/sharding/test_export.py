@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tangram.hardware import workers
-from tangram.sharding.compare import CASES, FOUND_WITH, Case, Outcome, run
+from tangram.sharding.compare import CASES, FOUND_WITH, CompareCase, PairOutcome, run
 
 NO_OPERATORS = {
     "register-sharding-dims": "the key of calls of operators that users register themselves is torch's",
@@ -22,12 +22,12 @@ REFUSED = {"view-in-place": "would write to a copy"}
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, Outcome]:
+def outcomes() -> dict[str, PairOutcome]:
     return {outcome.name: outcome for outcome in run(fixed=True)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_case_is_right_with_the_rules(case: Case, outcomes: dict[str, Outcome]) -> None:
+def test_a_case_is_right_with_the_rules(case: CompareCase, outcomes: dict[str, PairOutcome]) -> None:
     verdict = outcomes[case.name].verdict
     if case.name in REFUSED:
         assert verdict == "raises"

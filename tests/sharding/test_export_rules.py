@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from tangram.errors import UserError
 from tangram.sharding.dtensor.choose import rows
 from tangram.sharding.dtensor.rules import Registered, exported, register
-from tangram.sharding.ops.calls import Call, name_of
+from tangram.sharding.ops.calls import OpCall, name_of
 from tangram.sharding.ops.find_rule import bound
 from tangram.sharding.ops.rule_table import parse_lines
-from tangram.sharding.proof.execute import check, ways, whole
-from tangram.sharding.proof.pending import check_pending
-from tangram.sharding.proof.samples.samples import Recorder
+from tangram.sharding.proof.execute import check, run_whole, ways
+from tangram.sharding.proof.prove import check_pending
+from tangram.sharding.proof.samples.samples import SampleRecorder
 from tangram.sharding.propagation.axis_choices import waiting
 
 aten = torch.ops.aten
@@ -30,60 +30,60 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
-def losses() -> Iterator[Call]:
+def losses() -> Iterator[OpCall]:
     named = {"smooth_l1_loss": (0.7,), "huber_loss": (0.7,), "mse_loss": (), "soft_margin_loss": ()}
     for reduction in (0, 1, 2):
         grad, x, y = randn(5, 3) if not reduction else randn(), randn(5, 3), randn(5, 3)
         for name, more in named.items():
-            yield Call.of(getattr(aten, f"{name}_backward").default, (grad, x, y, reduction, *more), {})
+            yield OpCall.of(getattr(aten, f"{name}_backward").default, (grad, x, y, reduction, *more), {})
         for weight in (None, randn(3)):
             args = (grad, x.sigmoid(), y.sigmoid(), weight, reduction)
-            yield Call.of(aten.binary_cross_entropy_backward.default, args, {})
+            yield OpCall.of(aten.binary_cross_entropy_backward.default, args, {})
 
 
-def convolutions() -> Iterator[Call]:
+def convolutions() -> Iterator[OpCall]:
     for transposed, groups, masks in ((False, 1, (True,) * 3), (False, 3, (True,) * 3), (True, 3, (True, True, False))):
         x = randn(5, 6, 8)
         weight = randn(6, 3, 3) if transposed else randn(9, 6 // groups, 3)
         outputs = 3 * groups if transposed else 9
         args = (None, [2], [1], [1], transposed, [0], groups)
         grad = torch.randn_like(aten.convolution.default(x, weight, *args))
-        yield Call.of(aten.convolution_backward.default, (grad, x, weight, [outputs], *args[1:], masks), {})
+        yield OpCall.of(aten.convolution_backward.default, (grad, x, weight, [outputs], *args[1:], masks), {})
 
 
-def attentions() -> Iterator[Call]:
+def attentions() -> Iterator[OpCall]:
     q, k, v = randn(5, 4, 7, 8), randn(5, 4, 7, 8), randn(5, 4, 7, 8)
     for causal, mask in ((True, None), (False, None), (False, randn(7, 7)), (False, randn(5, 1, 7, 7))):
         out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
         args = (torch.randn_like(out), q, k, v, out, sums, 0.0, causal)
-        yield Call.of(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, args, {"attn_mask": mask})
+        yield OpCall.of(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, args, {"attn_mask": mask})
 
 
-def norms() -> Iterator[Call]:
+def norms() -> Iterator[OpCall]:
     x, weight, bias = randn(5, 6, 4), randn(6), randn(6)
     _, mean, rstd = aten.native_group_norm(x, weight, bias, 5, 6, 4, 3, 1e-5)
-    yield Call.of(
+    yield OpCall.of(
         aten.native_group_norm_backward.default,
         (randn(5, 6, 4), x, mean, rstd, weight, 5, 6, 4, 3, [True, True, True]),
         {},
     )
-    yield Call.of(aten._fused_rms_norm.default, (randn(5, 3, 4), [4], randn(4), 1e-5), {})
-    yield Call.of(aten._fused_rms_norm.default, (randn(5, 3, 4), [3, 4], None, None), {})
+    yield OpCall.of(aten._fused_rms_norm.default, (randn(5, 3, 4), [4], randn(4), 1e-5), {})
+    yield OpCall.of(aten._fused_rms_norm.default, (randn(5, 3, 4), [3, 4], None, None), {})
 
 
-def others() -> Iterator[Call]:
+def others() -> Iterator[OpCall]:
     for operator in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor):
-        yield Call.of(operator, (randn(5, 3), randn(5, 3)), {})
-        yield Call.of(operator, (randn(5, 3), 3.0), {})
-    yield Call.of(aten.add.Tensor, (randn(5, 3), randn(3)), {"alpha": 2})
+        yield OpCall.of(operator, (randn(5, 3), randn(5, 3)), {})
+        yield OpCall.of(operator, (randn(5, 3), 3.0), {})
+    yield OpCall.of(aten.add.Tensor, (randn(5, 3), randn(3)), {"alpha": 2})
     for operator, *more in ((aten.neg.default,), (aten.mul.Scalar, 3.0), (aten.div.Scalar, 3.0), (aten.clone.default,)):
-        yield Call.of(operator, (randn(5, 3), *more), {})
-    yield Call.of(aten._to_copy.default, (randn(5, 3),), {"dtype": torch.float32})
-    yield Call.of(aten.select_backward.default, (randn(5, 3), [5, 4, 3], -2, 1), {})
-    yield Call.of(aten.select_backward.default, (randn(3, 5), [4, 3, 5], 0, -1), {})
+        yield OpCall.of(operator, (randn(5, 3), *more), {})
+    yield OpCall.of(aten._to_copy.default, (randn(5, 3),), {"dtype": torch.float32})
+    yield OpCall.of(aten.select_backward.default, (randn(5, 3), [5, 4, 3], -2, 1), {})
+    yield OpCall.of(aten.select_backward.default, (randn(3, 5), [4, 3, 5], 0, -1), {})
 
 
-def recorded() -> Iterator[Call]:
+def recorded() -> Iterator[OpCall]:
     """What backward calls of functions that users call."""
     functions: list[Callable[[torch.Tensor], torch.Tensor]] = [
         *(F.hardtanh, F.hardswish, F.hardsigmoid, F.softshrink, F.hardshrink, F.logsigmoid),
@@ -97,7 +97,7 @@ def recorded() -> Iterator[Call]:
     for function in functions:
         x = randn(5, 3, 4, 4, 6).requires_grad_()
         result = function(x)
-        with Recorder() as recorder:
+        with SampleRecorder() as recorder:
             result.backward(torch.randn_like(result))
         wanted = {name for line in LINES for name in line.rule.operators if name.endswith("_backward")} - {
             "select_backward"
@@ -107,16 +107,16 @@ def recorded() -> Iterator[Call]:
         yield found[0]
 
 
-def calls() -> list[Call]:
+def calls() -> list[OpCall]:
     torch.manual_seed(0)
-    kinds: tuple[Callable[[], Iterator[Call]], ...] = (losses, convolutions, attentions, norms, others, recorded)
+    kinds: tuple[Callable[[], Iterator[OpCall]], ...] = (losses, convolutions, attentions, norms, others, recorded)
     return [call for kind in kinds for call in kind()]
 
 
 @pytest.mark.parametrize("call", calls(), ids=str)
-def test_each_line_is_proved(call: Call) -> None:
+def test_each_line_is_proved(call: OpCall) -> None:
     found = bound(exported(), call)
-    expected = whole(call)
+    expected = run_whole(call)
     failures = [check(call, found, cuts, mesh, expected) for cuts, mesh in ways(found, (2, 3, 7))]
     assert failures  # there is a way to cut it
     pending = list(check_pending(call, found, expected))
@@ -216,7 +216,7 @@ def test_a_mistake_registers_nothing() -> None:
 
 
 def shown(operator: torch._ops.OpOverload, *args: object) -> list[str]:
-    call = Call.of(operator, args, {})
+    call = OpCall.of(operator, args, {})
     found = bound(exported(), call)
     results = list(call.run())
     short = {"Replicate()": "R", "Partial(sum)": "P"}

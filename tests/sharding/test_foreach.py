@@ -7,12 +7,12 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.sharding.ops import foreach
-from tangram.sharding.ops.calls import Call, name_of
+from tangram.sharding.ops.calls import OpCall, name_of
 from tangram.sharding.ops.find_rule import NoRuleError, bound, each
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof import lists
 from tangram.sharding.proof.prove import prove_operator
-from tangram.sharding.proof.simulate import World, cut, together
+from tangram.sharding.proof.simulate import SimWorld, cut, together
 
 aten = torch.ops.aten
 X = [torch.arange(6.0).reshape(3, 2), torch.ones(5)]
@@ -66,21 +66,21 @@ def test_its_rule_is_proved(name: str) -> None:
 
 
 def test_calls_and_places_of_elements() -> None:
-    call = Call.of(aten._foreach_addcmul.Tensor, (X, X, X, torch.tensor([2.0, 3.0])), {})
+    call = OpCall.of(aten._foreach_addcmul.Tensor, (X, X, X, torch.tensor([2.0, 3.0])), {})
     found = foreach.calls(call)
     assert found is not None
     assert [one.arguments["value"] for one in found] == [2.0, 3.0]
     assert foreach.places(call) == ((0, 2, 4), (1, 3, 5))
     assert [len(one.cuttable) for _, one in each(builtin(), call)] == [2, 1]
-    assert foreach.calls(Call.of(aten.mm.default, (X[0], X[0].T), {})) is None
+    assert foreach.calls(OpCall.of(aten.mm.default, (X[0], X[0].T), {})) is None
     with pytest.raises(NoRuleError, match="a rule for each element"):
         bound(builtin(), call)
     with pytest.raises(UserError, match="different lengths"):
-        foreach.calls(Call.of(aten._foreach_add.List, (X, X[:1]), {}))
+        foreach.calls(OpCall.of(aten._foreach_add.List, (X, X[:1]), {}))
 
 
 def test_lists_on_simulated_ranks_lie_each_by_itself() -> None:
-    world = World(Mesh.parse("x=2"), builtin())
+    world = SimWorld(Mesh.parse("x=2"), builtin())
     one = cut(X[0], Layout.parse("a/x b").bind((3, 2)), world)
     other = cut(X[1], Layout.parse("a/x").bind((5,)), world)
     plain = torch.full((2,), 7.0)
@@ -94,7 +94,7 @@ def test_lists_on_simulated_ranks_lie_each_by_itself() -> None:
 
 
 def test_an_optimiser_over_lists_takes_the_step_that_it_takes_whole() -> None:
-    world = World(Mesh.parse("x=3"), builtin())
+    world = SimWorld(Mesh.parse("x=3"), builtin())
     layouts = [Layout.parse("a/x b").bind((3, 2)), Layout.parse("a/x").bind((5,))]
     own = [cut(x, layout, world) for x, layout in zip(X, layouts, strict=True)]
     whole = [x.clone() for x in X]

@@ -20,13 +20,13 @@ from tangram.sharding.derive.layouts import layout_of as layout_from
 from tangram.sharding.derive.layouts import value_layout
 from tangram.sharding.derive.marking.mark_ops import noted
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.derive.of_model import derive_model, graph_of
 from tangram.sharding.derive.problem.states import cut
 from tangram.sharding.derive.transitions import Change
 from tangram.sharding.eager import api, layout_of, mark, relayout
 from tangram.sharding.eager.api import marks_in
-from tangram.sharding.eager.session import Eager, Lying, Mode
-from tangram.sharding.eager.sharded_tensor import Placed
+from tangram.sharding.eager.session import Eager, Mode, ParameterPart
+from tangram.sharding.eager.sharded_tensor import ShardedTensor
 
 HERE = "test_incode.py:"
 
@@ -71,7 +71,7 @@ def test_outside_of_any_mesh_marks_do_nothing() -> None:
 def test_layouts_can_be_asked_for_and_follow_the_operators() -> None:
     with running():
         x = relayout(X, "a b (2 c/tp)")
-        assert isinstance(x, Placed)
+        assert isinstance(x, ShardedTensor)
         assert layout_of(x) == Layout.parse("_=4 _=6 (_=2 _=4/tp)")
         assert str(layout_of(x.transpose(1, 2).exp())) == "_=4 (_=2 _=4/tp) _=6"
         assert str(layout_of(torch.ones(5, 6) @ x)) == "_=4 _=5 (_=2 _=4/tp)"
@@ -125,7 +125,7 @@ class Net(nn.Module):
 
 def derived(act: Callable[[Tensor], Tensor], marks: str = "up.weight: f/tp h") -> Any:
     graph = graph_of(Net(act), {"x": X}, torch.float32)
-    return derive_whole(graph, [Mark.parse(marks)] if marks else [], Mesh.parse("tp=2"))
+    return derive_model(graph, [Mark.parse(marks)] if marks else [], Mesh.parse("tp=2"))
 
 
 def test_a_capture_carries_marks_and_lines() -> None:
@@ -234,7 +234,7 @@ def test_what_is_not_marked_has_no_layout_outside() -> None:
 
 def _held(one: Eager, states: str) -> nn.Parameter:
     part = nn.Parameter(torch.randn(4, 8))
-    one.parameters[part] = Lying("up.weight", (4, 8), {"tp": cut(0) if states == "rows" else cut(1)})
+    one.parameters[part] = ParameterPart("up.weight", (4, 8), {"tp": cut(0) if states == "rows" else cut(1)})
     return part
 
 

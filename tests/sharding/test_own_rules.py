@@ -10,7 +10,7 @@ import torch
 from tangram.errors import UserError
 from tangram.sharding.discover.own_rules import own_rules
 from tangram.sharding.ops import find_rule
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import table_of
 from tests.training import own_operator
 
@@ -48,7 +48,7 @@ def test_a_line_that_a_built_in_rule_says_too_is_left_out(tmp_path: Path) -> Non
 
 def test_a_rule_is_for_the_numbers_of_dims_that_it_was_proved_with() -> None:
     x = torch.empty(3, 6, device="meta")
-    call = Call.of(torch.ops.tangram_gate.gated.default, (x, x[0], x[0]), {})
+    call = OpCall.of(torch.ops.tangram_gate.gated.default, (x, x[0], x[0]), {})
     with pytest.raises(UserError, match=r"the rule of tangram_gate.gated has `_ b` for w, which has 1 dims"):
         find_rule.bound(table_of(RIGHT), call)
 

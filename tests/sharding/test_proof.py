@@ -6,10 +6,10 @@ from torch import Tensor
 
 from tangram.sharding.ops import find_rule, rule_table
 from tangram.sharding.ops.bind import RuleError
-from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.rule_table import Table, parse_lines
-from tangram.sharding.proof.execute import Failure, check, ways, whole
-from tangram.sharding.proof.pending import check_pending
+from tangram.sharding.ops.calls import OpCall
+from tangram.sharding.ops.rule_table import RuleTable, parse_lines
+from tangram.sharding.proof.execute import Failure, check, run_whole, ways
+from tangram.sharding.proof.prove import check_pending
 
 aten = torch.ops.aten
 
@@ -18,9 +18,9 @@ def some(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def tried(rules: Table, call: Call) -> tuple[int, Failure | None]:
+def tried(rules: RuleTable, call: OpCall) -> tuple[int, Failure | None]:
     """How many ways of cutting were tried until one was wrong."""
-    bound, expected, n = find_rule.bound(rules, call), whole(call), 0
+    bound, expected, n = find_rule.bound(rules, call), run_whole(call), 0
     for cuts, mesh in ways(bound, (2, 3, 5)):
         n += 1
         if failure := check(call, bound, cuts, mesh, expected):
@@ -33,21 +33,21 @@ def tried(rules: Table, call: Call) -> tuple[int, Failure | None]:
 
 
 RIGHT = {
-    "mm": lambda: Call.of(aten.mm.default, (some(4, 6), some(6, 5)), {}),
-    "bias added once": lambda: Call.of(aten.addmm.default, (some(5), some(4, 6), some(6, 5)), {}),
-    "broadcast": lambda: Call.of(aten.add.Tensor, (some(4, 1, 5), some(3, 5)), {"alpha": 2}),
-    "in place": lambda: Call.of(aten.mul_.Tensor, (some(4, 5), some(5)), {}),
-    "some dims": lambda: Call.of(aten.sum.dim_IntList, (some(4, 6, 3), [-1, 0]), {}),
-    "mean of uneven parts": lambda: Call.of(aten.mean.dim, (some(4, 5, 3), [1], True), {}),
-    "largest of nothing": lambda: Call.of(aten.amax.default, (some(4, 6), [-1]), {}),
-    "scan": lambda: Call.of(aten.cumsum.default, (some(4, 5), -1), {}),
-    "loss": lambda: Call.of(aten.mse_loss.default, (some(5, 3), some(5, 3)), {}),
-    "words": lambda: Call.of(aten.embedding.default, (some(7, 3), torch.tensor([[6, 0], [3, 2]]), 2), {}),
-    "merged dims": lambda: Call.of(aten.view.default, (some(4, 6, 5), [4, 30]), {}),
-    "split dims": lambda: Call.of(aten.view.default, (some(6, 4), [2, 3, -1]), {}),
-    "a dim that is one in a part": lambda: Call.of(aten.squeeze.default, (some(3, 1, 2),), {}),
-    "windows": lambda: Call.of(aten.unfold.default, (some(3, 10), 1, 2, 2), {}),
-    "channels": lambda: Call.of(
+    "mm": lambda: OpCall.of(aten.mm.default, (some(4, 6), some(6, 5)), {}),
+    "bias added once": lambda: OpCall.of(aten.addmm.default, (some(5), some(4, 6), some(6, 5)), {}),
+    "broadcast": lambda: OpCall.of(aten.add.Tensor, (some(4, 1, 5), some(3, 5)), {"alpha": 2}),
+    "in place": lambda: OpCall.of(aten.mul_.Tensor, (some(4, 5), some(5)), {}),
+    "some dims": lambda: OpCall.of(aten.sum.dim_IntList, (some(4, 6, 3), [-1, 0]), {}),
+    "mean of uneven parts": lambda: OpCall.of(aten.mean.dim, (some(4, 5, 3), [1], True), {}),
+    "largest of nothing": lambda: OpCall.of(aten.amax.default, (some(4, 6), [-1]), {}),
+    "scan": lambda: OpCall.of(aten.cumsum.default, (some(4, 5), -1), {}),
+    "loss": lambda: OpCall.of(aten.mse_loss.default, (some(5, 3), some(5, 3)), {}),
+    "words": lambda: OpCall.of(aten.embedding.default, (some(7, 3), torch.tensor([[6, 0], [3, 2]]), 2), {}),
+    "merged dims": lambda: OpCall.of(aten.view.default, (some(4, 6, 5), [4, 30]), {}),
+    "split dims": lambda: OpCall.of(aten.view.default, (some(6, 4), [2, 3, -1]), {}),
+    "a dim that is one in a part": lambda: OpCall.of(aten.squeeze.default, (some(3, 1, 2),), {}),
+    "windows": lambda: OpCall.of(aten.unfold.default, (some(3, 10), 1, 2, 2), {}),
+    "channels": lambda: OpCall.of(
         aten.convolution.default,
         (some(2, 6, 5), some(4, 3, 3), some(4), [1], [1], [1], False, [0], 2),
         {},
@@ -110,4 +110,4 @@ def test_a_dim_that_the_operator_lacks_is_named() -> None:
 
 def test_an_operator_without_a_rule_is_named_with_the_command() -> None:
     with pytest.raises(find_rule.NoRuleError, match=r"no rule for mm: `tangram shard discover aten::mm`"):
-        find_rule.bound(Table(), RIGHT["mm"]())
+        find_rule.bound(RuleTable(), RIGHT["mm"]())

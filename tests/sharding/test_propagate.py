@@ -7,9 +7,9 @@ from torch._ops import OpOverload
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.errors import LayoutError
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.find_rule import NoRuleError
-from tangram.sharding.ops.rule_table import Table, builtin, parse_lines
+from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
 from tangram.sharding.proof.propagated import check
 from tangram.sharding.propagation.propagate import Propagation, propagate
 from tests.sharding.propagating import some
@@ -19,7 +19,7 @@ sdpa = aten._scaled_dot_product_flash_attention_for_cpu.default
 conv = aten.convolution.default
 
 
-def found(call: Call, mesh: str, *layouts: str | None, differentiable: bool = True, lines: str = "") -> Propagation:
+def found(call: OpCall, mesh: str, *layouts: str | None, differentiable: bool = True, lines: str = "") -> Propagation:
     """A propagation that has been proved by running it."""
     rules = builtin().with_lines(parse_lines(lines))
     given = [None if text is None else Layout.parse(text) for text in layouts]
@@ -28,15 +28,15 @@ def found(call: Call, mesh: str, *layouts: str | None, differentiable: bool = Tr
     return made
 
 
-def call(operator: OpOverload, *args: object) -> Call:
-    return Call.of(operator, args, {})
+def call(operator: OpOverload, *args: object) -> OpCall:
+    return OpCall.of(operator, args, {})
 
 
 def texts(made: Propagation) -> list[str]:
     return [str(layout).replace("_=", "") for layout in made.outputs]
 
 
-def mm(m: int = 8, k: int = 12, n: int = 6) -> Call:
+def mm(m: int = 8, k: int = 12, n: int = 6) -> OpCall:
     return call(aten.mm.default, some(m, k), some(k, n))
 
 
@@ -249,7 +249,7 @@ def test_bad_input_is_refused_in_one_sentence() -> None:
     with pytest.raises(UserError, match=r"input 0 has shape \[8, 12\], but its layout .* is of \[8, 11\]"):
         propagate(builtin(), mm(), [Layout.parse("m k").bind((8, 11)), None], mesh)
     with pytest.raises(NoRuleError, match="there is no rule for mm"):
-        propagate(Table(), mm(), [None, None], mesh)
+        propagate(RuleTable(), mm(), [None, None], mesh)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_bad_input_is_refused_in_one_sentence() -> None:
         (call(conv, some(2, 6, 9), some(4, 3, 3), None, [2], [1], [1], False, [0], 2), 2 * 2 * 4 * 3 * 3 * 5),
     ],
 )  # fmt: skip
-def test_operations_from_the_line(one: Call, operations: int) -> None:
+def test_operations_from_the_line(one: OpCall, operations: int) -> None:
     tensors = one.tensors
     assert found(one, "x=2", *[None for _ in tensors]).flops == operations
 

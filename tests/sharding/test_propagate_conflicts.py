@@ -6,7 +6,7 @@ import torch
 from torch._ops import OpOverload
 
 from tangram.layout import Layout, Mesh
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.propagation.explain_conflicts import FactorTable, factor_table
 from tangram.sharding.propagation.propagate import propagate
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def table(operator: OpOverload, args: tuple[object, ...], layouts: list[str], mesh: str) -> FactorTable:
-    call = Call.of(operator, args, {})
+    call = OpCall.of(operator, args, {})
     return factor_table(propagate(builtin(), call, [Layout.parse(text) for text in layouts], Mesh.parse(mesh)))
 
 
@@ -80,7 +80,7 @@ def test_without_a_conflict_there_is_none() -> None:
 
 def test_the_table_says_what_a_pending_sum_would_cost() -> None:
     x, index, src = torch.empty(64, 2), torch.zeros(2, 2, dtype=torch.int64), torch.empty(2, 2)
-    call = Call.of(torch.ops.aten.scatter_add.default, (x, 0, index, src), {})
+    call = OpCall.of(torch.ops.aten.scatter_add.default, (x, 0, index, src), {})
     table = factor_table(propagate(builtin(), call, [None, Layout.parse("i/x k"), None], Mesh.parse("x=2")))
     (axis,) = table.axes
     assert str(axis.chosen) == "whole"

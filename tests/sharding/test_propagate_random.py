@@ -13,7 +13,7 @@ from tangram.layout import Layout, Mesh, region
 from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops.local_call import layout_of
 from tangram.sharding.ops import find_rule
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.propagated import check
 from tangram.sharding.propagation.explain_conflicts import factor_table
@@ -21,7 +21,7 @@ from tangram.sharding.propagation.propagate import Propagation, propagate
 from tests.sharding.propagating import calls, cuts, layouts, meshes, some
 
 
-def propagated(call: Call, given: list[Layout | None], mesh: Mesh, *, differentiable: bool) -> Propagation | None:
+def propagated(call: OpCall, given: list[Layout | None], mesh: Mesh, *, differentiable: bool) -> Propagation | None:
     """None where an operator that writes in place would need what it writes otherwise."""
     try:
         return propagate(builtin(), call, given, mesh, differentiable=differentiable)
@@ -87,7 +87,7 @@ WRONG: dict[str, Callable[[Propagation], Propagation]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_layout_is_found(name: str) -> None:
-    call = Call.of(torch.ops.aten.mm.default, (some(8, 12), some(12, 6)), {})
+    call = OpCall.of(torch.ops.aten.mm.default, (some(8, 12), some(12, 6)), {})
     found = propagate(builtin(), call, [Layout.parse("m/x k/y"), None], Mesh.parse("x=2 y=2"))
     assert check(found, call.run()) is None
     assert check(WRONG[name](found), call.run()) is not None

@@ -11,21 +11,21 @@ import torch
 from tangram.cli import main
 from tangram.hardware import workers
 from tangram.hardware.workers import Json
-from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.rule_table import Table, builtin, parse_lines
+from tangram.sharding.ops.calls import OpCall
+from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
 from tangram.sharding.proof.mutate import mutations, planted
 from tangram.sharding.proof.prove import prove_operator
 
 aten = torch.ops.aten
 X = torch.arange(30.0, dtype=torch.float64).reshape(6, 5).sin()
 CALLS = {
-    "mm": [Call.of(aten.mm.default, (X, X.T.contiguous()), {})],
-    "addmm": [Call.of(aten.addmm.default, (X[0], X, torch.ones(5, 5, dtype=torch.float64)), {})],
-    "cumsum": [Call.of(aten.cumsum.default, (X, 1), {})],
-    "mean.dim": [Call.of(aten.mean.dim, (X, [0]), {})],
-    "_softmax": [Call.of(aten._softmax.default, (X, 1, False), {})],
-    "native_layer_norm": [Call.of(aten.native_layer_norm.default, (X, [5], X[0], X[1], 1e-5), {})],
-    "embedding": [Call.of(aten.embedding.default, (X, torch.tensor([[0, 5, 3], [2, 2, 4]]), 4), {})],
+    "mm": [OpCall.of(aten.mm.default, (X, X.T.contiguous()), {})],
+    "addmm": [OpCall.of(aten.addmm.default, (X[0], X, torch.ones(5, 5, dtype=torch.float64)), {})],
+    "cumsum": [OpCall.of(aten.cumsum.default, (X, 1), {})],
+    "mean.dim": [OpCall.of(aten.mean.dim, (X, [0]), {})],
+    "_softmax": [OpCall.of(aten._softmax.default, (X, 1, False), {})],
+    "native_layer_norm": [OpCall.of(aten.native_layer_norm.default, (X, [5], X[0], X[1], 1e-5), {})],
+    "embedding": [OpCall.of(aten.embedding.default, (X, torch.tensor([[0, 5, 3], [2, 2, 4]]), 4), {})],
 }
 
 
@@ -45,8 +45,8 @@ def test_each_planted_mistake_is_found(name: str) -> None:
 
 
 def test_a_verdict_says_what_has_no_rule_or_no_fit() -> None:
-    assert prove_operator(Table(), "mm", CALLS["mm"]).kind == "no rule"
-    misfit = Table().with_lines(parse_lines("mm : a b c -> a"))
+    assert prove_operator(RuleTable(), "mm", CALLS["mm"]).kind == "no rule"
+    misfit = RuleTable().with_lines(parse_lines("mm : a b c -> a"))
     verdict = prove_operator(misfit, "mm", CALLS["mm"])
     assert verdict.kind == "refuted"
     assert "has a in a result and in no tensor given" in verdict.why

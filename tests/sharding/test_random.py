@@ -10,16 +10,16 @@ from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.local_call import part_of, piece, run
-from tangram.sharding.local_ops.local_variants import whole
+from tangram.sharding.local_ops.local_variants import for_comparison
 from tangram.sharding.local_ops.random_numbers import Key
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.ops.bind import bind
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.find_rule import bound
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.mutate import mutations, planted
 from tangram.sharding.proof.prove import prove_operator
-from tangram.sharding.proof.simulate import World, cut, together
+from tangram.sharding.proof.simulate import SimWorld, cut, together
 
 aten = torch.ops.aten
 X = torch.arange(35.0, dtype=torch.float64).reshape(7, 5).sin().abs()
@@ -136,14 +136,14 @@ def test_dropout_is_the_same_for_every_layout_and_scales() -> None:
 
 
 CALLS = {
-    "native_dropout": lambda: Call.of(aten.native_dropout.default, (X, 0.4, True), {}),
-    "bernoulli": lambda: Call.of(aten.bernoulli.default, (X,), {}),
-    "bernoulli_.Tensor": lambda: Call.of(aten.bernoulli_.Tensor, (X, X[0]), {}),
-    "uniform_": lambda: Call.of(aten.uniform_.default, (X, -1.0, 2.0), {}),
-    "normal.Tensor_Tensor": lambda: Call.of(aten.normal.Tensor_Tensor, (X, X[:, :1]), {}),
-    "randn_like": lambda: Call.of(aten.randn_like.default, (X,), {"dtype": torch.float32}),
-    "exponential_": lambda: Call.of(aten.exponential_.default, (X, 2.0), {}),
-    "randint_like": lambda: Call.of(aten.randint_like.low_dtype, (X, -3, 9), {}),
+    "native_dropout": lambda: OpCall.of(aten.native_dropout.default, (X, 0.4, True), {}),
+    "bernoulli": lambda: OpCall.of(aten.bernoulli.default, (X,), {}),
+    "bernoulli_.Tensor": lambda: OpCall.of(aten.bernoulli_.Tensor, (X, X[0]), {}),
+    "uniform_": lambda: OpCall.of(aten.uniform_.default, (X, -1.0, 2.0), {}),
+    "normal.Tensor_Tensor": lambda: OpCall.of(aten.normal.Tensor_Tensor, (X, X[:, :1]), {}),
+    "randn_like": lambda: OpCall.of(aten.randn_like.default, (X,), {"dtype": torch.float32}),
+    "exponential_": lambda: OpCall.of(aten.exponential_.default, (X, 2.0), {}),
+    "randint_like": lambda: OpCall.of(aten.randint_like.low_dtype, (X, -3, 9), {}),
 }
 CUTS = [("x=1", ("x",)), ("x=2", ("x",)), ("x=3", ("x",)), ("x=5", ("x",)), ("x=2 y=3", ("x", "y"))]
 MAPS = ["", "zigzag", "cyclic"]
@@ -154,7 +154,7 @@ def test_a_cut_operator_draws_bit_for_bit_what_the_whole_one_draws(name: str) ->
     call = CALLS[name]()
     factors = bound(builtin(), call)
     with random_numbers.using(KEY):
-        want = whole(call, factors).run()
+        want = for_comparison(call, factors).run()
     for mesh, axes in CUTS:
         for map_ in MAPS:
             args = (2,) if map_ == "cyclic" else ()
@@ -186,9 +186,9 @@ def test_the_rule_of_what_draws_is_proved_and_needs_its_note() -> None:
 
 def test_a_call_with_a_generator_of_its_own_is_whole() -> None:
     generator = torch.Generator().manual_seed(3)
-    call = Call.of(aten.bernoulli.p, (X, 0.5), {"generator": generator})
+    call = OpCall.of(aten.bernoulli.p, (X, 0.5), {"generator": generator})
     assert not bound(builtin(), call).cuttable
-    with Drawing(1):
+    with DrawMode(1):
         assert torch.equal(
             torch.rand(3, generator=generator), torch.rand(3, generator=torch.Generator().manual_seed(3))
         )
@@ -203,17 +203,17 @@ def test_a_model_with_dropout_draws_on_ranks_what_it_draws_in_one_process() -> N
         return (x * torch.rand_like(x)).sum()
 
     leaf = w.clone().requires_grad_()
-    with Drawing(seed=5):
+    with DrawMode(seed=5):
         want = model(X, leaf)
     (gradient,) = torch.autograd.grad(want, [leaf])
     for text, mesh in (("a/x b", "x=2"), ("a b/x", "x=3"), ("a/x b/y", "x=2 y=2")):
-        world = World(Mesh.parse(mesh), builtin(), seed=5)
+        world = SimWorld(Mesh.parse(mesh), builtin(), seed=5)
         own = w.clone().requires_grad_()
         found = together(model(cut(X, Layout.parse(text).bind((7, 5)), world), own))  # pyright: ignore
         assert torch.allclose(found, want)
         assert torch.allclose(torch.autograd.grad(found, [own])[0], gradient)
         assert world.drawn == 3
-    other = World(Mesh.parse("x=2"), builtin(), seed=6)
+    other = SimWorld(Mesh.parse("x=2"), builtin(), seed=6)
     assert not torch.allclose(together(model(cut(X, Layout.parse("a/x b").bind((7, 5)), other), w)), want)  # pyright: ignore
 
 

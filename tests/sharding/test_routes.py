@@ -13,15 +13,15 @@ from torch.nn import functional as F
 from tangram.layout import Layout, LayoutError, Mesh
 from tangram.sharding import compositions
 from tangram.sharding.ops import decompose
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.decompose import decomposition
 from tangram.sharding.ops.find_rule import NoRuleError
-from tangram.sharding.ops.rule_table import Table, builtin, parse_lines
+from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
 from tangram.sharding.proof import routes as proof
-from tangram.sharding.proof.execute import whole
+from tangram.sharding.proof.execute import run_whole
 from tangram.sharding.proof.routes import rms_norm_backward
-from tangram.sharding.proof.simulate import Simulated, World, cut, together
-from tangram.sharding.propagation.routes import Route, decomposed, route
+from tangram.sharding.proof.simulate import SimTensor, SimWorld, cut, together
+from tangram.sharding.propagation.routes import StepRoute, decomposed, route
 
 aten = torch.ops.aten
 ROWS = 5
@@ -31,9 +31,11 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def way(operator: Any, args: tuple[Any, ...], texts: Sequence[str | None], mesh: str = "x=4", **named: Any) -> Route:
+def way(
+    operator: Any, args: tuple[Any, ...], texts: Sequence[str | None], mesh: str = "x=4", **named: Any
+) -> StepRoute:
     layouts = [None if text is None else Layout.parse(text) for text in texts]
-    return route(builtin(), Call.of(operator, args, {}), layouts, Mesh.parse(mesh), **named)
+    return route(builtin(), OpCall.of(operator, args, {}), layouts, Mesh.parse(mesh), **named)
 
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -62,10 +64,10 @@ def test_cross_entropy_over_a_cut_vocabulary_moves_what_the_batch_is(name: str, 
         target[0] = 1
         want = loss(x, target, weight, LOSSES[name])
         cotangent = torch.randn_like(want)
-        world = World(Mesh.parse("x=2 y=3"), builtin())
+        world = SimWorld(Mesh.parse("x=2 y=3"), builtin())
         given = cut(x, Layout.parse(layout).bind(tuple(x.shape)), world)
         found = loss(given, target, weight, LOSSES[name])
-        assert isinstance(found, Simulated)
+        assert isinstance(found, SimTensor)
         got = together(found)
         assert torch.allclose(got, want)
         expected, gradient = (torch.autograd.grad(one, x, cotangent)[0] for one in (want, got))
@@ -154,7 +156,7 @@ def test_what_is_left_pending_counts_as_reduced() -> None:
 
 
 def test_a_pending_sum_is_reduced_once() -> None:
-    call = Call.of(aten._softmax.default, (meta(8, 64), 1, False), {})
+    call = OpCall.of(aten._softmax.default, (meta(8, 64), 1, False), {})
     found = decomposed(builtin(), call, [Layout.parse("b v sum:x")], Mesh.parse("x=2"))
     assert found is not None
     assert found.moved == {("all-reduce", "x"): 8 * 64 * 4}
@@ -172,24 +174,24 @@ def test_a_maximum_stays_pending_where_no_gradient_is_wanted() -> None:
 
 def test_errors_are_those_of_the_operator() -> None:
     with pytest.raises(NoRuleError, match="there is no rule for kthvalue"):
-        route(Table(), Call.of(aten.kthvalue.default, (meta(4), 1), {}), [None], Mesh.parse("x=2"))
+        route(RuleTable(), OpCall.of(aten.kthvalue.default, (meta(4), 1), {}), [None], Mesh.parse("x=2"))
     with pytest.raises(LayoutError, match="dims"):
         way(aten._softmax.default, (meta(8, 64), 1, False), ["b v/x c"])
-    assert decomposition(Call.of(aten.exp.default, (meta(3),), {})) is None
-    assert decomposition(Call.of(aten._softmax.default, (meta(3, 0), 1, False), {})) is None
-    assert decomposition(Call.of(aten.var.correction, (meta(3, dtype=torch.complex64),), {})) is None
+    assert decomposition(OpCall.of(aten.exp.default, (meta(3),), {})) is None
+    assert decomposition(OpCall.of(aten._softmax.default, (meta(3, 0), 1, False), {})) is None
+    assert decomposition(OpCall.of(aten.var.correction, (meta(3, dtype=torch.complex64),), {})) is None
 
 
 def test_a_row_of_nothing_but_minus_infinity_over_parts() -> None:
     x = torch.randn(4, 6, dtype=torch.float64)
     x[0], x[1, :3], x[2, 3:] = -torch.inf, -torch.inf, -torch.inf
     for call in (
-        Call.of(aten._softmax.default, (x, 1, False), {}),
-        Call.of(aten._safe_softmax.default, (x, 1), {}),
-        Call.of(aten._log_softmax.default, (x, 1, False), {}),
-        Call.of(aten.logsumexp.default, (x, [1]), {}),
+        OpCall.of(aten._softmax.default, (x, 1, False), {}),
+        OpCall.of(aten._safe_softmax.default, (x, 1), {}),
+        OpCall.of(aten._log_softmax.default, (x, 1, False), {}),
+        OpCall.of(aten.logsumexp.default, (x, [1]), {}),
     ):
-        found = proof.check(call, [Layout.parse("a b/x")], Mesh.parse("x=2"), whole(call))
+        found = proof.check(call, [Layout.parse("a b/x")], Mesh.parse("x=2"), run_whole(call))
         assert found is None, str(found)
 
 
@@ -197,7 +199,7 @@ def test_batch_norm_in_training_is_of_the_whole_batch() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 3, 4, dtype=torch.float64).requires_grad_()
     plain, other = (torch.nn.BatchNorm1d(3, dtype=torch.float64) for _ in range(2))
-    world = World(Mesh.parse("x=2"), builtin())
+    world = SimWorld(Mesh.parse("x=2"), builtin())
     for name, buffer in other.named_buffers():  # a tensor of its own, which is written
         setattr(other, name, cut(buffer, Layout.parse("...").bind(tuple(buffer.shape)), world))
     want, found = plain(x), other(cut(x, Layout.parse("b/x c s").bind((5, 3, 4)), world))
@@ -249,16 +251,16 @@ def test_random_layouts(seed: int) -> None:
     shape = tuple(generator.choice([1, 3, 4, 6, 7]) for _ in range(3))
     torch.manual_seed(seed)
     x = torch.randn(shape, dtype=torch.float64)
-    call = Call.of(operator, (x.round() if generator.random() < 0.3 else x, *others), {})
+    call = OpCall.of(operator, (x.round() if generator.random() < 0.3 else x, *others), {})
     layout = drawn_layout(generator, shape)
-    found = proof.check(call, [layout], Mesh.parse("x=2 y=3 z=2"), whole(call))
+    found = proof.check(call, [layout], Mesh.parse("x=2 y=3 z=2"), run_whole(call))
     assert found is None, str(found)
 
 
 # Mistakes that the proof must find.
 
 
-def refuted(name: str, calls: list[Call], table: Table | None = None) -> str:
+def refuted(name: str, calls: list[OpCall], table: RuleTable | None = None) -> str:
     """Why the proof refutes a decomposition; nothing where it proves it."""
     found = proof.verdict(name, calls, table)
     assert found.cases
@@ -297,7 +299,7 @@ MISTAKES: dict[str, tuple[Callable[..., Tensor], Any, list[Any]]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_wrong_decomposition_is_refuted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong, operator, others = MISTAKES[name]
-    calls = [Call.of(operator, (torch.randn(4, 6, dtype=torch.float64), *others), {})]
+    calls = [OpCall.of(operator, (torch.randn(4, 6, dtype=torch.float64), *others), {})]
     assert not refuted(name, calls)
     monkeypatch.setattr(compositions, "OWN", {**compositions.OWN, name: wrong})
     monkeypatch.setattr(decompose, "_KNOWN", {})
@@ -305,7 +307,7 @@ def test_a_wrong_decomposition_is_refuted(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_wrong_rule_of_a_step_is_refuted() -> None:
-    calls = [Call.of(aten._softmax.default, (torch.randn(4, 6, dtype=torch.float64), 1, False), {})]
+    calls = [OpCall.of(aten._softmax.default, (torch.randn(4, 6, dtype=torch.float64), 1, False), {})]
     line = "sum.dim_IntList : ... {dim} ... -> ... {dim:keepdim} ... sum:{dim} ; scale({dim})"
     wrong = builtin().with_lines(parse_lines(line))
     assert "differs" in refuted("_softmax", calls, wrong)
@@ -322,7 +324,7 @@ def test_the_gradients_of_an_rms_norm_by_hand_are_those_of_torch(weighted: bool)
     wanted = torch.autograd.grad(torch.rms_norm(x, [6], own, 1e-5), [x, w] if weighted else [x], y)
     rstd = torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5).detach()
     mask = [True, weighted]
-    call = Call.of(torch.ops.aten._fused_rms_norm_backward.default, (y, x.detach(), [6], rstd, own, mask), {})
+    call = OpCall.of(torch.ops.aten._fused_rms_norm_backward.default, (y, x.detach(), [6], rstd, own, mask), {})
     found = [one for one in rms_norm_backward(call) if one is not None]
     assert len(found) == len(wanted)
     assert all(torch.allclose(one, other) for one, other in zip(found, wanted, strict=True))
@@ -335,7 +337,7 @@ def test_a_loss_by_chunks_gives_its_gradients_in_steps(reduction: str) -> None:
     operator = chunked._opoverload
     x, linear, bias, weight = (torch.randn(*shape).double() for shape in ((8, 3), (5, 3), (5,), (5,)))
     some = (reduction, 3, 0.0, 2, "compact", torch.float64, True, True, True, True)
-    call = Call.of(operator, (x, linear, torch.arange(8) % 5, bias, weight.abs(), *some), {})
+    call = OpCall.of(operator, (x, linear, torch.arange(8) % 5, bias, weight.abs(), *some), {})
     tried = 0
     for layouts, mesh in proof.ways(call, (2, 3)):
         assert proof.check(call, layouts, mesh, proof._expected(call)) is None
@@ -343,6 +345,6 @@ def test_a_loss_by_chunks_gives_its_gradients_in_steps(reduction: str) -> None:
     assert tried > 10
     hidden, rows = 4096, 64
     big = [meta(*shape, dtype=torch.float64) for shape in ((rows, hidden), (5000, hidden))]
-    call = Call.of(operator, (*big, meta(rows, dtype=torch.int64), None, None, *some[:-1], False), {})
+    call = OpCall.of(operator, (*big, meta(rows, dtype=torch.int64), None, None, *some[:-1], False), {})
     way = route(builtin(), call, [Layout.parse("b h"), Layout.parse("v/x h"), None, None, None], Mesh.parse("x=2"))
     assert way.nbytes < 3 * rows * hidden * 8  # of the batch, and nothing of the vocabulary's size

@@ -7,14 +7,14 @@ from torch import Tensor
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops.local_call import run
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.find_rule import bound
 from tangram.sharding.ops.rank_part import part_of
 from tangram.sharding.ops.rule_table import builtin
-from tangram.sharding.proof.execute import check, ways, whole
+from tangram.sharding.proof.execute import check, run_whole, ways
 from tangram.sharding.proof.mutate import mutations, planted
 from tangram.sharding.proof.prove import prove_operator
-from tangram.sharding.proof.simulate import World, cut, together
+from tangram.sharding.proof.simulate import SimWorld, cut, together
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ DIMS = {"above a diagonal, in place": 2, "looked up by pairs": 3}
 
 def test_a_part_without_the_place_that_is_taken_has_a_gradient_of_nothing() -> None:
     """Where it had none, a rank would not take part in what moves on the way back."""
-    call = Call.of(aten.select.int, (some(6, 5), 0, 1), {})
+    call = OpCall.of(aten.select.int, (some(6, 5), 0, 1), {})
     own = bound(builtin(), call)
     (factor,) = (f for f in own.cuttable if own.sizes[f] == 6)
     part = part_of(own, {factor: (Cut("x"),)}, Mesh.parse("x=2"), 1)
@@ -61,8 +61,8 @@ def test_a_part_without_the_place_that_is_taken_has_a_gradient_of_nothing() -> N
 @pytest.mark.parametrize("name", CALLS)
 def test_parts_together_are_the_whole(name: str) -> None:
     operator, args = CALLS[name]
-    call = Call.of(operator, args, {})
-    own, expected = bound(builtin(), call), whole(call)
+    call = OpCall.of(operator, args, {})
+    own, expected = bound(builtin(), call), run_whole(call)
     assert len([f for f in own.cuttable if own.sizes[f] > 4]) >= DIMS.get(name, 1), own.cuttable
     tried = [*ways(own, (2, 3, 5))]
     for factor in own.cuttable:
@@ -75,7 +75,7 @@ def test_parts_together_are_the_whole(name: str) -> None:
 
 
 def test_masks_leave_what_they_index_whole() -> None:
-    call = Call.of(aten.index.Tensor, (some(7, 5), [some(7) > 0]), {})
+    call = OpCall.of(aten.index.Tensor, (some(7, 5), [some(7) > 0]), {})
     assert bound(builtin(), call).cuttable == ["d1"]
 
 
@@ -83,7 +83,7 @@ def test_masks_leave_what_they_index_whole() -> None:
     ("name", "note"), [("below a diagonal", "triangle"), ("rows added", "spill"), ("one place", "taken")]
 )
 def test_a_rule_needs_its_note(name: str, note: str) -> None:
-    call = Call.of(*CALLS[name], {})
+    call = OpCall.of(*CALLS[name], {})
     line = builtin().find(call)
     assert line is not None
     rules = [rule for what, rule in mutations(line.rule) if f"without {note}" in what]
@@ -92,7 +92,7 @@ def test_a_rule_needs_its_note(name: str, note: str) -> None:
 
 
 def test_a_cache_whose_places_are_cut_is_written_where_they_are() -> None:
-    world = World(Mesh.parse("x=3"), builtin())
+    world = SimWorld(Mesh.parse("x=3"), builtin())
     cache, keys = torch.zeros(2, 7, 4), some(2, 2, 4).float()
     own = cut(cache, Layout.parse("b s/x h").bind((2, 7, 4)), world)
     own.index_copy_(1, torch.tensor([2, 5]), keys)
@@ -104,5 +104,5 @@ def test_a_cache_whose_places_are_cut_is_written_where_they_are() -> None:
 
 def test_a_number_among_elements_is_what_any_part_says() -> None:
     for invert in (False, True):
-        call = Call.of(aten.isin.Scalar_Tensor, (2, torch.tensor([0, 2, 5, 1, 7])), {"invert": invert})
+        call = OpCall.of(aten.isin.Scalar_Tensor, (2, torch.tensor([0, 2, 5, 1, 7])), {"invert": invert})
         assert prove_operator(builtin(), "isin", [call]).kind == "proved"

@@ -12,12 +12,12 @@ from tangram.layout.rule import Rule
 from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops.local_call import run_all
 from tangram.sharding.ops import find_rule
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rank_part import part_of, piece
-from tangram.sharding.ops.rule_table import Table, builtin, parse_lines
+from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
 from tangram.sharding.proof import mapped
 from tangram.sharding.proof.execute import check as check_cut
-from tangram.sharding.proof.execute import ways, whole
+from tangram.sharding.proof.execute import run_whole, ways
 from tangram.sharding.proof.propagated import check
 from tangram.sharding.propagation import scan as scan_module
 from tangram.sharding.propagation.explain_conflicts import factor_table
@@ -31,13 +31,13 @@ def some(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def scan(name: str, x: Tensor, dim: int) -> Call:
-    return Call.of(getattr(aten, name).default, (x, dim), {})
+def scan(name: str, x: Tensor, dim: int) -> OpCall:
+    return OpCall.of(getattr(aten, name).default, (x, dim), {})
 
 
-def tried(rules: Table, call: Call) -> list[str]:
+def tried(rules: RuleTable, call: OpCall) -> list[str]:
     """What is wrong with each way of cutting a call."""
-    bound, expected = find_rule.bound(rules, call), whole(call)
+    bound, expected = find_rule.bound(rules, call), run_whole(call)
     every = [*ways(bound, (2, 3, 5)), *mapped.ways(bound, (2, 3, 5))]
     found = (check_cut(call, bound, cuts, mesh, expected) for cuts, mesh in every)
     return [str(failure) for failure in found if failure]
@@ -150,7 +150,7 @@ def test_a_sum_may_wait_while_its_dim_is_cut() -> None:
 
 @pytest.mark.parametrize("cut", [Cut("x"), Cut("x", "zigzag"), Cut("x", "cyclic", (2,))], ids=str)
 def test_in_place_the_part_is_written(cut: Cut) -> None:
-    call = Call.of(aten.cumprod_.default, (some(7), 0), {})
+    call = OpCall.of(aten.cumprod_.default, (some(7), 0), {})
     bound, mesh = find_rule.bound(builtin(), call), Mesh.parse("x=3")
     parts = [part_of(bound, {"{dim}0": (cut,)}, mesh, rank) for rank in range(3)]
     x, dims = call.tensors[0], bound.inputs[0]
@@ -169,9 +169,9 @@ def test_a_scan_that_takes_stretches_for_one_part_is_found(mistake: str, monkeyp
         monkeypatch.setattr(scan_module, "sorted", lambda some: [*some], raising=False)
     else:
         monkeypatch.setattr(
-            "tangram.sharding.local_ops.split_parts.each", lambda bound, part, local, run: run(part, local)
+            "tangram.sharding.local_ops.local_call.each", lambda bound, part, local, run: run(part, local)
         )
     call = scan("cumsum", some(2, 13), 1)
-    bound, expected = find_rule.bound(builtin(), call), whole(call)
+    bound, expected = find_rule.bound(builtin(), call), run_whole(call)
     cuts = {"{dim}0": (Cut("x", "zigzag"),)}
     assert check_cut(call, bound, cuts, Mesh.parse("x=2"), expected) is not None

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
-from tangram.sharding.ops.rule_table import Table, builtin
-from tangram.sharding.proof.simulate import World, cut, together
+from tangram.sharding.ops.rule_table import RuleTable, builtin
+from tangram.sharding.proof.simulate import SimWorld, cut, together
 
 
-def simulated(text: str, tensor: torch.Tensor, world: World) -> torch.Tensor:
+def simulated(text: str, tensor: torch.Tensor, world: SimWorld) -> torch.Tensor:
     return cut(tensor, Layout.parse(text).bind(tuple(tensor.shape)), world)
 
 
@@ -50,7 +50,7 @@ def test_a_block_has_the_same_loss_and_gradients_on_ranks(name: str) -> None:
     want = F.mse_loss(block(x), target)
     expected = torch.autograd.grad(want, list(block.parameters()))
     layouts, of_x = LAYOUTS[name]
-    world = World(Mesh.parse("x=2 y=3"), builtin())
+    world = SimWorld(Mesh.parse("x=2 y=3"), builtin())
     leaves = {key: p.detach().clone().requires_grad_() for key, p in block.named_parameters()}
     given = {
         key: simulated(layouts.get(key, "... "), leaf, world) if key in layouts else leaf
@@ -66,7 +66,7 @@ def test_a_block_has_the_same_loss_and_gradients_on_ranks(name: str) -> None:
 
 
 def test_in_place_operators_write_the_callers_tensor() -> None:
-    world = World(Mesh.parse("x=2"), builtin())
+    world = SimWorld(Mesh.parse("x=2"), builtin())
     x = torch.arange(6.0).reshape(3, 2)
     own = simulated("a/x b", x, world)
     own.mul_(2).add_(1)
@@ -78,8 +78,8 @@ def test_in_place_operators_write_the_callers_tensor() -> None:
 
 def test_a_wrong_rule_is_seen_from_above() -> None:
     lines = builtin().lines
-    wrong = Table({**lines, "cumsum": lines["pointwise"]})
-    world = World(Mesh.parse("x=2"), wrong)
+    wrong = RuleTable({**lines, "cumsum": lines["pointwise"]})
+    world = SimWorld(Mesh.parse("x=2"), wrong)
     x = torch.ones(4)
     assert not torch.equal(together(torch.cumsum(simulated("a/x", x, world), 0)), torch.cumsum(x, 0))
 
@@ -105,7 +105,7 @@ def test_what_computes_its_gradients_ahead_sees_that_they_are_wanted(reduction: 
     target = torch.arange(8) % 5
     named: dict[str, Any] = {"reduction": reduction, "options": options, "ignore_index": 3}
     for layouts in (("b/x h", "v h", "v"), ("b h/x", "v h/x", "v"), ("b h", "v/x h", "v/x")):
-        world = World(Mesh.parse("x=2"), builtin())
+        world = SimWorld(Mesh.parse("x=2"), builtin())
         own = [simulated(layout, leaf, world) for layout, leaf in zip(layouts, leaves, strict=True)]
         assert own[0].requires_grad
         weight = torch.arange(1.0, 6.0).double()
@@ -118,7 +118,7 @@ def test_what_computes_its_gradients_ahead_sees_that_they_are_wanted(reduction: 
 
 
 def test_functions_that_look_past_the_dispatcher() -> None:
-    world = World(Mesh.parse("x=2"), builtin())
+    world = SimWorld(Mesh.parse("x=2"), builtin())
     table = torch.randn(10, 4).double().requires_grad_()
     bags = torch.tensor([[1, 2], [4, 9], [0, 1]])
     found = together(F.embedding_bag(bags, simulated("v d/x", table, world), mode="max"))
@@ -133,14 +133,14 @@ def test_functions_that_look_past_the_dispatcher() -> None:
 
 
 def test_views_of_nothing() -> None:
-    world = World(Mesh.parse("x=2"), builtin())
+    world = SimWorld(Mesh.parse("x=2"), builtin())
     own = simulated("a b/x", torch.ones(0, 8), world)
     assert own[:, None, :].squeeze(1).shape == (0, 8)
     assert F.adaptive_avg_pool1d(simulated("a b/x c", torch.ones(0, 8, 6), world), 3).shape == (0, 8, 3)
 
 
 def test_sparse_tensors_are_refused() -> None:
-    world = World(Mesh.parse("x=2"), builtin())
+    world = SimWorld(Mesh.parse("x=2"), builtin())
     with pytest.raises(UserError, match="sparse_coo tensor cannot be cut"):
         cut(torch.eye(4).to_sparse(), Layout.parse("a/x b").bind((4, 4)), world)
     with pytest.raises(UserError, match="sparse_coo tensor cannot be cut"):
@@ -148,7 +148,7 @@ def test_sparse_tensors_are_refused() -> None:
 
 
 def test_lists_of_results_and_plain_ones() -> None:
-    world = World(Mesh.parse("x=2"), builtin())
+    world = SimWorld(Mesh.parse("x=2"), builtin())
     x = torch.randn(6, 3).double()
     edges = torch.histogramdd(simulated("a/x b", x, world), [2, 2, 2]).bin_edges
     wanted = torch.histogramdd(x, [2, 2, 2]).bin_edges

@@ -10,7 +10,7 @@ from tangram.kernels.attention import ATTEND
 from tangram.kernels.flash.operator import FLASH
 from tangram.layout.rule import Rule
 from tangram.models import noted
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin, parse_lines
 from tangram.sharding.proof.samples.fused_samples import FUSED
 
@@ -71,7 +71,7 @@ def test_operators_over_lists_do_not_have_the_rule_of_one_tensor() -> None:
 def test_conditions_choose_between_rules() -> None:
     x = torch.zeros(2, 3)
     for reduction, text in ((0, "... -> ..."), (2, "{all} -> sum:{all}")):
-        found = builtin().find(Call.of(aten.mse_loss.default, (x, x, reduction), {}))
+        found = builtin().find(OpCall.of(aten.mse_loss.default, (x, x, reduction), {}))
         assert found is not None
         assert text in found.text
 

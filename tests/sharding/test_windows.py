@@ -14,17 +14,17 @@ from tangram.layout.errors import NotationError
 from tangram.layout.intervals import elements, intersect, size, span
 from tangram.layout.rule import Rule
 from tangram.layout.syntax import Cut
-from tangram.sharding.local_ops import split_parts
+from tangram.sharding.local_ops import local_call
 from tangram.sharding.ops import find_rule
-from tangram.sharding.ops.bind import Bound, RuleError
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.bind import BoundOp, RuleError
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.cut_trees import Tree, tree_of
 from tangram.sharding.ops.rank_part import part_of, stands
 from tangram.sharding.ops.rule_table import builtin, parse_lines
 from tangram.sharding.ops.same_cut import of_result
-from tangram.sharding.ops.windows import Window
+from tangram.sharding.ops.windows import SlidingWindow
 from tangram.sharding.proof.execute import check as check_cut
-from tangram.sharding.proof.execute import ways, whole
+from tangram.sharding.proof.execute import run_whole, ways
 from tangram.sharding.proof.propagated import check
 from tangram.sharding.proof.propagated import part_of as proved_part
 from tangram.sharding.propagation.halo import needed
@@ -41,12 +41,12 @@ def some(*shape: int) -> Tensor:
 
 def conv(
     n: int, extent: int, stride: int = 1, padding: int = 0, dilation: int = 1, *, transposed: bool = False
-) -> Call:
+) -> OpCall:
     arguments = (some(2, 3, n), some(3, 3, extent), None, [stride], [padding], [dilation], transposed, [0], 1)
-    return Call.of(aten.convolution.default, arguments, {})
+    return OpCall.of(aten.convolution.default, arguments, {})
 
 
-def propagated(call: Call, mesh: str, *layouts: str | None) -> Propagation:
+def propagated(call: OpCall, mesh: str, *layouts: str | None) -> Propagation:
     given = [None if text is None else Layout.parse(text) for text in layouts]
     given += [None] * (len(call.tensors) - len(given))
     return propagate(builtin(), call, given, Mesh.parse(mesh))
@@ -61,7 +61,7 @@ def test_a_rule_with_windows_prints_as_it_parses(text: str) -> None:
 def test_what_windows_cannot_say_is_refused() -> None:
     with pytest.raises(NotationError, match="only inputs are read beyond a part's borders"):
         Rule.parse("avg_pool2d : ... h w -> ... h' w ; window(kernel_size)")
-    call = Call.of(aten.avg_pool2d.default, (some(3, 4, 5), [2, 2]), {})
+    call = OpCall.of(aten.avg_pool2d.default, (some(3, 4, 5), [2, 2]), {})
     for line, words in (
         ("avg_pool2d : ... h' w -> ... h w", "has a ' and none of the notes window, spread, pad"),
         ("avg_pool2d : ... (h w)' -> ... h w ; window(kernel_size)", "has a ' on what is not one factor"),
@@ -71,14 +71,14 @@ def test_what_windows_cannot_say_is_refused() -> None:
 
 
 @st.composite
-def windows(draw: st.DrawFn) -> Window:
+def windows(draw: st.DrawFn) -> SlidingWindow:
     extent, stride, dilation = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     n = draw(st.integers(1, 12))
     before, behind = draw(st.integers(0, 4)), draw(st.integers(0, 4))
-    return Window(0, 0, 0, n, extent, stride, before, dilation, behind, draw(st.booleans()))
+    return SlidingWindow(0, 0, 0, n, extent, stride, before, dilation, behind, draw(st.booleans()))
 
 
-def read(window: Window, o: int) -> set[int]:
+def read(window: SlidingWindow, o: int) -> set[int]:
     """What one element is made of, by the definition; also outside of the tensor."""
     taps = range(0, window.dilation * window.extent, window.dilation)
     if window.spread:  # any place whose spread reaches it
@@ -88,7 +88,7 @@ def read(window: Window, o: int) -> set[int]:
 
 @given(windows(), st.data())
 @settings(max_examples=300, deadline=None)
-def test_a_part_reads_the_hull_of_its_windows(window: Window, data: st.DataObject) -> None:
+def test_a_part_reads_the_hull_of_its_windows(window: SlidingWindow, data: st.DataObject) -> None:
     lo = data.draw(st.integers(0, max(0, window.m - 1)))
     hi = data.draw(st.integers(lo, window.m))
     union = {i for o in range(lo, hi) for i in read(window, o)}
@@ -119,7 +119,7 @@ POOLS: dict[str, Any] = {
 @settings(max_examples=200, deadline=None)
 def test_results_have_the_sizes_that_torch_gives_them(name: str, n: int, k: int, s: int, data: st.DataObject) -> None:
     padding, dilation = data.draw(st.integers(0, k // 2)), data.draw(st.integers(1, 3))
-    call = Call.of(getattr(aten, name).default, POOLS[name](n, k, s, padding, dilation, data.draw(st.booleans())), {})
+    call = OpCall.of(getattr(aten, name).default, POOLS[name](n, k, s, padding, dilation, data.draw(st.booleans())), {})
     try:
         result = call.run()[0]
     except RuntimeError:  # windows larger than the tensor
@@ -167,7 +167,7 @@ def test_a_result_is_cut_by_the_map_of_what_it_is_made_of(n: int, made: int, tex
     assert of_result(tree(text, n), n, made) == (None if wanted is None else tree(wanted, made))
 
 
-def brute(bound: Bound, n: int, others: int, mesh: Mesh, tree: tuple[Cut, ...]) -> float:
+def brute(bound: BoundOp, n: int, others: int, mesh: Mesh, tree: tuple[Cut, ...]) -> float:
     """Bytes that a rank receives, by sets of elements."""
     total = 0
     for rank in range(mesh.size):
@@ -196,7 +196,7 @@ def test_what_passes_is_what_is_needed_and_not_held(
 
 
 def test_two_dims_at_once_have_their_corners() -> None:
-    call = Call.of(aten.avg_pool2d.default, (some(2, 8, 8), [3, 3], [1, 1], [1, 1]), {})
+    call = OpCall.of(aten.avg_pool2d.default, (some(2, 8, 8), [3, 3], [1, 1], [1, 1]), {})
     one = propagated(call, "x=2 y=2", "c h/x w/y")
     assert check(one, call.run()) is None
     assert [str(layout) for layout in one.outputs] == ["c=2 h=8/x w=8/y"]
@@ -257,20 +257,20 @@ def test_where_no_layout_says_how_the_result_lies_chunks_are_made(text: str) -> 
 @pytest.mark.parametrize("mistake", ["nothing is read beyond a stretch", "stretches in another order"])
 def test_windows_that_take_stretches_for_others_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "nothing is read beyond a stretch":
-        reads = Window.reads
-        monkeypatch.setattr(Window, "reads", lambda self, some: intersect(reads(self, some), some))
+        reads = SlidingWindow.reads
+        monkeypatch.setattr(SlidingWindow, "reads", lambda self, some: intersect(reads(self, some), some))
     else:
-        join = split_parts._side_by_side
-        monkeypatch.setattr(split_parts, "_side_by_side", lambda some, *rest: join([*reversed(some)], *rest))
+        join = local_call._side_by_side
+        monkeypatch.setattr(local_call, "_side_by_side", lambda some, *rest: join([*reversed(some)], *rest))
     call, cuts = conv(16, 3, padding=1), {".1": (Cut("x", "zigzag"),)}
-    assert check_cut(call, find_rule.bound(builtin(), call), cuts, Mesh.parse("x=2"), whole(call)) is not None
+    assert check_cut(call, find_rule.bound(builtin(), call), cuts, Mesh.parse("x=2"), run_whole(call)) is not None
 
 
 @pytest.mark.parametrize(
     ("size_", "scale", "kind"), [(12, None, "cut"), (12, 3.0, "cut"), (12, 2.9, "whole"), (10, None, "whole")]
 )
 def test_elements_taken_a_whole_number_of_times_stay_where_they_are(size_: int, scale: float | None, kind: str) -> None:
-    one = propagated(Call.of(aten.upsample_nearest1d.default, (some(2, 3, 4), [size_], scale), {}), "x=2", "b c h/x")
+    one = propagated(OpCall.of(aten.upsample_nearest1d.default, (some(2, 3, 4), [size_], scale), {}), "x=2", "b c h/x")
     assert one.choices["x"].kind == kind
     assert (one.nbytes > 0) == (kind == "whole")
     assert check(one, one.call.run()) is None
@@ -297,7 +297,7 @@ def test_convolutions_of_all_kinds_are_right_on_ranks(
     dilation, transposed = data.draw(st.integers(1, 3)), data.draw(st.booleans())
     call = conv(n, extent, stride, padding, dilation, transposed=transposed)
     try:
-        expected = whole(call)
+        expected = run_whole(call)
     except RuntimeError:  # windows larger than the tensor
         return
     bound = find_rule.bound(builtin(), call)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVari
 
 from tangram.errors import UserError
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 from tangram.training.run.launch import Rank
 
@@ -121,7 +121,7 @@ def _apart(case: Case, devices: DeviceMesh) -> dict[str, float]:
         whole, model = whole.double(), model.double()
         inputs = {name: x.double() if _is_float(x) else x for name, x in inputs.items()}
     try:
-        want = _losses(whole, inputs, Drawing)
+        want = _losses(whole, inputs, DrawMode)
     except Exception as error:
         raise Unfit(f"{type(error).__name__}: {error}") from error
     if not all(torch.isfinite(torch.tensor(loss)) for loss, _ in want.values()):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 from tangram.errors import UserError
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.training.data import Batch, RankBatches
 from tangram.training.mesh.tensor_parallel import parallel
 from tangram.training.mesh.world import make_world
@@ -76,13 +76,14 @@ def train_normed(rank: Rank, text: Path, layout: str, counts: str = "") -> tuple
     group = torch.distributed.group.WORLD
     assert group is not None
     world = make_world(plan, rank.index, rank.device, group)
-    model = apply(normed(counts), plan, world).train()
+    model = normed(counts).train()
+    parallelized = apply(model, plan, world)
     optimiser = make_adamw(model, plan.optimiser)
     said = ""
     try:
         for step in range(2):
             batches = RankBatches((batch_of(2 * step + rank.index),), 32, (rank.index,))
-            train_step(model, optimiser, batches, plan, world, lr=1e-2, loss_sum=loss_sum)
+            train_step(parallelized, optimiser, batches, lr=1e-2, loss_sum=loss_sum)
     except UserError as error:
         said = str(error)
     return {name: one.clone() for name, one in model.named_buffers()}, said
@@ -94,7 +95,7 @@ def save_unlike(rank: Rank, text: Path, folder: Path) -> list[str]:
     group = torch.distributed.group.WORLD
     assert group is not None
     world = make_world(plan, rank.index, rank.device, group)
-    model = apply(normed(), plan, world).train()
+    model = apply(normed().train(), plan, world).module
     loss_sum(model, batch_of(rank.index)).backward()
     checkpointer = Checkpointer(folder, plan, world)
     checkpointer.save(JobState(model, None), wait=True)
@@ -188,7 +189,7 @@ def _steps(model: nn.Module, drawing: bool, casts: bool) -> list[Tensor]:
         kinds.norm.train(mode not in ("eval", "frozen"))
         kinds.p = kinds.drop.p = 0.25 if mode == "another p" else 0.5
         low = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" and casts else nullcontext()
-        with Drawing() if drawing else nullcontext(), torch.set_grad_enabled("without" not in mode), low:
+        with DrawMode() if drawing else nullcontext(), torch.set_grad_enabled("without" not in mode), low:
             result: Tensor = model(x)
         found.append(result.detach().float())
         if result.requires_grad:

@@ -5,7 +5,7 @@
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -212,12 +212,13 @@ def train_all(rank: Rank, plans: Mapping[str, Plan]) -> dict[str, Ran | str]:
 def _trained(plan: Plan, world: Any) -> Ran:
     source = build_model.source_of(plan, BYTES)
     model = build_model.build(plan, source, world, values=True)
-    plan = with_packing(plan, settled_packing(model, plan, world, None, source).packing)
-    optimiser = optimiser_step.make_adamw(model, plan.optimiser)
+    plan = with_packing(plan, settled_packing(model, None, source).packing)
+    model = replace(model, plan=plan)
+    optimiser = optimiser_step.make_adamw(model.module, plan.optimiser)
     corpus = open_corpus(plan.data, BYTES)
     losses: list[float] = []
     gradients: list[Mapping[str, npt.NDArray[np.float32]]] = []
-    model.train()
+    model.module.train()
     for step in range(2):
         batches = loop.step_batches(
             corpus,
@@ -229,8 +230,8 @@ def _trained(plan: Plan, world: Any) -> Ran:
             micro_steps=plan.micro_steps,
             device=world.device,
         )
-        losses.append(loop.train_step(model, optimiser, batches, plan, world, lr=1e-3).loss)
-        gradients.append({name: _whole(p) for name, p in model.named_parameters()})
+        losses.append(loop.train_step(model, optimiser, batches, lr=1e-3).loss)
+        gradients.append({name: _whole(p) for name, p in model.module.named_parameters()})
     return Ran(plan.data.packing, tuple(losses), tuple(gradients))
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.training.parallel import data_parallel
-from tangram.training.parallel.data_parallel import Copies, in_buckets
+from tangram.training.parallel.data_parallel import Replicas, in_buckets
 from tangram.training.run.launch import Rank
 from tests.training.oracle.ranks import swapped
 
@@ -53,9 +53,9 @@ def summed(rank: Rank, sizes: Sequence[int]) -> dict[int, dict[str, Gradients | 
 def _summed(index: int, group: dist.ProcessGroup) -> dict[str, Gradients | str]:
     found: dict[str, Gradients | str] = {"buckets": str(len(in_buckets(Parts().parameters())))}
 
-    def made(once: bool = False, in_parts: bool = False) -> tuple[Parts, Copies]:
+    def made(once: bool = False, in_parts: bool = False) -> tuple[Parts, Replicas]:
         module = Parts()
-        return module, Copies(module, group, once=once, in_parts=in_parts)
+        return module, Replicas(module, group, once=once, in_parts=in_parts)
 
     module, _ = made()
     module("ab", 1.0 + index).backward()

@@ -133,7 +133,7 @@ def loss_of_parts(model: nn.Module, held: DerivedModel, kind: str) -> Tensor:
     inputs = inputs_of(kind)
     labels_BS = F.pad(inputs["input_ids"][:, 1:], (0, 1), value=IGNORE)
     logits_BSV: Tensor = model(**inputs).logits
-    return token_loss(logits_BSV, labels_BS, held.lies(LOGITS)) / (labels_BS != IGNORE).sum()
+    return token_loss(logits_BSV, labels_BS, held.placement_of(LOGITS)) / (labels_BS != IGNORE).sum()
 
 
 def run_all(rank: Rank, works: Sequence[Work]) -> list[Ran]:

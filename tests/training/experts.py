@@ -102,7 +102,7 @@ def two_ranks(rank: Rank, folder: Path) -> Found:
     group = dist.group.WORLD
     assert group is not None
     world = make_world(plan, rank.index, rank.device, group)
-    model = apply(build("qwen3_moe", MOE, 1), plan, world)
+    model = apply(build("qwen3_moe", MOE, 1), plan, world).module
     load_pretrained(small, model, plan, world)
     loaded = values_of(dict(model.named_parameters()))
     experts = cast(Any, model.get_parameter("model.layers.1.mlp.experts.gate_up_proj"))
@@ -113,9 +113,8 @@ def two_ranks(rank: Rank, folder: Path) -> Found:
     moments = _moments(state)
     checkpointer.save(state, wait=True)
     checkpointer.close()
-    other = JobState(
-        second := apply(build("qwen3_moe", MOE, 2), plan, world), AdamW(second.parameters(), lr=0.01), Progress()
-    )
+    second = apply(build("qwen3_moe", MOE, 2), plan, world).module
+    other = JobState(second, AdamW(second.parameters(), lr=0.01), Progress())
     load(checkpoint / "step-00000001", other, plan, world)
     again = values_of(dict(second.named_parameters()))
     states = cast("dict[str, dict[Any, Tensor]]", {"a": moments, "b": _states(other)})
@@ -123,10 +122,10 @@ def two_ranks(rank: Rank, folder: Path) -> Found:
         torch.equal(states["a"][k], states["b"][k]) for k in moments
     )
 
-    neox = apply(build("gpt_neox", NEOX, 1), plan, world)
+    neox = apply(build("gpt_neox", NEOX, 1), plan, world).module
     load_pretrained(folder / "neox", neox, plan, world)
 
-    wide = apply(build("qwen3_moe", LARGE, 1), plan, world)
+    wide = apply(build("qwen3_moe", LARGE, 1), plan, world).module
     copies, memory = plan_pretrained(large, wide, plan, world)
     reader = mapped_reader(large)
     read: set[str] = set()

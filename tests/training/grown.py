@@ -23,6 +23,6 @@ def load_grown(rank: Rank, plans: Mapping[str, Plan]) -> dict[str, dict[str, npt
     for key, plan in plans.items():
         world = make_world(plan, rank.index, rank.device, group)
         model = build(plan, source_of(plan, load_tokens(plan.data, plan.model.path)), world, values=True)
-        whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+        whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.module.named_parameters()}
         found[key] = {name: np.array(tensor.detach()) for name, tensor in whole.items()}
     return found

@@ -21,11 +21,11 @@ from tangram.sharding.derive.layouts import layout_of as layout_from
 from tangram.sharding.derive.layouts import value_layout
 from tangram.sharding.derive.marking.mark_ops import noted
 from tangram.sharding.derive.marking.marks import Mark, matched
-from tangram.sharding.derive.of_model import derive_whole, graph_of, parameter_states
+from tangram.sharding.derive.of_model import derive_model, graph_of, parameter_states
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM
 from tangram.sharding.eager import layout_of, mark, relayout
 from tangram.sharding.eager.api import marks_in
-from tangram.sharding.eager.sharded_tensor import Placed
+from tangram.sharding.eager.sharded_tensor import ShardedTensor
 from tangram.training.mesh.eager_marks import EagerModel, eager
 from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 from tangram.training.run.launch import Rank
@@ -273,7 +273,7 @@ def run_model(kind: str, mesh: str, more: tuple[str, ...]) -> dict[str, Ran]:
     want.backward()
     first, second = model_of(kind), model_of(kind)
     marks = [*marks_for(kind), *map(Mark.parse, more)]
-    found = derive_whole(graph_of(without_memory(whole), inputs_of(kind), torch.float32), marks, Mesh.parse(mesh))
+    found = derive_model(graph_of(without_memory(whole), inputs_of(kind), torch.float32), marks, Mesh.parse(mesh))
     shapes = {name: p.shape for name, p in whole.named_parameters()}
     lies = [Mark(name, layout_from(shapes[name], s)) for name, s in parameter_states(found).items() if name in shapes]
     held = eager(first, [*marks, *lies], devices_of(mesh))
@@ -363,7 +363,7 @@ def run_functions(mistake: str) -> list[str]:
                 try:
                     with held:
                         placed = relayout(a * 1, lies)
-                        assert isinstance(placed, Placed)
+                        assert isinstance(placed, ShardedTensor)
                         assert str(layout_of(placed)) == layout_from_text(lies, (4, 6, 8))
                         own = relayout(_numbers(function(placed, relayout(b * 1, weights))), "n")
                         own.square().sum().backward()

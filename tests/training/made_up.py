@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram.schema.plan import Plan
-from tangram.training.observe.events import Evaluated, Record, Saved, StepDone
+from tangram.training.observe.events import CheckpointSaved, Evaluated, Record, StepDone
 from tangram.training.observe.summary import Summary, summarise
 from tests.training.small import small_plan
 
@@ -47,7 +47,7 @@ def record_of(
         )
         if save_every and step % save_every == 0:
             clock += 0.05
-            record(Saved(step, f"runs/small/checkpoint/step-{step}", 0.05, 0.4, asynchronous=True))
+            record(CheckpointSaved(step, f"runs/small/checkpoint/step-{step}", 0.05, 0.4, asynchronous=True))
         if evaluate_every and step % evaluate_every == 0:
             clock += 2.0
             record(Evaluated(step, loss + 0.08, clock))

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from tangram.layout import Mesh
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.runtime.operators import Operators
 from tangram.training.mesh.drawing import seed_for
 from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
@@ -108,7 +108,7 @@ def losses_of(model: nn.Module, kind: str, drawing: bool) -> dict[str, float]:
     for name in ("train", "train again", "eval", "eval again", "train last"):
         model.train(name.startswith("train"))
         model.zero_grad()
-        with Drawing() if drawing else nullcontext():
+        with DrawMode() if drawing else nullcontext():
             loss: Tensor = model(**inputs_of(kind)).loss
             if model.training:
                 loss.backward()
@@ -136,7 +136,7 @@ def run_kinds() -> Ran:
         whole, model = Drawn(draw), Drawn(draw)
         model.load_state_dict(whole.state_dict())
         seed_for(torch.device("cpu"), 7, STEP)
-        with Drawing():
+        with DrawMode():
             want = whole(X)
         marks = [Mark.parse("up.weight: o/tp i"), Mark.parse("down: b s/tp h")]
         if kind == "checkpointed":  # a function, which is refused

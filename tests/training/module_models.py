@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 from tangram.models.opened import without_fast_path
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.training.mesh.tensor_parallel import parallel
 from tangram.training.run.launch import Rank
 
@@ -139,7 +139,7 @@ def _run(work: Work, world: int) -> Off:
         for one in (model, other):
             one.train(mode == "train").zero_grad()
             torch.manual_seed(turn)
-            apart = Drawing() if one is other else nullcontext()
+            apart = DrawMode() if one is other else nullcontext()
             # of padding, torch's fast path makes zeros
             with apart, without_fast_path() if one is other else nullcontext(), torch.set_grad_enabled(turn != 3):
                 results.append(one(X))

@@ -15,7 +15,7 @@ from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, Batch, RankBatches, open_corpus
 from tangram.training.mesh.world import World, make_world
 from tangram.training.objective.step_guard import Guard
-from tangram.training.observe.events import SaveFailed, Skipped, StepDone
+from tangram.training.observe.events import SaveFailed, StepDone, StepSkipped
 from tangram.training.parallel.apply import apply
 from tangram.training.run.launch import Rank
 from tangram.training.run.out_of_memory import explained
@@ -97,9 +97,10 @@ def added_gradients(ranks: Ranks) -> Found:
     for name, precision in PRECISIONS.items():
         run = {"reduce_every": "step"} if name.startswith("once") else {}
         plan = slope_plan(ranks.folder, precision=precision, run=run, optimiser={"lr": 1e-3})
-        model = apply(Slope(), plan, ranks.world(plan))
+        model = Slope()
+        parallelized = apply(model, plan, ranks.world(plan))
         optimiser = optimiser_step.make_adamw(model, plan.optimiser, plan.precision.masters)
-        loop.backward(model, small_and_large(ranks.rank.index), slope_loss, 0)
+        loop.backward(parallelized, small_and_large(ranks.rank.index), slope_loss)
         grad, parameter = local(model.weight.grad), model.weight
         found[name] = [str(grad.dtype).removeprefix("torch."), float(grad.flatten()[0])]
         optimiser.step()
@@ -118,8 +119,8 @@ SCALE = {"initial": 65536.0, "every": 3}
 def scaled_steps(ranks: Ranks) -> Found:
     """The scale after each step and which were skipped, with overflows on one rank; and the weight at the end."""
     plan = slope_plan(ranks.folder, precision={"compute": "float16", "scale": SCALE})
-    world = ranks.world(plan)
-    model = apply(Slope(), plan, world)
+    model = Slope()
+    parallelized = apply(model, plan, ranks.world(plan))
     optimiser, guard = optimiser_step.make_adamw(model, plan.optimiser), Guard(plan)
     found: Found = {"scales": [], "skipped": [], "norms": []}
     for step in range(12):
@@ -127,7 +128,7 @@ def scaled_steps(ranks: Ranks) -> Found:
         batch = Batch(torch.tensor([[-8 if large else 10]]), torch.zeros(1, 1, dtype=torch.int64), None)
         given = RankBatches((batch,), 16, (step,))
         before = local(model.weight).clone()
-        done = loop.train_step(model, optimiser, given, plan, world, lr=1e-3, loss_sum=slope_loss, guard=guard)
+        done = loop.train_step(parallelized, optimiser, given, lr=1e-3, loss_sum=slope_loss, guard=guard)
         assert torch.equal(before, local(model.weight)) == (done.skipped is not None)
         found["scales"].append(guard.scale.value)
         found["norms"].append(done.norm)
@@ -149,18 +150,18 @@ def trained(
     """Train the small model by the loop of `tangram train`, and save; what came of it, and the events of rank 0."""
     world, events = ranks.world(plan), list[object]()
     model = build_model.build(plan, build_model.source_of(plan, BYTES), world, values=start is None)
-    state = JobState(model, optimiser_step.make_adamw(model, plan.optimiser, plan.precision.masters))
+    state = JobState(model.module, optimiser_step.make_adamw(model.module, plan.optimiser, plan.precision.masters))
     if start is not None:
         state.progress = load(start, state, plan, world)
     if plant is not None:
-        plant(model)
+        plant(model.module)
     folder = ranks.folder / f"run-{len([*ranks.folder.glob('run-*')])}"
     folder = Path(world.peers.from_first(str(folder)))
     folder.mkdir(exist_ok=True)
     checkpointer = Checkpointer(folder / "checkpoint", plan, world)
     hooks = loop.Hooks(events.append, lambda: state.progress.step + 1 >= until, folder=folder)
-    with explained(model, state.optimiser, predicted):
-        done = loop.train_steps(state, open_corpus(plan.data, BYTES), plan, world, checkpointer, hooks)
+    with explained(model.module, state.optimiser, predicted):
+        done = loop.train_steps(model, state, open_corpus(plan.data, BYTES), checkpointer, hooks)
     checkpointer.save(state, wait=True)
     saved = [event for event in checkpointer.close() if isinstance(event, SaveFailed)]
     assert not saved, saved
@@ -194,7 +195,7 @@ def resumed_scale(ranks: Ranks) -> Found:
             torch.equal(local(p), master.half())
             for p, master in zip(state.model.parameters(), masters(state), strict=True)
         ),
-        "skips": [(event.step, event.reason) for event in events if isinstance(event, Skipped)],
+        "skips": [(event.step, event.reason) for event in events if isinstance(event, StepSkipped)],
         "steps": [(event.step, event.skipped) for event in events if isinstance(event, StepDone)],
     }
 
@@ -229,7 +230,9 @@ def astray_steps(ranks: Ranks) -> Found:
         try:
             _, state, events = trained(ranks, plan, 6, plant=poisoned(ranks, steps))
             found[name] = {
-                "skips": [(event.step, event.reason, event.samples) for event in events if isinstance(event, Skipped)],
+                "skips": [
+                    (event.step, event.reason, event.samples) for event in events if isinstance(event, StepSkipped)
+                ],
                 "steps": [event.step for event in events if isinstance(event, StepDone)],
                 "progress": (state.progress.step, state.progress.skipped),
                 "metric": state.metrics["loss"],

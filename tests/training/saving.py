@@ -16,14 +16,14 @@ from torch.optim import AdamW
 
 from tangram.schema.plan import Plan
 from tangram.training.mesh.world import make_world
-from tangram.training.observe.events import Note, Saved, SaveFailed
+from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed
 from tangram.training.parallel.apply import apply
 from tangram.training.run.launch import Rank
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress, load
 from tangram.training.state.load_weights import load_pretrained
 
 Values = dict[str, npt.NDArray[Any]]
-Events = list[Saved | SaveFailed | Note]
+Events = list[CheckpointSaved | SaveFailed | Note]
 ROWS, COLUMNS, COPIES = {"*": "_/dp ..."}, {"*": "... _/dp"}, {"*": "..."}
 TENSOR = {"blocks.*.weight": "o/tp i", "blocks.*.bias": "o/tp", "*": "..."}
 LAYOUTS = {"rows": ROWS, "columns": COLUMNS, "copies": COPIES, "tensor": TENSOR}
@@ -134,8 +134,8 @@ class Seen:
 
     saved: Values
     loaded: dict[str, Values] = field(default_factory=dict[str, Values])
-    events: dict[str, list[Saved | SaveFailed | Note]] = field(
-        default_factory=dict[str, list[Saved | SaveFailed | Note]]
+    events: dict[str, list[CheckpointSaved | SaveFailed | Note]] = field(
+        default_factory=dict[str, list[CheckpointSaved | SaveFailed | Note]]
     )
     losses: list[float] = field(default_factory=list[float])
 
@@ -183,7 +183,8 @@ def load_cut(rank: Rank, folder: Path) -> list[Values]:
     for layout in LAYOUTS.values():
         plan = plan_of(layout)
         _, world = _place(rank, plan)
-        model = apply(net(1), plan, world)
+        model = net(1)
+        apply(model, plan, world)
         load_pretrained(folder, model, plan, world)
         found.append(values_of({**dict(model.named_parameters()), "seen": model.seen}))
     return found
@@ -197,7 +198,7 @@ def _place(rank: Rank, plan: Plan) -> tuple[Plan, Any]:
 
 def _start(rank: Rank, plan: Plan, folder: Path, seed: int = 0) -> tuple[JobState, Checkpointer]:
     _, world = _place(rank, plan)
-    model = apply(net(seed), plan, world)
+    model = apply(net(seed), plan, world).module
     return JobState(model, AdamW(trainable(model), lr=0.01)), Checkpointer(folder, plan, world)
 
 

@@ -14,9 +14,8 @@ from tangram.checkpoint.saving.save import save
 from tangram.cli.errors import reported
 from tangram.errors import UserError
 from tangram.training.observe.events import Note
-from tangram.training.run.environment import together
 from tangram.training.run.launch import Rank, RankError
-from tangram.training.run.torchrun import Meeting, on_one, run_as_rank
+from tangram.training.run.torchrun import Meeting, on_one, run_as_rank, together
 
 
 def say(*words: object) -> None:
@@ -39,7 +38,7 @@ def add_up(rank: Rank, payload: int) -> int:
 def step_until_asked(rank: Rank, payload: None) -> int:
     """The step at which all ranks stopped."""
     for step in range(1_000_000):
-        wish = torch.tensor(float(rank.stop.asked()))
+        wish = torch.tensor(float(rank.stop.requested()))
         dist.all_reduce(wish)
         if step == 0:
             say("pid", rank.index, os.getpid())
@@ -70,7 +69,7 @@ def fail_at_first(rank: Rank, payload: str) -> int:
         try:
             dist.barrier()
         except RuntimeError:
-            while not rank.stop.asked():
+            while not rank.stop.requested():
                 time.sleep(0.05)
             raise
         if rank.index == 1 and step == 3 and not Path(payload).exists():

@@ -17,7 +17,7 @@ from tangram.training.run.signals import POLITE
 def step_until_asked(rank: Rank, payload: None) -> tuple[str, int]:
     """The signal that this rank knows of and the step it stopped at."""
     for step in range(1_000_000):
-        wish = torch.tensor(float(rank.stop.asked()))
+        wish = torch.tensor(float(rank.stop.requested()))
         dist.all_reduce(wish)
         if step == 0:
             rank.emit(f"rank {rank.index} is {os.getpid()}")

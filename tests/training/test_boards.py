@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tangram.errors import UserError
 from tangram.schema.files import dumps
-from tangram.training.observe.events import Evaluated, Note, Saved, StepDone
+from tangram.training.observe.events import CheckpointSaved, Evaluated, Note, StepDone
 from tangram.training.observe.optional_libraries import need_report
 from tangram.training.observe.tensorboard import TensorBoard
 from tests.training.made_up import plan_of
@@ -45,7 +45,7 @@ def test_every_figure_is_written(tmp_path: Path) -> None:
         step(2, 6.0, rss_mb=310.0),
         Evaluated(2, 4.75, 16.0),
         step(3, 16.5, rss_mb=320.0),
-        Saved(2, "somewhere", 0.25, 2.0, True),
+        CheckpointSaved(2, "somewhere", 0.25, 2.0, True),
     )
     events = read(tmp_path)
     assert curve(events, "train/loss") == [(1, 4.9), (2, 4.8), (3, 4.7)]

@@ -20,16 +20,18 @@ from tangram.relayout.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, cut
 from tangram.training.data import BYTES, IGNORE, Batch, RankBatches
-from tangram.training.mesh.tensor_parallel import Lies
+from tangram.training.mesh.tensor_parallel import ResultPlacement
 from tangram.training.mesh.world import World, make_world
 from tangram.training.objective import expert_capacity
+from tangram.training.objective.model_inputs import model_inputs
 from tangram.training.objective.router_loss import routers_in
 from tangram.training.parallel.apply import apply
 from tangram.training.state.build_model import source_of
 from tangram.training.step import loop
+from tangram.training.step.evaluate import evaluate, evaluate_unsharded
 from tangram.training.step.optimiser_step import make_adamw
 from tangram.training.trials.dry_run import (
-    Counted,
+    CountedStep,
     _fake_ranks,  # pyright: ignore[reportPrivateUsage]
     counted_alone,
 )
@@ -47,6 +49,10 @@ CPU = torch.device("cpu")
 def plan_of(factor: float = 0.7, **run: Any) -> Plan:
     run = {"expert_capacity": factor, **run}
     return small_plan(Path("text"), mesh="dp=1", model={"preset": None, "change": {}}, run=run)
+
+
+def run_of(factor: float, by: str) -> Any:
+    return plan_of().run.model_copy(update={"expert_capacity": factor, "drop_by": by})
 
 
 @pytest.fixture
@@ -109,10 +115,10 @@ def test_each_expert_takes_its_share_and_no_more(kind: str, run: dict[str, Any],
         shares += [rows * share / len(found) for share, _ in found]
 
     ours = apply(model, plan, world)
-    done = loop.train_step(ours, make_adamw(ours, plan.optimiser), batches, plan, world, lr=0.0)
+    done = loop.train_step(ours, make_adamw(ours.module, plan.optimiser), batches, lr=0.0)
     assert done.dropped == pytest.approx(sum(shares) / (2 * ROWS - 1))
     assert done.dropped > 0.25
-    expected, ours_of = gradients(right), gradients(ours)
+    expected, ours_of = gradients(right), gradients(ours.module)
     norm = float(torch.cat([g.flatten() for g in expected.values()]).norm())
     assert done.norm == pytest.approx(norm, rel=1e-5)
     assert ours_of.keys() == expected.keys()
@@ -127,14 +133,14 @@ def test_the_largest_are_found_digit_by_digit(by: str, low: bool, world: World) 
     """Against choices taken one by one; in bfloat16 most weights are those of others, and earlier tokens go first."""
     generator = torch.Generator().manual_seed(len(by))
     model = model_of("qwen3_moe")
-    ours = cast(Any, expert_capacity.Capacity(model, routers_in(model), 0.0, by, world, world.group))
+    ours = cast(Any, expert_capacity.Capacity(model, None, routers_in(model), run_of(0.0, by), world, world.group))
     for experts, factor in ((4, 0.5), (7, 1.1), (5, 3.0), (4, 0.01)):
         weights_TE = torch.rand(ROWS * LENGTH, experts, generator=generator)
         weights_TE = weights_TE.bfloat16() if low else weights_TE - 0.5  # of a sort that has some below zero
         top = weights_TE.float().topk(2)
         weights_TK, experts_TK = top.values.to(weights_TE.dtype), top.indices
         ours._factor = factor
-        ours.before(loop.given(model, batches_of(0).micro[0]))
+        ours.before(model_inputs(None, batches_of(0).micro[0]))
         found_TK = ours.kept("model.layers.0.mlp.gate", 1, weights_TK, experts_TK, experts)
         assert torch.equal(found_TK, kept(weights_TK.float(), experts_TK, experts, factor, by))
         assert found_TK.all() == (factor == 3.0)
@@ -143,26 +149,26 @@ def test_the_largest_are_found_digit_by_digit(by: str, low: bool, world: World) 
 
 def test_nothing_is_dropped_where_nothing_is_trained(world: World) -> None:
     model, batch = model_of("qwen3_moe"), batches_of(0).micro[0]
-    right = float(loop.evaluate(copy.deepcopy(model), [batch], None))
+    right = float(evaluate_unsharded(copy.deepcopy(model), [batch]))
     ours = apply(model, plan_of(0.1), world)
-    assert loop.evaluate(ours, [batch], None) == right
-    ours.train()
+    assert evaluate(ours, [batch]) == right
+    ours.module.train()
     with pytest.raises(UserError, match=r"^run\.expert_capacity is over what all ranks train on at once"):
-        ours(input_ids=batch.inputs_BS)
+        ours.module(input_ids=batch.inputs_BS)
 
 
 def test_with_room_for_all_or_none_asked_for_nothing_is_dropped(world: World) -> None:
     model, batches = model_of("qwen3_moe"), batches_of(0)
     (plain, asked) = (apply(copy.deepcopy(model), plan_of(factor), world) for factor in (0.0, 4.0))
-    assert expert_capacity.capacity_of(plain) is None
-    assert not any(module._forward_hooks for module in plain.modules())
+    assert plain.parts[0].capacity is None
+    assert not any(module._forward_hooks for module in plain.module.modules())
     for one in (plain, asked):
-        loop.backward(one, batches, loop.next_token_loss, 0)
-    for name, gradient in gradients(asked).items():
-        assert torch.equal(gradient, gradients(plain)[name])
-    watched = expert_capacity.capacity_of(asked)
+        loop.backward(one, batches)
+    for name, gradient in gradients(asked.module).items():
+        assert torch.equal(gradient, gradients(plain.module)[name])
+    watched = asked.parts[0].capacity
     assert watched is not None
-    assert float(watched.taken()) == 0
+    assert float(watched.pop_dropped()) == 0
 
 
 @pytest.mark.slow
@@ -171,7 +177,7 @@ def test_a_dry_run_counts_what_it_moves(tmp_path: Path) -> None:
     write_models(tmp_path)
     tables = {**WITH_EXPERTS["experts and fsdp"][1].tables, "precision": {"compute": "bfloat16"}}
     tables["model"] = {"preset": None, "path": str(tmp_path / "qwen3_moe.json"), "change": {}}
-    found: list[list[Counted]] = []
+    found: list[list[CountedStep]] = []
     for factor in (0.0, 0.8):
         plan = small_plan(Path("text"), run={"expert_capacity": factor}, **tables)
         found.append(counted_alone(plan, source_of(plan, BYTES), 0))
@@ -196,10 +202,11 @@ def test_ranks_that_see_the_same_tokens_count_them_once(world: World, monkeypatc
     found: dict[tuple[str, int], tuple[list[int], bool]] = {}
     for rank in range(2):
         place = replace(world, mesh=mesh, index=rank, axes=replace(world.axes, model=("tp",)))
-        ours = cast(Any, expert_capacity.Capacity(model, routers_in(model), 1.0, "probs", place, place.group))
+        run = run_of(1.0, "probs")
+        ours = cast(Any, expert_capacity.Capacity(model, None, routers_in(model), run, place, place.group))
         for state in (SAME, SEVERAL, cut(0), cut(1)):
-            lies = Lies({"tp": state}, Mesh.parse("tp=2"), {"tp": rank}, {})
-            monkeypatch.setattr(expert_capacity, "lies_of", lambda *_, lies=lies: lies)
+            lies = ResultPlacement({"tp": state}, Mesh.parse("tp=2"), {"tp": rank}, {})
+            monkeypatch.setattr(expert_capacity, "result_placement", lambda *_, lies=lies: lies)
             if state == cut(1):
                 with pytest.raises(UserError, match="is no whole rows on each rank"):
                     ours._part("gate", 1, places_T, places_T >= 0)

@@ -12,7 +12,7 @@ import pytest
 from tangram.checkpoint.inspect import verify
 from tangram.checkpoint.store import commits
 from tangram.errors import UserError
-from tangram.training.observe.events import Note, Saved, SaveFailed
+from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed
 from tangram.training.state.checkpointer import Checkpointer, Progress, load, newest
 from tests.training.saving import Values, net, plan_of, same, step, values, whole_state
 
@@ -66,7 +66,7 @@ class Training:
         self.checkpointer.save(self.state)
         self.go_on()
 
-    def told(self) -> list[Saved | SaveFailed | Note]:
+    def told(self) -> list[CheckpointSaved | SaveFailed | Note]:
         """What came of it, at last."""
         self.checkpointer._await()  # pyright: ignore[reportPrivateUsage]
         return self.checkpointer.poll()
@@ -90,14 +90,14 @@ def training(small_disk: Path) -> Iterator[Training]:
     job.checkpointer.close()
 
 
-def only(events: list[Saved | SaveFailed | Note]) -> Saved | SaveFailed | Note:
+def only(events: list[CheckpointSaved | SaveFailed | Note]) -> CheckpointSaved | SaveFailed | Note:
     (event,) = events
     return event
 
 
 def test_a_full_and_then_a_read_only_disk(training: Training, small_disk: Path) -> None:
     training.save(1)
-    assert isinstance(only(training.told()), Saved)
+    assert isinstance(only(training.told()), CheckpointSaved)
     room = os.statvfs(small_disk)
     (small_disk / "filler").write_bytes(bytes(room.f_bavail * room.f_bsize - 8192))
     training.save(2)
@@ -107,7 +107,7 @@ def test_a_full_and_then_a_read_only_disk(training: Training, small_disk: Path) 
     training.check(1)
     (small_disk / "filler").unlink()
     training.save(3)
-    assert isinstance(only(training.told()), Saved)
+    assert isinstance(only(training.told()), CheckpointSaved)
     training.check(3)
 
     assert mount("-o", "remount,ro", str(small_disk))
@@ -118,7 +118,7 @@ def test_a_full_and_then_a_read_only_disk(training: Training, small_disk: Path) 
     training.check(3)
     assert mount("-o", "remount,rw", str(small_disk))
     training.save(5)
-    assert isinstance(only(training.told()), Saved)
+    assert isinstance(only(training.told()), CheckpointSaved)
     training.check(5)
     assert [path.name for path, _ in commits.whole(training.checkpointer.folder)] == ["step-00000003", "step-00000005"]
 
@@ -126,7 +126,7 @@ def test_a_full_and_then_a_read_only_disk(training: Training, small_disk: Path) 
 def test_storage_that_hangs_and_comes_back(tmp_path: Path) -> None:
     training = Training(tmp_path / "checkpoint")
     training.save(1)
-    assert isinstance(only(training.told()), Saved)
+    assert isinstance(only(training.told()), CheckpointSaved)
     pid = training.saver.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -136,7 +136,7 @@ def test_storage_that_hangs_and_comes_back(tmp_path: Path) -> None:
     assert training.checkpointer.poll() == []
     training.check(1)
     os.kill(pid, signal.SIGCONT)
-    assert isinstance(only(training.told()), Saved)
+    assert isinstance(only(training.told()), CheckpointSaved)
     training.check(2)
 
     folder = training.checkpointer.folder
@@ -149,7 +149,7 @@ def test_storage_that_hangs_and_comes_back(tmp_path: Path) -> None:
     folder.unlink()
     aside.rename(folder)
     training.save(4)
-    assert [type(event) for event in training.checkpointer.close()] == [Saved]
+    assert [type(event) for event in training.checkpointer.close()] == [CheckpointSaved]
     training.check(4)
 
 

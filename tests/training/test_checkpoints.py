@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tangram.checkpoint.store import commits
 from tangram.errors import UserError
-from tangram.training.observe.events import Saved, SaveFailed
+from tangram.training.observe.events import CheckpointSaved, SaveFailed
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress, load, newest
 from tests.training.saving import LAYOUTS, Seen, net, plan_of, same, step, trainable, two_ranks, values, whole_state
@@ -40,7 +40,7 @@ def save(folder: Path, state: JobState) -> Path:
     checkpointer = Checkpointer(folder, ONE, None)
     checkpointer.save(state, wait=True)
     (event,) = checkpointer.close()
-    assert isinstance(event, Saved), event
+    assert isinstance(event, CheckpointSaved), event
     return Path(event.path)
 
 
@@ -91,7 +91,7 @@ def test_every_save_of_the_same_state_has_the_same_digests(warm: tuple[Path, Seq
 def test_only_the_first_rank_tells(warm: tuple[Path, Sequence[Seen]]) -> None:
     _, (first, second) = warm
     (event,) = first.events["rows"]
-    assert isinstance(event, Saved)
+    assert isinstance(event, CheckpointSaved)
     assert event.asynchronous
     assert event.step == 2
     assert 0 < event.blocked_seconds <= event.seconds
@@ -118,7 +118,7 @@ def test_one_rank_cannot_write(warm: tuple[Path, Sequence[Seen]]) -> None:
     assert failed.step == 3
     assert failed.reason.endswith("could not be written: rank 1: File too large")
     (after,) = first.events["after"]
-    assert isinstance(after, Saved), "the next one is written again"
+    assert isinstance(after, CheckpointSaved), "the next one is written again"
     assert not after.asynchronous
     assert sorted(path.name for path in (folder / "rows").iterdir()) == ["step-00000002", "step-00000004"]
 
@@ -203,7 +203,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     for number in (1, 2, 3, 4):
         state.progress = Progress(number)
         checkpointer.save(state)
-    steps = [event.step for event in checkpointer.close() if isinstance(event, Saved)]
+    steps = [event.step for event in checkpointer.close() if isinstance(event, CheckpointSaved)]
     assert steps == [1, 2, 3, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
     assert newest(tmp_path) == tmp_path / "step-00000004"
@@ -245,7 +245,7 @@ def test_of_a_view_only_the_view_is_written(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, plan_of(ranks=1, asynchronous=False), None)
     checkpointer.save(JobState(model, None))
     (event,) = checkpointer.close()
-    assert isinstance(event, Saved)
+    assert isinstance(event, CheckpointSaved)
     assert (Path(event.path) / DATA).stat().st_size < 100_000
     found = JobState(net(3), None)
     load(Path(event.path), found, ONE, None)
@@ -260,7 +260,7 @@ def test_a_model_without_an_optimiser_is_copied_at_once(tmp_path: Path) -> None:
     with torch.no_grad():
         model.embed.weight.zero_()
     (event,) = checkpointer.close()
-    assert isinstance(event, Saved)
+    assert isinstance(event, CheckpointSaved)
     assert event.asynchronous
     found = JobState(net(3), None)
     load(Path(event.path), found, ONE, None)
@@ -303,7 +303,7 @@ def test_before_the_first_step(tmp_path: Path, asynchronous: bool) -> None:
     checkpointer = Checkpointer(tmp_path, plan_of(ranks=1, asynchronous=asynchronous), None)
     checkpointer.save(state)
     (event,) = checkpointer.close()
-    assert isinstance(event, Saved)
+    assert isinstance(event, CheckpointSaved)
     assert event.asynchronous == asynchronous
     found = JobState(net(3), None)
     assert load(Path(event.path), found, ONE, None) == Progress()

@@ -10,7 +10,7 @@ import torch
 
 from tangram.errors import UserError
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.derive.of_model import derive_model, graph_of
 from tangram.sharding.runtime.lower import lower
 from tangram.training.run.launch import run_ranks
 from tests.training.code_models import ATTRIBUTES, TABLES, Off, mesh_of, model_of, run_all
@@ -40,7 +40,7 @@ def test_an_operator_outside_of_any_call_is_refused_with_its_line() -> None:
     work = ATTRIBUTES["a Gram matrix"]
     model, x = model_of(work)
     graph = graph_of(model, {"x": x}, torch.float32)
-    found = derive_whole(graph, [Mark.parse(mark) for mark in work.marks], mesh_of(work, 2))
+    found = derive_model(graph, [Mark.parse(mark) for mark in work.marks], mesh_of(work, 2))
     folded = replace(found.folded, graph=replace(found.folded.graph, calls=()))
     with pytest.raises(UserError, match=r"code_models.py:\d+: aten.* runs in no function that the model's code calls"):
         lower(replace(found, folded=folded))

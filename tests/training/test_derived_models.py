@@ -10,7 +10,7 @@ import torch
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.derive.of_model import derive_model, graph_of
 from tangram.training.mesh.tensor_parallel import refuse_cut_inputs
 from tangram.training.run.launch import RankError, run_ranks
 from tests.training.derived_models import MISTAKES, Ran, Work, inputs_of, model_of, named, run_all
@@ -153,7 +153,7 @@ def test_what_lies_at_borders_needs_no_look_at_functions(once: Callable[[str], R
 def test_what_a_model_is_given_cannot_be_cut() -> None:
     model, inputs = model_of("own"), inputs_of("own")
     graph = graph_of(model, inputs, torch.float32)
-    found = derive_whole(graph, [Mark.parse("ids_BS: b/dp s")], Mesh.parse("dp=2"))
+    found = derive_model(graph, [Mark.parse("ids_BS: b/dp s")], Mesh.parse("dp=2"))
     with pytest.raises(UserError, match="a mark cuts ids_BS over dp, but every rank has all of"):
         refuse_cut_inputs(found)
 

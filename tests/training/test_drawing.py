@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.sharding.local_ops.random_numbers import Key, Numbers, Samples, Span, bernoulli
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_numbers import DrawNumbers, Key, NumberSpan, Samples, bernoulli
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.training.data import Batch, RankBatches
-from tangram.training.mesh.drawing import drawing, numbers_of, seed_for, watch
+from tangram.training.mesh.drawing import Drawer, drawing, seed_for
 
 ROWS, LENGTH, WIDTH = 4, 6, 8
 X = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -83,6 +84,10 @@ KINDS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+DRAWERS: WeakKeyDictionary[nn.Module, Drawer] = WeakKeyDictionary()
+"""Of the models that `made` makes."""
+
+
 def trained(
     model: nn.Module, size: int, step: int = STEP, *, seed: int = 7, until: int = 1, loss: Any = None
 ) -> tuple[Tensor, Tensor]:
@@ -93,13 +98,13 @@ def trained(
         micro = tuple(Batch(rows, rows, None) for rows in cast("list[Tensor]", X.split(size)))
         firsts = tuple(range(step, step + ROWS, size))
         found = []
-        with drawing([model], seed, RankBatches(micro, 1, firsts, step, ROWS)) as draws:
+        with drawing([DRAWERS[model]], seed, RankBatches(micro, 1, firsts, step, ROWS)) as draws:
             for number, batch in enumerate(micro):
-                draws.begin(model, number)
+                draws.begin(number)
                 given = model(batch.inputs_BS)
                 (given.sin().sum() if loss is None else loss(given)).backward()
                 found.append(given.detach())
-        assert numbers_of(model) is None or cast(Any, numbers_of(model)).samples is None, at
+        assert DRAWERS[model].numbers.samples is None, at
     gradients: list[Any] = [p.grad for p in model.parameters()]
     return torch.cat(found), torch.cat(
         [(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in gradients]
@@ -109,7 +114,7 @@ def trained(
 def made(draw: Callable[[Tensor], Tensor]) -> Draws:
     torch.manual_seed(0)
     model = Draws(draw)
-    watch(model, compiled=False)
+    DRAWERS[model] = Drawer(model, compiled=False)
     return model
 
 
@@ -129,7 +134,7 @@ def test_a_whole_batch_draws_what_one_process_draws() -> None:
     torch.manual_seed(0)
     plain = Draws(KINDS["dropout"])
     seed_for(torch.device("cpu"), 7, STEP)
-    with Drawing():
+    with DrawMode():
         want = plain(X)
     assert torch.equal(trained(made(KINDS["dropout"]), 1)[0], want)
 
@@ -165,7 +170,7 @@ def test_nothing_is_drawn_in_evaluation_and_nothing_looked_at_that_does_not_draw
     assert torch.equal(trained(model.eval(), 2)[0], model.inner(X))
     plain = made(lambda x: x)
     trained(plain, 2)
-    with drawing([plain], 7, RankBatches((Batch(X, X, None),), 1, (0,), 0, ROWS)) as draws:
+    with drawing([DRAWERS[plain]], 7, RankBatches((Batch(X, X, None),), 1, (0,), 0, ROWS)) as draws:
         assert draws._mode is None  # pyright: ignore[reportPrivateUsage]
 
 
@@ -180,7 +185,7 @@ def test_a_model_that_begins_to_draw_is_looked_at_from_then_on() -> None:
         trained(model, 2)
     drop = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0))
     drop.load_state_dict({f"0.{name}": value for name, value in model.inner.state_dict().items()})
-    watch(drop, compiled=False)
+    DRAWERS[drop] = Drawer(drop, compiled=False)
     trained(drop, 2)
     cast(Any, drop[1]).p = 0.4
     assert torch.allclose(trained(drop, 2)[0], want, atol=1e-6)
@@ -239,17 +244,17 @@ def test_a_compiled_block_draws_the_same() -> None:
 @pytest.mark.parametrize("start", [0, 1, 2, 3, 6])
 def test_numbers_in_a_row_are_those_one_by_one(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tangram.sharding.local_ops.random_numbers._AT_ONCE", 8)
-    span = Span(start, (3, 7))
+    span = NumberSpan(start, (3, 7))
     for p in (0.0, 0.3, 0.9, 1.0):
         assert torch.equal(bernoulli(span, p, Key(5, 6)), bernoulli(span.numbers, p, Key(5, 6)))
 
 
 def test_numbers_of_a_part_are_those_of_the_global_batch() -> None:
     whole = torch.arange(3 * 10 * 5).view(3, 10, 5)
-    numbers = Numbers(Samples(4, 2, 10), {(3, 2, 5): 5, (6, 5): 0})
-    at, key = numbers.of_all(Span(0, (3, 2, 5)), (3, 2, 5), Key(1, 0))
+    numbers = DrawNumbers(Samples(4, 2, 10), {(3, 2, 5): 5, (6, 5): 0})
+    at, key = numbers.of_all(NumberSpan(0, (3, 2, 5)), (3, 2, 5), Key(1, 0))
     assert isinstance(at, Tensor)
     assert torch.equal(at, whole[:, 4:6])
     assert key == Key(1, 0)
-    assert numbers.of_all(Span(0, (6, 5)), (6, 5), Key(1, 0)) == (Span(0, (6, 5)), Key(1, 0))
-    assert numbers.of_all(Span(0, (4,)), (4,), Key(1, 0)) == (Span(0, (4,)), Key(1, 5))
+    assert numbers.of_all(NumberSpan(0, (6, 5)), (6, 5), Key(1, 0)) == (NumberSpan(0, (6, 5)), Key(1, 0))
+    assert numbers.of_all(NumberSpan(0, (4,)), (4,), Key(1, 0)) == (NumberSpan(0, (4,)), Key(1, 5))

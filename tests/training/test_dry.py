@@ -23,7 +23,7 @@ from tangram.schema.schedules import folded, looped
 from tangram.training.data import BYTES
 from tangram.training.run.launch import run_ranks
 from tangram.training.state import build_model
-from tangram.training.trials.dry_run import Counted, counted_alone, in_turn, said_of_values
+from tangram.training.trials.dry_run import CountedStep, counted_alone, in_turn, refusing_values
 from tangram.training.trials.dry_run_counts import Tally
 from tests.training.dry_tasks import count_steps
 from tests.training.oracle.cases import cases, write_models
@@ -58,7 +58,7 @@ class Measured:
     """The plans of some strategies, and what four real ranks have counted of each."""
 
     plans: Mapping[str, Plan]
-    ranks: Sequence[Mapping[str, Sequence[Counted]]]
+    ranks: Sequence[Mapping[str, Sequence[CountedStep]]]
 
 
 QUICK = (("fsdp", 3), ("derived inside fsdp", 0), ("two axes at once", 3), ("interleaved stages of fsdp", 3))
@@ -213,7 +213,7 @@ class Reads(nn.Module):
 
 def test_code_that_reads_values_is_named() -> None:
     named = pytest.raises(UserError, match=r"line \d+ of .*test_dry\.py reads values of tensors")
-    with named, said_of_values(), FakeTensorMode():
+    with named, refusing_values(), FakeTensorMode():
         Reads()(torch.ones(2))
 
 

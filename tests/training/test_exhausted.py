@@ -9,10 +9,17 @@ import torch
 from torch import nn
 
 from tangram.training.parallel.master_weights import MasterAdamW
-from tangram.training.run.out_of_memory import Held, NoMemoryError, explained, held, is_no_memory, sentence
+from tangram.training.run.out_of_memory import (
+    MemoryInUse,
+    NoMemoryError,
+    explained,
+    is_no_memory,
+    memory_in_use,
+    sentence,
+)
 from tests.training.policies import PREDICTED, Found, too_much
 
-WITHIN = Held(parameters=2e6, gradients=2e6, optimiser=4e6, flows=4e6)
+WITHIN = MemoryInUse(parameters=2e6, gradients=2e6, optimiser=4e6, flows=4e6)
 
 
 def test_the_phase_and_the_part_are_named_on_every_rank(policies: list[Mapping[str, Found]]) -> None:
@@ -55,7 +62,7 @@ def test_what_a_rank_has_is_measured() -> None:
     optimiser = MasterAdamW(model.parameters(), torch.float32, lr=1e-3)
     model(torch.ones(1, 300, dtype=torch.bfloat16)).sum().backward()
     optimiser.step()
-    found = held(model, optimiser, process=0.0)
+    found = memory_in_use(model, optimiser, process=0.0)
     assert (found.parameters, found.gradients, found.optimiser) == (180_000, 180_000, 3 * 360_000 + 4)
     assert found.flows > 1e7  # Python and torch themselves
 

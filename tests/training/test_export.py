@@ -11,12 +11,13 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, END, Corpus, held_out_batches, open_corpus, prepare
+from tangram.training.objective.model_inputs import logits_in_order
 from tangram.training.run.end_proofs import ProofError, same_logits, same_loss
-from tangram.training.run.rank import probe_batch, probe_logits
-from tangram.training.state.build_model import build_whole, source_of
+from tangram.training.run.rank import probe_batch
+from tangram.training.state.build_model import build_unsharded, source_of
 from tangram.training.state.check_export import load_exported, logits_difference, unlike_weights
 from tangram.training.state.export_hf import export
-from tangram.training.step.loop import evaluate
+from tangram.training.step.evaluate import evaluate_unsharded
 from tests.training.small import SMALL_MODEL, small_plan, write_text
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     change = {**SMALL_MODEL, "tie_word_embeddings": request.param}
     plan = small_plan(write_text(folder / "text"), model={"change": change})
     prepare(plan.data, BYTES, lambda event: None)
-    model = build_whole(plan, source_of(plan, BYTES), CPU, values=True)
+    model = build_unsharded(plan, source_of(plan, BYTES), CPU, values=True)
     export(model, folder / "export", BYTES)
     return Exported(plan, open_corpus(plan.data, BYTES), model, folder / "export")
 
@@ -78,8 +79,9 @@ def test_a_changed_weight_is_found(exported: Exported) -> None:
 
 def test_a_reloaded_model_with_another_loss_or_other_logits_is_found(exported: Exported) -> None:
     model, plan, corpus = exported.model, exported.plan, exported.corpus
-    loss = evaluate(model, held_out_batches(corpus, plan.data, index=0, size=1, device=CPU), None)
-    logits = probe_logits(model, corpus, plan, CPU)
+    loss = evaluate_unsharded(model, held_out_batches(corpus, plan.data, index=0, size=1, device=CPU))
+    with torch.no_grad():
+        logits = logits_in_order(model.eval(), None, probe_batch(corpus, plan, CPU)).float().numpy()
     assert same_loss(model, plan, corpus, loss) == (loss, 0.0)
     assert same_logits(model, plan, corpus, logits) == 0.0
     with pytest.raises(ProofError, match=r"not the .* that was measured"):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from tangram.models.source import Source
 from tangram.training.data import Tokens, load_tokens
 from tangram.training.run.end_proofs import ProofError, same_export
-from tangram.training.state.build_model import build_whole, source_of
+from tangram.training.state.build_model import build_unsharded, source_of
 from tangram.training.state.export_hf import export
 from tests.training.chat import BESIDE, END, SETTINGS, TEMPLATE, TURN, write_chat
 from tests.training.small import small_plan, write_text
@@ -36,7 +36,7 @@ def made(folder: Path, model: Path, tokenizer: str = "model", **model_keys: Any)
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"change": model_keys.get("change", {})})})
     tokens = load_tokens(plan.data, plan.model.path)
     source = source_of(plan, tokens)
-    whole = build_whole(plan, source, CPU, values=True)
+    whole = build_unsharded(plan, source, CPU, values=True)
     export(whole, folder / "export", tokens, source)
     return Made(whole, source, tokens, folder / "export")
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tangram.errors import UserError
 from tangram.sharding.eager import mark
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.training.mesh.eager_marks import eager
 from tangram.training.run.launch import Rank, run_ranks
 
@@ -77,7 +77,7 @@ def run(rank: Rank, _: None) -> dict[str, list[list[float]] | str]:
 
 def test_eager_beside_one_process() -> None:
     net = Net()  # whose values are not drawn so
-    with Drawing():
+    with DrawMode():
         want = _ran(net)
     assert want[0] != want[1]
     for own in run_ranks(run, None, world=2, on_event=lambda _: None, device="cpu"):

@@ -12,7 +12,7 @@ from tangram.errors import UserError
 from tangram.training.data import BYTES, prepare
 from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.run.rank import RankJob, train_rank
-from tangram.training.step.loop import Costs
+from tangram.training.step.loop import StepCosts
 from tests.training.small import WORLD, small_plan, write_text
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "job.toml"
@@ -37,7 +37,7 @@ def test_a_text_that_changes_is_refused_and_what_is_not_repeatable_where_the_pla
     text = write_text(tmp_path / "text")
     plans = small_plan(text), small_plan(text, run={"steps": 3, "device": "cpu", "deterministic": True})
     prepare(plans[0].data, BYTES, lambda event: None)
-    jobs = tuple(RankJob(plan, tmp_path, "of another text", Costs()) for plan in plans)
+    jobs = tuple(RankJob(plan, tmp_path, "of another text", StepCosts()) for plan in plans)
     for rank in run_ranks(begun, jobs, world=WORLD, on_event=print, device="cpu"):
         assert all("reads another text than the others" in said for said, _ in rank)
         assert [refused for _, refused in rank] == [False, True]

@@ -18,12 +18,12 @@ from tangram.relayout.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, Batch
 from tangram.training.mesh.world import make_world
-from tangram.training.objective.loss import leaving, lies_of
+from tangram.training.objective.loss import leaving, logits_placement
 from tangram.training.parallel.apply import apply, give_storage
 from tangram.training.state.build_model import source_of
-from tangram.training.step import loop
+from tangram.training.step.evaluate import logits_of
 from tangram.training.trials.dry_run import (
-    Counted,
+    CountedStep,
     _fake_ranks,  # pyright: ignore[reportPrivateUsage]
     counted_alone,
 )
@@ -55,14 +55,15 @@ def shapes(plan: Plan, gradients: bool = True) -> tuple[list[int], list[int], di
     with _fake_ranks(plan.ranks, 0) as group:
         model = apply(build_on_meta(source_of(plan, BYTES).config), plan, make_world(plan, 0, CPU, group, Peers()))
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            give_storage(model, CPU)
+            give_storage(model.module, CPU)
+            derived = model.parts[0].derived
             with torch.set_grad_enabled(gradients):
-                with leaving(model):
-                    own = loop.logits_of(model, batch)
-                lies = lies_of(model)
+                with leaving(derived):
+                    own = logits_of(model, batch)
+                lies = logits_placement(derived)
                 assert lies is not None
                 states = {axis: str(state) for axis, state in lies.states.items()}
-                return [*own.shape], [*loop.logits_of(model, batch).shape], states
+                return [*own.shape], [*logits_of(model, batch).shape], states
 
 
 def test_logits_are_in_parts_for_the_loss_alone() -> None:
@@ -90,11 +91,11 @@ def test_an_uneven_vocabulary_is_refused() -> None:
         legal(plan, build_on_meta(source_of(plan, BYTES).config))
 
 
-def counted(plan: Plan) -> Counted:
+def counted(plan: Plan) -> CountedStep:
     return counted_alone(plan, source_of(plan, BYTES), 0)[0]
 
 
-def received(step: Counted, kind: str) -> float:
+def received(step: CountedStep, kind: str) -> float:
     return sum(nbytes for (_, one), nbytes in step.nbytes.items() if one == kind)
 
 

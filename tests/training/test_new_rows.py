@@ -15,7 +15,7 @@ from tangram.schema.plan import Plan
 from tangram.training.data import load_tokens
 from tangram.training.run.end_proofs import same_export
 from tangram.training.run.launch import run_ranks
-from tangram.training.state.build_model import build_whole, source_of
+from tangram.training.state.build_model import build_unsharded, source_of
 from tangram.training.state.export_hf import export
 from tests.training.chat import write_chat
 from tests.training.grown import load_grown
@@ -35,7 +35,7 @@ def plan(folder: Path, model: Path, rows: int | None = ROWS, **tables: Any) -> P
 
 
 def whole(asked: Plan) -> nn.Module:
-    return build_whole(asked, source_of(asked, load_tokens(asked.data, asked.model.path)), CPU, values=True)
+    return build_unsharded(asked, source_of(asked, load_tokens(asked.data, asked.model.path)), CPU, values=True)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

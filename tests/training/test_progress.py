@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tangram.planner.report import figures
-from tangram.training.observe.events import Evaluated, Note, Saved, SaveFailed, StepDone, Table, Working
+from tangram.training.observe.events import CheckpointSaved, Evaluated, Note, SaveFailed, StepDone, TableEvent, Working
 from tangram.training.observe.progress import ProgressLine
 
 
@@ -92,10 +92,10 @@ def test_flops_have_the_unit_of_their_size(value: float, said: str) -> None:
 def test_what_else_happens_has_a_line_of_its_own() -> None:
     assert plainly(
         Evaluated(10, 2.25, 1.0),
-        Saved(10, "run/step-10", blocked_seconds=0.0125, seconds=0.5, asynchronous=True),
-        Saved(20, "run/step-20", blocked_seconds=0.25, seconds=0.25, asynchronous=False),
+        CheckpointSaved(10, "run/step-10", blocked_seconds=0.0125, seconds=0.5, asynchronous=True),
+        CheckpointSaved(20, "run/step-20", blocked_seconds=0.25, seconds=0.25, asynchronous=False),
         SaveFailed(20, "the disk is full"),
-        Table("Plan", ("what", "value"), (("mesh", "dp=2"),)),
+        TableEvent("Plan", ("what", "value"), (("mesh", "dp=2"),)),
         Working("tokenising", 3, 4, "files"),
         Working("tokenising", 4, 4, "files"),
     ) == [

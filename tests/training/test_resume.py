@@ -17,7 +17,7 @@ from tangram.schema.plan import Plan
 from tangram.training.observe.events import Note
 from tangram.training.run.resume import (
     ON_RESUME,
-    Rule,
+    ResumeRule,
     Unlike,
     checkpoint_to_resume,
     compared,
@@ -26,7 +26,7 @@ from tangram.training.run.resume import (
     other_rate,
     refuse_unknown,
 )
-from tangram.training.start import Asked, resumed
+from tangram.training.start import TrainRequest, resumed
 from tangram.training.step.optimiser_step import lr_at
 from tests.training.small import small_plan, small_tables
 
@@ -77,12 +77,12 @@ def test_every_key_of_a_plan_has_a_class() -> None:
     assert schema_keys(WithNewKeys) - ON_RESUME.keys() == {"temperature"}  # a new key is missed
 
 
-def rows_of_the_page() -> dict[str, Rule]:
+def rows_of_the_page() -> dict[str, ResumeRule]:
     """The table of the page."""
-    found: dict[str, Rule] = {}
+    found: dict[str, ResumeRule] = {}
     for head, keys in re.findall(r"^\| ((?:free|reported|refused)[^|]*) \| (`[^|]*) \|$", PAGE.read_text(), re.M):
         condition = next((kind for kind, words in WORDS.items() if " if " in head and words in head), "")
-        rule = Rule(head.split()[0].rstrip(":"), condition)  # pyright: ignore[reportArgumentType]
+        rule = ResumeRule(head.split()[0].rstrip(":"), condition)  # pyright: ignore[reportArgumentType]
         for pattern in re.findall(r"`([^`]*)`", keys):
             named = [key for key in ON_RESUME if key == pattern or key.startswith(pattern.removesuffix("*"))]
             assert named, pattern
@@ -208,7 +208,7 @@ def test_a_job_goes_on_by_the_strategy_of_its_run(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(dumps(plan))
     tables: dict[str, Any] = {name: getattr(plan, name) for name in Job.model_fields} | {"seed": 4}
     job = Job(**tables)
-    asked = Asked(job, "name", None, None, tmp_path, False)
+    asked = TrainRequest(job, "name", None, None, tmp_path, False)
     found = resumed(asked, 2)
     assert isinstance(found, Plan)
     assert (found.mesh, found.layouts, found.data.micro_batch, found.seed) == (plan.mesh, plan.layouts, 2, 4)

@@ -22,15 +22,16 @@ from tangram.relayout.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State
 from tangram.training.data import BYTES, IGNORE, Batch, RankBatches
-from tangram.training.mesh.tensor_parallel import Lies
+from tangram.training.mesh.tensor_parallel import ResultPlacement
 from tangram.training.mesh.world import World, make_world, of_stage
 from tangram.training.objective import router_loss
 from tangram.training.parallel.apply import apply
 from tangram.training.state.build_model import source_of
 from tangram.training.step import loop
+from tangram.training.step.evaluate import evaluate
 from tangram.training.step.optimiser_step import make_adamw
 from tangram.training.trials.dry_run import (
-    Counted,
+    CountedStep,
     _fake_ranks,  # pyright: ignore[reportPrivateUsage]
     counted_alone,
 )
@@ -133,14 +134,14 @@ def test_it_is_that_of_transformers(kind: str, recomputed: bool, world: World) -
 
     plan = plan_of(run={"recompute": ["model.layers.*"] if recomputed else []})
     ours = apply(model, plan, world)
-    done = loop.train_step(ours, make_adamw(ours, plan.optimiser), batches, plan, world, lr=0.0)
+    done = loop.train_step(ours, make_adamw(ours.module, plan.optimiser), batches, lr=0.0)
     assert done.loss == pytest.approx(loss.item(), rel=1e-5)
     assert done.router_loss == pytest.approx(WEIGHT * found.aux_loss.item(), rel=1e-5)
     assert done.router_loss > 1.02 * WEIGHT * 2  # two experts a token in balance
     norm = float(torch.cat([g.flatten() for g in gradients(right).values()]).norm())
-    for gradient in gradients(ours).values():
+    for gradient in gradients(ours.module).values():
         gradient *= max(1.0, norm / plan.optimiser.clip_norm)
-    assert_alike(ours, right)
+    assert_alike(ours.module, right)
 
 
 def test_micro_batches_count_by_their_tokens_and_only_those_with_labels(world: World) -> None:
@@ -157,28 +158,28 @@ def test_micro_batches_count_by_their_tokens_and_only_those_with_labels(world: W
         expected += WEIGHT * own.item()
 
     ours = apply(model, plan_of(), world)
-    loop.backward(ours, batches, loop.next_token_loss, 0)
-    watched = router_loss.routers_of(ours)
+    loop.backward(ours, batches)
+    watched = ours.parts[0].routers
     assert watched is not None
-    assert float(watched.taken()) == pytest.approx(expected, rel=1e-5)
-    assert float(watched.taken()) == 0
-    assert_alike(ours, right)
+    assert float(watched.pop_loss()) == pytest.approx(expected, rel=1e-5)
+    assert float(watched.pop_loss()) == 0
+    assert_alike(ours.module, right)
 
 
 def test_nothing_is_kept_of_an_evaluation_or_of_what_is_computed_again(world: World) -> None:
     plan = plan_of(run={"recompute": ["model.layers.*"]})
     ours, batches = apply(model_of("qwen3_moe"), plan, world), batches_of(0)
-    watched = cast(Any, router_loss.routers_of(ours))
-    loop.backward(ours, batches, loop.next_token_loss, 0)
+    watched = cast(Any, ours.parts[0].routers)
+    loop.backward(ours, batches)
     assert watched._seen == {}
-    loop.evaluate(ours, batches.micro, None)
+    evaluate(ours, batches.micro)
     assert watched._seen == {}
 
 
 def test_without_it_no_router_is_watched(world: World) -> None:
     model = model_of("qwen3_moe")
     ours = apply(model, plan_of(run={"router_loss": 0.0}), world)
-    assert router_loss.routers_of(ours) is None
+    assert ours.parts[0].routers is None
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -192,19 +193,19 @@ def test_every_type_of_transformers_that_has_it(kind: str, world: World) -> None
     loss = nn.functional.cross_entropy(found.logits.flatten(0, 1), batch.labels_BS.flatten())
     (loss + WEIGHT * found.aux_loss).backward()
     ours = apply(model, plan_of(), world)
-    loop.backward(ours, batches, loop.next_token_loss, 0)
-    watched = router_loss.routers_of(ours)
+    loop.backward(ours, batches)
+    watched = ours.parts[0].routers
     assert watched is not None
-    assert float(watched.taken()) == pytest.approx(WEIGHT * found.aux_loss.item(), rel=1e-5)
-    assert_alike(ours, right)
+    assert float(watched.pop_loss()) == pytest.approx(WEIGHT * found.aux_loss.item(), rel=1e-5)
+    assert_alike(ours.module, right)
 
 
 def test_the_loss_is_scaled_with_the_other(world: World) -> None:
     one, other = (apply(model_of("qwen3_moe"), plan_of(), world) for _ in range(2))
     for model, scale in ((one, 1.0), (other, 64.0)):
-        loop.backward(model, batches_of(0), loop.next_token_loss, 0, scale)
-    right = gradients(one)
-    for name, gradient in gradients(other).items():
+        loop.backward(model, batches_of(0), scale=scale)
+    right = gradients(one.module)
+    for name, gradient in gradients(other.module).items():
         torch.testing.assert_close(gradient / 64, right[name], msg=name)
 
 
@@ -229,7 +230,7 @@ def test_a_dry_run_counts_what_stages_send_and_the_last_one_adds_up(
     write_models(tmp_path)
     tables = {**strategy.tables, "precision": {"compute": "bfloat16"}}
     tables["model"] = {"preset": None, "path": str(tmp_path / "qwen3_moe.json"), "change": {}}
-    found: list[Counted] = []
+    found: list[CountedStep] = []
     for weight in (0.0, WEIGHT):
         plan = small_plan(Path("text"), run={"router_loss": weight}, data={"micro_batch": 1}, **tables)
         found.append(counted_alone(plan, source_of(plan, BYTES), rank)[-1])
@@ -251,7 +252,7 @@ def test_a_dry_run_counts_what_it_moves(tmp_path: Path) -> None:
     write_models(tmp_path)
     tables = {**WITH_EXPERTS["experts and fsdp"][1].tables, "precision": {"compute": "bfloat16"}}
     tables["model"] = {"preset": None, "path": str(tmp_path / "qwen3_moe.json"), "change": {}}
-    found: list[list[Counted]] = []
+    found: list[list[CountedStep]] = []
     for weight in (0.0, WEIGHT):
         plan = small_plan(Path("text"), run={"router_loss": weight}, **tables)
         found.append(counted_alone(plan, source_of(plan, BYTES), 0))
@@ -273,16 +274,18 @@ def test_ranks_that_see_the_same_count_once(
     """Of two ranks with all tokens: where their gradients are added up, each has half of one."""
     ours, (batch,) = apply(model_of("qwen3_moe"), plan_of(), world), batches_of(7).micro
     logits_TE = torch.randn(ROWS * LENGTH, 4, requires_grad=True)
-    watched = cast(Any, router_loss.routers_of(ours))
+    watched = cast(Any, ours.parts[0].routers)
 
     def seen() -> tuple[Tensor, float]:
         watched._seen.update({f"model.layers.{n}.mlp.gate": (logits_TE, 0) for n in range(2)})
         (gradient,) = torch.autograd.grad(watched.loss(watched.sums(batch.labels_BS), 41), logits_TE)
-        return gradient, float(watched.taken())
+        return gradient, float(watched.pop_loss())
 
     alone, told = seen()
     watched._world = replace(world, mesh=Mesh.parse("dp=1 tp=2"))
-    monkeypatch.setattr(router_loss, "lies_of", lambda *_: Lies({"tp": state}, Mesh.parse("tp=2"), {"tp": 0}, {}))
+    monkeypatch.setattr(
+        router_loss, "result_placement", lambda *_: ResultPlacement({"tp": state}, Mesh.parse("tp=2"), {"tp": 0}, {})
+    )
     monkeypatch.setattr(router_loss, "summed", lambda x, group: 2 * x)
     gradient, half = seen()
     torch.testing.assert_close(gradient, part * alone)

@@ -208,9 +208,9 @@ def test_outside_the_main_thread_no_handler_is_installed() -> None:
 def test_a_wish_is_told_once() -> None:
     told: list[str] = []
     stop = Stop(heard=told.append)
-    assert not stop.asked()
+    assert not stop.requested()
     stop.ask("SIGTERM")
     stop.ask("SIGINT")
     assert told == []  # not from a signal handler, which may interrupt anything
-    assert [stop.asked(), stop.asked()] == [True, True]
+    assert [stop.requested(), stop.requested()] == [True, True]
     assert (told, stop.signal) == (["SIGTERM"], "SIGTERM")

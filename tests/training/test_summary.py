@@ -11,7 +11,7 @@ import pytest
 from tangram.errors import UserError
 from tangram.planner.report import figures
 from tangram.training.observe import throughput
-from tangram.training.observe.events import Evaluated, Record, Saved, SaveFailed, StepDone
+from tangram.training.observe.events import CheckpointSaved, Evaluated, Record, SaveFailed, StepDone
 from tangram.training.observe.summary import Summary, summarise, train_loss
 from tests.training.made_up import plan_of, record_of, summary_of
 
@@ -49,15 +49,15 @@ def test_what_was_not_seen_is_not_timed() -> None:
 
 def test_evaluations_and_saves_are_no_part_of_a_step() -> None:
     record = steps_at(1.0, 12.0, 18.0)
-    record(Saved(1, "a", 0.5, 3.0, True))  # before the evaluation, whose time has it in it
+    record(CheckpointSaved(1, "a", 0.5, 3.0, True))  # before the evaluation, whose time has it in it
     record(Evaluated(1, 2.0, 11.25))
-    record(Saved(2, "b", 4.0, 5.0, False))
+    record(CheckpointSaved(2, "b", 4.0, 5.0, False))
     assert throughput.durations(record) == [1.0, 0.75, 2.0]
 
 
 def test_a_save_that_blocked_later_than_its_step_takes_nothing_off() -> None:
     record = steps_at(1.0, 2.0)
-    record(Saved(1, "a", 5.0, 6.0, True))
+    record(CheckpointSaved(1, "a", 5.0, 6.0, True))
     assert throughput.durations(record) == [1.0, 1.0]
 
 

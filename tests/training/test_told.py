@@ -15,7 +15,7 @@ from tangram.models.attention import numbers_of
 from tangram.planner.local.show import rows
 from tangram.schema.plan import Plan
 from tangram.training.data import Batch
-from tangram.training.objective.model_inputs import balanced, given, tell
+from tangram.training.objective.model_inputs import balanced, model_inputs, token_order
 from tests.training.small import small_tables, write_text
 from tests.training.strategies import GATHERED
 
@@ -52,17 +52,17 @@ class ByTokens(nn.Module):
 def test_labels_positions_and_numbers_go_with_their_tokens(tmp_path: Path) -> None:
     model = ByTokens("tangram_tokens")
     run = {**small_tables(write_text(tmp_path / "text"))["run"], "attention": "tokens"}
-    tell(model, planned(tmp_path, run=run, context={"order": "balanced"}))
+    tokens = token_order(model, planned(tmp_path, run=run, context={"order": "balanced"}))
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     batch = Batch(torch.arange(8)[None], torch.arange(8)[None] + 100, positions)
-    seen = given(model, batch)
+    seen = model_inputs(tokens, batch)
     assert seen.batch.inputs_BS.tolist() == [[0, 1, 6, 7, 2, 3, 4, 5]]
     assert (seen.batch.labels_BS - seen.batch.inputs_BS == 100).all()
-    assert torch.equal(seen.in_order(seen.told["position_ids"]), positions)
-    assert torch.equal(seen.in_order(seen.told["attention_mask"][:, 0]), numbers_of(positions))
-    odd = given(model, Batch(torch.arange(6)[None], torch.arange(6)[None], None))  # no four equal pieces
+    assert torch.equal(seen.in_order(seen.keywords["position_ids"]), positions)
+    assert torch.equal(seen.in_order(seen.keywords["attention_mask"][:, 0]), numbers_of(positions))
+    odd = model_inputs(tokens, Batch(torch.arange(6)[None], torch.arange(6)[None], None))  # no four equal pieces
     assert odd.order is None
-    assert odd.told["attention_mask"].shape == (1, 1, 6, 2)
+    assert odd.keywords["attention_mask"].shape == (1, 1, 6, 2)
 
 
 def test_what_is_shown_of_it(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_model_that_attends_otherwise_than_planned(tmp_path: Path, attends: st
     usual = small_tables(write_text(tmp_path / "text"))["run"]
     plan = planned(tmp_path, run={**usual, "attention": "tokens" if attends == "sdpa" else "model"})
     with pytest.raises(UserError, match=said):
-        tell(ByTokens(attends), plan)
+        token_order(ByTokens(attends), plan)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.training.run.environment import place, speaks, started_by_torchrun, together
+from tangram.training.run.environment import place, speaks, started_by_torchrun
 from tangram.training.run.signals import SAME_SECONDS
-from tangram.training.run.torchrun import agree, on_one
+from tangram.training.run.torchrun import agree, on_one, together
 
 SOON = 60.0
 MODULE = "tests.training.started"

@@ -21,8 +21,11 @@ from tangram.schema.plan import Plan
 from tangram.training.data import Batch, RankBatches
 from tangram.training.mesh.world import make_world
 from tangram.training.parallel.apply import apply
+from tangram.training.parallel.model import ParallelModel
+from tangram.training.parallel.model_part import ModelPart
 from tangram.training.run.launch import Rank
 from tangram.training.step import loop
+from tangram.training.step.evaluate import next_token_loss
 from tangram.training.step.optimiser_step import make_adamw
 
 Array = npt.NDArray[np.float32]
@@ -106,8 +109,8 @@ def run(rank: Rank, plan: Plan) -> Seen:
     assert group is not None
     world = make_world(plan, rank.index, rank.device, group)
     model = apply(quantised(), plan, world)
-    kinds = frozenset(str(p.dtype) for p in model.parameters())
-    return _trained(model, plan, world, batches(world.data_index, world.data_size), kinds)
+    kinds = frozenset(str(p.dtype) for p in model.module.parameters())
+    return _trained(model, batches(world.data_index, world.data_size), kinds)
 
 
 def alone(plan: Plan) -> Seen:
@@ -118,7 +121,7 @@ def alone(plan: Plan) -> Seen:
     kept: list[dict[str, Array]] = []
     for _ in range(STEPS):
         optimiser.zero_grad()
-        parts = [loop.next_token_loss(model, batch) / mine.counted for batch in mine.micro]
+        parts = [next_token_loss(ModelPart(model), batch) / mine.counted for batch in mine.micro]
         for part in parts:
             part.backward()
         losses.append(float(sum(part.detach() for part in parts)))
@@ -133,16 +136,16 @@ def gradients(model: nn.Module) -> dict[str, Array]:
     return {name: g.detach().clone().numpy() for name, g in whole.items()}
 
 
-def _trained(model: nn.Module, plan: Plan, world: Any, mine: RankBatches, kinds: frozenset[str]) -> Seen:
+def _trained(model: ParallelModel, mine: RankBatches, kinds: frozenset[str]) -> Seen:
     from torch._dynamo.utils import counters
 
-    optimiser = make_adamw(model, plan.optimiser)
+    optimiser = make_adamw(model.module, model.plan.optimiser)
     losses: list[float] = []
     kept: list[dict[str, Array]] = []
     for _ in range(STEPS):
-        done = loop.train_step(model, optimiser, mine, plan, world, lr=plan.optimiser.lr)
+        done = loop.train_step(model, optimiser, mine, lr=model.plan.optimiser.lr)
         losses.append(done.loss)
-        kept.append(gradients(model))
+        kept.append(gradients(model.module))
     breaks = [reason for reason in counters["graph_break"] if "Runtime._run" not in reason]
     assert not breaks, breaks  # only where a tensor moves inside of a module's own code, as in `Int8Linear`
     return Seen(tuple(losses), kept[0], kept[-1], kinds, counters["stats"]["unique_graphs"])

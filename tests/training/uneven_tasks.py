@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from tangram.layout import Mesh
 from tangram.relayout import uneven
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.runtime.operators import Operators
 from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 from tangram.training.run.launch import Rank
@@ -116,7 +116,7 @@ def _trained(
     grads: dict[str, Tensor] = {}
     for name in ("eval", "train", "eval after", "train again", "eval at last"):
         model.train(name.startswith("train"))
-        with Drawing():
+        with DrawMode():
             loss: Tensor = model(**given).loss
         losses[name] = float(loss.detach())
         if model.training:

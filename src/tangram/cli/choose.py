@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tangram.layout import Mesh
     from tangram.models.graph import Graph
     from tangram.schema.job import Job
-    from tangram.sharding.choose.choose import Chosen, Price
+    from tangram.sharding.choose.choose import ChosenMarks, Price
     from tangram.sharding.choose.costs import Training
     from tangram.sharding.choose.export_marks import Marked
     from tangram.sharding.derive.derive import Derived
@@ -72,7 +72,7 @@ def bytes_of(text: str) -> float:
 class Answer:
     """What was chosen, and what it is beside."""
 
-    chosen: "Chosen"
+    chosen: "ChosenMarks"
     limit: float
     took: float
     """Seconds of the clock."""
@@ -108,7 +108,7 @@ def answer(
 
 def _of_marks(graph: "Graph", mesh: "Mesh", cluster: "Cluster", kind: str) -> "Derived":
     """The plan of the marks that come with a model; over axes that they do not name, the batch is cut."""
-    from tangram.sharding.derive.derive import Rates, derive
+    from tangram.sharding.derive.derive import WorkRates, derive
     from tangram.sharding.derive.marking.marks import Mark, marks_of
 
     marks = marks_of(kind)
@@ -117,7 +117,7 @@ def _of_marks(graph: "Graph", mesh: "Mesh", cluster: "Cluster", kind: str) -> "D
     others = [axis for axis in mesh.axes if axis != "tp"]
     if others:
         marks.append(Mark.parse(f"input_ids: b/{'/'.join(others)} s"))
-    return derive(graph, marks, mesh, rates=Rates(cluster=cluster))
+    return derive(graph, marks, mesh, rates=WorkRates(cluster=cluster))
 
 
 def job_of(asked: Choosing, sequence: int) -> "Job | None":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tangram.models.named import Inputs
     from tangram.sharding.derive.derive import ConflictError, Derived
     from tangram.sharding.derive.marking.marks import Mark
-    from tangram.sharding.derive.problem.rates import Rates
+    from tangram.sharding.derive.problem.rates import WorkRates
     from tangram.sharding.discover.own_rules import Samples
 
 
@@ -143,12 +143,12 @@ def _mesh(text: str) -> Mesh:
     return mesh
 
 
-def _rates(asked: Asked, mesh: Mesh) -> "Rates":
+def _rates(asked: Asked, mesh: Mesh) -> "WorkRates":
     """Those of the cluster for each axis that the mesh has."""
     from tangram.hardware.cluster import load
-    from tangram.sharding.derive.problem.rates import Rates
+    from tangram.sharding.derive.problem.rates import WorkRates
 
-    rates = Rates(cluster=load(asked.cluster) if asked.cluster else None)
+    rates = WorkRates(cluster=load(asked.cluster) if asked.cluster else None)
     for axis in mesh.axes:
         rates.along(mesh, axis)  # a mesh that is too large is told before the model is captured
     return rates
@@ -203,7 +203,7 @@ def _captured(asked: Asked, made: "tuple[Any, Inputs]", rules: str) -> "Graph":
     return graph
 
 
-def _derived(asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", rates: "Rates") -> "Derived":
+def _derived(asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", rates: "WorkRates") -> "Derived":
     from tangram.sharding.derive.derive import ConflictError, derive
 
     try:
@@ -217,7 +217,7 @@ def _derived(asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", 
 
 
 def _conflict(
-    asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", error: "ConflictError", rates: "Rates"
+    asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", error: "ConflictError", rates: "WorkRates"
 ) -> UserError:
     """The sentence on marks that contradict each other; before it, where they meet and what works."""
     from tangram.sharding.derive.explain.conflicts import conflict
@@ -252,7 +252,7 @@ def _print(asked: Asked, found: "Derived") -> None:
             )
 
 
-def _print_why(asked: Asked, found: "Derived", node: str, rates: "Rates") -> None:
+def _print_why(asked: Asked, found: "Derived", node: str, rates: "WorkRates") -> None:
     from tangram.sharding.derive.explain.why import lines, why
 
     with progress("asking what else it could be"):

@@ -14,7 +14,7 @@ from tangram.cli.output import print_json, print_table
 from tangram.errors import UserError
 
 if TYPE_CHECKING:
-    from tangram.sharding.proof.prove import Verdict
+    from tangram.sharding.proof.execute import ProofVerdict
 
 __all__ = ["shard"]
 
@@ -142,10 +142,10 @@ def check(
         return
     given = _function(samples, imports)
     from tangram.sharding.discover import own_calls
-    from tangram.sharding.proof.prove import prove, prove_given
+    from tangram.sharding.proof.prove import prove, prove_calls
 
     own = own_calls(operators or (), given)
-    verdicts = prove_given(own, rules) if own else prove(operators or (), rules)
+    verdicts = prove_calls(own, rules) if own else prove(operators or (), rules)
     wrong = [v for v in verdicts if v.kind not in ("proved", "whole", "unproved")]
     if save is not None:
         from tangram.sharding.proof.counterexample import save_all
@@ -161,7 +161,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _tell(verdicts: "Sequence[Verdict]", wrong: "Sequence[Verdict]") -> None:
+def _tell(verdicts: "Sequence[ProofVerdict]", wrong: "Sequence[ProofVerdict]") -> None:
     counts = Counter(v.kind for v in verdicts)
     rows: list[tuple[str, ...]] = []
     for kind, n in counts.most_common():
@@ -179,11 +179,11 @@ def _tell(verdicts: "Sequence[Verdict]", wrong: "Sequence[Verdict]") -> None:
         print(f"{verdict.operator}: {verdict.kind}: {verdict.why}")
 
 
-def _gradients(verdict: "Verdict") -> "Mapping[str, int]":
+def _gradients(verdict: "ProofVerdict") -> "Mapping[str, int]":
     return verdict.gradients
 
 
-def _without(verdict: "Verdict") -> "Mapping[str, int]":
+def _without(verdict: "ProofVerdict") -> "Mapping[str, int]":
     return verdict.without
 
 

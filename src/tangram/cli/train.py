@@ -1,8 +1,9 @@
 """`tangram train`: train a model as a plan says, and prove that what is left behind is what was trained."""
 
+import contextlib
 from json import dumps as json_text  # a JSON string is a TOML string
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,8 +16,11 @@ from tangram.models.directory import refuse_missing
 from tangram.schema.files import changes_of, load
 from tangram.training.observe.progress import ProgressLine
 from tangram.training.observe.startup_times import Startup
-from tangram.training.run.environment import speaks, together
+from tangram.training.run.environment import speaks, started_by_torchrun
 from tangram.training.run.run_folder import PLAN_FILE, folder_to_resume, run_name
+
+if TYPE_CHECKING:
+    from tangram.training.run.torchrun import Meeting
 
 __all__ = ["train"]
 
@@ -58,7 +62,7 @@ def train(
     whole = "" if model is None else json_text(str(Path(model).expanduser().resolve()))
     changes = {} if model is None else {"model": f"{{path = {whole}}}"}
     short = {"run.steps": steps, "seed": seed, "run.deterministic": True if deterministic else None}
-    with together() as meeting:  # so that of ranks that torchrun started only one tells of a mistake
+    with _met() as meeting:  # so that of ranks that torchrun started only one tells of a mistake
         changes |= changes_of(change or [])
         changes |= {key: str(value).lower() for key, value in short.items() if value is not None}
         folder = folder_to_resume(out, run_name(plan) if plan else None) if resume else None
@@ -76,18 +80,27 @@ def train(
             return dry(asked, json=json)
 
         from tangram.training.run.resume import refuse_unknown  # these load torch: only for a sound plan
-        from tangram.training.start import FAILURES, Asked, train_as_asked
+        from tangram.training.start import FAILURES, TrainRequest, train_request
 
         refuse_unknown(allow or [])
         try:
             with ProgressLine(Console(stderr=json, quiet=not speaks())) as line:
-                told = Asked(
+                told = TrainRequest(
                     asked, run_name(plan), processes, out, folder, profile, trials if auto else 0, tuple(allow or ())
                 )
-                summary = train_as_asked(told, Startup(line) if profile_startup else line, meeting)
+                summary = train_request(told, Startup(line) if profile_startup else line, meeting)
         except FAILURES as failure:
             say(str(failure))
             return 1
     if json and summary is not None:
         print_json(summary)
     return 0
+
+
+def _met() -> "contextlib.AbstractContextManager[Meeting | None]":
+    """The meeting of torchrun's ranks, or None: torch is loaded only where there is one."""
+    if not started_by_torchrun():
+        return contextlib.nullcontext()
+    from tangram.training.run.torchrun import met
+
+    return met()

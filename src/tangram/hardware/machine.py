@@ -17,6 +17,7 @@ import torch
 import torch.distributed
 
 import tangram
+from tangram.errors import UserError
 from tangram.hardware.cgroups import Limits, limits
 
 __all__ = [
@@ -126,6 +127,19 @@ def accelerators() -> tuple[Accelerator, ...]:
         memory = getattr(properties, "total_memory", None)
         found.append(Accelerator(device.type, str(getattr(properties, "name", device.type)), memory))
     return tuple(found)
+
+
+def pick_device(choice: str, local_rank: int, world: int) -> torch.device:
+    """The device of a rank: the machine's accelerator when there is one for each rank, else the CPU if asked for."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if choice == "auto" else None
+    if accelerator is None:
+        return torch.device("cpu")
+    if torch.accelerator.device_count() < world:
+        raise UserError(
+            f"the mesh has {world} ranks but this machine has {torch.accelerator.device_count()} {accelerator.type} "
+            'device(s): set device = "cpu" in [run], or take a smaller mesh'
+        )
+    return torch.device(accelerator.type, local_rank)
 
 
 def backends() -> dict[str, bool]:

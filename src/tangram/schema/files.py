@@ -4,14 +4,14 @@ A file is TOML with a version. One with any of `mesh`, `[axes]`, `[layouts]` is 
 that are not known are refused, and every mistake is one sentence with the line, the key and, for a misspelt key, the
 nearest one that exists. Reading loads neither torch nor transformers, so a mistake shows at once.
 
-Trade-off: TOML parsers keep no positions, so the line of a key is found by a second look (`tangram.schema.toml_lines`).
+Trade-off: TOML parsers keep no positions, so the line of a key is found by a second look.
 """
 
 import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_args, get_origin
@@ -22,10 +22,9 @@ from pydantic_core import ErrorDetails
 
 from tangram.errors import UserError
 from tangram.schema.job import VERSION, DataPlan, Job, Mistake
-from tangram.schema.migrations import Tables, migrate
 from tangram.schema.plan import Plan
-from tangram.schema.toml_lines import line_of, split_key
 
+Tables = dict[str, Any]
 STRATEGY = ("mesh", "axes", "layouts")
 """What a plan has and a job has not."""
 
@@ -290,3 +289,103 @@ def _table_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for kind in get_args(annotation) if (found := _table_in(kind))), None)
+
+
+# ---------------------------------------------------------------- files of older versions
+
+
+def migrate(tables: Tables) -> Tables:
+    """The tables of a plan file as those of version `VERSION`. Raises UserError for a version that is not known yet."""
+    version = tables.get("version")
+    if isinstance(version, bool) or not isinstance(version, int):
+        return tables
+    if version > VERSION:
+        raise UserError(
+            f"version = {version}: this Tangram reads plans of version {VERSION} and older; update Tangram, or write "
+            "the plan anew"
+        )
+    while version in STEPS:
+        tables = STEPS[version](tables)
+        version = tables["version"]
+    return tables
+
+
+def one_to_two(tables: Tables) -> Tables:
+    """Version 1 had the one mesh axis dp, one source of text, and layouts of parameters only."""
+    new = {**tables, "version": 2}
+    if isinstance(layouts := new.get("layouts"), dict):
+        new["layouts"] = {"parameters": cast(Tables, layouts)}
+    if "mesh" in new:
+        new["axes"] = {"data": ["dp"]}
+    if isinstance(found := new.get("data"), dict):
+        data = dict(cast(Tables, found))
+        if "root" in data:
+            data["sources"] = [{"path": data.pop("root"), "pattern": data.pop("pattern", "**/*.py")}]
+        new["data"] = data
+    return new
+
+
+def two_to_three(tables: Tables) -> Tables:
+    """Version 2 could say how activations lie around modules; that follows from how their parameters lie."""
+    new = {**tables, "version": 3}
+    if isinstance(layouts := new.get("layouts"), dict):
+        new["layouts"] = {key: rules for key, rules in cast(Tables, layouts).items() if key != "activations"}
+    return new
+
+
+STEPS: Mapping[int, Callable[[Tables], Tables]] = MappingProxyType({1: one_to_two, 2: two_to_three})
+"""From each version to the next: a file of any age walks all steps from its own. A step leaves alone what it does not
+understand; the check that follows says what is wrong with it."""
+
+
+# ----------------------------------------------------------------
+# On which line of a TOML file a key stands: a second look at text that a parser has already accepted.
+# Knows headers, arrays of tables, dotted and quoted keys; one inside an inline table is found on the line of the table.
+# Text inside multi-line strings is not told from keys, so a line may be wrong there; plans have no such strings.
+
+
+_PART = re.compile(r"""\s*("[^"]*"|'[^']*'|[^\s."'=]+)\s*(?:\.|$)""")
+
+
+_HEADER = re.compile(r"\s*(\[\[?)\s*(.+?)\s*\]\]?\s*(#.*)?$")
+
+
+_ENTRY = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[\w-]+)(?:\s*\.\s*(?:"[^"]*"|'[^']*'|[\w-]+))*)\s*=""")
+
+
+def split_key(key: str) -> list[str]:
+    """The parts of a dotted key: run.steps is run, steps; "a.b".c is a.b, c."""
+    return [part.strip("\"'") for part in _PART.findall(key)] or [key]
+
+
+def line_of(text: str, keys: list[str]) -> int | None:
+    """The line on which a key stands, or its table when the key itself is not there; None when neither is.
+
+    Items of arrays of tables count from 0, as in data, sources, 1, path.
+    """
+    found, depth = None, 0
+    table: list[str] = []
+    items: dict[tuple[str, ...], int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            table = _place(split_key(header[2]), header[1] == "[[", items)
+            if table == keys[: len(table)] and len(table) > depth:
+                found, depth = number, len(table)
+        elif entry := _ENTRY.match(line):
+            here = [*table, *split_key(entry[1])]
+            if here == keys[: len(here)]:
+                return number
+    return found
+
+
+def _place(parts: list[str], is_item: bool, items: dict[tuple[str, ...], int]) -> list[str]:
+    """The keys of a header with the items of arrays that it stands in."""
+    place: list[str] = []
+    for at, part in enumerate(parts, start=1):
+        place.append(part)
+        path = tuple(place)
+        if is_item and at == len(parts):
+            items[path] = items.get(path, -1) + 1
+        if path in items:
+            place.append(str(items[path]))
+    return place

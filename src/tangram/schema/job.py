@@ -28,7 +28,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 PathText = Annotated[str, Field(min_length=1)]
 
 
-class Table(BaseModel):
+class TomlTable(BaseModel):
     """A table of the plan: exact types, no unknown keys, no change after reading."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -43,7 +43,7 @@ class Table(BaseModel):
         return {key: tuple(cast(list[Any], value)) if isinstance(value, list) else value for key, value in items}
 
 
-class ModelPlan(Table):
+class ModelPlan(TomlTable):
     """Which model: a preset of `tangram.models`, or a Hugging Face directory or configuration file.
 
     Neither is given where a training loop of one's own makes the model.
@@ -69,7 +69,7 @@ class ModelPlan(Table):
         return self
 
 
-class SourcePlan(Table):
+class SourcePlan(TomlTable):
     """One source of documents."""
 
     path: PathText
@@ -86,7 +86,7 @@ Special = Literal["refuse", "parse", "text"]
 """Of special tokens in text."""
 
 
-class DataPlan(Table):
+class DataPlan(TomlTable):
     """Which text, cut into which samples, and how many of them make a step."""
 
     sources: Annotated[tuple[SourcePlan, ...], Field(min_length=1)]
@@ -110,7 +110,7 @@ class DataPlan(Table):
     """Where tokens are kept between runs; the default is the user's cache folder."""
 
 
-class OptimiserPlan(Table):
+class OptimiserPlan(TomlTable):
     """AdamW with a linear warm-up."""
 
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -137,7 +137,7 @@ Type = Literal["float32", "bfloat16", "float16"]
 """Of numbers."""
 
 
-class ScalePlan(Table):
+class ScalePlan(TomlTable):
     """What the loss of a float16 computation is multiplied by, so that small gradients stay above zero."""
 
     initial: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 65536.0
@@ -148,7 +148,7 @@ class ScalePlan(Table):
     """What the scale is multiplied by after an overflow; it stays at 1 or more."""
 
 
-class PrecisionPlan(Table):
+class PrecisionPlan(TomlTable):
     """In which numbers: what is computed, kept, updated and added up, each by its own name."""
 
     compute: Type = "float32"
@@ -219,7 +219,7 @@ class PrecisionPlan(Table):
         return None
 
 
-class CheckpointPlan(Table):
+class CheckpointPlan(TomlTable):
     """When to save while training; a last checkpoint is always written at the end."""
 
     every_steps: Count = 0
@@ -240,7 +240,7 @@ class CheckpointPlan(Table):
         return self
 
 
-class DivergencePlan(Table):
+class DivergencePlan(TomlTable):
     """When a loss has diverged."""
 
     above: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -257,7 +257,7 @@ class DivergencePlan(Table):
         return self
 
 
-class RunPlan(Table):
+class RunPlan(TomlTable):
     """When to stop, and on what to run."""
 
     steps: Positive
@@ -308,7 +308,7 @@ class RunPlan(Table):
         return self.attention not in ("model", "sdpa")
 
 
-class Job(Table):
+class Job(TomlTable):
     """What to train, without a strategy."""
 
     version: Literal[3] = VERSION

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import AfterValidator, Field, model_validator
 
 from tangram.layout import Layout, Mesh
-from tangram.schema.job import PathText, Positive, Table
+from tangram.schema.job import PathText, Positive, TomlTable
 from tangram.schema.schedules import MAKERS
 
 
@@ -48,7 +48,7 @@ MarkText = Annotated[str, AfterValidator(_check_mark)]
 ScheduleText = Annotated[str, AfterValidator(_check_schedule)]
 
 
-class AxesPlan(Table):
+class AxesPlan(TomlTable):
     """What each axis of the mesh is for; every axis has one role."""
 
     data: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class AxesPlan(Table):
         return (*self.tensor, *self.context, *self.expert)
 
 
-class LayoutsPlan(Table):
+class LayoutsPlan(TomlTable):
     """How tensors lie over the mesh, by name pattern."""
 
     parameters: Annotated[dict[str, LayoutText], Field(min_length=1)]
@@ -79,7 +79,7 @@ class LayoutsPlan(Table):
     """Sizes of factors that the shapes do not tell, as head_dim in "(heads/tp head_dim) h"."""
 
 
-class PipelinePlan(Table):
+class PipelinePlan(TomlTable):
     """Which modules are computed on which rank of the pipeline axis, and in what order micro-batches pass them."""
 
     schedule: ScheduleText = "1F1B"
@@ -117,7 +117,7 @@ class PipelinePlan(Table):
         return self
 
 
-class ContextPlan(Table):
+class ContextPlan(TomlTable):
     """What is done over context axes, where run.attention is "tokens"."""
 
     keys: Literal["gathered", "ring"] = "gathered"

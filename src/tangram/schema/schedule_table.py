@@ -224,7 +224,7 @@ two parts until the second."""
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulatedStep:
     """A step as it would run."""
 
     seconds: float
@@ -235,7 +235,7 @@ class Simulated:
     """For each stage the most micro-batches whose activations it keeps at a time."""
 
 
-def simulate(schedule: Schedule, seconds: Callable[[Action], float] = slots) -> Simulated:
+def simulate(schedule: Schedule, seconds: Callable[[Action], float] = slots) -> SimulatedStep:
     """Play a table that is right (`check`) through, with what each action takes, B as I and W together."""
     began = played(schedule, seconds)
     total = max(at + seconds(action) for row in began for at, action in row)
@@ -246,7 +246,7 @@ def simulate(schedule: Schedule, seconds: Callable[[Action], float] = slots) -> 
         for action in row:
             now[action.stage] += _KEEPS[action.kind]
             alive[action.stage] = max(alive[action.stage], now[action.stage])
-    return Simulated(total, 1 - busy / (schedule.ranks * total) if total else 0.0, tuple(alive))
+    return SimulatedStep(total, 1 - busy / (schedule.ranks * total) if total else 0.0, tuple(alive))
 
 
 def kept(schedule: Schedule, sizes: Sequence[float]) -> list[float]:

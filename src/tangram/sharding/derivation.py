@@ -21,7 +21,7 @@ from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.explain import show
 from tangram.sharding.derive.layouts import Moved, moved, value_layout
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.derive.of_model import derive_model, graph_of
 from tangram.sharding.eager.api import marks_in
 from tangram.text import plain
 
@@ -87,7 +87,7 @@ def derive(model: nn.Module, marks: Sequence[str | Mark], mesh: Mesh | str, *, i
     if not mesh.axes:
         raise UserError('the mesh has no axis: write each with its number of ranks, as in "dp=2 tp=4"')
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return Derivation(derive_whole(graph_of(model, inputs, dtype), [*marks_in(model), *marks_from(marks)], mesh))
+    return Derivation(derive_model(graph_of(model, inputs, dtype), [*marks_in(model), *marks_from(marks)], mesh))
 
 
 def marks_from(marks: Sequence[str | Mark]) -> list[Mark]:

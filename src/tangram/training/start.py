@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tangram.errors import UserError
-from tangram.hardware.machine import accelerators
+from tangram.hardware.machine import accelerators, pick_device
 from tangram.hardware.rates import rates
 from tangram.models.build import build_on_meta
 from tangram.models.source import read_source
@@ -27,21 +27,20 @@ from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 from tangram.training.data import load_tokens
 from tangram.training.objective import expert_capacity, router_loss
-from tangram.training.observe.events import Doing, Note, Table
+from tangram.training.observe.events import Doing, Note, TableEvent
 from tangram.training.observe.text_tables import count
 from tangram.training.parallel.apply import freeze
 from tangram.training.run.fork_server import make_ready
 from tangram.training.run.job import (
     JOB_FAILURES,
-    Chosen,
-    Prepared,
+    ChosenPlan,
+    PreparedJob,
     Stopped,
     prepare_job,
     prepare_text,
     run_here,
     train_job,
 )
-from tangram.training.run.launch import pick_device
 from tangram.training.run.rank import RankJob, RankReport, train_rank
 from tangram.training.run.resume import checkpoint_to_resume
 from tangram.training.run.run_folder import PLAN_FILE, alone, refuse_in_use, replace_plan, run_folder
@@ -57,7 +56,7 @@ OnEvent = Callable[[object], None]
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrainRequest:
     """What the command line says."""
 
     job: Job | Plan
@@ -74,30 +73,30 @@ class Asked:
     """Keys that a resume may change (`training.run.resume`)."""
 
 
-def train_as_asked(asked: Asked, on_event: OnEvent, meeting: Meeting | None) -> Mapping[str, Any] | None:
+def train_request(request: TrainRequest, on_event: OnEvent, meeting: Meeting | None) -> Mapping[str, Any] | None:
     """Run it; the summary, where rank 0 is and if it came to one. `meeting`: of the ranks that torchrun started."""
     with contextlib.ExitStack() as opened:
         if meeting is None:
             make_ready()  # while this process reads and plans
         leads = meeting is None or meeting.place.index == 0
         tell = on_event if leads else _nowhere
-        if asked.out is not None and asked.resume is None:
-            on_one(meeting, partial(refuse_in_use, asked.out))  # before anything is measured
-        chosen = on_one(meeting, lambda: choose(asked, meeting, tell))
+        if request.out is not None and request.resume is None:
+            on_one(meeting, partial(refuse_in_use, request.out))  # before anything is measured
+        chosen = on_one(meeting, lambda: choose(request, meeting, tell))
         on_one(meeting, lambda: prepare_text(chosen.plan, tell), per="node")
-        folder = on_one(meeting, lambda: opened.enter_context(_folder(asked, chosen.plan)).resolve())
-        known: list[Prepared] = []  # on rank 0 alone
+        folder = on_one(meeting, lambda: opened.enter_context(_folder(request, chosen.plan)).resolve())
+        known: list[PreparedJob] = []  # on rank 0 alone
 
         def begin() -> RankJob:
             known.append(prepare_job(chosen, tell))
             ready = known[0]
             resume = None
-            if asked.resume is not None:
+            if request.resume is not None:
                 config = ready.source.config
-                resume = checkpoint_to_resume(folder, chosen.plan, ready.corpus, config, asked.allow, tell)
+                resume = checkpoint_to_resume(folder, chosen.plan, ready.corpus, config, request.allow, tell)
                 replace_plan(folder, dumps(chosen.plan))
             memory = None if chosen.predicted is None else chosen.predicted.memory
-            return RankJob(chosen.plan, folder, ready.corpus.digest, ready.costs, resume, asked.profile, memory)
+            return RankJob(chosen.plan, folder, ready.corpus.digest, ready.costs, resume, request.profile, memory)
 
         job = on_one(meeting, begin)
         if not leads:
@@ -105,9 +104,9 @@ def train_as_asked(asked: Asked, on_event: OnEvent, meeting: Meeting | None) -> 
             _as_rank(meeting, job, tell)
             return None
         run = run_here if meeting is None else partial(_as_rank, meeting)
-        with remembering(chosen.plan, chosen.predicted, asked.name, tell) as remember:
+        with remembering(chosen.plan, chosen.predicted, request.name, tell) as remember:
             outcome = train_job(job, chosen, known[0], tell, run)
-            if not isinstance(outcome, Stopped) and not asked.profile:
+            if not isinstance(outcome, Stopped) and not request.profile:
                 remember(outcome)
     if isinstance(outcome, Stopped):
         say_stopped(outcome, folder, tell)
@@ -130,18 +129,18 @@ def say_stopped(outcome: Stopped, folder: Path, on_event: OnEvent) -> None:
     on_event(Note(f"  tangram train --resume --out {shlex.quote(str(folder))}"))
 
 
-def _folder(asked: Asked, plan: Plan) -> AbstractContextManager[Path]:
-    if asked.resume is not None:
-        return alone(asked.resume)
-    return run_folder(asked.out, asked.name, dumps(plan))
+def _folder(request: TrainRequest, plan: Plan) -> AbstractContextManager[Path]:
+    if request.resume is not None:
+        return alone(request.resume)
+    return run_folder(request.out, request.name, dumps(plan))
 
 
-def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
+def choose(request: TrainRequest, meeting: Meeting | None, on_event: OnEvent) -> ChosenPlan:
     """The plan to run, with what it is predicted to need; of a job, the first that the planner ranks."""
     started = meeting.place.world if meeting else None
-    processes = _processes(asked.job, asked.processes, started)
-    job = resumed(asked, processes)
-    _refuse_trials(job, asked, meeting)
+    processes = _processes(request.job, request.processes, started)
+    job = resumed(request, processes)
+    _refuse_trials(job, request, meeting)
     on_event(Doing("reading the model, measuring the machine, planning"))
     read_source(job.model.preset, job.model.path, {})  # a model that is not there is told of before its tokenizer
     config = source_of(job, load_tokens(job.data, job.model.path)).config
@@ -151,8 +150,8 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
     expert_capacity.refuse(model, job)
     if isinstance(job, Plan):
         found = rates(pick_device(job.run.device, 0, 1).type, processes)
-        return Chosen(job, predict(job, found, config), processes * found.peak_flops(job.precision.compute))
-    ranking = _ranked(job, processes, asked, on_event) if asked.trials else plans_of(job, processes)
+        return ChosenPlan(job, predict(job, found, config), processes * found.peak_flops(job.precision.compute))
+    ranking = _ranked(job, processes, request, on_event) if request.trials else plans_of(job, processes)
     on_event(_shown(ranking))
     for note in ranking.notes:
         on_event(Note(note))
@@ -161,15 +160,15 @@ def choose(asked: Asked, meeting: Meeting | None, on_event: OnEvent) -> Chosen:
         raise UserError(
             f"no plan for {count(processes, 'process', 'es')} can be run here: {first.name}: {first.why_not}"
         )
-    return Chosen(first.plan, first.estimate, processes * ranking.rates.peak_flops(job.precision.compute))
+    return ChosenPlan(first.plan, first.estimate, processes * ranking.rates.peak_flops(job.precision.compute))
 
 
-def resumed(asked: Asked, processes: int) -> Job | Plan:
+def resumed(request: TrainRequest, processes: int) -> Job | Plan:
     """What was asked for; a job with which a run is resumed on as many ranks, by the strategy of that run."""
-    job = asked.job
-    if asked.resume is None or isinstance(job, Plan) or not (asked.resume / PLAN_FILE).is_file():
+    job = request.job
+    if request.resume is None or isinstance(job, Plan) or not (request.resume / PLAN_FILE).is_file():
         return job
-    before = load(asked.resume / PLAN_FILE)
+    before = load(request.resume / PLAN_FILE)
     if not isinstance(before, Plan) or before.ranks != processes:
         return job
     tables = {name: getattr(job, name) for name in Job.model_fields}
@@ -181,39 +180,39 @@ def resumed(asked: Asked, processes: int) -> Job | Plan:
         return job
 
 
-def _refuse_trials(job: Job | Plan, asked: Asked, meeting: Meeting | None) -> None:
-    if asked.trials and isinstance(asked.job, Plan):
+def _refuse_trials(job: Job | Plan, request: TrainRequest, meeting: Meeting | None) -> None:
+    if request.trials and isinstance(request.job, Plan):
         raise UserError("--auto chooses a plan, and this is one already: leave it out, or give a job")
-    if asked.trials and meeting is not None:
+    if request.trials and meeting is not None:
         raise UserError("--auto starts its trials itself, on this machine: leave torchrun out")
-    if asked.trials and asked.resume is not None and not isinstance(job, Plan):
+    if request.trials and request.resume is not None and not isinstance(job, Plan):
         raise UserError("--auto tries plans before a run begins, and this one has begun: leave it out")
 
 
-def _ranked(job: Job, processes: int, asked: Asked, on_event: OnEvent) -> Ranking:
+def _ranked(job: Job, processes: int, request: TrainRequest, on_event: OnEvent) -> Ranking:
     """With and without stages, the best of them tried."""
-    tried = try_plans(planned(job, processes, stages=0), asked.trials, asked.name, on_event)
+    tried = try_plans(planned(job, processes, stages=0), request.trials, request.name, on_event)
     on_event(Note(f"trials     {count(len(tried.trials), 'plan')} measured; {tried.ended}"))
     return tried.ranking
 
 
-def _processes(job: Job, asked: int | None, started: int | None) -> int:
+def _processes(job: Job, requested: int | None, started: int | None) -> int:
     """How many ranks there will be: as asked, as a plan's mesh says, as torchrun started, else one per accelerator."""
     if isinstance(job, Plan):
-        if asked not in (None, job.ranks):
+        if requested not in (None, job.ranks):
             raise UserError(
-                f'--processes {asked} does not agree with the plan\'s mesh "{job.mesh}" of {count(job.ranks, "rank")}: '
-                "leave the option out, or change the mesh"
+                f'--processes {requested} does not agree with the plan\'s mesh "{job.mesh}" of '
+                f"{count(job.ranks, 'rank')}: leave the option out, or change the mesh"
             )
         return job.ranks
-    if started is not None and asked not in (None, started):
-        raise UserError(f"--processes {asked}, but {started} were started: leave the option out")
-    if asked is not None and not 1 <= asked <= MOST_PROCESSES:
-        raise UserError(f"--processes {asked}: plans are made for 1 to {MOST_PROCESSES}")
-    return started or asked or max(1, len(accelerators()) if job.run.device == "auto" else 1)
+    if started is not None and requested not in (None, started):
+        raise UserError(f"--processes {requested}, but {started} were started: leave the option out")
+    if requested is not None and not 1 <= requested <= MOST_PROCESSES:
+        raise UserError(f"--processes {requested}: plans are made for 1 to {MOST_PROCESSES}")
+    return started or requested or max(1, len(accelerators()) if job.run.device == "auto" else 1)
 
 
-def _shown(ranking: Ranking) -> Table:
+def _shown(ranking: Ranking) -> TableEvent:
     """The best micro-batch of every strategy, and beside them what one process would do."""
     rows: dict[tuple[str, str], tuple[str, ...]] = {}
     for one in (*ranking.ranked, *([ranking.alone] if ranking.alone else [])):
@@ -226,4 +225,4 @@ def _shown(ranking: Ranking) -> Table:
     why = any(row[-1] for row in rows.values())
     shown = tuple(row if why else row[:-1] for row in rows.values())
     title = f"Plans for {count(ranking.processes, 'process', 'es')}, as predicted; the first is run"
-    return Table(title, headers if why else headers[:-1], shown)
+    return TableEvent(title, headers if why else headers[:-1], shown)

@@ -11,9 +11,8 @@ import pytest
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.sharding.choose import export_marks as module
-from tangram.sharding.choose.choose import Chosen, Price, choose, priced
-from tangram.sharding.choose.export_marks import Marked, as_marks
-from tangram.sharding.choose.patterns import together
+from tangram.sharding.choose.choose import ChosenMarks, Price, choose, priced
+from tangram.sharding.choose.export_marks import Marked, as_marks, together
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.explain.show import total
 from tangram.sharding.derive.layouts import value_layout
@@ -27,12 +26,12 @@ QUICK = replace(H100, links=tuple(replace(link, latency=0.0, hop=0.0) for link i
 
 
 @cache
-def best() -> Chosen:
+def best() -> ChosenMarks:
     return choose(tiny("llama")[0], Mesh.parse("tp=2"), QUICK, gap=0.1)
 
 
 @cache
-def chosen() -> tuple[Chosen, Marked]:
+def chosen() -> tuple[ChosenMarks, Marked]:
     return best(), as_marks(best().plan, QUICK)
 
 

@@ -20,7 +20,7 @@ from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.models.graph import Graph
 from tangram.models.named import named
-from tangram.sharding.choose.choose import Chosen, choose, kept, priced
+from tangram.sharding.choose.choose import ChosenMarks, choose, kept, priced
 from tangram.sharding.choose.costs import Both, Training, costs
 from tangram.sharding.choose.options import options
 from tangram.sharding.choose.search import search
@@ -28,8 +28,8 @@ from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.layouts import value_layout
 from tangram.sharding.derive.marking.marks import Mark, marks_of
 from tangram.sharding.derive.problem.folding import fold
-from tangram.sharding.derive.problem.rates import Rates
-from tangram.sharding.derive.solve.solve import Costs
+from tangram.sharding.derive.problem.rates import WorkRates
+from tangram.sharding.derive.solve.solve import SolverCosts
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.derived import check
 
@@ -45,7 +45,7 @@ def every(both: Both) -> tuple[np.ndarray, np.ndarray]:
     """Seconds and bytes of every choice of every variable, put together over all of them."""
     names = [name for name, n in both.seconds.sizes.items() if n > 1]
 
-    def spread(costs: Costs) -> np.ndarray:
+    def spread(costs: SolverCosts) -> np.ndarray:
         total = np.zeros([both.seconds.sizes[name] for name in names])
         for own, table in costs.tables.items():
             shape = [1] * len(names)
@@ -117,7 +117,7 @@ def megatron(graph: Graph, kind: str, mesh: str) -> Derived:
     marks = marks_of(kind) or []
     others = [axis for axis in Mesh.parse(mesh).axes if axis != "tp"]
     marks += [Mark.parse(f"input_ids: b/{'/'.join(others)} s")] if others else []
-    return derive(graph, marks, Mesh.parse(mesh), rates=Rates(cluster=H100))
+    return derive(graph, marks, Mesh.parse(mesh), rates=WorkRates(cluster=H100))
 
 
 @pytest.mark.parametrize("mesh", ["tp=8", "dp=2 tp=4", "dp=8 tp=8"])
@@ -157,7 +157,7 @@ def test_what_is_chosen_is_right(mesh: str, tight: bool) -> None:
     assert ran.gradients > 10
 
 
-def names_cut(found: Chosen) -> dict[str, str]:
+def names_cut(found: ChosenMarks) -> dict[str, str]:
     graph = found.plan.folded.graph
     return {v.name: str(value_layout(found.plan, i)) for i, v in graph.of_kind("parameter")}
 

@@ -17,7 +17,7 @@ from tangram.layout import Mesh
 from tangram.models.capture import capture
 from tangram.sharding.choose.choose import priced
 from tangram.sharding.choose.options import fits
-from tangram.sharding.choose.transition_time import Kind, Steps
+from tangram.sharding.choose.transition_time import Kind, StepTimes
 from tangram.sharding.derive.derive import derive
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, cut
 
@@ -30,7 +30,7 @@ def one(
 ) -> float:
     axes = ("dp", "tp")[2 - len(source) :]
     mesh = Mesh.parse("dp=8 tp=8" if len(source) == 2 else "tp=8")
-    steps = Steps(H100, mesh, axes, micro)
+    steps = StepTimes(H100, mesh, axes, micro)
     return float(steps.seconds([tuple(source)], [tuple(target)], N, kind, differentiable=grad)[0, 0])
 
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from tangram.sharding.choose import search
 from tangram.sharding.choose.costs import Both
 from tangram.sharding.derive.solve import prune_dominated
-from tangram.sharding.derive.solve.solve import Costs, Name, Table, eliminated, marginals
+from tangram.sharding.derive.solve.solve import Name, SolverCosts, Table, eliminated, marginals
 
 
 def random_costs(seed: int, count: int, sizes: tuple[int, int], pairs: int, *, never: float = 0.1) -> Both:
     """Seconds with choices that cannot be, bytes that are 0 for most pairs."""
     draw = np.random.default_rng(seed)
-    both = Both(Costs(), Costs())
+    both = Both(SolverCosts(), SolverCosts())
     n = draw.integers(sizes[0], sizes[1] + 1, count)
     for i in range(count):
         both.seconds.variable(i, [float(x) for x in draw.integers(0, 20, int(n[i]))])

@@ -15,7 +15,7 @@ from tangram.sharding.choose.choose import choose, priced
 from tangram.sharding.derive.derive import derive
 from tangram.sharding.derive.explain.show import total
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.of_model import derive_whole, graph_of, parameter_states
+from tangram.sharding.derive.of_model import derive_model, graph_of, parameter_states
 from tangram.sharding.derive.problem.states import SAME, cut
 from tangram.sharding.derive.solve import bounded, solve
 
@@ -69,13 +69,13 @@ def test_a_choice_over_more_axes_than_tables_hold(graph: Graph, monkeypatch: pyt
 def test_a_parameter_that_no_operator_takes_lies_as_its_mark_says(graph: Graph) -> None:
     """And so it does with where it lies as a mark beside: they used to contradict each other."""
     marks, mesh = _marks("{ways.0,unused}.weight: o/tp i"), Mesh.parse("tp=2")
-    states = parameter_states(derive_whole(graph, marks, mesh))
+    states = parameter_states(derive_model(graph, marks, mesh))
     assert states["unused.weight"] == {"tp": cut(0)}
-    again = derive_whole(graph, [*marks, *_marks("unused.weight: 64/tp 64")], mesh)
+    again = derive_model(graph, [*marks, *_marks("unused.weight: 64/tp 64")], mesh)
     assert parameter_states(again) == states
 
 
 @pytest.mark.parametrize("marks", [("ways.0.weight: o/dp i", "ways.0.weight: o i/dp"), ("output0: b/dp h",)])
 def test_marks_over_an_axis_of_one_rank_contradict_nothing(graph: Graph, marks: tuple[str, ...]) -> None:
-    found = derive_whole(graph, _marks(*marks, "ways.1.weight: o/tp i"), Mesh.parse("dp=1 tp=2"))
+    found = derive_model(graph, _marks(*marks, "ways.1.weight: o/tp i"), Mesh.parse("dp=1 tp=2"))
     assert parameter_states(found)["ways.0.weight"]["dp"] == SAME

@@ -19,11 +19,11 @@ from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.models.graph import Graph
 from tangram.models.named import named
-from tangram.sharding.derive.collectives_between import LEAVE_NOTHING, Move
-from tangram.sharding.derive.derive import Derived, Over, Problem, Rates, derive, fixed_by
+from tangram.sharding.derive.collectives_between import LEAVE_NOTHING, Comm
+from tangram.sharding.derive.derive import AxisProblem, Derived, Over, WorkRates, derive, fixed_by
 from tangram.sharding.derive.layouts import moved
 from tangram.sharding.derive.marking.marks import Mark, marks_of
-from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.rates import effort
 from tangram.sharding.derive.solve.solve import Name, least
 
@@ -63,10 +63,10 @@ CASES = {
 }
 
 
-class InBytes(Problem):
+class InBytes(AxisProblem):
     """The problem of an axis with the parameters of another solution, and without more work than it in products."""
 
-    def __init__(self, found: Derived, over: Over, others: list[Over], rates: Rates) -> None:
+    def __init__(self, found: Derived, over: Over, others: list[Over], rates: WorkRates) -> None:
         marked = {v: s for v, s in over.lying.items() if v in found.folded.standing}
         fixed = {v: over.used[v] for v in over.used if v in found.folded.graph.outputs.values()}
         self.over_now = over
@@ -74,7 +74,7 @@ class InBytes(Problem):
         by_marks = {v: own[over.axis] for v, own in known.items() if over.axis in own}
         super().__init__(found.folded, over.axis, over.k, others, {**by_marks, **marked, **fixed}, rates)
 
-    def _work(self, step: Step, some: Sequence[Move]) -> list[float]:
+    def _work(self, step: FoldedStep, some: Sequence[Comm]) -> list[float]:
         own = effort(self.folded, step)
         most = self.over_now.moves[step.number].share
         return [float("inf") if own.product and move.share > most else 0.0 for move in some]
@@ -84,7 +84,7 @@ def ratio(found: Derived) -> dict[str, float]:
     """By axis, what is derived as a part of the cheapest."""
     out: dict[str, float] = {}
     for over in found.axes:
-        problem = InBytes(found, over, [o for o in found.axes if o is not over], Rates(follow=0.0))
+        problem = InBytes(found, over, [o for o in found.axes if o is not over], WorkRates(follow=0.0))
         costs = problem.costs()
         chosen: dict[Name, int] = {}
         for v, states in problem.lying.items():
@@ -103,7 +103,7 @@ def graph_for(kind: str) -> Graph:
     return folded(capture(model, inputs), block_names(model))
 
 
-def derived_for(case: Case, graph: Graph, rates: Rates | None = None) -> Derived:
+def derived_for(case: Case, graph: Graph, rates: WorkRates | None = None) -> Derived:
     marks = [*(marks_of(case.kind) or [] if case.own else []), *map(Mark.parse, case.marks)]
     given = {mark.pattern for mark in marks}
     marks += [Mark.parse(f"{name}: ...") for name in graph.outputs if name not in given]
@@ -124,7 +124,7 @@ def graphs() -> dict[str, Graph]:
 @pytest.mark.parametrize("name", CASES)
 def test_no_more_bytes_than_the_cheapest(graphs: dict[str, Graph], name: str) -> None:
     graph = graphs[CASES[name].kind]
-    in_bytes = derived_for(CASES[name], graph, Rates(moved_per_byte=1e12))
+    in_bytes = derived_for(CASES[name], graph, WorkRates(moved_per_byte=1e12))
     assert max(ratio(in_bytes).values()) <= BOUND
     assert 1 <= max(ratio(derived_for(CASES[name], graph)).values()) <= DEARER.get(name, BOUND)
 

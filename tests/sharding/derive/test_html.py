@@ -15,7 +15,7 @@ from tangram.sharding.derive.explain.show import amount, total
 from tangram.sharding.derive.layouts import moved
 from tangram.sharding.derive.page.details import Colours
 from tangram.sharding.derive.page.page import page, write_page
-from tangram.sharding.derive.page.tree import Box, Pill, Run, tree
+from tangram.sharding.derive.page.tree import Box, Pill, TreeRun, tree
 from tests.sharding.derive.test_derive import MEGATRON, derived, language
 from tests.training.browser import Browser, browser
 
@@ -61,7 +61,7 @@ def test_what_moves_stands_between_who_makes_it_and_who_takes_it() -> None:
         if isinstance(item, Pill)
         else "add"
         for item in layer.items
-        if not isinstance(item, Run) or not item.aside
+        if not isinstance(item, TreeRun) or not item.aside
     ]
     gather, scatter = "all-gather / reduce-scatter", "reduce-scatter / all-gather"
     assert said == [

@@ -13,7 +13,7 @@ from tangram.models.graph import Graph
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import moved
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.derive.of_model import derive_model, graph_of
 from tangram.sharding.proof.derived import check
 from tests.training.own_models import Convolved
 
@@ -33,7 +33,7 @@ class Shorter(nn.Module):
 
 def derived(model: nn.Module, given: dict[str, Tensor], mesh: str, *marks: str) -> Derived:
     graph: Graph = graph_of(model, given, torch.float32)
-    return derive_whole(graph, [Mark.parse(mark) for mark in marks], Mesh.parse(mesh))
+    return derive_model(graph, [Mark.parse(mark) for mark in marks], Mesh.parse(mesh))
 
 
 def passing(found: Derived) -> dict[str, float]:

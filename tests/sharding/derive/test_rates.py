@@ -10,27 +10,27 @@ from tangram.errors import UserError
 from tangram.hardware import cluster
 from tangram.layout import Mesh
 from tangram.models.capture import capture
-from tangram.sharding.derive.derive import Problem
+from tangram.sharding.derive.derive import AxisProblem
 from tangram.sharding.derive.problem.folding import fold
-from tangram.sharding.derive.problem.rates import Rates, effort
+from tangram.sharding.derive.problem.rates import WorkRates, effort
 from tangram.sharding.ops import find_rule
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.propagation import op_cost
 
 
 def test_each_axis_has_its_own() -> None:
-    rates = Rates(cluster=cluster.builtin("h100-8x8"))
+    rates = WorkRates(cluster=cluster.builtin("h100-8x8"))
     mesh = Mesh.parse("dp=8 tp=8")
     near, far = rates.along(mesh, "tp"), rates.along(mesh, "dp")
     assert (near.flops_per_byte, near.moved_per_byte) == pytest.approx((2198, 7.44), rel=1e-3)
     assert (far.flops_per_byte, far.moved_per_byte) == pytest.approx((9 * 2198, 9 * 7.44), rel=1e-3)
-    assert Rates().along(mesh, "dp") == Rates()
+    assert WorkRates().along(mesh, "dp") == WorkRates()
 
 
 def test_a_mesh_that_is_larger_than_the_cluster() -> None:
     with pytest.raises(UserError, match="has 2 ranks, and an axis spans 4"):
-        Rates(cluster=cluster.builtin("cpu-2")).along(Mesh.parse("tp=4"), "tp")
+        WorkRates(cluster=cluster.builtin("cpu-2")).along(Mesh.parse("tp=4"), "tp")
 
 
 def test_effort_is_of_products_or_of_bytes() -> None:
@@ -39,7 +39,7 @@ def test_effort_is_of_products_or_of_bytes() -> None:
     own = {step.call.name: effort(folded, step) for step in folded.steps}
     assert own["mm"] == (2 * 4 * 8 * 16, 4 * (4 * 8 + 8 * 16 + 4 * 16), True)
     assert own["relu"] == (4 * 16, 4 * 2 * 4 * 16, False)
-    assert own["t"].worth(Rates()) == 0.0
+    assert own["t"].worth(WorkRates()) == 0.0
 
 
 def test_what_an_operator_does_is_weighed_anew_for_each_axis() -> None:
@@ -47,7 +47,7 @@ def test_what_an_operator_does_is_weighed_anew_for_each_axis() -> None:
     folded = fold(capture(model, {"input": torch.empty(64, 64, device="meta")}), builtin())
     (number,) = (step.number for step in folded.steps if step.call.name == "mm")
     slow, quick = (
-        Problem(folded, "tp", 2, [], {}, Rates(flops_per_byte=n)).costs().tables[("move", number),][0]
+        AxisProblem(folded, "tp", 2, [], {}, WorkRates(flops_per_byte=n)).costs().tables[("move", number),][0]
         for n in (100.0, 200.0)
     )
     assert slow == pytest.approx(2 * quick)
@@ -56,7 +56,7 @@ def test_what_an_operator_does_is_weighed_anew_for_each_axis() -> None:
 
 def test_rows_in_groups_meet_one_matrix_each() -> None:
     x, w, ends = torch.empty(64, 8), torch.empty(4, 8, 16), torch.tensor([16, 32, 48, 64], dtype=torch.int32)
-    call = Call(
+    call = OpCall(
         torch.ops.aten._grouped_mm.default, {"self": x, "mat2": w, "offs": ends, "bias": None, "out_dtype": None}
     )
     assert op_cost.flops(call, find_rule.bound(builtin(), call), {}, Mesh.parse("x=1"), None) == 2 * 64 * 8 * 16

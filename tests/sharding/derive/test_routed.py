@@ -17,7 +17,7 @@ from tangram.models.fold import folded
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.problem.states import OWN, SENT, SENT_ENDS, SENT_IDS, Routed
-from tangram.sharding.proof import routed
+from tangram.sharding.proof import derived as proof_derived
 from tangram.sharding.proof.derived import Ran, check
 from tests.sharding.derive.test_marks_files import tiny
 
@@ -84,7 +84,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Sequence[Tensor], Any], list[Tensor]]]]
 def test_the_proof_finds_a_planted_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, wrong = MISTAKES[name]
     kind = "gpt_oss" if where == SENT_IDS else "qwen3_moe"  # biases are looked up by the experts of rows
-    real = routed._routed  # pyright: ignore[reportPrivateUsage]
+    real = proof_derived._routed  # pyright: ignore[reportPrivateUsage]
     hits: list[str] = []
 
     def planted(parts: Sequence[Tensor], ids: Sequence[Tensor], source: Routed, target: Any) -> list[Tensor]:
@@ -94,7 +94,7 @@ def test_the_proof_finds_a_planted_mistake(name: str, monkeypatch: pytest.Monkey
         hits.append(target.kind)
         return wrong(found, target)
 
-    monkeypatch.setattr(routed, "_routed", planted)
+    monkeypatch.setattr(proof_derived, "_routed", planted)
     ran = checked(kind)
     assert hits
     assert ran.wrong != ""

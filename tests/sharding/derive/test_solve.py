@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, cut, price, way
 from tangram.sharding.derive.solve import solve
 from tangram.sharding.derive.solve.bounded import bounded, gap
-from tangram.sharding.derive.solve.solve import Costs, TooWideError, eliminated, least
+from tangram.sharding.derive.solve.solve import SolverCosts, TooWideError, eliminated, least
 
 EVERY = [SAME, SEVERAL, SUM, cut(0), cut(1), cut(0, 4)]
 DUAL = {"same": "same", "several": "sum", "sum": "several", "cut": "cut"}
@@ -23,7 +23,7 @@ DUAL = {"same": "same", "several": "sum", "sum": "several", "cut": "cut"}
 def test_elimination_finds_the_least(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 5))
     sizes = [data.draw(st.integers(1, 3)) for _ in range(count)]
-    costs = Costs()
+    costs = SolverCosts()
     numbers = st.sampled_from([0.0, 1.0, 2.0, 5.0, float("inf")])
     for i, n in enumerate(sizes):
         costs.variable(i, [data.draw(numbers) for _ in range(n)])
@@ -40,7 +40,7 @@ def test_elimination_finds_the_least(data: st.DataObject) -> None:
 @given(st.data())
 def test_what_is_too_wide_gets_a_choice_and_what_no_choice_costs_less_than(data: st.DataObject) -> None:
     """Tables of at most 12 entries, of graphs that need up to 3^6."""
-    costs = Costs()
+    costs = SolverCosts()
     numbers = st.sampled_from([0.0, 1.0, 2.0, 5.0, 7.0, float("inf")])
     for i in range(6):
         costs.variable(i, [float(data.draw(st.integers(0, 3))) for _ in range(3)])
@@ -58,7 +58,7 @@ def test_what_is_too_wide_gets_a_choice_and_what_no_choice_costs_less_than(data:
 
 def test_variables_of_one_choice_need_no_dims() -> None:
     """As of a model with a state that 67 operators share: NumPy's arrays have at most 64 dims."""
-    costs = Costs()
+    costs = CostTables()
     costs.variable("shared", [3.0, 1.0])
     for i in range(70):
         costs.variable(i, [1.0])
@@ -75,7 +75,7 @@ def test_variables_of_one_choice_need_no_dims() -> None:
 def test_a_wide_graph_is_chosen_better_than_by_parts_alone() -> None:
     """A ring of pairs in which the parts see no reason to differ: another look at the shared ones finds it."""
     generator = np.random.default_rng(3)
-    costs = Costs()
+    costs = SolverCosts()
     for i in range(9):
         costs.variable(i, generator.random(4))
     for a, b in itertools.combinations(range(9), 2):
@@ -90,7 +90,7 @@ def test_a_wide_graph_is_chosen_better_than_by_parts_alone() -> None:
 
 def test_an_exact_choice_of_a_graph_that_is_too_wide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solve, "LIMIT", 50)
-    costs = Costs()
+    costs = SolverCosts()
     for i in range(5):
         costs.variable(i, [0.0, 1.0, 2.0])
     for a, b in itertools.combinations(range(5), 2):

@@ -21,10 +21,10 @@ from tangram.relayout import uneven
 from tangram.sharding.derive.layouts import layout_of, value_layout
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.marking.marks import states as states_of
-from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.derive.of_model import derive_model, graph_of
 from tangram.sharding.derive.problem import states
 from tangram.sharding.derive.problem.states import SAME, Cutting, State, cut
-from tangram.sharding.derive.transitions import ordered, sizes_after, wanted
+from tangram.sharding.derive.transitions import ordered, sizes_after, states_to_change
 from tangram.sharding.proof.derived import check
 from tangram.training.mesh.local_parts import own_part
 
@@ -72,7 +72,7 @@ def proved(mesh: str, marks: Sequence[str], vocabulary: int, kv: int, repeat: in
     model, ids_BS = Attends(vocabulary, kv, repeat, ffn), torch.randint(vocabulary, (B, S))
     texts = [mark.replace("kv/", f"{kv}/").replace(" r ", f" {repeat} ").replace(" e)", f" {E})") for mark in marks]
     graph = graph_of(model, {"ids_BS": ids_BS}, torch.float32)
-    found = derive_whole(graph, [Mark.parse(text) for text in texts], Mesh.parse(mesh))
+    found = derive_model(graph, [Mark.parse(text) for text in texts], Mesh.parse(mesh))
     for v, _ in graph.of_kind("parameter"):  # what is said of them can be read again
         layout = value_layout(found, v)
         read = states_of(layout, layout.shape, found.mesh)
@@ -151,7 +151,7 @@ def test_steps_bring_every_rank_its_part(source: dict[str, State], target: dict[
     whole = torch.arange(240.0).reshape(SHAPE)
     parts = [own_part(whole, source, MESH, MESH.coords(rank)) for rank in range(MESH.size)]
     ks = {axis: k for axis, (k, _) in MESH.axes.items()}
-    for step in ordered(source, {**source, **wanted(source, target, differentiable=True)}, ks):
+    for step in ordered(source, {**source, **states_to_change(source, target, differentiable=True)}, ks):
         sizes = [sizes_after(part.shape, (step,), ks, MESH.coords(rank)) for rank, part in enumerate(parts)]
         parts = stepped(parts, *step)
         assert [[*part.shape] for part in parts] == sizes

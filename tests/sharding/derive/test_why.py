@@ -6,9 +6,8 @@ import pytest
 
 from tangram.errors import UserError
 from tangram.sharding.derive.derive import derive
-from tangram.sharding.derive.explain.alternatives import alternatives
 from tangram.sharding.derive.explain.show import total
-from tangram.sharding.derive.explain.why import lines, why
+from tangram.sharding.derive.explain.why import alternatives, lines, why
 from tangram.sharding.derive.layouts import used
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.marking.nodes import value_of

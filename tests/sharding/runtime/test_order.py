@@ -14,7 +14,7 @@ from torch import Tensor
 from tangram.layout import Mesh
 from tangram.relayout.collectives import Place, dual, joined, parted
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, cut
-from tangram.sharding.derive.transitions import Joint, change, costs, ordered, wanted
+from tangram.sharding.derive.transitions import Joint, change, costs, ordered, states_to_change
 from tangram.training.mesh.local_parts import own_part
 from tests.relayout.sequencing import played
 
@@ -112,7 +112,7 @@ def arrives(joint: Joint, source: Mapping[str, State], target: Mapping[str, Stat
 def test_what_is_done_at_once_arrives_with_its_gradient_and_costs_less(
     source: dict[str, State], target: dict[str, State], differentiable: bool
 ) -> None:
-    goals = wanted(source, target, differentiable=differentiable)
+    goals = states_to_change(source, target, differentiable=differentiable)
     lies = {**source, **goals}
     if not fits(lies):
         return  # what is not wanted stays as it is, and leaves no even cut
@@ -157,5 +157,5 @@ KNOWN = {
 def test_what_is_done_and_what_it_costs(name: str) -> None:
     source, goals, expected = KNOWN[name]
     lies, goes = (dict(zip("ab", own, strict=True)) for own in (source, goals))
-    found = change(SHAPE, 4, lies, wanted(lies, goes, differentiable=True), MESH, differentiable=True)
+    found = change(SHAPE, 4, lies, states_to_change(lies, goes, differentiable=True), MESH, differentiable=True)
     assert [tuple(one[1:]) for one in costs(found, WHOLE, lies, {"a": 2, "b": 2}, differentiable=True)] == expected

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.derive.of_model import derive_model, graph_of
 from tangram.sharding.derive.problem.states import cut, part_dim
 from tangram.sharding.runtime.dry_check import rehearsed
 from tangram.sharding.runtime.program import Program
@@ -35,7 +35,7 @@ class Code(nn.Module):
 def program_of(code: Callable[[Tensor], Tensor], *marks: str, mesh: str = "tp=2") -> Program:
     model, inputs = Code(code), {"x_BSH": torch.zeros(2, 4, 8)}
     graph = graph_of(model, inputs, torch.float32)
-    found = derive_whole(graph, [Mark.parse(mark) for mark in marks], Mesh.parse(mesh))
+    found = derive_model(graph, [Mark.parse(mark) for mark in marks], Mesh.parse(mesh))
     return rehearsed(found, model, inputs, torch.float32)
 
 

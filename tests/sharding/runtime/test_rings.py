@@ -8,12 +8,12 @@ from tangram.models.attention import by_tokens
 from tangram.models.build import build_on_meta
 from tangram.planner.local.derived_layouts import SEQUENCE
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.of_model import derive_whole, graph_of
+from tangram.sharding.derive.of_model import derive_model, graph_of
 from tangram.sharding.derive.problem.states import cut
 from tangram.sharding.derive.transitions import apart
 from tangram.sharding.runtime.lower import lower
 from tangram.sharding.runtime.program import Program
-from tangram.sharding.runtime.ring_attention import KEYS, NAME, VALUES, Passed
+from tangram.sharding.runtime.ring_attention import KEYS, NAME, VALUES, RingMark
 from tests.models.test_attention import MODELS, config_of
 
 ROWS, LENGTH = 2, 16
@@ -25,8 +25,11 @@ def program_of(kind: str, mesh: str) -> Program:
     numbers = torch.zeros(ROWS, 1, LENGTH, 2, dtype=torch.int64, device="meta")
     given = {"input_ids": ids, "position_ids": ids, "attention_mask": numbers, "use_cache": False}
     graph = graph_of(build_on_meta(by_tokens(config_of(kind))), given, torch.float32)
-    marks = [Mark.parse(SEQUENCE.replace("/AXIS", "".join(f"/{axis}" for axis in own.axes))), Passed.over([*own.axes])]
-    return lower(derive_whole(graph, marks, own, left=True))
+    marks = [
+        Mark.parse(SEQUENCE.replace("/AXIS", "".join(f"/{axis}" for axis in own.axes))),
+        RingMark.over([*own.axes]),
+    ]
+    return lower(derive_model(graph, marks, own, left=True))
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -13,10 +13,9 @@ from tangram.kernels import attention
 from tangram.models import attention as attend
 from tangram.relayout import ring
 from tangram.training.mesh import tensor_parallel
-from tangram.training.objective import expert_capacity, router_loss
-from tangram.training.objective import model_inputs as told
+from tangram.training.objective import expert_capacity, model_inputs, router_loss
 from tangram.training.parallel import pipeline, schedule_runtime
-from tangram.training.step import loop
+from tangram.training.step import evaluate, loop
 from tests.training.oracle.planting import other_values
 from tests.training.oracle.ranks import Setting, swapped
 
@@ -152,13 +151,13 @@ def parts_of_keys_averaged(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def labels_left_in_order(setting: Setting) -> Planted:
     """Tokens are balanced, and their labels are not."""
-    real = told.given
+    real = model_inputs.model_inputs
 
-    def given(model: Any, batch: Any) -> Any:
-        found = real(model, batch)
+    def inputs(tokens: Any, batch: Any) -> Any:
+        found = real(tokens, batch)
         return found._replace(batch=replace(found.batch, labels_BS=batch.labels_BS))
 
-    with swapped(loop, "given", given):
+    with swapped(evaluate, "model_inputs", inputs):
         yield
 
 
@@ -168,9 +167,9 @@ def places_left_in_order(setting: Setting) -> Planted:
 
     def numbers(positions: Tensor) -> Tensor:
         found = attend.numbers_of(positions)
-        return found[:, told.balanced(positions.shape[1], 2).argsort()]
+        return found[:, model_inputs.balanced(positions.shape[1], 2).argsort()]
 
-    with swapped(told, "numbers_of", numbers):
+    with swapped(model_inputs, "numbers_of", numbers):
         yield
 
 
@@ -245,7 +244,7 @@ def every_rank_first(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def choices_of_the_own_stage_only(setting: Setting) -> Planted:
     """Stages pass on what their routers' probabilities add up to, and not how often experts were chosen."""
-    real: Any = schedule_runtime.Stage.forward_maybe_with_nosync
+    real: Any = schedule_runtime.StageRun.forward_maybe_with_nosync
 
     def forget(self: Any, *given: Any, **told: Any) -> Any:
         x, *came = given
@@ -255,43 +254,43 @@ def choices_of_the_own_stage_only(setting: Setting) -> Planted:
             came = [torch.cat([sums[:-counts], torch.zeros_like(sums[-counts:])])]
         return real(self, x, *came, **told)
 
-    with swapped(schedule_runtime.Stage, "forward_maybe_with_nosync", forget):
+    with swapped(schedule_runtime.StageRun, "forward_maybe_with_nosync", forget):
         yield
 
 
 @contextlib.contextmanager
 def sums_without_gradients_to_earlier_stages(setting: Setting) -> Planted:
     """What pulls the probabilities stays with the last stage."""
-    real: Any = schedule_runtime.Stage.backward_one_chunk
+    real: Any = schedule_runtime.StageRun.backward_one_chunk
 
     def keep(self: Any, micro: int, *given: Any, **told: Any) -> None:
         for info in self.grad_recv_info.get(micro, ())[1:]:
             info.buffer.zero_()
         real(self, micro, *given, **told)
 
-    with swapped(schedule_runtime.Stage, "backward_one_chunk", keep):
+    with swapped(schedule_runtime.StageRun, "backward_one_chunk", keep):
         yield
 
 
 @contextlib.contextmanager
 def labels_of_the_first_micro_batch(setting: Setting) -> Planted:
     """Every stage counts the tokens of the first micro-batch for those of all; some of the last rows are empty."""
-    real: Any = pipeline.Pipeline._sums  # pyright: ignore[reportPrivateUsage]
-    with swapped(pipeline.Pipeline, "_sums", lambda self, micro, stage: real(self, 0, stage)):
+    real: Any = pipeline.PipelineRun._sums  # pyright: ignore[reportPrivateUsage]
+    with swapped(pipeline.PipelineRun, "_sums", lambda self, micro, stage: real(self, 0, stage)):
         yield
 
 
 @contextlib.contextmanager
 def recomputed_as_the_latest(setting: Setting) -> Planted:
     """What a backward recomputes drops choices as of the micro-batch whose forward was the last."""
-    real: Any = pipeline.Pipeline._stage  # pyright: ignore[reportPrivateUsage]
+    real: Any = pipeline.PipelineRun._stage  # pyright: ignore[reportPrivateUsage]
 
     def stage(self: Any, *given: Any) -> Any:
         made = real(self, *given)
         made.before_backward = lambda micro, stage: None
         return made
 
-    with swapped(pipeline.Pipeline, "_stage", stage):
+    with swapped(pipeline.PipelineRun, "_stage", stage):
         yield
 
 

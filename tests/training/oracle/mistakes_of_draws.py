@@ -71,12 +71,12 @@ def other_masks_when_computed_again(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def stages_that_count_anew(setting: Setting) -> Planted:
     """Each stage draws as if it were the first."""
-    real = pipeline.Pipeline.__init__
+    real = pipeline.PipelineRun.__init__
 
-    def made(self: pipeline.Pipeline, model: Any, parts: Any, plan: Any, world: Any, drawn: Any) -> None:
+    def made(self: pipeline.PipelineRun, model: Any, parts: Any, plan: Any, world: Any, drawn: Any) -> None:
         real(self, model, parts, plan, world, [0] * len(drawn))
 
-    with swapped(pipeline.Pipeline, "__init__", made):
+    with swapped(pipeline.PipelineRun, "__init__", made):
         yield
 
 

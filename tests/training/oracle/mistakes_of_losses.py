@@ -55,13 +55,13 @@ def ignored_labels_counted(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def labels_of_the_first_tokens(setting: Setting) -> Planted:
     """Every rank of the context axis takes the labels of the first part."""
-    real = tensor_parallel.Lies.part
+    real = tensor_parallel.ResultPlacement.part
 
-    def first(self: tensor_parallel.Lies, whole: Tensor, dims: Sequence[int]) -> Tensor:
+    def first(self: tensor_parallel.ResultPlacement, whole: Tensor, dims: Sequence[int]) -> Tensor:
         part = real(self, whole, dims)
         return whole[:, : part.shape[1]] if whole.ndim == 2 else part
 
-    with swapped(tensor_parallel.Lies, "part", first):
+    with swapped(tensor_parallel.ResultPlacement, "part", first):
         yield
 
 

@@ -79,9 +79,9 @@ def copies_averaged(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def one_bucket_not_reduced(setting: Setting) -> Planted:
     """Of several buckets the last stays as it is on each rank."""
-    real = data_parallel.Copies._start_next
+    real = data_parallel.Replicas._start_next
 
-    def forgotten(self: data_parallel.Copies) -> None:
+    def forgotten(self: data_parallel.Replicas) -> None:
         own = cast(Any, self)
         if own._started == len(own._buckets) - 1 > 0:
             own._buckets[-1].work = torch.futures.Future()
@@ -93,7 +93,7 @@ def one_bucket_not_reduced(setting: Setting) -> Planted:
     with (
         swapped(data_parallel, "FIRST", 2**12),
         swapped(data_parallel, "BUCKET", 2**13),
-        swapped(data_parallel.Copies, "_start_next", forgotten),
+        swapped(data_parallel.Replicas, "_start_next", forgotten),
     ):
         yield
 
@@ -101,28 +101,28 @@ def one_bucket_not_reduced(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def sums_summed_again(setting: Setting) -> Planted:
     """What ranks have summed of a micro-batch goes into the sum of the next."""
-    with swapped(data_parallel.Copies, "_keep", lambda self, parameter, _=None: None):
+    with swapped(data_parallel.Replicas, "_keep", lambda self, parameter, _=None: None):
         yield
 
 
 @contextlib.contextmanager
 def earlier_micro_batches_forgotten(setting: Setting) -> Planted:
     """Of every micro-batch but the last nothing is left where ranks sum once a step."""
-    real = data_parallel.Copies.before
+    real = data_parallel.Replicas.before
 
-    def forgotten(self: data_parallel.Copies, last: bool) -> None:
+    def forgotten(self: data_parallel.Replicas, last: bool) -> None:
         real(self, last)
         if last:
             cast(Any, self)._module.zero_grad()
 
-    with swapped(data_parallel.Copies, "before", forgotten):
+    with swapped(data_parallel.Replicas, "before", forgotten):
         yield
 
 
 @contextlib.contextmanager
 def stages_of_copies_not_reduced(setting: Setting) -> Planted:
     """A pipeline's table ends without the sum over copies."""
-    with swapped(data_parallel.Copies, "reduce", lambda self: None):
+    with swapped(data_parallel.Replicas, "reduce", lambda self: None):
         yield
 
 

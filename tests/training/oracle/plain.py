@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from tangram.models.build import initial_tensors
 from tangram.schema.job import DataPlan
 from tangram.schema.plan import Plan
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.training.data import BYTES, Batch, Corpus, open_corpus, sample_ids
 from tangram.training.data.samples import collate
 from tangram.training.state.build_model import source_of
@@ -73,7 +73,7 @@ def plain_run(case: Case) -> Trace:
             batch = whole_batch(plan, step)
             text = f"{plan.seed}:{step * plan.data.global_batch}".encode()
             torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()))
-            with Drawing():  # masks of the whole batch, once, as far as there are any
+            with DrawMode():  # masks of the whole batch, once, as far as there are any
                 logits_BSV = _logits(model, batch)
             loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten())
             loss.backward()

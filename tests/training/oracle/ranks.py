@@ -17,7 +17,7 @@ from tangram.training.data.samples import collate
 from tangram.training.mesh.world import World, axes_of, make_world
 from tangram.training.observe.events import SaveFailed, StepDone
 from tangram.training.parallel import apply
-from tangram.training.parallel.pipeline import parts_of
+from tangram.training.parallel.model import ParallelModel
 from tangram.training.run.launch import Rank
 from tangram.training.state import build_model
 from tangram.training.state import checkpointer as checkpoints
@@ -69,13 +69,13 @@ class Keeper:
     empty: tuple[str, ...] = ()
     _now: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
 
-    def watch(self, model: nn.Module) -> None:
+    def watch(self, parallel: ParallelModel) -> None:
         """Keep what goes into this model."""
-        self.model = model
+        self.model = model = parallel.module
         locals_of = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
         self.empty = tuple(name for name, local in locals_of.items() if not local.numel())
-        for part in parts_of(model):
-            part.register_forward_pre_hook(self._look, with_kwargs=True)
+        for part in parallel.parts:
+            part.module.register_forward_pre_hook(self._look, with_kwargs=True)
 
     def _look(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs_BS: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]  # noqa: N806
@@ -159,14 +159,14 @@ def run_leg(rank: Rank, leg: Leg, folder: Path, setting: Setting | None = None) 
     start, saves = leg.start, leg.save_at < leg.until or leg.start is not None
     checkpointer = Checkpointer(folder, setting.plan if saves else _without_writer(setting.plan), setting.world)
     for until in dict.fromkeys((leg.save_at, leg.until)):
-        state = built(case, setting, case.plan.seed + (start is not None))  # loading has to replace every value
-        keeper.watch(state.model)
+        model, state = built(case, setting, case.plan.seed + (start is not None))  # loading replaces every value
+        keeper.watch(model)
         if start is not None:
             checkpoints.load(start, state, setting.plan, setting.world)
             keeper.step = state.progress.step
             for tell in setting.resumed:
                 tell(state)
-        train(case, state, setting, keeper, checkpointer, until, rank)
+        train(case, model, state, setting, keeper, checkpointer, until, rank)
         if saves:
             checkpointer.save(state, wait=True)
             start = folder / f"step-{until:08}"
@@ -180,33 +180,41 @@ def _without_writer(plan: Plan) -> Plan:
     return plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"asynchronous": False})})
 
 
-def built(case: Case, setting: Setting, seed: int) -> JobState:
+def built(case: Case, setting: Setting, seed: int) -> tuple[ParallelModel, JobState]:
     """The model and optimiser of a rank, by the path that `tangram train` takes."""
     plan = setting.plan.model_copy(update={"seed": seed})
     if case.own:
         model = own_built(case.own, plan, setting.world)
     else:
         model = build_model.build(plan, build_model.source_of(plan, BYTES), setting.world, values=True)
-    state = JobState(model, optimiser_step.make_adamw(model, setting.plan.optimiser, setting.plan.precision.masters))
+    module, plan = model.module, setting.plan
+    state = JobState(module, optimiser_step.make_adamw(module, plan.optimiser, plan.precision.masters))
     for tell in setting.built:
-        tell(model)
-    return state
+        tell(module)
+    return replace(model, plan=plan), state
 
 
-def own_built(kind: str, plan: Plan, world: World) -> nn.Module:
+def own_built(kind: str, plan: Plan, world: World) -> ParallelModel:
     """A module of one's own: with values that every rank has made alike, or on meta and filled afterwards."""
     if kind == "values":
         return apply.apply(own_model(plan.seed), plan, world)
     with torch.device("meta"):
         model = Own()
-    apply.apply(model, plan, world)
+    parallel = apply.apply(model, plan, world)
     source = own_model(plan.seed)
     apply.materialise(model, world.device, [*source.named_parameters(), *source.named_buffers()])
-    return model
+    return parallel
 
 
 def train(
-    case: Case, state: JobState, setting: Setting, keeper: Keeper, checkpointer: Checkpointer, until: int, rank: Rank
+    case: Case,
+    model: ParallelModel,
+    state: JobState,
+    setting: Setting,
+    keeper: Keeper,
+    checkpointer: Checkpointer,
+    until: int,
+    rank: Rank,
 ) -> None:
     """Train up to a step, and stop there as on a signal, which one rank alone has got."""
 
@@ -215,30 +223,30 @@ def train(
             tell(state.model)
         keeper.after_step()
 
-    plan, world = setting.plan, setting.world
     last = rank.world - 1
 
     def asked() -> bool:
         return rank.index == last and keeper.step + 1 == until
 
     if case.own:
-        keeper.losses += own_loop(state, plan, world, keeper, after_step, until)
+        keeper.losses += own_loop(model, state, keeper, after_step, until)
         return
     hooks = loop.Hooks(keeper.emit, asked, after_step)
-    trained = loop.train_steps(state, corpus_of(plan.data), plan, world, checkpointer, hooks)
+    trained = loop.train_steps(model, state, corpus_of(setting.plan.data), checkpointer, hooks)
     keeper.losses += trained.losses
 
 
 def own_loop(
-    state: JobState, plan: Plan, world: World, keeper: Keeper, after_step: Callable[[], None], until: int
+    model: ParallelModel, state: JobState, keeper: Keeper, after_step: Callable[[], None], until: int
 ) -> Iterator[float]:
     """A loop of one's own around a module and a loss of one's own, as docs/training.md has it."""
+    plan, world = model.plan, model.world
     stream = Stream(corpus_of(plan.data), plan.data, seed=plan.seed, index=world.data_index, size=world.data_size)
     assert state.optimiser is not None
     for step in range(until):
         batches = next(stream)
         lr = optimiser_step.lr_at(step, plan.run.steps, plan.optimiser)
-        done = loop.train_step(state.model, state.optimiser, batches, plan, world, lr=lr, loss_sum=own_loss_sum)
+        done = loop.train_step(model, state.optimiser, batches, lr=lr, loss_sum=own_loss_sum)
         keeper.norms.append(done.norm)
         state.progress = Progress(step + 1, stream.position)
         after_step()

@@ -16,6 +16,7 @@ from torch import nn
 from tangram.errors import UserError
 from tangram.training.data import BYTES, prepare
 from tangram.training.parallel.apply import apply
+from tangram.training.parallel.model import ParallelModel
 from tangram.training.run.launch import Rank, run_ranks
 from tests.training.oracle.cases import LONG, STEPS, Case, cases, write_models
 from tests.training.oracle.mistakes import COMPARED, MISTAKES
@@ -85,7 +86,7 @@ def refusals(rank: Rank, everything: Mapping[str, Case], folder: Path) -> dict[s
     case = everything["own module, values: fsdp"]
     world = world_of(case.plan, rank)
 
-    def half_on_meta() -> nn.Module:
+    def half_on_meta() -> ParallelModel:
         model = own_model(0)
         model.head = nn.Linear(12, 257, device="meta")
         return apply(model, case.plan, world)

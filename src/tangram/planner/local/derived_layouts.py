@@ -32,7 +32,7 @@ from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import layout_of, local_shape, moved, used
 from tangram.sharding.derive.marking.marks import Mark, marks_of, matched, states
 from tangram.sharding.derive.marking.published import published
-from tangram.sharding.derive.of_model import States, derive_whole, fitting, graph_of, parameter_states
+from tangram.sharding.derive.of_model import States, derive_model, fitting, graph_of, parameter_states
 from tangram.sharding.derive.problem.states import SAME, State, cut, received
 
 SEQUENCE = "{model.embed_tokens,model.layers.*,model.norm}: b s/AXIS h"
@@ -128,7 +128,7 @@ def axes_layouts(
         marks = [mark for mark in marks if not mark.layout.axes & tensor or _on_parameters(graph, mark)]
     try:
         lies = _lying(graph, marks, mesh, [axis.name for axis in axes if axis.role == "tensor"])
-        whole = derive_whole(graph, [*marks, *_settled(graph, lies)], mesh, left=True)
+        whole = derive_model(graph, [*marks, *_settled(graph, lies)], mesh, left=True)
     except UserError as error:
         return " ".join(str(error).split())
     for axis in axes:
@@ -152,7 +152,7 @@ def plan_moves(plan: Plan, graph: Graph) -> tuple[Moves, ...]:
     parameters = [(value.name, tuple(value.shape)) for _, value in graph.of_kind("parameter")]
     lies = {name: _cut_as(bound_layout(plan, name, shape), mesh) for name, shape in parameters}
     marks = [*fitting(graph, marks, mesh), *_settled(graph, lies)]
-    return tuple(_moves(derive_whole(graph, marks, mesh, left=True)))
+    return tuple(_moves(derive_model(graph, marks, mesh, left=True)))
 
 
 def _cut_as(layout: Layout, mesh: Mesh) -> States:
@@ -181,7 +181,7 @@ def _lying(graph: Graph, marks: Sequence[Mark], mesh: Mesh, tensor: Sequence[str
     if tensor:
         own = Mesh((tuple((axis, n) for axis, n in mesh.views[0] if axis in tensor),))
         some = [mark for mark in marks if mark.layout.axes <= set(tensor)]
-        for name, found in parameter_states(derive_whole(graph, some, own, left=True)).items():
+        for name, found in parameter_states(derive_model(graph, some, own, left=True)).items():
             lies[name] |= found
     for mark in marks:
         for name, v in matched(graph, mark).items():

@@ -32,7 +32,7 @@ from tangram.schema.plan import Plan
 from tangram.sharding.choose.costs import Training
 from tangram.sharding.choose.export_marks import as_marks
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.layouts import lying, moved, needed, used
+from tangram.sharding.derive.layouts import input_states, moved, needed, used
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.problem.folding import fold
 from tangram.sharding.derive.problem.states import SAME, State, cut
@@ -109,7 +109,9 @@ def roles_of(chosen: Derived) -> Roles:
     """What each axis is. Raises UserError for an axis over which nothing is cut."""
     axes = [over.axis for over in chosen.axes]
     data = tuple(axis for axis in axes if _cuts_samples_alone(chosen, axis))
-    kept = [lying(chosen, v) for v, _ in chosen.folded.graph.of_kind("parameter") if chosen.folded.classes[v] == v]
+    kept = [
+        input_states(chosen, v) for v, _ in chosen.folded.graph.of_kind("parameter") if chosen.folded.classes[v] == v
+    ]
     for over in chosen.axes:
         if over.axis not in data and not any(move.label for move in over.moves.values()):
             raise UserError(
@@ -173,7 +175,7 @@ def _layouts(chosen: Derived, found: Derived, roles: Roles, shard: str | None) -
     graph = chosen.folded.graph
     texts: dict[str, str | None] = {}
     for v, value in graph.of_kind("parameter"):
-        lies, kept = lying(found, chosen.folded.classes[v]), lying(chosen, chosen.folded.classes[v])
+        lies, kept = input_states(found, chosen.folded.classes[v]), input_states(chosen, chosen.folded.classes[v])
         texts[value.name] = _text(value.name, len(value.shape), {a: lies[a] for a in roles.model}, kept, roles, shard)
     return dict(by_pattern(texts))
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tangram.hardware.cluster import Cluster
 from tangram.sharding.choose.costs import Both, Training, costs, work
 from tangram.sharding.choose.options import Options
-from tangram.sharding.choose.search import Choice, Point, search
+from tangram.sharding.choose.search import Choice, SearchPoint, search
 from tangram.sharding.derive.solve.solve import Name
 
 Kept = Mapping[Name, NDArray[np.intp]]
@@ -29,7 +29,7 @@ Kept = Mapping[Name, NDArray[np.intp]]
 class Paired:
     """What was found."""
 
-    best: Point | None
+    best: SearchPoint | None
     """Choices of all options; None: nothing fits."""
     both: Both | None
     """The costs around it, in which it is `own`."""

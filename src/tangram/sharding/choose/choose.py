@@ -27,12 +27,12 @@ from tangram.sharding.choose.costs import Both, Training, costs
 from tangram.sharding.choose.options import Options, of_derived, options
 from tangram.sharding.choose.search import Choice, search
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.layouts import layout_of, lying, used
+from tangram.sharding.derive.layouts import input_states, layout_of, used
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.problem.folding import fold
 from tangram.sharding.derive.problem.states import SAME
 from tangram.sharding.derive.solve.solve import Name
-from tangram.sharding.ops.rule_table import Table
+from tangram.sharding.ops.rule_table import RuleTable
 
 LARGEST = 50_000_000
 """Entries of all tables together; above it a choice over more than two axes is made over two at a time."""
@@ -63,7 +63,7 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenMarks:
     """The plan that was chosen."""
 
     plan: Derived
@@ -88,8 +88,8 @@ def choose(
     training: Training | None = None,
     gap: float = 1e-4,
     known: Sequence[Derived] = (),
-    table: Table | None = None,
-) -> Chosen:
+    table: RuleTable | None = None,
+) -> ChosenMarks:
     """The plan of the least seconds of all that keep `memory_limit` bytes on a rank (None: as many as they like).
 
     `marks` bind the axes that they name, as in a derivation; over all others everything is free. It ends when the plan
@@ -113,13 +113,13 @@ def choose(
         pairs = by_pairs(some, cluster, training or Training(), memory_limit, starts, stop, LARGEST)
         if pairs.best is None or pairs.both is None:
             raise UserError(_unfit(mesh, memory_limit, pairs.smallest))
-        return Chosen(some.derived(pairs.best.choice, marks), _price(pairs.both, pairs.own), pairs.bound)
+        return ChosenMarks(some.derived(pairs.best.choice, marks), _price(pairs.both, pairs.own), pairs.bound)
     both = costs(some, cluster, training or Training())
     found = search(both, memory_limit, left, lambda choice: _nearby(some, choice), gap, starts)
     if found.best is None:
         raise UserError(_unfit(mesh, memory_limit, found.smallest))
     plan = some.derived(found.best.choice, marks)
-    return Chosen(plan, _price(both, found.best.choice), found.bound)
+    return ChosenMarks(plan, _price(both, found.best.choice), found.bound)
 
 
 def priced(plan: Derived, cluster: Cluster, training: Training | None = None) -> Price:
@@ -141,7 +141,7 @@ def kept(plan: Derived) -> dict[str, Layout]:
     """By name, how the parameters are kept that are gathered before they are used; of equal layers the first."""
     found: dict[str, Layout] = {}
     for v, value in plan.folded.graph.of_kind("parameter"):
-        own = lying(plan, v) if plan.folded.classes[v] == v else {}
+        own = input_states(plan, v) if plan.folded.classes[v] == v else {}
         if own and any(state.kind == "cut" != used(plan, v)[axis].kind for axis, state in own.items()):
             found[value.name] = layout_of(value.shape, own)
     return found

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.hardware.cluster import Cluster, moved_seconds, product_seconds
-from tangram.sharding.choose.options import Moves, Options, States, still
+from tangram.sharding.choose.options import CommOptions, Options, States, still
 from tangram.sharding.choose.saved_tensors import memories, saved
-from tangram.sharding.choose.transition_time import Steps
-from tangram.sharding.derive.problem.folding import Step, far_from_borders
+from tangram.sharding.choose.transition_time import StepTimes
+from tangram.sharding.derive.problem.folding import FoldedStep, far_from_borders
 from tangram.sharding.derive.problem.rates import effort
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State, part_dim
-from tangram.sharding.derive.solve.solve import Costs
+from tangram.sharding.derive.solve.solve import SolverCosts
 
 Array = NDArray[np.float64]
 _FAR = 1e-4
@@ -45,14 +45,14 @@ class Training:
 class Both:
     """The two costs of every choice."""
 
-    seconds: Costs
-    nbytes: Costs
+    seconds: SolverCosts
+    nbytes: SolverCosts
 
 
 def costs(options: Options, cluster: Cluster, training: Training) -> Both:
     """What every choice costs. Raises UserError for an axis that is larger than the cluster."""
-    steps = Steps(cluster, options.mesh, options.axes, training.micro_batches)
-    found = Both(Costs(), Costs())
+    steps = StepTimes(cluster, options.mesh, options.axes, training.micro_batches)
+    found = Both(SolverCosts(), SolverCosts())
     _states(options, training, found)
     _work(options, cluster, found)
     _moved(options, steps, found)
@@ -89,7 +89,7 @@ def _work(options: Options, cluster: Cluster, found: Both) -> None:
         found.nbytes.variable(("move", step.number), [0.0] * len(own))
 
 
-def _each_work(options: Options, cluster: Cluster) -> Iterator[tuple[Step, Array]]:
+def _each_work(options: Options, cluster: Cluster) -> Iterator[tuple[FoldedStep, Array]]:
     for step in options.folded.steps:
         own = options.moves[step.number]
         alone = 0.0
@@ -104,7 +104,7 @@ def _each_work(options: Options, cluster: Cluster) -> Iterator[tuple[Step, Array
         yield step, 3 * alone * step.times * shares
 
 
-def _moved(options: Options, steps: Steps, found: Both) -> None:
+def _moved(options: Options, steps: StepTimes, found: Both) -> None:
     """What it takes to bring tensors from how they are kept or made to how they are used and needed."""
     folded = options.folded
     far = far_from_borders(folded)
@@ -124,7 +124,7 @@ def _moved(options: Options, steps: Steps, found: Both) -> None:
             found.seconds.pair(("used", v), name, table * step.times)
 
 
-def _table(options: Options, steps: Steps, v: int, sources: Sequence[States], targets: Sequence[States]) -> Array:
+def _table(options: Options, steps: StepTimes, v: int, sources: Sequence[States], targets: Sequence[States]) -> Array:
     """Each pair of states that are not the same costs what it takes; worked out once for each state."""
     a, b = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
     folded = options.folded
@@ -138,17 +138,17 @@ def _with_far(table: Array, far: float) -> Array:
     return table * (1 + _FAR * far)
 
 
-def _given(step: Step, moves: Sequence[Moves]) -> list[tuple[int, list[States]]]:
-    return [(v, [tuple(m.outputs[i] for m in some) for some in moves]) for i, v in enumerate(step.outputs)]
+def _given(step: FoldedStep, comms: Sequence[CommOptions]) -> list[tuple[int, list[States]]]:
+    return [(v, [tuple(m.outputs[i] for m in some) for some in comms]) for i, v in enumerate(step.outputs)]
 
 
-def _needed(step: Step, moves: Sequence[Moves]) -> list[tuple[int, list[States], int]]:
+def _needed(step: FoldedStep, comms: Sequence[CommOptions]) -> list[tuple[int, list[States], int]]:
     found: list[tuple[int, list[States], int]] = []
     for i, v in enumerate(step.inputs):
         if v is None:
             continue
         needed: list[States] = []
-        for some in moves:
+        for some in comms:
             states = [m.inputs[i] for m in some]
             if None in states:
                 break

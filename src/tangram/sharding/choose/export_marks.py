@@ -13,6 +13,8 @@ nor memory are more; else it is refused.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,12 +23,12 @@ from tangram.hardware.cluster import Cluster
 from tangram.layout import Layout
 from tangram.sharding.choose.choose import Price, priced
 from tangram.sharding.choose.costs import Training
-from tangram.sharding.choose.patterns import together
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.explain.show import amount, short, total
-from tangram.sharding.derive.layouts import layout_of, lying, used
-from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.layouts import input_states, layout_of, used
+from tangram.sharding.derive.marking.marks import Mark, matched
 from tangram.sharding.derive.marking.nodes import operators
+from tangram.sharding.derive.problem.folding import Folded
 from tangram.sharding.derive.problem.states import State
 
 SLACK = 1e-6
@@ -123,7 +125,7 @@ class _Tried:
 
     def unlike(self, plan: Derived) -> str | None:
         """The same of a plan."""
-        if (name := _lies_otherwise(self.chosen, plan)) is not None:
+        if (name := _has_other_layout(self.chosen, plan)) is not None:
             return f"{name} follows to lie otherwise than it was chosen to"
         price, received, most = self.price(plan), total(plan), total(self.chosen)
         if price.nbytes > self.room * (1 + SLACK):
@@ -135,11 +137,11 @@ class _Tried:
         return None
 
 
-def _lies_otherwise(one: Derived, other: Derived) -> str | None:
+def _has_other_layout(one: Derived, other: Derived) -> str | None:
     """The first parameter that does not lie, or is not used, in the same parts in two plans."""
     graph = one.folded.graph
     for v, value in graph.of_kind("parameter"):
-        sides = [(_cuts(lying(plan, v)), _cuts(used(plan, v))) for plan in (one, other)]
+        sides = [(_cuts(input_states(plan, v)), _cuts(used(plan, v))) for plan in (one, other)]
         if one.folded.classes[v] == v and sides[0] != sides[1]:
             return value.name
     return None
@@ -154,7 +156,7 @@ def _of_parameters(chosen: Derived) -> dict[int, Mark]:
     found: dict[int, Mark] = {}
     for v, value in chosen.folded.graph.of_kind("parameter"):
         if chosen.folded.classes[v] == v:
-            lies, uses = lying(chosen, v), used(chosen, v)
+            lies, uses = input_states(chosen, v), used(chosen, v)
             left = {axis: state for axis, state in lies.items() if uses[axis].kind == "cut"}
             gathered = _cuts(lies).keys() - left.keys()
             after = _layout(value.shape, left) if gathered else None
@@ -195,3 +197,73 @@ def _halves(count: int) -> Iterator[int]:
     while count:
         yield count
         count = (count + 1) // 2 if count > 1 else 0
+
+
+# ----------------------------------------------------------------
+# Marks of single tensors as marks by name patterns: equal layers as one, equal layouts in one line.
+
+
+def together(folded: Folded, marks: Mapping[int, Mark]) -> list[Mark]:
+    """The same marks (by class) in fewer lines, in their order. No pattern names a tensor that has another mark."""
+    lines: dict[tuple[str, str], list[Mark]] = {}
+    for v, mark in marks.items():
+        one = replace(mark, pattern=_pattern(folded, marks, v))
+        joins = "{" not in one.pattern and one.pattern not in folded.graph.outputs  # which are named alone
+        with_own = (":" if ":" in one.pattern else "") if joins else one.pattern
+        own = lines.setdefault((with_own, str(one).removeprefix(one.pattern)), [])
+        own += [one] if one not in own else []
+    return [_joined(own) for own in lines.values()]
+
+
+def _joined(own: Sequence[Mark]) -> Mark:
+    names = [mark.pattern for mark in own]
+    return replace(own[0], pattern=names[0] if len(names) == 1 else "{" + ",".join(names) + "}")
+
+
+def _pattern(folded: Folded, marks: Mapping[int, Mark], v: int) -> str:
+    """The shortest pattern of those tried for the names of a class that names nothing else without the same mark."""
+    graph = folded.graph
+    if (output := next((name for name, w in graph.outputs.items() if folded.classes[w] == v), None)) is not None:
+        return output
+    known = {value.name: w for w, value in graph.of_kind("parameter")}
+    if ":" in marks[v].pattern:
+        known = operators(graph)
+    elif graph.values[v].kind != "parameter":
+        known = {name: w for name, w in graph.results.items() if name}
+    alike: dict[str, list[str]] = {}
+    for name, w in known.items():
+        if folded.classes[w] == v:
+            alike.setdefault(re.sub(r"(?<=\.)\d+(?=[.:]|$)", "*", name), []).append(name)
+    pattern, names = min(alike.items(), key=lambda item: (-len(item[1]), len(item[0])))
+    own = marks[v].layout, marks[v].used
+    for one in _tried(pattern, names):
+        try:
+            classes = {folded.classes[w] for w in matched(graph, Mark(one, own[0])).values()}
+        except UserError:  # it names tensors of other numbers of dims
+            continue
+        if v in classes and all(c in marks and (marks[c].layout, marks[c].used) == own for c in classes):
+            return one
+    return names[0]
+
+
+def _tried(pattern: str, names: Sequence[str]) -> Iterator[str]:
+    """Patterns for tensors of equal layers, the shortest first; for one tensor its name."""
+    if len(names) == 1:
+        yield names[0]
+        return
+    parts = pattern.split(".")
+    for n in range(1, len(parts)):
+        if "*" not in parts[-n:]:
+            yield ".".join(["*", *parts[-n:]])
+    yield pattern
+    if pattern.count("*") == 1:
+        before, after = pattern.split("*")
+        numbers = [int(name.removeprefix(before).removesuffix(after)) for name in names]
+        yield f"{before}{{{','.join(_runs(numbers))}}}{after}"
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[str]:
+    """`0, 1, 2, 4` as `0..2` and `4`."""
+    for _, run in itertools.groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0]):
+        own = [number for _, number in run]
+        yield f"{own[0]}..{own[-1]}" if len(own) > 1 else str(own[0])

@@ -1,6 +1,6 @@
 """What there is to choose from: for each tensor and operator, the ways to lie and to move over all axes at once.
 
-Over each axis they are those of a derivation (`derive.Problem`); those over several axes are all combinations of which
+Over each axis they are those of a derivation (`AxisProblem`); those over several axes are all combinations of which
 the cuts are even together. Left out is only what can never be needed:
 
     masks and positions     what no parameter has a part in lies whole, at no cost, and is cut where it is taken
@@ -19,16 +19,16 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.sharding.derive.collectives_between import Move
-from tangram.sharding.derive.derive import Derived, Over, Problem, Rates, fixed_by
+from tangram.sharding.derive.collectives_between import Comm
+from tangram.sharding.derive.derive import AxisProblem, Derived, Over, WorkRates, fixed_by
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.problem.folding import Folded, Step
+from tangram.sharding.derive.problem.folding import Folded, FoldedStep
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State
 from tangram.sharding.derive.solve.solve import Name
 
 States = tuple[State, ...]
 """One for each axis."""
-Moves = tuple[Move, ...]
+CommOptions = tuple[Comm, ...]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Options:
     """Those of more than one rank, in the order of the mesh."""
     lies: Mapping[int, Sequence[States]]
     used: Mapping[int, Sequence[States]]
-    moves: Mapping[int, Sequence[Moves]]
+    moves: Mapping[int, Sequence[CommOptions]]
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -99,11 +99,11 @@ def options(folded: Folded, mesh: Mesh, marks: Sequence[Mark]) -> Options:
         raise UserError(
             "a mark cuts a dim into parts that are no even chunks, which a choice does not weigh: leave it out"
         )
-    problems: list[Problem] = []
+    problems: list[AxisProblem] = []
     for axis in axes:
         own = {v: states[axis] for v, states in fixed.items() if axis in states}
         problems.append(
-            Problem(folded, axis, mesh.axes[axis][0], [], own, Rates(follow=0.0), routed=False, linked=False)
+            AxisProblem(folded, axis, mesh.axes[axis][0], [], own, WorkRates(follow=0.0), routed=False, linked=False)
         )
     ks = tuple(mesh.axes[axis][0] for axis in axes)
     quiet = still(folded, fixed)
@@ -144,13 +144,13 @@ def of_derived(found: Derived) -> Options:
     return Options(folded, found.mesh, axes, lies, used, moves)
 
 
-def _same_effect(move: Move) -> tuple[object, ...]:
+def _same_effect(move: Comm) -> tuple[object, ...]:
     return move.label, move.inputs, move.outputs
 
 
-def _nothing(step: Step) -> Move:
+def _nothing(step: FoldedStep) -> Comm:
     inputs = tuple(None if dims is None else SAME for dims in step.bound.inputs)
-    return Move(None, inputs, (SAME,) * len(step.bound.outputs), 1.0)
+    return Comm(None, inputs, (SAME,) * len(step.bound.outputs), 1.0)
 
 
 def _values(folded: Folded) -> list[int]:
@@ -177,15 +177,17 @@ def still(folded: Folded, fixed: Mapping[int, object]) -> set[int]:
     return found
 
 
-def _moves(step: Step, problems: Sequence[Problem], ks: Sequence[int], quiet: set[int], folded: Folded) -> list[Moves]:
+def _moves(
+    step: FoldedStep, problems: Sequence[AxisProblem], ks: Sequence[int], quiet: set[int], folded: Folded
+) -> list[CommOptions]:
     gradient = any(v in folded.differentiable for v in step.outputs)
     if quiet.issuperset(step.outputs):
         return [tuple(p.moves[step.number][0] for p in problems)]
-    by_axis: list[list[Move]] = []
+    by_axis: list[list[Comm]] = []
     for p in problems:
         own = p.moves[step.number]
         by_axis.append([m for m in own if gradient or m.label is not None or SEVERAL not in m.outputs])
-    found: list[Moves] = []
+    found: list[CommOptions] = []
     for some in itertools.product(*by_axis):
         labels = [(m.label, k) for m, k in zip(some, ks, strict=True) if m.label is not None]
         by_factor: dict[str, list[tuple[int, int]]] = {}
@@ -206,7 +208,7 @@ def fits(n: int, cuts: Iterable[tuple[int, int]]) -> bool:
 
 
 def _ends(
-    folded: Folded, moves: Mapping[int, Sequence[Moves]], problems: Sequence[Problem]
+    folded: Folded, comms: Mapping[int, Sequence[CommOptions]], problems: Sequence[AxisProblem]
 ) -> dict[int, list[set[State]]]:
     """Of each class, over each axis, how its maker can give it and how its takers can need it."""
     found: dict[int, list[set[State]]] = {v: [set() for _ in problems] for v in _values(folded)}
@@ -216,7 +218,7 @@ def _ends(
         for v in (p.given_back | p.fixed.keys()) & found.keys():
             found[v][i].update(p.used[v])
     for step in folded.steps:
-        for i, v, state in _asked(step, moves[step.number]):
+        for i, v, state in _requested(step, comms[step.number]):
             found[v][i].add(state)
     for v in found.keys() - folded.differentiable:
         for states in found[v]:
@@ -225,9 +227,9 @@ def _ends(
     return found
 
 
-def _asked(step: Step, moves: Sequence[Moves]) -> Iterator[tuple[int, int, State]]:
+def _requested(step: FoldedStep, comms: Sequence[CommOptions]) -> Iterator[tuple[int, int, State]]:
     """Over which axis, of which class, what some move needs or gives."""
-    for some in moves:
+    for some in comms:
         for i, move in enumerate(some):
             sides = (*zip(step.inputs, move.inputs, strict=True), *zip(step.outputs, move.outputs, strict=False))
             for v, state in sides:

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tangram.sharding.derive.problem.folding import Folded, Step
+from tangram.sharding.derive.problem.folding import Folded, FoldedStep
 
 
-class Saved(NamedTuple):
+class SavedBytes(NamedTuple):
     """By place, what an operator saves."""
 
     inputs: frozenset[int]
     outputs: frozenset[int]
 
 
-def saved(folded: Folded, step: Step) -> Saved:
+def saved(folded: Folded, step: FoldedStep) -> SavedBytes:
     """What an operator saves of its tensors; remembered with its call. One that cannot be asked: all that it takes."""
     known = vars(step.call)
     if "_saved" not in known:
@@ -30,9 +30,9 @@ def saved(folded: Folded, step: Step) -> Saved:
     return known["_saved"]
 
 
-def _saved(folded: Folded, step: Step) -> Saved:
+def _saved(folded: Folded, step: FoldedStep) -> SavedBytes:
     if not any(v in folded.differentiable for v in step.outputs):
-        return Saved(frozenset(), frozenset())
+        return SavedBytes(frozenset(), frozenset())
     given: list[Tensor | None] = []
     for v, tensor in zip(step.inputs, step.call.tensors, strict=True):
         if v is None or tensor is None:
@@ -51,11 +51,11 @@ def _saved(folded: Folded, step: Step) -> Saved:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             result = step.call.with_tensors(given).run()
     except (NotImplementedError, RuntimeError):  # nothing runs it without memory: count all that it takes
-        return Saved(frozenset(i for i, v in enumerate(step.inputs) if v is not None), frozenset())
+        return SavedBytes(frozenset(i for i, v in enumerate(step.inputs) if v is not None), frozenset())
     made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
     into = {_memory(x): i for i, x in enumerate(given) if x is not None}
     out = {_memory(x): i for i, x in enumerate(made) if i < len(step.outputs)}
-    return Saved(
+    return SavedBytes(
         frozenset(into[one] for one in kept if one in into),
         frozenset(out[one] for one in kept if one in out and one not in into),
     )

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from tangram.sharding.choose.costs import Both
 from tangram.sharding.derive.solve.prune_dominated import Kept, all_of, reduced, restricted
-from tangram.sharding.derive.solve.solve import Costs, Found, Name, Table, eliminated, marginals
+from tangram.sharding.derive.solve.solve import Name, Solution, SolverCosts, Table, eliminated, marginals
 
 Choice = Mapping[Name, int]
 Nearby = Callable[[Choice], Iterable[Kept]]
@@ -35,7 +35,7 @@ CLOSE = 1e-9
 
 
 @dataclass(frozen=True)
-class Point:
+class SearchPoint:
     """A choice, and what it costs."""
 
     choice: Choice
@@ -47,7 +47,7 @@ class Point:
 class Searched:
     """What was found."""
 
-    best: Point | None
+    best: SearchPoint | None
     """None: nothing fits, or nothing that does was found."""
     bound: float
     """Seconds that no choice that fits can beat."""
@@ -61,11 +61,11 @@ class _Looked:
     """What is known of some of the choices."""
 
     bound: float
-    fits: Point | None
+    fits: SearchPoint | None
     """The quickest seen that fits, at the best price."""
-    bursts: Point | None
+    bursts: SearchPoint | None
     """The one beside it that does not."""
-    few: Point | None
+    few: SearchPoint | None
     """The one of the fewest bytes, where that was asked."""
     price: float
     parted: tuple[Name, ...]
@@ -75,8 +75,8 @@ class _Looked:
 class _Sides:
     """The choices next to the limit, one on each side, as prices of a byte are tried; and the best bound."""
 
-    fits: Point | None
-    bursts: Point | None
+    fits: SearchPoint | None
+    bursts: SearchPoint | None
     bound: float
     price: float
     parted: tuple[Name, ...]
@@ -87,7 +87,7 @@ class _Sides:
             return 0.0
         return (self.fits.seconds - self.bursts.seconds) / (self.bursts.nbytes - self.fits.nbytes)
 
-    def take(self, one: Point | None, bound: float, price: float, parted: tuple[Name, ...], limit: float) -> bool:
+    def take(self, one: SearchPoint | None, bound: float, price: float, parted: tuple[Name, ...], limit: float) -> bool:
         """What was found at a price. Whether it is cheaper there than both sides."""
         self.parted = self.parted or parted
         if bound > self.bound:
@@ -127,7 +127,7 @@ class Search:
         self.starts, self.entries, self.time = starts, ENTRIES, stop - time.monotonic()
         self.both, self.stop, self.nearby, self.gap = both, stop, nearby, max(gap, CLOSE)
         self.limit = float("inf") if limit is None else limit
-        self.best: Point | None = None
+        self.best: SearchPoint | None = None
         self.smallest = float("inf")
         self.longest = 0.0
         """Seconds of the clock that a look has taken at most: none is begun that would not end in time."""
@@ -167,7 +167,7 @@ class Search:
         """Whether there is no time for so many looks."""
         return time.monotonic() + times * self.longest > self.stop
 
-    def _eliminated(self, costs: Costs, buckets: list[Table] | None = None) -> Found:
+    def _eliminated(self, costs: SolverCosts, buckets: list[Table] | None = None) -> Solution:
         start = time.monotonic()
         found = eliminated(costs, self.entries, buckets=buckets)
         took = time.monotonic() - start
@@ -211,30 +211,30 @@ class Search:
         return _Looked(sides.bound, sides.fits, sides.bursts, fits, sides.price, sides.parted)
 
     def _at(
-        self, seconds: Costs, nbytes: Costs, price: float, kept: Kept
-    ) -> tuple[Point | None, float, tuple[Name, ...]]:
+        self, seconds: SolverCosts, nbytes: SolverCosts, price: float, kept: Kept
+    ) -> tuple[SearchPoint | None, float, tuple[Name, ...]]:
         """At a price of a byte: a choice, what no choice costs less than, and where tables were too large."""
         found = self._eliminated(priced(seconds, nbytes, price))
         return self._point(seconds, nbytes, found.choice, kept), found.bound, found.parted
 
-    def _point(self, seconds: Costs, nbytes: Costs, choice: Choice, kept: Kept) -> Point | None:
+    def _point(self, seconds: SolverCosts, nbytes: SolverCosts, choice: Choice, kept: Kept) -> SearchPoint | None:
         own = seconds.of(choice)
         if not np.isfinite(own):
             return None
-        point = Point({name: int(kept[name][i]) for name, i in choice.items()}, own, nbytes.of(choice))
+        point = SearchPoint({name: int(kept[name][i]) for name, i in choice.items()}, own, nbytes.of(choice))
         self.smallest = min(self.smallest, point.nbytes)
         if point.nbytes <= self.limit and (self.best is None or own < self.best.seconds):
             self.best = point
         return point
 
-    def _fewest(self, seconds: Costs, nbytes: Costs, kept: Kept) -> tuple[Point | None, float]:
+    def _fewest(self, seconds: SolverCosts, nbytes: SolverCosts, kept: Kept) -> tuple[SearchPoint | None, float]:
         """The choice of the fewest bytes, of all that can be, and how many none has less than."""
         barred = {
             names: np.where(np.isinf(table), np.inf, 0.0) + nbytes.tables.get(names, 0.0)
             for names, table in seconds.tables.items()
         }
         more = {names: table for names, table in nbytes.tables.items() if names not in barred}
-        found = self._eliminated(Costs(seconds.sizes, {**barred, **more}))
+        found = self._eliminated(SolverCosts(seconds.sizes, {**barred, **more}))
         return self._point(seconds, nbytes, found.choice, kept), found.bound
 
     def _promising(self, kept: Kept, price: float) -> Kept:
@@ -339,18 +339,18 @@ class Search:
                     if other is not None and self._before(other, now):
                         now, better = other, True
 
-    def _before(self, one: Point, other: Point) -> bool:
+    def _before(self, one: SearchPoint, other: SearchPoint) -> bool:
         """Whether a choice is clearly better than another: what fits first, then seconds, of what does not, bytes."""
         if max(one.nbytes, other.nbytes) <= self.limit:
             return one.seconds < other.seconds * (1 - 1e-6)
         return one.nbytes < other.nbytes * (1 - 1e-6)
 
 
-def priced(seconds: Costs, nbytes: Costs, price: float) -> Costs:
+def priced(seconds: SolverCosts, nbytes: SolverCosts, price: float) -> SolverCosts:
     """Seconds and bytes together."""
     if not price:
         return seconds
-    costs = Costs(seconds.sizes, {**seconds.tables})
+    costs = SolverCosts(seconds.sizes, {**seconds.tables})
     for names, table in nbytes.tables.items():
         costs.tables[names] = costs.tables[names] + price * table if names in costs.tables else price * table
     return costs

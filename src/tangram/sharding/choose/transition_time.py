@@ -34,7 +34,7 @@ _NEVER = float("inf")
 
 
 @dataclass
-class Steps:
+class StepTimes:
     """Prices on a cluster, each remembered."""
 
     cluster: Cluster

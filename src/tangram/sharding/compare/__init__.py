@@ -4,9 +4,9 @@ Each case is a row of a table (`CASES`), a script that anyone can save and run, 
 on the torch at hand: what upstream mends is reported as right, and nothing is claimed from memory.
 """
 
-from tangram.sharding.compare.case import FOUND_WITH, Case, Verdict
-from tangram.sharding.compare.pair import Outcome, run
+from tangram.sharding.compare.case import FOUND_WITH, CompareCase, Verdict
+from tangram.sharding.compare.pair import PairOutcome, run
 from tangram.sharding.compare.script import script
 from tangram.sharding.compare.table import CASES
 
-__all__ = ["CASES", "FOUND_WITH", "Case", "Outcome", "Verdict", "run", "script"]
+__all__ = ["CASES", "FOUND_WITH", "CompareCase", "PairOutcome", "Verdict", "run", "script"]

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["FOUND_WITH", "Body", "Case", "Direction", "Place", "Verdict"]
+__all__ = ["FOUND_WITH", "Body", "CompareCase", "Direction", "Place", "Verdict"]
 
 FOUND_WITH = "2.13.0"
 """The torch with which each row's `found` was seen."""
@@ -27,7 +27,7 @@ Body = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CompareCase:
     """One thing that DTensor is, or was, wrong about."""
 
     name: str

@@ -25,14 +25,14 @@ from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import VOID, Cut, Dim
-from tangram.sharding.compare.paddle_table import PAIRS, Pair
+from tangram.sharding.compare.paddle_table import PAIRS, PaddlePair
 from tangram.sharding.ops.cut_trees import Tree
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.execute import EXPECTED_ERRORS
 from tangram.sharding.proof.propagated import check
 from tangram.sharding.propagation.propagate import Propagation, propagate
 
-__all__ = ["Difference", "Report", "compare", "first_of_each"]
+__all__ = ["PaddleDifference", "PaddleReport", "compare", "first_of_each"]
 
 LIMIT = 300.0
 EACH = 60.0
@@ -41,7 +41,7 @@ AXES = ("x", "y")
 
 
 @dataclass(frozen=True)
-class Report:
+class PaddleReport:
     """One row of the table: in how many cuts the two agree."""
 
     paddle: str
@@ -51,7 +51,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PaddleDifference:
     """A cut of which the two say different things."""
 
     paddle: str
@@ -72,7 +72,7 @@ class Difference:
         return f"{self.paddle} ({self.aten}) of {self.given}{sides}; {self.verdict}{why}."
 
 
-def compare(names: Sequence[str] = ()) -> tuple[list[Report], list[Difference]]:
+def compare(names: Sequence[str] = ()) -> tuple[list[PaddleReport], list[PaddleDifference]]:
     """Ask both of every cut. `names`: only these, as Paddle calls them. Raises UserError where Paddle is not there."""
     unknown = [name for name in names if name not in {pair.paddle for pair in PAIRS}]
     if unknown:
@@ -82,23 +82,23 @@ def compare(names: Sequence[str] = ()) -> tuple[list[Report], list[Difference]]:
     if importlib.util.find_spec("paddle") is None:
         raise UserError("Paddle is not installed: pip install 'tangram-train[paddle]' brings it")
     jobs = [workers.Job(f"{__name__}:job", {"names": [*names], "part": i, "parts": 2}) for i in range(2)]
-    reports: list[Report] = []
-    differences: list[Difference] = []
+    reports: list[PaddleReport] = []
+    differences: list[PaddleDifference] = []
     for outcome in workers.run(jobs, LIMIT, {"OMP_NUM_THREADS": "1"}):
         if not outcome.ok:
             raise UserError(f"Paddle could not be asked: {outcome.error}")
         found = cast("dict[str, list[dict[str, Any]]]", outcome.value)
-        reports += [Report(**one) for one in found["reports"]]
-        differences += [Difference(**one) for one in found["differences"]]
+        reports += [PaddleReport(**one) for one in found["reports"]]
+        differences += [PaddleDifference(**one) for one in found["differences"]]
     place = {(pair.paddle, pair.aten): i for i, pair in enumerate(PAIRS)}
     reports.sort(key=lambda one: place[one.paddle, one.aten])
     differences.sort(key=lambda one: place[one.paddle, one.aten])
     return reports, differences
 
 
-def first_of_each(differences: Sequence[Difference]) -> list[tuple[Difference, int]]:
+def first_of_each(differences: Sequence[PaddleDifference]) -> list[tuple[PaddleDifference, int]]:
     """Of each operator the first difference of each verdict, and how many are like it."""
-    found: dict[tuple[str, str, str], list[Difference]] = {}
+    found: dict[tuple[str, str, str], list[PaddleDifference]] = {}
     for one in differences:
         found.setdefault((one.paddle, one.aten, one.verdict), []).append(one)
     return [(some[0], len(some) - 1) for some in found.values()]
@@ -121,17 +121,19 @@ def job(names: list[str], part: int, parts: int) -> Any:
         found = [one for one in known if one is not None]
         if cases is None:
             found = [_plain(_ended(pair))]
-        reports.append(asdict(Report(pair.paddle, pair.aten, len(known), len(known) - len(found) * bool(known))))
+        reports.append(asdict(PaddleReport(pair.paddle, pair.aten, len(known), len(known) - len(found) * bool(known))))
         differences += found
     return {"reports": reports, "differences": differences}
 
 
-def _ended(pair: Pair) -> Difference:
+def _ended(pair: PaddlePair) -> PaddleDifference:
     given = ", ".join(" ".join(map(str, shape)) for shape in pair.shapes)
-    return Difference(pair.paddle, pair.aten, f"{given} with {pair.attributes}", "", "", "Paddle ends its process")
+    return PaddleDifference(
+        pair.paddle, pair.aten, f"{given} with {pair.attributes}", "", "", "Paddle ends its process"
+    )
 
 
-def _plain(one: Difference | None) -> Any:
+def _plain(one: PaddleDifference | None) -> Any:
     return None if one is None else asdict(one)
 
 
@@ -141,14 +143,14 @@ Places = tuple[tuple[int, int], ...]
 """(tensor, dim) for each axis."""
 
 
-def _cuts(pair: Pair) -> Iterator[Places]:
+def _cuts(pair: PaddlePair) -> Iterator[Places]:
     """Each dim by itself, then two: of one tensor, or of two."""
     every = [(i, d) for i, shape in enumerate(pair.shapes) for d in range(len(shape))]
     yield from ((one,) for one in every)
     yield from itertools.permutations(every, 2)
 
 
-def _compared(pair: Pair) -> Iterator[Difference | None]:
+def _compared(pair: PaddlePair) -> Iterator[PaddleDifference | None]:
     tensors = pair.tensors()
     call = pair.call(tensors)
     expected = call.run()
@@ -164,7 +166,7 @@ def _compared(pair: Pair) -> Iterator[Difference | None]:
             ours = propagate(builtin(), call, layouts, mesh, differentiable=False)
         except UserError as error:
             ours = str(error)
-        yield _judged(pair, given, ours, _asked(pair, given, mesh, expected), expected)
+        yield _judged(pair, given, ours, _requested(pair, given, mesh, expected), expected)
 
 
 def _axes(places: Places, tensor: int, dim: int) -> tuple[Cut, ...]:
@@ -186,7 +188,7 @@ class _Claim:
     """A pending reduction that has no name here."""
 
 
-def _asked(pair: Pair, given: Sequence[Layout], mesh: Mesh, expected: Sequence[Any]) -> _Claim | str:
+def _requested(pair: PaddlePair, given: Sequence[Layout], mesh: Mesh, expected: Sequence[Any]) -> _Claim | str:
     core = importlib.import_module("paddle.base.core")
     attributes = importlib.import_module("paddle.distributed.auto_parallel.static.dist_attribute")
     process_mesh: Any = importlib.import_module("paddle.distributed").ProcessMesh
@@ -242,11 +244,11 @@ def _layout(attribute: Any, shape: Sequence[int], axes: Sequence[str]) -> tuple[
 
 
 def _judged(
-    pair: Pair, given: Sequence[Layout], ours: Propagation | str, theirs: _Claim | str, expected: Sequence[Any]
-) -> Difference | None:
+    pair: PaddlePair, inputs: Sequence[Layout], ours: Propagation | str, theirs: _Claim | str, expected: Sequence[Any]
+) -> PaddleDifference | None:
     """What the two say differently of a cut; None where they agree."""
-    own = _said(ours.inputs, ours.outputs[: pair.results]) if isinstance(ours, Propagation) else f"refuses: {ours}"
-    other = _said(theirs.inputs, theirs.outputs) if isinstance(theirs, _Claim) else f"refuses: {theirs}"
+    own = _described(ours.inputs, ours.outputs[: pair.results]) if isinstance(ours, Propagation) else f"refuses: {ours}"
+    other = _described(theirs.inputs, theirs.outputs) if isinstance(theirs, _Claim) else f"refuses: {theirs}"
     if isinstance(ours, Propagation) and own == other and not (isinstance(theirs, _Claim) and theirs.strange):
         return None
     verdict, why = "both are right", ""
@@ -258,7 +260,7 @@ def _judged(
         verdict = "ours is right"
     elif wrong := _refuted(ours, theirs, expected):
         verdict, why = "Paddle is wrong", wrong
-    return Difference(pair.paddle, pair.aten, ", ".join(map(_text, given)), other, own, verdict, why)
+    return PaddleDifference(pair.paddle, pair.aten, ", ".join(map(_text, inputs)), other, own, verdict, why)
 
 
 def _text(layout: Layout) -> str:
@@ -266,7 +268,7 @@ def _text(layout: Layout) -> str:
     return str(layout).replace("_=", "")
 
 
-def _said(inputs: Sequence[Layout | None], outputs: Sequence[Layout]) -> str:
+def _described(inputs: Sequence[Layout | None], outputs: Sequence[Layout]) -> str:
     sides = [", ".join(_text(one) or "()" for one in side if one is not None) for side in (inputs, outputs)]
     return f"[{sides[0]} -> {sides[1]}]"
 

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.sharding.ops.calls import Call, schema_of
+from tangram.sharding.ops.calls import OpCall, schema_of
 
-__all__ = ["PAIRS", "Pair"]
+__all__ = ["PAIRS", "PaddlePair"]
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Pair:
+class PaddlePair:
     """One operator, by both names."""
 
     paddle: str
@@ -57,10 +57,10 @@ class Pair:
             found.append(drawn > 0 if below.get(i) == 2 else drawn)
         return found
 
-    def call(self, tensors: Sequence[Tensor]) -> Call:
+    def call(self, tensors: Sequence[Tensor]) -> OpCall:
         """Aten's call: tensors and other arguments each in the order in which the schema has them."""
         if self.listed:
-            return Call.of(self.operator, ([*tensors], *self.args), {})
+            return OpCall.of(self.operator, ([*tensors], *self.args), {})
         own, others = iter(tensors), iter(self.args)
         found: dict[str, Any] = {}
         for argument in schema_of(self.operator).arguments:
@@ -68,7 +68,7 @@ class Pair:
                 found[argument.name] = next(own, None)
             else:
                 found[argument.name] = next(others, argument.default_value if argument.has_default_value() else None)
-        return Call.of(self.operator, (), found)
+        return OpCall.of(self.operator, (), found)
 
 
 _X: Shape = (4, 6)
@@ -99,66 +99,68 @@ _BINARY = {
 }
 _CUBE: Shape = (4, 6, 8)
 
-PAIRS: tuple[Pair, ...] = (
-    *(Pair(name, _OTHER_NAMES.get(name, name), (_X,)) for name in _UNARY),
-    *(Pair(name, aten, (_X, _X)) for name, aten in _BINARY.items()),
-    Pair("add", "add.Tensor", (_X, (6,))),
-    Pair("multiply", "mul.Tensor", (_CUBE, (6, 1))),
-    Pair("gelu", "gelu", (_X,), ("none",), (False,)),
-    Pair("logical_not", "logical_not", (_X,)),
-    Pair("pow", "pow.Tensor_Scalar", (_X,), (2,), (2.0,)),
-    Pair("clip", "clamp", (_X,), (0.0, 1.0), (0.0, 1.0)),
-    Pair("scale", "mul.Scalar", (_X,), (3.0,), (3.0, 0.0, True)),
-    Pair("where", "where.self", (_X, _X, _X), below=((0, 2),)),
-    Pair("matmul", "mm", ((4, 6), (6, 8)), (), (False, False)),
-    Pair("matmul", "bmm", ((2, 4, 6), (2, 6, 8)), (), (False, False)),
-    Pair("bmm", "bmm", ((2, 4, 6), (2, 6, 8))),
-    Pair("sum", "sum.dim_IntList", (_CUBE,), ([1], False), ([1], False)),
-    Pair("sum", "sum.dim_IntList", (_CUBE,), ([0, -1], True), ([0, -1], True)),
-    Pair("max", "amax", (_CUBE,), ([1], False), ([1], False)),
-    Pair("min", "amin", (_CUBE,), ([1], True), ([1], True)),
-    Pair("prod", "prod.dim_int", (_CUBE,), (1, False), ([1], False)),
-    Pair("any", "any.dim", (_CUBE,), (1, False), ([1], False), below=((0, 2),)),
-    Pair("all", "all.dim", (_CUBE,), (1, False), ([1], False), below=((0, 2),)),
-    Pair("mean_all", "mean", (_CUBE,)),
-    Pair("logsumexp", "logsumexp", (_CUBE,), ([1], False), ([1], False, False)),
-    Pair("p_norm", "linalg_vector_norm", (_CUBE,), (2.0, [1], False), (2.0, 1, 1e-12, False, False)),
-    Pair("argmax", "argmax", (_CUBE,), (1, False), (1, False, False)),
-    Pair("argmin", "argmin", (_CUBE,), (1, True), (1, True, False)),
-    Pair("cumsum", "cumsum", (_CUBE,), (1,), (1, False, False, False)),
-    Pair("cumsum", "cumsum", (_CUBE,), (-1,), (-1, False, False, False)),
-    Pair("softmax", "_softmax", (_CUBE,), (-1, False), (-1,)),
-    Pair("log_softmax", "_log_softmax", (_CUBE,), (1, False), (1,)),
-    Pair("layer_norm", "native_layer_norm", (_CUBE, (8,), (8,)), ([8], 1e-5), (1e-5, 2)),
-    Pair("group_norm", "native_group_norm", ((4, 6, 5, 5), (6,), (6,)), (4, 6, 25, 3, 1e-5), (1e-5, 3, "NCHW")),
-    Pair("embedding", "embedding", ((10, 4), (3, 5)), (-1, False, False), (-1, False), order=(1, 0), below=((1, 10),)),
-    Pair("c_embedding", "embedding", ((10, 4), (3, 5)), (-1, False, False), (0, 10), below=((1, 10),)),
-    Pair("index_select", "index_select", (_X, (3,)), (1,), (1,), below=((1, 6),)),
-    Pair("gather", "index_select", (_X, (3,)), (0,), (0,), below=((1, 4),)),
-    Pair("take_along_axis", "gather", (_X, (4, 3)), (1, False), (1,), below=((1, 6),)),
-    Pair("put_along_axis", "scatter.src", (_X, (4, 3), (4, 3)), (1,), (1, "assign", True), below=((1, 6),)),
-    Pair("concat", "cat", (_X, _X), (1,), (1,), listed=True),
-    Pair("stack", "stack", (_X, _X), (1,), (1,), listed=True),
-    Pair("split", "split_with_sizes", (_CUBE,), ([2, 4], 1), ([2, 4], 1), results=2),
-    Pair("split_with_num", "split.Tensor", (_CUBE,), (3, 1), (2, 1), results=2),
-    Pair("unbind", "unbind.int", (_CUBE,), (1,), (1,), results=6),
-    Pair("slice", "slice.Tensor", (_CUBE,), (1, 1, 5), ([1], [1], [5], [1], [])),
-    Pair("strided_slice", "slice.Tensor", (_CUBE,), (1, 0, 6, 2), ([1], [0], [6], [2])),
-    Pair("transpose", "permute", (_CUBE,), ([2, 0, 1],), ([2, 0, 1],)),
-    Pair("reshape", "view", (_CUBE,), ([24, 8],), ([24, 8],)),
-    Pair("reshape", "view", (_CUBE,), ([2, 2, 6, 8],), ([2, 2, 6, 8],)),
-    Pair("reshape", "view", (_CUBE,), ([12, 16],), ([12, 16],)),
-    Pair("flatten", "view", (_CUBE,), ([4, 48],), (1, 2)),
-    Pair("squeeze", "squeeze.dims", ((4, 1, 6),), ([1],), ([1],)),
-    Pair("unsqueeze", "unsqueeze", (_X,), (1,), ([1],)),
-    Pair("tile", "repeat", (_X,), ([2, 1, 3],), ([2, 1, 3],)),
-    Pair("triu", "triu", (_CUBE,), (0,), (0,)),
-    Pair("tril_triu", "tril", (_CUBE,), (0,), (0, True)),
-    Pair("topk", "topk", (_CUBE,), (2, 1, True, True), (2, 1, True, True), results=2),
-    Pair("argsort", "sort", (_CUBE,), (1, False), (1, False, False), results=2),
-    Pair("pad", "constant_pad_nd", (_X,), ([1, 1, 0, 0],), ([0, 0, 1, 1], 0)),
-    Pair("roll", "roll", (_CUBE,), ([1], [1]), ([1], [1])),
-    Pair(
+PAIRS: tuple[PaddlePair, ...] = (
+    *(PaddlePair(name, _OTHER_NAMES.get(name, name), (_X,)) for name in _UNARY),
+    *(PaddlePair(name, aten, (_X, _X)) for name, aten in _BINARY.items()),
+    PaddlePair("add", "add.Tensor", (_X, (6,))),
+    PaddlePair("multiply", "mul.Tensor", (_CUBE, (6, 1))),
+    PaddlePair("gelu", "gelu", (_X,), ("none",), (False,)),
+    PaddlePair("logical_not", "logical_not", (_X,)),
+    PaddlePair("pow", "pow.Tensor_Scalar", (_X,), (2,), (2.0,)),
+    PaddlePair("clip", "clamp", (_X,), (0.0, 1.0), (0.0, 1.0)),
+    PaddlePair("scale", "mul.Scalar", (_X,), (3.0,), (3.0, 0.0, True)),
+    PaddlePair("where", "where.self", (_X, _X, _X), below=((0, 2),)),
+    PaddlePair("matmul", "mm", ((4, 6), (6, 8)), (), (False, False)),
+    PaddlePair("matmul", "bmm", ((2, 4, 6), (2, 6, 8)), (), (False, False)),
+    PaddlePair("bmm", "bmm", ((2, 4, 6), (2, 6, 8))),
+    PaddlePair("sum", "sum.dim_IntList", (_CUBE,), ([1], False), ([1], False)),
+    PaddlePair("sum", "sum.dim_IntList", (_CUBE,), ([0, -1], True), ([0, -1], True)),
+    PaddlePair("max", "amax", (_CUBE,), ([1], False), ([1], False)),
+    PaddlePair("min", "amin", (_CUBE,), ([1], True), ([1], True)),
+    PaddlePair("prod", "prod.dim_int", (_CUBE,), (1, False), ([1], False)),
+    PaddlePair("any", "any.dim", (_CUBE,), (1, False), ([1], False), below=((0, 2),)),
+    PaddlePair("all", "all.dim", (_CUBE,), (1, False), ([1], False), below=((0, 2),)),
+    PaddlePair("mean_all", "mean", (_CUBE,)),
+    PaddlePair("logsumexp", "logsumexp", (_CUBE,), ([1], False), ([1], False, False)),
+    PaddlePair("p_norm", "linalg_vector_norm", (_CUBE,), (2.0, [1], False), (2.0, 1, 1e-12, False, False)),
+    PaddlePair("argmax", "argmax", (_CUBE,), (1, False), (1, False, False)),
+    PaddlePair("argmin", "argmin", (_CUBE,), (1, True), (1, True, False)),
+    PaddlePair("cumsum", "cumsum", (_CUBE,), (1,), (1, False, False, False)),
+    PaddlePair("cumsum", "cumsum", (_CUBE,), (-1,), (-1, False, False, False)),
+    PaddlePair("softmax", "_softmax", (_CUBE,), (-1, False), (-1,)),
+    PaddlePair("log_softmax", "_log_softmax", (_CUBE,), (1, False), (1,)),
+    PaddlePair("layer_norm", "native_layer_norm", (_CUBE, (8,), (8,)), ([8], 1e-5), (1e-5, 2)),
+    PaddlePair("group_norm", "native_group_norm", ((4, 6, 5, 5), (6,), (6,)), (4, 6, 25, 3, 1e-5), (1e-5, 3, "NCHW")),
+    PaddlePair(
+        "embedding", "embedding", ((10, 4), (3, 5)), (-1, False, False), (-1, False), order=(1, 0), below=((1, 10),)
+    ),
+    PaddlePair("c_embedding", "embedding", ((10, 4), (3, 5)), (-1, False, False), (0, 10), below=((1, 10),)),
+    PaddlePair("index_select", "index_select", (_X, (3,)), (1,), (1,), below=((1, 6),)),
+    PaddlePair("gather", "index_select", (_X, (3,)), (0,), (0,), below=((1, 4),)),
+    PaddlePair("take_along_axis", "gather", (_X, (4, 3)), (1, False), (1,), below=((1, 6),)),
+    PaddlePair("put_along_axis", "scatter.src", (_X, (4, 3), (4, 3)), (1,), (1, "assign", True), below=((1, 6),)),
+    PaddlePair("concat", "cat", (_X, _X), (1,), (1,), listed=True),
+    PaddlePair("stack", "stack", (_X, _X), (1,), (1,), listed=True),
+    PaddlePair("split", "split_with_sizes", (_CUBE,), ([2, 4], 1), ([2, 4], 1), results=2),
+    PaddlePair("split_with_num", "split.Tensor", (_CUBE,), (3, 1), (2, 1), results=2),
+    PaddlePair("unbind", "unbind.int", (_CUBE,), (1,), (1,), results=6),
+    PaddlePair("slice", "slice.Tensor", (_CUBE,), (1, 1, 5), ([1], [1], [5], [1], [])),
+    PaddlePair("strided_slice", "slice.Tensor", (_CUBE,), (1, 0, 6, 2), ([1], [0], [6], [2])),
+    PaddlePair("transpose", "permute", (_CUBE,), ([2, 0, 1],), ([2, 0, 1],)),
+    PaddlePair("reshape", "view", (_CUBE,), ([24, 8],), ([24, 8],)),
+    PaddlePair("reshape", "view", (_CUBE,), ([2, 2, 6, 8],), ([2, 2, 6, 8],)),
+    PaddlePair("reshape", "view", (_CUBE,), ([12, 16],), ([12, 16],)),
+    PaddlePair("flatten", "view", (_CUBE,), ([4, 48],), (1, 2)),
+    PaddlePair("squeeze", "squeeze.dims", ((4, 1, 6),), ([1],), ([1],)),
+    PaddlePair("unsqueeze", "unsqueeze", (_X,), (1,), ([1],)),
+    PaddlePair("tile", "repeat", (_X,), ([2, 1, 3],), ([2, 1, 3],)),
+    PaddlePair("triu", "triu", (_CUBE,), (0,), (0,)),
+    PaddlePair("tril_triu", "tril", (_CUBE,), (0,), (0, True)),
+    PaddlePair("topk", "topk", (_CUBE,), (2, 1, True, True), (2, 1, True, True), results=2),
+    PaddlePair("argsort", "sort", (_CUBE,), (1, False), (1, False, False), results=2),
+    PaddlePair("pad", "constant_pad_nd", (_X,), ([1, 1, 0, 0],), ([0, 0, 1, 1], 0)),
+    PaddlePair("roll", "roll", (_CUBE,), ([1], [1]), ([1], [1])),
+    PaddlePair(
         "conv2d", "convolution", ((4, 6, 5, 5), (8, 6, 3, 3)), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1),
         ([1, 1], [1, 1], "EXPLICIT", [1, 1], 1, "NCHW"),
     ),

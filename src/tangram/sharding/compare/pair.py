@@ -19,12 +19,12 @@ from torch.distributed import FileStore, PrefixStore
 
 from tangram.errors import UserError
 from tangram.hardware import workers
-from tangram.sharding.compare.case import Case, Verdict
+from tangram.sharding.compare.case import CompareCase, Verdict
 from tangram.sharding.compare.script import script
 from tangram.sharding.compare.table import CASES
 from tangram.sharding.dtensor.rules import register
 
-__all__ = ["Outcome", "run", "work"]
+__all__ = ["PairOutcome", "run", "work"]
 
 _START = 180.0
 """Seconds in which the processes must have started, on however busy a machine."""
@@ -32,13 +32,13 @@ _START = 180.0
 _CUT_SHORT = "with exit code 1 and without a result"
 """How the helper ends that was not done with a case in time."""
 
-_Found = dict[str, Any]
+_Result = dict[str, Any]
 _ORDER: tuple[Verdict, ...] = ("right", "wrong", "raises", "hangs", "not run")
 """From the mildest: the verdict of a case is the worst of its ranks'."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PairOutcome:
     """What became of one case with the torch at hand."""
 
     name: str
@@ -54,12 +54,12 @@ class Outcome:
 
 
 def run(
-    cases: Sequence[Case] | None = None,
+    cases: Sequence[CompareCase] | None = None,
     save: Path | None = None,
-    told: Callable[[Outcome], None] = lambda outcome: None,
+    told: Callable[[PairOutcome], None] = lambda outcome: None,
     *,
     fixed: bool = False,
-) -> list[Outcome]:
+) -> list[PairOutcome]:
     """Run the cases (all of the table by default) on the installed torch; outcomes in the order of the cases, one for
     each name.
 
@@ -68,9 +68,9 @@ def run(
     be written.
     """
     chosen = list({case.name: case for case in (CASES if cases is None else cases)}.values())
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, PairOutcome] = {}
 
-    def tell(outcome: Outcome) -> None:
+    def tell(outcome: PairOutcome) -> None:
         outcomes[outcome.name] = outcome
         told(outcome)
 
@@ -84,7 +84,7 @@ def run(
     return [outcomes[case.name] for case in chosen]
 
 
-def _write(cases: Sequence[Case], folder: Path) -> Path:
+def _write(cases: Sequence[CompareCase], folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for case in cases:
@@ -95,8 +95,13 @@ def _write(cases: Sequence[Case], folder: Path) -> Path:
 
 
 def _set_of_processes(
-    cases: list[Case], scripts: Path, ranks: int, temporary: Path, tell: Callable[[Outcome], None], fixed: bool
-) -> list[Case]:
+    cases: list[CompareCase],
+    scripts: Path,
+    ranks: int,
+    temporary: Path,
+    tell: Callable[[PairOutcome], None],
+    fixed: bool,
+) -> list[CompareCase]:
     """Start processes, tell what they find of the cases in turn; the cases that are left when one has cost them."""
     with tempfile.TemporaryDirectory(dir=temporary) as name:
         folder = Path(name)
@@ -123,19 +128,19 @@ def _set_of_processes(
     return []
 
 
-def _heard(path: Path) -> dict[str, _Found]:
+def _heard(path: Path) -> dict[str, _Result]:
     """What a rank has left, by case; the last line is of what it was at when it ended."""
-    heard: dict[str, _Found] = {}
+    heard: dict[str, _Result] = {}
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         if line.endswith("\n"):  # the process may have been ended while it wrote
-            found = cast(_Found, json.loads(line))
+            found = cast(_Result, json.loads(line))
             heard[found["name"]] = found
     return heard
 
 
-def _sum_up(case: Case, found: list[_Found]) -> Outcome:
+def _sum_up(case: CompareCase, found: list[_Result]) -> PairOutcome:
     worst = max(found, key=lambda one: (_ORDER.index(one["verdict"]), one.get("error", 0.0)))
-    return Outcome(
+    return PairOutcome(
         case.name,
         worst["verdict"],
         worst.get("expected", ""),
@@ -145,19 +150,19 @@ def _sum_up(case: Case, found: list[_Found]) -> Outcome:
     )
 
 
-def _unfinished(case: Case, found: list[_Found], ended: Sequence[workers.Outcome], began: bool) -> Outcome:
+def _unfinished(case: CompareCase, found: list[_Result], ended: Sequence[workers.Outcome], began: bool) -> PairOutcome:
     """The case that some rank did not finish: it hung, or it ended the process."""
     own = [one.error for one in ended if one.error is not None and not one.error.startswith("ended because")]
     why = next(iter(own), "the processes ended without a word")
     if not began:
-        return Outcome(case.name, "not run", got=why)
+        return PairOutcome(case.name, "not run", got=why)
     expected = next((one["expected"] for one in found if "expected" in one), "")
     if "with signal" in why:
-        return Outcome(case.name, "raises", expected, why)
+        return PairOutcome(case.name, "raises", expected, why)
     if not why.endswith(_CUT_SHORT) and not why.startswith("not done"):
-        return Outcome(case.name, "not run", expected, why)
+        return PairOutcome(case.name, "not run", expected, why)
     others = f"; another rank {found[0]['verdict']}: {found[0]['got']}" if found else ""
-    return Outcome(case.name, "hangs", expected, f"a rank was not done within {case.limit:g} s{others}")
+    return PairOutcome(case.name, "hangs", expected, f"a rank was not done within {case.limit:g} s{others}")
 
 
 def work(todo: list[dict[str, Any]], rank: int, ranks: int, folder: str, fixed: bool = False) -> None:
@@ -168,7 +173,7 @@ def work(todo: list[dict[str, Any]], rank: int, ranks: int, folder: str, fixed: 
     with Path(folder, f"{rank}.jsonl").open("w", buffering=1) as lines:
         for one in todo:
 
-            def report(found: _Found, name: str = one["name"], limit: float = one["limit"]) -> None:
+            def report(found: _Result, name: str = one["name"], limit: float = one["limit"]) -> None:
                 lines.write(json.dumps({"name": name, **found}) + "\n")
                 if found:  # who is done waits longer than who hangs: the first to end is the one that did not answer
                     faulthandler.dump_traceback_later(2 * limit, exit=True)

@@ -13,7 +13,7 @@ import textwrap
 from functools import cache
 from importlib import resources
 
-from tangram.sharding.compare.case import FOUND_WITH, Case
+from tangram.sharding.compare.case import FOUND_WITH, CompareCase
 
 __all__ = ["script"]
 
@@ -48,7 +48,7 @@ Exit code 0: DTensor gives what plain torch gives; 1: it gives something else; 2
 '''
 
 
-def script(case: Case) -> str:
+def script(case: CompareCase) -> str:
     """The text of a Python program that shows the case."""
     body = _without_remarks(textwrap.dedent(inspect.getsource(case.body)))
     settings = "".join(f", {key}={json.dumps(value)}" for key, value in case.settings.items())
@@ -60,7 +60,7 @@ def script(case: Case) -> str:
     return f"{_head(case)}\n{_imports(code)}\n\n{code}"
 
 
-def _head(case: Case) -> str:
+def _head(case: CompareCase) -> str:
     return _HEAD.format(
         title=textwrap.fill(f"{case.name}: {case.wrong}", 110),
         operator=case.operator,

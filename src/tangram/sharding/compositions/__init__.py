@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tangram.sharding.compositions import classes, norms, places
-from tangram.sharding.compositions.common import UnfitError
+from tangram.sharding.compositions.common import UnfitModuleError
 
-__all__ = ["OWN", "UnfitError"]
+__all__ = ["OWN", "UnfitModuleError"]
 
 
 def _detached(operator: Any) -> Callable[..., Any]:

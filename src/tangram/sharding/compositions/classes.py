@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tangram.sharding.compositions.common import UnfitError, as_type, computed, dims_of, peak_of, real, squeezed
+from tangram.sharding.compositions.common import UnfitModuleError, as_type, computed, dims_of, peak_of, real, squeezed
 from tangram.sharding.compositions.places import counted
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -113,7 +113,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, and the gradients that torch computes with it. What it saves by chunks a part saves by being one."""
     if label_smoothing or reduction not in REDUCTIONS:
-        raise UnfitError
+        raise UnfitModuleError
     found, logs, total = _linear(x, linear, target, bias, weight, REDUCTIONS[reduction], ignore_index, dtype)
     kept = target != ignore_index
     rows = kept.to(dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class UnfitError(Exception):
+class UnfitModuleError(Exception):
     """A call that is not decomposed."""
 
 
@@ -27,7 +27,7 @@ def as_type(x: Tensor, dtype: torch.dtype) -> Tensor:
 def dims_of(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
     """Dims from 0 on; all where none is named."""
     if not x.numel():
-        raise UnfitError  # of nothing there is no maximum, and nothing to cut
+        raise UnfitModuleError  # of nothing there is no maximum, and nothing to cut
     listed = [dim] if isinstance(dim, int) else [*(dim or range(x.ndim))]
     return sorted(d % x.ndim for d in listed) if x.ndim else []
 
@@ -38,7 +38,7 @@ def squeezed(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
 
 def real(x: Tensor) -> Tensor:
     if x.is_complex():
-        raise UnfitError
+        raise UnfitModuleError
     return x
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.sharding.compositions.common import UnfitError, as_type, computed, dims_of, real, squeezed
+from tangram.sharding.compositions.common import UnfitModuleError, as_type, computed, dims_of, real, squeezed
 from tangram.sharding.compositions.places import extreme
 
 
@@ -103,7 +103,7 @@ def batch_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of the whole batch, however it is cut; the running statistics are written on every rank alike."""
     if not training:
-        raise UnfitError  # each element by itself
+        raise UnfitModuleError  # each element by itself
     dims_of(x, None)
     own, dims = computed(real(x)), [d for d in range(x.ndim) if d != 1]
     var, mean = moments(own, dims, 0)
@@ -140,7 +140,7 @@ def vector_norm(
     if math.isinf(p):
         found = extreme(size, dims, torch.amax if p > 0 else torch.amin)
     elif p <= 0 and p != 0:
-        raise UnfitError  # where one element is 0 so is the result, by a pole
+        raise UnfitModuleError  # where one element is 0 so is the result, by a pole
     elif p == 0:
         found = as_type((size != 0).sum(dims, keepdim=True), size.dtype)
     else:

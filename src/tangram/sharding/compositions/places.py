@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tangram.sharding.compositions.common import UnfitError, dims_of, squeezed
+from tangram.sharding.compositions.common import UnfitModuleError, dims_of, squeezed
 
 
 def extreme(x: Tensor, dims: list[int], pick: Callable[..., Tensor]) -> Tensor:
@@ -60,7 +60,7 @@ def _first(x: Tensor, dims: list[int], pick: Callable[..., Tensor]) -> tuple[Ten
 def _arg(x: Tensor, dim: int | None, keepdim: bool, pick: Callable[..., Tensor]) -> Tensor:
     dims = dims_of(x, dim)
     if not dims:
-        raise UnfitError
+        raise UnfitModuleError
     return squeezed(_first(x, dims, pick)[0], dims, keepdim)
 
 
@@ -75,7 +75,7 @@ def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
 def _along(x: Tensor, dim: int, keepdim: bool, pick: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
     dims = dims_of(x, dim)
     if not dims:
-        raise UnfitError
+        raise UnfitModuleError
     first, place = _first(x, dims, pick)
     value = torch.where(place == first, x, 0).sum(dims, keepdim=True, dtype=x.dtype)
     return squeezed(value, dims, keepdim), squeezed(first, dims, keepdim)

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from tangram.layout.intervals import size as size_of
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, Parts, State, cut, rows, scaled, share
-from tangram.sharding.ops.bind import Bound, Dims
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.bind import BoundOp, Dims
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.propagation.axis_choices import waiting
 
 UNREAD = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"})
@@ -46,7 +46,7 @@ class Label(NamedTuple):
         return share(self.parts, k)
 
 
-class Move(NamedTuple):
+class Comm(NamedTuple):
     """One thing that an operator can do."""
 
     label: Label | None
@@ -58,7 +58,7 @@ class Move(NamedTuple):
     """Of the work, what is done on a rank: 1, or 1/k."""
 
 
-def label_of(bound: Bound, dims: Dims, state: State) -> Label | None:
+def label_of(bound: BoundOp, dims: Dims, state: State) -> Label | None:
     """The factor of an operator that a cut of a tensor is one of."""
     if state.dim >= len(dims):  # of a call that takes nothing, which has no dims to name
         return None
@@ -76,7 +76,7 @@ def label_of(bound: Bound, dims: Dims, state: State) -> Label | None:
     return None
 
 
-def place_of(bound: Bound, dims: Dims, label: Label) -> State | None:
+def place_of(bound: BoundOp, dims: Dims, label: Label) -> State | None:
     """Where a tensor has a factor; None where it lacks it."""
     for dim, factors in enumerate(dims):
         before = 1
@@ -88,12 +88,12 @@ def place_of(bound: Bound, dims: Dims, label: Label) -> State | None:
     return None
 
 
-def _behind(bound: Bound, factors: Sequence[str], i: int) -> int:
+def _behind(bound: BoundOp, factors: Sequence[str], i: int) -> int:
     """The elements of a dim for each place of one of its factors."""
     return math.prod(bound.sizes[f] for f in factors[i + 1 :])
 
 
-def legal(bound: Bound, label: Label, k: int, *, linked: bool = False) -> bool:
+def legal(bound: BoundOp, label: Label, k: int, *, linked: bool = False) -> bool:
     """Whether an operator allows a cut over `k` ranks. `linked`: also where those need something of each other."""
     n = bound.sizes[label.factor]
     if label.factor in bound.linked and (label.parts or not (linked and _reads_as_many(bound, label.factor))):
@@ -101,13 +101,13 @@ def legal(bound: Bound, label: Label, k: int, *, linked: bool = False) -> bool:
     return label.factor in bound.cuttable and n % label.inner == 0 and bool(label.parts or (n // label.inner) % k == 0)
 
 
-def _reads_as_many(bound: Bound, factor: str) -> bool:
+def _reads_as_many(bound: BoundOp, factor: str) -> bool:
     """Whether the result of windows is as long as what they read, so that both are cut in even parts."""
     window = bound.windows.get(factor)
     return window is None or window.n == bound.sizes[factor]
 
 
-def labels(bound: Bound, states: Sequence[Sequence[State]], k: int, *, linked: bool = False) -> Iterator[Label]:
+def labels(bound: BoundOp, states: Sequence[Sequence[State]], k: int, *, linked: bool = False) -> Iterator[Label]:
     """The factors that can be cut, given the states that its inputs and outputs can have."""
     found: dict[Label, None] = {}
     for dims, some in zip((*bound.inputs, *bound.outputs), states, strict=True):
@@ -117,7 +117,7 @@ def labels(bound: Bound, states: Sequence[Sequence[State]], k: int, *, linked: b
     return (label for label in found if legal(bound, label, k, linked=linked))
 
 
-def moves(call: Call, bound: Bound, some: Sequence[Label], k: int, differentiable: Sequence[bool]) -> list[Move]:
+def comms(call: OpCall, bound: BoundOp, some: Sequence[Label], k: int, differentiable: Sequence[bool]) -> list[Comm]:
     """All that an operator can do. `differentiable`: for each result whether it has a gradient."""
     there = [dims is not None and call.name not in UNREAD for dims in bound.inputs]
     count = len(bound.outputs)
@@ -125,19 +125,19 @@ def moves(call: Call, bound: Bound, some: Sequence[Label], k: int, differentiabl
     def every(state: State) -> tuple[State | None, ...]:
         return tuple(state if one else None for one in there)
 
-    found = [Move(None, every(SAME), (SAME,) * count, 1.0), Move(None, every(SEVERAL), (SEVERAL,) * count, 1.0)]
+    found = [Comm(None, every(SAME), (SAME,) * count, 1.0), Comm(None, every(SEVERAL), (SEVERAL,) * count, 1.0)]
     for label in some:
         after = [_after(bound, i, label, one) for i, one in enumerate(differentiable)]
         if all(state is not None for state in after):
             inputs = tuple(None if dims is None else place_of(bound, dims, label) or SEVERAL for dims in bound.inputs)
-            found.append(Move(label, inputs, tuple(s for s in after if s is not None), label.share(k)))
+            found.append(Comm(label, inputs, tuple(s for s in after if s is not None), label.share(k)))
     for places in waiting(bound, call):
         inputs = tuple(SUM if i in places else SEVERAL if one else None for i, one in enumerate(there))
-        found.append(Move(None, inputs, (SUM,) * count, 1.0))
+        found.append(Comm(None, inputs, (SUM,) * count, 1.0))
     return list(dict.fromkeys(found))
 
 
-def groups(call: Call, bound: Bound) -> Label | None:
+def groups(call: OpCall, bound: BoundOp) -> Label | None:
     """Of a product of rows in groups, each with a matrix of its own, the factor of the groups; None of others."""
     note = bound.rule.note("ragged")
     if call.name != "_grouped_mm" or note is None or [t.ndim for t in call.tensors[:2] if t is not None] != [2, 3]:
@@ -145,14 +145,14 @@ def groups(call: Call, bound: Bound) -> Label | None:
     return next((Label(f) for f in (note[1], f"{note[1]}0") if f in bound.sizes), None)
 
 
-def row_moves(call: Call, bound: Bound, some: Sequence[Sequence[State]], k: int) -> list[Move]:
+def row_comms(call: OpCall, bound: BoundOp, some: Sequence[Sequence[State]], k: int) -> list[Comm]:
     """What can be done with rows that come from one rank each (`states.rows`): groups cut, and what leaves nothing."""
-    count, found = len(bound.inputs), list[Move]()
+    count, found = len(bound.inputs), list[Comm]()
     label = groups(call, bound)
     if label is not None and legal(bound, label, k):
         own = [None if dims is None else place_of(bound, dims, label) or SEVERAL for dims in bound.inputs]
         for first in (SEVERAL, rows(0)):
-            found += [Move(label, (first, *own[1:]), (given,), 1 / k) for given in (SUM, rows(0))]
+            found += [Comm(label, (first, *own[1:]), (given,), 1 / k) for given in (SUM, rows(0))]
         return found
     if call.name not in LEAVE_NOTHING:
         return []
@@ -167,11 +167,11 @@ def row_moves(call: Call, bound: Bound, some: Sequence[Sequence[State]], k: int)
             ins = tuple(
                 None if dims is None else state or SEVERAL for dims, state in zip(bound.inputs, as_rows, strict=False)
             )
-            found.append(Move(None, ins, tuple(state for state in as_rows[count:] if state is not None), 1.0))
+            found.append(Comm(None, ins, tuple(state for state in as_rows[count:] if state is not None), 1.0))
     return found
 
 
-def _after(bound: Bound, output: int, label: Label, differentiable: bool) -> State | None:
+def _after(bound: BoundOp, output: int, label: Label, differentiable: bool) -> State | None:
     state = place_of(bound, bound.outputs[output], label)
     if state is not None:
         return state

@@ -2,7 +2,7 @@
 
 Over one axis every tensor has a state in which it is made and one in which it is used, and every operator makes a
 move. Marks fix states; parameters are used where they lie; all else is chosen so that the bytes that ranks receive,
-forward and backward, and the work that they repeat (in bytes, by `Rates`) cost least: exactly, not step by step.
+forward and backward, and the work that they repeat (in bytes, by `WorkRates`) cost least: exactly, not step by step.
 
 Axes are taken in the order of the mesh, each on top of those before it. The trade-off: one does not know the next.
 """
@@ -18,25 +18,25 @@ import numpy as np
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.derive.collectives_between import (
-    Move,
+    Comm,
+    comms,
     groups,
     label_of,
     labels,
     legal,
-    moves,
     place_of,
-    row_moves,
+    row_comms,
 )
 from tangram.sharding.derive.linked import passed
 from tangram.sharding.derive.marking.apply_marks import ConflictError, fixed_by
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.problem.folding import Folded, Step, far_at_taker, far_from_borders, fold
-from tangram.sharding.derive.problem.rates import Rates, effort
+from tangram.sharding.derive.problem.folding import Folded, FoldedStep, far_at_taker, far_from_borders, fold
+from tangram.sharding.derive.problem.rates import WorkRates, effort
 from tangram.sharding.derive.problem.states import (
     SAME,
     SEVERAL,
     SUM,
-    Kept,
+    Gathered,
     State,
     part_dim,
     price,
@@ -46,11 +46,11 @@ from tangram.sharding.derive.problem.states import (
 from tangram.sharding.derive.problem.states import cut as cut_state
 from tangram.sharding.derive.regions import Regions, even, kinds_of, regions_of, together
 from tangram.sharding.derive.solve.bounded import bounded, gap
-from tangram.sharding.derive.solve.solve import Costs, Name
+from tangram.sharding.derive.solve.solve import Name, SolverCosts
 from tangram.sharding.derive.unlike import Before, beside, both, fits
-from tangram.sharding.ops.rule_table import Table
+from tangram.sharding.ops.rule_table import RuleTable
 
-__all__ = ["ConflictError", "Derived", "Over", "Problem", "Rates", "derive", "fixed_by"]
+__all__ = ["AxisProblem", "ConflictError", "Derived", "Over", "WorkRates", "derive", "fixed_by"]
 
 _NEVER = float("inf")
 _SPARED = 1e-3
@@ -69,7 +69,7 @@ class Over:
     """Of each class that no operator makes, how it lies."""
     used: Mapping[int, State]
     """Of each class, what it is brought to for all that take it."""
-    moves: Mapping[int, Move]
+    moves: Mapping[int, Comm]
     """By the number of the node."""
     gap: float = 0.0
     """By how much it may cost more than the cheapest, as a part of that: not 0 for models too wide to be exact."""
@@ -93,8 +93,8 @@ def derive(
     marks: Sequence[Mark],
     mesh: Mesh,
     *,
-    table: Table | None = None,
-    rates: Rates | None = None,
+    table: RuleTable | None = None,
+    rates: WorkRates | None = None,
     whole: frozenset[int] = frozenset(),
 ) -> Derived:
     """Derive every layout of a captured graph (`tangram.models.capture`), folded (`tangram.models.fold`) or not.
@@ -115,8 +115,8 @@ def derive(
         for axis, (k, _) in mesh.axes.items():
             if k > 1 and axis in named:
                 fixed = {v: own[axis] for v, own in wanted.items() if axis in own}
-                along = (rates or Rates()).along(mesh, axis)
-                done.append(Problem(folded, axis, k, done, fixed, along, routed=routed).solved())
+                along = (rates or WorkRates()).along(mesh, axis)
+                done.append(AxisProblem(folded, axis, k, done, fixed, along, routed=routed).solved())
         return Derived(folded, mesh, tuple(marks), tuple(done), whole)
 
     try:
@@ -127,7 +127,7 @@ def derive(
         return over(routed=False)  # rows sent over one axis may leave another no way to have their experts cut
 
 
-class Problem:
+class AxisProblem:
     """The problem of one axis.
 
     `opened`: a class that may lie otherwise than its mark says, at the same prices. `routed`: whether ranks may sort
@@ -142,7 +142,7 @@ class Problem:
         k: int,
         done: Sequence[Over],
         fixed: Mapping[int, State],
-        rates: Rates,
+        rates: WorkRates,
         opened: int | None = None,
         *,
         routed: bool = True,
@@ -212,7 +212,7 @@ class Problem:
             if label is not None and legal(step.bound, label, self.k):
                 found[step.outputs[0]][rows(0)] = None
         todo = list(self.folded.steps)
-        near: dict[int, list[Step]] = {}
+        near: dict[int, list[FoldedStep]] = {}
         for step in todo:
             for v in dict.fromkeys((*step.inputs, *step.outputs)):
                 if v is not None:
@@ -239,7 +239,7 @@ class Problem:
         for v in self.regions.roles:
             found[v].update(dict.fromkeys(self.regions.states(v, self.outers)))
 
-    def _spread(self, step: Step, found: Mapping[int, dict[State, None]]) -> list[int]:
+    def _spread(self, step: FoldedStep, found: Mapping[int, dict[State, None]]) -> list[int]:
         """Give the tensors of a step the states that its factors give them; those that have got one."""
         sides = [*zip(step.inputs, step.bound.inputs, strict=True)]
         sides += [*zip(step.outputs, step.bound.outputs, strict=False)]
@@ -255,14 +255,14 @@ class Problem:
                     found[v][state] = None
                     grown.append(v)
         own = [[s for s in found[v] if s.kind == "sum"] if v is not None else [] for v, _ in sides]
-        for move in row_moves(step.call, step.bound, own, self.k) if any(own) else ():
+        for move in row_comms(step.call, step.bound, own, self.k) if any(own) else ():
             for (v, _), state in zip(sides, (*move.inputs, *move.outputs), strict=False):
                 if v is not None and state is not None and state.kind == "sum" and state not in (SUM, *found[v]):
                     found[v][state] = None
                     grown.append(v)
         return grown
 
-    def _moves(self, step: Step) -> list[Move]:
+    def _moves(self, step: FoldedStep) -> list[Comm]:
         some = [self.states[v] if v is not None else () for v in step.inputs]
         some += [self.states[v] for v in step.outputs]
         count = len(step.bound.inputs) + len(step.bound.outputs)
@@ -271,20 +271,20 @@ class Problem:
         found_labels = labels(step.bound, some, self.k, linked=self._links(step))
         allowed = [label for label in found_labels if fits(step, label, self.k, self._before(step))]
         differentiable += [False] * (len(step.bound.outputs) - len(differentiable))
-        found = moves(step.call, step.bound, allowed, self.k, differentiable)
-        found += [*row_moves(step.call, step.bound, some, self.k), *self.regions.moves(step, self.outers, self.k)]
+        found = comms(step.call, step.bound, allowed, self.k, differentiable)
+        found += [*row_comms(step.call, step.bound, some, self.k), *self.regions.moves(step, self.outers, self.k)]
         before = [over.moves[step.number] for over in self.done]
         found = [move for move in dict.fromkeys(found) if together(self.regions, step, move, before)]
         return [move for move in found if beside(self._shapes(step), move, self.k, self._before(step))]
 
-    def _before(self, step: Step) -> list[Before]:
+    def _before(self, step: FoldedStep) -> list[Before]:
         """What an operator does over the axes before."""
         return [(over.k, over.moves[step.number]) for over in self.done]
 
-    def _shapes(self, step: Step) -> list[Sequence[int] | None]:
+    def _shapes(self, step: FoldedStep) -> list[Sequence[int] | None]:
         return [None if v is None else self.folded.value(v).shape for v in (*step.inputs, *step.outputs)]
 
-    def _links(self, step: Step) -> bool:
+    def _links(self, step: FoldedStep) -> bool:
         """Whether parts may need each other in an operator: where gradients flow. What else is small is gathered."""
         return self.linked and any(v in self.folded.differentiable for v in step.outputs)
 
@@ -293,7 +293,7 @@ class Problem:
         bound = v in self.fixed and v != self.opened
         if v in self.given_back:
             return (self.fixed[v],) if bound else (SAME, *self._free_cuts(v))
-        if bound and isinstance(self.fixed[v], Kept):
+        if bound and isinstance(self.fixed[v], Gathered):
             return (SEVERAL,)  # its gradient is summed as it is cut
         if bound:
             return (self.fixed[v],) if self.fixed[v].kind == "cut" or self.fixed[v] == SUM else (SAME, SEVERAL)
@@ -318,9 +318,9 @@ class Problem:
             )
         return replace(self.over(found.choice), gap=gap(costs, found))
 
-    def costs(self) -> Costs:
+    def costs(self) -> SolverCosts:
         """What is to be made small: `("used", v)`, `("lies", v)` choose of states, `("move", n)` of moves."""
-        costs = Costs()
+        costs = SolverCosts()
         for v, own in self.lying.items():
             costs.variable(("lies", v), [self._kept(v, state) for state in own])
         for v, own in self.used.items():
@@ -360,7 +360,7 @@ class Problem:
         standing = self.folded.value(v).kind == "parameter"
         return _SPARED * self._nbytes(v) * own * self.folded.times[v] if standing else 0.0
 
-    def _work(self, step: Step, some: Sequence[Move]) -> list[float]:
+    def _work(self, step: FoldedStep, some: Sequence[Comm]) -> list[float]:
         """What an operator does on a rank by each move, forward and backward, in bytes that are received."""
         if not any(v in self.folded.differentiable for v in step.outputs):
             return [0.0] * len(some)  # masks and positions: not worth a collective
@@ -391,9 +391,9 @@ class Problem:
                 if self.rates.follow and a.kind == "cut" and a != b:
                     moved *= self.k if b.kind == "cut" else 1
                     moved += self.rates.follow * nbytes * (v in self.led)
-                if v in self.folded.standing and not isinstance(a, Kept):
+                if v in self.folded.standing and not isinstance(a, Gathered):
                     moved *= self.rates.summed
-                if v in self.folded.standing and a != b and "cut" in (a.kind, b.kind) and not isinstance(a, Kept):
+                if v in self.folded.standing and a != b and "cut" in (a.kind, b.kind) and not isinstance(a, Gathered):
                     moved = _NEVER
                 moved += _FAR * far * nbytes * (a != b)
                 table[i, j] = moved * (self.folded.times[v] if lies else 1)

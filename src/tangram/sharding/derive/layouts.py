@@ -16,15 +16,15 @@ from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.derive.collectives_between import Label
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.linked import cut_of, passed
-from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, Parts, Routed, State, cut, part_dim, scaled
-from tangram.sharding.derive.transitions import Step as Moves
-from tangram.sharding.derive.transitions import change, costs, summed_once, wanted
-from tangram.sharding.local_ops.local_call import Part
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.derive.transitions import StateStep as Moves
+from tangram.sharding.derive.transitions import change, costs, states_to_change, summed_once
+from tangram.sharding.local_ops.local_call import RankPart
+from tangram.sharding.ops.calls import OpCall
 
 
-def divided(n: int, cuts: Sequence[tuple[str, State]]) -> Dim:
+def sharded_dim(n: int, cuts: Sequence[tuple[str, State]]) -> Dim:
     """A dim of `n` elements cut over axes, each by how it lies over that one."""
     borders = sorted({1, *(state.outer for _, state in cuts)})
     ends = [*borders[1:], n]
@@ -78,7 +78,7 @@ def layout_of(shape: Sequence[int], states: Mapping[str, State]) -> Layout:
     for axis, state in states.items():
         if (dim := part_dim(state)) is not None:  # of rows in an order of their own, as many
             cuts[dim].append((axis, state if state.kind == "cut" else cut(dim)))
-    dims = tuple(divided(n, own) if own else Dim(VOID, n) for n, own in zip(shape, cuts, strict=True))
+    dims = tuple(sharded_dim(n, own) if own else Dim(VOID, n) for n, own in zip(shape, cuts, strict=True))
     return Layout(dims, (), tuple(("sum", axis) for axis, state in states.items() if state.kind == "sum"))
 
 
@@ -92,23 +92,23 @@ def used(found: Derived, v: int) -> dict[str, State]:
     return {over.axis: over.used[v] for over in found.axes if v in over.used}
 
 
-def lying(found: Derived, v: int) -> dict[str, State]:
+def input_states(found: Derived, v: int) -> dict[str, State]:
     """By axis, how a class lies that no operator makes."""
     return {over.axis: over.lying[v] for over in found.axes if v in over.lying}
 
 
-def made(found: Derived, step: Step, output: int) -> dict[str, State]:
+def made(found: Derived, step: FoldedStep, output: int) -> dict[str, State]:
     """By axis, how an operator gives one of its results."""
     return {over.axis: over.moves[step.number].outputs[output] for over in found.axes}
 
 
-def needed(found: Derived, step: Step, place: int) -> dict[str, State]:
+def needed(found: Derived, step: FoldedStep, place: int) -> dict[str, State]:
     """By axis, how an operator needs one of its tensors."""
     states = {over.axis: over.moves[step.number].inputs[place] for over in found.axes}
     return {axis: state for axis, state in states.items() if state is not None}
 
 
-def steps_of_nodes(found: Derived) -> dict[int, Step]:
+def steps_of_nodes(found: Derived) -> dict[int, FoldedStep]:
     """The step that stands for each node of the forward: of equal layers, that of the first."""
     graph = found.folded.graph
     by_number = {step.number: step for step in found.folded.steps}
@@ -144,7 +144,7 @@ def unlike(found: Derived) -> Iterator[int]:
         yield found.mesh.rank(dict(zip(kinds, places, strict=True)))
 
 
-def called(found: Derived, step: Step) -> Call:
+def called(found: Derived, step: FoldedStep) -> OpCall:
     """The call of a step as one rank makes it where nothing but the code says how many: numbers of its own rows."""
     own = [over.k for over in found.axes if any(isinstance(s, Routed) for s in over.moves[step.number].outputs)]
     if not own or not step.call.name.startswith("arange"):
@@ -152,7 +152,7 @@ def called(found: Derived, step: Step) -> Call:
     return replace(step.call, arguments={**step.call.arguments, "end": step.call.arguments["end"] // math.prod(own)})
 
 
-def part(found: Derived, step: Step, rank: int) -> Part:
+def part(found: Derived, step: FoldedStep, rank: int) -> RankPart:
     """Where a rank stands in an operator: what it holds of each factor that is cut."""
     cuts: dict[str, list[tuple[str, Label]]] = {}
     for over in found.axes:
@@ -161,10 +161,10 @@ def part(found: Derived, step: Step, rank: int) -> Part:
             cuts.setdefault(label.factor, []).append((over.axis, label))
     at = found.mesh.coords(rank)
     sets = {
-        f: held(divided(step.bound.sizes[f], [(a, cut(0, n.inner, n.parts)) for a, n in own]), found.mesh, at)
+        f: held(sharded_dim(step.bound.sizes[f], [(a, cut(0, n.inner, n.parts)) for a, n in own]), found.mesh, at)
         for f, own in cuts.items()
     }
-    return Part(found.mesh, rank, sets, {f: tuple(cut_of(a, n) for a, n in own) for f, own in cuts.items()})
+    return RankPart(found.mesh, rank, sets, {f: tuple(cut_of(a, n) for a, n in own) for f, own in cuts.items()})
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def moved(found: Derived, *, at_once: bool = True) -> Iterator[Moved]:
     """
     folded, way = found.folded, partial(between, found, at_once=at_once)
     for v in sorted({v for over in found.axes for v in over.lying}):
-        yield from way(v, lying(found, v), used(found, v), folded.times[v], None)
+        yield from way(v, input_states(found, v), used(found, v), folded.times[v], None)
     for step in folded.steps:
         for place, v in enumerate(step.inputs):
             if v is not None:
@@ -215,7 +215,7 @@ def moved(found: Derived, *, at_once: bool = True) -> Iterator[Moved]:
             yield from way(v, made(found, step, i), used(found, v), step.times, None)
 
 
-def _inside(found: Derived, step: Step) -> Iterator[Moved]:
+def _inside(found: Derived, step: FoldedStep) -> Iterator[Moved]:
     """What parts tell each other within an operator."""
     ways = 1
     for over in found.axes:
@@ -247,7 +247,7 @@ def between(
     value, differentiable = found.folded.value(v), v in found.folded.differentiable
     standing = value.kind == "parameter"
     summed = summed_once(source, target, differentiable=differentiable) if standing else ()
-    goals = wanted(source, target, differentiable=differentiable)
+    goals = states_to_change(source, target, differentiable=differentiable)
     rest = {axis: state for axis, state in goals.items() if axis not in summed}
     shape, itemsize = value.shape, value.dtype.itemsize
     moves = change(shape, itemsize, source, rest, found.mesh, differentiable=differentiable, at_once=at_once)

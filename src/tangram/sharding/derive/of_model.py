@@ -16,7 +16,7 @@ from tangram.models.costs import block_names
 from tangram.models.fold import folded
 from tangram.models.graph import Graph
 from tangram.sharding.derive.derive import ConflictError, Derived, derive
-from tangram.sharding.derive.layouts import lying
+from tangram.sharding.derive.layouts import input_states
 from tangram.sharding.derive.marking.mark_ops import noted
 from tangram.sharding.derive.marking.marks import Mark, alternatives, matched, states
 from tangram.sharding.derive.problem.states import SAME, State
@@ -35,7 +35,7 @@ def graph_of(
     return replace(graph, rules=rules)
 
 
-def derive_whole(graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, left: bool = False) -> Derived:
+def derive_model(graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, left: bool = False) -> Derived:
     """What follows from marks and those in the model's code; results that no mark names are whole. Raises UserError.
 
     `left`: such results lie as is cheapest, as for a loss that takes them in parts.
@@ -66,7 +66,9 @@ def parameter_states(found: Derived) -> dict[str, States]:
     """How each parameter lies over each axis of the mesh; of several names of one, by the first."""
     whole = dict.fromkeys(found.mesh.axes, SAME)
     graph = found.folded.graph
-    return {value.name: {**whole, **lying(found, found.folded.classes[v])} for v, value in graph.of_kind("parameter")}
+    return {
+        value.name: {**whole, **input_states(found, found.folded.classes[v])} for v, value in graph.of_kind("parameter")
+    }
 
 
 def fitting(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> list[Mark]:

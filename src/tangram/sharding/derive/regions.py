@@ -19,8 +19,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tangram.sharding.derive.collectives_between import Label, Move, groups, place_of
-from tangram.sharding.derive.problem.folding import Folded, Step
+from tangram.sharding.derive.collectives_between import Comm, Label, groups, place_of
+from tangram.sharding.derive.problem.folding import Folded, FoldedStep
 from tangram.sharding.derive.problem.states import (
     OWN,
     OWN_ENDS,
@@ -45,7 +45,7 @@ _SIZED = ("size", "product")
 
 
 @dataclass(frozen=True)
-class Region:
+class SortedRegion:
     """One sort and what follows from it."""
 
     number: int
@@ -76,11 +76,11 @@ class Regions:
     """All of a graph."""
 
     folded: Folded
-    regions: dict[int, Region] = field(default_factory=dict[int, Region])
+    regions: dict[int, SortedRegion] = field(default_factory=dict[int, SortedRegion])
     roles: dict[int, Role] = field(default_factory=dict[int, Role])
     """By class."""
-    parts: dict[int, Callable[[Region, int, int], list[Move]]] = field(
-        default_factory=dict[int, Callable[[Region, int, int], list[Move]]]
+    parts: dict[int, Callable[[SortedRegion, int, int], list[Comm]]] = field(
+        default_factory=dict[int, Callable[[SortedRegion, int, int], list[Comm]]]
     )
     """By the number of a node: its moves in a region, over tokens cut in so many blocks, by k ranks."""
     of: dict[int, int] = field(default_factory=dict[int, int])
@@ -88,7 +88,7 @@ class Regions:
     free: dict[int, str] = field(default_factory=dict[int, str])
     """By the number of a node: the factor of its groups, which can be cut over an axis beside."""
 
-    def moves(self, step: Step, outers: Mapping[int, Sequence[int]], k: int) -> list[Move]:
+    def moves(self, step: FoldedStep, outers: Mapping[int, Sequence[int]], k: int) -> list[Comm]:
         """Those of an operator; `outers`: by region, the blocks in which tokens can be cut."""
         region = self.of.get(step.number)
         if region is None:
@@ -119,7 +119,7 @@ def regions_of(folded: Folded) -> Regions:
         if step.call.name.partition(".")[0] == "sort" and _sorts(step):
             v = step.inputs[0]
             assert v is not None
-            found.regions[step.number] = Region(step.number, folded.value(v).shape[0], 0, v)
+            found.regions[step.number] = SortedRegion(step.number, folded.value(v).shape[0], 0, v)
             found.roles[step.outputs[0]] = Role(step.number, IDS)
             found.roles[step.outputs[1]] = Role(step.number, ORDER)
             _keep(found, step, step.number, _sorted)
@@ -131,16 +131,16 @@ def regions_of(folded: Folded) -> Regions:
     return found
 
 
-def _sorts(step: Step) -> bool:
+def _sorts(step: FoldedStep) -> bool:
     x = step.call.tensors[0]
     return x is not None and x.ndim == 1 and not x.is_floating_point() and not step.call.arguments["descending"]
 
 
-def _sorted(region: Region, outer: int, k: int) -> list[Move]:
-    return [Move(None, (cut(0, outer),), (region.state(SORTED, outer), region.state(OWN, outer)), 1 / k)]
+def _sorted(region: SortedRegion, outer: int, k: int) -> list[Comm]:
+    return [Comm(None, (cut(0, outer),), (region.state(SORTED, outer), region.state(OWN, outer)), 1 / k)]
 
 
-def _keep(found: Regions, step: Step, region: int, made: Callable[[Region, int, int], list[Move]]) -> None:
+def _keep(found: Regions, step: FoldedStep, region: int, made: Callable[[SortedRegion, int, int], list[Comm]]) -> None:
     found.parts[step.number], found.of[step.number] = made, region
 
 
@@ -148,7 +148,7 @@ def _keep(found: Regions, step: Step, region: int, made: Callable[[Region, int, 
 
 
 def _operator(
-    found: Regions, step: Step, roles: Sequence[Role | None], region: int, makers: Mapping[int, Step]
+    found: Regions, step: FoldedStep, roles: Sequence[Role | None], region: int, makers: Mapping[int, FoldedStep]
 ) -> None:
     """See what an operator that takes tensors of a region does there."""
     of = found.regions[region]
@@ -166,7 +166,7 @@ def _operator(
     elif name == "histc" and what == [ROWS] and given["min"] == 0 and given["max"] == given["bins"] - 1:
         maker = makers.get(step.inputs[0] or -1)
         if maker is not None and _role(found, maker.inputs[0]) == IDS and of.groups in (0, given["bins"]):
-            found.regions[region] = Region(of.number, of.rows, given["bins"], of.taken)
+            found.regions[region] = SortedRegion(of.number, of.rows, given["bins"], of.taken)
             _give(found, step, Role(region, COUNTS))
             _keep(found, step, region, _plainly([OWN], OWN_ENDS))
     elif name == "cumsum" and what == [COUNTS]:
@@ -191,7 +191,7 @@ def _role(found: Regions, v: int | None) -> str:
     return role.what if role is not None else ""
 
 
-def _give(found: Regions, step: Step, role: Role) -> None:
+def _give(found: Regions, step: FoldedStep, role: Role) -> None:
     found.roles.update(dict.fromkeys(step.outputs, role))
 
 
@@ -199,15 +199,15 @@ def _alone(indices: Sequence[object]) -> bool:
     return len(indices) == 1 and indices[0] is not None
 
 
-def _plainly(takes: Sequence[str], gives: str, count: int = 0) -> Callable[[Region, int, int], list[Move]]:
-    def made(region: Region, outer: int, k: int) -> list[Move]:
+def _plainly(takes: Sequence[str], gives: str, count: int = 0) -> Callable[[SortedRegion, int, int], list[Comm]]:
+    def made(region: SortedRegion, outer: int, k: int) -> list[Comm]:
         ins = tuple(region.state(kind, outer) for kind in takes) + (None,) * (count - len(takes))
-        return [Move(None, ins, (region.state(gives, outer),), 1 / k)]
+        return [Comm(None, ins, (region.state(gives, outer),), 1 / k)]
 
     return made
 
 
-def _indexed(found: Regions, step: Step, roles: Sequence[Role | None], of: Region) -> None:
+def _indexed(found: Regions, step: FoldedStep, roles: Sequence[Role | None], of: SortedRegion) -> None:
     """Rows of tokens, weights of rows, rows put back, or what each group has for all its rows."""
     x, role = step.call.tensors[0], roles[1]
     assert x is not None
@@ -215,24 +215,24 @@ def _indexed(found: Regions, step: Step, roles: Sequence[Role | None], of: Regio
     if roles[0] is None and role is not None and what in (ORDER, TOKENS) and x.shape[0] * role.per_token == of.rows:
         _give(found, step, Role(of.number, ROWS))
 
-        def taken(region: Region, outer: int, k: int) -> list[Move]:
+        def taken(region: SortedRegion, outer: int, k: int) -> list[Comm]:
             even = x.shape[0] % (outer * k) == 0
-            return [Move(None, (cut(0, outer), region.state(OWN, outer)), (region.state(OWN, outer),), 1 / k)] * even
+            return [Comm(None, (cut(0, outer), region.state(OWN, outer)), (region.state(OWN, outer),), 1 / k)] * even
 
         _keep(found, step, of.number, taken)
     elif roles[0] is not None and roles[0].what == ROWS and what == BACK:
 
-        def put_back(region: Region, outer: int, k: int) -> list[Move]:
+        def put_back(region: SortedRegion, outer: int, k: int) -> list[Comm]:
             own = region.state(OWN, outer)
-            return [Move(None, (own, own), (cut(0, outer),), 1 / k)]
+            return [Comm(None, (own, own), (cut(0, outer),), 1 / k)]
 
         _keep(found, step, of.number, put_back)
     elif roles[0] is None and what == IDS and of.groups == x.shape[0]:
         _give(found, step, Role(of.number, ROWS))
 
-        def of_group(region: Region, outer: int, k: int) -> list[Move]:
-            ways = [Move(None, (SEVERAL, region.state(OWN_IDS, outer)), (region.state(OWN, outer),), 1 / k)]
-            sent = Move(None, (cut(0), region.state(SENT_IDS, outer)), (region.state(SENT, outer),), 1 / k)
+        def of_group(region: SortedRegion, outer: int, k: int) -> list[Comm]:
+            ways = [Comm(None, (SEVERAL, region.state(OWN_IDS, outer)), (region.state(OWN, outer),), 1 / k)]
+            sent = Comm(None, (cut(0), region.state(SENT_IDS, outer)), (region.state(SENT, outer),), 1 / k)
             return [*ways, *[sent] * (region.groups % k == 0)]
 
         dims = step.bound.inputs[0]
@@ -240,7 +240,7 @@ def _indexed(found: Regions, step: Step, roles: Sequence[Role | None], of: Regio
         _keep(found, step, of.number, of_group)
 
 
-def _inverted(found: Regions, step: Step, of: Region, makers: Mapping[int, Step]) -> None:
+def _inverted(found: Regions, step: FoldedStep, of: SortedRegion, makers: Mapping[int, FoldedStep]) -> None:
     """Where rows stand, from where they came: what is put are the numbers from 0 on."""
     v = step.inputs[2]
     maker = makers.get(v) if v is not None else None
@@ -255,7 +255,7 @@ def _inverted(found: Regions, step: Step, of: Region, makers: Mapping[int, Step]
         _keep(found, step, of.number, _plainly([OWN, OWN, OWN], OWN))
 
 
-def _product(step: Step) -> Callable[[Region, int, int], list[Move]]:
+def _product(step: FoldedStep) -> Callable[[SortedRegion, int, int], list[Comm]]:
     """Each rank with all matrices, or with those of its groups and the rows of these."""
     bound, label = step.bound, groups(step.call, step.bound)
     assert label is not None
@@ -263,19 +263,19 @@ def _product(step: Step) -> Callable[[Region, int, int], list[Move]]:
     matrices = place_of(bound, bound.inputs[1], label)
     assert matrices is not None
 
-    def made(region: Region, outer: int, k: int) -> list[Move]:
-        found: list[Move] = []
+    def made(region: SortedRegion, outer: int, k: int) -> list[Comm]:
+        found: list[Comm] = []
         for rows, b, ends in ((OWN, SEVERAL, OWN_ENDS), (SENT, matrices, SENT_ENDS)):
             if rows == OWN or region.groups % k == 0:
                 ins = (region.state(rows, outer), b, region.state(ends, outer))
                 more = (None,) * (len(bound.inputs) - 3)
-                found.append(Move(None, (*ins, *more), (region.state(rows, outer),), 1 / k))
+                found.append(Comm(None, (*ins, *more), (region.state(rows, outer),), 1 / k))
         return found
 
     return made
 
 
-def _each_row(found: Regions, step: Step, what: Sequence[str], of: Region) -> None:
+def _each_row(found: Regions, step: FoldedStep, what: Sequence[str], of: SortedRegion) -> None:
     """What does the same with every row, whichever it is, and gives rows."""
     bound = step.bound
     sides = [*zip(bound.inputs, what, strict=True), *((dims, ROWS) for dims in bound.outputs)]
@@ -293,8 +293,8 @@ def _each_row(found: Regions, step: Step, what: Sequence[str], of: Region) -> No
     sized = bound.rule.note("size") is not None or factor in (bound.rule.note("product") or ())
     _give(found, step, Role(of.number, ROWS))
 
-    def made(region: Region, outer: int, k: int) -> list[Move]:
-        ways: list[Move] = []
+    def made(region: SortedRegion, outer: int, k: int) -> list[Comm]:
+        ways: list[Comm] = []
         for kind, label in ((OWN, Label(factor)), (SENT, None)):
             if kind == SENT and (sized or IDS in what):
                 continue
@@ -304,7 +304,7 @@ def _each_row(found: Regions, step: Step, what: Sequence[str], of: Region) -> No
                 None if dims is None else ids if one == IDS else own if one else SEVERAL
                 for dims, one in zip(bound.inputs, what, strict=True)
             )
-            ways.append(Move(label, ins, (own,) * len(bound.outputs), 1 / k))
+            ways.append(Comm(label, ins, (own,) * len(bound.outputs), 1 / k))
         return ways
 
     _keep(found, step, of.number, made)
@@ -313,7 +313,7 @@ def _each_row(found: Regions, step: Step, what: Sequence[str], of: Region) -> No
 # ---------------------------------------------------------------- several axes
 
 
-def together(regions: Regions, step: Step, move: Move, before: Sequence[Move]) -> bool:
+def together(regions: Regions, step: FoldedStep, move: Comm, before: Sequence[Comm]) -> bool:
     """Whether a move over an axis can be made on top of those over other axes: in a region, rows are counted by what a
     rank has of them, and only one axis sends them."""
     mine = kinds_of(move)
@@ -330,7 +330,7 @@ def together(regions: Regions, step: Step, move: Move, before: Sequence[Move]) -
     return True
 
 
-def kinds_of(move: Move) -> frozenset[str]:
+def kinds_of(move: Comm) -> frozenset[str]:
     """Whether a move sends rows, or works on a rank's own; none: it is made outside of a region."""
     return frozenset(
         SENT if state.kind in (SENT, SENT_IDS, SENT_ENDS) else OWN
@@ -339,6 +339,6 @@ def kinds_of(move: Move) -> frozenset[str]:
     )
 
 
-def even(region: Region, outer: int, ks: Sequence[int]) -> bool:
+def even(region: SortedRegion, outer: int, ks: Sequence[int]) -> bool:
     """Whether rows that are cut over axes, each in blocks, come in even parts."""
     return region.rows % (outer * math.prod(ks)) == 0

@@ -41,7 +41,7 @@ States = Mapping[str, State]
 NOTHING_SENT = frozenset({sequences.SLICE, sequences.ZERO})
 
 
-class Step(NamedTuple):
+class StateStep(NamedTuple):
     """A tensor that lies otherwise over one axis, after."""
 
     axis: str
@@ -53,14 +53,14 @@ class Step(NamedTuple):
 class Joint:
     """A tensor that lies otherwise over several axes, by a sequence of collectives over some of them at once."""
 
-    apart: tuple[Step, ...]
+    apart: tuple[StateStep, ...]
     """The same, one axis after the other."""
     there: tuple[sequences.Step, ...] = field(compare=False)
     back: tuple[sequences.Step, ...] | None = field(compare=False)
     """What is done with the gradient; None where there is none."""
 
 
-Change = tuple[Step | Joint, ...]
+Change = tuple[StateStep | Joint, ...]
 """One after the other."""
 
 
@@ -74,7 +74,7 @@ class Cost(NamedTuple):
     backward_bytes: float
 
 
-def apart(change: Change) -> Iterator[Step]:
+def apart(change: Change) -> Iterator[StateStep]:
     """A change one axis after the other."""
     for one in change:
         yield from one.apart if isinstance(one, Joint) else (one,)
@@ -92,7 +92,7 @@ def sizes_after(sizes: Sequence[int], change: Change, ks: Mapping[str, int], at:
     return found
 
 
-def wanted(source: States, target: States, *, differentiable: bool) -> dict[str, State]:
+def states_to_change(source: States, target: States, *, differentiable: bool) -> dict[str, State]:
     """Over which axes something is done between two ways to lie, and how the tensor lies then."""
     found: dict[str, State] = {}
     for axis, a in source.items():
@@ -105,7 +105,7 @@ def wanted(source: States, target: States, *, differentiable: bool) -> dict[str,
 
 def summed_once(source: States, target: States, *, differentiable: bool) -> tuple[str, ...]:
     """The axes over which every rank has a whole parameter for something of its own: its gradient is summed once."""
-    goals = wanted(source, target, differentiable=differentiable)
+    goals = states_to_change(source, target, differentiable=differentiable)
     return tuple(axis for axis, b in goals.items() if (source[axis], b) == (SAME, SEVERAL))
 
 
@@ -152,19 +152,19 @@ def change_of(part: Tensor, source: States, target: States, mesh: Mesh, *, diffe
 def _joint(
     shape: tuple[int, ...],
     itemsize: int,
-    lies: tuple[tuple[digits.Digit, str, State, State], ...],
-    steps: tuple[Step, ...],
+    states: tuple[tuple[digits.Digit, str, State, State], ...],
+    steps: tuple[StateStep, ...],
     differentiable: bool,
 ) -> Joint | None:
     """The cheapest sequences between two states; None where one axis after the other is as cheap, or there is none."""
-    there = _sequence(shape, itemsize, lies)
-    turned = tuple((digit, axis, collectives.dual(b), collectives.dual(a)) for digit, axis, a, b in lies)
+    there = _sequence(shape, itemsize, states)
+    turned = tuple((digit, axis, collectives.dual(b), collectives.dual(a)) for digit, axis, a, b in states)
     back = _sequence(shape, itemsize, turned) if differentiable else ()
     if there is None or back is None:
         return None
     found = Joint(steps, there, back if differentiable else None)
-    source = {axis: a for _, axis, a, _ in lies}
-    sizes = {axis: digit.k for digit, axis, _, _ in lies}
+    source = {axis: a for _, axis, a, _ in states}
+    sizes = {axis: digit.k for digit, axis, _, _ in states}
     nbytes = float(itemsize * math.prod(shape))
     sides = [[*costs(one, nbytes, source, sizes, differentiable=differentiable)] for one in ((found,), steps)]
     paid = [sum(c.forward_bytes + c.backward_bytes for c in side) for side in sides]
@@ -179,11 +179,11 @@ def _sent(steps: Sequence[sequences.Step]) -> list[str]:
 
 
 def _sequence(
-    shape: tuple[int, ...], itemsize: int, lies: Sequence[tuple[digits.Digit, str, State, State]]
+    shape: tuple[int, ...], itemsize: int, states: Sequence[tuple[digits.Digit, str, State, State]]
 ) -> tuple[sequences.Step, ...] | None:
-    sides = _spots([(digit.k, a) for digit, _, a, _ in lies]), _spots([(digit.k, b) for digit, _, _, b in lies])
+    sides = _spots([(digit.k, a) for digit, _, a, _ in states]), _spots([(digit.k, b) for digit, _, _, b in states])
     summed = any(a == digits.WAITING != b for a, b in zip(*sides, strict=True))
-    rows = [row for row in zip(lies, *sides, strict=True) if summed or row[1] is not None or row[2] is not None]
+    rows = [row for row in zip(states, *sides, strict=True) if summed or row[1] is not None or row[2] is not None]
     rows.sort(key=lambda row: -row[0][0].stride)
     names = tuple(axis for (_, axis, *_), _, _ in rows)
     own = tuple(digit for (digit, *_), _, _ in rows)
@@ -194,11 +194,11 @@ def _sequence(
     return sequences.cheapest(problem, itemsize)
 
 
-def _spots(lies: Sequence[tuple[int, State]]) -> list[digits.Spot | None]:
+def _spots(states: Sequence[tuple[int, State]]) -> list[digits.Spot | None]:
     """Where the digits of axes (ranks and state of each, in the order of the mesh) stand in a tensor."""
     before: dict[tuple[int, int], int] = {}
     found: list[digits.Spot | None] = []
-    for k, state in lies:
+    for k, state in states:
         if state.kind == "cut":
             at = before.get((state.dim, state.outer), 1)
             before[state.dim, state.outer] = at * k
@@ -211,7 +211,7 @@ def _spots(lies: Sequence[tuple[int, State]]) -> list[digits.Spot | None]:
 # ---------------------------------------------------------------- one axis after the other
 
 
-def ordered(source: States, target: States, sizes: Mapping[str, int]) -> Iterator[Step]:
+def ordered(source: States, target: States, sizes: Mapping[str, int]) -> Iterator[StateStep]:
     """Steps over single axes, of which each can be done by itself; cuts as they are on what ranks have at that time.
 
     What lies under a cut that moves is put together before, and cut again. `sizes`: of the axes, in the order of the
@@ -233,8 +233,8 @@ def ordered(source: States, target: States, sizes: Mapping[str, int]) -> Iterato
         outer = (s for a in axes[: axes.index(axis)] if a in goals for s in (now[a], goals[a]))
         return goal.kind == "cut" and any((s.kind, s.dim, s.outer) == ("cut", goal.dim, goal.outer) for s in outer)
 
-    def step(axis: str, goal: State) -> Step:
-        found = Step(axis, here(now[axis], axis, now, sizes), here(goal, axis, now, sizes))
+    def step(axis: str, goal: State) -> StateStep:
+        found = StateStep(axis, here(now[axis], axis, now, sizes), here(goal, axis, now, sizes))
         now[axis] = goal
         return found
 
@@ -251,14 +251,14 @@ def ordered(source: States, target: States, sizes: Mapping[str, int]) -> Iterato
             yield step(inner, SAME)
 
 
-def _crossed(goal: State, lies: State, now: States, sizes: Mapping[str, int], axis: str) -> bool:
+def _crossed(goal: State, states: State, now: States, sizes: Mapping[str, int], axis: str) -> bool:
     """Whether two cuts of one dim cannot be at a time: the parts of the outer one are no whole blocks of the inner.
 
     The outer one is of all axes together that cut it: parts of 2 x 2 ranks are no whole blocks where there are two.
     """
-    if goal.kind != "cut" or lies.kind != "cut" or goal.dim != lies.dim or goal.outer == lies.outer:
+    if goal.kind != "cut" or states.kind != "cut" or goal.dim != states.dim or goal.outer == states.outer:
         return False
-    coarse, fine = sorted((goal, lies), key=lambda s: s.outer)
+    coarse, fine = sorted((goal, states), key=lambda s: s.outer)
     if coarse.parts:
         unit = coarse.outer * coarse.block // fine.outer
         return not (alike(coarse.parts) and alike(fine.parts)) or scaled(coarse.parts, 1, unit) is None
@@ -294,7 +294,7 @@ def costs(
             axes = tuple(axis for axis in source if any(axis == step.axis for step in one.apart))
             ways = one.there, one.back or ()
             there, back = map(sequences.received, ways)
-            yield Cost(axes, _said(ways[0]), _said(ways[1]), there, back)
+            yield Cost(axes, _described(ways[0]), _described(ways[1]), there, back)
         else:
             yield _cost(one, own, sizes[one.axis], differentiable=differentiable)
         for axis, a, b in apart((one,)):
@@ -302,7 +302,7 @@ def costs(
             own /= sizes[axis] if part_dim(b) is not None else 1
 
 
-def _cost(step: Step, own: float, k: int, *, differentiable: bool) -> Cost:
+def _cost(step: StateStep, own: float, k: int, *, differentiable: bool) -> Cost:
     """Of a step over an axis of `k` ranks, each of which has `own` bytes before it."""
     found = way(step.source, step.target) or collectives.way(step.source, step.target)
     forward, backward = found[0], found[1] if differentiable else ""
@@ -310,6 +310,6 @@ def _cost(step: Step, own: float, k: int, *, differentiable: bool) -> Cost:
     return Cost((step.axis,), forward, backward, received(forward, together, k), received(backward, together, k))
 
 
-def _said(steps: Sequence[sequences.Step]) -> str:
+def _described(steps: Sequence[sequences.Step]) -> str:
     """The collectives that send something; what a rank does by itself where none does."""
     return " + ".join(_sent(steps) or [step.collective for step in steps])

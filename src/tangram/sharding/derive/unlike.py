@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tangram.sharding.derive.collectives_between import Label, Move
+from tangram.sharding.derive.collectives_between import Comm, Label
 from tangram.sharding.derive.problem import states
-from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import Cutting, State
 
-Before = tuple[int, Move]
+Before = tuple[int, Comm]
 """The ranks of an axis before, and what an operator does over it."""
 
 
-def fits(step: Step, label: Label, k: int, before: Sequence[Before]) -> bool:
+def fits(step: FoldedStep, label: Label, k: int, before: Sequence[Before]) -> bool:
     """Whether a cut can be beside those of the axes before, and stands alone where parts need each other."""
     n = step.bound.sizes[label.factor] // label.inner
     for ranks, move in before:
@@ -36,7 +36,7 @@ def fits(step: Step, label: Label, k: int, before: Sequence[Before]) -> bool:
     return bool(label.parts) or n % k == 0
 
 
-def beside(shapes: Sequence[Sequence[int] | None], move: Move, k: int, before: Sequence[Before]) -> bool:
+def beside(shapes: Sequence[Sequence[int] | None], move: Comm, k: int, before: Sequence[Before]) -> bool:
     """Whether a move leaves no tensor, of these shapes, a dim of which the axes before leave unlike sizes to cut."""
     mine = (*move.inputs, *move.outputs)
     if not any(state is not None and state.kind == "cut" for state in mine):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.proof.execute import REDUCE, differs
 from tangram.sharding.proof.samples import samples
 
@@ -39,7 +39,7 @@ class NotTriedError(Exception):
 
 
 @dataclass(frozen=True)
-class Found:
+class DimsTogether:
     """Dims that can be cut together."""
 
     dims: Dims
@@ -52,19 +52,19 @@ class Found:
 
 @dataclass(frozen=True)
 class _Draw:
-    call: Call
+    call: OpCall
     results: tuple[Any, ...]
 
 
-def found_in(call: Call) -> list[Found]:
+def cuts_in(call: OpCall) -> list[DimsTogether]:
     """The sets of dims of a call that can be cut. Raises NotTriedError where it cannot be told, with the reason."""
-    return found_with(call, itertools.islice(candidates(call), TRIES))
+    return cuts_with(call, itertools.islice(candidates(call), TRIES))
 
 
-def found_with(call: Call, tried: Iterable[Dims]) -> list[Found]:
+def cuts_with(call: OpCall, tried: Iterable[Dims]) -> list[DimsTogether]:
     """Those of some sets of dims that can be cut, each dim once. Raises NotTriedError."""
     draws = _draws(call)
-    some: list[Found] = []
+    some: list[DimsTogether] = []
     done: set[tuple[int, int]] = set()
     for dims in tried:
         if done.isdisjoint(dims) and (found := _tried(draws, dims)) is not None:
@@ -73,7 +73,7 @@ def found_with(call: Call, tried: Iterable[Dims]) -> list[Found]:
     return some
 
 
-def _draws(call: Call) -> list[_Draw]:
+def _draws(call: OpCall) -> list[_Draw]:
     """The call with several values, and what the operator gives. Raises NotTriedError where that cannot be cut."""
     found: list[_Draw] = []
     for other in (call, samples.drawn(call, 1), _sparse(call)):
@@ -93,7 +93,7 @@ def _draws(call: Call) -> list[_Draw]:
     return found
 
 
-def _sparse(call: Call) -> Call:
+def _sparse(call: OpCall) -> OpCall:
     """Few small numbers, many of them nothing: what counts, tests and compares needs them."""
     generator = torch.Generator().manual_seed(2)
     return call.with_tensors(
@@ -116,7 +116,7 @@ def _alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
     )
 
 
-def candidates(call: Call) -> Iterator[Dims]:
+def candidates(call: OpCall) -> Iterator[Dims]:
     """What may be cut, dims of one size: one alone; those at the same place from either end; then all others."""
     spots = [(i, d, n) for i, t in enumerate(call.tensors) if t is not None for d, n in enumerate(t.shape) if n > 1]
     yield from (((i, d),) for i, d, _ in spots)
@@ -138,15 +138,15 @@ def candidates(call: Call) -> Iterator[Dims]:
                 yield dims
 
 
-def _tried(draws: Sequence[_Draw], dims: Dims) -> Found | None:
+def _tried(draws: Sequence[_Draw], dims: Dims) -> DimsTogether | None:
     """What comes of cutting these dims together; None where the parts do not make the whole."""
     plain = _ways(draws, dims)
     if plain and all(plain):
-        return Found(dims, tuple(map(_best, plain)))
+        return DimsTogether(dims, tuple(map(_best, plain)))
     if plain and all(plain[1:]):
         scaled = [*_ways(draws, dims, scale=True)[:1], *plain[1:]]
         if all(scaled):
-            return Found(dims, tuple(map(_best, scaled)), scale=True)
+            return DimsTogether(dims, tuple(map(_best, scaled)), scale=True)
     first = draws[0].call.tensors
     cut = {i for i, _ in dims}
     for i, tensor in enumerate(first):
@@ -154,7 +154,7 @@ def _tried(draws: Sequence[_Draw], dims: Dims) -> Found | None:
             continue
         added = _ways(draws, dims, once=i)
         if added and all(("sum", -1) in some for some in added):
-            return Found(dims, tuple(("sum", -1) for _ in added), once=(i,))
+            return DimsTogether(dims, tuple(("sum", -1) for _ in added), once=(i,))
     return None
 
 
@@ -196,7 +196,7 @@ def _shares(n: int, count: int) -> list[float]:
     return [(b - a) / n for a, b in _bounds(n, count)]
 
 
-def _parts(call: Call, dims: Dims, count: int, once: int) -> list[tuple[Any, ...]]:
+def _parts(call: OpCall, dims: Dims, count: int, once: int) -> list[tuple[Any, ...]]:
     places = dict(dims)
     found: list[tuple[Any, ...]] = []
     for number in range(count):

@@ -13,10 +13,18 @@ from dataclasses import dataclass, field
 from string import ascii_lowercase
 
 from tangram.layout.rule import Slot
-from tangram.sharding.discover.cuts import Found
-from tangram.sharding.discover.operand_patterns import Context, Form, Key, context, input_forms, output_forms, slots_of
+from tangram.sharding.discover.cuts import DimsTogether
+from tangram.sharding.discover.operand_patterns import (
+    Context,
+    Key,
+    OperandForm,
+    context,
+    input_forms,
+    output_forms,
+    slots_of,
+)
 from tangram.sharding.ops.bind import ALL
-from tangram.sharding.ops.calls import Call, schema_of
+from tangram.sharding.ops.calls import OpCall, schema_of
 
 CHOICES = 4000
 """Of forms of the inputs, that are looked at."""
@@ -24,11 +32,11 @@ Root = Key
 
 
 @dataclass(frozen=True)
-class Case:
+class DraftCase:
     """A call and what was found in it."""
 
-    call: Call
-    found: Sequence[Found]
+    call: OpCall
+    found: Sequence[DimsTogether]
     outputs: Sequence[tuple[int, ...]]
     """The shapes of its results."""
 
@@ -72,7 +80,7 @@ class _Factors:
             self.whole.update(roots)
 
 
-def draft(name: str, cases: Sequence[Case], note: str = "") -> Draft | None:
+def draft(name: str, cases: Sequence[DraftCase], note: str = "") -> Draft | None:
     """The best line for what was found; None where no form fits all calls. `note`: `if(reduction 1)`, to go with it."""
     cases = [case for case in cases if _has_dims(case.call)] or cases
     best: Draft | None = None
@@ -87,30 +95,35 @@ def draft(name: str, cases: Sequence[Case], note: str = "") -> Draft | None:
     return best
 
 
-def _has_dims(call: Call) -> bool:
+def _has_dims(call: OpCall) -> bool:
     """Whether there is anything to cut: rules say nothing of scalars in the place of tensors, nor of nothing."""
     first = next((t for t in call.tensors if t is not None), None)
     return first is not None and first.ndim > 0 and all(t is None or t.numel() for t in call.tensors)
 
 
-def operand_of(call: Call) -> list[int]:
+def operand_of(call: OpCall) -> list[int]:
     """Of each tensor, which operand of a rule it is: those of a list are one."""
     names = list(dict.fromkeys(name for name, _ in call.places))
     return [names.index(name) for name, _ in call.places]
 
 
-def _choices(slot: Slot | None, cases: Sequence[Case]) -> Iterator[list[Form]]:
+def _choices(slot: Slot | None, cases: Sequence[DraftCase]) -> Iterator[list[OperandForm]]:
     ndims: dict[int, list[int]] = {}
     for case in cases:
         for operand, tensor in zip(operand_of(case.call), case.call.tensors, strict=True):
             if tensor is not None:
                 ndims.setdefault(operand, []).append(tensor.ndim)
-    options = [input_forms(slot, ndims[o]) if o in ndims else [Form()] for o in range(max(ndims) + 1)]
+    options = [input_forms(slot, ndims[o]) if o in ndims else [OperandForm()] for o in range(max(ndims) + 1)]
     yield from (list(some) for some in itertools.islice(itertools.product(*options), CHOICES))
 
 
 def _made(
-    name: str, cases: Sequence[Case], at: Sequence[Context], forms: Sequence[Form], slot: Slot | None, note: str
+    name: str,
+    cases: Sequence[DraftCase],
+    at: Sequence[Context],
+    forms: Sequence[OperandForm],
+    slot: Slot | None,
+    note: str,
 ) -> Draft | None:
     if slot is not None and not any(form.slot == slot for form in forms):
         return None
@@ -130,7 +143,7 @@ def _made(
     return _Writer(name, cases, contexts, forms, slot, keyed, factors, note).line()
 
 
-def _keys(case: Case, at: Context, forms: Sequence[Form]) -> dict[tuple[int, int], Key] | None:
+def _keys(case: DraftCase, at: Context, forms: Sequence[OperandForm]) -> dict[tuple[int, int], Key] | None:
     found: dict[tuple[int, int], Key] = {}
     for i, (operand, tensor) in enumerate(zip(operand_of(case.call), case.call.tensors, strict=True)):
         if tensor is not None:
@@ -146,21 +159,21 @@ class _Writer:
     """Writes the line for one choice of forms."""
 
     name: str
-    cases: Sequence[Case]
+    cases: Sequence[DraftCase]
     at: Sequence[Context]
-    forms: Sequence[Form]
+    forms: Sequence[OperandForm]
     slot: Slot | None
     keyed: Sequence[Mapping[tuple[int, int], Key]]
     factors: _Factors
     note: str
-    by_root: list[dict[Root, Found]] = field(default_factory=list[dict[Root, Found]])
+    by_root: list[dict[Root, DimsTogether]] = field(default_factory=list[dict[Root, DimsTogether]])
     equal: bool = False
     """Whether a dim of one element is not broadcast to others."""
 
     def line(self) -> Draft | None:
         self._mark_whole()
         count = len(self.cases[0].outputs)
-        outputs: list[Form] = []
+        outputs: list[OperandForm] = []
         for o in range(count):
             form = self._output(o)
             if form is None:
@@ -195,7 +208,7 @@ class _Writer:
                     groups.setdefault(self.factors.root(key), set()).add((i, d))
                     sizes.setdefault(self.factors.root(key), set()).add(tensor.shape[d])
             found = {frozenset(f.dims): f for f in case.found}
-            here: dict[Root, Found] = {}
+            here: dict[Root, DimsTogether] = {}
             for root, spots in groups.items():
                 one = found.get(frozenset(spots))
                 if one is not None:
@@ -211,7 +224,7 @@ class _Writer:
                     if after.setdefault(kind, op) != op or (root[0] == "rest" and op != "cut"):
                         self.factors.whole.add(root)
 
-    def _output(self, o: int) -> Form | None:
+    def _output(self, o: int) -> OperandForm | None:
         """The first form in which every dim is what was found."""
         ndims = [len(case.outputs[o]) for case in self.cases]
         arguments = [a.name for a in schema_of(self.cases[0].call.operator).arguments]
@@ -220,7 +233,7 @@ class _Writer:
             some = [form for form in some if not form.rest]
         return next((f for f in some if self._letters(f, o) is not None), None)
 
-    def _letters(self, form: Form, o: int) -> dict[int, Root | None] | None:
+    def _letters(self, form: OperandForm, o: int) -> dict[int, Root | None] | None:
         """The factors of an output's letters by their place; None where a dim is not what was found."""
         letters: dict[int, Root | None] = {}
         for case, at, here in zip(self.cases, self.at, self.by_root, strict=True):
@@ -240,7 +253,7 @@ class _Writer:
                     return None
         return letters
 
-    def _text(self, outputs: Sequence[Form]) -> str | None:
+    def _text(self, outputs: Sequence[OperandForm]) -> str | None:
         names: dict[Root, str] = {}
         taken = set(self.cases[0].call.arguments)
         free = (c for c in ascii_lowercase if c not in taken)
@@ -253,7 +266,7 @@ class _Writer:
                 names[root] = next(free)
             return names[root]
 
-        def of(form: Form, roots: Mapping[int, Root | None]) -> str:
+        def of(form: OperandForm, roots: Mapping[int, Root | None]) -> str:
             rest_whole, slot_whole = (self._is_whole((kind, -1, 0)) for kind in ("rest", "slot"))
             others = "..." + "^" * rest_whole
             lead = [letter(roots.get(i)) for i in range(form.before)]

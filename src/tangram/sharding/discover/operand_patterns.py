@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tangram.layout.rule import Slot
 from tangram.sharding.ops.bind import ALL, KEPT
-from tangram.sharding.ops.calls import DIM_ARGUMENTS, Call, schema_of
+from tangram.sharding.ops.calls import DIM_ARGUMENTS, OpCall, schema_of
 
 Key = tuple[str, int, int]
 """`letter`, operand and place; `rest` or `slot` with its number, of no operand."""
@@ -25,7 +25,7 @@ Key = tuple[str, int, int]
 class Context:
     """What the forms need of a call: the dims that a slot names, and how many others there are."""
 
-    call: Call
+    call: OpCall
     slot: Slot | None = None
     places: tuple[int, ...] = ()
     ndim: int = 0
@@ -38,7 +38,7 @@ class Context:
         return self.ndim - len(self.places)
 
 
-def context(call: Call, slot: Slot | None) -> Context | None:
+def context(call: OpCall, slot: Slot | None) -> Context | None:
     """What a slot names in a call; None where it cannot be there."""
     if slot is None:
         return Context(call)
@@ -55,7 +55,7 @@ def context(call: Call, slot: Slot | None) -> Context | None:
     )
 
 
-def slots_of(calls: Sequence[Call]) -> list[Slot]:
+def slots_of(calls: Sequence[OpCall]) -> list[Slot]:
     """The slots that the arguments of an operator allow."""
     arguments = calls[0].arguments
     found = [Slot(name) for name in arguments if name in DIM_ARGUMENTS]
@@ -66,7 +66,7 @@ def slots_of(calls: Sequence[Call]) -> list[Slot]:
 
 
 @dataclass(frozen=True)
-class Form:
+class OperandForm:
     """One operand's form."""
 
     before: int = 0
@@ -114,32 +114,47 @@ class Form:
         return found
 
 
-def input_forms(slot: Slot | None, ndims: Sequence[int]) -> list[Form]:
+def input_forms(slot: Slot | None, ndims: Sequence[int]) -> list[OperandForm]:
     """The forms that an input of these numbers of dims can have."""
     least, constant = min(ndims), len(set(ndims)) == 1
-    letters = [Form(before=least)] if constant else []
+    letters = [OperandForm(before=least)] if constant else []
     if slot is None:
         ends = ((0, 0), (0, 1), (0, 2), (1, 0), (0, 3), (2, 0), (1, 1))
-        return letters + [Form(b, True, a) for b, a in ends if b + a <= least and not (constant and b + a == least)]
+        return letters + [
+            OperandForm(b, True, a) for b, a in ends if b + a <= least and not (constant and b + a == least)
+        ]
     if slot.argument == ALL:
-        return [Form(rest=True, slot=slot)]
-    alone = [Form(slot=slot)] if slot.trailing else []
-    return [Form(rest=True, slot=slot), *alone, Form(rest=True), Form(rest=True, own=True), *letters]
+        return [OperandForm(rest=True, slot=slot)]
+    alone = [OperandForm(slot=slot)] if slot.trailing else []
+    return [
+        OperandForm(rest=True, slot=slot),
+        *alone,
+        OperandForm(rest=True),
+        OperandForm(rest=True, own=True),
+        *letters,
+    ]
 
 
-def output_forms(slot: Slot | None, ndims: Sequence[int], arguments: Sequence[str]) -> list[Form]:
+def output_forms(slot: Slot | None, ndims: Sequence[int], arguments: Sequence[str]) -> list[OperandForm]:
     """The forms that an output of these numbers of dims can have, likely ones first."""
     least, constant = min(ndims), len(set(ndims)) == 1
-    letters = [Form(before=least)] if constant else []
+    letters = [OperandForm(before=least)] if constant else []
     if slot is None:
         ends = ((0, 0), (0, 1), (0, 2), (1, 0), (0, 3), (2, 0), (1, 1), (1, 2), (2, 1))
-        return [Form(b, True, a) for b, a in ends if b + a <= least] + letters
+        return [OperandForm(b, True, a) for b, a in ends if b + a <= least] + letters
     if slot.argument == ALL:
-        return [Form(rest=True, slot=slot), Form()]
+        return [OperandForm(rest=True, slot=slot), OperandForm()]
     kept = [
-        Form(rest=True, slot=Slot(slot.argument, name, slot.trailing))
+        OperandForm(rest=True, slot=Slot(slot.argument, name, slot.trailing))
         for name in ("keepdim", "keepdims")
         if name in arguments
     ]
-    always = Form(rest=True, slot=Slot(slot.argument, KEPT, slot.trailing))
-    return [*kept, always, Form(rest=True, slot=slot), Form(rest=True), Form(rest=True, own=True), *letters]
+    always = OperandForm(rest=True, slot=Slot(slot.argument, KEPT, slot.trailing))
+    return [
+        *kept,
+        always,
+        OperandForm(rest=True, slot=slot),
+        OperandForm(rest=True),
+        OperandForm(rest=True, own=True),
+        *letters,
+    ]

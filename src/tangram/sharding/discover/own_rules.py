@@ -21,8 +21,8 @@ from torch._ops import OpOverload
 from tangram.errors import UserError
 from tangram.models.build import did_you_mean
 from tangram.sharding.ops import computed_rules, find_rule, views
-from tangram.sharding.ops.calls import Call, name_of, tensor_arguments
-from tangram.sharding.ops.rule_table import POINTWISE, Line, Table, builtin, read_lines, table_of
+from tangram.sharding.ops.calls import OpCall, name_of, tensor_arguments
+from tangram.sharding.ops.rule_table import POINTWISE, RuleLine, RuleTable, builtin, read_lines, table_of
 
 Samples = Callable[[], Iterable[Any]]
 """Gives calls: tuples of arguments, or `(args, kwargs)`; of several operators a dict of such lists, by their names."""
@@ -63,10 +63,10 @@ def rules_text(rules: Path | str | OwnRules | None) -> str:
 # ---------------------------------------------------------------- what a line may say
 
 
-def _checked(lines: Sequence[Line]) -> list[tuple[OpOverload, Line]]:
+def _checked(lines: Sequence[RuleLine]) -> list[tuple[OpOverload, RuleLine]]:
     """The operators of lines that say something new, each with its line. Raises UserError."""
-    pairs: list[tuple[OpOverload, Line]] = []
-    always: dict[str, Line] = {}
+    pairs: list[tuple[OpOverload, RuleLine]] = []
+    always: dict[str, RuleLine] = {}
     for line in lines:
         _refuse_unknown_notes(line)
         for name in line.rule.operators:
@@ -81,7 +81,7 @@ def _checked(lines: Sequence[Line]) -> list[tuple[OpOverload, Line]]:
     return pairs
 
 
-def _operators(name: str, line: Line) -> list[OpOverload]:
+def _operators(name: str, line: RuleLine) -> list[OpOverload]:
     """What a name in a rule stands for: an overload, or all of them. Raises UserError where torch has none."""
     first, _, rest = name.partition(".")
     packets = [("aten", first, rest)]
@@ -97,7 +97,7 @@ def _operators(name: str, line: Line) -> list[OpOverload]:
     )
 
 
-def _is_built_in(operator: OpOverload, line: Line) -> bool:
+def _is_built_in(operator: OpOverload, line: RuleLine) -> bool:
     """Whether a built-in rule says the same already. Raises UserError where one says something else."""
     name = name_of(operator)
     there = [own for own in builtin().all_of(operator) if POINTWISE not in own.rule.operators]
@@ -110,25 +110,25 @@ def _is_built_in(operator: OpOverload, line: Line) -> bool:
     raise UserError(f"{_at(line)}: {name} has a built-in rule, {shown}, which this one contradicts: leave it out")
 
 
-def _body(line: Line) -> str:
+def _body(line: RuleLine) -> str:
     return str(line.rule).partition(" : ")[2]
 
 
-def _refuse_unknown_notes(line: Line) -> None:
+def _refuse_unknown_notes(line: RuleLine) -> None:
     known = _NOTES | {note for own in builtin().lines.values() for one in own for note, _ in one.rule.notes}
     for note, _ in line.rule.notes:
         if note not in known:
             raise UserError(f"{_at(line)}: rules have no note {note}{did_you_mean(note, sorted(known), listed=False)}")
 
 
-def _at(line: Line) -> str:
+def _at(line: RuleLine) -> str:
     return f"{line.file}, line {line.number}"
 
 
 # ---------------------------------------------------------------- proof
 
 
-def _calls_of(samples: Samples | None, operators: Mapping[str, OpOverload], file: str) -> dict[str, list[Call]]:
+def _calls_of(samples: Samples | None, operators: Mapping[str, OpOverload], file: str) -> dict[str, list[OpCall]]:
     """The calls that samples give, by operator. Raises UserError."""
     from tangram.sharding.discover.sample_calls import calls_from
 
@@ -149,18 +149,18 @@ def _calls_of(samples: Samples | None, operators: Mapping[str, OpOverload], file
     }
 
 
-def _ndims(operator: OpOverload, line: Line) -> list[Sequence[int]]:
+def _ndims(operator: OpOverload, line: RuleLine) -> list[Sequence[int]]:
     """How many dims each tensor may have by a rule."""
     operands = [line.rule.inputs[min(i, len(line.rule.inputs) - 1)] for i, _ in enumerate(tensor_arguments(operator))]
     return [(len(one.pieces),) if one.is_fixed else (1, 2, 3) for one in operands]
 
 
-def _prove(table: Table, operator: OpOverload, line: Line, calls: Sequence[Call] | None) -> None:
+def _prove(table: RuleTable, operator: OpOverload, line: RuleLine, calls: Sequence[OpCall] | None) -> None:
     """Raise UserError where the rule of an operator is wrong, or nothing shows that it is right."""
     from tangram.sharding.discover.sample_calls import drawn_calls
     from tangram.sharding.proof.prove import prove_operator
 
-    def fits(call: Call) -> bool:
+    def fits(call: OpCall) -> bool:
         try:
             return bool(find_rule.bound(table, call).cuttable)
         except UserError:

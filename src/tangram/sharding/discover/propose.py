@@ -17,11 +17,19 @@ from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.layout.grammar import parse_rule
 from tangram.layout.rule import Rule
-from tangram.sharding.discover.cuts import OF_VALUES, RANDOM, Found, NotTriedError, candidates, found_in, found_with
-from tangram.sharding.discover.draft import Case, Draft, draft
-from tangram.sharding.discover.prove_draft import Settled, settle
+from tangram.sharding.discover.cuts import (
+    OF_VALUES,
+    RANDOM,
+    DimsTogether,
+    NotTriedError,
+    candidates,
+    cuts_in,
+    cuts_with,
+)
+from tangram.sharding.discover.draft import Draft, DraftCase, draft
+from tangram.sharding.discover.prove_draft import ProvedDraft, settle
 from tangram.sharding.discover.sample_calls import load, own_calls
-from tangram.sharding.ops.calls import DIM_ARGUMENTS, Call, schema_of
+from tangram.sharding.ops.calls import DIM_ARGUMENTS, OpCall, schema_of
 from tangram.sharding.proof.samples import samples
 
 LIMIT = 60.0
@@ -63,7 +71,7 @@ def discover(name: str, given: Callable[[], Iterable[Any]] | None = None) -> lis
     return [propose(calls) for _, calls in sorted(found.items())]
 
 
-def propose(calls: Sequence[Call]) -> Proposal:
+def propose(calls: Sequence[OpCall]) -> Proposal:
     """The line of the operator of some calls."""
     name = calls[0].name
     load(calls[0].operator)
@@ -88,21 +96,21 @@ def propose(calls: Sequence[Call]) -> Proposal:
     return Proposal(name, tuple(map(str, settled.rules)), settled.cases, "", (*left, *settled.taken))
 
 
-def with_other_dims(calls: Sequence[Call]) -> list[Call]:
+def with_other_dims(calls: Sequence[OpCall]) -> list[OpCall]:
     """The calls with most dims first; of two of them, all dims that an argument can name."""
     useful = [c for c in calls if not any(c.arguments.get(a) == 0 for a in ("alpha", "beta"))]
     ranked = sorted(useful or calls, key=lambda c: -sum(t.ndim for t in c.tensors if t is not None and t.numel() > 1))
-    more: list[Call] = []
+    more: list[OpCall] = []
     for call in ranked[:2]:
         ndim = next((t.ndim for t in call.tensors if t is not None), 0)
         for name in DIM_ARGUMENTS & call.arguments.keys():
             own = call.arguments[name]
             if isinstance(own, int) and not isinstance(own, bool) and len(DIM_ARGUMENTS & call.arguments.keys()) == 1:
-                more += [Call(call.operator, {**call.arguments, name: d}) for d in range(ndim) if d != own % ndim]
+                more += [OpCall(call.operator, {**call.arguments, name: d}) for d in range(ndim) if d != own % ndim]
     return [*ranked[:2], *more, *ranked[2:]]
 
 
-def drafted(name: str, cases: Sequence[Case]) -> list[Draft]:
+def drafted(name: str, cases: Sequence[DraftCase]) -> list[Draft]:
     """One line, or one for each value of an argument where more can be cut so."""
     single = draft(name, cases)
     best = [single] if single is not None else []
@@ -123,9 +131,9 @@ def drafted(name: str, cases: Sequence[Case]) -> list[Draft]:
     return best
 
 
-def _of_one_kind(name: str, cases: Sequence[Case]) -> tuple[list[Case], list[Draft]]:
+def _of_one_kind(name: str, cases: Sequence[DraftCase]) -> tuple[list[DraftCase], list[Draft]]:
     """Of the calls whose tensors have the same numbers of dims, those of which most can be cut, with their lines."""
-    kinds: dict[str, list[Case]] = {}
+    kinds: dict[str, list[DraftCase]] = {}
     for case in cases:
         kinds.setdefault(_ndims(case), []).append(case)
     drafts = {kind: drafted(name, some) for kind, some in kinds.items()}
@@ -133,7 +141,7 @@ def _of_one_kind(name: str, cases: Sequence[Case]) -> tuple[list[Case], list[Dra
     return kinds[best], drafts[best]
 
 
-def _ndims(case: Case) -> str:
+def _ndims(case: DraftCase) -> str:
     return ", ".join("none" if t is None else str(t.ndim) for t in case.call.tensors)
 
 
@@ -143,22 +151,22 @@ def _condition(name: str, value: Any) -> str:
     return f"if({name} {value})"
 
 
-def _cases(calls: Sequence[Call]) -> tuple[list[Case], dict[str, int]]:
+def _cases(calls: Sequence[OpCall]) -> tuple[list[DraftCase], dict[str, int]]:
     """What was found of each call; and why nothing was of others, with how many."""
-    cases, reasons = list[Case](), dict[str, int]()
+    cases, reasons = list[DraftCase](), dict[str, int]()
     for call, one in zip(calls, findings(calls), strict=True):
         if isinstance(one, str):
             reasons[one] = reasons.get(one, 0) + 1
         else:
             found, shapes = one
-            cases.append(Case(call, found, shapes))
+            cases.append(DraftCase(call, found, shapes))
     return cases, reasons
 
 
-Finding = tuple[list[Found], list[tuple[int, ...]]] | str
+Finding = tuple[list[DimsTogether], list[tuple[int, ...]]] | str
 
 
-def findings(calls: Sequence[Call]) -> list[Finding]:
+def findings(calls: Sequence[OpCall]) -> list[Finding]:
     """What can be cut in each call, with the shapes of its results; or why nothing is known."""
     together = workers.forked(lambda: [_finding(call) for call in calls], LIMIT)
     if together is not None:
@@ -166,7 +174,7 @@ def findings(calls: Sequence[Call]) -> list[Finding]:
     return [_alone(call) for call in calls]
 
 
-def _alone(call: Call) -> Finding:
+def _alone(call: OpCall) -> Finding:
     """A call by itself; where its process ends, each way of cutting it by itself."""
     found = workers.forked(lambda: _finding(call), LIMIT)
     if found is not None:
@@ -174,33 +182,33 @@ def _alone(call: Call) -> Finding:
     shapes = workers.forked(lambda: cast(Any, [list(r.shape) for r in call.run()]), LIMIT)
     if shapes is None:
         return "its process ends when it is run"
-    some, done = list[Found](), set[tuple[int, int]]()
+    some, done = list[DimsTogether](), set[tuple[int, int]]()
     for dims in itertools.islice(candidates(call), 48):
         if done.isdisjoint(dims):
-            one = workers.forked(lambda dims=dims: cast(Any, [asdict(f) for f in found_with(call, [dims])]), LIMIT)
+            one = workers.forked(lambda dims=dims: cast(Any, [asdict(f) for f in cuts_with(call, [dims])]), LIMIT)
             for f in cast("list[Any]", one or []):
-                some.append(_found(f))
+                some.append(_proposal(f))
                 done.update(dims)
     return some, [tuple(s) for s in cast("list[list[int]]", shapes)]
 
 
-def _finding(call: Call) -> Any:
+def _finding(call: OpCall) -> Any:
     try:
-        return [asdict(f) for f in found_in(call)], [list(r.shape) for r in call.run()]
+        return [asdict(f) for f in cuts_in(call)], [list(r.shape) for r in call.run()]
     except NotTriedError as error:
         return str(error)
 
 
 def _decoded(one: Any) -> Finding:
-    return one if isinstance(one, str) else ([_found(f) for f in one[0]], [tuple(s) for s in one[1]])
+    return one if isinstance(one, str) else ([_proposal(f) for f in one[0]], [tuple(s) for s in one[1]])
 
 
-def _found(one: Any) -> Found:
+def _proposal(one: Any) -> DimsTogether:
     dims, outputs = (tuple((a, b) for a, b in one[key]) for key in ("dims", "outputs"))
-    return Found(dims, outputs, tuple(one["once"]), one["scale"])
+    return DimsTogether(dims, outputs, tuple(one["once"]), one["scale"])
 
 
-def _settled(rules: Sequence[Rule], calls: Sequence[Call]) -> Settled | str:
+def _settled(rules: Sequence[Rule], calls: Sequence[OpCall]) -> ProvedDraft | str:
     def act() -> Any:
         found = settle(rules, calls)
         return found if isinstance(found, str) else [[str(r) for r in found.rules], found.cases, list(found.taken)]
@@ -211,11 +219,11 @@ def _settled(rules: Sequence[Rule], calls: Sequence[Call]) -> Settled | str:
     return one if isinstance(one, str) else _settled_of(cast(Any, one))
 
 
-def _settled_of(one: Any) -> Settled:
-    return Settled(tuple(parse_rule(text) for text in one[0]), one[1], tuple(one[2]))
+def _settled_of(one: Any) -> ProvedDraft:
+    return ProvedDraft(tuple(parse_rule(text) for text in one[0]), one[1], tuple(one[2]))
 
 
-def _filled(rules: Sequence[Rule], calls: Sequence[Call]) -> Settled | str:
+def _filled(rules: Sequence[Rule], calls: Sequence[OpCall]) -> ProvedDraft | str:
     """Some end their process over parts of nothing only."""
     if all(rule.note("filled") is not None for rule in rules):
         return "its process ends in the proof"

@@ -16,9 +16,9 @@ from tangram.errors import UserError
 from tangram.layout.rule import Note, Operand, Piece, Rule, Slot
 from tangram.layout.syntax import VOID, Dim
 from tangram.sharding.discover.draft import operand_of
-from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.rule_table import Line, Table
-from tangram.sharding.proof.prove import Trial, trials
+from tangram.sharding.ops.calls import OpCall
+from tangram.sharding.ops.rule_table import RuleLine, RuleTable
+from tangram.sharding.proof.prove import ProofTrial, trials
 
 ROUNDS = 12
 """Of taking something back."""
@@ -27,7 +27,7 @@ FREE = "vwxyzpq"
 
 
 @dataclass(frozen=True)
-class Settled:
+class ProvedDraft:
     """Rules that hold for all calls, in how many cases, and what was taken back."""
 
     rules: tuple[Rule, ...]
@@ -35,14 +35,14 @@ class Settled:
     taken: tuple[str, ...] = ()
 
 
-def settle(rules: Sequence[Rule], calls: Sequence[Call]) -> Settled | str:
+def settle(rules: Sequence[Rule], calls: Sequence[OpCall]) -> ProvedDraft | str:
     """The strongest form of some rules of one operator that the proof does not refute; else why there is none."""
     rules, taken = list(rules), list[str]()
     for _ in range(ROUNDS):
         outcome = _outcome(rules, calls)
         if isinstance(outcome, int):
             rules, more = _with_notes(rules, calls)
-            return Settled(tuple(rules), more or outcome, tuple(taken))
+            return ProvedDraft(tuple(rules), more or outcome, tuple(taken))
         if isinstance(outcome, str):
             return outcome
         at = next((i for i, rule in enumerate(rules) if rule == outcome.bound.rule), None)
@@ -55,9 +55,9 @@ def settle(rules: Sequence[Rule], calls: Sequence[Call]) -> Settled | str:
     return f"it took back more than {ROUNDS} factors"
 
 
-def _outcome(rules: Sequence[Rule], calls: Sequence[Call]) -> int | Trial | str:
+def _outcome(rules: Sequence[Rule], calls: Sequence[OpCall]) -> int | ProofTrial | str:
     """How many cases were right if all were; the first that was wrong; or why a rule fits no call."""
-    table, cases = Table().with_lines([Line(rule, "", 0, str(rule)) for rule in rules]), 0
+    table, cases = RuleTable().with_lines([RuleLine(rule, "", 0, str(rule)) for rule in rules]), 0
     try:
         for trial in trials(table, calls):
             if trial.failure is not None:
@@ -68,20 +68,20 @@ def _outcome(rules: Sequence[Rule], calls: Sequence[Call]) -> int | Trial | str:
     return cases
 
 
-def _weaker(rule: Rule, trial: Trial) -> Rule | None:
+def _weaker(rule: Rule, trial: ProofTrial) -> Rule | None:
     """The rule without what was wrong."""
     assert trial.failure is not None
     nothing = any(cut.axis and trial.bound.sizes[f] < trial.mesh.size for f, some in trial.cuts.items() for cut in some)
     if nothing and rule.note("filled") is None:  # perhaps it only refuses parts of nothing
         return replace(rule, notes=(*rule.notes, ("filled", ())))
     for factor in trial.cuts:
-        weaker = whole(rule, factor)
+        weaker = without_factor(rule, factor)
         if weaker != rule:
             return weaker
     return None
 
 
-def whole(rule: Rule, factor: str) -> Rule:
+def without_factor(rule: Rule, factor: str) -> Rule:
     """The rule with one of its factors whole, as `bind` names them."""
 
     def is_it(piece: Piece) -> bool:
@@ -107,7 +107,7 @@ def _same(written: str, factor: str) -> bool:
     return written == factor or (written[0] == "{" and factor.startswith("{" + written.strip("{#}") + "}"))
 
 
-def _with_notes(rules: list[Rule], calls: Sequence[Call]) -> tuple[list[Rule], int]:
+def _with_notes(rules: list[Rule], calls: Sequence[OpCall]) -> tuple[list[Rule], int]:
     """The rules with all that holds beside; and in how many cases."""
     cases = 0
     for i in range(len(rules)):
@@ -120,7 +120,7 @@ def _with_notes(rules: list[Rule], calls: Sequence[Call]) -> tuple[list[Rule], i
     return rules, cases
 
 
-def _indices(rule: Rule, calls: Sequence[Call]) -> Iterator[Rule]:
+def _indices(rule: Rule, calls: Sequence[OpCall]) -> Iterator[Rule]:
     """Rules in which an input of whole numbers holds indices into a factor that is whole."""
     numbers, floats = _kinds(calls, len(rule.inputs))
     named = [n for n in calls[0].arguments if re.search("idx|index", n) and isinstance(calls[0].arguments[n], int)]
@@ -160,7 +160,7 @@ def _put(operand: Operand, k: int, piece: Piece) -> tuple[Piece, ...]:
     return (*operand.pieces[:k], piece, *operand.pieces[k + 1 :])
 
 
-def _sums(rule: Rule, calls: Sequence[Call]) -> Iterator[Rule]:
+def _sums(rule: Rule, calls: Sequence[OpCall]) -> Iterator[Rule]:
     """Rules in which sums that are pending on the way in may wait: on all inputs at once, else on each by itself."""
     _, floats = _kinds(calls, len(rule.inputs))
     if not floats:
@@ -173,7 +173,7 @@ def _sums(rule: Rule, calls: Sequence[Call]) -> Iterator[Rule]:
         yield from (replace(rule, notes=(*rule.notes, ("each", (one,)))) for one in each)
 
 
-def _kinds(calls: Sequence[Call], count: int) -> tuple[set[int], set[int]]:
+def _kinds(calls: Sequence[OpCall], count: int) -> tuple[set[int], set[int]]:
     """The inputs that are whole numbers, and those that are numbers of other kinds."""
     numbers, floats = set[int](), set[int]()
     for call in calls:

@@ -7,21 +7,26 @@ as in a maximum of which each part has its own. What the table keeps whole for a
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib import resources
 from typing import Any, cast
 
 import torch
+from torch import _decomp as decomposition
+from torch._ops import OpOverload
 
 from tangram.errors import UserError
 from tangram.hardware import workers
-from tangram.sharding.discover.coverage import reason
-from tangram.sharding.discover.cuts import Found
+from tangram.sharding.discover.cuts import DimsTogether
 from tangram.sharding.discover.propose import findings
-from tangram.sharding.ops import find_rule
-from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.rule_table import Table, builtin
+from tangram.sharding.ops import find_rule, views
+from tangram.sharding.ops.calls import OpCall, name_of, tensor_arguments
+from tangram.sharding.ops.computed_rules import ESCAPES
+from tangram.sharding.ops.rule_table import POINTWISE, RuleLine, RuleTable, builtin
 from tangram.sharding.proof.samples import samples
 
 CALLS = 10
@@ -66,10 +71,10 @@ def job(part: int, parts: int) -> Any:
     return [asdict(gap) for name in sorted(calls)[part::parts] for gap in gaps_of(table, name, calls[name])]
 
 
-def gaps_of(table: Table, name: str, calls: Sequence[Call]) -> list[Gap]:
+def gaps_of(table: RuleTable, name: str, calls: Sequence[OpCall]) -> list[Gap]:
     """The cuts of one operator that are valid and not in a table."""
     some = [c for c in calls if all(t is None or t.numel() for t in c.tensors)][:CALLS]
-    found: dict[str, list[Call]] = {}
+    found: dict[str, list[OpCall]] = {}
     for call, finding in zip(some, findings(some), strict=True):
         if isinstance(finding, str):
             continue
@@ -87,7 +92,7 @@ def gaps_of(table: Table, name: str, calls: Sequence[Call]) -> list[Gap]:
     return [Gap(name, cut, len(seen), str(seen[0]), why) for cut, seen in found.items() if len(_shapes(seen)) > 1]
 
 
-def _allowed(table: Table, call: Call) -> set[frozenset[tuple[int, int]]]:
+def _allowed(table: RuleTable, call: OpCall) -> set[frozenset[tuple[int, int]]]:
     bound = find_rule.bound(table, call)
     return {
         frozenset((i, d) for i, dims in enumerate(bound.inputs) for d, fs in enumerate(dims or ()) if factor in fs)
@@ -95,18 +100,109 @@ def _allowed(table: Table, call: Call) -> set[frozenset[tuple[int, int]]]:
     }
 
 
-def _gains(one: Found, call: Call) -> bool:
+def _gains(one: DimsTogether, call: OpCall) -> bool:
     sizes = [t.shape[d] for i, d in one.dims for t in [call.tensors[i]] if t is not None]
     return min(sizes) >= LEAST and any(op != "same" for op, _ in one.outputs)
 
 
-def _shapes(calls: Sequence[Call]) -> set[Any]:
+def _shapes(calls: Sequence[OpCall]) -> set[Any]:
     return {tuple(None if t is None else tuple(t.shape) for t in call.tensors) for call in calls}
 
 
-def _shown(one: Found, call: Call) -> str:
+def _shown(one: DimsTogether, call: OpCall) -> str:
     """Dims counted from the end, as operators with more dims before them have them in common."""
     dims = ", ".join(f"input {i} dim {d - t.ndim}" for i, d in one.dims for t in [call.tensors[i]] if t is not None)
     after = ", ".join("cut" if op == "cut" else op for op, _ in one.outputs)
     notes = " scaled" * one.scale + (f" once {one.once[0]}" if one.once else "")
     return f"{dims} -> {after}{notes}"
+
+
+# ----------------------------------------------------------------
+# How each operator of torch is covered: by a line, a view, a decomposition, or whole with a reason.
+# rule            a line of its own or of what it is a variant of
+# pointwise       the line of all that torch tags so
+# view            its factors follow from strides
+# whole           a line that cuts nothing; the reason is the comment above it
+# decomposition   torch says how it is made of others
+# factory         it takes no tensor: there is nothing to cut but its result
+
+
+@dataclass(frozen=True)
+class OperatorCoverage:
+    """How an operator is covered."""
+
+    operator: str
+    kind: str
+    """As above; nothing where it is not."""
+    what: str = ""
+    """The line, or the reason why it is whole."""
+
+
+def core() -> Iterator[OpOverload]:
+    """The operators of torch's core set, which all others come down to."""
+    for name in sorted(cast(Any, torch)._C._dispatch_get_all_op_names()):
+        space, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if space == "aten":
+            one = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+            if isinstance(one, OpOverload) and torch.Tag.core in one.tags:
+                yield one
+
+
+def coverage() -> list[OperatorCoverage]:
+    """How each core operator is covered."""
+    return [way(one) for one in core()]
+
+
+def way(operator: OpOverload) -> OperatorCoverage:
+    """How one operator is covered."""
+    name, lines = name_of(operator), builtin().all_of(operator)
+    if name in ESCAPES:
+        return OperatorCoverage(name, "rule", "a function of escapes.py")
+    if lines:
+        if all(cuts_nothing(line) for line in lines):
+            return OperatorCoverage(name, "whole", reason(lines[0]))
+        return OperatorCoverage(name, "pointwise" if lines[0].rule.operators[0] == POINTWISE else "rule", lines[0].text)
+    if views.view_of(operator) is not None:
+        return OperatorCoverage(name, "view")
+    if not tensor_arguments(operator):
+        return OperatorCoverage(name, "factory")
+    return OperatorCoverage(name, "decomposition" if is_decomposed(operator) else "")
+
+
+def cuts_nothing(line: RuleLine) -> bool:
+    """Whether a line cuts nothing."""
+    pieces = [piece for operand in line.rule.inputs for piece in operand.pieces]
+    return all(piece.whole or str(piece) == "_" for piece in pieces)
+
+
+def is_decomposed(operator: OpOverload) -> bool:
+    """Whether torch itself says how an operator is made of others."""
+    composite = cast(Any, torch)._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+    return composite or operator in cast(Any, decomposition).decomposition_table or operator in _core_decompositions()
+
+
+@lru_cache(1)
+def _core_decompositions() -> Any:
+    return decomposition.core_aten_decompositions()
+
+
+@lru_cache(1)
+def _comments() -> dict[tuple[str, int], str]:
+    """Of each line of the table's files, the last comment before it."""
+    found: dict[tuple[str, int], str] = {}
+    for file in resources.files("tangram.sharding.rules").iterdir():
+        if not file.name.endswith(".rules"):
+            continue
+        last = ""
+        for number, text in enumerate(file.read_text().splitlines(), 1):
+            beside = re.search(r"(?:^|\s)# *(.*)", text)
+            if beside is not None and text.startswith("#"):
+                last = beside[1]
+            found[file.name, number] = beside[1] if beside is not None else last
+    return found
+
+
+def reason(line: RuleLine) -> str:
+    """The comment beside a line, or the last one before it."""
+    return _comments().get((line.file, line.number), "")

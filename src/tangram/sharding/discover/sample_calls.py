@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from tangram.errors import UserError
 from tangram.hardware import workers
-from tangram.sharding.ops.calls import DIM_ARGUMENTS, Call, name_of, schema_of
+from tangram.sharding.ops.calls import DIM_ARGUMENTS, OpCall, name_of, schema_of
 
 SIZES = (6, 5, 7, 3)
 TRIES = 6000
@@ -53,9 +53,9 @@ def load(operator: OpOverload) -> None:
         import torch._dynamo  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 
-def calls_from(operator: OpOverload, samples: Callable[[], Iterable[Any]]) -> list[Call]:
+def calls_from(operator: OpOverload, samples: Callable[[], Iterable[Any]]) -> list[OpCall]:
     """The calls that a function gives, each `(args, kwargs)` or only `args`. Raises UserError where it gives others."""
-    found: list[Call] = []
+    found: list[OpCall] = []
     try:
         given = list(samples())
     except Exception as error:  # noqa: BLE001  the author's function may raise anything
@@ -68,7 +68,7 @@ def calls_from(operator: OpOverload, samples: Callable[[], Iterable[Any]]) -> li
             )
         pair = cast("tuple[Any, ...]", one)
         with_names = len(pair) == 2 and isinstance(pair[1], dict)
-        call = Call.of(operator, tuple(pair[0] if with_names else pair), cast(Any, pair[1]) if with_names else {})
+        call = OpCall.of(operator, tuple(pair[0] if with_names else pair), cast(Any, pair[1]) if with_names else {})
         try:
             call.run()
         except Exception as error:  # noqa: BLE001  the author's operator may raise anything
@@ -79,7 +79,7 @@ def calls_from(operator: OpOverload, samples: Callable[[], Iterable[Any]]) -> li
     return found
 
 
-def own_calls(names: Sequence[str], samples: Callable[[], Iterable[Any]] | None = None) -> dict[str, list[Call]]:
+def own_calls(names: Sequence[str], samples: Callable[[], Iterable[Any]] | None = None) -> dict[str, list[OpCall]]:
     """Calls of operators that torch has no samples of, by name; nothing where all of them are torch's own.
 
     Raises UserError where some are and some are not, or `samples` are given for more than one.
@@ -96,8 +96,8 @@ def own_calls(names: Sequence[str], samples: Callable[[], Iterable[Any]] | None 
 
 
 def drawn_calls(
-    operator: OpOverload, ndims: Sequence[Sequence[int]] = (), fits: Callable[[Call], bool] = lambda _: True
-) -> list[Call]:
+    operator: OpOverload, ndims: Sequence[Sequence[int]] = (), fits: Callable[[OpCall], bool] = lambda _: True
+) -> list[OpCall]:
     """Calls of an operator by its schema that run, of those that fit. Raises UserError where none does.
 
     `ndims`: how many dims each tensor may have, where that is known; calls are then of all patterns of equal sizes.
@@ -173,7 +173,7 @@ def _alike(shapes: Shapes, *, by_pattern: bool) -> Any:
     return tuple((kind, len(size)) for kind, size in shapes), same
 
 
-def _call(operator: OpOverload, names: Sequence[str], shapes: Shapes, others: Mapping[str, Any]) -> Call:
+def _call(operator: OpOverload, names: Sequence[str], shapes: Shapes, others: Mapping[str, Any]) -> OpCall:
     generator = torch.Generator().manual_seed(sum(map(sum, (size for _, size in shapes))))
 
     def tensor(kind: str, size: tuple[int, ...]) -> Tensor:
@@ -182,10 +182,10 @@ def _call(operator: OpOverload, names: Sequence[str], shapes: Shapes, others: Ma
         return torch.randn(size, generator=generator, dtype=torch.float64)
 
     given = {name: tensor(*shape) for name, shape in zip(names, shapes, strict=True)}
-    return Call(operator, {a.name: given.get(a.name, others.get(a.name)) for a in schema_of(operator).arguments})
+    return OpCall(operator, {a.name: given.get(a.name, others.get(a.name)) for a in schema_of(operator).arguments})
 
 
-def _runs(call: Call) -> bool:
+def _runs(call: OpCall) -> bool:
     try:
         call.run()
     except Exception:  # noqa: BLE001  whatever it raises, these do not fit

@@ -22,14 +22,14 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops.local_call import Cuts
-from tangram.sharding.ops.bind import Bound, Dims
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.bind import BoundOp, Dims
+from tangram.sharding.ops.calls import OpCall
 
 Specs = tuple[DTensorSpec | None, ...]
 
 
 @dataclass(frozen=True)
-class Row:
+class ChoiceRow:
     """What one mesh axis may do: the placement of each input and output on it."""
 
     factor: str
@@ -41,7 +41,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DTensorChoice:
     """Placements of every tensor of a call, over all axes, and the cuts of its factors that they are."""
 
     inputs: Specs
@@ -54,10 +54,10 @@ def axis_name(axis: int) -> str:
     return f"a{axis}"
 
 
-def rows(bound: Bound, call: Call, results: Sequence[TensorMeta | None]) -> list[Row]:
+def rows(bound: BoundOp, call: OpCall, results: Sequence[TensorMeta | None]) -> list[ChoiceRow]:
     """The rows of a bound call: all whole, then each factor that `Shard` can cut."""
     n_in, n_out = len(bound.inputs), len(bound.outputs)
-    found = [Row("", (Replicate(),) * n_in, (Replicate(),) * n_out, 0)]
+    found = [ChoiceRow("", (Replicate(),) * n_in, (Replicate(),) * n_out, 0)]
     shapes = [
         *(t.ndim if t is not None else -1 for t in call.tensors),
         *(-1 if r is None else len(r.shape) for r in results),
@@ -69,7 +69,7 @@ def rows(bound: Bound, call: Call, results: Sequence[TensorMeta | None]) -> list
     return [*found, *(row for factor in alone if (row := _cut(bound, factor)) is not None)]
 
 
-def _cut(bound: Bound, factor: str) -> Row | None:
+def _cut(bound: BoundOp, factor: str) -> ChoiceRow | None:
     inputs: list[Placement] = []
     outputs: list[Placement] = []
     compound = False
@@ -88,10 +88,10 @@ def _cut(bound: Bound, factor: str) -> Row | None:
                 return None
             place = Partial(op)
         (inputs if i < len(bound.inputs) else outputs).append(place)
-    return Row(factor, tuple(inputs), tuple(outputs), bound.sizes[factor] if compound else 0)
+    return ChoiceRow(factor, tuple(inputs), tuple(outputs), bound.sizes[factor] if compound else 0)
 
 
-def _others(dims: Dims, at: int, factor: str, bound: Bound) -> bool | None:
+def _others(dims: Dims, at: int, factor: str, bound: BoundOp) -> bool | None:
     """Whether a dim has more factors than one; None where others come before it."""
     before, _, after = _split(dims[at], factor)
     if any(bound.sizes[f] > 1 for f in before):
@@ -105,8 +105,8 @@ def _split(factors: tuple[str, ...], factor: str) -> tuple[tuple[str, ...], str,
 
 
 def _pending_rows(
-    bound: Bound, call: Call, specs: Specs, axis: int, results: Sequence[TensorMeta | None]
-) -> Iterator[Row]:
+    bound: BoundOp, call: OpCall, specs: Specs, axis: int, results: Sequence[TensorMeta | None]
+) -> Iterator[ChoiceRow]:
     """Sums that are pending on this axis and may stay so."""
     there = [i for i, t in enumerate(call.tensors) if t is not None]
     numbers = [t.dtype for t in call.tensors if t is not None] + [r.dtype for r in results if r is not None]
@@ -121,13 +121,15 @@ def _pending_rows(
             kind = next(iter(kinds), None)
             if len(kinds) == 1 and type(kind) is Partial and kind.reduce_op in ("sum", "avg"):
                 inputs = tuple(kind if i in places else Replicate() for i in range(len(bound.inputs)))
-                yield Row("", inputs, (kind,) * len(bound.outputs), 0)
+                yield ChoiceRow("", inputs, (kind,) * len(bound.outputs), 0)
 
 
-def choose(bound: Bound, call: Call, specs: Specs, mesh: DeviceMesh, results: Sequence[TensorMeta | None]) -> Choice:
+def choose(
+    bound: BoundOp, call: OpCall, specs: Specs, mesh: DeviceMesh, results: Sequence[TensorMeta | None]
+) -> DTensorChoice:
     """The placements of a call whose inputs have these."""
     listed = rows(bound, call, results)
-    taken: list[Row] = []
+    taken: list[ChoiceRow] = []
     for axis in range(mesh.ndim):
         options = [*listed, *_pending_rows(bound, call, specs, axis, results)]
         able = [row for row in options if _fits(row, taken, mesh, axis)]
@@ -144,10 +146,10 @@ def choose(bound: Bound, call: Call, specs: Specs, mesh: DeviceMesh, results: Se
     for axis, row in enumerate(taken):
         if row.factor:
             cuts[row.factor] = (*cuts.get(row.factor, ()), Cut(axis_name(axis)))
-    return Choice(tuple(inputs), tuple(outputs), cuts)
+    return DTensorChoice(tuple(inputs), tuple(outputs), cuts)
 
 
-def _fits(row: Row, taken: Sequence[Row], mesh: DeviceMesh, axis: int) -> bool:
+def _fits(row: ChoiceRow, taken: Sequence[ChoiceRow], mesh: DeviceMesh, axis: int) -> bool:
     """Whether a row can stand beside those of the axes before: no two kinds pending, and what must divide does."""
     for i, place in enumerate(row.outputs):
         kinds = {other.outputs[i] for other in taken if isinstance(other.outputs[i], Partial)}
@@ -157,11 +159,11 @@ def _fits(row: Row, taken: Sequence[Row], mesh: DeviceMesh, axis: int) -> bool:
     return not row.divides or row.divides % math.prod([*same, mesh.size(axis)]) == 0
 
 
-def _is_at_hand(row: Row, specs: Specs, axis: int) -> bool:
+def _is_at_hand(row: ChoiceRow, specs: Specs, axis: int) -> bool:
     return all(s is None or s.placements[axis] == row.inputs[i] for i, s in enumerate(specs))
 
 
-def _cost(row: Row, specs: Specs, axis: int) -> float:
+def _cost(row: ChoiceRow, specs: Specs, axis: int) -> float:
     """What it costs to get the inputs to a row's placements on one axis."""
     total = 0.0
     for spec, place in zip(specs, row.inputs, strict=True):
@@ -171,6 +173,6 @@ def _cost(row: Row, specs: Specs, axis: int) -> float:
     return total
 
 
-def placed(call: Call, arguments: dict[str, Any]) -> list[Any]:
+def placed(call: OpCall, arguments: dict[str, Any]) -> list[Any]:
     """What stands at the places of a call's tensors in another mapping of the same arguments."""
     return [arguments[name] if i is None else arguments[name][i] for name, i in call.places]

@@ -29,13 +29,13 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from tangram.layout import Mesh
 from tangram.layout.rule import Operand, Rule
-from tangram.sharding.dtensor.choose import Choice, Specs, axis_name, choose, placed
+from tangram.sharding.dtensor.choose import DTensorChoice, Specs, axis_name, choose, placed
 from tangram.sharding.local_ops import local_call
 from tangram.sharding.local_ops.local_variants import RUNNERS
-from tangram.sharding.ops.bind import Bound
-from tangram.sharding.ops.calls import Call, is_written, schema_of
+from tangram.sharding.ops.bind import BoundOp
+from tangram.sharding.ops.calls import OpCall, is_written, schema_of
 from tangram.sharding.ops.find_rule import bound as find_bound
-from tangram.sharding.ops.rule_table import Table
+from tangram.sharding.ops.rule_table import RuleTable
 
 CORRECTED = frozenset({"offset", "scale", "once", "size", "product", "filled", "shape"}) | RUNNERS.keys()
 """Notes that say that a part needs more than its placement."""
@@ -43,14 +43,14 @@ _KEPT_PLANS = 4096
 
 
 @dataclass(frozen=True)
-class Plan:
+class DTensorPlan:
     """How a call is carried out; the same for each call with such inputs."""
 
-    call: Call
+    call: OpCall
     """Its tensors whole, and without memory."""
-    bound: Bound
-    choice: Choice
-    part: local_call.Part | None
+    bound: BoundOp
+    choice: DTensorChoice
+    part: local_call.RankPart | None
     """Of this rank; None where it is not of the mesh."""
     plain: bool
     """Whether the operator does on parts what it does on the whole."""
@@ -59,9 +59,9 @@ class Plan:
 class Executor:
     """Carries out calls by one table. Plans are kept by torch's own key of a call, and the types of its arguments."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: RuleTable) -> None:
         self._table = table
-        self._plans: dict[object, Plan] = {}
+        self._plans: dict[object, DTensorPlan] = {}
 
     def strategy(self, schema: OpSchema) -> OpStrategy:
         """What `register_op_strategy` wants: here, the one strategy that was chosen."""
@@ -91,8 +91,8 @@ class Executor:
                     self._plans.clear()
                 self._plans[key] = plan
         given = info.local_args if info.args_tree_spec is None else tree_unflatten(info.local_args, info.args_tree_spec)
-        own = Call.of(operator, given, info.local_kwargs)
-        specs = _specs(plan.call, Call.of(operator, info.schema.args_schema, info.schema.kwargs_schema))
+        own = OpCall.of(operator, given, info.local_kwargs)
+        specs = _specs(plan.call, OpCall.of(operator, info.schema.args_schema, info.schema.kwargs_schema))
         pairs = zip(own.tensors, specs, plan.choice.inputs, strict=True)
         here = plan.part is not None  # a rank that is not of the mesh holds nothing to move
         tensors = [None if t is None else _moved(t, a, b, operator) if here else t for t, a, b in pairs]
@@ -110,24 +110,24 @@ class Executor:
             return written[0] if len(written) == 1 else tuple(written)
         return _wrapped(operator, results, plan.choice.outputs, args, kwargs)
 
-    def _results(self, plan: Plan, tensors: Sequence[Tensor | None], own: Call) -> Sequence[Any]:
+    def _results(self, plan: DTensorPlan, tensors: Sequence[Tensor | None], own: OpCall) -> Sequence[Any]:
         device = next(t.device for t in tensors if t is not None)
         if plan.part is None:
             return [
                 None if s is None else torch.empty(0, dtype=_meta(s).dtype, device=device) for s in plan.choice.outputs
             ]
         empty = {name: torch.empty(0, dtype=own.arguments[name].dtype, device=device) for name in _outs(own.operator)}
-        call = Call(plan.call.operator, {**plan.call.arguments, **own_values(own, plan.call), **empty})
+        call = OpCall(plan.call.operator, {**plan.call.arguments, **own_values(own, plan.call), **empty})
         return [
             r.to(device) if isinstance(r, Tensor) else r for r in local_call.run(call, plan.bound, plan.part, tensors)
         ]
 
-    def _plan(self, schema: OpSchema) -> Plan:
+    def _plan(self, schema: OpSchema) -> DTensorPlan:
         propagator = cast(Any, DTensor)._op_dispatcher.sharding_propagator
         found: Any = propagator._propagate_tensor_meta_non_cached(schema)
         listed: list[TensorMeta | None] = [found] if isinstance(found, TensorMeta) else [*(found or ())]
-        given = Call.of(schema.op, schema.args_schema, schema.kwargs_schema)
-        call = Call(schema.op, tree_map(_on_meta, dict(given.arguments), is_leaf=_is_spec))
+        given = OpCall.of(schema.op, schema.args_schema, schema.kwargs_schema)
+        call = OpCall(schema.op, tree_map(_on_meta, dict(given.arguments), is_leaf=_is_spec))
         specs = _specs(call, given)
         mesh = next(s.mesh for s in specs if s is not None)
         if any(s is not None and s.mesh != mesh for s in specs):
@@ -136,10 +136,12 @@ class Executor:
         if len(bound.outputs) != len(listed):
             raise NotImplementedError(f"the rule of {call.name} has {len(bound.outputs)} results, not {len(listed)}")
         choice = choose(bound, call, specs, mesh, listed)
-        return Plan(call, bound, choice, _part(bound, choice, mesh), not CORRECTED & {n for n, _ in bound.rule.notes})
+        return DTensorPlan(
+            call, bound, choice, _part(bound, choice, mesh), not CORRECTED & {n for n, _ in bound.rule.notes}
+        )
 
 
-def with_whole_keywords(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def with_replicated_keywords(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A custom handler that makes whole what is given by keyword, and leaves the rest to torch's own rule."""
     found = {
         name: value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
@@ -193,7 +195,7 @@ def _refuse_copies(operator: OpOverload, written: Sequence[Any]) -> None:
             )
 
 
-def diagonal(call: Call) -> Bound:
+def diagonal(call: OpCall) -> BoundOp:
     """What can be cut of a view of a diagonal: the dims beside it, which no strides tell from it."""
     first = call.tensors[0]
     assert first is not None
@@ -201,10 +203,12 @@ def diagonal(call: Call) -> Bound:
     sizes = {f"d{i}": n for i, n in enumerate(first.shape) if i not in gone}
     dims = tuple((f"d{i}",) if f"d{i}" in sizes else () for i in range(first.ndim))
     rule = Rule((call.name,), (Operand(()),), (Operand(()),))
-    return Bound(rule, (dims,), ((*(dim for dim in dims if dim), ()),), sizes, frozenset(), dict.fromkeys(sizes, ("",)))
+    return BoundOp(
+        rule, (dims,), ((*(dim for dim in dims if dim), ()),), sizes, frozenset(), dict.fromkeys(sizes, ("",))
+    )
 
 
-def _part(bound: Bound, choice: Choice, mesh: DeviceMesh) -> local_call.Part | None:
+def _part(bound: BoundOp, choice: DTensorChoice, mesh: DeviceMesh) -> local_call.RankPart | None:
     at = mesh.get_coordinate()
     if at is None:
         return None
@@ -242,23 +246,23 @@ def _specs_of(value: Any) -> Any:
     return value
 
 
-def _specs(call: Call, given: Call) -> Specs:
-    return tuple(s if isinstance(s, DTensorSpec) else None for s in placed(call, dict(given.arguments)))
+def _specs(call: OpCall, inputs: OpCall) -> Specs:
+    return tuple(s if isinstance(s, DTensorSpec) else None for s in placed(call, dict(inputs.arguments)))
 
 
-def own_values(own: Call, whole: Call) -> dict[str, Any]:
+def own_values(own: OpCall, full: OpCall) -> dict[str, Any]:
     """The arguments without tensors, as they were given this time."""
-    tensors = {name for name, _ in whole.places}
+    tensors = {name for name, _ in full.places}
     return {name: value for name, value in own.arguments.items() if name not in tensors}
 
 
-def _moved(tensor: Tensor, given: DTensorSpec | None, wanted: DTensorSpec | None, operator: OpOverload) -> Tensor:
-    assert given is not None
-    assert wanted is not None
-    if given.placements == wanted.placements and given.shard_order == wanted.shard_order:
+def _moved(tensor: Tensor, inputs: DTensorSpec | None, target: DTensorSpec | None, operator: OpOverload) -> Tensor:
+    assert inputs is not None
+    assert target is not None
+    if inputs.placements == target.placements and inputs.shard_order == target.shard_order:
         return tensor
-    ExplicitRedistributionContext.observe_redistribution(given, wanted, LazyString(lambda: f"for {operator}"))
-    moved = redistribute_local_tensor(tensor, given, wanted)
+    ExplicitRedistributionContext.observe_redistribution(inputs, target, LazyString(lambda: f"for {operator}"))
+    moved = redistribute_local_tensor(tensor, inputs, target)
     return moved.contiguous()  # which kernels insist on, and what was gathered is not
 
 
@@ -268,11 +272,11 @@ def _outs(operator: OpOverload) -> list[str]:
 
 def _written(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor]:
     """The tensors that results are written to."""
-    arguments = Call.of(operator, args, kwargs).arguments
+    arguments = OpCall.of(operator, args, kwargs).arguments
     return [arguments[a.name] for a in schema_of(operator).arguments if is_written(a)]
 
 
-def _stays(written: Sequence[DTensor], plan: Plan, operator: OpOverload) -> bool:
+def _stays(written: Sequence[DTensor], plan: DTensorPlan, operator: OpOverload) -> bool:
     """Whether the operator can write where the only tensor lies that it writes."""
     if _outs(operator) or len(written) != 1:
         return False
@@ -281,7 +285,7 @@ def _stays(written: Sequence[DTensor], plan: Plan, operator: OpOverload) -> bool
     return first is not None and output is not None and now == first.placements == output.placements
 
 
-def _call(call: Call) -> None:
+def _call(call: OpCall) -> None:
     arguments = schema_of(call.operator).arguments
     positional = [call.arguments[a.name] for a in arguments if not a.kwarg_only]
     call.operator(*positional, **{a.name: call.arguments[a.name] for a in arguments if a.kwarg_only})

@@ -24,10 +24,16 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright
 from tangram.errors import UserError
 from tangram.layout.rule import Rule
 from tangram.layout.syntax import Dim
-from tangram.sharding.dtensor.execute import CORRECTED, Executor, not_into_a_copy, with_its_shape, with_whole_keywords
+from tangram.sharding.dtensor.execute import (
+    CORRECTED,
+    Executor,
+    not_into_a_copy,
+    with_its_shape,
+    with_replicated_keywords,
+)
 from tangram.sharding.ops import views
 from tangram.sharding.ops.calls import is_written, name_of, schema_of, tensor_arguments
-from tangram.sharding.ops.rule_table import Table, builtin, parse_lines
+from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
 
 __all__ = ["Registered", "exported", "register"]
 
@@ -75,13 +81,13 @@ class Registered:
         self.undo()
 
 
-def exported(table: Table | None = None) -> Table:
+def exported(table: RuleTable | None = None) -> RuleTable:
     """A table (the one that comes with Tangram) with what DTensor asks for beside it."""
     text = resources.files("tangram.sharding.dtensor").joinpath("dtensor.rules").read_text()
     return (builtin() if table is None else table).with_lines(parse_lines(text, "dtensor.rules"))
 
 
-def register(table: Table | None = None, operators: Iterable[str | OpOverload] | None = None) -> Registered:
+def register(table: RuleTable | None = None, operators: Iterable[str | OpOverload] | None = None) -> Registered:
     """Put rules in the place of DTensor's own, for all operators that they hold for, or for some.
 
     `operators`: as aten calls them, `sum.dim_IntList`, or `sum` for all overloads; or operators of anybody's. Raises
@@ -101,10 +107,10 @@ def register(table: Table | None = None, operators: Iterable[str | OpOverload] |
     found: dict[bool, list[str]] = {True: [], False: []}
     refused: dict[str, str] = {}
     done = Registered((), (), refused)
-    for operator in [*_asked(operators)]:  # a name that torch lacks is told before anything is done
+    for operator in [*_requested(operators)]:  # a name that torch lacks is told before anything is done
         name = name_of(operator)
         why = _refusal(rules, operator)
-        mended = with_whole_keywords if _has_flags_by_keyword(operator) else MENDED.get(name.partition(".")[0])
+        mended = with_replicated_keywords if _has_flags_by_keyword(operator) else MENDED.get(name.partition(".")[0])
         if mended is None and why:
             refused[name] = why
             mended = not_into_a_copy if _writes_self(operator) and operator not in handlers else None
@@ -131,7 +137,7 @@ def register(table: Table | None = None, operators: Iterable[str | OpOverload] |
     return done
 
 
-def _asked(operators: Iterable[str | OpOverload] | None) -> Iterator[OpOverload]:
+def _requested(operators: Iterable[str | OpOverload] | None) -> Iterator[OpOverload]:
     if operators is None:
         names: list[str] = _torch._dispatch_get_all_op_names()
         for packet, _, overload in sorted(
@@ -170,7 +176,7 @@ def _has_flags_by_keyword(operator: OpOverload) -> bool:
     )
 
 
-def _placements_say_all(rules: Table, operator: OpOverload) -> bool:
+def _placements_say_all(rules: RuleTable, operator: OpOverload) -> bool:
     """Whether a part's call has the whole call's arguments, and torch's runtime redistributes all that it is given."""
     schema = schema_of(operator)
     noted = {name for line in rules.all_of(operator) for name, _ in line.rule.notes}
@@ -192,7 +198,7 @@ def _leaves(rule: Rule) -> Iterator[Dim]:
                 yield from piece.what.leaves
 
 
-def _refusal(rules: Table, operator: OpOverload) -> str:
+def _refusal(rules: RuleTable, operator: OpOverload) -> str:
     """Why an operator stays torch's; nothing where it does not."""
     schema, name = schema_of(operator), name_of(operator)
     lines = rules.all_of(operator)

@@ -20,12 +20,14 @@ parameters, `mark` is kept on the object: before anything runs, it is the same a
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from string import ascii_lowercase
 from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.overrides import handle_torch_function, has_torch_function  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
@@ -34,9 +36,7 @@ from tangram.models import noted
 from tangram.models.called import caller, line_of
 from tangram.sharding.derive.marking.mark_ops import InCode, parsed
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.eager.meant import kind as _kind
-from tangram.sharding.eager.meant import meant
-from tangram.sharding.eager.sharded_tensor import Placed
+from tangram.sharding.eager.sharded_tensor import ShardedTensor
 
 Marked = TypeVar("Marked", Tensor, nn.Module)
 _KEPT = "_tangram_mark"
@@ -45,11 +45,11 @@ _KEPT = "_tangram_mark"
 class Session(Protocol):
     """Who derives operators as they run."""
 
-    def mark(self, x: Tensor, written: Written) -> Tensor:
+    def mark(self, x: Tensor, written: WrittenMark) -> Tensor:
         """`x`, lying so from now on."""
         ...
 
-    def relayout(self, x: Tensor, written: Written) -> Tensor:
+    def relayout(self, x: Tensor, written: WrittenMark) -> Tensor:
         """The same elements, lying so."""
         ...
 
@@ -59,21 +59,21 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenMark:
     """A mark as somebody wrote it."""
 
     layout: Layout
-    said: str
+    name: str
     """How it is called in a message."""
 
     @staticmethod
-    def in_code(what: str, layout: str, line: str) -> Written:
+    def in_code(what: str, layout: str, line: str) -> WrittenMark:
         """A call of `mark` or `relayout`. Raises UserError for a layout that cannot be read."""
         found = parsed(layout, line, what)
-        return Written(found, f'{what}(…, "{found}") in {line}')
+        return WrittenMark(found, f'{what}(…, "{found}") in {line}')
 
     def __str__(self) -> str:
-        return self.said
+        return self.name
 
 
 current: ContextVar[Session | None] = ContextVar("session", default=None)
@@ -117,7 +117,7 @@ def layout_of(x: Tensor) -> Layout:
     session = current.get()
     if not isinstance(cast(Any, x), Tensor):
         raise UserError(f"{_line()}: layout_of is for tensors, and not for {_kind(x)}")
-    if isinstance(x, Placed):
+    if isinstance(x, ShardedTensor):
         return x.notation
     if session is None:
         raise UserError(
@@ -141,7 +141,7 @@ def marks_in(model: nn.Module) -> list[Mark]:
 def _on_tensor(x: Any, layout: str, what: str, line: str) -> Any:
     session = current.get()
     if session is not None:
-        written = Written.in_code(what, layout, line)
+        written = WrittenMark.in_code(what, layout, line)
         return session.mark(x, written) if what == "mark" else session.relayout(x, written)
     function = mark if what == "mark" else relayout
     if has_torch_function((x,)):  # a capture and a runtime look at the functions that code calls
@@ -162,3 +162,86 @@ def _refuse(x: object, layout: object, what: str, line: str) -> None:
 
 def _line() -> str:
     return line_of(caller(sys._getframe(2)))  # pyright: ignore[reportPrivateUsage]
+
+
+# ----------------------------------------------------------------
+# What somebody meant who typed a mark as another library has it: a sentence with the text to write instead.
+# Shard(0), [Replicate(), Shard(1)]      placements of torch, one for each axis of a mesh
+# P("tp", None), ("dp", ("tp", "cp"))    a partition of dims, one entry for each dim
+
+
+EXAMPLE = 'as "batch seq/tp hidden"'
+
+
+def _kind(x: object) -> str:
+    """`a Shard`, `None`."""
+    return f"a {type(x).__name__}" if x is not None else "None"
+
+
+def meant(layout: object, ndim: int | None, axes: Sequence[str]) -> str:
+    """The end of a sentence: an example or, where that can be told, the very mark.
+
+    `ndim`: of the tensor, None if it is not known; `axes`: of the mesh, or none where there is no mesh yet.
+    """
+    placements = [layout] if isinstance(layout, Placement) else _items(layout)
+    if placements and all(isinstance(one, Placement) for one in placements):
+        text = _of_placements(cast("Sequence[Placement]", placements), ndim, axes)
+        shown = ", ".join(map(_shown, placements))
+        shown = shown if isinstance(layout, Placement) else f"[{shown}]"
+    elif placements and all(one is None or isinstance(one, str) or _axes(one) for one in placements):
+        text = _of_partition(placements, ndim)
+        name = "" if type(layout) in (tuple, list) else type(layout).__name__
+        shown = f"{name}({', '.join(map(repr, placements))})"
+    else:
+        return f"{EXAMPLE}, and not {_kind(layout)}"
+    return f'and not {shown}: write "{text}"' if text else f"{EXAMPLE}, and not {shown}"
+
+
+def _items(layout: object) -> list[Any]:
+    if isinstance(layout, str | bytes | dict) or not (hasattr(layout, "__iter__") and hasattr(layout, "__len__")):
+        return []
+    return list(cast("Sequence[Any]", layout))
+
+
+def _axes(entry: object) -> tuple[str, ...]:
+    """The axes that an entry of a partition names."""
+    some = (entry,) if isinstance(entry, str) else tuple(_items(entry))
+    return cast("tuple[str, ...]", some) if all(isinstance(one, str) for one in some) else ()
+
+
+def _of_partition(entries: Sequence[object], ndim: int | None) -> str:
+    if ndim is not None and len(entries) > ndim:
+        return ""
+    cuts = [_axes(one) if one is not None else () for one in entries]
+    return _text([*cuts, *[()] * ((ndim or len(entries)) - len(cuts))])
+
+
+def _of_placements(placements: Sequence[Placement], ndim: int | None, axes: Sequence[str]) -> str:
+    axes = axes or ("dp", "tp")[-len(placements) :]
+    if len(axes) != len(placements):
+        return ""
+    dims = [int(cast(Any, one).dim) for one in placements if isinstance(one, Shard)]
+    count = ndim if ndim is not None else max((d + 1 if d >= 0 else -d for d in dims), default=0)
+    if any(not isinstance(one, Shard | Replicate | Partial) for one in placements) or not all(
+        -count <= d < count for d in dims
+    ):
+        return ""
+    cuts: list[tuple[str, ...]] = [()] * count
+    sums: list[str] = []
+    for axis, one in zip(axes, placements, strict=True):
+        if isinstance(one, Shard):
+            dim = int(cast(Any, one).dim)
+            cuts[dim] = (*cuts[dim], axis)
+        elif isinstance(one, Partial):
+            sums.append(f"{cast(Any, one).reduce_op}:{axis}")
+    return " ".join([_text(cuts), *sums])
+
+
+def _text(cuts: Sequence[Sequence[str]]) -> str:
+    return " ".join("/".join([name, *own]) for name, own in zip(ascii_lowercase, cuts, strict=False))
+
+
+def _shown(one: object) -> str:
+    if isinstance(one, Shard):
+        return f"Shard({one.dim})"
+    return "Replicate()" if isinstance(one, Replicate) else "Partial()" if isinstance(one, Partial) else repr(one)

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from tangram.sharding.derive.collectives_between import Label, Move, labels, moves
+from tangram.sharding.derive.collectives_between import Comm, Label, comms, labels
 from tangram.sharding.derive.problem.states import SAME, SUM, State, received
-from tangram.sharding.eager.trace_function import Operator
-from tangram.sharding.ops.bind import Bound
+from tangram.sharding.eager.trace_function import TracedOperator
+from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.propagation.axis_choices import ALL_REDUCE, REDUCE_SCATTER
 
 NEVER = float("inf")
 
 
-class Lies(Protocol):
+class TensorPlacement(Protocol):
     """A tensor as a choice sees it."""
 
     @property
@@ -28,45 +28,45 @@ class Lies(Protocol):
         """How it lies over each axis."""
         ...
 
-    def price(self, axis: str, wanted: State) -> float:
+    def price(self, axis: str, target: State) -> float:
         """Bytes that a rank receives to have it so, forward and backward."""
         ...
 
 
 def decide(
-    operator: Operator,
-    bound: Bound,
-    given: Sequence[Lies | None],
+    operator: TracedOperator,
+    bound: BoundOp,
+    inputs: Sequence[TensorPlacement | None],
     sizes: Mapping[str, int],
     nbytes: Sequence[float],
     differentiable: bool,
     fixed: Collection[int] = (),
-) -> dict[str, Move] | None:
+) -> dict[str, Comm] | None:
     """Over each axis what the operator does; None where all that it can do moves a parameter or what is `fixed`.
 
     `sizes`: of the axes; `nbytes`: of the whole results; `fixed`: places that are written, and have to stay.
     """
-    found: dict[str, Move] = {}
+    found: dict[str, Comm] = {}
     for axis, k in sizes.items():
-        there = [() if one is None else (one.states[axis],) for one in given]
+        there = [() if one is None else (one.states[axis],) for one in inputs]
         if all(state == SAME for some in there for state in some):
-            needs = tuple(SAME if one is not None else None for one in given)
-            found[axis] = Move(None, needs, (SAME,) * len(bound.outputs), 1.0)
+            needs = tuple(SAME if one is not None else None for one in inputs)
+            found[axis] = Comm(None, needs, (SAME,) * len(bound.outputs), 1.0)
             continue
         some = labels(bound, [*there, *[()] * len(bound.outputs)], k)
         fitting = [one for one in some if _is_even(bound, one, k, found, sizes)]
-        options = moves(operator.call, bound, fitting, k, [differentiable] * len(bound.outputs))
-        best = min(options, key=lambda one: _cost(operator, one, given, axis, k, nbytes, differentiable, fixed))
-        if _cost(operator, best, given, axis, k, nbytes, differentiable, fixed)[0] == NEVER:
+        options = comms(operator.call, bound, fitting, k, [differentiable] * len(bound.outputs))
+        best = min(options, key=lambda one: _cost(operator, one, inputs, axis, k, nbytes, differentiable, fixed))
+        if _cost(operator, best, inputs, axis, k, nbytes, differentiable, fixed)[0] == NEVER:
             return None
         found[axis] = best
     return found
 
 
 def _cost(
-    operator: Operator,
-    move: Move,
-    given: Sequence[Lies | None],
+    operator: TracedOperator,
+    move: Comm,
+    inputs: Sequence[TensorPlacement | None],
     axis: str,
     k: int,
     nbytes: Sequence[float],
@@ -75,8 +75,8 @@ def _cost(
 ) -> tuple[float, int, float]:
     """Bytes; of equal ones what passes on a sum alone, and last what others have to wait with; then what works less."""
     total = 0.0
-    own = [one.states[axis] for one in given if one is not None]
-    for place, (one, need) in enumerate(zip(given, move.inputs, strict=True)):
+    own = [one.states[axis] for one in inputs if one is not None]
+    for place, (one, need) in enumerate(zip(inputs, move.inputs, strict=True)):
         if one is None or need is None:
             continue
         if place in operator.written:
@@ -96,7 +96,7 @@ def _cost(
     return total, order, move.share
 
 
-def _is_even(bound: Bound, label: Label, k: int, done: Mapping[str, Move], sizes: Mapping[str, int]) -> bool:
+def _is_even(bound: BoundOp, label: Label, k: int, done: Mapping[str, Comm], sizes: Mapping[str, int]) -> bool:
     """Whether a cut is even beside those of the axes before."""
     n = bound.sizes[label.factor] // label.inner
     for axis, move in done.items():

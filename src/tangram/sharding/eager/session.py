@@ -29,32 +29,31 @@ from tangram.layout.locate import held
 from tangram.layout.syntax import Cut
 from tangram.models.called import caller, line_of
 from tangram.models.graph import Ref
-from tangram.sharding.derive.collectives_between import Move
+from tangram.sharding.derive.collectives_between import Comm
 from tangram.sharding.derive.derive import ConflictError
-from tangram.sharding.derive.layouts import divided, layout_of
+from tangram.sharding.derive.layouts import layout_of, sharded_dim
 from tangram.sharding.derive.marking.marks import states as states_of
 from tangram.sharding.derive.problem.states import SAME, State, cut
 from tangram.sharding.derive.transitions import Change, change_of
 from tangram.sharding.eager import api
-from tangram.sharding.eager.api import Written
+from tangram.sharding.eager.api import WrittenMark
 from tangram.sharding.eager.greedy import decide
-from tangram.sharding.eager.names import MADE, OWN, REFUSED, VALUES, VIEWS
-from tangram.sharding.eager.sharded_tensor import Placed, States, tied
-from tangram.sharding.eager.surroundings import refuse_surroundings
-from tangram.sharding.eager.trace_function import Like, Operator, Recorder
+from tangram.sharding.eager.sharded_tensor import ShardedTensor, States, blocked, tied
+from tangram.sharding.eager.surroundings import MADE, OWN, REFUSED, VALUES, VIEWS, refuse_surroundings
+from tangram.sharding.eager.trace_function import Like, TracedOperator, TraceRecorder
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.local_call import run
-from tangram.sharding.local_ops.random_ops import Drawing
-from tangram.sharding.ops.bind import Bound
-from tangram.sharding.ops.rank_part import Part
-from tangram.sharding.ops.rule_table import Table, builtin
+from tangram.sharding.local_ops.random_ops import DrawMode
+from tangram.sharding.ops.bind import BoundOp
+from tangram.sharding.ops.rank_part import RankPart
+from tangram.sharding.ops.rule_table import RuleTable, builtin
 
 Bring = Callable[[Tensor, Change, bool], Tensor]
 """Moves a part; the last says whether gradients flow through it."""
 
 
 @dataclass(frozen=True)
-class Lying:
+class ParameterPart:
     """A parameter of which this rank has a part."""
 
     name: str
@@ -63,7 +62,7 @@ class Lying:
 
 
 @dataclass(frozen=True)
-class Seen:
+class MetMark:
     """A mark or relayout that was met, and how the tensor lies after it."""
 
     by: str
@@ -82,15 +81,15 @@ class Eager:
         rank: int,
         bring: Bring,
         part_of: Callable[[nn.Parameter], Tensor],
-        table: Table | None = None,
+        table: RuleTable | None = None,
     ) -> None:
         self.mesh, self._rank, self._bring, self._part_of = mesh, rank, bring, part_of
         self.sizes = {axis: n for axis, n in mesh.views[0] if n > 1}
-        self.parameters: dict[nn.Parameter, Lying] = {}
+        self.parameters: dict[nn.Parameter, ParameterPart] = {}
         self.names: dict[nn.Parameter, str] = {}
-        self.seen: list[Seen] = []
-        self._recorder = Recorder(table or builtin())
-        self._kept: dict[nn.Parameter, Placed] | None = None
+        self.seen: list[MetMark] = []
+        self._recorder = TraceRecorder(table or builtin())
+        self._kept: dict[nn.Parameter, ShardedTensor] | None = None
         self._whole = dict.fromkeys(self.sizes, SAME)
 
     @contextmanager
@@ -98,14 +97,14 @@ class Eager:
         """The code that runs means this session."""
         token = api.current.set(self)
         try:
-            with Drawing(), Mode(self):  # what is drawn is the same on all ranks, of tensors with a layout or without
+            with DrawMode(), Mode(self):  # what is drawn is the same on all ranks, of tensors with a layout or without
                 yield
         finally:
             api.current.reset(token)
 
     # ------------------------------------------------------------ what code says
 
-    def mark(self, x: Tensor, written: Written) -> Tensor:
+    def mark(self, x: Tensor, written: WrittenMark) -> Tensor:
         """`x` lies so from now on. Raises UserError where it cannot, ConflictError for another mark of it."""
         states = self._wanted(x, written)
         if isinstance(x, nn.Parameter):
@@ -124,21 +123,21 @@ class Eager:
                 raise ConflictError(f"{before[1]} and {written} contradict each other over {axis}", axis)
         return self._said(placed, states, written)
 
-    def relayout(self, x: Tensor, written: Written) -> Tensor:
+    def relayout(self, x: Tensor, written: WrittenMark) -> Tensor:
         """The same elements, lying so. Raises UserError where they cannot."""
         states = self._wanted(x, written)
         return self._said(self._placed(x).copied(), states, written)
 
-    def _said(self, placed: Placed, states: States, written: Written) -> Placed:
-        placed.said(states, {axis: (state, written) for axis, state in states.items()})
-        self.seen.append(Seen(str(written), placed.notation))
+    def _said(self, placed: ShardedTensor, states: States, written: WrittenMark) -> ShardedTensor:
+        placed.mark_as(states, {axis: (state, written) for axis, state in states.items()})
+        self.seen.append(MetMark(str(written), placed.notation))
         return placed
 
     def layout_of(self, x: Tensor) -> Layout:
         """How a tensor lies; one without a layout is whole on every rank."""
         return self._placed(x).notation
 
-    def _wanted(self, x: Tensor, written: Written) -> dict[str, State]:
+    def _wanted(self, x: Tensor, written: WrittenMark) -> dict[str, State]:
         shape = tuple(x.shape)
         try:
             states = states_of(written.layout, shape, self.mesh) or dict.fromkeys(self.mesh.axes, SAME)
@@ -155,17 +154,17 @@ class Eager:
 
     # ------------------------------------------------------------ tensors
 
-    def _placed(self, x: Tensor) -> Placed:
+    def _placed(self, x: Tensor) -> ShardedTensor:
         """A tensor with how it lies: whole on every rank, where nothing else is said."""
-        if isinstance(x, Placed):
+        if isinstance(x, ShardedTensor):
             return x
         if not isinstance(x, nn.Parameter):
-            return Placed.of(self, x, x, self._whole)
+            return ShardedTensor.of(self, x, x, self._whole)
         if self._kept is not None and x in self._kept:
             return self._kept[x]
         lying = self.parameters.get(x)
         states = self._whole if lying is None else {axis: lying.states[axis] for axis in self.sizes}
-        found = Placed.of(self, x, self._part_of(x), states, standing=self._name_of(x))
+        found = ShardedTensor.of(self, x, self._part_of(x), states, standing=self._name_of(x))
         if self._kept is not None:
             self._kept[x] = found
         return found
@@ -184,19 +183,19 @@ class Eager:
         return tree_unflatten([self._given(x) for x in leaves], form)
 
     def _given(self, x: Any) -> Any:
-        if not isinstance(x, Placed):
+        if not isinstance(x, ShardedTensor):
             return x
         free = {axis: SAME for axis in self.sizes if axis not in x.by}
         part = x.as_({**x.states, **free}) if any(s != SAME for s in x.states.values()) else x.part
         if all(axis in free or state == SAME for axis, state in x.states.items()):
             return part
         found = x.copied()
-        found.said(free, {})
+        found.mark_as(free, {})
         return found
 
     def whole(self, x: Tensor) -> Tensor:
         """A plain tensor of all that `x` is: of one number, or of what every rank has whole already."""
-        if not isinstance(x, Placed):
+        if not isinstance(x, ShardedTensor):
             return x
         if any(state.kind in ("cut", "sum") for state in x.states.values()) and math.prod(x.shape) > 1:
             raise UserError(f"a value is read of what lies as `{x.notation}`: relayout it whole first")
@@ -214,7 +213,9 @@ class Eager:
 
     def concerns(self, leaves: Sequence[Any]) -> bool:
         """Whether a function is given something that this rank has a part of."""
-        return any(isinstance(x, Placed) or (isinstance(x, nn.Parameter) and x in self.parameters) for x in leaves)
+        return any(
+            isinstance(x, ShardedTensor) or (isinstance(x, nn.Parameter) and x in self.parameters) for x in leaves
+        )
 
     def call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """What a function of torch gives. Raises UserError with the line of the code that calls it."""
@@ -230,11 +231,11 @@ class Eager:
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", str(func))
         if func in (api.mark, api.relayout):
-            written = Written.in_code(name, args[1], line_of(caller(sys._getframe(1))))  # pyright: ignore[reportPrivateUsage]
+            written = WrittenMark.in_code(name, args[1], line_of(caller(sys._getframe(1))))  # pyright: ignore[reportPrivateUsage]
             return self.mark(args[0], written) if func is api.mark else self.relayout(args[0], written)
         if name == "__get__":
             attribute = getattr(func.__self__, "__name__", None) or func.__self__.fget.__name__
-            if attribute in OWN and isinstance(args[0], Placed):
+            if attribute in OWN and isinstance(args[0], ShardedTensor):
                 return getattr(args[0].part, attribute)
             if attribute not in MADE:
                 with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
@@ -276,7 +277,7 @@ class Eager:
         return tree_unflatten([values[x.value] if isinstance(x, Ref) else x for x in found.gives], found.form)
 
     def _like(self, x: Tensor) -> Like:
-        if not isinstance(x, Placed):
+        if not isinstance(x, ShardedTensor):
             if type(x) not in (Tensor, nn.Parameter) and not self.concerns([x]):
                 raise UserError(
                     f"a {type(x).__name__} comes from code that ran outside of the session, as what is recomputed "
@@ -291,7 +292,9 @@ class Eager:
 
     # ------------------------------------------------------------ operators
 
-    def _operator(self, operator: Operator, values: Mapping[int, Tensor], made: Mapping[int, Tensor]) -> dict[int, Any]:
+    def _operator(
+        self, operator: TracedOperator, values: Mapping[int, Tensor], made: Mapping[int, Tensor]
+    ) -> dict[int, Any]:
         """What one operator gives, by value."""
         call, bound = operator.call, operator.bound
         plain = [None if v is None else values[v] for v in operator.inputs]
@@ -301,10 +304,10 @@ class Eager:
         given = [None if x is None else self._placed(x) for x in plain]
         trained = torch.is_grad_enabled() and any(x is not None and x.trained for x in given)
         nbytes = [_nbytes(made.get(v)) if v is not None else 0.0 for v in operator.results]
-        fixed = [i for i in operator.written if not (isinstance(own := plain[i], Placed) and own.alone)]
+        fixed = [i for i in operator.written if not (isinstance(own := plain[i], ShardedTensor) and own.alone)]
         chosen = decide(operator, bound, given, self.sizes, nbytes, trained, fixed)
         if chosen is None:
-            raise UserError(_blocked(operator, given))
+            raise UserError(blocked(operator.call.name, given))
         local: list[Tensor | None] = []
         for place, x in enumerate(given):
             if x is None:
@@ -333,16 +336,16 @@ class Eager:
 
     def _result(
         self,
-        operator: Operator,
+        operator: TracedOperator,
         v: int,
         x: Tensor,
         states: States,
         plain: Sequence[Tensor | None],
-        given: Sequence[Placed | None],
+        inputs: Sequence[ShardedTensor | None],
         made: Mapping[int, Tensor],
     ) -> Tensor:
         place = next((i for i, own in enumerate(operator.inputs) if own == v), None)
-        there = None if place is None else given[place]
+        there = None if place is None else inputs[place]
         if place is not None and there is not None:  # it gives what it took
             if place in operator.written:
                 if x.untyped_storage().data_ptr() != there.part.untyped_storage().data_ptr():
@@ -353,20 +356,22 @@ class Eager:
             own = plain[place]
             assert own is not None
             return own
-        standing = all(one is None or one.standing for one in given)
-        base = given[0] if operator.shares else None
-        name = next((one.standing for one in given if one is not None), "") if standing else ""
-        return Placed.of(self, made[v], x, states, name, base)
+        standing = all(one is None or one.standing for one in inputs)
+        base = inputs[0] if operator.shares else None
+        name = next((one.standing for one in inputs if one is not None), "") if standing else ""
+        return ShardedTensor.of(self, made[v], x, states, name, base)
 
-    def _part(self, bound: Bound, chosen: Mapping[str, Move]) -> Part:
+    def _part(self, bound: BoundOp, chosen: Mapping[str, Comm]) -> RankPart:
         """Where this rank stands in an operator."""
         cuts: dict[str, list[tuple[str, State]]] = {}
         for axis, move in chosen.items():
             if move.label is not None:
                 cuts.setdefault(move.label.factor, []).append((axis, cut(0, move.label.inner)))
         at = self.mesh.coords(self._rank)
-        sets = {f: held(divided(bound.sizes[f], own), self.mesh, at) for f, own in cuts.items()}
-        return Part(self.mesh, self._rank, sets, {f: tuple(Cut(axis) for axis, _ in own) for f, own in cuts.items()})
+        sets = {f: held(sharded_dim(bound.sizes[f], own), self.mesh, at) for f, own in cuts.items()}
+        return RankPart(
+            self.mesh, self._rank, sets, {f: tuple(Cut(axis) for axis, _ in own) for f, own in cuts.items()}
+        )
 
 
 class Mode(TorchFunctionMode):
@@ -387,14 +392,3 @@ class Mode(TorchFunctionMode):
 
 def _nbytes(x: Tensor | None) -> float:
     return 0.0 if x is None else float(x.numel() * x.element_size())
-
-
-def _blocked(operator: Operator, given: Sequence[Placed | None]) -> str:
-    """Why an operator can do nothing."""
-    names = dict.fromkeys(f"{x.standing} (`{x.notation}`)" for x in given if x is not None and x.standing)
-    lies = ", ".join(f"`{x.notation}`" for x in given if x is not None and not x.standing)
-    called = operator.call.name
-    if not names:
-        return f"{called} writes into a tensor that has to lie otherwise for it, of {lies}: relayout it first"
-    others = f" beside {lies}" if lies else ""
-    return f"{called} cannot use {' and '.join(names)} where it lies{others}: mark it otherwise, or relayout it"

@@ -6,15 +6,15 @@ those of the whole, and every function of torch that it calls goes to the sessio
 operators are dispatched below autograd, as DTensor: backward operators would need rules of their own; here autograd
 sees plain parts and what moves them, and the backward of a move is the move between the duals.
 
-So a `Placed` has no gradient history: its part has. What no session is asked about, as code of a library that takes
-tensors apart, ends in an error and never in a number.
+So a `ShardedTensor` has no gradient history: its part has. What no session is asked about, as code of a library that
+takes tensors apart, ends in an error and never in a number.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,24 +25,42 @@ from tangram.sharding.derive.layouts import layout_of
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, price
 from tangram.sharding.eager.greedy import NEVER
 
-if TYPE_CHECKING:
-    from tangram.sharding.eager.session import Eager
-
 States = Mapping[str, State]
 Key = tuple[tuple[str, State], ...]
 
 
-class Placed(Tensor):
+class Deriving(Protocol):
+    """A session in which operators are derived as they run, as its tensors see it."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Of its axes."""
+        ...
+
+    def call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """What a function of torch gives."""
+        ...
+
+    def number_of(self, x: Tensor) -> Any:
+        """The number that a tensor of one element is."""
+        ...
+
+    def brought(self, part: Tensor, source: States, target: States, trained: bool) -> Tensor:
+        """This rank's part where it lies as `target`, given it where it lies as `source`."""
+        ...
+
+
+class ShardedTensor(Tensor):
     """One rank's part of a tensor. `shape`, `stride()` and `dtype` are those of the whole."""
 
-    _session: Eager
+    _session: Deriving
     _states: dict[str, State]
     _parts: dict[Key, Tensor]
     """What this rank has of it, by how it lies."""
     _lies: dict[str, State]
     """How it lies in truth: what is said to be whole is gathered when it is read, with the gradient that its reader
     has."""
-    _family: list[weakref.ref[Placed]]
+    _family: list[weakref.ref[ShardedTensor]]
     """Those that share memory on one process."""
     _stale: str
     standing: str
@@ -52,13 +70,23 @@ class Placed(Tensor):
 
     @staticmethod
     def of(
-        session: Eager, like: Tensor, part: Tensor, states: States, standing: str = "", base: Placed | None = None
-    ) -> Placed:
+        session: Deriving,
+        like: Tensor,
+        part: Tensor,
+        states: States,
+        standing: str = "",
+        base: ShardedTensor | None = None,
+    ) -> ShardedTensor:
         """A tensor of the size and strides of `like`, of which this rank has `part`."""
         wrapped: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
-            Placed, like.shape, like.stride(), dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
+            ShardedTensor,
+            like.shape,
+            like.stride(),
+            dtype=part.dtype,
+            device=part.device,
+            requires_grad=part.requires_grad,
         )
-        found: Placed = wrapped
+        found: ShardedTensor = wrapped
         found._session, found.standing, found.by, found._stale = session, standing, {}, ""
         found._states = found._lies = {a: s if part.requires_grad or s != SEVERAL else SAME for a, s in states.items()}
         found._parts = {_key(found._states): part}
@@ -72,7 +100,7 @@ class Placed(Tensor):
         from torch.utils._pytree import tree_leaves
 
         leaves: list[Any] = tree_leaves((args, kwargs))
-        session = next((x._session for x in leaves if isinstance(x, Placed)), None)
+        session = next((x._session for x in leaves if isinstance(x, ShardedTensor)), None)
         if session is None:
             return cast(Any, super()).__torch_function__(func, types, args, kwargs or {})
         return session.call(func, args, kwargs or {})
@@ -87,7 +115,7 @@ class Placed(Tensor):
 
     def __repr__(self, **_: Any) -> str:
         """Its layout, and this rank's part."""
-        return f"Placed({self.notation}, this rank has {self.part!r})"
+        return f"ShardedTensor({self.notation}, this rank has {self.part!r})"
 
     def __format__(self, spec: str) -> str:
         return format(self._session.number_of(self), spec) if self.ndim == 0 else repr(self)
@@ -112,7 +140,7 @@ class Placed(Tensor):
         """What this rank has of it, a plain tensor."""
         return self.as_(self._states)
 
-    def said(self, states: States, by: Mapping[str, tuple[State, object]]) -> None:
+    def mark_as(self, states: States, by: Mapping[str, tuple[State, object]]) -> None:
         """It lies so from now on, by these marks. What is to be whole is moved when it is read, for its reader."""
         self._states = {**self._states, **states}
         own, key = _key(self._lies), _key(self._states)
@@ -124,27 +152,27 @@ class Placed(Tensor):
             self._parts = {k: x for k, x in self._parts.items() if k in (own, key)}
         self.by.update(by)
 
-    def copied(self) -> Placed:
+    def copied(self) -> ShardedTensor:
         """The same elements, to be said to lie otherwise."""
-        found = Placed.of(self._session, self, self._parts[_key(self._lies)], self._lies, base=self)
+        found = ShardedTensor.of(self._session, self, self._parts[_key(self._lies)], self._lies, base=self)
         found._states, found._parts, found._stale = dict(self._states), {**self._parts}, self._stale
         found.by = dict(self.by)
         return found
 
-    def price(self, axis: str, wanted: State) -> float:
+    def price(self, axis: str, target: State) -> float:
         """Bytes that a rank receives to have it so over an axis, there and back; infinite where there is no way."""
         k, trained, now, truly = self._session.sizes[axis], self.trained, self._states[axis], self._lies[axis]
-        if wanted == now or (not trained and wanted == SEVERAL and now == SAME):
+        if target == now or (not trained and target == SEVERAL and now == SAME):
             return 0.0
-        if self.standing and "cut" in (wanted.kind, now.kind):
+        if self.standing and "cut" in (target.kind, now.kind):
             return NEVER
         n = self._nbytes(axis)
-        if (now, wanted) == (SAME, SEVERAL):  # from where it is in truth, beside what it would have cost as it is said
-            ways = [price(truly, state, n, k, differentiable=trained) for state in (wanted, now)]
+        if (now, target) == (SAME, SEVERAL):  # from where it is in truth, beside what it would have cost as it is said
+            ways = [price(truly, state, n, k, differentiable=trained) for state in (target, now)]
             return max(0.0, ways[0] - ways[1])
-        if (now.kind, wanted.kind) == ("cut", "sum"):  # a part among zeros: nothing is sent
+        if (now.kind, target.kind) == ("cut", "sum"):  # a part among zeros: nothing is sent
             return 0.0
-        return price(now, wanted, n, k, differentiable=trained)
+        return price(now, target, n, k, differentiable=trained)
 
     @property
     def trained(self) -> bool:
@@ -159,32 +187,32 @@ class Placed(Tensor):
                 n /= self._session.sizes[other]
         return n
 
-    def as_(self, wanted: States) -> Tensor:
-        """This rank's part where it lies as `wanted`: brought there, once for all who want it so."""
+    def as_(self, target: States) -> Tensor:
+        """This rank's part where it lies as `target`: brought there, once for all who want it so."""
         if self._stale:
             raise UserError(
                 f"{self._stale} writes into a tensor that shares memory with this one, but not on parts: write it as "
                 "an operator that gives a new tensor"
             )
-        wanted = self._plain(wanted)
-        key = _key(wanted)
+        target = self._plain(target)
+        key = _key(target)
         if key in self._parts:
             return self._parts[key]
-        source = self._lies if _as_said(self._states, wanted) else self._states
+        source = self._lies if _as_marked(self._states, target) else self._states
         whole = self._parts[_key(source)] if _key(source) in self._parts else self.as_(source)
-        part = self._session.brought(whole, source, wanted, self.trained)
+        part = self._session.brought(whole, source, target, self.trained)
         if self.trained and not torch.is_grad_enabled():
             return part  # what has no gradient is not kept for those who want one
         self._parts[key] = part
-        if _is_added_up(self._lies, wanted):  # and stays so
-            if _is_added_up(self._states, wanted):
-                self._states = dict(wanted)
-            self._lies, self._parts = dict(wanted), {key: part}
+        if _is_added_up(self._lies, target):  # and stays so
+            if _is_added_up(self._states, target):
+                self._states = dict(target)
+            self._lies, self._parts = dict(target), {key: part}
         return part
 
-    def _plain(self, wanted: States) -> States:
+    def _plain(self, target: States) -> States:
         """Without a gradient, what each rank has all of is the same, whatever it is used for."""
-        return wanted if self.trained else {a: SAME if state == SEVERAL else state for a, state in wanted.items()}
+        return target if self.trained else {a: SAME if state == SEVERAL else state for a, state in target.items()}
 
     # ------------------------------------------------------------ writes
 
@@ -193,13 +221,13 @@ class Placed(Tensor):
         """Whether no other tensor shares its memory on one process, which then would have to move with it."""
         return all(one is None or one is self for one in (ref() for ref in self._family))
 
-    def for_writing(self, wanted: States) -> Tensor:
-        """This rank's part where it lies as `wanted`, which it does from now on; to be written in place."""
-        part, wanted = self.as_(wanted), self._plain(wanted)
-        if _key(wanted) != _key(self._lies):
+    def for_writing(self, target: States) -> Tensor:
+        """This rank's part where it lies as `target`, which it does from now on; to be written in place."""
+        part, target = self.as_(target), self._plain(target)
+        if _key(target) != _key(self._lies):
             part = part.clone()  # what a move gives may be a view
-            self._states = self._lies = dict(wanted)
-            self._parts = {_key(wanted): part}
+            self._states = self._lies = dict(target)
+            self._parts = {_key(target): part}
         return part
 
     def wrote(self, part: Tensor, line: str) -> None:
@@ -230,13 +258,13 @@ def tied(x: Tensor, local: Sequence[Tensor | None]) -> Tensor:
     return x
 
 
-def _as_said(states: States, wanted: States) -> bool:
+def _as_marked(states: States, target: States) -> bool:
     """Whether it is wanted as it is said to lie, but for what its gradient is: then one move will do."""
-    return all(wanted[a] == s or (s == SAME and wanted[a] == SEVERAL) for a, s in states.items())
+    return all(target[a] == s or (s == SAME and target[a] == SEVERAL) for a, s in states.items())
 
 
-def _is_added_up(states: States, wanted: States) -> bool:
-    return any(state == SUM and wanted[axis] != SUM for axis, state in states.items())
+def _is_added_up(states: States, target: States) -> bool:
+    return any(state == SUM and target[axis] != SUM for axis, state in states.items())
 
 
 def _key(states: States) -> Key:
@@ -245,3 +273,13 @@ def _key(states: States) -> Key:
 
 def _memory(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
+
+
+def blocked(called: str, inputs: Sequence[ShardedTensor | None]) -> str:
+    """Why an operator that is called so can do nothing with these."""
+    names = dict.fromkeys(f"{x.standing} (`{x.notation}`)" for x in inputs if x is not None and x.standing)
+    lies = ", ".join(f"`{x.notation}`" for x in inputs if x is not None and not x.standing)
+    if not names:
+        return f"{called} writes into a tensor that has to lie otherwise for it, of {lies}: relayout it first"
+    others = f" beside {lies}" if lies else ""
+    return f"{called} cannot use {' and '.join(names)} where it lies{others}: mark it otherwise, or relayout it"

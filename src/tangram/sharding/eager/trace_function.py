@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from tangram.errors import UserError
 from tangram.models.capture import GROUPED, grouped, quiet
 from tangram.models.graph import Ref, refs
-from tangram.sharding.ops.bind import Bound
-from tangram.sharding.ops.calls import Call, schema_of
+from tangram.sharding.ops.bind import BoundOp
+from tangram.sharding.ops.calls import OpCall, schema_of
 from tangram.sharding.ops.find_rule import bound as find_bound
-from tangram.sharding.ops.rule_table import Table
+from tangram.sharding.ops.rule_table import RuleTable
 
 
 class Like(NamedTuple):
@@ -40,12 +40,12 @@ class Like(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Operator:
+class TracedOperator:
     """One operator, and the values that it takes and gives, by number."""
 
-    call: Call
+    call: OpCall
     """On tensors without memory."""
-    bound: Bound | None
+    bound: BoundOp | None
     """None where it takes no tensor, as `arange`."""
     inputs: tuple[int | None, ...]
     """By place."""
@@ -60,7 +60,7 @@ class Operator:
 class Recorded:
     """What a function runs. Its arguments' tensors are the first values, in the order of their leaves."""
 
-    operators: tuple[Operator, ...]
+    operators: tuple[TracedOperator, ...]
     made: Mapping[int, Tensor]
     """Every value that it makes, without memory, and whether gradients flow through it."""
     constants: Mapping[int, Tensor]
@@ -70,10 +70,10 @@ class Recorded:
     form: Any
 
 
-class Recorder:
+class TraceRecorder:
     """Finds what functions run, and keeps it."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: RuleTable) -> None:
         self._table = table
         self._known: dict[Any, Recorded] = {}
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -117,7 +117,7 @@ class Recorder:
             twin.requires_grad_()
             return twin if x.leaf else twin.clone()
 
-    def _read(self, log: _Log, numbers: dict[int, int], given: Any) -> Recorded:
+    def _read(self, log: _Log, numbers: dict[int, int], inputs: Any) -> Recorded:
         made: dict[int, Tensor] = {}
         constants: dict[int, Tensor] = {}
 
@@ -132,9 +132,9 @@ class Recorder:
                 constants[numbers[id(x)]] = constant
             return Ref(numbers[id(x)])
 
-        operators: list[Operator] = []
+        operators: list[TracedOperator] = []
         for func, args, kwargs, found in log.ran:
-            call = Call.of(func, args, kwargs)
+            call = OpCall.of(func, args, kwargs)
             by_place = tree_map(number, dict(call.arguments))
             results: list[int | None] = []
             flat: list[Any] = tree_leaves(found)
@@ -144,12 +144,12 @@ class Recorder:
                     made[numbers[id(x)]] = _meta(x).requires_grad_(x.requires_grad)
                 results.append(numbers[id(x)] if isinstance(x, Tensor) else None)
             operators.append(self._operator(call, by_place, tuple(results)))
-        gives, form = tree_flatten(given)
+        gives, form = tree_flatten(inputs)
         return Recorded(tuple(operators), made, constants, tuple(map(number, gives)), form)
 
-    def _operator(self, call: Call, by_place: Mapping[str, Any], results: tuple[int | None, ...]) -> Operator:
+    def _operator(self, call: OpCall, by_place: Mapping[str, Any], results: tuple[int | None, ...]) -> TracedOperator:
         plain = tree_map(_plain, dict(call.arguments))
-        call = Call(call.operator, plain)
+        call = OpCall(call.operator, plain)
         schema = schema_of(call.operator)
         if any(a.is_out for a in schema.arguments):
             raise UserError(f"{call.name} writes its result into a tensor that it is given: leave `out=` away")
@@ -167,7 +167,7 @@ class Recorder:
         aliased = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         written = frozenset(i for i, (name, _) in enumerate(call.places) if name in aliased)
         shares = any(r.alias_info is not None for r in schema.returns)
-        return Operator(call, bound, tuple(inputs), results, shares, written)
+        return TracedOperator(call, bound, tuple(inputs), results, shares, written)
 
 
 class _Log(TorchDispatchMode):

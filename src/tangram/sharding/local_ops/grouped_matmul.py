@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.nn import functional
 
 from tangram.layout.intervals import IntSet, elements
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 
 ALIGNED = 16
 """Bytes."""
 
 
-def run(call: Call, rows: IntSet | None, groups: IntSet | None) -> tuple[Any, ...]:
+def run(call: OpCall, rows: IntSet | None, groups: IntSet | None) -> tuple[Any, ...]:
     """A part's call. `rows`, `groups`: what it holds of either in the whole call; None: all."""
     a, b, ends = call.arguments["self"], call.arguments["mat2"], call.arguments["offs"]
     if ends is None:
@@ -63,7 +63,7 @@ def _(begins: Tensor, ends: Tensor, own: Tensor, n: int) -> Tensor:
     return torch.empty(count, dtype=torch.int64, device=ends.device)
 
 
-def _product(call: Call, a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
+def _product(call: OpCall, a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
     """The operator, on tensors that its kernel takes."""
     rows, columns = a.shape[-2], b.shape[-1]
     dense = columns * b.element_size() % ALIGNED == 0  # the result's gradient goes into a kernel as well

@@ -20,36 +20,39 @@ and a runtime moves `halo.needed` there and `scan.total` back by itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from tangram.layout.intervals import IntSet, elements, size
-from tangram.sharding.local_ops import local_variants, split_parts
-from tangram.sharding.ops.bind import Bound, Dims
-from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.rank_part import Cuts, Part, factor_dim, layout_of, part_of, piece
+from tangram.layout.intervals import IntSet, elements, rank, size
+from tangram.sharding.local_ops import local_variants
+from tangram.sharding.ops.bind import BoundOp, Dims
+from tangram.sharding.ops.calls import OpCall
+from tangram.sharding.ops.rank_part import Cuts, RankPart, factor_dim, layout_of, part_of, piece
 from tangram.sharding.propagation import halo, scan
 from tangram.sharding.propagation.axis_choices import written
+from tangram.sharding.propagation.halo import needed
 from tangram.sharding.propagation.op_cost import results as without_memory
 
-__all__ = ["Cuts", "Part", "as_it_is", "factor_dim", "layout_of", "part_of", "piece", "run", "run_all"]
+__all__ = ["Cuts", "RankPart", "as_it_is", "factor_dim", "layout_of", "part_of", "piece", "run", "run_all"]
 
 
 MISTOLD = "batch_norm"
 """Part of the names of operators whose statistics without memory have another type or shape than on a processor."""
 
 
-def as_it_is(bound: Bound, part: Part) -> bool:
+def as_it_is(bound: BoundOp, part: RankPart) -> bool:
     """Whether a part of a call is the operator itself on the part's tensors, but for sizes among its arguments."""
     for name, args in bound.rule.notes:
         named = [a for a in args if not a.isdigit()]
         touched = any(f in part.held for a in named for f in (a, f"{a}0")) or (not named and bool(part.held))
         if name in local_variants.RUNNERS and touched:
             return False
-        if name == "offset" and _held(part, args[1]) is not None:
+        if name == "offset" and _local_inputs(part, args[1]) is not None:
             return False
         if name == "once" and any(bound.after(f, 0) == "sum" for f in part.held):
             return False
@@ -58,9 +61,9 @@ def as_it_is(bound: Bound, part: Part) -> bool:
 
 
 def run_all(
-    call: Call,
-    bound: Bound,
-    parts: Sequence[Part],
+    call: OpCall,
+    bound: BoundOp,
+    parts: Sequence[RankPart],
     local: Sequence[Sequence[Tensor | None]],
     *,
     in_place: bool = False,
@@ -79,15 +82,15 @@ def run_all(
 
 
 def run(
-    call: Call, bound: Bound, part: Part, local: Sequence[Tensor | None], *, in_place: bool = False
+    call: OpCall, bound: BoundOp, part: RankPart, local: Sequence[Tensor | None], *, in_place: bool = False
 ) -> tuple[Any, ...]:
-    """The operator on one rank's tensors, as `Call.run`; of what windows read, all that they need.
+    """The operator on one rank's tensors, as `OpCall.run`; of what windows read, all that they need.
 
     Raises what the operator raises.
     """
     if not bound.linked or all(len(part.held.get(f, ())) < 2 for f in bound.linked):
         return _run(call, bound, part, local, in_place=in_place)
-    results = split_parts.each(bound, part, local, functools.partial(_run, call, bound))
+    results = each(bound, part, local, functools.partial(_run, call, bound))
     if not in_place:
         return results
     (place,) = written(call)
@@ -96,7 +99,7 @@ def run(
 
 
 def _run(
-    call: Call, bound: Bound, part: Part, local: Sequence[Tensor | None], *, in_place: bool = False
+    call: OpCall, bound: BoundOp, part: RankPart, local: Sequence[Tensor | None], *, in_place: bool = False
 ) -> tuple[Any, ...]:
     tensors = halo.padded(call, bound, part, local) if bound.windows else list(local)
     masks: list[Tensor] = []
@@ -104,7 +107,7 @@ def _run(
         if name == "once":
             for i in map(int, args):
                 tensors[i] = _once(tensors[i], bound, i, part)
-        elif name == "offset" and args[0].isdigit() and (held := _held(part, args[1])) is not None:
+        elif name == "offset" and args[0].isdigit() and (held := _local_inputs(part, args[1])) is not None:
             i = int(args[0])
             tensors[i], mask = _own_indices(cast(Tensor, tensors[i]), held)
             masks.append(_spread(mask, bound.inputs[i] or (), bound.outputs[0]))
@@ -125,12 +128,12 @@ def _run(
     return (results[0] * share if share else torch.zeros_like(results[0]), *results[1:])
 
 
-def _held(part: Part, name: str) -> IntSet | None:
+def _local_inputs(part: RankPart, name: str) -> IntSet | None:
     """What is held of a factor, or of the only one of a slot."""
     return next((held for factor, held in part.held.items() if factor in (name, f"{name}0")), None)
 
 
-def _of_nothing(call: Call, bound: Bound, part: Part, masks: Sequence[Tensor]) -> tuple[Any, ...] | None:
+def _of_nothing(call: OpCall, bound: BoundOp, part: RankPart, masks: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """What operators refuse to do with nothing: its results are empty, nothing to add, or less than anything."""
     empty = [f for f, held in part.held.items() if not held]
     after = [{bound.after(f, i) for f in empty} for i in range(len(bound.outputs))]
@@ -164,45 +167,45 @@ def _with_gradient(results: tuple[Any, ...], tensors: Sequence[Tensor | None]) -
     return tuple(r + zero.to(r.dtype) if own else r for r, own in zip(results, floating, strict=True))
 
 
-def _size(factors: Sequence[str], bound: Bound, part: Part) -> int:
+def _size(factors: Sequence[str], bound: BoundOp, part: RankPart) -> int:
     n = 1
     for f in factors:
         n *= size(part.held[f]) if f in part.held else bound.sizes[f]
     return n
 
 
-def _once(tensor: Tensor | None, bound: Bound, i: int, part: Part) -> Tensor | None:
+def _once(tensor: Tensor | None, bound: BoundOp, i: int, part: RankPart) -> Tensor | None:
     if tensor is None or _adds(bound, i, part):
         return tensor
     nowhere = torch.zeros((), dtype=torch.bool, device=tensor.device)
     return torch.where(nowhere, tensor, torch.zeros_like(tensor))  # nothing, with a gradient of nothing: not of None
 
 
-def _adds(bound: Bound, i: int, part: Part) -> bool:
+def _adds(bound: BoundOp, i: int, part: RankPart) -> bool:
     """Whether it is this rank that adds an input to a pending sum."""
     added = [f for f in part.held if not any(f in dim for dim in bound.inputs[i] or ()) and bound.after(f, 0) == "sum"]
     return all(part.first_along(f) for f in added)
 
 
-def _own_indices(indices: Tensor, held: IntSet) -> tuple[Tensor, Tensor]:
+def _own_indices(indices: Tensor, inputs: IntSet) -> tuple[Tensor, Tensor]:
     """Indices into what this rank holds of a factor, and which of them are there at all."""
-    n = size(held)
-    if len(held) == 1:
-        own = indices.long() - held[0][0]
+    n = size(inputs)
+    if len(inputs) == 1:
+        own = indices.long() - inputs[0][0]
         there = (own >= 0) & (own < n)
         return torch.where(there, own, torch.zeros_like(own)).to(indices.dtype), there
-    table = torch.full((held[-1][1] + 1 if held else 1,), n, dtype=torch.int64)
+    table = torch.full((inputs[-1][1] + 1 if inputs else 1,), n, dtype=torch.int64)
     if n:
-        table[torch.tensor(elements(held))] = torch.arange(n)
+        table[torch.tensor(elements(inputs))] = torch.arange(n)
     own = table[indices.long().clamp(max=len(table) - 1)]  # of bytes, torch would take them for a mask
     there = own < n
     return torch.where(there, own, torch.zeros_like(own)).to(indices.dtype), there
 
 
-def _own_index(index: int, held: IntSet) -> int:
+def _own_index(index: int, inputs: IntSet) -> int:
     """A place in what this rank holds of a factor; -1 where it is not there."""
     before = 0
-    for first, stop in held:
+    for first, stop in inputs:
         if first <= index < stop:
             return before + index - first
         before += stop - first
@@ -217,7 +220,7 @@ def _spread(mask: Tensor, own: Dims, result: Dims) -> Tensor:
     return mask.permute(places).reshape(shape)
 
 
-def _share(bound: Bound, part: Part) -> float:
+def _share(bound: BoundOp, part: RankPart) -> float:
     share = 1.0
     for name, args in bound.rule.notes:
         if name == "scale":
@@ -227,14 +230,14 @@ def _share(bound: Bound, part: Part) -> float:
     return share
 
 
-def arguments_of(call: Call, bound: Bound, part: Part) -> dict[str, Any]:
+def arguments_of(call: OpCall, bound: BoundOp, part: RankPart) -> dict[str, Any]:
     """The arguments that are sizes, as this rank has them."""
     found = halo.arguments(call, bound, part) if bound.windows else dict[str, Any]()
     for factor, held in part.held.items():
         if factor in call.arguments:
             found[factor] = size(held)
     for name, args in bound.rule.notes:
-        if name == "offset" and not args[0].isdigit() and (held := _held(part, args[1])) is not None:
+        if name == "offset" and not args[0].isdigit() and (held := _local_inputs(part, args[1])) is not None:
             found[args[0]] = _own_index(call.arguments[args[0]], held)
         if name == "product" and any(f in part.held for f in args[1:]):
             found[args[0]] = _size(args[1:], bound, part)
@@ -246,3 +249,54 @@ def arguments_of(call: Call, bound: Bound, part: Part) -> dict[str, Any]:
                     own[i] = _size(factors, bound, part)
             found[args[0]] = own
     return found
+
+
+# ----------------------------------------------------------------
+# A part in several stretches, where parts need each other: the operator runs on each stretch, one after the other.
+# By a map such as `zigzag` or `strided[2]` a rank holds of a dim what is in several places of it all. Windows do not
+# reach from one stretch into the next, and a scan of one begins anew: so each is run as the part in one stretch that it
+# would be on a rank of its own, and the results are put side by side. Over two dims it is each stretch of the one with
+# each of the other.
+
+
+Run = Callable[[RankPart, Sequence[Tensor | None]], tuple[Any, ...]]
+"""An operator on a part in one stretch."""
+
+
+def each(bound: BoundOp, part: RankPart, local: Sequence[Tensor | None], run: Run) -> tuple[Any, ...]:
+    """The results of a part; `local`: its tensors, of what windows read all that it needs."""
+    factor = next((f for f, held in part.held.items() if f in bound.linked and len(held) > 1), None)
+    if factor is None:
+        return run(part, local)
+    found: list[tuple[Any, ...]] = []
+    for one in part.held[factor]:
+        own = replace(part, held={**part.held, factor: (one,)})
+        found.append(each(bound, own, _narrowed(bound, part, local, factor, (one,)), run))
+    return tuple(
+        _side_by_side(some, dims, factor, bound, part)
+        for some, dims in zip(zip(*found, strict=True), bound.outputs, strict=True)
+    )
+
+
+def _narrowed(
+    bound: BoundOp, part: RankPart, local: Sequence[Tensor | None], factor: str, one: IntSet
+) -> list[Tensor | None]:
+    """The tensors of one stretch."""
+    found = list(local)
+    window = bound.windows.get(factor)
+    for i, (tensor, dims) in enumerate(zip(local, bound.inputs, strict=True)):
+        if tensor is None or dims is None or (factor,) not in dims:
+            continue
+        at = rank(part.held[factor], one) if window is None else rank(needed(bound, part, factor), window.reads(one))
+        start, stop = at[0] if at else (0, 0)
+        found[i] = tensor.narrow(dims.index((factor,)), start, stop - start)
+    return found
+
+
+def _side_by_side(some: Sequence[Any], dims: Dims, factor: str, bound: BoundOp, part: RankPart) -> Any:
+    """One result of all stretches; in a dim that is a product the factor is put together by itself."""
+    at = next(i for i, factors in enumerate(dims) if factor in factors)
+    inside = dims[at].index(factor)
+    before = math.prod(size(part.held[f]) if f in part.held else bound.sizes[f] for f in dims[at][:inside])
+    opened = [one.unflatten(at, (before, one.shape[at] // max(1, before))) for one in some]
+    return torch.cat(opened, at + 1).flatten(at, at + 1)

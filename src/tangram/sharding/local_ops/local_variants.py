@@ -25,44 +25,46 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tangram.layout.intervals import IntSet, elements, size
 from tangram.sharding.local_ops import grouped_matmul, random_numbers, random_ops
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 
 if TYPE_CHECKING:
-    from tangram.sharding.ops.bind import Bound
+    from tangram.sharding.ops.bind import BoundOp
 
-Held = Mapping[str, IntSet]
-Runner = Callable[[Call, "Bound", Held, Sequence[str], bool], tuple[Any, ...]]
+LocalInputs = Mapping[str, IntSet]
+Runner = Callable[[OpCall, "BoundOp", LocalInputs, Sequence[str], bool], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class Otherwise(Call):
+class Otherwise(OpCall):
     """A call that is run by something else."""
 
-    how: Callable[[Call, bool], tuple[Any, ...]]
+    how: Callable[[OpCall, bool], tuple[Any, ...]]
 
     def run(self, *, in_place: bool = False) -> tuple[Any, ...]:
-        """As `Call.run`."""
+        """As `OpCall.run`."""
         return self.how(self, in_place)
 
 
-def of(call: Call, bound: Bound, held: Held) -> Call:
-    """A part's call as it is to be run: itself, where the rule says nothing else. `held`: of the cut factors."""
+def of(call: OpCall, bound: BoundOp, inputs: LocalInputs) -> OpCall:
+    """A part's call as it is to be run: itself, where the rule says nothing else. `inputs`: of the cut factors."""
     for name, args in bound.rule.notes:
         if name in RUNNERS:
-            return Otherwise(call.operator, call.arguments, partial(_run, RUNNERS[name], bound, held, args))
+            return Otherwise(call.operator, call.arguments, partial(_run, RUNNERS[name], bound, inputs, args))
     return call
 
 
-def _run(runner: Runner, bound: Bound, held: Held, args: Sequence[str], call: Call, in_place: bool) -> tuple[Any, ...]:
-    return runner(call, bound, held, args, in_place)
+def _run(
+    runner: Runner, bound: BoundOp, inputs: LocalInputs, args: Sequence[str], call: OpCall, in_place: bool
+) -> tuple[Any, ...]:
+    return runner(call, bound, inputs, args, in_place)
 
 
-def whole(call: Call, bound: Bound) -> Call:
+def for_comparison(call: OpCall, bound: BoundOp) -> OpCall:
     """A whole call as it is to be run, to compare parts with."""
     return of(call, bound, {}) if bound.rule.note("counted") is not None else call
 
 
-def _counted(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+def _counted(call: OpCall, bound: BoundOp, inputs: LocalInputs, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
     tensors = [t for t in call.tensors if t is not None]
     if isinstance(tensors[0], FakeTensor):
         return _with(call, call.tensors).run(in_place=in_place)
@@ -71,7 +73,7 @@ def _counted(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place
     shape: list[int] = []
     for factors, n in zip(bound.outputs[0], local, strict=True):
         shape.append(math.prod(bound.sizes[f] for f in factors) if factors else n)
-        sets.append(_product([held.get(f, _all(bound.sizes[f])) for f in factors], [bound.sizes[f] for f in factors])
+        sets.append(_product([inputs.get(f, _all(bound.sizes[f])) for f in factors], [bound.sizes[f] for f in factors])
                     if factors else _all(n))  # fmt: skip
     return random_ops.draw(call, random_numbers.numbered(sets, shape, tensors[0].device), in_place, shape)
 
@@ -88,20 +90,22 @@ def _product(sets: Sequence[IntSet], sizes: Sequence[int]) -> IntSet:
     return tuple((i, i + 1) for i in found)
 
 
-def _ragged(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
-    rows, groups = (held.get(name) for name in args)
+def _ragged(call: OpCall, bound: BoundOp, inputs: LocalInputs, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+    rows, groups = (inputs.get(name) for name in args)
     return grouped_matmul.run(call, rows, groups)
 
 
-def _triangle(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+def _triangle(
+    call: OpCall, bound: BoundOp, inputs: LocalInputs, args: Sequence[str], in_place: bool
+) -> tuple[Any, ...]:
     """A part that begins at a row, or a column, has its diagonal shifted; one of several runs is masked."""
     (x,) = call.tensors
     assert x is not None
     diagonal: int = call.arguments["diagonal"]
-    rows, columns = (held.get(name, _all(n)) for name, n in zip(args, x.shape[-2:], strict=True))
+    rows, columns = (inputs.get(name, _all(n)) for name, n in zip(args, x.shape[-2:], strict=True))
     if len(rows) <= 1 and len(columns) <= 1:
         shift = (rows[0][0] if rows else 0) - (columns[0][0] if columns else 0)
-        plain = Call(call.operator, {**call.arguments, "diagonal": diagonal + shift})
+        plain = OpCall(call.operator, {**call.arguments, "diagonal": diagonal + shift})
         return plain.run(in_place=in_place)
     above = _steps(columns, x)[None, :] - _steps(rows, x)[:, None] - diagonal
     keep = above <= 0 if "tril" in call.name else above >= 0
@@ -110,29 +114,29 @@ def _triangle(call: Call, bound: Bound, held: Held, args: Sequence[str], in_plac
     return (torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device)),)
 
 
-def _own(indices: Tensor, held: IntSet, n: int) -> tuple[Tensor, Tensor]:
+def _own(indices: Tensor, inputs: IntSet, n: int) -> tuple[Tensor, Tensor]:
     """Indices into `n` elements as places among those that are held, or behind them; and which of them are there."""
-    table = torch.full((n,), size(held), dtype=torch.int64, device=indices.device)
-    table[_steps(held, indices)] = torch.arange(size(held), device=indices.device)
+    table = torch.full((n,), size(inputs), dtype=torch.int64, device=indices.device)
+    table[_steps(inputs, indices)] = torch.arange(size(inputs), device=indices.device)
     own = table[torch.where(indices < 0, indices + n, indices).long()]
-    return own, own < size(held)
+    return own, own < size(inputs)
 
 
-def _pairs(bound: Bound, held: Held, args: Sequence[str]) -> list[tuple[int, int, IntSet, int]]:
+def _pairs(bound: BoundOp, inputs: LocalInputs, args: Sequence[str]) -> list[tuple[int, int, IntSet, int]]:
     """Of `1 v`, where v is cut: the input, the dim of input 0 that it indexes, what is held there, and of how many."""
     found: list[tuple[int, int, IntSet, int]] = []
     for place, name in zip(args[::2], args[1::2], strict=True):
         factor = f"{name}0" if name.startswith("{") else name
-        if factor in held:
+        if factor in inputs:
             dim = next(d for d, factors in enumerate(bound.inputs[0] or ()) if factor in factors)
-            found.append((int(place), dim, held[factor], bound.sizes[factor]))
+            found.append((int(place), dim, inputs[factor], bound.sizes[factor]))
     return found
 
 
-def _looked(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+def _looked(call: OpCall, bound: BoundOp, inputs: LocalInputs, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
     tensors = _tensors(call)
     there = torch.ones((), dtype=torch.bool, device=tensors[0].device)
-    pairs = _pairs(bound, held, args)
+    pairs = _pairs(bound, inputs, args)
     for place, dim, own, n in pairs:
         places, here = _own(tensors[place], own, n)
         there = there & here
@@ -148,10 +152,10 @@ def _looked(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place:
     return (torch.where(there.reshape([*there.shape, *[1] * more]), found, found.new_zeros(())),)
 
 
-def _spill(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+def _spill(call: OpCall, bound: BoundOp, inputs: LocalInputs, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
     """What is written elsewhere goes to a place behind the last, which is then left out."""
     tensors = _tensors(call)
-    pairs = _pairs(bound, held, args)
+    pairs = _pairs(bound, inputs, args)
     if not pairs:
         return _with(call, tensors).run(in_place=in_place)
     x = tensors[0]
@@ -164,46 +168,46 @@ def _spill(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: 
     return (x.copy_(found) if in_place else found,)
 
 
-def _taken(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+def _taken(call: OpCall, bound: BoundOp, inputs: LocalInputs, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
     """`select`: of a part that has it not, nothing, with a gradient of nothing: other ranks wait for it."""
     (x,) = _tensors(call)
     dim, index = call.arguments["dim"] % x.ndim, call.arguments[args[0]]
-    own, n = held.get(f"{args[1]}0"), x.shape[dim]
+    own, n = inputs.get(f"{args[1]}0"), x.shape[dim]
     if own is None:
         return _with(call, [x]).run(in_place=in_place)
     n = bound.sizes[f"{args[1]}0"]
     at = elements(own).index(index % n) if index % n in elements(own) else -1
     if at >= 0:
-        return Call(call.operator, {**call.arguments, "index": at}).run(in_place=in_place)
+        return OpCall(call.operator, {**call.arguments, "index": at}).run(in_place=in_place)
     return (x.narrow(dim, 0, 0).sum(dim, dtype=x.dtype),)
 
 
-def _causal(call: Call, bound: Bound, held: Held, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+def _causal(call: OpCall, bound: BoundOp, inputs: LocalInputs, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
     """A part that begins with the first query is causal by itself; others are told what to hide."""
     query, key = _tensors(call)[:2]
-    own = held.get(args[0])
+    own = inputs.get(args[0])
     if own is None or (len(own) == 1 and own[0][0] == 0):
         return _with(call, call.tensors).run()
     hidden = _steps(own, query)[:, None] < torch.arange(key.shape[-2], device=query.device)[None, :]
     mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill(hidden, -torch.inf)
-    return Call(call.operator, {**call.arguments, "is_causal": False, "attn_mask": mask[None, None]}).run()
+    return OpCall(call.operator, {**call.arguments, "is_causal": False, "attn_mask": mask[None, None]}).run()
 
 
-def _tensors(call: Call) -> list[Any]:
+def _tensors(call: OpCall) -> list[Any]:
     return [*call.tensors]
 
 
-def _with(call: Call, tensors: Sequence[Tensor | None]) -> Call:
+def _with(call: OpCall, tensors: Sequence[Tensor | None]) -> OpCall:
     """A call of the operator itself."""
-    return Call(call.operator, call.with_tensors(tensors).arguments)
+    return OpCall(call.operator, call.with_tensors(tensors).arguments)
 
 
 def _longer(x: Tensor, dim: int) -> Tensor:
     return torch.cat([x, x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])], dim)
 
 
-def _steps(held: IntSet, like: Tensor) -> Tensor:
-    return torch.tensor(elements(held) if size(held) else [], dtype=torch.int64, device=like.device)
+def _steps(inputs: IntSet, like: Tensor) -> Tensor:
+    return torch.tensor(elements(inputs) if size(inputs) else [], dtype=torch.int64, device=like.device)
 
 
 RUNNERS: Mapping[str, Runner] = {

@@ -58,7 +58,7 @@ class Samples(NamedTuple):
 
 
 @dataclass
-class Numbers:
+class DrawNumbers:
     """How elements of a micro-batch's tensors are numbered: as in the tensors of the global batch in one process.
 
     So which micro-batch and rank a sample is in does not show in what is drawn for it.
@@ -70,7 +70,7 @@ class Numbers:
     """By the shape of a tensor: how many elements of one sample stand side by side, 0 where it has no samples. Of a
     shape that is not there it is not known, and what is drawn is the micro-batch's."""
 
-    def of_all(self, at: Tensor | Span, shape: tuple[int, ...], key: Key) -> tuple[Tensor | Span, Key]:
+    def of_all(self, at: Tensor | NumberSpan, shape: tuple[int, ...], key: Key) -> tuple[Tensor | NumberSpan, Key]:
         """The numbers in the global batch's tensor of elements with numbers in a tensor of this shape, and the key."""
         if self.samples is None:
             return at, key
@@ -81,18 +81,18 @@ class Numbers:
         block = count * after  # of the micro-batch's samples, which stand between those of others
         if not block or math.prod(shape) == block:
             return at + first * after, key
-        at = at.numbers if isinstance(at, Span) else at
+        at = at.numbers if isinstance(at, NumberSpan) else at
         return at + (at // block * (max(total, first + count) - count) + first) * after, key
 
 
-class Span(NamedTuple):
+class NumberSpan(NamedTuple):
     """Numbers that follow one another from `start` on, in this shape, without the memory for them."""
 
     start: int
     shape: tuple[int, ...]
     device: torch.device | None = None
 
-    def __add__(self, more: int) -> Span:  # pyright: ignore[reportIncompatibleMethodOverride]  not a tuple's
+    def __add__(self, more: int) -> NumberSpan:  # pyright: ignore[reportIncompatibleMethodOverride]  not a tuple's
         return self._replace(start=self.start + more)
 
     @property
@@ -106,7 +106,7 @@ class Current(NamedTuple):
     """What operators draw by."""
 
     key: Key = Key()
-    numbers: Numbers | None = None
+    numbers: DrawNumbers | None = None
 
 
 _CURRENT: ContextVar[Current] = ContextVar("key", default=Current())  # noqa: B039  a tuple
@@ -118,7 +118,7 @@ def current() -> Current:
 
 
 @contextmanager
-def using(key: Key, numbers: Numbers | None = None) -> Generator[None]:
+def using(key: Key, numbers: DrawNumbers | None = None) -> Generator[None]:
     """Operators that draw, within it, do so by this key: all ranks that run parts of one call have the same."""
     token = _CURRENT.set(Current(key, numbers))
     try:
@@ -189,12 +189,12 @@ def uniform(at: Tensor, key: Key, dtype: torch.dtype = torch.float32, low: float
     return made if (low, high) == (0.0, 1.0) else made * (high - low) + low
 
 
-def bernoulli(at: Tensor | Span, p: float | Tensor, key: Key) -> Tensor:
+def bernoulli(at: Tensor | NumberSpan, p: float | Tensor, key: Key) -> Tensor:
     """True with probability `p`, which may be a tensor that fits `at`."""
     if isinstance(p, Tensor):
-        return _fraction(at.numbers if isinstance(at, Span) else at, key, 32) < p.double()
+        return _fraction(at.numbers if isinstance(at, NumberSpan) else at, key, 32) < p.double()
     limit = math.ceil(p * 2.0**32)  # a word is less than p * 2 ** 32
-    if not isinstance(at, Span):
+    if not isinstance(at, NumberSpan):
         return words(at, key, 1)[0] < limit
     n = math.prod(at.shape)
     made = torch.empty(n, dtype=torch.bool, device=at.device)
@@ -204,7 +204,7 @@ def bernoulli(at: Tensor | Span, p: float | Tensor, key: Key) -> Tensor:
     return made.view(at.shape)
 
 
-def _along(at: Span, key: Key) -> Tensor:
+def _along(at: NumberSpan, key: Key) -> Tensor:
     """A word for each element, as `words` gives them one by one."""
     n = math.prod(at.shape)
     first, stop = at.start // 4, -(-(at.start + n) // 4)

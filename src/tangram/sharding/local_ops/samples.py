@@ -28,7 +28,7 @@ from tangram.models.twin import fake_twin
 from tangram.sharding.local_ops.random_ops import drawing, shape_of
 
 
-class Draw(NamedTuple):
+class RandomDraw(NamedTuple):
     """A call that draws."""
 
     module: str
@@ -40,7 +40,7 @@ class Draw(NamedTuple):
 class _Seen(TorchDispatchMode):
     def __init__(self, inside: Sequence[str]) -> None:
         super().__init__()
-        self.draws: list[Draw] = []
+        self.draws: list[RandomDraw] = []
         self._inside = inside
 
     def __torch_dispatch__(
@@ -48,11 +48,13 @@ class _Seen(TorchDispatchMode):
     ) -> Any:
         call = drawing(func, args, kwargs or {})
         if call is not None:
-            self.draws.append(Draw(self._inside[-1] if self._inside else "", call.name, shape_of(call)))
+            self.draws.append(RandomDraw(self._inside[-1] if self._inside else "", call.name, shape_of(call)))
         return grouped(func, args, kwargs or {}) if func is GROUPED else func(*args, **(kwargs or {}))
 
 
-def draws_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Mapping[int, int]) -> list[Draw]:
+def draws_of(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Mapping[int, int]
+) -> list[RandomDraw]:
     """What a forward draws, in order, of inputs whose first dim has another size: `rows` says which instead of which.
 
     The model (on meta or not) is not changed, and runs as it is, in training or not. Raises what it raises.
@@ -95,7 +97,7 @@ def places_of(
     return _places(one, more, count)
 
 
-def _places(one: Sequence[Draw], more: Sequence[Draw], count: int) -> dict[tuple[int, ...], int]:
+def _places(one: Sequence[RandomDraw], more: Sequence[RandomDraw], count: int) -> dict[tuple[int, ...], int]:
     """By what is drawn for `count` samples and for one more."""
     found: dict[tuple[int, ...], int | None] = {}
     if [(draw.module, draw.name) for draw in one] != [(draw.module, draw.name) for draw in more]:

@@ -18,18 +18,28 @@ from typing import cast
 
 from tangram.layout.rule import Rule
 from tangram.layout.syntax import Dim
-from tangram.sharding.ops.calls import Call, count_returns, schema_of
-from tangram.sharding.ops.dim_positions import ALL, KEPT, Beyond, MisfitError, RuleError, Spot, Spots, beyond, operands
-from tangram.sharding.ops.windows import Window, window_of
+from tangram.sharding.ops.calls import OpCall, count_returns, schema_of
+from tangram.sharding.ops.dim_positions import (
+    ALL,
+    KEPT,
+    Beyond,
+    DimPosition,
+    MisfitError,
+    RuleError,
+    Spots,
+    beyond,
+    operands,
+)
+from tangram.sharding.ops.windows import SlidingWindow, window_of
 
-__all__ = ["ALL", "KEPT", "Bound", "Dims", "RuleError", "bind", "lines"]
+__all__ = ["ALL", "KEPT", "BoundOp", "Dims", "RuleError", "bind", "lines"]
 
 Dims = tuple[tuple[str, ...], ...]
 """For each dim its factors, major first; a dim without any is whole."""
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundOp:
     """What can be cut in one call."""
 
     rule: Rule
@@ -41,7 +51,7 @@ class Bound:
     """Factors that may not be cut."""
     pending: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     """Of a factor that an output lacks: for each output what is pending when it is cut, or nothing."""
-    windows: Mapping[str, Window] = field(default_factory=dict[str, Window])
+    windows: Mapping[str, SlidingWindow] = field(default_factory=dict[str, SlidingWindow])
     """Of a factor of which a part reads what other parts hold: how."""
     scans: Mapping[str, str] = field(default_factory=dict[str, str])
     """Of a factor of which a part's result counts those of the parts before: by which reduction."""
@@ -80,7 +90,7 @@ class _Sizes:
             self.unlike.add(factor)
 
 
-def bind(rule: Rule, call: Call) -> Bound:
+def bind(rule: Rule, call: OpCall) -> BoundOp:
     """The factors of a call's tensors. Raises RuleError where the rule does not fit the operator."""
     try:
         return _bind(rule, call)
@@ -90,12 +100,12 @@ def bind(rule: Rule, call: Call) -> Bound:
         raise
 
 
-def _uncut(rule: Rule, call: Call) -> Bound:
+def _uncut(rule: Rule, call: OpCall) -> BoundOp:
     inputs = [None if t is None else tuple(() for _ in t.shape) for t in call.tensors]
-    return Bound(rule, tuple(inputs), tuple(() for _ in schema_of(call.operator).returns), {}, frozenset())
+    return BoundOp(rule, tuple(inputs), tuple(() for _ in schema_of(call.operator).returns), {}, frozenset())
 
 
-def _bind(rule: Rule, call: Call) -> Bound:
+def _bind(rule: Rule, call: OpCall) -> BoundOp:
     given = call.tensors
     pattern = _pattern(rule, call)
     sizes = _Sizes()
@@ -126,8 +136,8 @@ def _bind(rule: Rule, call: Call) -> Bound:
 
 
 def _of_plain(
-    rule: Rule, call: Call, pattern: _Pattern, shapes: Sequence[Sequence[int] | None], sizes: _Sizes
-) -> Bound:
+    rule: Rule, call: OpCall, pattern: _Pattern, shapes: Sequence[Sequence[int] | None], sizes: _Sizes
+) -> BoundOp:
     """As `_bind` goes on, where every dim is one factor at most, which is the usual case: only faster."""
     largest: dict[str, int] = {}
     if rule.note("equal") is None:
@@ -157,13 +167,13 @@ def _of_plain(
 
 def _bound(
     rule: Rule,
-    call: Call,
+    call: OpCall,
     pattern: _Pattern,
     inputs: Sequence[Dims | None],
     sizes: _Sizes,
-    windows: Mapping[str, Window],
+    windows: Mapping[str, SlidingWindow],
     alone: Collection[str],
-) -> Bound:
+) -> BoundOp:
     """What can be cut, with the sizes that were found."""
     outputs, found = pattern.outputs, sizes.found
     if not found.keys() >= pattern.made:
@@ -176,12 +186,12 @@ def _bound(
     if outputs is not pattern.outputs or pending.keys() != found.keys():
         pending = {f: pending[f] for f in found}
         whole = whole.difference(f for f in pattern.unsaid if f not in found)
-    return Bound(
+    return BoundOp(
         rule, tuple(inputs), outputs, found, whole.union(alone) if alone else whole, pending, windows, pattern.scans
     )
 
 
-def _alone(call: Call, pattern: _Pattern, windows: Mapping[str, Window]) -> set[str]:
+def _alone(call: OpCall, pattern: _Pattern, windows: Mapping[str, SlidingWindow]) -> set[str]:
     """Factors whose parts need each other, and cannot have it."""
     found = {f for f, window in windows.items() if not window.n or window.whole}
     if any(t is not None and t.is_complex() for t in call.tensors):  # how often a logarithm turns depends on the order
@@ -193,7 +203,7 @@ def _alone(call: Call, pattern: _Pattern, windows: Mapping[str, Window]) -> set[
 class _Pattern:
     """What a rule says of tensors of so many dims each, whatever their sizes."""
 
-    inputs: tuple[tuple[Spot, ...] | None, ...]
+    inputs: tuple[tuple[DimPosition, ...] | None, ...]
     outputs: tuple[Dims, ...]
     made: frozenset[str]
     """The factors of the outputs."""
@@ -212,7 +222,7 @@ class _Pattern:
 _KEPT_PATTERNS = 256
 
 
-def _pattern(rule: Rule, call: Call) -> _Pattern:
+def _pattern(rule: Rule, call: OpCall) -> _Pattern:
     """Worked out once for each operator, number of dims, and dims that arguments name: no size is in it."""
     known: dict[object, _Pattern] = vars(rule).setdefault("_patterns", {})  # beside the rule: it is slow to hash
     named = [call.arguments.get(name) for slot in rule.slots for name in (slot.argument, slot.keep)]
@@ -229,7 +239,7 @@ def _pattern(rule: Rule, call: Call) -> _Pattern:
     return pattern
 
 
-def _new_pattern(rule: Rule, call: Call) -> _Pattern:
+def _new_pattern(rule: Rule, call: OpCall) -> _Pattern:
     given = call.tensors
     patterns = operands(rule.inputs, len(given))
     spots = Spots(rule, call, patterns)
@@ -273,7 +283,7 @@ def _named(rule: Rule) -> frozenset[str]:
     return known["_named"]
 
 
-def _seen(spot: Spot, n: int, largest: Mapping[str, int], sizes: _Sizes) -> tuple[str, ...]:
+def _seen(spot: DimPosition, n: int, largest: Mapping[str, int], sizes: _Sizes) -> tuple[str, ...]:
     """The factors of a dim of `n` elements, and note their sizes."""
     if not spot.factors:
         return ()
@@ -310,7 +320,7 @@ def _pending(rule: Rule, factor: str, i: int, spots: Spots) -> str:
     return "sum" if factor[0] not in "{." else "?"
 
 
-def lines(bound: Bound) -> Iterator[str]:
+def lines(bound: BoundOp) -> Iterator[str]:
     """The factor table, for people: tensor by factor."""
     for kind, tensors in (("in", bound.inputs), ("out", bound.outputs)):
         for i, dims in enumerate(tensors):

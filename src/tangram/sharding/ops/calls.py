@@ -16,7 +16,7 @@ DIM_ARGUMENTS = frozenset({"dim", "dims", "dim0", "dim1", "axis", "start_dim", "
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class OpCall:
     """An operator and what it is called with."""
 
     operator: OpOverload
@@ -24,12 +24,12 @@ class Call:
     """By name, in the schema's order."""
 
     @staticmethod
-    def of(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def of(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpCall:
         """The call `operator(*args, **kwargs)`."""
         found: dict[str, Any] = {}
         for i, (name, default) in enumerate(_arguments(operator)):
             found[name] = args[i] if i < len(args) else kwargs.get(name, default)
-        return Call(operator, found)
+        return OpCall(operator, found)
 
     @cached_property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class Call:
         listed: list[int] = [value] if isinstance(value, int) else [*value]
         return tuple(d % ndim if ndim else 0 for d in listed)
 
-    def with_tensors(self, tensors: Sequence[Tensor | None], **others: Any) -> Call:
+    def with_tensors(self, tensors: Sequence[Tensor | None], **others: Any) -> OpCall:
         """The same with other tensors, in the order of `places`, and some other arguments."""
         found: dict[str, Any] = {
             name: [*cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else value

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from tangram.layout.rule import Rule
-from tangram.sharding.ops.calls import Call, name_of
+from tangram.sharding.ops.calls import OpCall, name_of
 
 WHOLE = "_"
 
@@ -36,7 +36,7 @@ def _line(inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]], not
     return f"{left} -> {right}" + f" ; {notes}" * bool(notes)
 
 
-def _repeat(call: Call) -> str:
+def _repeat(call: OpCall) -> str:
     """Dims that are repeated are whole."""
     ndim, times = _first(call).ndim, call.arguments["repeats"]
     new = len(times) - ndim
@@ -44,7 +44,7 @@ def _repeat(call: Call) -> str:
     return _line([own], [[WHOLE] * new + own])
 
 
-def _pad(call: Call) -> str:
+def _pad(call: OpCall) -> str:
     """Dims that are padded are read beyond a part's borders."""
     pad = call.arguments["pad"]
     ndim = _first(call).ndim
@@ -54,7 +54,7 @@ def _pad(call: Call) -> str:
     return _line([read], [dims], "pad(pad) outside(value)" if padded else "")
 
 
-def _diagonal(call: Call, ndim: int) -> tuple[list[str], list[str]]:
+def _diagonal(call: OpCall, ndim: int) -> tuple[list[str], list[str]]:
     """The dims of a tensor with its diagonal's whole, and those that are left."""
     at = {d % ndim for d in (call.arguments["dim1"], call.arguments["dim2"])}
     left = iter(_letters("d", ndim))
@@ -62,7 +62,7 @@ def _diagonal(call: Call, ndim: int) -> tuple[list[str], list[str]]:
     return dims, [d for d in dims if d != WHOLE]
 
 
-def _diag_embed(call: Call) -> str:
+def _diag_embed(call: OpCall) -> str:
     """The dims of the diagonal are whole."""
     full, others = _diagonal(call, _first(call).ndim + 1)
     if len(others) != _first(call).ndim - 1:  # one dim twice, which the operator refuses
@@ -70,25 +70,25 @@ def _diag_embed(call: Call) -> str:
     return _line([[*others, WHOLE]], [full])
 
 
-def _diagonal_scatter(call: Call) -> str:
+def _diagonal_scatter(call: OpCall) -> str:
     """The dims of the diagonal are whole."""
     full, others = _diagonal(call, _first(call).ndim)
     return _line([full, [*others, WHOLE]], [full])
 
 
-def _of_the_first(call: Call) -> str:
+def _of_the_first(call: OpCall) -> str:
     """Each element of the first by itself."""
     dims = _letters("d", _first(call).ndim)
     return _line([dims, [WHOLE] * _ndim(call.tensors[1])], [dims])
 
 
-def _take(call: Call) -> str:
+def _take(call: OpCall) -> str:
     """Each index by itself; they count through all dims of what is taken from."""
     dims = _letters("i", _ndim(call.tensors[1]))
     return _line([[WHOLE] * _first(call).ndim, dims], [dims])
 
 
-def _solve(call: Call) -> str:
+def _solve(call: OpCall) -> str:
     """A batch of systems, whose right sides may be vectors."""
     a, b = call.tensors[0], call.tensors[1]
     assert a is not None
@@ -99,7 +99,7 @@ def _solve(call: Call) -> str:
     return _line([square, right], [right, square, [*batch, WHOLE], batch])
 
 
-def _lstsq(call: Call) -> str:
+def _lstsq(call: OpCall) -> str:
     """A batch of systems; whether there are residuals may depend on values, and then what they are of is whole."""
     a, b = call.tensors
     assert a is not None
@@ -118,14 +118,14 @@ def _lstsq(call: Call) -> str:
     return _line([first, second], [second, rest, rank, values], "same(1)")
 
 
-def _fresh(call: Call) -> str:
+def _fresh(call: OpCall) -> str:
     """Of the tensor nothing is read; what is made has nothing of its dims."""
     made = call.arguments["size"]
     undefined = "undefined " * ("empty" in call.name)
     return _line([_letters("d", _first(call).ndim)], [[WHOLE] * len(made)], f"{undefined}same(0) unread(0)")
 
 
-def _indexed(call: Call) -> tuple[list[list[str]], list[str], list[str]]:
+def _indexed(call: OpCall) -> tuple[list[list[str]], list[str], list[str]]:
     """The dims of the indexed tensor, of each index, and of the result; those that are indexed are whole."""
     first, indices = _first(call), [*call.arguments["indices"]]
     masks = any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
@@ -148,7 +148,7 @@ def _indexed(call: Call) -> tuple[list[list[str]], list[str], list[str]]:
     return places, own, [*result[:before], *shared, *result[before:]]
 
 
-def _numbered(call: Call, own: Sequence[str]) -> tuple[list[str], str]:
+def _numbered(call: OpCall, own: Sequence[str]) -> tuple[list[str], str]:
     """The dims of the indexed tensor with names for the indexed ones, and the indices into each, as a note has them.
 
     Masks, which have no places to count from, leave them whole.
@@ -160,7 +160,7 @@ def _numbered(call: Call, own: Sequence[str]) -> tuple[list[str], str]:
     return [f"at{d}" if factor == WHOLE else factor for d, factor in enumerate(own)], " ".join(pairs)
 
 
-def _index(call: Call) -> str:
+def _index(call: OpCall) -> str:
     """The indices' dims come where the indexed ones were, or first where these do not stand together. A part gives what
     it holds, to be added up."""
     places, own, result = _indexed(call)
@@ -168,7 +168,7 @@ def _index(call: Call) -> str:
     return _line([own, *places], [result], (f"looked({pairs}) " if pairs else "") + "linear(0)")
 
 
-def _index_put(call: Call) -> str:
+def _index_put(call: OpCall) -> str:
     """What is put may meet in one place, so the indices are whole; a part takes what belongs to it."""
     places, own, result = _indexed(call)
     own, pairs = _numbered(call, own)
@@ -178,14 +178,14 @@ def _index_put(call: Call) -> str:
     return _line([own, *([WHOLE] * len(p) for p in places), put], [own], f"spill({pairs})" if pairs else "")
 
 
-def _masked_index(call: Call) -> str:
+def _masked_index(call: OpCall) -> str:
     """As `index.Tensor`, with a mask over the indices."""
     places, own, result = _indexed(call)
     shared = [d for d in result if d[0] == "i"]
     return _line([own, shared[len(shared) - _ndim(call.tensors[1]) :], *places], [result])
 
 
-def _multilabel(call: Call) -> str:
+def _multilabel(call: OpCall) -> str:
     """A row, or rows that the reduction takes together."""
     rows, reduction = ["n"] * (_first(call).ndim - 1), call.arguments["reduction"]
     dims = [*rows, WHOLE]
@@ -193,7 +193,7 @@ def _multilabel(call: Call) -> str:
     return _line([dims, dims], [loss, dims], "scale(n)" if reduction == 1 and rows else "")
 
 
-def _grouped(call: Call) -> str:
+def _grouped(call: OpCall) -> str:
     """Experts e with rows t of their own: cut, a part has its experts' rows, to be added up. Groups of a contracted t
     give matrices of their own, which are whole."""
     a, b, ends, bias = (None if t is None else t.ndim for t in call.tensors)
@@ -209,7 +209,7 @@ def _grouped(call: Call) -> str:
     return _line([rows, ["k", "t"], [WHOLE]], [["m", "t"]], "ragged(t e) each(0 1)")
 
 
-def _packed(call: Call) -> str:
+def _packed(call: OpCall) -> str:
     """Rows whose heads stand behind them: groups g of heads that share keys, and heads r of a group can be cut, and the
     batch where it is not packed into one sequence."""
     query, key, *others = call.tensors
@@ -230,7 +230,7 @@ def _packed(call: Call) -> str:
     return _line([out, [*lead, "g", WHOLE], *more], [out, sums, ["..."]], "same(2) filled")
 
 
-def _first(call: Call) -> Tensor:
+def _first(call: OpCall) -> Tensor:
     tensor = call.tensors[0]
     assert tensor is not None
     return tensor
@@ -240,7 +240,7 @@ def _ndim(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.ndim
 
 
-ESCAPES: Mapping[str, Callable[[Call], str]] = {
+ESCAPES: Mapping[str, Callable[[OpCall], str]] = {
     "repeat": _repeat,
     "constant_pad_nd": _pad,
     "diag_embed": _diag_embed,
@@ -276,7 +276,7 @@ def _indices(*shape: int) -> Tensor:
 
 
 _INDEXED = (_some(5, 4, 6), [None, _indices(2, 3)])
-EXAMPLES: Mapping[Callable[[Call], str], tuple[Any, ...]] = {
+EXAMPLES: Mapping[Callable[[OpCall], str], tuple[Any, ...]] = {
     _repeat: (_some(5, 4), [3, 1, 2]),
     _pad: (_some(5, 4), [1, 2]),
     _diag_embed: (_some(5, 4),),
@@ -301,11 +301,11 @@ def shown(operator: OpOverload) -> tuple[str, str] | None:
     made = ESCAPES.get(name_of(operator))
     if made is None:
         return None
-    call = Call.of(operator, EXAMPLES[made], {})
+    call = OpCall.of(operator, EXAMPLES[made], {})
     return f"{' '.join((made.__doc__ or '').split())} {call} : {made(call)}", made.__name__
 
 
-def rule_of(call: Call) -> Rule | None:
+def rule_of(call: OpCall) -> Rule | None:
     """The rule of a call whose operator has a function for it."""
     made = ESCAPES.get(call.name)
     return None if made is None else Rule.parse(f"{call.name} : {made(call)}")

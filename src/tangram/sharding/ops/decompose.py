@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tangram.sharding import compositions
-from tangram.sharding.ops.calls import Call, is_written, schema_of
+from tangram.sharding.ops.calls import OpCall, is_written, schema_of
 
 FLOATS = frozenset(
     {
@@ -66,7 +66,7 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError)
 """What torch's decompositions raise of arguments that they do not do."""
 
 
-class Ref(NamedTuple):
+class ResultRef(NamedTuple):
     """A tensor of a decomposition: result `place` of a step, or with step -1 a tensor of the call itself."""
 
     step: int
@@ -74,12 +74,12 @@ class Ref(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class DecomposedStep:
     """One operator of a decomposition."""
 
-    call: Call
+    call: OpCall
     """With tensors without memory."""
-    sources: tuple[Ref | None, ...]
+    sources: tuple[ResultRef | None, ...]
     """Where each of the call's tensors comes from."""
     differentiable: bool
     """Whether a gradient may pass through it."""
@@ -89,12 +89,12 @@ class Step:
 class Decomposition:
     """An operator as others, one after the other."""
 
-    steps: tuple[Step, ...]
-    results: tuple[Ref | None, ...]
+    steps: tuple[DecomposedStep, ...]
+    results: tuple[ResultRef | None, ...]
     """Where the operator's results come from; None for one that is absent, as a gradient that is not asked for."""
 
 
-def function_of(call: Call) -> Callable[..., Any] | None:
+def function_of(call: OpCall) -> Callable[..., Any] | None:
     """The decomposition of an operator, as a function of its arguments by their names; None where there is none."""
     own = compositions.OWN.get(call.name)
     if own is not None:
@@ -115,7 +115,7 @@ def is_decomposed(name: str) -> bool:
     return bool(place_of(name))
 
 
-def decomposition(call: Call) -> Decomposition | None:
+def decomposition(call: OpCall) -> Decomposition | None:
     """The steps of a call. None where its operator has no decomposition, or none for these arguments."""
     function = function_of(call)
     if function is None:
@@ -136,17 +136,17 @@ class _UnfitError(Exception):
 class _Noted(TorchDispatchMode):
     """Notes operators and where their tensors come from."""
 
-    def __init__(self, given: Sequence[Tensor | None]) -> None:
+    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
-        self.steps: list[Step] = []
-        self.refs: dict[int, Ref] = {}
+        self.steps: list[DecomposedStep] = []
+        self.refs: dict[int, ResultRef] = {}
         self._alive: list[Tensor] = []  # an id is that of a tensor only while there is the tensor
-        self._smooth: set[Ref] = set()
-        for i, tensor in enumerate(given):
+        self._smooth: set[ResultRef] = set()
+        for i, tensor in enumerate(inputs):
             if tensor is not None:
-                self._see(tensor, Ref(-1, i), differentiable=True)
+                self._see(tensor, ResultRef(-1, i), differentiable=True)
 
-    def _see(self, tensor: Tensor, ref: Ref, *, differentiable: bool) -> None:
+    def _see(self, tensor: Tensor, ref: ResultRef, *, differentiable: bool) -> None:
         self.refs[id(tensor)] = ref
         self._alive.append(tensor)
         if differentiable and (tensor.is_floating_point() or tensor.is_complex()):
@@ -158,7 +158,7 @@ class _Noted(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         if not any(isinstance(one, Tensor) for one in tree_leaves(found)):  # a question: `x.device`
             return found
-        call = Call.of(func, args, kwargs or {})
+        call = OpCall.of(func, args, kwargs or {})
         sources = [None if t is None else self.ref(t) for t in call.tensors]
         written = any(is_written(a) for a in schema_of(func).arguments)
         first = sources[0] if sources else None
@@ -168,14 +168,14 @@ class _Noted(TorchDispatchMode):
         smooth = func is not torch.ops.aten.detach.default and any(s in self._smooth for s in sources)
         bare = call.with_tensors([None if t is None else _bare(t) for t in call.tensors])
         if "device" in call.arguments:  # that of its tensors
-            bare = Call(func, {**bare.arguments, "device": None})
+            bare = OpCall(func, {**bare.arguments, "device": None})
         for i, tensor in enumerate(tree_leaves(found)):
             if isinstance(tensor, Tensor):
-                self._see(tensor, Ref(len(self.steps), i), differentiable=smooth)
-        self.steps.append(Step(bare, tuple(sources), smooth))
+                self._see(tensor, ResultRef(len(self.steps), i), differentiable=smooth)
+        self.steps.append(DecomposedStep(bare, tuple(sources), smooth))
         return found
 
-    def ref(self, tensor: Tensor) -> Ref:
+    def ref(self, tensor: Tensor) -> ResultRef:
         """Where a tensor comes from."""
         if id(tensor) not in self.refs:
             raise _UnfitError
@@ -186,7 +186,7 @@ def _bare(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _traced(function: Callable[..., Any], call: Call) -> Decomposition | None:
+def _traced(function: Callable[..., Any], call: OpCall) -> Decomposition | None:
     fakes = FakeTensorMode()  # on their device: types of results may depend on it
     with fakes:
         given = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in call.tensors]
@@ -200,6 +200,6 @@ def _traced(function: Callable[..., Any], call: Call) -> Decomposition | None:
             found = function(*positional, **named)
         results: list[Any] = [*cast("Sequence[Any]", found)] if isinstance(found, list | tuple) else [found]
         refs = tuple(noted.ref(r) if isinstance(r, Tensor) else None for r in results)
-    except (_UnfitError, compositions.UnfitError, *_REFUSALS):
+    except (_UnfitError, compositions.UnfitModuleError, *_REFUSALS):
         return None
     return Decomposition(tuple(noted.steps), refs)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tangram.errors import UserError
 from tangram.layout.rule import Operand, Piece, Rule, Slot
 from tangram.layout.syntax import VOID, Dim
-from tangram.sharding.ops.calls import Call, schema_of
+from tangram.sharding.ops.calls import OpCall, schema_of
 from tangram.sharding.ops.windows import KINDS
 
 KEPT = "kept"
@@ -30,7 +30,7 @@ class MisfitError(RuleError):
     """A rule does not fit the shapes of a call."""
 
 
-class Spot(NamedTuple):
+class DimPosition(NamedTuple):
     """What one dim is made of."""
 
     factors: tuple[str, ...]
@@ -42,7 +42,7 @@ class Spot(NamedTuple):
 class Spots:
     """Works out what stands at each dim of each operand."""
 
-    def __init__(self, rule: Rule, call: Call, operands: Sequence[Operand]) -> None:
+    def __init__(self, rule: Rule, call: OpCall, operands: Sequence[Operand]) -> None:
         self._rule, self._call = rule, call
         self._slots = {slot.argument: slot for slot in reversed(rule.slots)}
         for name in self._slots:
@@ -86,7 +86,7 @@ class Spots:
         """How many dims `...` is of an operand without slots."""
         return 0 if operand.slots or operand.fixed == len(operand.pieces) else max(0, ndim - operand.fixed)
 
-    def dims(self, operand: Operand, ndim: int | None) -> list[Spot]:
+    def dims(self, operand: Operand, ndim: int | None) -> list[DimPosition]:
         """What each dim of a tensor is; `ndim` is None for an output."""
         if self._slots:
             around = self._around_slots(operand)
@@ -94,7 +94,7 @@ class Spots:
                 return around
             broadcast = not ndim or (self._slots.keys() == {ALL} and ndim < len(around))
             return around[len(around) - ndim :] if broadcast else self.misfit(operand, ndim)
-        found: list[Spot] = []
+        found: list[DimPosition] = []
         rest = self.rest if ndim is None else self._count_rest(operand, ndim)
         for piece in operand.pieces:
             if piece.rest:
@@ -105,21 +105,21 @@ class Spots:
             return found
         return found[len(found) - ndim :] if len(found) > ndim else self.misfit(operand, ndim)
 
-    def misfit(self, operand: Operand, ndim: int) -> list[Spot]:
+    def misfit(self, operand: Operand, ndim: int) -> list[DimPosition]:
         """Raise that an operand is no tensor of so many dims."""
         raise MisfitError(f"the rule of {self._call.name} has {operand} for a tensor of {ndim} dims: {self._call}")
 
-    def _around_slots(self, operand: Operand) -> list[Spot]:
+    def _around_slots(self, operand: Operand) -> list[DimPosition]:
         """Slots stand at the dims that they name; `...` is what is left, before, between and behind them."""
-        others = iter([Spot((f".{i}",)) for i in range(self._others)])
-        placed: dict[int, Spot] = {}
+        others = iter([DimPosition((f".{i}",)) for i in range(self._others)])
+        placed: dict[int, DimPosition] = {}
         for slot in operand.slots:
             whole = next(p.whole for p in operand.pieces if p.what == slot)
             for factor, at in zip(self.factors_of(slot.argument), self._at[slot.argument], strict=True):
                 if not slot.keep:
-                    placed[at] = Spot((factor,), whole)
+                    placed[at] = DimPosition((factor,), whole)
                 elif slot.keep == KEPT or self._call.arguments[slot.keep]:
-                    placed[at] = Spot((), whole)
+                    placed[at] = DimPosition((), whole)
         named = [piece for piece in operand.pieces if not piece.rest and not isinstance(piece.what, Slot)]
         rests = [i for i, piece in enumerate(operand.pieces) if piece.rest]
         if not operand.slots and len(rests) == 2 and named:  # a dim of its own where the slot was
@@ -128,13 +128,13 @@ class Spots:
             return [*listed[:before], *(_spot(piece) for piece in named), *listed[before:]]
         if not operand.slots and not rests:
             return [_spot(piece) for piece in named]
-        body: list[Spot] = []
+        body: list[DimPosition] = []
         whole = any(piece.rest and piece.whole for piece in operand.pieces)
         for at in range(self._ndim):
             if at in placed:
                 body.append(placed[at])
             elif at not in self._all_places and rests:
-                body.append(Spot(next(others).factors, whole))
+                body.append(DimPosition(next(others).factors, whole))
         first = rests[0] if rests else len(operand.pieces)
         lead = [_spot(p) for p in operand.pieces[:first] if not isinstance(p.what, Slot)]
         return [*lead, *body]
@@ -145,12 +145,12 @@ class Spots:
 
 
 @lru_cache(1 << 8)
-def _rests(count: int, whole: bool, beyond: bool) -> tuple[Spot, ...]:
+def _rests(count: int, full: bool, beyond: bool) -> tuple[DimPosition, ...]:
     """So many dims that are left, counted from the right."""
-    return tuple([Spot((f".{i}",), whole, None, beyond) for i in range(count, 0, -1)])
+    return tuple([DimPosition((f".{i}",), full, None, beyond) for i in range(count, 0, -1)])
 
 
-def _spot(piece: Piece) -> Spot:
+def _spot(piece: Piece) -> DimPosition:
     """What a dim is made of that a rule names: read once for each piece of a rule."""
     known = vars(piece)
     if "_spot" not in known:
@@ -158,13 +158,13 @@ def _spot(piece: Piece) -> Spot:
     return known["_spot"]
 
 
-def _read_spot(piece: Piece) -> Spot:
+def _read_spot(piece: Piece) -> DimPosition:
     dim = piece.what
     assert isinstance(dim, Dim)
     if len(dim.terms) > 1:
         raise RuleError(f"a rule multiplies factors and adds none: {dim}")
     names = tuple(leaf.name for leaf in dim.leaves if leaf.name and leaf.name != VOID)
-    return Spot(names, piece.whole, dim if dim.terms else None, piece.beyond)
+    return DimPosition(names, piece.whole, dim if dim.terms else None, piece.beyond)
 
 
 def operands(patterns: Sequence[Operand], count: int) -> list[Operand]:
@@ -184,8 +184,8 @@ class Beyond(NamedTuple):
 
 
 def beyond(
-    rule: Rule, inputs: Sequence[tuple[Spot, ...] | None]
-) -> tuple[list[tuple[Spot, ...] | None], tuple[Beyond, ...]]:
+    rule: Rule, inputs: Sequence[tuple[DimPosition, ...] | None]
+) -> tuple[list[tuple[DimPosition, ...] | None], tuple[Beyond, ...]]:
     """The dims that are read by windows; in other inputs, what bears ^ in their place is as long as the windows."""
     if not rule.reads_beyond:
         return [*inputs], ()
@@ -194,9 +194,9 @@ def beyond(
         raise RuleError(f"the rule of {' '.join(rule.operators)} has a ' and none of the notes {', '.join(KINDS)}")
     names = {f for _, _, spot in places for f in spot.factors}
     extents: dict[str, dict[int, int]] = {f: {} for f in names}
-    made: list[tuple[Spot, ...] | None] = []
+    made: list[tuple[DimPosition, ...] | None] = []
     for i, dims in enumerate(inputs):
-        own: list[Spot] = []
+        own: list[DimPosition] = []
         for d, spot in enumerate(dims or ()):
             for f in names.intersection(spot.factors if spot.whole else ()):
                 extents[f][i] = d

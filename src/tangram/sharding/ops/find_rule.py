@@ -5,17 +5,17 @@ from __future__ import annotations
 from tangram.errors import UserError
 from tangram.layout.rule import Rule
 from tangram.sharding.ops import computed_rules, foreach, views
-from tangram.sharding.ops.bind import Bound, bind
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.bind import BoundOp, bind
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.dim_positions import RuleError
-from tangram.sharding.ops.rule_table import Table
+from tangram.sharding.ops.rule_table import RuleTable
 
 
 class NoRuleError(UserError):
     """There is no rule for an operator."""
 
 
-def bound(table: Table, call: Call) -> Bound:
+def bound(table: RuleTable, call: OpCall) -> BoundOp:
     """The factors of a call. Raises NoRuleError, which says how to find a rule; RuleError where one does not fit."""
     if (rule := computed_rules.rule_of(call)) is not None and call.name not in table.lines:
         return bind(rule, call)
@@ -32,7 +32,7 @@ def bound(table: Table, call: Call) -> Bound:
     raise NoRuleError(f"there is no rule for {call.name}: `tangram shard discover {call.operator.name()}` proposes one")
 
 
-def _refuse_broadcast(rule: Rule, call: Call) -> None:
+def _refuse_broadcast(rule: Rule, call: OpCall) -> None:
     operands: dict[str, int] = {}
     for (name, _), tensor in zip(call.places, call.tensors, strict=True):
         operand = rule.inputs[min(operands.setdefault(name, len(operands)), len(rule.inputs) - 1)]
@@ -40,7 +40,7 @@ def _refuse_broadcast(rule: Rule, call: Call) -> None:
             raise RuleError(f"the rule of {call.name} has `{operand}` for {name}, which has {tensor.ndim} dims: {call}")
 
 
-def each(table: Table, call: Call) -> tuple[tuple[Call, Bound], ...]:
+def each(table: RuleTable, call: OpCall) -> tuple[tuple[OpCall, BoundOp], ...]:
     """The calls that a call is made of, with their factors: of its elements where it is over lists, else itself.
 
     Raises as `bound`.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from tangram.errors import UserError
-from tangram.sharding.ops.calls import Call, name_of, schema_of
+from tangram.sharding.ops.calls import OpCall, name_of, schema_of
 
 PREFIX = "_foreach_"
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -37,7 +37,7 @@ class _Given(NamedTuple):
     """`each` an entry of a list, `same` for all, or `number` of a tensor of numbers."""
 
 
-class Base(NamedTuple):
+class ForeachBase(NamedTuple):
     """The operator that each element gets, and its arguments."""
 
     operator: OpOverload
@@ -50,7 +50,7 @@ def is_list(operator: OpOverload) -> bool:
 
 
 @lru_cache(1 << 10)
-def base_of(operator: OpOverload) -> Base | None:
+def base_of(operator: OpOverload) -> ForeachBase | None:
     """What an operator over lists does to each element; None where it is none, or its element has no operator."""
     packet = name_of(operator).partition(".")[0]
     if not packet.startswith(PREFIX):
@@ -63,7 +63,7 @@ def base_of(operator: OpOverload) -> Base | None:
             one = cast(OpOverload, getattr(found, overload))
             given = _given(schema_of(operator).arguments, schema_of(one).arguments)
             if given is not None and [str(r.type) for r in schema_of(one).returns] == ["Tensor"]:
-                return Base(one, given)
+                return ForeachBase(one, given)
     return None
 
 
@@ -99,7 +99,7 @@ def _kinds(argument: Any) -> Mapping[str, str]:
     return {"number": "number"} if kind == "Tensor" and argument.name == "scalars" else {kind: "same"}
 
 
-def calls(call: Call) -> tuple[Call, ...] | None:
+def calls(call: OpCall) -> tuple[OpCall, ...] | None:
     """The calls of the elements; None where the operator is none over lists, or its elements have none.
 
     Numbers that come as a tensor are read; of tensors without memory they are 1, since no rule depends on them.
@@ -113,19 +113,19 @@ def calls(call: Call) -> tuple[Call, ...] | None:
         raise UserError(f"{call.name} is given lists of different lengths: {lengths}")
     defaults = {a.name: a.default_value if a.has_default_value() else None for a in schema_of(base.operator).arguments}
     return tuple(
-        Call(base.operator, {**defaults, **{one.name: _entry(call, one, i) for one in base.given}})
+        OpCall(base.operator, {**defaults, **{one.name: _entry(call, one, i) for one in base.given}})
         for i in range(next(iter(lengths.values())))
     )
 
 
-def _entry(call: Call, one: _Given, i: int) -> Any:
+def _entry(call: OpCall, one: _Given, i: int) -> Any:
     value = call.arguments[one.source]
     if one.how == "number":
         return 1 if cast(Tensor, value).is_meta else value[i].item()
     return value[i] if one.how == "each" else value
 
 
-def places(call: Call) -> tuple[tuple[int, ...], ...]:
+def places(call: OpCall) -> tuple[tuple[int, ...], ...]:
     """Of each element's call, where its tensors stand among the tensors of the whole one: whose layouts they have.
 
     Raises UserError where the elements have no operator.

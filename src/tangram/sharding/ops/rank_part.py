@@ -12,7 +12,7 @@ from tangram.layout import Layout, Mesh, region
 from tangram.layout.intervals import IntSet, elements
 from tangram.layout.locate import held
 from tangram.layout.syntax import Cut, Dim
-from tangram.sharding.ops.bind import Bound, Dims
+from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.cut_trees import Tree, axes_of, dim_of
 from tangram.sharding.ops.same_cut import of_result
 
@@ -20,7 +20,7 @@ Cuts = Mapping[str, tuple[Cut, ...]]
 """The cuts of each factor that is cut, major axis first."""
 
 
-def factor_dim(factor: str, n: int, bound: Bound, cuts: Cuts) -> Dim:
+def factor_dim(factor: str, n: int, bound: BoundOp, cuts: Cuts) -> Dim:
     """A factor of `n` elements as a dim of a layout, with its cuts, which are those of what it is read of."""
     own = tuple(cuts.get(factor, ()))
     if factor in bound.windows:
@@ -30,7 +30,7 @@ def factor_dim(factor: str, n: int, bound: Bound, cuts: Cuts) -> Dim:
     return Dim(factor, n, cuts=own)
 
 
-def layout_of(dims: Dims, shape: Sequence[int], bound: Bound, cuts: Cuts) -> Layout:
+def layout_of(dims: Dims, shape: Sequence[int], bound: BoundOp, cuts: Cuts) -> Layout:
     """How a tensor lies when factors are cut. What is read by windows is cut as the result is, whatever its size."""
     found: list[Dim] = []
     for factors, n in zip(dims, shape, strict=True):
@@ -46,7 +46,7 @@ def layout_of(dims: Dims, shape: Sequence[int], bound: Bound, cuts: Cuts) -> Lay
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """Where one rank stands: what it holds of each factor, and its coordinates on the axes that cut each."""
 
     mesh: Mesh
@@ -61,16 +61,16 @@ class Part:
         return all(own[axis] == 0 for axis in axes_of(self.cuts.get(factor, ())))
 
 
-def part_of(bound: Bound, cuts: Cuts, mesh: Mesh, rank: int) -> Part:
+def part_of(bound: BoundOp, cuts: Cuts, mesh: Mesh, rank: int) -> RankPart:
     """What a rank holds of the cut factors."""
     held: dict[str, IntSet] = {}
     for factor in cuts:
         found = region(Layout((factor_dim(factor, bound.sizes[factor], bound, cuts),)), mesh, rank)
         held[factor] = found.boxes[0][0] if found else ()
-    return Part(mesh, rank, held, cuts)
+    return RankPart(mesh, rank, held, cuts)
 
 
-def piece(tensor: Tensor, dims: Dims, part: Part, bound: Bound) -> Tensor:
+def piece(tensor: Tensor, dims: Dims, part: RankPart, bound: BoundOp) -> Tensor:
     """A rank's part of a whole tensor, where all factors are cut one after the other."""
     cuts = {f: tree for f, tree in part.cuts.items() if isinstance(tree, tuple)}
     assert len(cuts) == len(part.cuts)
@@ -84,7 +84,7 @@ def piece(tensor: Tensor, dims: Dims, part: Part, bound: Bound) -> Tensor:
     return tensor
 
 
-def peers(parts: Sequence[Part], factor: str) -> list[list[int]]:
+def peers(parts: Sequence[RankPart], factor: str) -> list[list[int]]:
     """Which of some ranks share a factor among each other: by their places in `parts`, in the order of what they hold.
 
     Ranks that hold nothing of it are with the others, first.
@@ -97,6 +97,6 @@ def peers(parts: Sequence[Part], factor: str) -> list[list[int]]:
     return [sorted(some, key=lambda i: parts[i].held[factor]) for some in groups.values()]
 
 
-def stands(part: Part, factor: str, n: int) -> IntSet:
+def stands(part: RankPart, factor: str, n: int) -> IntSet:
     """What a rank holds of a dim of `n` elements that is cut as a factor is."""
     return held(dim_of(part.cuts[factor], n), part.mesh, part.mesh.coords(part.rank))

@@ -15,7 +15,7 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, locate, validate
 from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.ops import factor_products
-from tangram.sharding.ops.bind import Bound, Dims
+from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.cut_trees import Tree, axes_of, only, tree_of
 
 
@@ -30,7 +30,7 @@ class State(NamedTuple):
     coords: tuple[int, ...] = ()
 
 
-class Held:
+class PlacedInput:
     """One input as its layout has it, read by the operator's factors."""
 
     __slots__ = ("dims", "factors", "layout", "nbytes", "place", "trees", "where")
@@ -44,13 +44,15 @@ class Held:
         """What a rank has of it, on average."""
 
 
-def read(place: int, tensor: Tensor, given: Layout | None, bound: Bound, mesh: Mesh, ones: Collection[str]) -> Held:
+def read(
+    place: int, tensor: Tensor, inputs: Layout | None, bound: BoundOp, mesh: Mesh, ones: Collection[str]
+) -> PlacedInput:
     """Which axis cuts which factor of an input. Raises UserError or LayoutError where the layout does not fit."""
     shape = tensor.shape
-    layout = Layout(tuple([Dim(VOID, n) for n in shape])) if given is None else given
+    layout = Layout(tuple([Dim(VOID, n) for n in shape])) if inputs is None else inputs
     if len(layout.dims) != len(shape) or any(map(_unsized, layout.dims)):
         layout = layout.bind(tuple(shape))
-    held = Held(place, layout, bound.inputs[place] or ())
+    held = PlacedInput(place, layout, bound.inputs[place] or ())
     twice = False
     for dim, factors, n in zip(layout.dims, held.dims, shape, strict=True):
         if (dim.n if dim.terms else dim.size) != n:
@@ -74,7 +76,7 @@ def read(place: int, tensor: Tensor, given: Layout | None, bound: Bound, mesh: M
     return held
 
 
-def _read_suffixes(held: Held, tensor: Tensor, bound: Bound, mesh: Mesh, ones: Collection[str]) -> None:
+def _read_suffixes(held: PlacedInput, tensor: Tensor, bound: BoundOp, mesh: Mesh, ones: Collection[str]) -> None:
     """What a layout says beside its dims; and how much a rank has."""
     layout, where = held.layout, held.where
     for cut in layout.flat:
@@ -96,7 +98,9 @@ def _unsized(dim: Dim) -> bool:
     return any(leaf.size is None for leaf in dim.leaves) if dim.terms else dim.size is None
 
 
-def _read_dim(held: Held, dim: Dim, factors: Sequence[str], bound: Bound, mesh: Mesh, ones: Collection[str]) -> bool:
+def _read_dim(
+    held: PlacedInput, dim: Dim, factors: Sequence[str], bound: BoundOp, mesh: Mesh, ones: Collection[str]
+) -> bool:
     """Whether the layout needs a closer look: an axis stands twice, or in a bracket."""
     twice = bool(dim.terms)
     if twice or any(map(_has_map, dim.cuts)):
@@ -116,7 +120,7 @@ def _has_map(cut: Cut) -> bool:
     return bool(cut.map)
 
 
-def _parts(tree: Tree, dim: Dim, factors: Sequence[str], bound: Bound, mesh: Mesh) -> Sequence[tuple[str, Tree]]:
+def _parts(tree: Tree, dim: Dim, factors: Sequence[str], bound: BoundOp, mesh: Mesh) -> Sequence[tuple[str, Tree]]:
     """The cuts of a dim by its factors; those that do not pass have no factor."""
     if len(factors) < 2:
         return ((factors[0] if factors else "", tree),)

@@ -20,13 +20,13 @@ from torch._ops import OpOverload
 from tangram.errors import UserError
 from tangram.layout.errors import NotationError
 from tangram.layout.rule import Rule
-from tangram.sharding.ops.calls import Call, name_of
+from tangram.sharding.ops.calls import OpCall, name_of
 
 POINTWISE = "pointwise"
 
 
 @dataclass(frozen=True)
-class Line:
+class RuleLine:
     """A rule and where it stands."""
 
     rule: Rule
@@ -38,25 +38,25 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Table:
+class RuleTable:
     """Rules by the operators that they name."""
 
-    lines: Mapping[str, tuple[Line, ...]] = field(default_factory=dict[str, tuple[Line, ...]])
+    lines: Mapping[str, tuple[RuleLine, ...]] = field(default_factory=dict[str, tuple[RuleLine, ...]])
     """Of each operator, the rules for different arguments."""
 
-    def find(self, call: Call) -> Line | None:
+    def find(self, call: OpCall) -> RuleLine | None:
         """The rule of an operator: its own, that of all its overloads, or that of what it is a variant of."""
         return next((line for line in self.all_of(call.operator) if line.rule.holds_for(call.arguments)), None)
 
-    def all_of(self, operator: OpOverload) -> tuple[Line, ...]:
+    def all_of(self, operator: OpOverload) -> tuple[RuleLine, ...]:
         """The rules of an operator, whatever its arguments."""
-        known: dict[OpOverload, tuple[Line, ...]] = vars(self).setdefault("_known", {})
+        known: dict[OpOverload, tuple[RuleLine, ...]] = vars(self).setdefault("_known", {})
         found = known.get(operator)
         if found is None:
             found = known[operator] = self._all_of(operator)
         return found
 
-    def _all_of(self, operator: OpOverload) -> tuple[Line, ...]:
+    def _all_of(self, operator: OpOverload) -> tuple[RuleLine, ...]:
         name = name_of(operator)
         packet, _, overload = name.partition(".")
         for key in (name, packet, *_bases(packet, overload)):
@@ -64,13 +64,13 @@ class Table:
                 return self.lines[key]
         return self.lines.get(POINTWISE, ()) if torch.Tag.pointwise in operator.tags else ()
 
-    def with_lines(self, lines: Iterable[Line]) -> Table:
+    def with_lines(self, lines: Iterable[RuleLine]) -> RuleTable:
         """The table with more rules, which replace those of the same operators."""
-        found: dict[str, tuple[Line, ...]] = {}
+        found: dict[str, tuple[RuleLine, ...]] = {}
         for line in lines:
             for name in line.rule.operators:
                 found[name] = (*found.get(name, ()), line)
-        return Table({**self.lines, **found})
+        return RuleTable({**self.lines, **found})
 
 
 def _bases(packet: str, overload: str) -> list[str]:
@@ -82,12 +82,12 @@ def _bases(packet: str, overload: str) -> list[str]:
     return found
 
 
-def parse_lines(text: str, file: str = "<text>") -> list[Line]:
+def parse_lines(text: str, file: str = "<text>") -> list[RuleLine]:
     """The rules of a text, one a line, which goes on where the next one is indented; `#` begins a comment.
 
     Raises UserError with the place of a mistake.
     """
-    found: list[Line] = []
+    found: list[RuleLine] = []
     joined: list[list[_Stretch]] = []
     for number, line in enumerate(text.splitlines(), 1):
         plain = re.sub(r"(^|\s)#.*", "", line).rstrip()
@@ -99,7 +99,7 @@ def parse_lines(text: str, file: str = "<text>") -> list[Line]:
     for stretches in joined:
         body = " ".join(stretch.text for stretch in stretches)
         try:
-            found.append(Line(Rule.parse(body), file, stretches[0].number, body))
+            found.append(RuleLine(Rule.parse(body), file, stretches[0].number, body))
         except NotationError as error:
             number, column = _place(stretches, error.position)
             rest = f" (at {body[error.position :][:20]!r})" if body[error.position :] else ""
@@ -125,21 +125,21 @@ def _place(stretches: Sequence[_Stretch], position: int) -> tuple[int, int]:
 
 
 @lru_cache(1)
-def builtin() -> Table:
+def builtin() -> RuleTable:
     """The rules that come with Tangram."""
     files = sorted(resources.files("tangram.sharding.rules").iterdir(), key=lambda f: f.name)
-    return Table().with_lines(
+    return RuleTable().with_lines(
         line for f in files if f.name.endswith(".rules") for line in parse_lines(f.read_text(), f.name)
     )
 
 
 @lru_cache(16)
-def table_of(text: str) -> Table:
+def table_of(text: str) -> RuleTable:
     """The built-in table with the lines of a text, which have been checked."""
     return builtin().with_lines(replace(line, exact=True) for line in parse_lines(text)) if text else builtin()
 
 
-def read_lines(file: Path | str) -> list[Line]:
+def read_lines(file: Path | str) -> list[RuleLine]:
     """The lines of a file. Raises UserError where it cannot be read, or one is no rule."""
     try:
         text = Path(file).read_text(encoding="utf-8")

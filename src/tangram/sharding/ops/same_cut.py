@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tangram.layout.syntax import Cut, Dim
-from tangram.sharding.ops.bind import Bound
+from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.cut_trees import Tree, axes_of
 
 LISTED = ("sizes", "zigzag")
@@ -32,7 +32,7 @@ def of_result(tree: Tree, n: int, m: int) -> Tree | None:
     return tuple([_scaled(cut, n, m) if cut.map in LISTED and cut.args else cut for cut in tree])
 
 
-def made_of(bound: Bound, factor: str, tree: Tree) -> Tree:
+def made_of(bound: BoundOp, factor: str, tree: Tree) -> Tree:
     """The cuts of a factor in the results, where what they are made of lies as `tree`."""
     window = bound.windows.get(factor)
     if window is None:

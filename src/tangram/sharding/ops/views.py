@@ -17,8 +17,8 @@ import torch
 from torch._ops import OpOverload
 
 from tangram.layout.rule import Note, Operand, Rule
-from tangram.sharding.ops.bind import Bound, Dims
-from tangram.sharding.ops.calls import Call, is_view, name_of
+from tangram.sharding.ops.bind import BoundOp, Dims
+from tangram.sharding.ops.calls import OpCall, is_view, name_of
 
 LIKE_VIEWS = {
     "_unsafe_view": "view",
@@ -47,13 +47,13 @@ def view_of(operator: OpOverload) -> OpOverload | None:
     return other if other is not None and other is not operator and is_view(other) else None
 
 
-def bind(call: Call, view: OpOverload) -> Bound:
+def bind(call: OpCall, view: OpOverload) -> BoundOp:
     """The factors of a view of the first tensor of a call. Raises what the operator raises."""
     first = call.tensors[0]
     assert first is not None
     shape = tuple(first.shape)
     meta = torch.empty(shape, dtype=first.dtype, device="meta")
-    results = Call(view, call.with_tensors([meta, *call.tensors[1:]]).arguments).run()
+    results = OpCall(view, call.with_tensors([meta, *call.tensors[1:]]).arguments).run()
     dense = meta.stride()
     outputs = [list(zip(r.stride(), r.shape, strict=True)) for r in results]
     segments, valid = _segments([*zip(dense, shape, strict=True)] if math.prod(shape) else [], outputs)
@@ -88,11 +88,11 @@ def bind(call: Call, view: OpOverload) -> Bound:
     rule = Rule((call.name,), (Operand(()),), (Operand(()),), tuple(notes))
     made: list[Dims | None] = [_dims(inputs, kept), *(None for _ in call.tensors[1:])]
     outs = [_dims([_inside(segments, stride, n) for stride, n in output], kept) for output in outputs]
-    return Bound(rule, tuple(made), tuple(outs), sizes, fixed, {f: ("",) * len(outs) for f in sizes})
+    return BoundOp(rule, tuple(made), tuple(outs), sizes, fixed, {f: ("",) * len(outs) for f in sizes})
 
 
 def _halves(
-    call: Call,
+    call: OpCall,
     view: OpOverload,
     inputs: Sequence[tuple[Segment, ...]],
     used: Sequence[Mapping[Segment, int]],

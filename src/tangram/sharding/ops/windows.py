@@ -25,7 +25,7 @@ KINDS = ("window", "spread", "pad", "times")
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """How the elements of one dim of a result read those of one dim of an input."""
 
     place: int
@@ -111,7 +111,7 @@ def entry_of(value: Any, entry: int) -> int:
 def window_of(
     rule: Rule, arguments: Mapping[str, Any], place: int, dim: int, entry: int, shapes: Sequence[Sequence[int] | None],
     extents: Mapping[int, int],
-) -> Window:  # fmt: skip
+) -> SlidingWindow:  # fmt: skip
     """The window of one dim in a call. `extents`: of each input, its dim that has the extent."""
     kind, args = kind_of(rule)
     shape = shapes[place]
@@ -121,9 +121,9 @@ def window_of(
         pad = cast("Sequence[int]", arguments[args[0]])
         at = 2 * (len(shape) - 1 - dim)
         before, behind = (pad[at], pad[at + 1]) if at < len(pad) else (0, 0)
-        return Window(place, dim, entry, n, before=before, behind=behind)
+        return SlidingWindow(place, dim, entry, n, before=before, behind=behind)
     if kind == "times":
-        return _repeated(Window(place, dim, entry, n), arguments, args)
+        return _repeated(SlidingWindow(place, dim, entry, n), arguments, args)
     if args[0].isdigit():
         source = shapes[int(args[0])]
         assert source is not None
@@ -142,11 +142,11 @@ def window_of(
     stride, padding, dilation = number(1, extent), number(2, 0), number(3, 1)
     last = number(4, 0)
     if kind == "spread":
-        return Window(place, dim, entry, n, extent, stride, padding, dilation, padding - last, spread=True)
-    return Window(place, dim, entry, n, extent, stride, padding, dilation, padding, ceil=bool(last))
+        return SlidingWindow(place, dim, entry, n, extent, stride, padding, dilation, padding - last, spread=True)
+    return SlidingWindow(place, dim, entry, n, extent, stride, padding, dilation, padding, ceil=bool(last))
 
 
-def _repeated(window: Window, arguments: Mapping[str, Any], args: Sequence[str]) -> Window:
+def _repeated(window: SlidingWindow, arguments: Mapping[str, Any], args: Sequence[str]) -> SlidingWindow:
     made, n = entry_of(arguments[args[0]], window.entry), window.n
     scale = arguments[args[1 + window.entry]]
     if not n or made % n or scale not in (None, made // n):

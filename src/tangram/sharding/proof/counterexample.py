@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tangram.hardware import workers
 from tangram.layout import region
 from tangram.layout.intervals import elements, size
-from tangram.sharding.local_ops.local_call import Part, layout_of, part_of, piece, run
+from tangram.sharding.local_ops.local_call import RankPart, layout_of, part_of, piece, run
 from tangram.sharding.ops.bind import Dims
-from tangram.sharding.ops.calls import Call, schema_of
-from tangram.sharding.ops.rule_table import Table
-from tangram.sharding.proof.execute import EXPECTED_ERRORS, whole
-from tangram.sharding.proof.prove import Trial, table_with, trials
+from tangram.sharding.ops.calls import OpCall, schema_of
+from tangram.sharding.ops.rule_table import RuleTable
+from tangram.sharding.proof.execute import EXPECTED_ERRORS, run_whole
+from tangram.sharding.proof.prove import ProofTrial, table_with, trials
 from tangram.sharding.proof.samples import samples
 
 LIMIT = 60.0
@@ -33,12 +33,12 @@ AFTER = 400
 """Trials beyond the first failure among which a smaller one is looked for."""
 
 
-def smallest(table: Table, calls: Sequence[Call]) -> Trial | None:
+def smallest(table: RuleTable, calls: Sequence[OpCall]) -> ProofTrial | None:
     """Of the cases that are wrong, that of fewest ranks and elements; None where no way of cutting is.
 
     Parts that need each other are no case: a script runs each by itself.
     """
-    best: Trial | None = None
+    best: ProofTrial | None = None
     left = AFTER
     with suppress(Exception):  # some variant cannot be tried at all: what was found before counts
         for trial in trials(table, calls):
@@ -51,7 +51,7 @@ def smallest(table: Table, calls: Sequence[Call]) -> Trial | None:
     return best
 
 
-def _size(trial: Trial) -> tuple[int, int]:
+def _size(trial: ProofTrial) -> tuple[int, int]:
     return trial.mesh.size, sum(t.numel() for t in trial.call.tensors if t is not None)
 
 
@@ -59,7 +59,7 @@ def save_all(
     folder: Path,
     names: Sequence[str],
     rules: Path | None = None,
-    own: Mapping[str, Sequence[Call]] | None = None,
+    own: Mapping[str, Sequence[OpCall]] | None = None,
     imports: Sequence[str] = (),
 ) -> dict[str, Path]:
     """Scripts for operators whose rules are wrong, by their own calls or torch's samples.
@@ -72,14 +72,14 @@ def save_all(
 
 
 def save(
-    folder: Path, table: Table, calls: Mapping[str, Sequence[Call]], imports: Sequence[str] = ()
+    folder: Path, table: RuleTable, calls: Mapping[str, Sequence[OpCall]], imports: Sequence[str] = ()
 ) -> dict[str, Path]:
     """A script for each of some operators whose rules are wrong, in a folder; none where its process ends."""
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Path] = {}
     for name, some in calls.items():
 
-        def act(some: Sequence[Call] = some) -> str:
+        def act(some: Sequence[OpCall] = some) -> str:
             trial = smallest(table, some)
             return "" if trial is None else script(trial, imports)
 
@@ -90,13 +90,13 @@ def save(
     return found
 
 
-def script(trial: Trial, imports: Sequence[str] = ()) -> str:
+def script(trial: ProofTrial, imports: Sequence[str] = ()) -> str:
     """The source of a script that shows one case. `imports`: lines that define the operator, if it is not torch's."""
     assert trial.failure is not None
     where, what = trial.failure.where, trial.failure.what
     place = int(where.rpartition(" ")[2]) if where[-1].isdigit() else 0
     gradient, bound = where.startswith("gradient"), trial.bound
-    expected = whole(trial.call)
+    expected = run_whole(trial.call)
     cotangents = expected.cotangents if gradient else None
     parts = [part_of(bound, trial.cuts, trial.mesh, rank) for rank in range(trial.mesh.size)]
     lines = [
@@ -161,7 +161,9 @@ def take(whole, places):
 '''
 
 
-def _groups(trial: Trial, parts: Sequence[Part], dims: Dims, want: Tensor, place: int, gradient: bool) -> Iterator[str]:
+def _groups(
+    trial: ProofTrial, parts: Sequence[RankPart], dims: Dims, want: Tensor, place: int, gradient: bool
+) -> Iterator[str]:
     """Lines that compare the ranks of each piece of the whole with it."""
     bound, at = trial.bound, 0 if gradient else place
     here = {f: some for f, some in trial.cuts.items() if any(f in factors for factors in dims)}
@@ -173,7 +175,7 @@ def _groups(trial: Trial, parts: Sequence[Part], dims: Dims, want: Tensor, place
     same = f"torch.allclose(piece, own, rtol={relative}, atol={relative / 10}, equal_nan=True)"
     if not want.is_floating_point() and not want.is_complex():
         same = "torch.equal(piece, own)"
-    groups: dict[Any, list[Part]] = {}
+    groups: dict[Any, list[RankPart]] = {}
     for part in parts:
         replica = tuple((axis, i) for axis, i in sorted(trial.mesh.coords(part.rank).items()) if axis not in pending)
         groups.setdefault((region(layout, trial.mesh, part.rank), replica), []).append(part)
@@ -193,20 +195,20 @@ def _groups(trial: Trial, parts: Sequence[Part], dims: Dims, want: Tensor, place
 class _Last(TorchDispatchMode):
     """Notes what an operator is called with."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: OpCall) -> None:
         super().__init__()
-        self._operator, self.call = call.operator, cast("Call | None", None)
+        self._operator, self.call = call.operator, cast("OpCall | None", None)
         self.results: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func is self._operator:
-            self.call = Call.of(func, args, kwargs or {})
+            self.call = OpCall.of(func, args, kwargs or {})
             self.results = [*cast("list[Any]", found)] if isinstance(found, list | tuple) else [found]
         return cast(Any, found)
 
 
-def _of_rank(trial: Trial, part: Part, gradient: int | None, cotangents: Any) -> str:
+def _of_rank(trial: ProofTrial, part: RankPart, gradient: int | None, cotangents: Any) -> str:
     """The source of what one rank runs."""
     bound, call = trial.bound, trial.call
     local = [
@@ -238,7 +240,7 @@ def _of_rank(trial: Trial, part: Part, gradient: int | None, cotangents: Any) ->
     return _run(last.call, gradient, own_cotangents, more)
 
 
-def _run(call: Call, gradient: int | None, cotangents: Any, more: str = "") -> str:
+def _run(call: OpCall, gradient: int | None, cotangents: Any, more: str = "") -> str:
     schema = schema_of(call.operator).arguments
     shown = [_text(call.arguments[a.name]) for a in schema if not a.kwarg_only]
     shown += [f"{a.name}={_text(call.arguments[a.name])}" for a in schema if a.kwarg_only and not a.is_out]

@@ -24,11 +24,11 @@ from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import VOID, Cut, Dim
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.execute import differs
 from tangram.sharding.proof.samples.samples import LARGEST
-from tangram.sharding.proof.simulate import Simulated, World, cut, together
+from tangram.sharding.proof.simulate import SimTensor, SimWorld, cut, together
 
 SAMPLES = 3
 """Of an entry."""
@@ -37,7 +37,7 @@ EACH = 120.0
 
 
 @dataclass(frozen=True)
-class Entry:
+class ProofEntry:
     """What came of one entry of the database."""
 
     name: str
@@ -49,7 +49,7 @@ class Entry:
     why: str = ""
 
 
-def tried(info: Any) -> Entry:
+def tried(info: Any) -> ProofEntry:
     """Try one entry. Never raises: what goes wrong is in the verdict."""
     name = f"{info.name} {info.variant_test_name}".strip()
     dtype = next((d for d in (torch.float64, torch.float32) if info.supports_dtype(d, "cpu")), None)
@@ -64,7 +64,7 @@ def tried(info: Any) -> Entry:
             if kind in ("wrong", "refused") and not why:
                 why = f"input {i} of {[list(t.shape) for t in tensors]} cut over dim {dim}: {said}"
     kinds = ("wrong", "refused", "right", "random")
-    return Entry(name, next((k for k in kinds if counts[k]), "untested"), counts.total(), moved, why)
+    return ProofEntry(name, next((k for k in kinds if counts[k]), "untested"), counts.total(), moved, why)
 
 
 def _samples(info: Any, dtype: torch.dtype) -> Iterator[Any]:
@@ -92,7 +92,7 @@ def _case(info: Any, sample: Any, which: int, dim: int) -> tuple[str, float, str
         return "untested", 0.0, ""
     if any(_unlike(want, other) for other in again):
         return "random", 0.0, ""
-    world = World(Mesh.parse("x=2"), builtin())
+    world = SimWorld(Mesh.parse("x=2"), builtin())
     try:
         found = _called(info, sample, (world, which, dim), backward)
     except UserError as error:
@@ -108,7 +108,9 @@ def _seeded(info: Any, sample: Any, seed: int, backward: bool) -> list[Tensor | 
     return _called(info, sample, None, backward)
 
 
-def _called(info: Any, sample: Any, where: tuple[World, int, int] | None, backward: bool = True) -> list[Tensor | None]:
+def _called(
+    info: Any, sample: Any, where: tuple[SimWorld, int, int] | None, backward: bool = True
+) -> list[Tensor | None]:
     """Results and gradients of a sample, plain or on simulated ranks."""
     flat, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
     leaves: list[Tensor] = []
@@ -125,10 +127,10 @@ def _called(info: Any, sample: Any, where: tuple[World, int, int] | None, backwa
             given.append(cut(leaf, _layout(leaf, dim if len(leaves) == which else None), world))
         leaves.append(leaf)
     own, args, kwargs = tree_unflatten(given, spec)
-    with Drawing(World.seed) if where is None else nullcontext():  # as simulated ranks draw
+    with DrawMode(SimWorld.seed) if where is None else nullcontext():  # as simulated ranks draw
         made = info.op(own, *args, **kwargs)
     results = [r for r in tree_leaves(made) if isinstance(r, Tensor)]
-    whole = [together(r) if isinstance(r, Simulated) else r for r in results]
+    whole = [together(r) if isinstance(r, SimTensor) else r for r in results]
     whole = [_dense(r) for r in whole]
     torch.manual_seed(1)
     pairs = [(r, torch.randn(r.shape, dtype=r.dtype)) for r in whole if r.requires_grad]
@@ -162,14 +164,14 @@ def _unlike(found: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> st
     return ""
 
 
-def sweep(names: Sequence[str] = ()) -> list[Entry]:
+def sweep(names: Sequence[str] = ()) -> list[ProofEntry]:
     """Try the whole database, or some entries of it, over two processes. Raises UserError where it cannot be run."""
     jobs = [workers.Job(f"{__name__}:job", {"names": list(names), "part": i, "parts": 2}) for i in range(2)]
-    found: list[Entry] = []
+    found: list[ProofEntry] = []
     for outcome in workers.run(jobs, LIMIT, {"OMP_NUM_THREADS": "1"}):
         if not outcome.ok:
             raise UserError(f"the database could not be run: {outcome.error}")
-        found += [Entry(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
+        found += [ProofEntry(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
     unknown = [name for name in names if not any(entry.name.partition(" ")[0] == name for entry in found)]
     if unknown:
         raise UserError(f"torch's database has no entry {unknown[0]}")
@@ -191,5 +193,5 @@ def job(names: list[str], part: int, parts: int) -> Any:
     for info in infos[part::parts]:
         value = workers.forked(lambda info=info: asdict(tried(info)), EACH)
         name = f"{info.name} {info.variant_test_name}".strip()
-        found.append(asdict(Entry(name, "crashed", why="its process ended")) if value is None else value)
+        found.append(asdict(ProofEntry(name, "crashed", why="its process ended")) if value is None else value)
     return found

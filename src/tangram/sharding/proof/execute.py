@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from tangram.layout import Mesh, region
 from tangram.layout.syntax import Cut
-from tangram.sharding.local_ops.local_call import Cuts, Part, layout_of, part_of, piece, run
-from tangram.sharding.ops.bind import Bound, Dims
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.local_ops.local_call import Cuts, RankPart, layout_of, part_of, piece, run
+from tangram.sharding.ops.bind import BoundOp, Dims
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.propagation import halo, scan
 
 REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -47,7 +47,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeRun:
     """What an operator gives in one process."""
 
     results: tuple[Any, ...]
@@ -58,7 +58,7 @@ class Whole:
     """The places whose gradients are taken."""
 
 
-def whole(call: Call, seed: int = 0) -> Whole:
+def run_whole(call: OpCall, seed: int = 0) -> WholeRun:
     """Run a call whole, and backward with random cotangents where it has gradients.
 
     Raises what the operator raises; torch refuses some derivatives, so fewer inputs are tried then.
@@ -72,21 +72,21 @@ def whole(call: Call, seed: int = 0) -> Whole:
     return _whole(call, seed, frozenset())
 
 
-def _whole(call: Call, seed: int, wanted: frozenset[int]) -> Whole:
-    leaves = _leaves(call.tensors, wanted)
+def _whole(call: OpCall, seed: int, target: frozenset[int]) -> WholeRun:
+    leaves = _leaves(call.tensors, target)
     results = call.with_tensors(leaves).run()
     torch.manual_seed(seed)
     cotangents = tuple(torch.randn_like(r) if isinstance(r, Tensor) and r.requires_grad else None for r in results)
     gradients = _gradients(leaves, results, cotangents)
-    return Whole(tuple(_plain(r) for r in results), cotangents, gradients, wanted)
+    return WholeRun(tuple(_plain(r) for r in results), cotangents, gradients, target)
 
 
 def _plain(result: Any) -> Any:
     return result.detach() if isinstance(result, Tensor) else result
 
 
-def _leaves(tensors: Sequence[Tensor | None], wanted: frozenset[int]) -> list[Tensor | None]:
-    return [t if t is None else t.detach().clone().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
+def _leaves(tensors: Sequence[Tensor | None], target: frozenset[int]) -> list[Tensor | None]:
+    return [t if t is None else t.detach().clone().requires_grad_(i in target) for i, t in enumerate(tensors)]
 
 
 def _gradients(
@@ -105,7 +105,7 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def check(call: Call, bound: Bound, cuts: Cuts, mesh: Mesh, expected: Whole) -> Failure | None:
+def check(call: OpCall, bound: BoundOp, cuts: Cuts, mesh: Mesh, expected: WholeRun) -> Failure | None:
     """Compare a cut call with the whole one. None: they agree."""
     shown = ", ".join(f"{factor}/{'/'.join(map(str, some))}" for factor, some in cuts.items())
     shown = f"{shown} over {mesh}"
@@ -153,12 +153,12 @@ def check(call: Call, bound: Bound, cuts: Cuts, mesh: Mesh, expected: Whole) -> 
 class _Tried:
     """A way of cutting, to put parts together by."""
 
-    bound: Bound
+    bound: BoundOp
     cuts: Cuts
     mesh: Mesh
-    parts: Sequence[Part]
+    parts: Sequence[RankPart]
 
-    def gradients(self, found: Sequence[Sequence[Tensor | None]], expected: Whole) -> tuple[str, str] | None:
+    def gradients(self, found: Sequence[Sequence[Tensor | None]], expected: WholeRun) -> tuple[str, str] | None:
         """Where the ranks' gradients together are not those of the whole call, and how."""
         for i, (want, dims) in enumerate(zip(expected.gradients, self.bound.inputs, strict=True)):
             if want is None or dims is None:
@@ -200,13 +200,13 @@ class _Tried:
         return ""
 
 
-def undefined(bound: Bound, output: int) -> bool:
+def undefined(bound: BoundOp, output: int) -> bool:
     """Whether the values of a result are whatever was in its memory."""
     said = bound.rule.note("undefined")
     return said is not None and (not said or str(output) in said)
 
 
-def _pending(bound: Bound, cuts: Cuts, output: int) -> dict[str, str]:
+def _pending(bound: BoundOp, cuts: Cuts, output: int) -> dict[str, str]:
     """By axis, what is pending of an output."""
     found: dict[str, str] = {}
     for factor, some in cuts.items():
@@ -217,7 +217,7 @@ def _pending(bound: Bound, cuts: Cuts, output: int) -> dict[str, str]:
 
 
 def _local_gradients(
-    local: Sequence[Tensor | None], results: Sequence[Any], expected: Whole, bound: Bound, part: Part
+    local: Sequence[Tensor | None], results: Sequence[Any], expected: WholeRun, bound: BoundOp, part: RankPart
 ) -> tuple[Tensor | None, ...]:
     return _gradients(local, results, _cotangents(results, expected, bound, part))
 
@@ -225,9 +225,9 @@ def _local_gradients(
 def _joint_gradients(
     leaves: Sequence[Sequence[Tensor | None]],
     results: Sequence[Sequence[Any]],
-    expected: Whole,
-    bound: Bound,
-    parts: Sequence[Part],
+    expected: WholeRun,
+    bound: BoundOp,
+    parts: Sequence[RankPart],
 ) -> list[tuple[Tensor | None, ...]]:
     """The gradients of all ranks' leaves in one graph, rank by rank."""
     pairs = zip(results, parts, strict=True)
@@ -237,7 +237,7 @@ def _joint_gradients(
     return [found[i : i + n] for i in range(0, len(found), n)]
 
 
-def _cotangents(results: Sequence[Any], expected: Whole, bound: Bound, part: Part) -> list[Tensor | None]:
+def _cotangents(results: Sequence[Any], expected: WholeRun, bound: BoundOp, part: RankPart) -> list[Tensor | None]:
     return [
         None if c is None or not (isinstance(r, Tensor) and r.requires_grad) else piece(c, dims, part, bound)
         for c, dims, r in zip(expected.cotangents, bound.outputs, results, strict=True)
@@ -260,7 +260,7 @@ def differs(found: Tensor, want: Tensor) -> str:
     return f"differs by up to {float(worst):.3g} from values up to {float(torch.nan_to_num(want).abs().max()):.3g}"
 
 
-def ways(bound: Bound, worlds: Iterable[int]) -> Iterable[tuple[Cuts, Mesh]]:
+def ways(bound: BoundOp, worlds: Iterable[int]) -> Iterable[tuple[Cuts, Mesh]]:
     """Every factor cut over each number of ranks; then two factors, or one twice, in both orders of the axes."""
     factors = bound.cuttable
     for world, factor in itertools.product(worlds, factors):
@@ -273,7 +273,7 @@ def ways(bound: Bound, worlds: Iterable[int]) -> Iterable[tuple[Cuts, Mesh]]:
     yield from _ways_of_linked(bound, factors)
 
 
-def _ways_of_linked(bound: Bound, factors: Sequence[str]) -> Iterable[tuple[Cuts, Mesh]]:
+def _ways_of_linked(bound: BoundOp, factors: Sequence[str]) -> Iterable[tuple[Cuts, Mesh]]:
     """The same of factors whose parts need each other, where they do not come first; and by sizes, where those fit."""
     linked = [f for f in factors if f in bound.linked]
     for first, second in itertools.permutations([*linked[:2], *(f for f in factors[:1] if f not in linked)], 2):
@@ -285,3 +285,22 @@ def _ways_of_linked(bound: Bound, factors: Sequence[str]) -> Iterable[tuple[Cuts
         n = bound.sizes[factor]
         if factor not in bound.windows or bound.windows[factor].n == n:
             yield {factor: (Cut("x", "sizes", (1, 0, n - 1)),)}, Mesh.parse("x=3")
+
+
+@dataclass(frozen=True)
+class ProofVerdict:
+    """What came of one operator."""
+
+    operator: str
+    kind: str
+    """`proved`, `whole` (nothing can be cut in any call), `refuted`, `no rule`, `crashed`, or `unproved` (it has a
+    rule, and nothing on this machine runs it)."""
+    factors: int = 0
+    """The most that can be cut in one call."""
+    cases: int = 0
+    seconds: float = 0.0
+    why: str = ""
+    gradients: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By argument: in how many cases its gradient was compared."""
+    without: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By argument: in how many it has numbers, and torch refuses its derivative."""

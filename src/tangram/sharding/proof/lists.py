@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from tangram.errors import UserError
 from tangram.sharding.ops import foreach
-from tangram.sharding.ops.calls import Call, is_written, name_of, schema_of
+from tangram.sharding.ops.calls import OpCall, is_written, name_of, schema_of
 from tangram.sharding.proof.execute import Failure, differs
 
 SHAPES = ((5, 3), (4,))
@@ -35,7 +35,7 @@ def operators() -> list[OpOverload]:
     return found
 
 
-def calls_of(operator: OpOverload) -> list[Call]:
+def calls_of(operator: OpOverload) -> list[OpCall]:
     """Calls of one operator: short lists of uneven tensors, of positive values, for logarithms are among them."""
     generator = torch.Generator().manual_seed(5)
 
@@ -59,16 +59,16 @@ def calls_of(operator: OpOverload) -> list[Call]:
         else:
             values = [a.default_value]
         arguments = [{**before, a.name: value} for before in arguments for value in values]
-    return [Call(operator, given) for given in arguments]
+    return [OpCall(operator, given) for given in arguments]
 
 
-def recorded(names: tuple[str, ...] = ()) -> dict[str, list[Call]]:
+def recorded(names: tuple[str, ...] = ()) -> dict[str, list[OpCall]]:
     """Calls of these operators over lists by name, of all without names."""
     chosen = [op for op in operators() if not names or {name_of(op), name_of(op).partition(".")[0]} & {*names}]
     return {name_of(op): calls_of(op) for op in chosen}
 
 
-def elements(call: Call) -> tuple[Call, ...]:
+def elements(call: OpCall) -> tuple[OpCall, ...]:
     """The calls of a list's elements. Raises UserError where they have none."""
     found = foreach.calls(call)
     if found is None:
@@ -76,7 +76,7 @@ def elements(call: Call) -> tuple[Call, ...]:
     return found
 
 
-def check(call: Call) -> Failure | None:
+def check(call: OpCall) -> Failure | None:
     """Whether an operator over lists gives what its elements' calls give; a written list is its result."""
     written = [a.name for a in schema_of(call.operator).arguments if is_written(a)]
     copy = call.with_tensors([None if t is None else t.clone() for t in call.tensors])

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from tangram.layout import Mesh
 from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops.local_call import Cuts
-from tangram.sharding.ops.bind import Bound
+from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.propagation import neighbour_needs
 
 
@@ -28,7 +28,7 @@ def maps(n: int, k: int, axis: str = "x") -> Iterator[Cut]:
     yield Cut(axis, "strided", (3,))
 
 
-def ways(bound: Bound, worlds: Sequence[int]) -> Iterator[tuple[Cuts, Mesh]]:
+def ways(bound: BoundOp, worlds: Sequence[int]) -> Iterator[tuple[Cuts, Mesh]]:
     """Every way of cutting a call by maps that is to be tried once of a rule."""
     linked = [f for f in bound.cuttable if f in bound.linked]
     k = worlds[len(worlds) // 2]
@@ -46,6 +46,6 @@ def ways(bound: Bound, worlds: Sequence[int]) -> Iterator[tuple[Cuts, Mesh]]:
         yield {factor: order}, mesh
 
 
-def _elements(bound: Bound, factor: str) -> int:
+def _elements(bound: BoundOp, factor: str) -> int:
     """How many are cut: of what is read by windows, those of the input."""
     return bound.windows[factor].n if factor in bound.windows else bound.sizes[factor]

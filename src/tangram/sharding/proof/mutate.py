@@ -19,7 +19,7 @@ from tangram.errors import UserError
 from tangram.hardware import workers
 from tangram.layout.rule import Operand, Piece, Rule
 from tangram.layout.syntax import VOID, Dim
-from tangram.sharding.ops.rule_table import POINTWISE, Line, Table, builtin
+from tangram.sharding.ops.rule_table import POINTWISE, RuleLine, RuleTable, builtin
 from tangram.sharding.ops.windows import KINDS
 from tangram.sharding.proof.prove import EACH, LIMIT, prove_operator
 from tangram.sharding.proof.samples import samples
@@ -34,7 +34,7 @@ SCANNED = {"sum": "prod", "prod": "sum", "logsumexp": "sum", "max": "min", "min"
 
 
 @dataclass(frozen=True)
-class Mutant:
+class RuleMutant:
     """A planted mistake, and whether the proof found it."""
 
     operator: str
@@ -116,23 +116,23 @@ def _is_void(piece: Piece) -> bool:
     return isinstance(piece.what, Dim) and piece.what.name == VOID
 
 
-def planted(table: Table, line: Line, rule: Rule) -> Table:
+def planted(table: RuleTable, line: RuleLine, rule: Rule) -> RuleTable:
     """The table with another rule in place of a line."""
     other = replace(line, rule=rule)
-    return Table({name: tuple(other if one is line else one for one in some) for name, some in table.lines.items()})
+    return RuleTable({name: tuple(other if one is line else one for one in some) for name, some in table.lines.items()})
 
 
-def score(names: Sequence[str] = (), every: int = 1, offset: int = 0) -> list[Mutant]:
+def score(names: Sequence[str] = (), every: int = 1, offset: int = 0) -> list[RuleMutant]:
     """Plant every `every`-th mistake, from `offset` on, in the lines that speak of some operators (all by default)."""
     jobs = [
         workers.Job(f"{__name__}:job", {"names": list(names), "every": every, "offset": offset, "part": i, "parts": 2})
         for i in range(2)
     ]
-    found: list[Mutant] = []
+    found: list[RuleMutant] = []
     for outcome in workers.run(jobs, 3 * LIMIT, {"OMP_NUM_THREADS": "1"}):
         if not outcome.ok:
             raise UserError(f"the mistakes could not be tried: {outcome.error}")
-        found += [Mutant(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
+        found += [RuleMutant(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
     return sorted(found, key=lambda m: (m.operator, m.what))
 
 
@@ -141,28 +141,28 @@ def job(names: list[str], every: int, offset: int, part: int, parts: int) -> Any
     torch.set_num_threads(1)
     table, calls = builtin(), samples.recorded()
     lines = list(dict.fromkeys(line for some in table.lines.values() for line in some))
-    mutants: list[tuple[Line, list[str], str, Rule]] = []
+    mutants: list[tuple[RuleLine, list[str], str, Rule]] = []
     for line in lines:
         own = [name for name in calls if _reached(table, line, calls[name])]
         if own and (not names or set(names) & set(line.rule.operators)):
             mutants += [(line, own, what, rule) for what, rule in mutations(line.rule)]
     found: list[Any] = []
     for line, own, what, rule in mutants[offset::every][part::parts]:
-        made = Mutant(own[0], str(rule), what)
+        made = RuleMutant(own[0], str(rule), what)
         for name in own:  # what is wrong for one operator of a line may be right for another
             value = workers.forked(lambda a=(line, name, rule): asdict(_try(table, *a, calls)), EACH)
             verdict = cast("dict[str, Any]", value or {"kind": "crashed", "why": "its process ended"})
             if verdict["kind"] in ("refuted", "crashed"):
-                made = Mutant(name, str(rule), what, True, verdict["why"])
+                made = RuleMutant(name, str(rule), what, True, verdict["why"])
                 break
         found.append(asdict(made))
     return found
 
 
-def _reached(table: Table, line: Line, calls: Sequence[Any]) -> bool:
+def _reached(table: RuleTable, line: RuleLine, calls: Sequence[Any]) -> bool:
     return line.rule.operators != (POINTWISE,) and any(table.find(call) is line for call in calls)
 
 
-def _try(table: Table, line: Line, name: str, rule: Rule, calls: Any) -> Any:
+def _try(table: RuleTable, line: RuleLine, name: str, rule: Rule, calls: Any) -> Any:
     own = [call for call in calls[name] if table.find(call) is line]
     return prove_operator(planted(table, line, rule), name, own)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tangram.layout import Layout, Mesh, region, validate
 from tangram.layout.intervals import IntSet, elements
 from tangram.layout.locate import held
-from tangram.sharding.local_ops.local_call import Part, run_all
+from tangram.sharding.local_ops.local_call import RankPart, run_all
 from tangram.sharding.ops.cut_trees import dim_of
 from tangram.sharding.ops.same_cut import made_of
 from tangram.sharding.proof.execute import EXPECTED_ERRORS, REDUCE, Failure, differs, undefined
@@ -72,12 +72,12 @@ def _running(found: Propagation) -> Iterator[int]:
             yield rank
 
 
-def part_of(found: Propagation, rank: int) -> Part:
+def part_of(found: Propagation, rank: int) -> RankPart:
     """Where a rank stands: what it holds of each factor that the propagation cuts."""
     mesh, sizes = found.mesh, found.bound.sizes
     at = mesh.coords(rank)
     sets = {f: held(dim_of(made_of(found.bound, f, tree), sizes[f]), mesh, at) for f, tree in found.trees.items()}
-    return Part(mesh, rank, sets, found.trees)
+    return RankPart(mesh, rank, sets, found.trees)
 
 
 class _Source:

@@ -19,11 +19,12 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from tangram.errors import UserError
 from tangram.hardware import workers
@@ -32,14 +33,14 @@ from tangram.layout.rule import Rule
 from tangram.sharding.local_ops import local_variants
 from tangram.sharding.local_ops.local_call import Cuts
 from tangram.sharding.ops import find_rule, foreach
-from tangram.sharding.ops.bind import Bound
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.bind import BoundOp
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.decompose import is_decomposed
-from tangram.sharding.ops.rule_table import POINTWISE, Table, builtin, read_lines
-from tangram.sharding.proof import lists, mapped, shapes
-from tangram.sharding.proof.execute import Failure, Whole, check, ways, whole
-from tangram.sharding.proof.pending import check_pending
+from tangram.sharding.ops.rule_table import POINTWISE, RuleTable, builtin, read_lines
+from tangram.sharding.proof import lists, mapped, routes, shapes
+from tangram.sharding.proof.execute import Failure, ProofVerdict, WholeRun, check, differs, run_whole, ways
 from tangram.sharding.proof.samples import samples
+from tangram.sharding.propagation.axis_choices import waiting
 
 WORLDS = (2, 3, 5)
 CALLS, EACH_LINE = 4, 2
@@ -51,29 +52,10 @@ EACH = 60.0
 _UNKNOWN = "no sample of torch's database reaches an operator {}: give it as aten calls it"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What came of one operator."""
-
-    operator: str
-    kind: str
-    """`proved`, `whole` (nothing can be cut in any call), `refuted`, `no rule`, `crashed`, or `unproved` (it has a
-    rule, and nothing on this machine runs it)."""
-    factors: int = 0
-    """The most that can be cut in one call."""
-    cases: int = 0
-    seconds: float = 0.0
-    why: str = ""
-    gradients: Mapping[str, int] = field(default_factory=dict[str, int])
-    """By argument: in how many cases its gradient was compared."""
-    without: Mapping[str, int] = field(default_factory=dict[str, int])
-    """By argument: in how many it has numbers, and torch refuses its derivative."""
-
-
-def calls_of(table: Table, calls: Sequence[Call]) -> list[Call]:
+def calls_of(table: RuleTable, calls: Sequence[OpCall]) -> list[OpCall]:
     """The calls in which most can be cut, also for each line of a rule, and the first."""
 
-    def cuttable(call: Call) -> int:
+    def cuttable(call: OpCall) -> int:
         try:
             return len(find_rule.bound(table, call).cuttable)
         except UserError:
@@ -91,11 +73,11 @@ def calls_of(table: Table, calls: Sequence[Call]) -> list[Call]:
 
 
 @dataclass(frozen=True)
-class Trial:
+class ProofTrial:
     """One way of cutting one call, and what is wrong with it."""
 
-    call: Call
-    bound: Bound
+    call: OpCall
+    bound: BoundOp
     cuts: Cuts
     mesh: Mesh
     failure: Failure | None = None
@@ -107,13 +89,13 @@ class Trial:
     """The arguments of numbers whose derivatives torch refuses."""
 
 
-def trials(table: Table, calls: Sequence[Call]) -> Iterator[Trial]:
+def trials(table: RuleTable, calls: Sequence[OpCall]) -> Iterator[ProofTrial]:
     """Everything that is tried of an operator's rule. Raises UserError where there is none or it does not fit."""
     mapped_once: list[Rule] = []
     for call in calls_of(table, calls):
         for i, (variant, worlds) in enumerate(_variants(call)):
             bound, alone = find_rule.bound(table, variant), Mesh.parse("x=1")
-            expected = _expected(local_variants.whole(variant, bound)) if bound.cuttable else None
+            expected = _expected(local_variants.for_comparison(variant, bound)) if bound.cuttable else None
             if expected is not None:
                 refused = _refused(variant, expected)
                 by_maps = () if i or any(rule is bound.rule for rule in mapped_once) else mapped.ways(bound, worlds)
@@ -123,13 +105,13 @@ def trials(table: Table, calls: Sequence[Call]) -> Iterator[Trial]:
                         check(variant, bound, cuts, mesh, expected),
                         _compared(variant, bound, cuts, expected),
                     )
-                    yield Trial(variant, bound, cuts, mesh, failure, gradients=taken, without=refused)
+                    yield ProofTrial(variant, bound, cuts, mesh, failure, gradients=taken, without=refused)
                 for failure in check_pending(variant, bound, expected):
-                    yield Trial(variant, bound, {}, alone, failure)
+                    yield ProofTrial(variant, bound, {}, alone, failure)
             elif not bound.cuttable or i:
-                yield Trial(variant, bound, {}, alone, tried=False)
+                yield ProofTrial(variant, bound, {}, alone, tried=False)
             else:
-                yield Trial(
+                yield ProofTrial(
                     variant,
                     bound,
                     {},
@@ -139,14 +121,14 @@ def trials(table: Table, calls: Sequence[Call]) -> Iterator[Trial]:
                 )
 
 
-def _compared(call: Call, bound: Bound, cuts: Cuts, expected: Whole) -> tuple[str, ...]:
+def _compared(call: OpCall, bound: BoundOp, cuts: Cuts, expected: WholeRun) -> tuple[str, ...]:
     """The arguments whose gradients `check` compares: none where a maximum or minimum is pending."""
     if any(bound.after(f, i) in ("max", "min") for f in cuts for i in range(len(bound.outputs))):
         return ()
     return tuple(name for (name, _), g in zip(call.places, expected.gradients, strict=True) if g is not None)
 
 
-def _refused(call: Call, expected: Whole) -> tuple[str, ...]:
+def _refused(call: OpCall, expected: WholeRun) -> tuple[str, ...]:
     """The arguments of numbers whose gradients are not even asked for."""
     pairs = enumerate(zip(call.places, call.tensors, strict=True))
     return tuple(
@@ -156,7 +138,7 @@ def _refused(call: Call, expected: Whole) -> tuple[str, ...]:
     )
 
 
-def _elements(calls: Sequence[Call]) -> Iterator[Call | Failure]:
+def _elements(calls: Sequence[OpCall]) -> Iterator[OpCall | Failure]:
     """The calls that are tried: of an operator over lists those of its elements, once it is seen that it is they."""
     for call in calls:
         if foreach.base_of(call.operator) is None:
@@ -168,16 +150,16 @@ def _elements(calls: Sequence[Call]) -> Iterator[Call | Failure]:
         yield from lists.elements(call)
 
 
-def prove_operator(table: Table, name: str, calls: Sequence[Call]) -> Verdict:
+def prove_operator(table: RuleTable, name: str, calls: Sequence[OpCall]) -> ProofVerdict:
     """Try one operator's rule with some calls. Never raises: what goes wrong is in the verdict."""
     begun, cases, most = time.monotonic(), 0, 0
     gradients, without = Counter[str](), Counter[str]()
 
-    def verdict(kind: str, why: str = "") -> Verdict:
-        return Verdict(name, kind, most, cases, time.monotonic() - begun, why, dict(gradients), dict(without))
+    def verdict(kind: str, why: str = "") -> ProofVerdict:
+        return ProofVerdict(name, kind, most, cases, time.monotonic() - begun, why, dict(gradients), dict(without))
 
     try:
-        own: list[Call] = []
+        own: list[OpCall] = []
         for one in _elements(calls):
             if isinstance(one, Failure):
                 return verdict("refuted", str(one))
@@ -198,7 +180,7 @@ def prove_operator(table: Table, name: str, calls: Sequence[Call]) -> Verdict:
     return verdict("proved" if most else "whole")
 
 
-def _variants(call: Call) -> Iterator[tuple[Call, tuple[int, ...]]]:
+def _variants(call: OpCall) -> Iterator[tuple[OpCall, tuple[int, ...]]]:
     """The call as it is, with other values, with its dims spelled otherwise, with other types."""
     yield call, WORLDS
     yield samples.drawn(call, 1), (3,)
@@ -210,16 +192,16 @@ def _variants(call: Call) -> Iterator[tuple[Call, tuple[int, ...]]]:
             yield other, (3,)
 
 
-def _expected(call: Call) -> Any:
+def _expected(call: OpCall) -> Any:
     try:
-        return whole(call)
+        return run_whole(call)
     except Exception:  # noqa: BLE001  of this type, say, the operator has no kernel
         return None
 
 
 def prove(
-    names: Sequence[str] = (), rules: Path | None = None, told: Callable[[Verdict], None] | None = None
-) -> list[Verdict]:
+    names: Sequence[str] = (), rules: Path | None = None, told: Callable[[ProofVerdict], None] | None = None
+) -> list[ProofVerdict]:
     """Prove the table, or some operators of it, over the cores of the machine. `rules`: a file with more of them.
 
     Raises UserError where a name is no operator with a sample, or a line of the file is no rule.
@@ -235,11 +217,11 @@ def prove(
         workers.Job(f"{__name__}:job", {"names": list(run), "rules": str(rules or ""), "part": i, "parts": parts})
         for i in range(parts if run or not names else 0)
     ]
-    found: list[Verdict] = []
+    found: list[ProofVerdict] = []
     for outcome in workers.run(jobs, LIMIT, {"OMP_NUM_THREADS": "1"}):
         if not outcome.ok:
             raise UserError(f"the proof did not end: {outcome.error}")
-        found += [Verdict(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
+        found += [ProofVerdict(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
     for name in sorted(names or {*table.lines, *shapes.calls()} - {POINTWISE}):
         if any(samples.is_named([name], verdict.operator.partition(" ")[0]) for verdict in found):
             continue
@@ -252,33 +234,33 @@ def prove(
     return sorted(found, key=lambda v: v.operator)
 
 
-def _unproved(table: Table, name: str) -> Verdict:
+def _unproved(table: RuleTable, name: str) -> ProofVerdict:
     """What can be said of an operator that nothing here runs."""
     tried = 0
     for call in shapes.calls().get(name, ()):
         more, wrong = shapes.check(table, call)
         tried += more
         if wrong:
-            return Verdict(name, "refuted", why=wrong)
+            return ProofVerdict(name, "refuted", why=wrong)
     agree = f"; the shapes of its parts agree in {tried} cuts" if tried else ""
-    return Verdict(name, "unproved", why=f"no sample of it runs on this machine{agree}")
+    return ProofVerdict(name, "unproved", why=f"no sample of it runs on this machine{agree}")
 
 
-def prove_given(calls: Mapping[str, Sequence[Call]], rules: Path | None = None) -> list[Verdict]:
+def prove_calls(calls: Mapping[str, Sequence[OpCall]], rules: Path | None = None) -> list[ProofVerdict]:
     """Prove the rules of operators with calls of one's own, in forks of this process.
 
     Raises UserError where a line of the file `rules` is no rule.
     """
     torch.set_num_threads(1)  # what is forked has no other threads
-    table, found = table_with(rules), list[Verdict]()
+    table, found = table_with(rules), list[ProofVerdict]()
     for name, some in sorted(calls.items()):
         value = workers.forked(lambda name=name, some=some: asdict(prove_operator(table, name, some)), EACH)
-        crashed = Verdict(name, "crashed", why="its process ended")
-        found.append(crashed if value is None else Verdict(**cast("dict[str, Any]", value)))
+        crashed = ProofVerdict(name, "crashed", why="its process ended")
+        found.append(crashed if value is None else ProofVerdict(**cast("dict[str, Any]", value)))
     return found
 
 
-def table_with(rules: Path | None) -> Table:
+def table_with(rules: Path | None) -> RuleTable:
     """The table with the lines of a file. Raises UserError where the file cannot be read, or a line is no rule."""
     return builtin() if rules is None else builtin().with_lines(read_lines(rules))
 
@@ -288,15 +270,13 @@ def job(names: list[str], rules: str, part: int, parts: int) -> Any:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     table = table_with(Path(rules) if rules else None)
-    calls: dict[str, list[Call]] = lists.recorded(tuple(names))
+    calls: dict[str, list[OpCall]] = lists.recorded(tuple(names))
     rest = [name for name in names if not any(samples.is_named([name], own) for own in calls)]
     if rest or not names:
         calls = samples.recorded(rest) | calls
-    from tangram.sharding.proof import routes  # which says what came of it as this module does
-
     chosen = sorted(name for name in calls if samples.is_named(names, name))
     steps = sorted(name for name in calls.keys() | routes.COMPOSITE.keys() if samples.is_named(names, name))
-    todo: list[tuple[str, Callable[[], Verdict]]] = [
+    todo: list[tuple[str, Callable[[], ProofVerdict]]] = [
         *((name, lambda name=name: prove_operator(table, name, calls[name])) for name in chosen),
         *(
             (f"{name} in steps", lambda name=name: routes.verdict(name, calls.get(name, ()), table))
@@ -307,5 +287,57 @@ def job(names: list[str], rules: str, part: int, parts: int) -> Any:
     found: list[Any] = []
     for name, proved in todo[part::parts]:
         value = workers.forked(lambda proved=proved: asdict(proved()), EACH)
-        found.append(asdict(Verdict(name, "crashed", why="its process ended")) if value is None else value)
+        found.append(asdict(ProofVerdict(name, "crashed", why="its process ended")) if value is None else value)
     return found
+
+
+# ----------------------------------------------------------------
+# Proof of what a rule says of pending sums on the way in: `linear`, `each`, `unread`.
+# linear, linear(0 1)    a sum that is pending on all of these inputs at once may wait: the result is a pending sum
+# each(0 1)              a sum that is pending on one of them may wait, the others being whole
+# unread(0)              whatever the values of an input, the result is the same: a pending sum is left as it is
+
+
+def check_pending(call: OpCall, bound: BoundOp, expected: WholeRun) -> Iterator[Failure | None]:
+    """Every set of inputs as a sum of two: the results must add up to the whole one."""
+    yield from _check_unread(call, bound, expected)
+    for places in waiting(bound, call):
+        tensors = call.tensors
+        if not all(_is_number(tensors[i]) for i in places):
+            continue
+        generator = torch.Generator().manual_seed(7)
+        one: list[Tensor | None] = list(tensors)
+        other: list[Tensor | None] = list(tensors)
+        for i in places:
+            tensor = tensors[i]
+            assert tensor is not None
+            part = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+            one[i], other[i] = part, tensor.detach() - part
+        left, right = call.with_tensors(one).run(), call.with_tensors(other).run()
+        given = min((t.dtype for i in places if (t := tensors[i]) is not None), key=lambda dtype: dtype.itemsize)
+        failure: Failure | None = None
+        for i, (a, b, want) in enumerate(zip(left, right, expected.results, strict=True)):
+            coarse = given.itemsize < want.itemsize and want.is_floating_point()  # so are the parts
+            wrong = differs((a + b).to(given), want.to(given)) if coarse else differs(a + b, want)
+            if wrong:
+                shown = f"a pending sum on input{'s' if len(places) > 1 else ''} {', '.join(map(str, places))}"
+                failure = Failure(str(call), shown, f"output {i}", wrong)
+        yield failure
+
+
+def _check_unread(call: OpCall, bound: BoundOp, expected: WholeRun) -> Iterator[Failure | None]:
+    """Inputs whose values do not count with other values: the results must be the same."""
+    unread = [int(a) for a in bound.rule.note("unread") or ()]
+    if not unread or bound.rule.note("undefined") is not None:
+        return
+    tensors = [(t * 0 + 1).to(t.dtype) if t is not None and i in unread else t for i, t in enumerate(call.tensors)]
+    other = call.with_tensors(tensors).run()
+    wrong = next((said for a, b in zip(other, expected.results, strict=True) if (said := differs(a, b))), "")
+    yield Failure(str(call), f"other values of input {unread[0]}", "output 0", wrong) if wrong else None
+
+
+def _is_number(tensor: Tensor | None) -> bool:
+    """Whether it can be a sum: of complex numbers that are infinite, parts do not add up to what they are of."""
+    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    return not tensor.is_complex() or bool(tensor.isfinite().all())

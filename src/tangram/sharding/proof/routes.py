@@ -24,27 +24,26 @@ from torch.utils._pytree import tree_leaves
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import VOID, Cut, Dim
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.decompose import decomposition
-from tangram.sharding.ops.rule_table import Table, builtin
-from tangram.sharding.proof.execute import EXPECTED_ERRORS, Failure, Whole, differs, whole
-from tangram.sharding.proof.prove import Verdict
+from tangram.sharding.ops.rule_table import RuleTable, builtin
+from tangram.sharding.proof.execute import EXPECTED_ERRORS, Failure, ProofVerdict, WholeRun, differs, run_whole
 from tangram.sharding.proof.samples import samples
-from tangram.sharding.proof.simulate import Simulated, World, carried_out, cut, together
+from tangram.sharding.proof.simulate import SimTensor, SimWorld, carried_out, cut, together
 
 WORLDS = (2, 3, 5)
 CALLS = 4
 """Of an operator that are tried."""
 _RMS_BACKWARD = torch.ops.aten._fused_rms_norm_backward.default
-COMPOSITE: Mapping[str, Callable[[], list[Call]]] = {
+COMPOSITE: Mapping[str, Callable[[], list[OpCall]]] = {
     "_fused_rms_norm": lambda: [
-        Call.of(torch.ops.aten._fused_rms_norm.default, (_some(5, 6), [6], _some(6), 1e-5), {}),
-        Call.of(torch.ops.aten._fused_rms_norm.default, (_some(5, 3, 4), [3, 4], None, None), {}),
+        OpCall.of(torch.ops.aten._fused_rms_norm.default, (_some(5, 6), [6], _some(6), 1e-5), {}),
+        OpCall.of(torch.ops.aten._fused_rms_norm.default, (_some(5, 3, 4), [3, 4], None, None), {}),
     ],
     "_fused_rms_norm_backward": lambda: [
-        Call.of(_RMS_BACKWARD, (_some(5, 6), _some(5, 6), [6], _some(5, 1), _some(6), [True, True]), {}),
-        Call.of(_RMS_BACKWARD, (_some(5, 3, 4), _some(5, 3, 4), [3, 4], _some(5, 1, 1), None, [True, False]), {}),
-        Call.of(_RMS_BACKWARD, (_some(5, 2, 6), _some(5, 2, 6), [6], _some(5, 2, 1), _some(6), [True, True]), {}),
+        OpCall.of(_RMS_BACKWARD, (_some(5, 6), _some(5, 6), [6], _some(5, 1), _some(6), [True, True]), {}),
+        OpCall.of(_RMS_BACKWARD, (_some(5, 3, 4), _some(5, 3, 4), [3, 4], _some(5, 1, 1), None, [True, False]), {}),
+        OpCall.of(_RMS_BACKWARD, (_some(5, 2, 6), _some(5, 2, 6), [6], _some(5, 2, 1), _some(6), [True, True]), {}),
     ],
 }
 """Calls of operators that a processor takes apart before they are seen, or has not at all, and a GPU has."""
@@ -55,7 +54,7 @@ for by arguments: of these the results are compared."""
 Layouts = list[Layout | None]
 
 
-def rms_norm_backward(call: Call) -> tuple[Tensor | None, ...]:
+def rms_norm_backward(call: OpCall) -> tuple[Tensor | None, ...]:
     """The gradients of an RMS norm and of its weight, from the reciprocal roots that are given: by hand."""
     y, x, rstd, w = (None if t is None else t.double() for t in call.tensors)
     assert y is not None
@@ -71,11 +70,11 @@ def rms_norm_backward(call: Call) -> tuple[Tensor | None, ...]:
     return found.to(shape.dtype), None if weight is None else weight.to(shape.dtype)
 
 
-BY_HAND: Mapping[str, Callable[[Call], tuple[Tensor | None, ...]]] = {"_fused_rms_norm_backward": rms_norm_backward}
+BY_HAND: Mapping[str, Callable[[OpCall], tuple[Tensor | None, ...]]] = {"_fused_rms_norm_backward": rms_norm_backward}
 """What operators give that no processor runs."""
 
 
-def verdict(name: str, calls: Sequence[Call], table: Table | None = None) -> Verdict:
+def verdict(name: str, calls: Sequence[OpCall], table: RuleTable | None = None) -> ProofVerdict:
     """Prove the decomposition of one operator with some calls. Never raises: what goes wrong is in the verdict."""
     begun, cases, most = time.monotonic(), 0, 0
     calls = [*calls, *(COMPOSITE[name]() if name in COMPOSITE else ())]
@@ -89,19 +88,19 @@ def verdict(name: str, calls: Sequence[Call], table: Table | None = None) -> Ver
                 cases += 1
                 most = max(most, sum(n > 1 for t in variant.tensors if t is not None for n in t.shape))
                 if failure is not None:
-                    return Verdict(shown, "refuted", most, cases, time.monotonic() - begun, str(failure))
-    return Verdict(shown, "proved" if cases else "whole", most, cases, time.monotonic() - begun)
+                    return ProofVerdict(shown, "refuted", most, cases, time.monotonic() - begun, str(failure))
+    return ProofVerdict(shown, "proved" if cases else "whole", most, cases, time.monotonic() - begun)
 
 
 def _some(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def _chosen(calls: Sequence[Call]) -> list[Call]:
+def _chosen(calls: Sequence[OpCall]) -> list[OpCall]:
     """The calls that are decomposed: those with most dims to cut, of as many different numbers of dims as there are."""
     fit = [call for call in calls if decomposition(call) is not None and any(_cuttable(call))]
     alike: dict[tuple[int, ...], int] = {}
-    ranked: list[tuple[int, int, Call]] = []
+    ranked: list[tuple[int, int, OpCall]] = []
     for i, call in enumerate(fit):
         key = tuple(-1 if t is None else t.ndim for t in call.tensors)
         alike[key] = alike.get(key, 0) + 1
@@ -109,11 +108,11 @@ def _chosen(calls: Sequence[Call]) -> list[Call]:
     return [call for _, _, call in sorted(ranked, key=lambda one: one[:2])][:CALLS]
 
 
-def _cuttable(call: Call) -> Iterator[bool]:
+def _cuttable(call: OpCall) -> Iterator[bool]:
     return (n > 1 for t in call.tensors if t is not None for n in t.shape)
 
 
-def _variants(call: Call) -> Iterator[tuple[Call, Sequence[int]]]:
+def _variants(call: OpCall) -> Iterator[tuple[OpCall, Sequence[int]]]:
     other = samples.drawn(call, 1)
     yield call, WORLDS
     yield other, (3,)
@@ -137,18 +136,18 @@ def _large(tensor: Tensor | None) -> Tensor | None:
     return tensor * LARGE if tensor is not None and tensor.is_floating_point() else tensor
 
 
-def _expected(call: Call) -> Whole | None:
+def _expected(call: OpCall) -> WholeRun | None:
     if call.name in BY_HAND:
         made, n = BY_HAND[call.name](call), len(call.tensors)
-        return Whole(made, (None,) * len(made), (None,) * n, frozenset())
+        return WholeRun(made, (None,) * len(made), (None,) * n, frozenset())
     try:
-        found = whole(call)
+        found = run_whole(call)
         return replace(found, gradients=(None,) * len(found.gradients)) if call.name in VALUES else found
     except EXPECTED_ERRORS:  # of this type, say, the operator has no kernel
         return None
 
 
-def ways(call: Call, worlds: Sequence[int]) -> Iterator[tuple[Layouts, Mesh]]:
+def ways(call: OpCall, worlds: Sequence[int]) -> Iterator[tuple[Layouts, Mesh]]:
     """Layouts of a call's tensors, and the mesh."""
     for world in worlds:
         for i, tensor in enumerate(call.tensors):
@@ -170,7 +169,7 @@ def ways(call: Call, worlds: Sequence[int]) -> Iterator[tuple[Layouts, Mesh]]:
             yield [pending, *plain[1:]], Mesh.parse("x=3")
 
 
-def _cut_alike(call: Call, which: int, cuts: dict[int, tuple[str, ...]]) -> Layouts:
+def _cut_alike(call: OpCall, which: int, cuts: dict[int, tuple[str, ...]]) -> Layouts:
     """A tensor cut, and all of its shape with it."""
     own = call.tensors[which]
     assert own is not None
@@ -182,11 +181,11 @@ def _layout(shape: Sequence[int], cuts: dict[int, tuple[str, ...]]) -> Layout:
 
 
 def check(
-    call: Call, layouts: Sequence[Layout | None], mesh: Mesh, expected: Whole, table: Table | None = None
+    call: OpCall, layouts: Sequence[Layout | None], mesh: Mesh, expected: WholeRun, table: RuleTable | None = None
 ) -> Failure | None:
     """Compare a call that goes by its decomposition with the whole one. None: they agree."""
     shown = f"inputs {', '.join(map(str, layouts))} over {mesh}"
-    world = World(mesh, table or builtin(), forced=True)
+    world = SimWorld(mesh, table or builtin(), forced=True)
     tensors = zip(call.tensors, layouts, strict=True)
     leaves = [
         None if t is None else t.detach().clone().requires_grad_(i in expected.wanted)
@@ -198,7 +197,7 @@ def check(
     ]
     try:
         made = carried_out(call.with_tensors(given), world)  # not through torch, which would take some apart itself
-        results = [together(r) if isinstance(r, Simulated) else r for r in tree_leaves(made, lambda one: one is None)]
+        results = [together(r) if isinstance(r, SimTensor) else r for r in tree_leaves(made, lambda one: one is None)]
         gradients = _gradients(leaves, results, expected)
     except (UserError, *EXPECTED_ERRORS) as error:
         return Failure(str(call), shown, "a step", f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}")
@@ -212,7 +211,7 @@ def check(
     for i, (before, found, want) in enumerate(zip(call.tensors, given, _written(call), strict=True)):
         if want is None or before is None or torch.equal(before, want):
             continue
-        if wrong := _unlike(together(found) if isinstance(found, Simulated) else found, want):
+        if wrong := _unlike(together(found) if isinstance(found, SimTensor) else found, want):
             return Failure(str(call), shown, f"input {i}, which is written,", wrong)
     for i, (found, want) in enumerate(zip(gradients, expected.gradients, strict=True)):
         if want is not None and (wrong := _unlike(torch.zeros_like(want) if found is None else found, want)):
@@ -220,7 +219,7 @@ def check(
     return None
 
 
-def _written(call: Call) -> Sequence[Tensor | None]:
+def _written(call: OpCall) -> Sequence[Tensor | None]:
     """The tensors of a call after it: torch does not say of all operators what they write."""
     after = [None if t is None else t.detach().clone() for t in call.tensors]
     if call.name in BY_HAND:
@@ -230,7 +229,7 @@ def _written(call: Call) -> Sequence[Tensor | None]:
 
 
 def _gradients(
-    leaves: Sequence[Tensor | None], results: Sequence[Tensor | None], expected: Whole
+    leaves: Sequence[Tensor | None], results: Sequence[Tensor | None], expected: WholeRun
 ) -> list[Tensor | None]:
     pairs = [
         (r, c)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.sharding.local_ops.local_call import Part, part_of, run
-from tangram.sharding.ops.bind import Bound, Dims
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.local_ops.local_call import RankPart, part_of, run
+from tangram.sharding.ops.bind import BoundOp, Dims
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.find_rule import bound as find_bound
-from tangram.sharding.ops.rule_table import Table
+from tangram.sharding.ops.rule_table import RuleTable
 from tangram.sharding.proof.execute import EXPECTED_ERRORS, ways
 
 aten = torch.ops.aten
@@ -68,13 +68,13 @@ CALLS: Mapping[Any, tuple[Callable[[], tuple[Any, ...]], ...]] = {
 """Operators of other devices, and what they are called with."""
 
 
-def calls() -> dict[str, list[Call]]:
+def calls() -> dict[str, list[OpCall]]:
     """Their calls, by name."""
-    made = [(operator, [Call.of(operator, one(), {}) for one in some]) for operator, some in CALLS.items()]
+    made = [(operator, [OpCall.of(operator, one(), {}) for one in some]) for operator, some in CALLS.items()]
     return {some[0].name: some for _, some in made}
 
 
-def check(table: Table, call: Call) -> tuple[int, str]:
+def check(table: RuleTable, call: OpCall) -> tuple[int, str]:
     """In how many cuts the shapes of parts agree with the rule, and what is wrong with the next; nothing, where all do.
 
     Raises UserError where there is no rule, or it does not fit.
@@ -101,7 +101,7 @@ def check(table: Table, call: Call) -> tuple[int, str]:
     return tried, ""
 
 
-def _shape(tensor: Tensor, dims: Dims, bound: Bound, part: Part) -> list[int]:
+def _shape(tensor: Tensor, dims: Dims, bound: BoundOp, part: RankPart) -> list[int]:
     """Of a part."""
     found: list[int] = []
     for factors, n in zip(dims, tensor.shape, strict=True):

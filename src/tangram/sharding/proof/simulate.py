@@ -27,21 +27,21 @@ from tangram.layout.syntax import VOID, Dim
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.local_call import run_all
 from tangram.sharding.ops import foreach, views
-from tangram.sharding.ops.calls import Call, is_written, schema_of
-from tangram.sharding.ops.decompose import Ref
-from tangram.sharding.ops.rule_table import Table
+from tangram.sharding.ops.calls import OpCall, is_written, schema_of
+from tangram.sharding.ops.decompose import ResultRef
+from tangram.sharding.ops.rule_table import RuleTable
 from tangram.sharding.proof.execute import REDUCE
 from tangram.sharding.proof.propagated import part_of
 from tangram.sharding.propagation.propagate import Propagation
-from tangram.sharding.propagation.routes import Route, decomposed, route
+from tangram.sharding.propagation.routes import StepRoute, decomposed, route
 
 
 @dataclass
-class World:
+class SimWorld:
     """A mesh, a table, and what has passed so far."""
 
     mesh: Mesh
-    table: Table
+    table: RuleTable
     moved: float = 0.0
     """Bytes that ranks got from others, all ranks together."""
     calls: list[str] = field(default_factory=list[str])
@@ -54,20 +54,20 @@ class World:
     """Whether operators go by their decompositions wherever there is one, also where it moves no less."""
     decomposed: int = 0
     """How many calls went by their decompositions."""
-    told: Callable[[Sequence[Simulated | None], Propagation | None, Sequence[Any]], None] | None = None
+    told: Callable[[Sequence[SimTensor | None], Propagation | None, Sequence[Any]], None] | None = None
     """Hears of each operator that ran: its tensors as it needed them, what it did, its results. Without an operator:
     the second tensor is the first one, moved or written."""
 
 
-class Simulated(Tensor):
+class SimTensor(Tensor):
     """A tensor as its parts on all ranks of a world."""
 
     parts: list[Tensor]
     lies: Layout
-    world: World
+    world: SimWorld
 
     def __repr__(self, **_: Any) -> str:
-        return f"Simulated({list(self.shape)}, {self.lies})"
+        return f"SimTensor({list(self.shape)}, {self.lies})"
 
     @property
     def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  (a plain attribute there)
@@ -79,8 +79,8 @@ class Simulated(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _READ_AS_LISTS:
-            args = [t.tolist() if i and isinstance(t, Simulated) else t for i, t in enumerate(args)]
-            kwargs = {k: t.tolist() if isinstance(t, Simulated) else t for k, t in (kwargs or {}).items()}
+            args = [t.tolist() if i and isinstance(t, SimTensor) else t for i, t in enumerate(args)]
+            kwargs = {k: t.tolist() if isinstance(t, SimTensor) else t for k, t in (kwargs or {}).items()}
         with cast(Any, torch)._C.DisableTorchFunctionSubclass():  # what torch makes of no tensor stays a plain one
             return func(*args, **(kwargs or {}))
 
@@ -92,20 +92,20 @@ class Simulated(Tensor):
     def __torch_dispatch__(
         cls, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        call = Call.of(func, args, kwargs or {})
-        world = next(t.world for t in call.tensors if isinstance(t, Simulated))
+        call = OpCall.of(func, args, kwargs or {})
+        world = next(t.world for t in call.tensors if isinstance(t, SimTensor))
         with torch.overrides.enable_reentrant_dispatch():
             return carried_out(call, world)
 
 
-def of_parts(shape: Sequence[int], parts: Sequence[Tensor], layout: Layout, world: World) -> Simulated:
+def of_parts(shape: Sequence[int], parts: Sequence[Tensor], layout: Layout, world: SimWorld) -> SimTensor:
     """A tensor of these parts, one for each rank."""
-    made = cast(Any, Tensor)._make_wrapper_subclass(Simulated, tuple(shape), dtype=parts[0].dtype)
+    made = cast(Any, Tensor)._make_wrapper_subclass(SimTensor, tuple(shape), dtype=parts[0].dtype)
     made.parts, made.lies, made.world = list(parts), layout, world
     return made
 
 
-def cut(tensor: Tensor, layout: Layout, world: World) -> Simulated:
+def cut(tensor: Tensor, layout: Layout, world: SimWorld) -> SimTensor:
     """A whole tensor as its parts, each in memory of its own; a pending sum is all the first rank's.
 
     Raises UserError for one that is sparse.
@@ -130,7 +130,7 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def together(tensor: Simulated) -> Tensor:
+def together(tensor: SimTensor) -> Tensor:
     """The whole tensor from its parts, pending reductions done."""
     mesh, layout, shape = tensor.world.mesh, tensor.lies, tuple(tensor.shape)
     pending = {axis: op for op, axis in layout.pending}
@@ -167,19 +167,19 @@ _READ_AS_LISTS = frozenset({torch.tensor_split, Tensor.tensor_split})
 """Functions of torch that read a tensor's memory past the dispatcher; they take numbers as well."""
 
 
-def carried_out(call: Call, world: World) -> Any:
+def carried_out(call: OpCall, world: SimWorld) -> Any:
     """A call on simulated ranks; its tensors may be plain ones, which every rank has whole. Returns what it returns."""
     listed = foreach.calls(call)
     if listed is not None:  # each element lies by itself
         made: list[Any] = []
         for one in listed:
-            here = any(isinstance(t, Simulated) for t in one.tensors)
+            here = any(isinstance(t, SimTensor) for t in one.tensors)
             made.append(carried_out(one, world) if here else one.run(in_place=True)[0])
         return made if schema_of(call.operator).returns else None
     if call.operator in _WITH_GRADIENTS:
         call = replace(call, operator=_WITH_GRADIENTS[call.operator])
     world.calls.append(call.name)
-    given = [None if t is None else t if isinstance(t, Simulated) else _everywhere(t, world) for t in call.tensors]
+    given = [None if t is None else t if isinstance(t, SimTensor) else _everywhere(t, world) for t in call.tensors]
     plain = _whole(call, given)
     try:
         way = _way(plain, given, world)
@@ -190,18 +190,18 @@ def carried_out(call: Call, world: World) -> Any:
                 world.moved += t.nbytes * (world.mesh.size - 1)
                 t.parts, t.lies = whole.parts, whole.lies
         way = _way(plain, given, world)
-    return _given_back(call, _travelled(way, given, world))
+    return _returned(call, _travelled(way, given, world))
 
 
-def _whole(call: Call, given: Sequence[Any]) -> Call:
+def _whole(call: OpCall, inputs: Sequence[Any]) -> OpCall:
     """A call with the whole tensors that simulated ones are parts of."""
-    return call.with_tensors([None if t is None else together(t).detach() for t in given])
+    return call.with_tensors([None if t is None else together(t).detach() for t in inputs])
 
 
-def _travelled(way: Route, given: Sequence[Simulated | None], world: World) -> list[Any]:
+def _travelled(way: StepRoute, inputs: Sequence[SimTensor | None], world: SimWorld) -> list[Any]:
     """Every leg of a route on every rank; the results of the last."""
     world.decomposed += not way.direct
-    values: dict[Ref, Any] = {Ref(-1, i): t for i, t in enumerate(given)}
+    values: dict[ResultRef, Any] = {ResultRef(-1, i): t for i, t in enumerate(inputs)}
     for number, leg in enumerate(way.legs):
         own = [None if ref is None else values[ref] for ref in leg.sources]
         if leg.found is None:
@@ -219,21 +219,21 @@ def _travelled(way: Route, given: Sequence[Simulated | None], world: World) -> l
             values.update((ref, t) for ref, t in zip(leg.sources, ready, strict=True) if ref and ref in reduced)
         if way.direct:
             return made  # of a list of results a rule may have one pattern
-        values.update((Ref(number, i), t) for i, t in enumerate(made))
+        values.update((ResultRef(number, i), t) for i, t in enumerate(made))
     return [None if ref is None else values[ref] for ref in way.results]
 
 
-def _moved(found: Propagation, given: Sequence[Simulated | None], world: World) -> list[Simulated | None]:
+def _moved(found: Propagation, inputs: Sequence[SimTensor | None], world: SimWorld) -> list[SimTensor | None]:
     """Tensors as an operator needs them; what that moves is counted."""
     moved = {one.place: one.nbytes for one in found.relayouts}
     world.moved += sum(moved.values()) * world.mesh.size
     return [
         cut(together(t), wanted, world) if t is not None and i in moved and wanted is not None else t
-        for i, (t, wanted) in enumerate(zip(given, found.inputs, strict=True))
+        for i, (t, wanted) in enumerate(zip(inputs, found.inputs, strict=True))
     ]
 
 
-def _on_ranks(call: Call, found: Propagation, ready: Sequence[Simulated | None], world: World) -> list[Any]:
+def _on_ranks(call: OpCall, found: Propagation, ready: Sequence[SimTensor | None], world: SimWorld) -> list[Any]:
     """An operator on every rank, on tensors that lie as it needs them."""
     in_place = bool(_written(call)) and not views.view_of(call.operator)
     parts, local = [part_of(found, rank) for rank in range(world.mesh.size)], list[list[Tensor | None]]()
@@ -251,13 +251,13 @@ def _on_ranks(call: Call, found: Propagation, ready: Sequence[Simulated | None],
     return [_result(values, i, found.outputs, world) for i, values in enumerate(zip(*results, strict=True))]
 
 
-def _given_back(call: Call, made: list[Any]) -> Any:
+def _returned(call: OpCall, made: list[Any]) -> Any:
     """The results as the caller expects them: a tensor of its own where the operator writes one."""
     returns = schema_of(call.operator).returns
     named = any(r.alias_info is not None and r.alias_info.is_write for r in returns)  # else it writes beside them
     for i, (name, result) in enumerate(zip(_written(call) if named else (), made, strict=False)):
         own = call.arguments[name]
-        if isinstance(own, Simulated) and isinstance(result, Simulated):
+        if isinstance(own, SimTensor) and isinstance(result, SimTensor):
             if own.shape != result.shape:  # the wrapper has no memory: the operator changes its shape and nothing else
                 with cast(Any, torch)._C._DisableTorchDispatch():
                     call.run(in_place=True)
@@ -272,13 +272,13 @@ def _given_back(call: Call, made: list[Any]) -> Any:
     return tuple(made)
 
 
-def _everywhere(tensor: Tensor, world: World) -> Simulated:
+def _everywhere(tensor: Tensor, world: SimWorld) -> SimTensor:
     """A tensor whole on every rank."""
     return cut(tensor, Layout(tuple(Dim(VOID, n) for n in tensor.shape)), world)
 
 
-def _way(call: Call, given: Sequence[Simulated | None], world: World) -> Route:
-    layouts = [None if t is None else t.lies for t in given]
+def _way(call: OpCall, inputs: Sequence[SimTensor | None], world: SimWorld) -> StepRoute:
+    layouts = [None if t is None else t.lies for t in inputs]
     if world.forced:
         way = decomposed(world.table, call, layouts, world.mesh, differentiable=world.differentiable)
         if way is not None:
@@ -286,11 +286,11 @@ def _way(call: Call, given: Sequence[Simulated | None], world: World) -> Route:
     return route(world.table, call, layouts, world.mesh, differentiable=world.differentiable)
 
 
-def _written(call: Call) -> list[str]:
+def _written(call: OpCall) -> list[str]:
     return [a.name for a in schema_of(call.operator).arguments if is_written(a)]
 
 
-def _result(values: Sequence[Any], i: int, layouts: Sequence[Layout], world: World) -> Any:
+def _result(values: Sequence[Any], i: int, layouts: Sequence[Layout], world: SimWorld) -> Any:
     """One result, from what the ranks have of it. Where a dim is whole, its size is what they have."""
     if not isinstance(values[0], Tensor):
         return values[0]

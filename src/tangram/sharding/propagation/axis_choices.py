@@ -19,10 +19,10 @@ from torch._ops import OpOverload
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.sharding.ops.bind import Bound
-from tangram.sharding.ops.calls import Call, is_written, schema_of
+from tangram.sharding.ops.bind import BoundOp
+from tangram.sharding.ops.calls import OpCall, is_written, schema_of
 from tangram.sharding.ops.cut_trees import Tree, axes_of, context, with_axis
-from tangram.sharding.ops.read_inputs import Held
+from tangram.sharding.ops.read_inputs import PlacedInput
 from tangram.sharding.ops.same_cut import LISTED, in_chunks
 from tangram.sharding.propagation.neighbour_needs import price, refusal
 
@@ -35,7 +35,7 @@ REDUCE_SCATTER, BROADCAST, SCATTER, SLICE, ZERO = "reduce-scatter", "broadcast",
 HALO, SCAN = "halo", "scan"
 
 
-class Choice(NamedTuple):
+class AxisChoice(NamedTuple):
     """What one axis does, or could do."""
 
     axis: str
@@ -65,7 +65,7 @@ class Choice(NamedTuple):
         return "at " + ",".join(map(str, self.coords)) if self.kind == "at" else "whole"
 
 
-def waiting(bound: Bound, call: Call) -> list[tuple[int, ...]]:
+def waiting(bound: BoundOp, call: OpCall) -> list[tuple[int, ...]]:
     """The sets of inputs on which a pending sum may wait together: `linear`, `linear(0 1)`, `each(0 1)`."""
     found: list[tuple[int, ...]] = []
     for name, args in bound.rule.notes:
@@ -76,7 +76,7 @@ def waiting(bound: Bound, call: Call) -> list[tuple[int, ...]]:
     return [places for places in found if all(call.tensors[i] is not None for i in places)]
 
 
-def written(call: Call) -> frozenset[int]:
+def written(call: OpCall) -> frozenset[int]:
     """The inputs that an operator writes: their layouts cannot be changed for it."""
     names = _written(call.operator)
     return frozenset([i for i, (name, _) in enumerate(call.places) if name in names]) if names else frozenset()
@@ -87,7 +87,7 @@ def _written(operator: OpOverload) -> frozenset[str]:
     return frozenset(a.name for a in schema_of(operator).arguments if not a.is_out and is_written(a))
 
 
-def step(held: Held, choice: Choice, mesh: Mesh) -> str:
+def step(held: PlacedInput, choice: AxisChoice, mesh: Mesh) -> str:
     """What has to be done to an input over an axis so that it fits a choice; nothing where it does."""
     state = held.where.get(choice.axis)
     if choice.kind == "cut" and choice.factor in held.factors:
@@ -122,29 +122,29 @@ def received(what: str, nbytes: float, k: int) -> float:
     return nbytes * share / k
 
 
-class Chosen(NamedTuple):
+class AxisChoices(NamedTuple):
     """One choice an axis, in the order in which they were made."""
 
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, AxisChoice]
     trees: Mapping[str, Tree]
     """The cuts of each factor."""
     waits: bool
     """Whether something waits."""
-    options: Mapping[str, Sequence[Choice]]
+    options: Mapping[str, Sequence[AxisChoice]]
     """What else there was, where it was asked for."""
 
 
 def choose(
-    call: Call,
-    bound: Bound,
-    inputs: Sequence[Held],
+    call: OpCall,
+    bound: BoundOp,
+    inputs: Sequence[PlacedInput],
     mesh: Mesh,
     ones: Collection[str],
     *,
     differentiable: bool,
     every: bool = False,
     settled: Set[int] = frozenset(),
-) -> Chosen:
+) -> AxisChoices:
     """One choice for each axis that an input names. `every`: look at every option, and list them. `settled`: the
     inputs on which no sum is to wait."""
     depth: dict[str, int] = {}
@@ -163,22 +163,22 @@ def choose(
     for axis in order:
         if axis not in ones:
             work.decide(axis)
-    return Chosen(work.choices, work.trees, work.waits, work.options)
+    return AxisChoices(work.choices, work.trees, work.waits, work.options)
 
 
 class _Work:
     """The axes that are decided, and what is needed to decide the next."""
 
     def __init__(
-        self, call: Call, bound: Bound, inputs: Sequence[Held], mesh: Mesh, differentiable: bool, every: bool
+        self, call: OpCall, bound: BoundOp, inputs: Sequence[PlacedInput], mesh: Mesh, differentiable: bool, every: bool
     ) -> None:
         self.call, self.bound, self.inputs, self.mesh = call, bound, inputs, mesh
         self.differentiable, self.every = differentiable, every
         self.waiting = waiting(bound, call) if bound.rule.notes else []
         self.written = written(call)
         self.trees: dict[str, Tree] = {}
-        self.choices: dict[str, Choice] = {}
-        self.options: dict[str, Sequence[Choice]] = {}
+        self.choices: dict[str, AxisChoice] = {}
+        self.options: dict[str, Sequence[AxisChoice]] = {}
         self.waits = False
         self._refused: dict[str, str] = {}
 
@@ -192,7 +192,7 @@ class _Work:
             self.trees[best.factor] = best.tree
         self.waits = self.waits or best.kind == "waits"
 
-    def _agreed(self, axis: str) -> Choice | None:
+    def _agreed(self, axis: str) -> AxisChoice | None:
         """What `_best` finds where all inputs agree, which is the usual case: only faster."""
         if self.written or self.every or len(self.mesh.views) > 1:
             return None
@@ -217,12 +217,12 @@ class _Work:
             or self.trees.get(factor, ()) != cuts[:-1]
         ):
             return None
-        return Choice(axis, "cut", factor, cuts)
+        return AxisChoice(axis, "cut", factor, cuts)
 
-    def _best(self, axis: str) -> Choice:
+    def _best(self, axis: str) -> AxisChoice:
         k = self.mesh.axes[axis][0]
-        options: list[Choice] = []
-        best: Choice | None = None
+        options: list[AxisChoice] = []
+        best: AxisChoice | None = None
         rank = 0
         for option in self._options(axis):  # ties: what stays cut, before what waits, before a new pending sum
             one = self._priced(option, k)
@@ -244,47 +244,49 @@ class _Work:
         self.options[axis] = options
         return best
 
-    def _options(self, axis: str) -> Iterator[Choice]:
+    def _options(self, axis: str) -> Iterator[AxisChoice]:
         for one in self._distinct(axis):
             yield self._independent(one) if len(self.mesh.views) > 1 else one
-        yield Choice(axis, "whole")
+        yield AxisChoice(axis, "whole")
 
-    def _distinct(self, axis: str) -> Iterator[Choice]:
-        found: list[Choice] = []
+    def _distinct(self, axis: str) -> Iterator[AxisChoice]:
+        found: list[AxisChoice] = []
         for held in self.inputs:
             state = held.where.get(axis)
             if state is None or state.kind == "lost":
                 continue
-            options: list[Choice] = []
+            options: list[AxisChoice] = []
             if state.kind == "cut":
                 tree = held.trees[state.factor]
                 options.append(self._cut(axis, state.factor, tree, state.depth))
                 if state.factor in self.bound.linked and (chunks := in_chunks(tree)) != tree:
                     options.append(self._cut(axis, state.factor, chunks, state.depth))
             elif state.kind == "at":
-                options.append(Choice(axis, "at", coords=state.coords))
+                options.append(AxisChoice(axis, "at", coords=state.coords))
             elif state.op in WAITING:
                 options += [
-                    Choice(axis, "waits", op=state.op, inputs=places) for places in self.waiting if held.place in places
+                    AxisChoice(axis, "waits", op=state.op, inputs=places)
+                    for places in self.waiting
+                    if held.place in places
                 ]
             for one in options:
                 if one not in found:
                     found.append(one)
                     yield one
 
-    def _cut(self, axis: str, factor: str, source: Tree, depth: int) -> Choice:
+    def _cut(self, axis: str, factor: str, source: Tree, depth: int) -> AxisChoice:
         refused = self._refusal(factor)
         before = self.trees.get(factor, ())
         tree = with_axis(before, source, axis, depth)
         if tree is None:
-            return Choice(axis, "cut", factor, source, refused="other axes cut the factor otherwise already")
+            return AxisChoice(axis, "cut", factor, source, refused="other axes cut the factor otherwise already")
         if before and not refused and tree is not source:
             own, new = context(source, axis), context(tree, axis)
             if own != new and _counts(own, axis):
                 refused = "its sizes count what the axes before it leave"
         if factor in self.bound.linked and not refused:
             refused = refusal(self.bound, factor, tree)
-        return Choice(axis, "cut", factor, tree, refused=refused)
+        return AxisChoice(axis, "cut", factor, tree, refused=refused)
 
     def _refusal(self, factor: str) -> str:
         """Why no axis may cut a factor; nothing where one may."""
@@ -305,7 +307,7 @@ class _Work:
                     return f"it would leave a {op} pending, which has no gradient"
         return ""
 
-    def _independent(self, option: Choice) -> Choice:
+    def _independent(self, option: AxisChoice) -> AxisChoice:
         """Axes of other views that share ranks may stand together only where an input has them so."""
         if option.kind == "whole" or option.refused:
             return option
@@ -317,7 +319,7 @@ class _Work:
                 return option._replace(refused=f"{axis} shares ranks with it")
         return option
 
-    def _priced(self, option: Choice, k: int) -> Choice:
+    def _priced(self, option: AxisChoice, k: int) -> AxisChoice:
         if option.refused:
             return option
         nbytes = 0.0
@@ -335,7 +337,7 @@ class _Work:
         due = self._due(option, k)
         return option._replace(nbytes=nbytes, due=due) if nbytes or due else option
 
-    def _due(self, option: Choice, k: int) -> float:
+    def _due(self, option: AxisChoice, k: int) -> float:
         """What it will take to reduce what an option leaves pending: a sum that is new may be scattered, one that waits
         would have been reduced everywhere. What lies so already, in every input that has the factor, stays: moving it
         is never the operator's own choice. Of dims without a factor nothing is known: they count as one element."""

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tangram.layout import Layout
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.cut_trees import axes_of
-from tangram.sharding.ops.read_inputs import Held, read
-from tangram.sharding.propagation.axis_choices import HALO, SCAN, Choice
+from tangram.sharding.ops.read_inputs import PlacedInput, read
+from tangram.sharding.propagation.axis_choices import HALO, SCAN, AxisChoice
 from tangram.sharding.propagation.propagate import Propagation, options
 
 
 @dataclass(frozen=True)
-class Row:
+class ConflictRow:
     """What the axes do to one tensor."""
 
     tensor: str
@@ -44,8 +44,8 @@ class Axis:
 
     name: str
     ranks: int
-    chosen: Choice
-    others: tuple[Choice, ...]
+    chosen: AxisChoice
+    others: tuple[AxisChoice, ...]
     moved: float
     """Bytes that a rank receives over it, on average."""
     linked: float = 0.0
@@ -64,7 +64,7 @@ class FactorTable:
     call: str
     mesh: str
     factors: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ConflictRow, ...]
     axes: tuple[Axis, ...]
     relayouts: tuple[str, ...]
 
@@ -125,16 +125,16 @@ def factor_table(found: Propagation) -> FactorTable:
     call, bound = found.call, found.bound
     names = list(_names(call))
     factors = tuple(dict.fromkeys(f for dims in (*bound.inputs, *bound.outputs) for dim in dims or () for f in dim))
-    rows: list[Row] = []
+    rows: list[ConflictRow] = []
     for i, tensor in enumerate(call.tensors):
         if tensor is not None:
             held = read(i, tensor, found.given[i], bound, found.mesh, ())
-            rows.append(Row(names[i], str(held.layout), _cells(held, factors), _others(held)))
+            rows.append(ConflictRow(names[i], str(held.layout), _cells(held, factors), _others(held)))
     for i, layout in enumerate(found.outputs):
         own = {f for dim in bound.outputs[i] for f in dim}
         cells = {f: _cuts(axes_of(found.trees.get(f, ()))) if f in own else None for f in factors}
         name = "result" if len(found.outputs) == 1 else f"result {i}"
-        rows.append(Row(name, str(layout), cells, _suffixes(layout)))
+        rows.append(ConflictRow(name, str(layout), cells, _suffixes(layout)))
     other = options(found)
     moved: dict[str, float] = {}
     linked: dict[str, float] = {}
@@ -164,12 +164,12 @@ def factor_table(found: Propagation) -> FactorTable:
     return FactorTable(str(call), str(found.mesh), factors, tuple(rows), tuple(axes), tuple(relayouts))
 
 
-def _names(call: Call) -> Iterator[str]:
+def _names(call: OpCall) -> Iterator[str]:
     for name, i in call.places:
         yield name if i is None else f"{name}[{i}]"
 
 
-def _cells(held: Held, factors: Sequence[str]) -> dict[str, str | None]:
+def _cells(held: PlacedInput, factors: Sequence[str]) -> dict[str, str | None]:
     return {f: _cuts(axes_of(held.trees.get(f, ()))) if f in held.factors else None for f in factors}
 
 
@@ -177,7 +177,7 @@ def _cuts(axes: Sequence[str]) -> str:
     return "".join(f"/{axis}" for axis in axes)
 
 
-def _others(held: Held) -> str:
+def _others(held: PlacedInput) -> str:
     lost = [f"/{axis} to be gathered" for axis, state in held.where.items() if state.kind == "lost"]
     return " ".join([*lost, _suffixes(held.layout)]).strip()
 
@@ -190,7 +190,7 @@ def _cell(text: str | None) -> str:
     return "" if text is None else text or "whole"
 
 
-def _due(one: Choice) -> str:
+def _due(one: AxisChoice) -> str:
     return f", and {_bytes(one.due)} for what it leaves pending" if one.due else ""
 
 

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from tangram.layout.intervals import IntSet, intersect, size, union
 from tangram.layout.intervals import rank as positions
-from tangram.sharding.ops.bind import Bound
-from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.rank_part import Part, peers, stands
-from tangram.sharding.ops.windows import Window, entry_of, kind_of
+from tangram.sharding.ops.bind import BoundOp
+from tangram.sharding.ops.calls import OpCall
+from tangram.sharding.ops.rank_part import RankPart, peers, stands
+from tangram.sharding.ops.windows import SlidingWindow, entry_of, kind_of
 
 
-def needed(bound: Bound, part: Part, factor: str) -> IntSet:
+def needed(bound: BoundOp, part: RankPart, factor: str) -> IntSet:
     """The elements of the input's dim that a part of a cut factor reads, within the tensor: for each stretch of it one.
 
     Where the stretches' windows overlap, an element is there once.
@@ -38,13 +38,13 @@ def needed(bound: Bound, part: Part, factor: str) -> IntSet:
 
 
 def exchanged(
-    bound: Bound, parts: Sequence[Part], given: Sequence[Sequence[Tensor | None]]
+    bound: BoundOp, parts: Sequence[RankPart], inputs: Sequence[Sequence[Tensor | None]]
 ) -> list[Sequence[Tensor | None]]:
     """The tensors of ranks that are all here, with what each reads of the others: plain slices, put side by side.
 
-    `given`: for each of `parts` its part of each input. One dim after the other, so that corners come along.
+    `inputs`: for each of `parts` its part of each input. One dim after the other, so that corners come along.
     """
-    found = list(given)
+    found = list(inputs)
     for factor, window in bound.windows.items():
         if factor not in parts[0].held:
             continue
@@ -59,28 +59,28 @@ def exchanged(
 
 
 def _read(
-    given: Sequence[Sequence[Tensor | None]],
+    inputs: Sequence[Sequence[Tensor | None]],
     group: Sequence[int],
     have: Sequence[IntSet],
-    wanted: IntSet,
-    window: Window,
+    target: IntSet,
+    window: SlidingWindow,
     rank: int,
 ) -> Tensor:
-    pieces = sorted((one, i) for i in group for one in intersect(have[i], wanted))
+    pieces = sorted((one, i) for i in group for one in intersect(have[i], target))
     found: list[Tensor] = []
     for (a, b), i in pieces:
         ((start, _),) = positions(have[i], ((a, b),))
-        found.append(_tensor(given[i], window).narrow(window.dim, start, b - a))
-    return torch.cat(found, window.dim) if found else _tensor(given[rank], window).narrow(window.dim, 0, 0)
+        found.append(_tensor(inputs[i], window).narrow(window.dim, start, b - a))
+    return torch.cat(found, window.dim) if found else _tensor(inputs[rank], window).narrow(window.dim, 0, 0)
 
 
-def _tensor(given: Sequence[Tensor | None], window: Window) -> Tensor:
-    return cast(Tensor, given[window.place])
+def _tensor(inputs: Sequence[Tensor | None], window: SlidingWindow) -> Tensor:
+    return cast(Tensor, inputs[window.place])
 
 
-def _cut(bound: Bound, part: Part) -> list[tuple[str, Window, int, int]]:
+def _cut(bound: BoundOp, part: RankPart) -> list[tuple[str, SlidingWindow, int, int]]:
     """The windows over cut dims, and from where to where this rank has the result."""
-    found: list[tuple[str, Window, int, int]] = []
+    found: list[tuple[str, SlidingWindow, int, int]] = []
     for factor, window in bound.windows.items():
         if part.held.get(factor):
             ((lo, hi),) = part.held[factor]  # `stretches` runs each by itself
@@ -88,7 +88,7 @@ def _cut(bound: Bound, part: Part) -> list[tuple[str, Window, int, int]]:
     return found
 
 
-def padded(call: Call, bound: Bound, part: Part, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+def padded(call: OpCall, bound: BoundOp, part: RankPart, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The tensors with padding where windows stick out of the whole tensor."""
     found = list(tensors)
     for _, window, lo, hi in _cut(bound, part):
@@ -103,7 +103,7 @@ def padded(call: Call, bound: Bound, part: Part, tensors: Sequence[Tensor | None
     return found
 
 
-def _outside(call: Call, bound: Bound, dtype: torch.dtype) -> float:
+def _outside(call: OpCall, bound: BoundOp, dtype: torch.dtype) -> float:
     (name,) = bound.rule.note("outside") or ("",)
     return 0 if not name else least(dtype) if name == "least" else call.arguments[name]
 
@@ -118,7 +118,7 @@ def most(dtype: torch.dtype) -> float:
     return True if dtype == torch.bool else torch.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-def arguments(call: Call, bound: Bound, part: Part) -> dict[str, Any]:
+def arguments(call: OpCall, bound: BoundOp, part: RankPart) -> dict[str, Any]:
     """The arguments that say what is padded, as a part has them whose padding is there already."""
     found: dict[str, Any] = {}
     kind, args = kind_of(bound.rule)
@@ -145,7 +145,7 @@ def arguments(call: Call, bound: Bound, part: Part) -> dict[str, Any]:
     return found
 
 
-def put_right(call: Call, bound: Bound, part: Part, results: Sequence[Any]) -> tuple[Any, ...]:
+def put_right(call: OpCall, bound: BoundOp, part: RankPart, results: Sequence[Any]) -> tuple[Any, ...]:
     """The results with what windows say of the whole tensor."""
     found = list(results)
     cut = _cut(bound, part)
@@ -163,7 +163,7 @@ def put_right(call: Call, bound: Bound, part: Part, results: Sequence[Any]) -> t
     return tuple(found)
 
 
-def _placed(bound: Bound, part: Part, places: Tensor) -> Tensor:
+def _placed(bound: BoundOp, part: RankPart, places: Tensor) -> Tensor:
     """Places among the elements that a part's windows read as places in the whole tensor."""
     cut = {window.entry: window.run_on(lo, hi) for _, window, lo, hi in _cut(bound, part)}
     windows = sorted(bound.windows.values(), key=lambda window: window.entry)
@@ -178,7 +178,7 @@ def _placed(bound: Bound, part: Part, places: Tensor) -> Tensor:
     return whole
 
 
-def _counts(call: Call, bound: Bound, part: Part) -> Tensor | None:
+def _counts(call: OpCall, bound: BoundOp, part: RankPart) -> Tensor | None:
     """How many elements each window of a mean has; None where all that are cut are full, or the call says it."""
     mean = bound.rule.note("mean")
     if mean is None or call.arguments[mean[0]] is not None:

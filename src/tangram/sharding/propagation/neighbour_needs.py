@@ -22,16 +22,16 @@ from torch import Tensor
 from tangram.layout import Mesh
 from tangram.layout.intervals import IntSet, intersect, size, subtract, union
 from tangram.layout.locate import held
-from tangram.sharding.ops.bind import Bound
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.bind import BoundOp
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.cut_trees import Tree, axes_of, dim_of, only
-from tangram.sharding.ops.read_inputs import Held
+from tangram.sharding.ops.read_inputs import PlacedInput
 from tangram.sharding.ops.same_cut import of_result
-from tangram.sharding.ops.windows import Window
+from tangram.sharding.ops.windows import SlidingWindow
 from tangram.sharding.propagation.op_cost import results
 
 
-def refusal(bound: Bound, factor: str, tree: Tree) -> str:
+def refusal(bound: BoundOp, factor: str, tree: Tree) -> str:
     """Why a factor whose parts need each other cannot be cut so; nothing where it can."""
     window = bound.windows.get(factor)
     if window is not None and of_result(tree, window.n, bound.sizes[factor]) is None:
@@ -52,7 +52,7 @@ class Read(NamedTuple):
 
 
 @lru_cache(1 << 12)
-def read(window: Window, m: int, tree: Tree, mesh: Mesh) -> Read:
+def read(window: SlidingWindow, m: int, tree: Tree, mesh: Mesh) -> Read:
     """What windows over a dim read whose result has `m` elements, where the input is cut like this."""
     made, axes = of_result(tree, window.n, m), axes_of(tree)
     assert made is not None, "`refusal` says so"
@@ -72,7 +72,7 @@ def read(window: Window, m: int, tree: Tree, mesh: Mesh) -> Read:
 
 
 @lru_cache(1 << 12)
-def told(n: int, tree: Tree, mesh: Mesh) -> Mapping[str, float]:
+def totals_heard(n: int, tree: Tree, mesh: Mesh) -> Mapping[str, float]:
     """By axis, how many stretches the other parts have of `n` elements: a rank hears the total of each."""
     axes = axes_of(tree)
     ranks = [mesh.axes[axis][0] for axis in axes]
@@ -92,7 +92,7 @@ def _stages(n: int, tree: Tree, mesh: Mesh, at: dict[str, int]) -> list[IntSet]:
 
 
 def price(
-    call: Call, bound: Bound, inputs: Sequence[Held], axis: str, factor: str, tree: Tree, mesh: Mesh
+    call: OpCall, bound: BoundOp, inputs: Sequence[PlacedInput], axis: str, factor: str, tree: Tree, mesh: Mesh
 ) -> float:  # fmt: skip
     """What passes over an axis when a factor is cut, by the inputs' own layouts."""
     window = bound.windows.get(factor)
@@ -104,11 +104,11 @@ def price(
     )
     if window is None:
         slices = tensor.numel() / bound.sizes[factor] / ways
-        return slices * _itemsize(call, bound, factor) * told(bound.sizes[factor], tree, mesh)[axis]
+        return slices * _itemsize(call, bound, factor) * totals_heard(bound.sizes[factor], tree, mesh)[axis]
     return tensor.nbytes / window.n / ways * read(window, bound.sizes[factor], tree, mesh).missing[axis]
 
 
-def halos(call: Call, bound: Bound, trees: Mapping[str, Tree], mesh: Mesh) -> dict[int, list[tuple[str, float]]]:
+def halos(call: OpCall, bound: BoundOp, trees: Mapping[str, Tree], mesh: Mesh) -> dict[int, list[tuple[str, float]]]:
     """What a rank receives of each input that windows read, by axis."""
     found: dict[int, list[tuple[str, float]]] = {}
     reads = {f: read(w, bound.sizes[f], trees[f], mesh) for f, w in bound.windows.items() if f in trees}
@@ -129,7 +129,7 @@ def halos(call: Call, bound: Bound, trees: Mapping[str, Tree], mesh: Mesh) -> di
     return found
 
 
-def scans(call: Call, bound: Bound, trees: Mapping[str, Tree], mesh: Mesh) -> list[tuple[str, float]]:
+def scans(call: OpCall, bound: BoundOp, trees: Mapping[str, Tree], mesh: Mesh) -> list[tuple[str, float]]:
     """What a rank receives of the totals of other parts, by axis."""
     found: list[tuple[str, float]] = []
     for factor in bound.scans:
@@ -139,7 +139,7 @@ def scans(call: Call, bound: Bound, trees: Mapping[str, Tree], mesh: Mesh) -> li
             assert tensor is not None
             slices = tensor.numel() / bound.sizes[factor] / _ways(others, trees, mesh)
             nbytes = slices * _itemsize(call, bound, factor)
-            found += [(axis, nbytes * n) for axis, n in told(bound.sizes[factor], trees[factor], mesh).items()]
+            found += [(axis, nbytes * n) for axis, n in totals_heard(bound.sizes[factor], trees[factor], mesh).items()]
     return found
 
 
@@ -147,7 +147,7 @@ def _ways(factors: Sequence[str], trees: Mapping[str, Tree], mesh: Mesh) -> int:
     return math.prod(mesh.axes[axis][0] for f in factors for axis in axes_of(trees.get(f, ())))
 
 
-def _itemsize(call: Call, bound: Bound, factor: str) -> int:
+def _itemsize(call: OpCall, bound: BoundOp, factor: str) -> int:
     """Bytes of one element of all results that have a factor."""
     made = [
         one

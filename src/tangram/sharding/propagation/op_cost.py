@@ -20,12 +20,12 @@ from tangram.layout import Layout, Mesh
 from tangram.layout.intervals import size
 from tangram.layout.locate import held
 from tangram.layout.syntax import Dim
-from tangram.sharding.ops.bind import Bound, Dims
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.bind import BoundOp, Dims
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.cut_trees import Tree, dim_of
 
 
-def results(call: Call) -> tuple[Any, ...] | None:
+def results(call: OpCall) -> tuple[Any, ...] | None:
     """What a call gives, as tensors without memory; None where the shapes depend on values."""
     known = vars(call)
     if "_results" not in known:
@@ -33,7 +33,7 @@ def results(call: Call) -> tuple[Any, ...] | None:
     return known["_results"]
 
 
-def _results(call: Call) -> tuple[Any, ...] | None:
+def _results(call: OpCall) -> tuple[Any, ...] | None:
     try:
         return call.with_tensors([None if t is None else t.to("meta") for t in call.tensors]).run()
     except (NotImplementedError, RuntimeError):
@@ -54,18 +54,18 @@ def largest(dim: Dim, mesh: Mesh) -> int:
     return size(held(dim, mesh, at))
 
 
-def memory(outputs: Sequence[Layout], whole: Sequence[Any] | None, mesh: Mesh) -> int | None:
+def memory(outputs: Sequence[Layout], full: Sequence[Any] | None, mesh: Mesh) -> int | None:
     """Bytes of the results on the rank that holds most of each."""
-    if whole is None:
+    if full is None:
         return None
     total = 0
-    for layout, result in zip(outputs, whole, strict=True):
+    for layout, result in zip(outputs, full, strict=True):
         if isinstance(result, Tensor):
             total += math.prod(largest(dim, mesh) for dim in layout.dims) * result.element_size()
     return total
 
 
-def flops(call: Call, bound: Bound, trees: Mapping[str, Tree], mesh: Mesh, whole: Sequence[Any] | None) -> int:
+def flops(call: OpCall, bound: BoundOp, trees: Mapping[str, Tree], mesh: Mesh, full: Sequence[Any] | None) -> int:
     """Operations of the rank that has most to do."""
     if not bound.rule.inputs[0].pieces and call.tensors and call.tensors[0] is not None and call.tensors[0].ndim:
         return 0  # a view has an empty rule: its factors are those of its strides
@@ -74,14 +74,14 @@ def flops(call: Call, bound: Bound, trees: Mapping[str, Tree], mesh: Mesh, whole
     sizes = {f: largest(dim_of(trees[f], n), mesh) if f in trees else n for f, n in bound.sizes.items()}
     contracted = _contracted(bound)
     if contracted:
-        total = _products(call, bound, sizes, contracted, whole)
+        total = _products(call, bound, sizes, contracted, full)
         _, groups = bound.rule.note("ragged") or ("", "none")
         return total // max(bound.sizes.get(groups, 1), 1)  # of rows in groups each meets the matrix of one
     tensors = [(t, dims) for t, dims in zip(call.tensors, bound.inputs, strict=True) if t is not None and dims]
     counted = bound.rule.note("offset") is not None  # what is looked up is what is read
     inside = {f: -(-sizes[f] * w.n // bound.sizes[f]) for f, w in bound.windows.items() if bound.sizes[f]}
     elements = [] if counted else [_elements(t.shape, dims, {**sizes, **inside}) for t, dims in tensors]
-    made = zip(whole or (), bound.outputs, strict=False)
+    made = zip(full or (), bound.outputs, strict=False)
     elements += [_elements(t.shape, dims, sizes) for t, dims in made if isinstance(t, Tensor)]
     return max(elements, default=0)
 
@@ -92,7 +92,7 @@ def _elements(shape: Sequence[int], dims: Dims, sizes: Mapping[str, int]) -> int
     )
 
 
-def _contracted(bound: Bound) -> set[str]:
+def _contracted(bound: BoundOp) -> set[str]:
     """The factors of two inputs or more that the first result lacks."""
     made = {f for dim in bound.outputs[0] for f in dim}
     times: dict[str, int] = {}
@@ -103,7 +103,7 @@ def _contracted(bound: Bound) -> set[str]:
 
 
 def _products(
-    call: Call, bound: Bound, sizes: Mapping[str, int], contracted: set[str], whole: Sequence[Any] | None
+    call: OpCall, bound: BoundOp, sizes: Mapping[str, int], contracted: set[str], full: Sequence[Any] | None
 ) -> int:
     """The inputs multiplied one after the other; one that has no factor of its own is applied as soon as it can be."""
     once = {int(i) for i in bound.rule.note("once") or ()}
@@ -111,7 +111,7 @@ def _products(
               if t is not None and dims is not None and i not in once]  # fmt: skip
     todo = [{f for dim in dims for f in dim} for _, dims in shapes]
     made = {f for dim in bound.outputs[0] for f in dim}
-    extra = _windows(bound, shapes, whole)
+    extra = _windows(bound, shapes, full)
     total = 0
     have = todo.pop(0)
     while todo:
@@ -125,12 +125,12 @@ def _products(
     return int(total * extra)
 
 
-def _windows(bound: Bound, shapes: Sequence[tuple[Sequence[int], Dims]], whole: Sequence[Any] | None) -> float:
+def _windows(bound: BoundOp, shapes: Sequence[tuple[Sequence[int], Dims]], full: Sequence[Any] | None) -> float:
     """Of what is read by windows: each place of the result has one; of what is spread, each place of the input."""
     extra = 1.0
     for f, window in bound.windows.items():
         extra *= window.extent * (window.n / bound.sizes[f] if window.spread and bound.sizes[f] else 1)
-    result = whole[0].shape if whole and isinstance(whole[0], Tensor) else None
+    result = full[0].shape if full and isinstance(full[0], Tensor) else None
     for f in bound.whole.difference(bound.windows):
         if f not in bound.sizes:
             continue

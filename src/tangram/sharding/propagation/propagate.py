@@ -20,12 +20,12 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import VOID, Dim
 from tangram.sharding.ops import factor_products
-from tangram.sharding.ops.bind import Bound
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.bind import BoundOp
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.cut_trees import Tree, axes_of, dim_of, pruned
 from tangram.sharding.ops.find_rule import bound as find_bound
-from tangram.sharding.ops.read_inputs import Held, read
-from tangram.sharding.ops.rule_table import Table
+from tangram.sharding.ops.read_inputs import PlacedInput, read
+from tangram.sharding.ops.rule_table import RuleTable
 from tangram.sharding.ops.same_cut import made_of
 from tangram.sharding.propagation import neighbour_needs, op_cost
 from tangram.sharding.propagation.axis_choices import (
@@ -39,8 +39,8 @@ from tangram.sharding.propagation.axis_choices import (
     SCATTER,
     SLICE,
     ZERO,
-    Choice,
-    Chosen,
+    AxisChoice,
+    AxisChoices,
     choose,
     received,
     step,
@@ -50,7 +50,7 @@ _ORDER = {SLICE: 0, SCATTER: 1, REDUCE_SCATTER: 2, ALL_TO_ALL: 3, ALL_REDUCE: 4,
 """What makes a tensor smaller comes first, what makes it larger last."""
 
 
-class Step(NamedTuple):
+class PropagationStep(NamedTuple):
     """One collective over one axis, or what a rank does by itself (`slice`, `zero`).
 
     `halo`: what windows read of other parts, after all else; `scan`: the totals of other parts, after the operator.
@@ -69,7 +69,7 @@ class Relayout:
     place: int
     source: Layout
     target: Layout
-    steps: tuple[Step, ...]
+    steps: tuple[PropagationStep, ...]
     """How the cost is counted; `tangram.relayout` plans the copies themselves, and may do with fewer bytes."""
 
     @property
@@ -82,11 +82,11 @@ class Relayout:
 class Propagation:
     """What one operator does with the layouts of its inputs."""
 
-    call: Call
-    bound: Bound
+    call: OpCall
+    bound: BoundOp
     mesh: Mesh
     given: tuple[Layout | None, ...]
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, AxisChoice]
     """For each axis; one that no input names is not listed, and does nothing."""
     trees: Mapping[str, Tree]
     """The cuts of each factor that is cut."""
@@ -95,7 +95,7 @@ class Propagation:
     outputs: tuple[Layout, ...]
     relayouts: tuple[Relayout, ...]
     differentiable: bool = True
-    totals: tuple[Step, ...] = ()
+    totals: tuple[PropagationStep, ...] = ()
     """What parts tell each other of their results before these are right: of a scan over a cut dim."""
 
     @cached_property
@@ -124,13 +124,13 @@ class Propagation:
 
 
 def propagate(
-    table: Table,
-    call: Call,
+    table: RuleTable,
+    call: OpCall,
     layouts: Sequence[Layout | None],
     mesh: Mesh,
     *,
     differentiable: bool = True,
-    bound: Bound | None = None,
+    bound: BoundOp | None = None,
     settled: Set[int] = frozenset(),
 ) -> Propagation:
     """How one operator runs on a mesh when its inputs lie like this.
@@ -156,7 +156,7 @@ def propagate(
     halos = neighbour_needs.halos(call, bound, chosen.trees, mesh) if bound.windows else {}
     for held, stays in zip(inputs, kept, strict=True):
         needed[held.place], steps = _needed(held, stays, chosen, bound, shown, mesh, ones)
-        steps = (*steps, *(Step(HALO, axis, n) for axis, n in halos.get(held.place, ()) if n))
+        steps = (*steps, *(PropagationStep(HALO, axis, n) for axis, n in halos.get(held.place, ()) if n))
         if steps:
             target = needed[held.place]
             assert target is not None
@@ -172,13 +172,13 @@ def propagate(
         _outputs(call, bound, chosen, shown, mesh, ones),
         tuple(relayouts),
         differentiable,
-        tuple([Step(SCAN, *one) for one in neighbour_needs.scans(call, bound, chosen.trees, mesh)])
+        tuple([PropagationStep(SCAN, *one) for one in neighbour_needs.scans(call, bound, chosen.trees, mesh)])
         if bound.scans
         else (),
     )
 
 
-def options(found: Propagation) -> Mapping[str, Sequence[Choice]]:
+def options(found: Propagation) -> Mapping[str, Sequence[AxisChoice]]:
     """For each axis everything that it could have done, with its price or why it was refused."""
     mesh = found.mesh
     ones = _ones(mesh)
@@ -190,12 +190,14 @@ def _ones(mesh: Mesh) -> list[str]:
     return [axis for axis, (n, _) in mesh.axes.items() if n == 1]
 
 
-def _read(call: Call, layouts: Sequence[Layout | None], bound: Bound, mesh: Mesh, ones: Collection[str]) -> list[Held]:
+def _read(
+    call: OpCall, layouts: Sequence[Layout | None], bound: BoundOp, mesh: Mesh, ones: Collection[str]
+) -> list[PlacedInput]:
     pairs = enumerate(zip(call.tensors, layouts, strict=True))
     return [read(i, tensor, layout, bound, mesh, ones) for i, (tensor, layout) in pairs if tensor is not None]
 
 
-def _kept(held: Held, trees: Mapping[str, Tree], shown: dict[str, Dim]) -> list[bool]:
+def _kept(held: PlacedInput, trees: Mapping[str, Tree], shown: dict[str, Dim]) -> list[bool]:
     """Which dims of an input can stay as they are. `shown`: for a factor, a dim that has its cuts, with its names."""
     found: list[bool] = []
     own = held.trees
@@ -217,14 +219,14 @@ def _kept(held: Held, trees: Mapping[str, Tree], shown: dict[str, Dim]) -> list[
 
 
 def _needed(
-    held: Held,
+    held: PlacedInput,
     stays: Sequence[bool],
-    chosen: Chosen,
-    bound: Bound,
+    chosen: AxisChoices,
+    bound: BoundOp,
     shown: dict[str, Dim],
     mesh: Mesh,
     ones: Collection[str],
-) -> tuple[Layout, tuple[Step, ...]]:
+) -> tuple[Layout, tuple[PropagationStep, ...]]:
     """The layout that the operator needs of an input, and the way there."""
     same, plain = all(stays), not (held.layout.flat or held.layout.pending or held.layout.at)
     if same and plain and not chosen.waits:
@@ -258,12 +260,12 @@ def _needed(
     return target, _priced(held, steps, mesh)
 
 
-def _priced(held: Held, steps: Sequence[tuple[str, str]], mesh: Mesh) -> tuple[Step, ...]:
+def _priced(held: PlacedInput, steps: Sequence[tuple[str, str]], mesh: Mesh) -> tuple[PropagationStep, ...]:
     nbytes = held.nbytes
-    found: list[Step] = []
+    found: list[PropagationStep] = []
     for what, axis in sorted(steps, key=lambda one: _ORDER[one[0]]):
         k = mesh.axes[axis][0]
-        found.append(Step(what, axis, received(what, nbytes, k)))
+        found.append(PropagationStep(what, axis, received(what, nbytes, k)))
         if what in (SLICE, SCATTER, REDUCE_SCATTER):
             nbytes /= k
         elif what == ALL_GATHER:
@@ -274,7 +276,7 @@ def _priced(held: Held, steps: Sequence[tuple[str, str]], mesh: Mesh) -> tuple[S
 def _made(
     factors: Sequence[str],
     n: int | None,
-    bound: Bound,
+    bound: BoundOp,
     trees: Mapping[str, Tree],
     shown: Mapping[str, Dim],
     mesh: Mesh,
@@ -304,7 +306,7 @@ def _made(
 
 
 def _outputs(
-    call: Call, bound: Bound, chosen: Chosen, shown: Mapping[str, Dim], mesh: Mesh, ones: Collection[str]
+    call: OpCall, bound: BoundOp, chosen: AxisChoices, shown: Mapping[str, Dim], mesh: Mesh, ones: Collection[str]
 ) -> tuple[Layout, ...]:
     found: list[Layout] = []
     choices = chosen.choices.values()
@@ -335,7 +337,7 @@ def _outputs(
     return tuple(found)
 
 
-def _size(call: Call, output: int, dim: int) -> int | None:
+def _size(call: OpCall, output: int, dim: int) -> int | None:
     """The size of a dim of a result that the rule says nothing of."""
     made = op_cost.results(call)
     one = made[output] if made is not None and output < len(made) else None

@@ -6,7 +6,7 @@ A dim that an operator needs whole (the classes of a softmax, what a norm is tak
 runs as it is. Its decomposition needs of a cut dim sums and maxima, which are small: each step is propagated by itself,
 results flow into the next step as they lie. What is left pending on a result is counted as reduced, for somebody will
 have to. Ties go to the operator as it is. The trade-off: more and smaller
-operators, whose results take memory (`Route.memory`); whoever has a fused kernel for one pattern of cuts runs that.
+operators, whose results take memory (`StepRoute.memory`); whoever has a fused kernel for one pattern of cuts runs that.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import VOID, Dim
 from tangram.sharding.ops import views
-from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.decompose import Ref, Step, decomposition
+from tangram.sharding.ops.calls import OpCall
+from tangram.sharding.ops.decompose import DecomposedStep, ResultRef, decomposition
 from tangram.sharding.ops.find_rule import NoRuleError
-from tangram.sharding.ops.rule_table import Table
+from tangram.sharding.ops.rule_table import RuleTable
 from tangram.sharding.propagation import op_cost
 from tangram.sharding.propagation.axis_choices import ALL_REDUCE, received
 from tangram.sharding.propagation.propagate import Propagation, Relayout, propagate
@@ -40,14 +40,14 @@ _EQUAL = 1 - 1e-9
 class Leg:
     """One operator on the way."""
 
-    call: Call
-    sources: tuple[Ref | None, ...]
+    call: OpCall
+    sources: tuple[ResultRef | None, ...]
     """Where its tensors come from: the results of a leg, or (-1, i) for tensor i of the whole call."""
     found: Propagation | None
     """None: it takes no tensors (`arange`), so every rank makes the whole."""
 
     @property
-    def reduced(self) -> dict[Ref, Layout]:
+    def reduced(self) -> dict[ResultRef, Layout]:
         """The tensors that are pending no more than they were: what is reduced once is used so from then on."""
         if self.found is None:
             return {}
@@ -60,14 +60,14 @@ def _is_reduced(one: Relayout) -> bool:
 
 
 @dataclass(frozen=True)
-class Route:
+class StepRoute:
     """How an operator is carried out on a mesh."""
 
-    call: Call
+    call: OpCall
     mesh: Mesh
     given: tuple[Layout | None, ...]
     legs: tuple[Leg, ...]
-    results: tuple[Ref | None, ...]
+    results: tuple[ResultRef | None, ...]
     """Which leg's results are the operator's; None: absent."""
     outputs: tuple[Layout | None, ...]
     instead: float | None = None
@@ -106,7 +106,7 @@ class Route:
             total += sum(received(ALL_REDUCE, nbytes, self.mesh.axes[axis][0]) for axis in own)
         return total
 
-    def _result(self, ref: Ref | None) -> Tensor | None:
+    def _result(self, ref: ResultRef | None) -> Tensor | None:
         """A result as a tensor without memory; None where there is none."""
         if ref is None or ref.step < 0:
             return None if ref is None else self.call.tensors[ref.place]
@@ -173,13 +173,13 @@ def _moves(leg: Leg) -> str:
 
 
 def route(
-    table: Table,
-    call: Call,
+    table: RuleTable,
+    call: OpCall,
     layouts: Sequence[Layout | None],
     mesh: Mesh,
     *,
     differentiable: bool = True,
-) -> Route:
+) -> StepRoute:
     """The way of an operator that moves fewest bytes: as it is, or by its decomposition.
 
     Takes what `propagate` takes, and raises what it raises; NoRuleError only where there is no decomposition either.
@@ -188,8 +188,8 @@ def route(
 
 
 def decomposed(
-    table: Table, call: Call, layouts: Sequence[Layout | None], mesh: Mesh, *, differentiable: bool = True
-) -> Route | None:
+    table: RuleTable, call: OpCall, layouts: Sequence[Layout | None], mesh: Mesh, *, differentiable: bool = True
+) -> StepRoute | None:
     """The way of an operator by its decomposition, whatever it moves; None where it has none.
 
     Raises NoRuleError for a step that has no rule.
@@ -198,14 +198,14 @@ def decomposed(
 
 
 def _route(
-    table: Table,
-    call: Call,
+    table: RuleTable,
+    call: OpCall,
     layouts: Sequence[Layout | None],
     mesh: Mesh,
     differentiable: bool,
     within: frozenset[str],
     settled: frozenset[int],
-) -> Route:
+) -> StepRoute:
     try:
         direct = propagate(table, call, layouts, mesh, differentiable=differentiable, settled=settled)
     except NoRuleError:
@@ -225,20 +225,20 @@ def _route(
     return _as_it_is(direct)
 
 
-def _as_it_is(found: Propagation) -> Route:
-    sources = tuple(None if t is None else Ref(-1, i) for i, t in enumerate(found.call.tensors))
-    results = tuple(Ref(0, i) for i in range(len(found.outputs)))
-    return Route(found.call, found.mesh, found.given, (Leg(found.call, sources, found),), results, found.outputs)
+def _as_it_is(found: Propagation) -> StepRoute:
+    sources = tuple(None if t is None else ResultRef(-1, i) for i, t in enumerate(found.call.tensors))
+    results = tuple(ResultRef(0, i) for i in range(len(found.outputs)))
+    return StepRoute(found.call, found.mesh, found.given, (Leg(found.call, sources, found),), results, found.outputs)
 
 
 def _decomposed(
-    table: Table,
-    call: Call,
+    table: RuleTable,
+    call: OpCall,
     layouts: Sequence[Layout | None],
     mesh: Mesh,
     differentiable: bool,
     within: frozenset[str],
-) -> Route | None:
+) -> StepRoute | None:
     """`within`: the operators that this one is a step of, which are not decomposed once more."""
     steps = None if call.name in within else decomposition(call)
     if steps is None:
@@ -246,27 +246,27 @@ def _decomposed(
     work = _Work(table, mesh, differentiable, within | {call.name})
     for i, (tensor, layout) in enumerate(zip(call.tensors, layouts, strict=True)):
         if tensor is not None:
-            work.lies[Ref(-1, i)] = layout if layout is not None else _plain(tensor.shape)
-            work.refs[Ref(-1, i)] = Ref(-1, i)
+            work.lies[ResultRef(-1, i)] = layout if layout is not None else _plain(tensor.shape)
+            work.refs[ResultRef(-1, i)] = ResultRef(-1, i)
     uses = Counter(ref for step in steps.steps for ref in {*step.sources})
     for i, step in enumerate(steps.steps):
         work.take(i, step, frozenset(n for n, ref in enumerate(step.sources) if ref is not None and uses[ref] > 1))
     results = tuple(None if ref is None else work.refs[ref] for ref in steps.results)
     outputs = tuple(None if ref is None else work.lies[ref] for ref in results)
-    return Route(call, mesh, tuple(layouts), tuple(work.legs), results, outputs)
+    return StepRoute(call, mesh, tuple(layouts), tuple(work.legs), results, outputs)
 
 
 class _Work:
     """The legs so far, and how their results lie."""
 
-    def __init__(self, table: Table, mesh: Mesh, differentiable: bool, within: frozenset[str]) -> None:
+    def __init__(self, table: RuleTable, mesh: Mesh, differentiable: bool, within: frozenset[str]) -> None:
         self.table, self.mesh, self.differentiable, self.within = table, mesh, differentiable, within
         self.legs: list[Leg] = []
-        self.refs: dict[Ref, Ref] = {}
+        self.refs: dict[ResultRef, ResultRef] = {}
         """Of a step's results, which leg's they are: a step may be several legs."""
-        self.lies: dict[Ref, Layout] = {}
+        self.lies: dict[ResultRef, Layout] = {}
 
-    def take(self, number: int, step: Step, settled: frozenset[int]) -> None:
+    def take(self, number: int, step: DecomposedStep, settled: frozenset[int]) -> None:
         """Go on by one step. `settled`: which of its tensors other steps read, too."""
         sources = [None if ref is None else self.refs[ref] for ref in step.sources]
         if all(ref is None for ref in sources):
@@ -277,8 +277,10 @@ class _Work:
         way = _route(self.table, step.call, given, self.mesh, smooth, self.within, settled)
         first = len(self.legs)
 
-        def here(ref: Ref | None) -> Ref | None:
-            return None if ref is None else sources[ref.place] if ref.step < 0 else Ref(ref.step + first, ref.place)
+        def here(ref: ResultRef | None) -> ResultRef | None:
+            return (
+                None if ref is None else sources[ref.place] if ref.step < 0 else ResultRef(ref.step + first, ref.place)
+            )
 
         for leg in way.legs:
             self.legs.append(replace(leg, sources=tuple(map(here, leg.sources))))
@@ -286,14 +288,14 @@ class _Work:
         for i, (ref, layout) in enumerate(zip(way.results, way.outputs, strict=True)):
             own = here(ref)
             if own is not None and layout is not None:
-                self.refs[Ref(number, i)] = own
+                self.refs[ResultRef(number, i)] = own
                 self.lies.setdefault(own, layout)
 
-    def _made(self, number: int, step: Step) -> None:
+    def _made(self, number: int, step: DecomposedStep) -> None:
         """What is made of no tensor, whole on every rank."""
         for i, result in enumerate(step.call.run()):
-            own = Ref(len(self.legs), i)
-            self.refs[Ref(number, i)], self.lies[own] = own, _plain(result.shape)
+            own = ResultRef(len(self.legs), i)
+            self.refs[ResultRef(number, i)], self.lies[own] = own, _plain(result.shape)
         self.legs.append(Leg(step.call, (None,) * len(step.sources), None))
 
 

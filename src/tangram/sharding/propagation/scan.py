@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tangram.layout.intervals import IntSet
-from tangram.sharding.ops.bind import Bound
-from tangram.sharding.ops.rank_part import Part, peers
+from tangram.sharding.ops.bind import BoundOp
+from tangram.sharding.ops.rank_part import RankPart, peers
 
 Scanned = tuple[Tensor, ...]
 """The results of a scan, or the last slice of each."""
@@ -64,7 +64,7 @@ def total(results: Scanned, dim: int) -> Scanned:
     return tuple(one.narrow(dim, one.shape[dim] - 1, 1) for one in results)
 
 
-def joined(bound: Bound, parts: Sequence[Part], results: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def joined(bound: BoundOp, parts: Sequence[RankPart], results: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """The results of ranks that are all here, each with what comes before it."""
     found = list(results)
     for factor, op in bound.scans.items():

@@ -13,14 +13,14 @@ from tangram.relayout import steps
 from tangram.relayout.collectives import move
 from tangram.sharding.derive.problem.states import Routed
 from tangram.sharding.derive.transitions import Change, Joint
-from tangram.sharding.runtime.routes import Routes
+from tangram.sharding.runtime.routes import RankRoutes
 
 GroupOf = Callable[[tuple[str, ...]], dist.ProcessGroup]
 """The group of this rank over some axes, whose ranks are in the order of the mesh."""
 
 
 def brought(
-    x: Tensor, change: Change, group_of: GroupOf, routes: Routes | None = None, *, differentiable: bool = True
+    x: Tensor, change: Change, group_of: GroupOf, routes: RankRoutes | None = None, *, differentiable: bool = True
 ) -> Tensor:
     """What this rank has of a tensor after a change, given what it has before. Collective.
 

@@ -29,16 +29,25 @@ from tangram.models.opened import Opening, plainly
 from tangram.models.reasons import place_and_reason
 from tangram.models.twin import fake_twin
 from tangram.sharding.derive.derive import ConflictError, Derived, derive
-from tangram.sharding.derive.layouts import called, local_shape, lying, made, needed, steps_of_nodes, unlike, used
-from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.layouts import (
+    called,
+    input_states,
+    local_shape,
+    made,
+    needed,
+    steps_of_nodes,
+    unlike,
+    used,
+)
+from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import State, part_dim
 from tangram.sharding.derive.transitions import Change, sizes_after
 from tangram.sharding.local_ops.local_call import arguments_of, as_it_is
-from tangram.sharding.ops.calls import Call
+from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.runtime.install import Now, Runtime, done
 from tangram.sharding.runtime.lower import lower, makers, places_of, refuse_lost_writes
 from tangram.sharding.runtime.operators import Operators
-from tangram.sharding.runtime.program import Action, CallKey, Program, draws
+from tangram.sharding.runtime.program import CallKey, OpAction, Program, draws
 
 PASSING = frozenset(
     {"clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "_reshape_alias"}
@@ -139,7 +148,7 @@ def _refuse_called_again(call: Called) -> None:
         )
 
 
-def _see_what_is_written(graph: Graph, action: Action) -> None:
+def _see_what_is_written(graph: Graph, action: OpAction) -> None:
     """Raise _OtherWayError where a write would be lost: whole, what the code of that run sees may be written."""
     call = graph.calls[action.call]
     try:
@@ -168,7 +177,7 @@ def _input(found: Derived, name: str, x: Any, rank: int) -> Any:
         return x
     graph = found.folded.graph
     v = next(i for i, value in graph.of_kind("input") if value.name == name)
-    states = lying(found, found.folded.classes[v])
+    states = input_states(found, found.folded.classes[v])
     return torch.empty(local_shape(found, x.shape, states, rank), dtype=x.dtype, device="cpu")
 
 
@@ -177,18 +186,18 @@ class _Record(Opening):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ran: list[tuple[Call, list[Any]]] = []
+        self.ran: list[tuple[OpCall, list[Any]]] = []
 
     def ran_below(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and keep it."""
         found = func(*args, **kwargs)
         leaves: list[Any] = tree_leaves(found)
         if func.namespace != "prim" and any(isinstance(x, Tensor) for x in leaves):
-            self.ran.append((Call.of(func, args, kwargs), leaves))
+            self.ran.append((OpCall.of(func, args, kwargs), leaves))
         return found
 
 
-def _at(node: Node, step: Step, v: int) -> list[int]:
+def _at(node: Node, step: FoldedStep, v: int) -> list[int]:
     """The places where a node takes a value."""
     return [place for place, own in enumerate(places_of(node, step)) if own == v]
 
@@ -214,14 +223,14 @@ class _Rehearsal:
         self.record.ran[:] = before  # nothing that the model's code has run
         return part
 
-    def instead(self, action: Action, leaves: Sequence[Any]) -> Any:
+    def instead(self, action: OpAction, leaves: Sequence[Any]) -> Any:
         """What the operators on parts would give, of the sizes that it has then."""
         call = self.graph.calls[action.call]
         _see_what_is_written(self.graph, action)
         self.operators.refuse_unknown(call, action)
         return tree_unflatten([None if v is None else self._part(v, action) for v in call.gives], call.form)
 
-    def _of_other_size(self, call: Called, action: Action, found: Any) -> str:
+    def _of_other_size(self, call: Called, action: OpAction, found: Any) -> str:
         """Views of a wrong size are seen only by what comes of them."""
         leaves: list[Any] = tree_leaves(found)
         for v, x in zip(call.gives, leaves, strict=True):
@@ -229,10 +238,10 @@ class _Rehearsal:
                 return f"it gives {tuple(x.shape)} on a part, not {want}"
         return ""
 
-    def _part(self, v: int, action: Action) -> Tensor:
+    def _part(self, v: int, action: OpAction) -> Tensor:
         return torch.empty(self._shape(v, action), dtype=self.graph.values[v].dtype, device="cpu")
 
-    def _shape(self, v: int, action: Action) -> tuple[int, ...]:
+    def _shape(self, v: int, action: OpAction) -> tuple[int, ...]:
         """The size of what a call gives."""
         states = used(self.found, self.found.folded.classes[v])
         if v not in action.after and v in self.operators.maker:
@@ -241,7 +250,7 @@ class _Rehearsal:
         return local_shape(self.found, self.graph.values[v].shape, states, self.rank)
 
     def around(
-        self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], action: Action | None
+        self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], action: OpAction | None
     ) -> Any:
         """Call a function, compare, and run its operators in its stead where it does otherwise."""
         self.last = run
@@ -253,7 +262,7 @@ class _Rehearsal:
             return self._unknown(run, key, func, args, kwargs)
         self.met.add(number)
         call = self.graph.calls[number]
-        action = action or Action(number)
+        action = action or OpAction(number)
         if not action.why:
             action.why = self._another(call)
         before = self.record.ran = []
@@ -319,7 +328,7 @@ class _Rehearsal:
                 return f"{step.call.name} is another operator on a part"
         return ""
 
-    def _unlike(self, call: Called, ran: Sequence[tuple[Call, list[Any]]]) -> str:
+    def _unlike(self, call: Called, ran: Sequence[tuple[OpCall, list[Any]]]) -> str:
         """How what a function ran differs from what was derived; "" where it does not."""
         there = [one for one in ran if one[0].name not in PASSING]
         for i in range(call.first, call.stop):
@@ -337,7 +346,7 @@ class _Rehearsal:
         """Whether anything comes of what a node gives: autograd makes views anew that nobody takes."""
         return any(v in self.graph.takers or v in call.gives for v in self.graph.nodes[i].results if v is not None)
 
-    def _differs(self, i: int, ran: Call, results: Sequence[Any]) -> str:
+    def _differs(self, i: int, ran: OpCall, results: Sequence[Any]) -> str:
         node, step = self.graph.nodes[i], self.operators.steps[i]
         given = [v for v in node.results if v is not None]
         shapes = [tuple(x.shape) for x in results if isinstance(x, Tensor)]

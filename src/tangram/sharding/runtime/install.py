@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[
 from tangram.errors import UserError
 from tangram.models.called import caller, line_of, name_of
 from tangram.sharding.derive.transitions import Change
-from tangram.sharding.runtime.program import Action, CallKey, Program
+from tangram.sharding.runtime.program import CallKey, OpAction, Program
 
 Bring = Callable[[Tensor, Change], Tensor]
 
@@ -33,20 +33,20 @@ Bring = Callable[[Tensor, Change], Tensor]
 class Instead(Protocol):
     """Runs the operators of a call one by one; gives what the function would have given."""
 
-    def __call__(self, action: Action, leaves: Sequence[Any]) -> Any: ...
+    def __call__(self, action: OpAction, leaves: Sequence[Any]) -> Any: ...
 
 
-class Together(Protocol):
+class AtOnce(Protocol):
     """Does a function and what moves before it at once; NotImplemented where it cannot."""
 
     def __call__(self, takes: Mapping[int, Change], args: Sequence[Any]) -> Any: ...
 
 
-class Around(Protocol):
+class CallGuard(Protocol):
     """What stands around every call of a rehearsal."""
 
     def __call__(
-        self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], action: Action | None
+        self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], action: OpAction | None
     ) -> Any: ...
 
 
@@ -57,8 +57,8 @@ class Now:
     program: Program
     bring: Bring
     instead: Instead
-    around: Around | None = None
-    together: Mapping[str, Together] = field(default_factory=dict[str, Together])
+    around: CallGuard | None = None
+    together: Mapping[str, AtOnce] = field(default_factory=dict[str, AtOnce])
     """By a function's name. What such a function takes is given by place."""
     runs: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     """The runs of each module."""
@@ -181,7 +181,7 @@ def _fill(slot: _Slot, now: Now, path: str) -> None:
 class _Calls(TorchFunctionMode):
     """Looks at the functions that the code of one run calls."""
 
-    def __init__(self, now: Now, run: int, actions: Mapping[CallKey, Action], answers: Mapping[CallKey, Any]) -> None:
+    def __init__(self, now: Now, run: int, actions: Mapping[CallKey, OpAction], answers: Mapping[CallKey, Any]) -> None:
         super().__init__()
         self._now, self._run, self._actions, self._answers = now, run, actions, answers
         self._named = {name for _, name, _ in (*actions, *answers)}
@@ -220,7 +220,7 @@ class _Calls(TorchFunctionMode):
         return func(*args, **given) if action is None else done(self._now, action, func, args, given)
 
 
-def done(now: Now, action: Action, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def done(now: Now, action: OpAction, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an action says, around a function or in its stead."""
     if action.why:
         return now.instead(action, tree_flatten((args, kwargs))[0])

@@ -20,12 +20,12 @@ from tangram.errors import UserError
 from tangram.models.graph import Called, Graph, Node, filled, refs
 from tangram.models.overwrites import unsaid
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.layouts import lying, made, needed, steps_of_nodes, used
-from tangram.sharding.derive.problem.folding import Step as Node_Step
+from tangram.sharding.derive.layouts import input_states, made, needed, steps_of_nodes, used
+from tangram.sharding.derive.problem.folding import FoldedStep as Node_Step
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State, part_dim
-from tangram.sharding.derive.transitions import Change, change, summed_once, wanted
+from tangram.sharding.derive.transitions import Change, change, states_to_change, summed_once
 from tangram.sharding.ops.calls import schema_of
-from tangram.sharding.runtime.program import Action, Border, CallKey, Place, Program
+from tangram.sharding.runtime.program import Border, CallKey, OpAction, Place, Program
 
 States = Mapping[str, State]
 Fits = Callable[[range], bool]
@@ -61,7 +61,7 @@ class _Lowering:
                 if v is not None:
                     self.takers.setdefault(v, []).append((i, place))
         self.borders: dict[int, Border] = {}
-        self.actions: dict[int, Action] = {}
+        self.actions: dict[int, OpAction] = {}
         self.summed: dict[str, tuple[str, ...]] = {}
         self.gathered: dict[str, Change] = {}
 
@@ -78,7 +78,7 @@ class _Lowering:
                     self._parameter(v)
                 else:
                     self._given(v)
-        actions: dict[int, dict[CallKey, Action]] = {}
+        actions: dict[int, dict[CallKey, OpAction]] = {}
         for c, action in self.actions.items():
             call = self.graph.calls[c]
             self._settle(call, action)
@@ -91,13 +91,13 @@ class _Lowering:
         """How a value comes to be, and how it is used."""
         cls = self.found.folded.classes[v]
         if v not in self.maker:
-            return lying(self.found, cls), used(self.found, cls)
+            return input_states(self.found, cls), used(self.found, cls)
         i, k = self.makers[v]
         return made(self.found, self.steps[i], k), used(self.found, cls)
 
     def _change(self, v: int, source: States, target: States) -> Change:
         value, differentiable = self.graph.values[v], self._differentiable(v)
-        goals = wanted(source, target, differentiable=differentiable)
+        goals = states_to_change(source, target, differentiable=differentiable)
         return change(value.shape, value.dtype.itemsize, source, goals, self.found.mesh, differentiable=differentiable)
 
     def _differentiable(self, v: int) -> bool:
@@ -110,7 +110,7 @@ class _Lowering:
         name = self.graph.values[v].name
         summed = summed_once(source, target, differentiable=self._differentiable(v))
         rest = {**target, **{axis: source[axis] for axis in summed}}
-        goals = wanted(source, rest, differentiable=self._differentiable(v))
+        goals = states_to_change(source, rest, differentiable=self._differentiable(v))
         gathered = self._change(v, source, rest)
         if any(source[axis].kind != "cut" or b not in (SAME, SEVERAL) for axis, b in goals.items()):
             raise UserError(f"{name} would have to move in each forward: mark it")
@@ -229,13 +229,13 @@ class _Lowering:
             )
         return self.call_of[node]
 
-    def _action(self, node: int) -> Action:
+    def _action(self, node: int) -> OpAction:
         c = self._call(node)
-        return self.actions.setdefault(c, Action(c))
+        return self.actions.setdefault(c, OpAction(c))
 
     # ------------------------------------------------------------ functions
 
-    def _settle(self, call: Called, action: Action) -> None:
+    def _settle(self, call: Called, action: OpAction) -> None:
         """Say what happens by the leaves of a call, where that is all; else that its operators run one by one."""
         by_value: dict[int, set[Change]] = {}
         for i in range(call.first, call.stop):
@@ -259,7 +259,7 @@ class _Lowering:
             action.why = "a tensor moves between its operators"
 
 
-def refuse_lost_writes(graph: Graph, call: Called, action: Action) -> None:
+def refuse_lost_writes(graph: Graph, call: Called, action: OpAction) -> None:
     """What a function writes into a tensor would be written into another one, where that is moved or cut first."""
     for i, node in enumerate(graph.nodes[call.first : call.stop], call.first):
         names = unsaid(node.operator, node.arguments)
@@ -284,7 +284,9 @@ def refuse_cut_buffers(found: Derived) -> None:
     """Raise UserError where a forward leaves but a part of a buffer, of which every rank has all."""
     graph, steps, maker = found.folded.graph, steps_of_nodes(found), makers(found.folded.graph)
     for name, v in graph.changed.items():
-        states = made(found, steps[maker[v][0]], maker[v][1]) if v in maker else lying(found, found.folded.classes[v])
+        states = (
+            made(found, steps[maker[v][0]], maker[v][1]) if v in maker else input_states(found, found.folded.classes[v])
+        )
         if axis := next((axis for axis, state in states.items() if state not in (SAME, SEVERAL)), None):
             raise UserError(
                 f"{name} is a buffer that each forward changes, and over {axis} a rank would have a part of what it "

@@ -14,13 +14,13 @@ from torch import Tensor
 from tangram.relayout.collectives import move
 from tangram.relayout.neighbours import fetched
 from tangram.sharding.derive.problem.states import SEVERAL, cut
-from tangram.sharding.ops.bind import Bound
+from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.cut_trees import axes_of
-from tangram.sharding.ops.rank_part import Part, stands
+from tangram.sharding.ops.rank_part import RankPart, stands
 from tangram.sharding.propagation import scan
 from tangram.sharding.propagation.halo import needed
 
-Along = Callable[[str], Sequence[Part]]
+Along = Callable[[str], Sequence[RankPart]]
 """The parts of the ranks of an axis, in their order."""
 
 
@@ -30,7 +30,9 @@ class Linked:
     def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._groups = groups
 
-    def with_halos(self, bound: Bound, part: Part, along: Along, local: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def with_halos(
+        self, bound: BoundOp, part: RankPart, along: Along, local: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
         """The tensors with what windows read of other ranks', one dim after the other. Collective."""
         found = list(local)
         for factor, window in bound.windows.items():
@@ -42,7 +44,7 @@ class Linked:
                 found[window.place] = fetched(x, window.dim, have, want, self._groups[axis])
         return found
 
-    def with_totals(self, bound: Bound, part: Part, along: Along, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    def with_totals(self, bound: BoundOp, part: RankPart, along: Along, results: tuple[Any, ...]) -> tuple[Any, ...]:
         """The results with what is before each stretch. Collective."""
         for factor, op in bound.scans.items():
             if factor in part.held:

@@ -18,38 +18,38 @@ from tangram.errors import UserError
 from tangram.models.graph import Called, Node
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import called, part, steps_of_nodes
-from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.local_call import run
-from tangram.sharding.local_ops.random_ops import Drawing, makes_random
-from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.rank_part import Part
+from tangram.sharding.local_ops.random_ops import DrawMode, makes_random
+from tangram.sharding.ops.calls import OpCall
+from tangram.sharding.ops.rank_part import RankPart
 from tangram.sharding.runtime.install import Bring
 from tangram.sharding.runtime.lower import makers, places_of, written_by
 from tangram.sharding.runtime.neighbour_ops import Linked
-from tangram.sharding.runtime.program import Action, draws
+from tangram.sharding.runtime.program import OpAction, draws
 
 
 class Operators:
     """The operators of a derivation as one rank runs them."""
 
     def __init__(
-        self, found: Derived, rank: int, linked: Linked | None = None, numbers: random_numbers.Numbers | None = None
+        self, found: Derived, rank: int, linked: Linked | None = None, numbers: random_numbers.DrawNumbers | None = None
     ) -> None:
         self.graph = found.folded.graph
-        self.steps: Mapping[int, Step] = steps_of_nodes(found)
+        self.steps: Mapping[int, FoldedStep] = steps_of_nodes(found)
         self._found, self._rank, self._linked, self._numbers = found, rank, linked, numbers
-        self._parts: dict[int, Part] = {}
-        self._others: dict[tuple[int, str], Sequence[Part]] = {}
+        self._parts: dict[int, RankPart] = {}
+        self._others: dict[tuple[int, str], Sequence[RankPart]] = {}
         self.maker = makers(self.graph)
 
-    def part(self, step: Step) -> Part:
+    def part(self, step: FoldedStep) -> RankPart:
         """Where the rank stands in an operator."""
         if step.number not in self._parts:
             self._parts[step.number] = part(self._found, step, self._rank)
         return self._parts[step.number]
 
-    def instead(self, action: Action, leaves: Sequence[Any], bring: Bring) -> Any:
+    def instead(self, action: OpAction, leaves: Sequence[Any], bring: Bring) -> Any:
         """What the function of an action gives."""
         call = self.graph.calls[action.call]
         values = {v: x for v, x in zip(call.takes, leaves, strict=True) if v is not None}
@@ -65,7 +65,7 @@ class Operators:
                     values[v] = bring(x, action.after[v]) if v in action.after else x
         return tree_unflatten([None if v is None else values[v] for v in call.gives], call.form)
 
-    def refuse_unknown(self, call: Called, action: Action) -> None:
+    def refuse_unknown(self, call: Called, action: OpAction) -> None:
         """Raises UserError for a function that cannot be replaced: the operators alone do not say what it does."""
         made = {v for i in range(call.first, call.stop) for v in self.graph.nodes[i].results}
         taken = {v for i in range(call.first, call.stop) for v in self.graph.nodes[i].inputs}
@@ -77,7 +77,7 @@ class Operators:
             raise UserError(f"{said} it gives more than tensors")
 
     def _run(
-        self, node: Node, step: Step, local: Sequence[Tensor | None], given: Sequence[int | None]
+        self, node: Node, step: FoldedStep, local: Sequence[Tensor | None], inputs: Sequence[int | None]
     ) -> Sequence[Any]:
         """What a node gives. What it writes into a tensor that the function was given is written there."""
         if step.call.name == "view":  # what is brought here may have other strides than what a model's own code has
@@ -86,13 +86,13 @@ class Operators:
         if torch.is_grad_enabled() and any(
             x is not None and x.is_leaf and x.requires_grad
             for v, x in zip(places_of(node, step), local, strict=True)
-            if v in written and v in given
+            if v in written and v in inputs
         ):
             with torch.no_grad():  # as the function does itself, which torch.nn.init has
-                return self._run(node, step, local, given)
-        call, there = called(self._found, step), any(v in given for v in written)
+                return self._run(node, step, local, inputs)
+        call, there = called(self._found, step), any(v in inputs for v in written)
         if makes_random(call):  # whole on every rank
-            with Drawing(numbers=self._numbers):
+            with DrawMode(numbers=self._numbers):
                 found = run(call, step.bound, self.part(step), local)
         elif draws(step):  # all ranks, whatever they have of it: they count the same calls
             with random_numbers.using(random_numbers.fresh(), self._numbers):
@@ -102,19 +102,19 @@ class Operators:
         else:
             found = run(call, step.bound, self.part(step), local, in_place=there)
         for v, x in zip(places_of(node, step), local, strict=True):
-            if v in written and v in given and x is not None and found[0] is not x:
+            if v in written and v in inputs and x is not None and found[0] is not x:
                 x.copy_(found[0])
                 found = (x, *found[1:])
         return found
 
-    def _run_linked(self, call: Call, step: Step, local: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    def _run_linked(self, call: OpCall, step: FoldedStep, local: Sequence[Tensor | None]) -> tuple[Any, ...]:
         """An operator whose parts need each other. Collective."""
         assert self._linked is not None, "a rehearsal runs no operators"
         own, along = self.part(step), functools.partial(self._along, step)
         ready = self._linked.with_halos(step.bound, own, along, local)
         return self._linked.with_totals(step.bound, own, along, run(call, step.bound, own, ready))
 
-    def _along(self, step: Step, axis: str) -> Sequence[Part]:
+    def _along(self, step: FoldedStep, axis: str) -> Sequence[RankPart]:
         """Where the ranks of an axis stand in an operator."""
         if (step.number, axis) not in self._others:
             mesh = self._found.mesh

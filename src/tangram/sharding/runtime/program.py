@@ -15,7 +15,7 @@ from tangram.models.graph import Called
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import steps_of_nodes
 from tangram.sharding.derive.problem.folding import Folded
-from tangram.sharding.derive.problem.folding import Step as FoldedStep
+from tangram.sharding.derive.problem.folding import FoldedStep as FoldedStep
 from tangram.sharding.derive.transitions import Change
 from tangram.sharding.local_ops.random_ops import makes_random
 
@@ -34,7 +34,7 @@ class Border:
 
 
 @dataclass
-class Action:
+class OpAction:
     """What happens around a function of torch, or in its stead."""
 
     call: int
@@ -56,7 +56,7 @@ class Program:
     found: Derived
     borders: dict[int, Border]
     """By the number of the run in the graph."""
-    actions: dict[int, dict[CallKey, Action]]
+    actions: dict[int, dict[CallKey, OpAction]]
     """By the number of the run."""
     summed: Mapping[str, tuple[str, ...]]
     """Parameters that every rank of some axes has whole and uses for something of its own: gradients are summed."""

@@ -30,13 +30,13 @@ TOKENS = cut(2)
 
 
 @dataclass(frozen=True)
-class Passed(Mark):
+class RingMark(Mark):
     """The mark of what attention by tokens takes and gives: (batch, heads, tokens, width)."""
 
     @staticmethod
-    def over(axes: Sequence[str]) -> Passed:
+    def over(axes: Sequence[str]) -> RingMark:
         """With the tokens cut over axes, which stand in the order of the mesh."""
-        return Passed("attention by tokens", Layout.parse(f"b h t{''.join(f'/{axis}' for axis in axes)} e"))
+        return RingMark("attention by tokens", Layout.parse(f"b h t{''.join(f'/{axis}' for axis in axes)} e"))
 
     def on(self, graph: Graph) -> dict[str, int]:
         """Of every call."""

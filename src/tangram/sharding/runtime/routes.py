@@ -15,7 +15,7 @@ from tangram.relayout.routed import Route
 from tangram.sharding.derive.problem.states import OWN, OWN_IDS, SENT, SENT_IDS, SORTED, Routed
 
 
-class Routes:
+class RankRoutes:
     """Those of one model on one rank. `groups`: by axis."""
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:

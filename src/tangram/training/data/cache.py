@@ -23,7 +23,7 @@ from tangram.errors import UserError
 from tangram.schema.job import DataPlan, SourcePlan
 from tangram.training.data.files import LEFT_OUT, Files, list_files
 from tangram.training.data.sources import EMPTY, READING, Document, documents
-from tangram.training.data.store import FORMAT, Store, Writer, open_store
+from tangram.training.data.store import FORMAT, TokenStore, TokenWriter, open_store
 from tangram.training.data.tokens import NotText, SpecialToken, Tokens
 from tangram.training.observe.events import Note, Working
 
@@ -52,7 +52,7 @@ def fill(data: DataPlan, source: SourcePlan, tokens: Tokens, on_event: OnEvent, 
         with _locked(folder, on_event):
             if _is_complete(folder):
                 return
-            writer = Writer(folder, np.uint16 if tokens.vocabulary <= 1 << 16 else np.uint32)
+            writer = TokenWriter(folder, np.uint16 if tokens.vocabulary <= 1 << 16 else np.uint32)
             tally = _write(writer, files, source, data, tokens, on_event, part_bytes)
             if _identity(list_files(source), source, data, tokens) != identity:
                 raise UserError(f'files of the source "{source.path}" changed while they were read: run again')
@@ -64,7 +64,7 @@ def fill(data: DataPlan, source: SourcePlan, tokens: Tokens, on_event: OnEvent, 
         ) from None
 
 
-def open_source(data: DataPlan, source: SourcePlan, tokens: Tokens) -> Store:
+def open_source(data: DataPlan, source: SourcePlan, tokens: Tokens) -> TokenStore:
     """Map the cache of a source. Raises UserError when it is not complete, or damaged."""
     files = list_files(source)
     folder = _folder(data, _identity(files, source, data, tokens))
@@ -117,7 +117,7 @@ def _locked(folder: Path, on_event: OnEvent) -> Generator[None]:
 
 
 def _write(
-    writer: Writer,
+    writer: TokenWriter,
     files: Files,
     source: SourcePlan,
     data: DataPlan,

@@ -10,7 +10,7 @@ from tangram.schema.job import DataPlan
 from tangram.training.data.cache import PART_BYTES, fill, open_source
 from tangram.training.data.files import LEFT_OUT, TAKEN, in_words
 from tangram.training.data.samples import Split
-from tangram.training.data.store import Store
+from tangram.training.data.store import TokenStore
 from tangram.training.data.tokens import SPECIAL, Tokens
 
 
@@ -85,7 +85,7 @@ def times_seen(corpus: Corpus, data: DataPlan, steps: int) -> tuple[float, ...]:
     )
 
 
-def _read(store: Store, data: DataPlan) -> str:
+def _read(store: TokenStore, data: DataPlan) -> str:
     """What was counted while the tokens of a source were made, as one line."""
     counts: dict[str, Counter[str]] = {TAKEN: Counter(), LEFT_OUT: Counter(), SPECIAL: Counter()}
     for key, number in store.tally.items():

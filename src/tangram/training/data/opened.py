@@ -31,7 +31,7 @@ _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedDataset:
     """A file to be read from its begin: its content unpacked and without a byte order mark."""
 
     stream: BinaryIO
@@ -49,7 +49,7 @@ class Opened:
 
 
 @contextmanager
-def opened(path: Path, field: str) -> Generator[Opened]:
+def opened(path: Path, field: str) -> Generator[OpenedDataset]:
     """Open a file and find out what it is. `field` is the column by which rows are told from text."""
     name = path.name.lower()
     with path.open("rb") as raw:
@@ -69,7 +69,7 @@ def opened(path: Path, field: str) -> Generator[Opened]:
         if head.startswith(_UTF_16):
             raise UserError(f'the file "{path}" is UTF-16 text: write it as UTF-8 (iconv -f UTF-16 -t UTF-8)')
         kind = kind_of(head.removeprefix(BOM), name, field)
-        yield Opened(stream, cast(BinaryIO, raw), path.stat().st_size, kind, name)
+        yield OpenedDataset(stream, cast(BinaryIO, raw), path.stat().st_size, kind, name)
 
 
 def kind_of(head: bytes, name: str, field: str) -> Kind:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tangram.errors import UserError
 
 
-class Row(NamedTuple):
+class TextRow(NamedTuple):
     """A document of a file, and which share of the file has been read with it."""
 
     number: int

@@ -16,8 +16,8 @@ from typing import NamedTuple, cast
 
 from tangram.errors import UserError
 from tangram.training.data.files import JSON_LINES, LEFT_OUT, TAKEN, Files
-from tangram.training.data.opened import Opened, opened
-from tangram.training.data.rows import NoField, Row, no_field, text_of, unreadable
+from tangram.training.data.opened import OpenedDataset, opened
+from tangram.training.data.rows import NoField, TextRow, no_field, text_of, unreadable
 from tangram.training.data.tables import cell_rows, dataset_rows, parquet_rows
 
 READING = 2
@@ -60,7 +60,7 @@ def documents(
         before += size
 
 
-def _with_text(rows: Iterator[Row], tally: Counter[str]) -> Iterator[Row]:
+def _with_text(rows: Iterator[TextRow], tally: Counter[str]) -> Iterator[TextRow]:
     for row in rows:
         if row.text:
             yield row
@@ -68,7 +68,7 @@ def _with_text(rows: Iterator[Row], tally: Counter[str]) -> Iterator[Row]:
             tally[EMPTY] += 1
 
 
-def _file_rows(path: Path, choice: str, field: str, first: int, tally: Counter[str]) -> Generator[Row]:
+def _file_rows(path: Path, choice: str, field: str, first: int, tally: Counter[str]) -> Generator[TextRow]:
     try:
         with opened(path, field) as file:
             if file.kind == "binary":
@@ -95,7 +95,7 @@ def _file_rows(path: Path, choice: str, field: str, first: int, tally: Counter[s
         raise unreadable(path, error) from None
 
 
-def _rows(path: Path, file: Opened, field: str, first: int) -> Iterator[Row]:
+def _rows(path: Path, file: OpenedDataset, field: str, first: int) -> Iterator[TextRow]:
     match file.kind:
         case "parquet":
             yield from parquet_rows(path, field, first)
@@ -105,13 +105,13 @@ def _rows(path: Path, file: Opened, field: str, first: int) -> Iterator[Row]:
             yield from _json_values(path, file, field, first)
         case "cells":
             for number, text in cell_rows(path, file.stream, file.name[-4:], field, first):
-                yield Row(number, text, file.share)
+                yield TextRow(number, text, file.share)
         case _:
             if not first:
-                yield Row(0, file.stream.read(), 1.0)
+                yield TextRow(0, file.stream.read(), 1.0)
 
 
-def _json_lines(path: Path, file: Opened, field: str, first: int) -> Iterator[Row]:
+def _json_lines(path: Path, file: OpenedDataset, field: str, first: int) -> Iterator[TextRow]:
     for number, line in enumerate(file.stream):
         if number < first or not line.strip():
             continue
@@ -120,10 +120,10 @@ def _json_lines(path: Path, file: Opened, field: str, first: int) -> Iterator[Ro
             row: object = json.loads(line)
         except ValueError as error:  # of JSON, or of UTF-8
             raise UserError(f"{where} is no JSON: {error}. Mend the line or leave the file out") from None
-        yield Row(number, _column(row, field, where), file.share)
+        yield TextRow(number, _column(row, field, where), file.share)
 
 
-def _json_values(path: Path, file: Opened, field: str, first: int) -> Iterator[Row]:
+def _json_values(path: Path, file: OpenedDataset, field: str, first: int) -> Iterator[TextRow]:
     """The objects of an array, or one after the other without one: all of the text is in memory, but not of them."""
     text, number, decoder = "", -1, json.JSONDecoder()
     try:
@@ -134,7 +134,7 @@ def _json_values(path: Path, file: Opened, field: str, first: int) -> Iterator[R
             number += 1
             row, at = decoder.raw_decode(text, at)
             if number >= first:
-                yield Row(number, _column(row, field, f'object {number + 1} of "{path}"'), at / len(text))
+                yield TextRow(number, _column(row, field, f'object {number + 1} of "{path}"'), at / len(text))
             at = _after_space(text, at)
             if array and text[at : at + 1] not in (",", "]"):
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, at)

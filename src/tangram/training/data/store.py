@@ -37,7 +37,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Part:
+class StorePart:
     """A line of the journal: where the source goes on after it, what all parts so far hold, checksums of this one."""
 
     PAIRS: ClassVar = ("cursor", "tokens", "documents", "blocks", "ends")
@@ -56,19 +56,19 @@ class Part:
         return _line(asdict(self))
 
 
-BEGIN = Part((0, 0), 0)
+BEGIN = StorePart((0, 0), 0)
 
 
-def read_journal(folder: Path) -> list[Part]:
+def read_journal(folder: Path) -> list[StorePart]:
     """The parts that the journal has, up to the first line that is not whole."""
-    parts: list[Part] = []
+    parts: list[StorePart] = []
     with suppress(FileNotFoundError):
         for line in (folder / JOURNAL).read_bytes().splitlines(keepends=True):
             fields = _fields(line)
             if fields is None:
                 break
-            pairs = {name: cast(Any, tuple(fields[name])) for name in Part.PAIRS}
-            parts.append(Part(done=fields["done"], tally=fields["tally"], **pairs))
+            pairs = {name: cast(Any, tuple(fields[name])) for name in StorePart.PAIRS}
+            parts.append(StorePart(done=fields["done"], tally=fields["tally"], **pairs))
     return parts
 
 
@@ -84,7 +84,7 @@ def _fields(line: bytes) -> dict[str, Any] | None:
     return json.loads(text) if line == b"%08x %s\n" % (zlib.crc32(text), text) else None
 
 
-class Writer:
+class TokenWriter:
     """Appends parts to a folder, after those that are whole. Only one may be at work; `cache` sees to that."""
 
     def __init__(self, folder: Path, dtype: npt.DTypeLike) -> None:
@@ -94,7 +94,7 @@ class Writer:
         self._cut_off()
 
     @property
-    def last(self) -> Part:
+    def last(self) -> StorePart:
         """The last part that is there."""
         return self.parts[-1] if self.parts else BEGIN
 
@@ -109,7 +109,7 @@ class Writer:
             _append(_tokens_file(self.folder, split), tokens[split])
             _append(_ends_file(self.folder, split), ends[split])
         last = self.last
-        part = Part(
+        part = StorePart(
             cursor,
             done,
             tokens=(
@@ -140,9 +140,9 @@ class Writer:
         unfinished.replace(self.folder / MANIFEST)
         _sync_folder(self.folder)
 
-    def _whole(self, parts: list[Part]) -> list[Part]:
+    def _whole(self, parts: list[StorePart]) -> list[StorePart]:
         """The parts from the first on whose files hold what the journal says."""
-        whole: list[Part] = []
+        whole: list[StorePart] = []
         with ExitStack() as stack:
             files = [
                 [
@@ -181,7 +181,7 @@ class Writer:
 class _Reader:
     """The tokens of one split, mapped; a block is checked when it is first touched."""
 
-    def __init__(self, folder: Path, split: int, dtype: np.dtype[Any], parts: Sequence[Part]) -> None:
+    def __init__(self, folder: Path, split: int, dtype: np.dtype[Any], parts: Sequence[StorePart]) -> None:
         self._path = _tokens_file(folder, split)
         size = dtype.itemsize
         begins, sums, at = list[int](), list[int](), 0
@@ -213,7 +213,7 @@ class _Reader:
 
 
 @dataclass(frozen=True)
-class Store:
+class TokenStore:
     """A complete folder."""
 
     splits: tuple[Split, Split]
@@ -223,7 +223,7 @@ class Store:
     """What was counted while they were made."""
 
 
-def open_store(folder: Path) -> Store | None:
+def open_store(folder: Path) -> TokenStore | None:
     """Map a folder; None when it is not complete. Raises UserError when it does not hold what it should."""
     try:
         manifest = _fields((folder / MANIFEST).read_bytes())
@@ -245,10 +245,10 @@ def open_store(folder: Path) -> Store | None:
             raise damaged(_tokens_file(folder, split))
         reader = _Reader(folder, split, dtype, parts)
         splits.append(Split(last.tokens[split], _ends(folder, split, parts), reader))
-    return Store((splits[0], splits[1]), content.hexdigest(), Counter(cast("dict[str, int]", manifest["tally"])))
+    return TokenStore((splits[0], splits[1]), content.hexdigest(), Counter(cast("dict[str, int]", manifest["tally"])))
 
 
-def _ends(folder: Path, split: int, parts: Sequence[Part]) -> npt.NDArray[np.uint64]:
+def _ends(folder: Path, split: int, parts: Sequence[StorePart]) -> npt.NDArray[np.uint64]:
     path, at = _ends_file(folder, split), 0
     documents = parts[-1].documents[split] if parts else 0
     if _length(path) != 8 * documents:

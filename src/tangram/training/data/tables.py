@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from tangram.errors import UserError
-from tangram.training.data.rows import Row, no_field, text_of, unreadable
+from tangram.training.data.rows import TextRow, no_field, text_of, unreadable
 
 _DELIMITERS = {".csv": ",;\t|", ".tsv": "\t"}
 _ROWS = 1000  # of a table that are in memory at once
@@ -47,7 +47,7 @@ def cell_rows(path: Path, stream: BinaryIO, ending: str, field: str, first: int)
         lines.detach()
 
 
-def parquet_rows(path: Path, field: str, first: int) -> Generator[Row]:
+def parquet_rows(path: Path, field: str, first: int) -> Generator[TextRow]:
     """The documents of a parquet file from row `first` on; row groups before that are not read."""
     try:
         import pyarrow as arrow_  # pyright: ignore[reportMissingTypeStubs]
@@ -70,13 +70,13 @@ def parquet_rows(path: Path, field: str, first: int) -> Generator[Row]:
                     values = cast("list[object]", batch.column(0).to_pylist())
                     for row, value in enumerate(values, number):
                         if row >= first:
-                            yield Row(row, text_of(value, field, f'row {row + 1} of "{path}"'), (row + 1) / rows)
+                            yield TextRow(row, text_of(value, field, f'row {row + 1} of "{path}"'), (row + 1) / rows)
                     number += len(values)
     except cast("type[Exception]", arrow.ArrowException) as error:
         raise unreadable(path, error) from None
 
 
-def dataset_rows(root: Path, field: str, first: int) -> Generator[Row]:
+def dataset_rows(root: Path, field: str, first: int) -> Generator[TextRow]:
     """The documents of a directory that `save_to_disk` has written, from row `first` on; of splits, the one "train"."""
     try:
         import datasets as datasets_  # pyright: ignore[reportMissingTypeStubs]
@@ -107,7 +107,7 @@ def dataset_rows(root: Path, field: str, first: int) -> Generator[Row]:
     for start in range(first, rows, _ROWS):
         values = cast("list[object]", column[start : start + _ROWS][field])
         for row, value in enumerate(values, start):
-            yield Row(row, text_of(value, field, f'row {row + 1} of "{root}"'), (row + 1) / rows)
+            yield TextRow(row, text_of(value, field, f'row {row + 1} of "{root}"'), (row + 1) / rows)
 
 
 def needs_extra(what: str, package: str) -> UserError:

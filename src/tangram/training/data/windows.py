@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Window:
+class TokenWindow:
     """The tokens of a part of the text; places are in characters of the whole."""
 
     id_T: Ints  # noqa: N815  a tensor carries its dims in its name
@@ -53,7 +53,7 @@ def can_be_cut(tokenizer: Any) -> bool:
 def long_row(tokenizer: Any, text: str, **options: Any) -> npt.NDArray[np.uint32]:
     """The tokens of a text. `options` are what the tokenizer is called with."""
 
-    def window(begin: int, end: int) -> Window:
+    def window(begin: int, end: int) -> TokenWindow:
         return _window(tokenizer, text, begin, end, options)
 
     rows: list[Ints] = []
@@ -73,7 +73,7 @@ def long_row(tokenizer: Any, text: str, **options: Any) -> npt.NDArray[np.uint32
     return np.concatenate([*rows, left.id_T[first:]]).astype(np.uint32)
 
 
-def _meeting(left: Window, right: Window, start: int, end: int) -> int | None:
+def _meeting(left: TokenWindow, right: TokenWindow, start: int, end: int) -> int | None:
     """A place between `start` and `end` where the one window can be left for the other."""
     middle = (start + end) // 2
     both = [place for place in left.words & right.words if start + 2 * AGREE <= place <= end - 2 * AGREE]
@@ -81,7 +81,7 @@ def _meeting(left: Window, right: Window, start: int, end: int) -> int | None:
     return next((place for place in nearest if left.around(place) == right.around(place)), None)
 
 
-def _window(tokenizer: Any, text: str, begin: int, end: int, options: dict[str, Any]) -> Window:
+def _window(tokenizer: Any, text: str, begin: int, end: int, options: dict[str, Any]) -> TokenWindow:
     (encoding,) = tokenizer([text[begin:end]], return_offsets_mapping=True, **options).encodings
     offsets_T2 = np.array(encoding.offsets, np.int64).reshape(-1, 2) + begin  # noqa: N806
     begin_T, end_T = offsets_T2[:, 0], offsets_T2[:, 1]  # noqa: N806
@@ -90,7 +90,7 @@ def _window(tokenizer: Any, text: str, begin: int, end: int, options: dict[str, 
     if (is_space := _spaces(tokenizer)) is not None:
         begins = np.array([is_space(text, int(place)) for place in begin_T[1:]], bool)
     begins &= begin_T[1:] >= np.maximum.accumulate(end_T)[:-1]
-    return Window(np.array(encoding.ids, np.int64), begin_T, end_T, frozenset(begin_T[1:][begins].tolist()))
+    return TokenWindow(np.array(encoding.ids, np.int64), begin_T, end_T, frozenset(begin_T[1:][begins].tolist()))
 
 
 @lru_cache(maxsize=4)

@@ -2,11 +2,11 @@
 
     key       the run's seed, the step, and which of a forward's draws it is (`random.fresh`: of torch's generator,
               which the step has seeded, so what is recomputed draws the same)
-    element   its number in the tensor of the whole global batch (`random.Numbers`): a sample's masks are its own,
+    element   its number in the tensor of the whole global batch (`DrawNumbers`): a sample's masks are its own,
               on whatever rank and in whatever micro-batch it is
     stages    of a pipeline go on counting where the one before has ended
 
-A derived model draws so by its programs (`training.mesh.tensor_parallel`), a plain one within `Drawing`. Where it is
+A derived model draws so by its programs (`training.mesh.tensor_parallel`), a plain one within `DrawMode`. Where it is
 not known which elements are a sample's, and for operators that nothing is known of, it is the micro-batch that has
 numbers of its own.
 """
@@ -17,7 +17,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,40 +27,20 @@ from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVari
 from tangram.errors import UserError
 from tangram.models.twin import without_memory
 from tangram.schema.plan import Plan
-from tangram.sharding.local_ops.random_numbers import Numbers, Samples
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_numbers import DrawNumbers, Samples
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.local_ops.samples import draws_of, places_of
 from tangram.training.data import RankBatches
 from tangram.training.mesh import modes
-from tangram.training.mesh.tensor_parallel import derived_of
-
-_HELD = "_tangram_drawer"
-
-
-def watch(part: nn.Module, *, compiled: bool) -> None:
-    """Have a model, or a stage of one, draw so that has no programs. Before it is compiled, recomputed and cut."""
-    if derived_of(part) is None:
-        part.__dict__[_HELD] = Drawer(part, compiled)
-
-
-def numbers_of(part: nn.Module) -> Numbers | None:
-    """How elements are numbered that a model, or a stage of one, draws for; None where nobody watches it."""
-    derived = derived_of(part)
-    if derived is not None:
-        return derived.numbers
-    drawer = _drawer_of(part)
-    return None if drawer is None else drawer.numbers
-
-
-def _drawer_of(part: nn.Module) -> Drawer | None:
-    return cast("Drawer | None", part.__dict__.get(_HELD))
+from tangram.training.mesh.tensor_parallel import DerivedModel
 
 
 class Drawer:
     """Looks at the inputs of a plain model: whether it draws, and where samples stand in what it draws for."""
 
     def __init__(self, part: nn.Module, compiled: bool) -> None:
-        self.numbers = Numbers()
+        """Of a model, or a stage of one, that has no programs; before it is compiled, recomputed and cut."""
+        self.numbers = DrawNumbers()
         self.draws: bool | None = False if compiled else None
         """Whether it has drawn so far; None: it is not known, and the step is looked at. While one is, torch compiles
         nothing."""
@@ -129,14 +109,18 @@ def _state() -> bytes:
         return torch.random.default_generator.get_state().numpy().tobytes()
 
 
+DrawSource = Drawer | DerivedModel
+"""What draws in a forward: a plain model or stage, or a derived one by its programs."""
+
+
 class Draws:
     """What one step draws: is told of which micro-batch and stage that is which runs next."""
 
-    def __init__(self, parts: Sequence[nn.Module], seed: int, batches: RankBatches, stack: ExitStack) -> None:
-        self._seed, self._batches, self._stack = seed, batches, stack
-        self._drawers = [drawer for part in parts if (drawer := _drawer_of(part)) is not None]
-        self._mode: Drawing | None = None
-        self._numbers = Numbers()
+    def __init__(self, sources: Sequence[DrawSource], seed: int, batches: RankBatches, stack: ExitStack) -> None:
+        self._sources, self._seed, self._batches, self._stack = sources, seed, batches, stack
+        self._drawers = [source for source in sources if isinstance(source, Drawer)]
+        self._mode: DrawMode | None = None
+        self._numbers = DrawNumbers()
         self._state: bytes | None = None
         if any(drawer.draws is not False for drawer in self._drawers):
             self.engage()
@@ -145,27 +129,28 @@ class Draws:
         """Look at every operator from here to the end of the step."""
         if self._mode is None:
             self.refuse_unseen()
-            self._mode = self._stack.enter_context(Drawing(numbers=self._numbers))
+            self._mode = self._stack.enter_context(DrawMode(numbers=self._numbers))
 
-    def begin(self, part: nn.Module, micro: int, skip: int = 0) -> None:
-        """The forward of a micro-batch begins. `skip`: how many draws other stages have had in it."""
+    def begin(self, micro: int, source: DrawSource | None = None, skip: int = 0) -> None:
+        """The forward of a micro-batch begins: of a model, or of the stage whose `source` this is.
+
+        `skip`: how many draws other stages have had in it.
+        """
         self.refuse_unseen()
         seed_for(self._batches.micro[micro].inputs_BS.device, self._seed, self._batches.begin, skip)
         if self._mode is None and self._drawers:
             self._state = _state()
-        self.turn(part, micro)
+        for one in self._sources if source is None else [source]:
+            self.turn(micro, one)
 
-    def turn(self, part: nn.Module, micro: int) -> None:
-        """What runs next is of this micro-batch: its forward, or its backward, which may compute some of it again."""
-        numbers = numbers_of(part)
-        if numbers is None:
-            return
+    def turn(self, micro: int, source: DrawSource) -> None:
+        """What runs next is of this micro-batch: its forward, or its backward, which may recompute some of it."""
         rows, first = self._batches.micro[micro].inputs_BS.shape[0], self._batches.firsts[micro]
-        numbers.samples = Samples(first - self._batches.begin, rows, self._batches.total)
-        if (drawer := _drawer_of(part)) is not None:
-            drawer.now, self._numbers = self, numbers
+        source.numbers.samples = Samples(first - self._batches.begin, rows, self._batches.total)
+        if isinstance(source, Drawer):
+            source.now, self._numbers = self, source.numbers
             if self._mode is not None:
-                self._mode.numbers = numbers
+                self._mode.numbers = source.numbers
 
     def refuse_unseen(self) -> None:
         """Raise UserError where something has drawn in a step of which nothing was known to draw."""
@@ -184,21 +169,20 @@ class Draws:
 
 
 @contextmanager
-def drawing(parts: Sequence[nn.Module], seed: int, batches: RankBatches) -> Generator[Draws]:
-    """Around the forwards and backwards of a step: of a model, or of the stages of one that a rank has.
+def drawing(sources: Sequence[DrawSource], seed: int, batches: RankBatches) -> Generator[Draws]:
+    """Around the forwards and backwards of a step: of a model, or of the stages of one (`ParallelModel.draw_sources`).
 
     Before each forward call `begin` of what this gives. What runs within it draws as one process does that takes the
     global batch at once, in a loop of one's own as in `train_step`. Raises UserError where code draws unseen.
     """
     with ExitStack() as stack:
-        draws = Draws(parts, seed, batches, stack)
+        draws = Draws(sources, seed, batches, stack)
         try:
             yield draws
             draws.end()
         finally:
-            for part in parts:
-                if (numbers := numbers_of(part)) is not None:
-                    numbers.samples = None
+            for source in sources:
+                source.numbers.samples = None
 
 
 def counts_of_stages(model: nn.Module, plan: Plan) -> Sequence[int]:

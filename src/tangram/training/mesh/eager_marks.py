@@ -36,8 +36,8 @@ from tangram.sharding.derive.problem.states import SAME, State
 from tangram.sharding.derive.transitions import Change
 from tangram.sharding.discover.own_rules import OwnRules, rules_text
 from tangram.sharding.eager import api
-from tangram.sharding.eager.api import Written, marks_in
-from tangram.sharding.eager.session import Eager, Lying
+from tangram.sharding.eager.api import WrittenMark, marks_in
+from tangram.sharding.eager.session import Eager, ParameterPart
 from tangram.sharding.ops.rule_table import table_of
 from tangram.sharding.runtime.apply_change import brought
 from tangram.training.mesh.groups import devices_of
@@ -70,7 +70,7 @@ class EagerModel:
         self._devices = devices_of(devices)
         coords = {name: dist.get_rank(group) for name, group in self._devices.groups.items()}
         rank = sum(at * mesh.axes[name][1] for name, at in coords.items())
-        found = _found(model, marks, mesh)
+        found = _marked_states(model, marks, mesh)
         whole: dict[str, State] = dict.fromkeys(mesh.axes, SAME)
         lies = {name: {**whole, **found.get(name, {})} for name, _ in model.named_parameters()}
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -78,7 +78,7 @@ class EagerModel:
         self.session = Eager(mesh, rank, self._brought, _part_of, table_of(rules))
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
-                self.session.parameters[parameter] = Lying(name, shapes[name], lies[name])
+                self.session.parameters[parameter] = ParameterPart(name, shapes[name], lies[name])
             self.session.names[parameter] = name
         for mark, path in _on_modules(model, marks):
             module = model.get_submodule(path)
@@ -119,7 +119,7 @@ class EagerModel:
 
     def _marked(self, forward: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
         """The first tensor that a module gives, marked."""
-        written = Written(mark.layout, f"the mark `{mark}`")
+        written = WrittenMark(mark.layout, f"the mark `{mark}`")
 
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, form = tree_flatten(forward(*args, **kwargs))
@@ -155,7 +155,7 @@ def _on_modules(model: nn.Module, marks: Sequence[Mark]) -> list[tuple[Mark, str
     return [(mark, name) for mark in marks for name in _names(model, mark) if name in modules]
 
 
-def _found(model: nn.Module, marks: Sequence[Mark], mesh: Mesh) -> dict[str, dict[str, State]]:
+def _marked_states(model: nn.Module, marks: Sequence[Mark], mesh: Mesh) -> dict[str, dict[str, State]]:
     """How marked parameters lie. Raises UserError."""
     parameters = dict(model.named_parameters())
     inputs = {*inspect.signature(model.forward).parameters}
@@ -171,7 +171,7 @@ def _found(model: nn.Module, marks: Sequence[Mark], mesh: Mesh) -> dict[str, dic
                 )
             if name not in parameters:
                 continue
-            for axis, state in _lies(mark, name, parameters[name], mesh).items():
+            for axis, state in _states_of_mark(mark, name, parameters[name], mesh).items():
                 if found.setdefault(name, {}).setdefault(axis, state) != state:
                     said = f"the marks `{by[name, axis]}` and `{mark}` contradict each other on {name} over {axis}"
                     raise ConflictError(said, axis)
@@ -198,7 +198,7 @@ def _biases(
     return follow
 
 
-def _lies(mark: Mark, name: str, parameter: Tensor, mesh: Mesh) -> Mapping[str, State]:
+def _states_of_mark(mark: Mark, name: str, parameter: Tensor, mesh: Mesh) -> Mapping[str, State]:
     try:
         states = states_of(mark.layout, parameter.shape, mesh) or dict.fromkeys(mesh.axes, SAME)
     except UserError as error:

@@ -29,7 +29,7 @@ MOST_MODEL_AXES = 2  # FSDP2 takes DTensors over a mesh of one or two dims
 
 
 @dataclass(frozen=True)
-class Cuts:
+class ParameterCuts:
     """The dims of a parameter that are cut."""
 
     shard: int | None
@@ -38,10 +38,10 @@ class Cuts:
     """The model axes that cut it, in the order of the mesh, and the dim that each cuts."""
 
 
-def cuts_of(model: nn.Module, plan: Plan) -> dict[nn.Parameter, Cuts]:
+def cuts_of(model: nn.Module, plan: Plan) -> dict[nn.Parameter, ParameterCuts]:
     """How each parameter is cut. Raises UserError for a layout that this version cannot train."""
     mesh, axes = Mesh.parse(plan.mesh), axes_of(plan)
-    found: dict[nn.Parameter, Cuts] = {}
+    found: dict[nn.Parameter, ParameterCuts] = {}
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         layout = replace(bound_layout(plan, name, shape), at=())  # a rank that has it at all
@@ -53,7 +53,7 @@ def cuts_of(model: nn.Module, plan: Plan) -> dict[nn.Parameter, Cuts]:
 
 
 @lru_cache(maxsize=4096)
-def _cuts(layout: Layout, shape: tuple[int, ...], mesh: Mesh, axes: Axes) -> Cuts | str:
+def _cuts(layout: Layout, shape: tuple[int, ...], mesh: Mesh, axes: Axes) -> ParameterCuts | str:
     """The cuts that a bound layout means, or why it cannot be trained."""
     sizes = dict(mesh.views[0])
     ranks = _compared(mesh)
@@ -79,7 +79,7 @@ def _cuts(layout: Layout, shape: tuple[int, ...], mesh: Mesh, axes: Axes) -> Cut
     return cuts
 
 
-def _candidates(layout: Layout, axes: Axes) -> Iterator[Cuts]:
+def _candidates(layout: Layout, axes: Axes) -> Iterator[ParameterCuts]:
     """Of each axis one dim that names it; the data axis that may cut and names none, any."""
     dims = range(len(layout.dims))
 
@@ -89,7 +89,7 @@ def _candidates(layout: Layout, axes: Axes) -> Iterator[Cuts]:
     cutting = [axis for axis in axes.model if naming(axis)]
     shards = (naming(axes.shard[0]) or dims) if axes.shard else (None,)
     for shard, *where in product(shards, *map(naming, cutting)):
-        yield Cuts(shard, tuple(zip(cutting, cast("list[int]", where), strict=True)))
+        yield ParameterCuts(shard, tuple(zip(cutting, cast("list[int]", where), strict=True)))
 
 
 def _compared(mesh: Mesh) -> list[int]:
@@ -101,7 +101,7 @@ def _compared(mesh: Mesh) -> list[int]:
     return [sum(at * stride for at, stride in zip(place, strides, strict=True)) for place in product(*ends)]
 
 
-def _chunk(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh, rank: int, axes: Axes) -> Region:
+def _chunk(shape: tuple[int, ...], cuts: ParameterCuts, mesh: Mesh, rank: int, axes: Axes) -> Region:
     """What torch gives a rank: model axes cut first, FSDP cuts what is left, each as torch.chunk does."""
     at = mesh.coords(rank)
     starts, stops = [0] * len(shape), list(shape)

@@ -141,9 +141,9 @@ def as_dtensors(
             module.register_parameter(key, made[whole])
 
 
-def own_part(whole: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int]) -> Tensor:
+def own_part(full: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int]) -> Tensor:
     """A rank's part of a tensor, with storage of its own."""
-    part, done = whole, dict[str, State]()
+    part, done = full, dict[str, State]()
     sizes = {axis: n for axis, (n, _) in mesh.axes.items()}
     for axis, state in states.items():
         if state.kind == "cut":

@@ -119,14 +119,14 @@ def _others() -> dict[str, Any]:
     return found
 
 
-def refuse_held(given: Mapping[str, Any]) -> None:
+def refuse_tensors_in_containers(inputs: Mapping[str, Any]) -> None:
     """Raise UserError for arguments that hold tensors in something, of which nothing is derived."""
-    if given.get("use_cache"):
+    if inputs.get("use_cache"):
         raise UserError(
             "use_cache=True would keep this rank's part of keys and values alone: call a derived model with "
             "use_cache=False"
         )
-    for name, x in given.items():
+    for name, x in inputs.items():
         if isinstance(x, (Tensor, *_PLAIN)):
             continue
         leaves: list[Any] = tree_leaves(x)
@@ -137,7 +137,7 @@ def refuse_held(given: Mapping[str, Any]) -> None:
             )
 
 
-def asked(x: Any) -> Any:
+def without_values(x: Any) -> Any:
     """What is derived is asked of an argument's sizes: hidden states of the stage before want a gradient."""
     if isinstance(x, Tensor):
         return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.is_floating_point())
@@ -151,7 +151,7 @@ def size_of(x: Any) -> Any:
     return x if isinstance(x, _PLAIN) else repr(x)
 
 
-def without_cache(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+def without_cache(inputs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Arguments with `use_cache=False` where the model would else keep what it makes of keys and values.
 
     One that looks at images often hands on to its language model what it is called with (`**kwargs`), and has no such
@@ -159,7 +159,7 @@ def without_cache(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """
     parameters = inspect.signature(type(model).forward).parameters
     handed = any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and _caches(getattr(model, "config", None))
-    return {**({"use_cache": False} if "use_cache" in parameters or handed else {}), **given}
+    return {**({"use_cache": False} if "use_cache" in parameters or handed else {}), **inputs}
 
 
 def _caches(config: Any) -> bool:

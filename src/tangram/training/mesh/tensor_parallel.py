@@ -36,9 +36,9 @@ from tangram.models.twin import without_memory
 from tangram.planner.local.own_rules import rules_of
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import ConflictError, Derived
-from tangram.sharding.derive.layouts import layout_of, lying, used
+from tangram.sharding.derive.layouts import input_states, layout_of, used
 from tangram.sharding.derive.marking.marks import Mark, matched, names_any
-from tangram.sharding.derive.of_model import States, derive_whole, graph_of, leaves_nothing, parameter_states
+from tangram.sharding.derive.of_model import States, derive_model, graph_of, leaves_nothing, parameter_states
 from tangram.sharding.derive.problem.states import SAME, State, chunked
 from tangram.sharding.derive.transitions import Change
 from tangram.sharding.discover.own_rules import OwnRules, rules_text
@@ -53,15 +53,14 @@ from tangram.sharding.runtime.neighbour_ops import Linked
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Program
 from tangram.sharding.runtime.ring_attention import NAME as RING
-from tangram.sharding.runtime.ring_attention import Passed, Rings
-from tangram.sharding.runtime.routes import Routes
+from tangram.sharding.runtime.ring_attention import RingMark, Rings
+from tangram.sharding.runtime.routes import RankRoutes
 from tangram.training.mesh import modes
 from tangram.training.mesh.groups import Devices, add_up, devices_of
-from tangram.training.mesh.layout_to_torch import Cuts
+from tangram.training.mesh.layout_to_torch import ParameterCuts
 from tangram.training.mesh.local_parts import LocalParts, as_dtensors, local, own_part
 from tangram.training.mesh.world import World, dim_of
 
-_HELD = "_tangram_derived"
 Sizes = tuple[tuple[str, Any], ...]
 """Of the inputs."""
 
@@ -71,7 +70,7 @@ def marks_of_plan(plan: Plan) -> list[Mark]:
     return [Mark.parse(f"{pattern}: {layout}") for pattern, layout in plan.layouts.marks.items()]
 
 
-def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], world: World) -> None:
+def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, ParameterCuts], world: World) -> DerivedModel:
     """Cut the parameters over the model axes as the plan's layouts say, and have the model run as its marks say."""
     axes = world.axes.model
     mesh = Mesh((tuple((axis, world.mesh.axes[axis][0]) for axis in axes),))
@@ -85,9 +84,10 @@ def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, Cuts], wor
     lies = {name: {axis: state(name, axis) for axis in axes} for name in where}
     devices = Devices(world.over, {axis: world.devices.get_group(dim_of(axis)) for axis in axes})
     dtype = getattr(torch, plan.precision.compute)
-    held = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, dtype, rules_of(plan))
-    held.gradients_seen = plan.pipeline is None
-    held.rings = plan.axes.context if plan.context.keys == "ring" else ()
+    derived = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, dtype, rules_of(plan))
+    derived.gradients_seen = plan.pipeline is None
+    derived.rings = plan.axes.context if plan.context.keys == "ring" else ()
+    return derived
 
 
 def parallel(
@@ -103,7 +103,7 @@ def parallel(
     arguments of the model, of which only the sizes count: where its parameters lie is derived with them, and stays so
     for all that follow. Each rank gives the model all of its inputs, and gets its results whole, or its part of those
     that are marked. After the backward, `sum_gradients`. One forward at a time. Training and evaluation are captured
-    apart. What is drawn, as by dropout, is what one process draws within `sharding.local_ops.random_ops.Drawing`, by
+    apart. What is drawn, as by dropout, is what one process draws within `sharding.local_ops.random_ops.DrawMode`, by
     the state of torch's generator; ranks take that of the first. `rules`: a file of op rules for operators of one's
     own, each proved first, or what `sharding.discover.own_rules.own_rules` gives. Collective. Raises UserError.
     """
@@ -113,14 +113,14 @@ def parallel(
     marks = [*marks_in(model), *marks]
     inputs = modes.without_cache(inputs, model)
     text, template = rules_text(rules), without_memory(model)
-    found = derive_whole(graph_of(template, inputs, dtype, rules=text), marks, mesh)
+    found = derive_model(graph_of(template, inputs, dtype, rules=text), marks, mesh)
     if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
-        found = rehearsed(found, template, {name: modes.asked(x) for name, x in inputs.items()}, dtype).found
+        found = rehearsed(found, template, {name: modes.without_values(x) for name, x in inputs.items()}, dtype).found
     return DerivedModel(model, marks, mesh, devices_of(devices), parameter_states(found), dtype, text)
 
 
 @dataclass(frozen=True)
-class Lies:
+class ResultPlacement:
     """How a result of a model lies over the ranks that have computed it: for who takes it in parts."""
 
     states: States
@@ -141,16 +141,11 @@ class Lies:
                 return state.outer * state.block
         return n * math.prod(self.mesh.axes[axis][0] for axis in self.axes_of((dim,)))
 
-    def part(self, whole: Tensor, dims: Sequence[int]) -> Tensor:
+    def part(self, full: Tensor, dims: Sequence[int]) -> Tensor:
         """This rank's part of a tensor of which it has all, whose dims are these of the result and cut as they are."""
         own = {axis: self.states[axis] for axis in self.axes_of(dims)}
         states = {axis: state._replace(dim=dims.index(state.dim)) for axis, state in own.items()}
-        return own_part(whole, states, self.mesh, self.coords)
-
-
-def derived_of(model: nn.Module) -> DerivedModel | None:
-    """What `install` or `parallel` has put on a model; None for another one."""
-    return cast("DerivedModel | None", model.__dict__.get(_HELD))
+        return own_part(full, states, self.mesh, self.coords)
 
 
 class DerivedModel:
@@ -162,14 +157,14 @@ class DerivedModel:
         marks: Sequence[Mark],
         mesh: Mesh,
         devices: Devices,
-        lies: Mapping[str, States],
+        states: Mapping[str, States],
         dtype: torch.dtype,
         rules: str = "",
     ) -> None:
-        self._model, self._mesh, self._lies, self._dtype, self._rules = model, mesh, lies, dtype, rules
+        self._model, self._mesh, self._lies, self._dtype, self._rules = model, mesh, states, dtype, rules
         shapes = {name: p.shape for name, p in model.named_parameters()}
         # Where parameters lie is settled, for inputs of every size.
-        self._marks = [*marks, *(Mark(name, layout_of(shapes[name], lies[name])) for name in shapes)]
+        self._marks = [*marks, *(Mark(name, layout_of(shapes[name], states[name])) for name in shapes)]
         self._devices, self._groups = devices, devices.groups
         self._coords = {name: dist.get_rank(group) for name, group in self._groups.items()}
         self._rank = sum(at * mesh.axes[name][1] for name, at in self._coords.items())
@@ -178,7 +173,7 @@ class DerivedModel:
         self._programs: dict[tuple[Sizes, modes.Mode], Now] = {}
         self._summed: Mapping[str, tuple[str, ...]] | None = None
         self._leaves = False
-        self.numbers = random_numbers.Numbers()
+        self.numbers = random_numbers.DrawNumbers()
         """How elements are numbered that programs draw for."""
         self._places: dict[tuple[int, tuple[Sizes, modes.Mode]], Mapping[tuple[int, ...], int]] = {}
         self.gradients_seen = True
@@ -186,13 +181,12 @@ class DerivedModel:
         self.rings: Sequence[str] = ()
         """Axes over which keys of attention by tokens go round, and no rank has all."""
         self._runtime = Runtime()
-        self._routes = Routes(self._groups)
-        as_dtensors(model, lies, mesh, self._coords, devices)
-        cut = {name for name, own in lies.items() if any(state.kind == "cut" for state in own.values())}
+        self._routes = RankRoutes(self._groups)
+        as_dtensors(model, states, mesh, self._coords, devices)
+        cut = {name for name, own in states.items() if any(state.kind == "cut" for state in own.values())}
         self._local = LocalParts(model, cut, self._gathered)
         self._runtime.wrap(model)
         model.forward = self._begun(model.forward)
-        model.__dict__[_HELD] = self
 
     @property
     def programs(self) -> Sequence[Program]:
@@ -206,14 +200,14 @@ class DerivedModel:
 
     @contextmanager
     def leaving(self) -> Generator[None]:
-        """Within, results that no mark names stay as they come to be, in whatever parts; `lies` tells."""
+        """Within, results that no mark names stay as they come to be, in whatever parts; `placement_of` tells."""
         before, self._leaves = self._leaves, True
         try:
             yield
         finally:
             self._leaves = before
 
-    def lies(self, result: str | tuple[str, int]) -> Lies:
+    def placement_of(self, result: str | tuple[str, int]) -> ResultPlacement:
         """How what the last forward gave lies: by its name ("output0" of a tensor alone), or by module and leaf."""
         assert self._runtime.now is not None  # a forward has been
         found = self._runtime.now.program.found
@@ -222,7 +216,7 @@ class DerivedModel:
             value = graph.outputs[result]
         else:
             value = cast(int, next(run.gives for run in graph.runs if run.module == result[0])[result[1]])
-        return Lies(used(found, found.folded.classes[value]), self._mesh, self._coords, self._groups)
+        return ResultPlacement(used(found, found.folded.classes[value]), self._mesh, self._coords, self._groups)
 
     def prepare(self, inputs: Mapping[str, Any]) -> Program:
         """The program for inputs of these sizes (keyword arguments of the model), made where there is none.
@@ -249,27 +243,27 @@ class DerivedModel:
 
         return run
 
-    def _key(self, given: Mapping[str, Any]) -> tuple[Sizes, modes.Mode]:
-        sizes = ("", self._leaves), *((name, modes.size_of(x)) for name, x in given.items())
+    def _key(self, inputs: Mapping[str, Any]) -> tuple[Sizes, modes.Mode]:
+        sizes = ("", self._leaves), *((name, modes.size_of(x)) for name, x in inputs.items())
         return sizes, modes.mode_of(self._model)
 
-    def _now(self, given: Mapping[str, Any]) -> Now:
-        sizes, mode = self._key(given)
+    def _now(self, inputs: Mapping[str, Any]) -> Now:
+        sizes, mode = self._key(inputs)
         if (sizes, mode) not in self._programs:
-            modes.refuse_held(given)
+            modes.refuse_tensors_in_containers(inputs)
             modes.refuse_ever_new([*(own for some, own in self._programs if some == sizes), mode])
-            self._programs[sizes, mode] = self._planned(given)
+            self._programs[sizes, mode] = self._planned(inputs)
         return self._programs[sizes, mode]
 
-    def _number(self, program: Program, given: Mapping[str, Any]) -> None:
+    def _number(self, program: Program, inputs: Mapping[str, Any]) -> None:
         """Have elements the numbers of the global batch, as far as it is known which are a sample's."""
         samples = self.numbers.samples
         if samples is None:
             return
-        key = samples.rows, self._key(given)
+        key = samples.rows, self._key(inputs)
         if key not in self._places:
             modes.follow(self._template, self._model)
-            self._places[key] = places_of(self._template, (), given, samples.rows) if program.counted else {}
+            self._places[key] = places_of(self._template, (), inputs, samples.rows) if program.counted else {}
         self.numbers.after = self._places[key]
         if not program.counted:  # what torch draws is then the micro-batch's, too
             seed = (random_numbers.fresh().seed + samples.first + 1) & ((1 << 63) - 1)
@@ -286,23 +280,23 @@ class DerivedModel:
                 "inputs of another size or mode would sum the gradients of other parameters: mark more tensors"
             )
 
-    def _planned(self, given: Mapping[str, Any]) -> Now:
+    def _planned(self, inputs: Mapping[str, Any]) -> Now:
         modes.follow(self._template, self._model)
         with _disable_current_modes(), modes.steady(self._model):  # of a run without memory: the template has its own
-            return self._planned_from({name: modes.asked(x) for name, x in given.items()})
+            return self._planned_from({name: modes.without_values(x) for name, x in inputs.items()})
 
-    def _planned_from(self, given: Mapping[str, Any]) -> Now:
-        graph = graph_of(self._template, given, self._dtype, grad=torch.is_grad_enabled(), rules=self._rules)
+    def _planned_from(self, inputs: Mapping[str, Any]) -> Now:
+        graph = graph_of(self._template, inputs, self._dtype, grad=torch.is_grad_enabled(), rules=self._rules)
         marks = [mark for mark in self._marks if names_any(graph, mark)]
-        marks += [Passed.over([axis for axis in self._mesh.axes if axis in self.rings])] if self.rings else []
+        marks += [RingMark.over([axis for axis in self._mesh.axes if axis in self.rings])] if self.rings else []
         marks = [mark for mark in marks if not _too_small(graph, mark, self._mesh)]
         try:
-            found = derive_whole(graph, marks, self._mesh, left=self._leaves)
+            found = derive_model(graph, marks, self._mesh, left=self._leaves)
         except ConflictError as error:
             raise UserError(
                 f"{error}; where parameters lie has to be what follows from the marks, as `tangram plan` writes both"
             ) from None
-        program = rehearsed(found, self._template, given, self._dtype)
+        program = rehearsed(found, self._template, inputs, self._dtype)
         refuse_cut_inputs(program.found)  # what was rehearsed, which may have more tensors whole than `found`
         refuse_cut_buffers(program.found)
         operators = Operators(program.found, self._rank, Linked(self._groups), self.numbers)
@@ -319,10 +313,10 @@ class DerivedModel:
     def _bring(self, x: Tensor, change: Change) -> Tensor:
         return brought(x, change, self._devices.together, self._routes)
 
-    def part_of(self, name: str, whole: Tensor) -> Tensor:
+    def part_of(self, name: str, full: Tensor) -> Tensor:
         """This rank's part of what lies as a parameter. Of parts that torch has no word for, as heads that an axis does
         not divide, the parameter is a plain tensor, and no DTensor says so."""
-        return own_part(whole, self._lies[name], self._mesh, self._coords)
+        return own_part(full, self._lies[name], self._mesh, self._coords)
 
     def sum_gradients(self) -> None:
         """Add up, once a step, what each rank has of the gradients that are sums. Collective over the axes."""
@@ -345,7 +339,7 @@ def refuse_cut_inputs(found: Derived) -> None:
     """Raise UserError where a mark cuts what every rank is given."""
     graph = found.folded.graph
     for v, value in graph.of_kind("input", "buffer"):
-        axis = next((a for a, s in lying(found, found.folded.classes[v]).items() if s != SAME), None)
+        axis = next((a for a, s in input_states(found, found.folded.classes[v]).items() if s != SAME), None)
         if axis is not None:
             raise UserError(
                 f"a mark cuts {value.name} over {axis}, but every rank has all of what a model is given: mark what is "

@@ -154,6 +154,6 @@ def _peers(group: dist.ProcessGroup) -> Peers:
     return Peers(words)
 
 
-def held(plan: Plan, name: str, shape: tuple[int, ...], world: World) -> Region:
+def region_of(plan: Plan, name: str, shape: tuple[int, ...], world: World) -> Region:
     """What this rank holds of a parameter."""
     return region(bound_layout(plan, name, shape), world.mesh, world.index)

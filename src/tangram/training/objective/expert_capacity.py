@@ -39,14 +39,13 @@ from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVari
 
 from tangram.errors import UserError
 from tangram.relayout.collectives import summed
-from tangram.schema.job import Job
+from tangram.schema.job import Job, RunPlan
 from tangram.training.data import IGNORE
-from tangram.training.mesh.tensor_parallel import Lies
-from tangram.training.mesh.world import World, of_stage
-from tangram.training.objective.model_inputs import Given
-from tangram.training.objective.router_loss import lies_of, routers_in
+from tangram.training.mesh.tensor_parallel import DerivedModel, ResultPlacement
+from tangram.training.mesh.world import World
+from tangram.training.objective.model_inputs import ModelInputs
+from tangram.training.objective.router_loss import result_placement, routers_in
 
-_HELD = "_tangram_capacity"
 _DIGIT = 8
 """Bits that are looked at in one round."""
 _FLOAT = 32
@@ -55,7 +54,7 @@ _FLOAT = 32
 def refuse(model: nn.Module, job: Job) -> None:
     """Raise UserError where a job asks for a capacity of experts of a model on meta that is not known to choose any."""
     name = type(model).__name__
-    found = asked(model, job)
+    found = routers_with_capacity(model, job)
     size = getattr(getattr(model, "config", None), "hidden_size", 0)
     for path, place in (found or {}).items():
         if _places(_gives(model.get_submodule(path), size), place) is None:
@@ -65,7 +64,7 @@ def refuse(model: nn.Module, job: Job) -> None:
             )
 
 
-def asked(model: nn.Module, plan: Job) -> Mapping[str, int] | None:
+def routers_with_capacity(model: nn.Module, plan: Job) -> Mapping[str, int] | None:
     """The routers of a whole model to whose experts the plan gives a capacity; None for none.
 
     Raises UserError for a model without routers.
@@ -78,36 +77,21 @@ def asked(model: nn.Module, plan: Job) -> Mapping[str, int] | None:
     return found
 
 
-def watch(parts: Iterable[nn.Module], known: Mapping[str, int] | None, plan: Job, world: World) -> None:
-    """Have the experts in what a rank runs of a model take no more than the plan says, by the routers that it `asked`.
-
-    Collective where there are any.
-    """
-    if known is not None:
-        group = of_stage(world)
-        for part in parts:
-            part.__dict__[_HELD] = Capacity(part, known, plan.run.expert_capacity, plan.run.drop_by, world, group)
-
-
-def capacity_of(part: nn.Module) -> Capacity | None:
-    """What keeps to the capacity of the experts of a model, or of a stage of it; None where nothing does."""
-    return cast("Capacity | None", part.__dict__.get(_HELD))
-
-
 class Capacity:
     """Drops choices of a model's routers while it trains, or of those of a stage, and counts them."""
 
     def __init__(
         self,
         part: nn.Module,
+        derived: DerivedModel | None,
         known: Mapping[str, int],
-        factor: float,
-        by: str,
+        run: RunPlan,
         world: World,
         group: dist.ProcessGroup,
     ) -> None:
         """`known`: the routers of the whole model. `group`: as `world.of_stage` gives."""
-        self._model, self._factor, self._by, self._world, self.group = part, factor, by, world, group
+        self._derived, self._factor, self._by = derived, run.expert_capacity, run.drop_by
+        self._world, self.group = world, group
         self._layers = len(known)
         self._batches: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
         self._turn = 0
@@ -118,7 +102,7 @@ class Capacity:
             if name in here:
                 part.get_submodule(name).register_forward_hook(_hook(self, name, place))
 
-    def before(self, *seen: Given) -> None:
+    def before(self, *seen: ModelInputs) -> None:
         """What comes next is of these micro-batches, of the first one until `turn` says another.
 
         Collective over all ranks of a stage, which have as many rows each.
@@ -133,7 +117,7 @@ class Capacity:
         """What comes next is of this one of the micro-batches, its forward or its backward."""
         self._turn = micro
 
-    def taken(self) -> Tensor:
+    def pop_dropped(self) -> Tensor:
         """The share of choices that were dropped since it was asked before, a float64 scalar; alike on a stage's ranks.
 
         The sum over its layers, divided by the number of all. The step has ended: another needs another `before`.
@@ -144,7 +128,7 @@ class Capacity:
         none = torch.zeros((), dtype=torch.float64, device=self._world.device)
         return torch.stack(shares).sum() / self._layers if shares else none
 
-    def _batch(self, seen: Given, counted_B1: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _batch(self, seen: ModelInputs, counted_B1: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of a micro-batch the places of its tokens, whether they count, and how many do so on all ranks."""
         B, S = seen.batch.labels_BS.shape
         order_S = torch.arange(S, device=counted_B1.device) if seen.order is None else seen.order
@@ -185,10 +169,10 @@ class Capacity:
 
     def _part(self, name: str, leaf: int, places_T: Tensor, counts_T: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Places of the tokens that this rank's router sees, whether they count, and whether they do so from here."""
-        lies = lies_of(self._model, name, leaf)
+        lies = result_placement(self._derived, name, leaf)
         cutting: Sequence[str] = ()
         if lies is not None:
-            chosen = cast("Lies", lies_of(self._model, name, leaf + 1))
+            chosen = cast("ResultPlacement", result_placement(self._derived, name, leaf + 1))
             others = [state for state in lies.states.values() if state.kind not in ("same", "several", "cut")]
             cutting = lies.axes_of((0,))
             if others or lies.axes_of((1,)) or chosen.axes_of((0, 1)) != cutting:

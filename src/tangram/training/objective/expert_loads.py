@@ -58,11 +58,11 @@ class Loads:
             return
         self._tokens += sum(batch.inputs_BS.numel() for batch in micro)
         if step % self._every == 0:
-            told = self.told(step, world)
+            event = self.counted(step, world)
             if world.index == 0:
-                emit(told)
+                emit(event)
 
-    def told(self, step: int, world: World) -> ExpertLoads:
+    def counted(self, step: int, world: World) -> ExpertLoads:
         """What was counted since the last time, over the global batches. Collective over all ranks."""
         mine = {name: (cast("list[int]", own.counts.tolist()), own.per_token) for name, own in self._counted.items()}
         every: list[Any] = [None] * world.size
@@ -114,9 +114,9 @@ def _hook(own: _Counted, name: str, place: int) -> Any:
 # ---------------------------------------------------------------- files
 
 
-def append(folder: Path, told: ExpertLoads) -> None:
+def append(folder: Path, counted: ExpertLoads) -> None:
     """Add a count to the run's file."""
-    line = json.dumps({"step": told.step, "tokens": told.tokens, "layers": told.layers})
+    line = json.dumps({"step": counted.step, "tokens": counted.tokens, "layers": counted.layers})
     with (folder / FILE).open("a", encoding="utf-8") as stream:
         stream.write(line + "\n")
 

@@ -17,41 +17,40 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from tangram.kernels.cross_entropy import Classes, OverParts, cross_entropy
 from tangram.relayout.collectives import largest, move, summed
 from tangram.sharding.derive.problem.states import SAME, SUM
 from tangram.training.data import IGNORE
-from tangram.training.mesh.tensor_parallel import Lies, derived_of
+from tangram.training.mesh.tensor_parallel import DerivedModel, ResultPlacement
 
 Reduce = Callable[[Tensor, dist.ProcessGroup], Tensor]
 LOGITS = "logits"
 """What a Hugging Face model calls them."""
 
 
-def leaving(model: nn.Module) -> AbstractContextManager[None]:
-    """Within, a derived model leaves its logits in parts; another one has but whole ones."""
-    derived = derived_of(model)
+def leaving(derived: DerivedModel | None) -> AbstractContextManager[None]:
+    """Within, a derived model leaves its logits in parts; another one (None) has but whole ones."""
     return nullcontext() if derived is None else derived.leaving()
 
 
-def lies_of(model: nn.Module, result: str = LOGITS) -> Lies | None:
-    """How the logits of a model's last forward lie; None: whole."""
-    derived = derived_of(model)
-    return None if derived is None else derived.lies(result)
+def logits_placement(derived: DerivedModel | None, result: str = LOGITS) -> ResultPlacement | None:
+    """How the logits of a model's last forward lie; None: whole, as of a model that is not derived."""
+    return None if derived is None else derived.placement_of(result)
 
 
-def token_loss(logits_BSV: Tensor, labels_BS: Tensor, lies: Lies | None = None) -> Tensor:
+def token_loss(logits_BSV: Tensor, labels_BS: Tensor, placement: ResultPlacement | None = None) -> Tensor:
     """The cross-entropy in nats of the labels, summed over those that count; the same number on every rank.
 
-    `logits_BSV`: this rank's part of them, by `lies`; `labels_BS`: all. Collective over the axes that cut the logits.
+    `logits_BSV`: this rank's part of them, by `placement`; `labels_BS`: all. Collective over the axes that
+    cut the logits.
     """
-    if lies is None:
+    if placement is None:
         return _summed(logits_BSV, labels_BS, None)
-    loss = _summed(logits_BSV, lies.part(labels_BS, (0, 1)), _classes(logits_BSV, lies))
-    for axis in lies.axes_of((0, 1)):
-        loss = move(loss, SUM, SAME, lies.groups[axis])
+    loss = _summed(logits_BSV, placement.part(labels_BS, (0, 1)), _classes(logits_BSV, placement))
+    for axis in placement.axes_of((0, 1)):
+        loss = move(loss, SUM, SAME, placement.groups[axis])
     return loss
 
 
@@ -59,17 +58,17 @@ def _summed(logits_BSV: Tensor, labels_BS: Tensor, classes: Classes | None) -> T
     return cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), IGNORE, classes).sum()
 
 
-def _classes(logits_BSV: Tensor, lies: Lies) -> Classes | None:
-    axes = lies.axes_of((2,))
+def _classes(logits_BSV: Tensor, placement: ResultPlacement) -> Classes | None:
+    axes = placement.axes_of((2,))
     if not axes:
         return None
-    count = lies.count(logits_BSV.shape[2], 2)
-    numbers_W = lies.part(torch.arange(count, device=logits_BSV.device), (2,))
+    count = placement.count(logits_BSV.shape[2], 2)
+    numbers_W = placement.part(torch.arange(count, device=logits_BSV.device), (2,))
 
     def over(reduce: Reduce) -> OverParts:
         def run(x: Tensor) -> Tensor:
             for axis in axes:
-                x = reduce(x, lies.groups[axis])
+                x = reduce(x, placement.groups[axis])
             return x
 
         return run

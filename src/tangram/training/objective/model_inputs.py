@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,21 +25,19 @@ from tangram.models.attention import mask_of, mode_of, numbers_of
 from tangram.schema.plan import Plan
 from tangram.training.data import Batch
 
-_HELD = "_tangram_told"
-
 
 @dataclass(frozen=True)
-class Telling:
-    """How a model that attends by tokens is told of them. `parts`: of the sequence, which are balanced; 1: in order."""
+class TokenOrder:
+    """Of a model that attends by tokens: into how many balanced `parts` the sequence is ordered; 1: as it is."""
 
     parts: int = 1
 
 
-class Given(NamedTuple):
+class ModelInputs(NamedTuple):
     """What a model is given of a batch."""
 
     batch: Batch
-    told: dict[str, Tensor]
+    keywords: dict[str, Tensor]
     """Keyword arguments beside the tokens."""
     order: Tensor | None
     """Which token of the batch stands where; None: as they are."""
@@ -49,37 +47,45 @@ class Given(NamedTuple):
         return x_BS if self.order is None else x_BS[:, self.order.argsort()]
 
 
-def tell(model: nn.Module, plan: Plan) -> None:
-    """Have a model be told as the plan says. Raises UserError where it does not attend as the plan says."""
+def token_order(model: nn.Module, plan: Plan) -> TokenOrder | None:
+    """How tokens are ordered for a model; None for one that does not attend by tokens.
+
+    Raises UserError where it does not attend as the plan says.
+    """
     config = getattr(model, "config", None)
-    mode, wanted = None if config is None else mode_of(config), plan.run.attention if plan.run.by_tokens else None
-    if mode != wanted:
+    mode = None if config is None else mode_of(config)
+    if mode != (plan.run.attention if plan.run.by_tokens else None):
         how = "does not attend by tokens" if mode is None else f'attends by tokens ("{mode}")'
         raise UserError(
             f'run.attention is "{plan.run.attention}", but the model {how}: make it of the configuration that '
             "tangram.models.attention.by_tokens gives"
             + (", or set run.attention" if mode is None else " only where the plan says so")
         )
-    if mode is not None:
-        model.__dict__[_HELD] = Telling(plan.context_ranks if plan.context.order == "balanced" else 1)
+    return None if mode is None else TokenOrder(plan.context_ranks if plan.context.order == "balanced" else 1)
 
 
-def given(model: nn.Module, batch: Batch) -> Given:
-    """What the model is given of a batch."""
-    told = {} if batch.positions_BS is None else {"position_ids": batch.positions_BS}
-    telling = cast("Telling | None", model.__dict__.get(_HELD))
-    if telling is None:
-        return Given(batch, told, None)
+def model_inputs(tokens: TokenOrder | None, batch: Batch) -> ModelInputs:
+    """What a model is given of a batch."""
+    keywords = {} if batch.positions_BS is None else {"position_ids": batch.positions_BS}
+    if tokens is None:
+        return ModelInputs(batch, keywords, None)
     positions_BS, length = batch.positions_BS, batch.inputs_BS.shape[1]
     if positions_BS is None:
         positions_BS = torch.arange(length, device=batch.inputs_BS.device).expand_as(batch.inputs_BS)
     numbers_BSN = numbers_of(positions_BS)
-    if telling.parts == 1 or length % (2 * telling.parts):  # a probe is short
-        return Given(batch, {**told, "attention_mask": mask_of(numbers_BSN)}, None)
-    order = balanced(length, telling.parts).to(positions_BS.device)
+    if tokens.parts == 1 or length % (2 * tokens.parts):  # a probe is short
+        return ModelInputs(batch, {**keywords, "attention_mask": mask_of(numbers_BSN)}, None)
+    order = balanced(length, tokens.parts).to(positions_BS.device)
     inputs_BS, labels_BS, positions_BS = (x[:, order] for x in (batch.inputs_BS, batch.labels_BS, positions_BS))
     moved = replace(batch, inputs_BS=inputs_BS, labels_BS=labels_BS, positions_BS=positions_BS)
-    return Given(moved, {"position_ids": positions_BS, "attention_mask": mask_of(numbers_BSN[:, order])}, order)
+    return ModelInputs(moved, {"position_ids": positions_BS, "attention_mask": mask_of(numbers_BSN[:, order])}, order)
+
+
+def logits_in_order(module: nn.Module, tokens: TokenOrder | None, batch: Batch) -> Tensor:
+    """A Hugging Face model's logits (B, S, V), in the order of the batch."""
+    inputs = model_inputs(tokens, batch)
+    logits_BSV: Tensor = module(input_ids=inputs.batch.inputs_BS, use_cache=False, **inputs.keywords).logits
+    return inputs.in_order(logits_BSV)
 
 
 @cache

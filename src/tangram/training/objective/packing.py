@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from tangram.errors import UserError
 from tangram.training.data import Batch
-from tangram.training.objective.model_inputs import given
+from tangram.training.objective.model_inputs import TokenOrder, logits_in_order
 from tangram.training.objective.step_guard import is_finite
 
 PROBED = 8  # tokens of each of the two documents
@@ -32,38 +32,45 @@ SAME_ALONE = 0.1  # relative, of norms; a token that stands at another place dif
 
 
 @dataclass(frozen=True)
-class Settled:
+class SettledPacking:
     """How the text of a run is packed, and why, in words."""
 
     packing: Literal["packed", "single"]
     why: str
 
 
+@dataclass(frozen=True)
+class _Probed:
+    module: nn.Module
+    tokens: TokenOrder | None
+
+
 def settle(
     model: nn.Module,
-    asked: Literal["auto", "packed", "single"],
+    requested: Literal["auto", "packed", "single"],
     before: Literal["packed", "single"] | None,
     on_all: Callable[[bool], bool],
     *,
     device: torch.device | None = None,
-) -> Settled:
+    tokens: TokenOrder | None = None,
+) -> SettledPacking:
     """What `data.packing` comes to for this model, which is asked; `before`: what the run had that is resumed.
 
     `on_all` makes one answer of those of all ranks, which call this together. Raises UserError for a model that is not
     causal, and where documents are to share windows in a model that does not keep them apart.
     """
     name = _class_of(model)
-    wanted = before or "auto" if asked == "auto" else asked
-    apart = wanted != "single" and on_all(respects_documents(model, device=device))
+    wanted = before or "auto" if requested == "auto" else requested
+    apart = wanted != "single" and on_all(respects_documents(model, device=device, tokens=tokens))
     if wanted == "packed" and not apart:
         raise UserError(
             f"{name} lets a document see the one that is packed before it: it takes no notice of position ids, so give "
             'each document windows of its own with data.packing = "single"'
         )
-    fault = why_not_causal(model, positions=apart, device=device)
+    fault = why_not_causal(model, positions=apart, device=device, tokens=tokens)
     if not on_all(not fault):
         raise UserError(f"{name} cannot be trained on the next token: {fault or 'another rank finds it not causal'}")
-    if asked != "auto":
+    if requested != "auto":
         why = "as the plan says"
     elif before is not None:
         why = "as in the run that goes on"
@@ -71,10 +78,16 @@ def settle(
         why = f"{name} keeps them apart"
     else:
         why = f"{name} would let a document see the one that is packed before it"
-    return Settled("packed" if apart else "single", why)
+    return SettledPacking("packed" if apart else "single", why)
 
 
-def why_not_causal(model: nn.Module, *, positions: bool = False, device: torch.device | None = None) -> str:
+def why_not_causal(
+    model: nn.Module,
+    *,
+    positions: bool = False,
+    device: torch.device | None = None,
+    tokens: TokenOrder | None = None,
+) -> str:
     """Why a model is not one in which nothing reaches a token from its right, or cannot be shown to be; "" if it is.
 
     Every place of a row is asked at once: row r of a batch counts the logits up to place r only, and what they owe to
@@ -87,15 +100,15 @@ def why_not_causal(model: nn.Module, *, positions: bool = False, device: torch.d
     vocabulary = _vocabulary(model)
     ids_BS = (torch.arange(3, 3 + length, device=device) % vocabulary).repeat(length - 1, 1)
     right_BS = torch.ones_like(ids_BS, dtype=torch.bool).triu(1)  # of row r: what stands to the right of place r
-    was_training = model.training
+    probed, was_training = _Probed(model, tokens), model.training
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):
-            given_BSV, owed_BS = _owed(model, ids_BS, positions, ~right_BS)
+            given_BSV, owed_BS = _owed(probed, ids_BS, positions, ~right_BS)
             with torch.no_grad():
-                other_BSV = _run(model, torch.where(right_BS, (ids_BS + length) % vocabulary, ids_BS), positions)
+                other_BSV = _run(probed, torch.where(right_BS, (ids_BS + length) % vocabulary, ids_BS), positions)
                 first_BS = torch.arange(length, device=device) == 0
-                behind_BSV = _run(model, torch.where(first_BS, (ids_BS + length) % vocabulary, ids_BS), positions)
+                behind_BSV = _run(probed, torch.where(first_BS, (ids_BS + length) % vocabulary, ids_BS), positions)
     finally:
         model.train(was_training)
         model.zero_grad(set_to_none=True)
@@ -127,7 +140,9 @@ def _not_finite(model: nn.Module) -> str:
     )
 
 
-def respects_documents(model: nn.Module, *, device: torch.device | None = None) -> bool:
+def respects_documents(
+    model: nn.Module, *, device: torch.device | None = None, tokens: TokenOrder | None = None
+) -> bool:
     """Whether a document's logits are the same behind one document, behind another, and alone.
 
     The model is called as in training: position ids that begin anew, no attention mask. All ranks that share its
@@ -139,15 +154,15 @@ def respects_documents(model: nn.Module, *, device: torch.device | None = None) 
     device = device or next(model.parameters()).device
     ids_S = torch.arange(3, 3 + 3 * PROBED, device=device) % _vocabulary(model)
     one_S, other_S, document_S = ids_S[:PROBED], ids_S[PROBED:-PROBED], ids_S[-PROBED:]
-    was_training = model.training
+    probed, was_training = _Probed(model, tokens), model.training
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):  # what is compiled for 16 tokens serves nobody
-            behind_one_SV, owed_S = _traced(model, one_S, document_S)
+            behind_one_SV, owed_S = _traced(probed, one_S, document_S)
             with torch.no_grad():
-                behind_other_SV = _logits(model, other_S, document_S)
-                alone_SV = _logits(model, document_S)
-                changed_SV = _logits(model, torch.cat([other_S[:1], document_S[1:]]))
+                behind_other_SV = _logits(probed, other_S, document_S)
+                alone_SV = _logits(probed, document_S)
+                changed_SV = _logits(probed, torch.cat([other_S[:1], document_S[1:]]))
     finally:
         model.train(was_training)
         model.zero_grad(set_to_none=True)
@@ -162,19 +177,19 @@ def respects_documents(model: nn.Module, *, device: torch.device | None = None) 
     return apart <= SAME_ALONE**2 * float(alone_SV.double().square().sum())
 
 
-def _traced(model: nn.Module, before_S: Tensor, document_S: Tensor) -> tuple[Tensor, Tensor | None]:
+def _traced(probed: _Probed, before_S: Tensor, document_S: Tensor) -> tuple[Tensor, Tensor | None]:
     """The document's logits, and how much they owe to the embedding of each token of the row.
 
     None where embeddings are not to be had whole: there is no such module, or it hands on a part of the sequence.
     """
     inputs_BS, positions_BS = _packed(before_S, document_S)
     counted_BS = (torch.arange(inputs_BS.shape[1], device=inputs_BS.device) >= len(before_S))[None]
-    logits_BSV, owed_BS = _owed(model, inputs_BS, positions_BS, counted_BS)
+    logits_BSV, owed_BS = _owed(probed, inputs_BS, positions_BS, counted_BS)
     return logits_BSV[0, len(before_S) :], None if owed_BS is None else owed_BS[0]
 
 
 def _owed(
-    model: nn.Module, inputs_BS: Tensor, positions: Tensor | bool, counted_BS: Tensor
+    probed: _Probed, inputs_BS: Tensor, positions: Tensor | bool, counted_BS: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """All logits, and how much the counted ones owe to the embedding of each token."""
     kept: list[Tensor] = []
@@ -185,11 +200,11 @@ def _owed(
         output.retain_grad()
         kept.append(output)
 
-    embeddings = _embeddings(model)
+    embeddings = _embeddings(probed.module)
     handle = embeddings.register_forward_hook(keep) if embeddings is not None else None
     try:
         with torch.enable_grad():
-            logits_BSV = _run(model, inputs_BS, positions)
+            logits_BSV = _run(probed, inputs_BS, positions)
             weights_M = torch.cos(torch.arange(logits_BSV.numel(), device=logits_BSV.device))  # which cancel nowhere
             weighted_BSV = logits_BSV.float() * weights_M.view_as(logits_BSV)
             weighted_BSV.masked_fill(~counted_BS[..., None], 0).sum().backward()
@@ -201,12 +216,11 @@ def _owed(
     return logits_BSV.detach(), kept[0].grad.float().abs().amax(-1)
 
 
-def _run(model: nn.Module, inputs_BS: Tensor, positions: Tensor | bool) -> Tensor:
+def _run(probed: _Probed, inputs_BS: Tensor, positions: Tensor | bool) -> Tensor:
     """The logits, as in training: with position ids (True: from 0 on), or (False) without any."""
     whole_BS = torch.arange(inputs_BS.shape[1], device=inputs_BS.device).expand_as(inputs_BS)
     positions_BS = None if positions is False else whole_BS if positions is True else positions
-    seen = given(model, Batch(inputs_BS, inputs_BS, positions_BS))
-    return seen.in_order(model(input_ids=seen.batch.inputs_BS, use_cache=False, **seen.told).logits)
+    return logits_in_order(probed.module, probed.tokens, Batch(inputs_BS, inputs_BS, positions_BS))
 
 
 def _packed(*documents: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,9 +229,9 @@ def _packed(*documents: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(documents)[None], positions_BS
 
 
-def _logits(model: nn.Module, *documents: Tensor) -> Tensor:
+def _logits(probed: _Probed, *documents: Tensor) -> Tensor:
     """The logits of the last of some documents that are packed into one row."""
-    logits_BSV = _run(model, *_packed(*documents))
+    logits_BSV = _run(probed, *_packed(*documents))
     return logits_BSV[0, -len(documents[-1]) :]
 
 

@@ -37,10 +37,9 @@ from tangram.errors import UserError
 from tangram.relayout.collectives import summed
 from tangram.schema.job import Job
 from tangram.training.data import IGNORE
-from tangram.training.mesh.tensor_parallel import Lies, derived_of
-from tangram.training.mesh.world import World, of_stage
+from tangram.training.mesh.tensor_parallel import DerivedModel, ResultPlacement
+from tangram.training.mesh.world import World
 
-_HELD = "_tangram_routers"
 _Seen = tuple[Tensor, int]
 """What a router gave of logits, and its place among the leaves of all that the module gave."""
 _RECORDED = "router_logits"
@@ -105,30 +104,25 @@ def refuse(model: nn.Module, job: Job) -> None:
         kind_of(model)
 
 
-def asked(model: nn.Module, plan: Job) -> Kind | None:
+def routers_with_loss(model: nn.Module, plan: Job) -> Kind | None:
     """The routers of a whole model whose loss the plan asks for; None for none. Raises UserError as `kind_of`."""
     return kind_of(model) if plan.run.router_loss else None
-
-
-def watch(parts: Iterable[nn.Module], kind: Kind | None, plan: Job, world: World) -> None:
-    """Have the routers in what a rank runs of a model watched. Collective where there are any to watch."""
-    if kind is not None:
-        group = of_stage(world)
-        for part in parts:
-            part.__dict__[_HELD] = Routers(part, kind, plan.run.router_loss, world, group)
-
-
-def routers_of(part: nn.Module) -> Routers | None:
-    """What watches the routers of a model, or of a stage of it; None where nothing does."""
-    return cast("Routers | None", part.__dict__.get(_HELD))
 
 
 class Routers:
     """Sees the logits of a model's routers while it trains, or of those of a stage, and gives a micro-batch's loss."""
 
-    def __init__(self, part: nn.Module, kind: Kind, weight: float, world: World, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        part: nn.Module,
+        derived: DerivedModel | None,
+        kind: Kind,
+        weight: float,
+        world: World,
+        group: dist.ProcessGroup,
+    ) -> None:
         """`kind`: of the whole model. `weight`: what the loss is multiplied by. `group`: as `world.of_stage` gives."""
-        self._model, self._kind, self._weight, self._world, self.group = part, kind, weight, world, group
+        self._derived, self._kind, self._weight, self._world, self.group = derived, kind, weight, world, group
         here = {name for name, _ in cast("Iterable[tuple[str, nn.Module]]", part.named_modules())}
         self._own = {name: place for name, place in kind.routers.items() if name in here}
         self._seen: dict[str, _Seen] = {}
@@ -153,7 +147,7 @@ class Routers:
         pulled_E = torch.zeros(E, dtype=torch.float64, device=labels_BS.device)
         told_E = torch.zeros_like(pulled_E)
         counts = torch.zeros(E + 1, dtype=torch.int64, device=labels_BS.device)
-        for name, seen in self._taken().items():
+        for name, seen in self._pop_seen().items():
             part = self._part(name, seen, labels_BS)
             times = self._world.model_size // part.alike  # whole numbers, of which all ranks have as many alike
             chosen_TK = part.logits_TE.detach().float().softmax(-1).topk(self._kind.per_token).indices
@@ -181,7 +175,7 @@ class Routers:
         self._told = told if self._told is None else self._told + told
         return (rate_E * pulled_E).sum().float()
 
-    def taken(self) -> Tensor:
+    def pop_loss(self) -> Tensor:
         """This rank's part of the losses since it was asked before, a float64 scalar; over all ranks they add up."""
         told, self._told = self._told, None
         return torch.zeros((), dtype=torch.float64, device=self._world.device) if told is None else told
@@ -190,7 +184,7 @@ class Routers:
         """Let go of what was seen, as what a backward has recomputed."""
         self._seen.clear()
 
-    def _taken(self) -> Mapping[str, _Seen]:
+    def _pop_seen(self) -> Mapping[str, _Seen]:
         if missing := [name for name in self._own if name not in self._seen]:
             raise UserError(f"the router {missing[0]} was not run, so run.router_loss cannot be computed: leave it out")
         found = {name: self._seen[name] for name in self._own}
@@ -201,7 +195,7 @@ class Routers:
         logits, leaf = seen
         logits_TE = logits.reshape(-1, logits.shape[-1])
         counts_BS = labels_BS != IGNORE
-        lies = lies_of(self._model, name, leaf)
+        lies = result_placement(self._derived, name, leaf)
         counts_T, alike, shared = counts_BS.flatten(), self._world.model_size, 1
         if lies is not None:
             states = lies.states
@@ -220,10 +214,9 @@ class Routers:
         return _Part(logits_TE, counts_T, alike, shared)
 
 
-def lies_of(model: nn.Module, name: str, leaf: int) -> Lies | None:
+def result_placement(derived: DerivedModel | None, name: str, leaf: int) -> ResultPlacement | None:
     """How what a module gave lies over the model axes, by its place among the leaves; None where nothing is derived."""
-    derived = derived_of(model)
-    return None if derived is None else derived.lies((name, leaf))
+    return None if derived is None else derived.placement_of((name, leaf))
 
 
 def _hook(seen: dict[str, _Seen], name: str, place: int) -> Any:

@@ -21,7 +21,7 @@ class Doing:
 
 
 @dataclass(frozen=True)
-class Table:
+class TableEvent:
     """A short table for a person: a title, headers, rows of text."""
 
     title: str
@@ -75,7 +75,7 @@ class StepDone:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class StepSkipped:
     """A step that was not applied."""
 
     step: int
@@ -113,7 +113,7 @@ class ExpertLoads:
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointSaved:
     """A checkpoint that is committed: complete on disk under its final name."""
 
     step: int
@@ -138,20 +138,20 @@ class Record:
     """Everything that happened in a run, in the order in which it came."""
 
     steps: list[StepDone] = field(default_factory=list[StepDone])
-    skips: list[Skipped] = field(default_factory=list[Skipped])
+    skips: list[StepSkipped] = field(default_factory=list[StepSkipped])
     evaluations: list[Evaluated] = field(default_factory=list[Evaluated])
     loads: list[ExpertLoads] = field(default_factory=list[ExpertLoads])
-    saves: list[Saved] = field(default_factory=list[Saved])
+    saves: list[CheckpointSaved] = field(default_factory=list[CheckpointSaved])
     failures: list[SaveFailed] = field(default_factory=list[SaveFailed])
 
     def __call__(self, event: object) -> None:
         """Keep an event; those that are only for the eye are passed over."""
         for kind, kept in (
             (StepDone, self.steps),
-            (Skipped, self.skips),
+            (StepSkipped, self.skips),
             (Evaluated, self.evaluations),
             (ExpertLoads, self.loads),
-            (Saved, self.saves),
+            (CheckpointSaved, self.saves),
             (SaveFailed, self.failures),
         ):
             if isinstance(event, kind):

@@ -15,15 +15,15 @@ from rich.text import Text
 from tangram.planner.report import figures
 from tangram.text import plain
 from tangram.training.observe.events import (
+    CheckpointSaved,
     Doing,
     Evaluated,
     ExpertLoads,
     Note,
-    Saved,
     SaveFailed,
-    Skipped,
     StepDone,
-    Table,
+    StepSkipped,
+    TableEvent,
     Working,
 )
 from tangram.training.observe.text_tables import drawn
@@ -60,7 +60,7 @@ class ProgressLine:
             case Doing():
                 if self._live:
                     self._live.update(Text(f"{event.text} ...", no_wrap=True, overflow="ellipsis"))
-            case Table():
+            case TableEvent():
                 self._table(event)
             case Working():
                 share = event.done / event.total if event.total else 1.0
@@ -73,10 +73,10 @@ class ProgressLine:
             case ExpertLoads() if event.evenness:
                 name, least = min(event.evenness.items(), key=lambda one: one[1])
                 self._print(f"step {event.step}: experts are chosen {least:.2f} evenly (mean over most) in {name}")
-            case Skipped():
+            case StepSkipped():
                 where = f"; its samples are in {event.samples}" if event.samples else ""
                 self._print(f"step {event.step}: NOT applied: {event.reason}{where}")
-            case Saved():
+            case CheckpointSaved():
                 still = f"; training stood still for {event.blocked_seconds:.3f} s of it" if event.asynchronous else ""
                 self._print(f"step {event.step}: checkpoint committed in {event.seconds:.2f} s{still}")
             case SaveFailed():
@@ -89,7 +89,7 @@ class ProgressLine:
             self._live.update(Text())  # what was shown is behind us
         self._console.print(text, highlight=False, soft_wrap=isinstance(text, str), markup=False)
 
-    def _table(self, event: Table) -> None:
+    def _table(self, event: TableEvent) -> None:
         if self._console.is_terminal:
             self._print(drawn(event.title, event.headers, event.rows))
         else:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tangram.training.observe.events import Doing, Skipped, StepDone, Table
+from tangram.training.observe.events import Doing, StepDone, StepSkipped, TableEvent
 
 BEFORE = "starting Python, importing"
 
@@ -44,17 +44,17 @@ class Startup:
             return
         if isinstance(event, Doing):
             self.told.append((self.now(), event.text))
-        elif isinstance(event, StepDone | Skipped):
+        elif isinstance(event, StepDone | StepSkipped):
             self.done = True
             self.tell(self.table(self.now()))
 
-    def table(self, end: float) -> Table:
+    def table(self, end: float) -> TableEvent:
         """What was done for how many seconds, until `end`."""
         begins = [(self.begun, BEFORE), *self.told]
         ends = [at for at, _ in self.told] + [end]
         total = max(end - self.begun, 1e-9)
         rows = [(what, to - at) for (at, what), to in zip(begins, ends, strict=True)]
-        return Table(
+        return TableEvent(
             f"From the command to the first step: {total:.1f} s",
             ("what", "seconds", "share"),
             tuple((what, f"{seconds:.2f}", f"{seconds / total:.0%}") for what, seconds in rows),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
-from tangram.training.observe.events import Evaluated, Saved, Skipped, StepDone
+from tangram.training.observe.events import CheckpointSaved, Evaluated, StepDone, StepSkipped
 from tangram.training.observe.optional_libraries import need_report
 from tangram.training.observe.throughput import duration
 
@@ -40,9 +40,9 @@ class TensorBoard:
             case Evaluated():
                 self._evaluated = event
                 self._write(event.step, {"eval/loss": event.loss})
-            case Skipped():
+            case StepSkipped():
                 self._write(event.step, {"train/skipped": event.skipped})
-            case Saved():
+            case CheckpointSaved():
                 self._write(event.step, {"checkpoint/blocked_s": event.blocked_seconds})
             case _:
                 pass

@@ -8,8 +8,8 @@ The module is changed in place and its own code stays as it is. A parameter that
 
 import hashlib
 import itertools
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,42 +21,47 @@ from tangram.models.costs import block_names
 from tangram.models.stages import Through, keep_stages
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan, matches
-from tangram.training.mesh.drawing import counts_of_stages, watch
+from tangram.training.mesh.drawing import Drawer, counts_of_stages
 from tangram.training.mesh.layout_to_torch import cuts_of, is_meta
-from tangram.training.mesh.tensor_parallel import install
-from tangram.training.mesh.world import World
+from tangram.training.mesh.tensor_parallel import DerivedModel, install
+from tangram.training.mesh.world import World, of_stage
 from tangram.training.objective import expert_capacity, router_loss
-from tangram.training.objective.model_inputs import tell
+from tangram.training.objective.expert_capacity import Capacity
+from tangram.training.objective.model_inputs import token_order
+from tangram.training.objective.router_loss import Routers
 from tangram.training.parallel.fsdp import shard
-from tangram.training.parallel.pipeline import Pipeline, own_results
+from tangram.training.parallel.model import ParallelModel
+from tangram.training.parallel.model_part import ModelPart
+from tangram.training.parallel.pipeline import PipelineRun, own_results
 from tangram.training.parallel.precision import keep_parameters
 from tangram.training.parallel.recompute import recompute
 
-Model = TypeVar("Model", bound=nn.Module)
 
-
-def apply(model: Model, plan: Plan, world: World) -> Model:
-    """Make `model` parallel in place, as the plan's layouts say, and return it.
+def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
+    """Make `model` parallel in place, as the plan's layouts say; it is the `module` of what this returns.
 
     A model on meta (shapes only) is cut before it has memory; give it values with `materialise`. One that has values
     must have the same on every rank, on the rank's device. Collective: all ranks of `world` call it. Raises UserError
     for layouts that do not fit the model, and where ranks have different values.
     """
-    tell(model, plan)
+    tokens = token_order(model, plan)
     freeze(model, plan)
     keep_parameters(model, plan)
-    of_routers, of_experts = router_loss.asked(model, plan), expert_capacity.asked(model, plan)  # of all stages
+    of_routers, of_experts = (
+        router_loss.routers_with_loss(model, plan),
+        expert_capacity.routers_with_capacity(model, plan),
+    )  # of all stages
     numbers, drawn = plan.stages_at(world.stage), counts_of_stages(model, plan)
     parts = [model] if plan.pipeline is None else keep_stages(model, plan.pipeline.stages, numbers)
     cuts = cuts_of(model, plan)
     if not is_meta(model):
         _refuse_unlike_values(model, world)
+    derived: Sequence[DerivedModel | None] = [None for _ in parts]
     if world.model_size > 1:
-        for part in parts:
-            install(part, plan, cuts, world)
+        derived = [install(part, plan, cuts, world) for part in parts]
         cuts = cuts_of(model, plan)  # the parameters that stand in the model now; as DTensors they have whole shapes
-    for part in parts:  # before a function of ours stands for a forward: a copy of the part would run this part
-        watch(part, compiled=plan.run.compile)
+    # before a function of ours stands for a forward: a copy of the part would run this part
+    draws = [own or Drawer(part, plan.run.compile) for part, own in zip(parts, derived, strict=True)]
     for number, part in zip(numbers, parts, strict=True):
         if number < len(plan.rank_of_stage) - 1:  # of the last the loss is made at once
             own_results(part)
@@ -65,13 +70,24 @@ def apply(model: Model, plan: Plan, world: World) -> Model:
         for block in itertools.chain(*blocks.values()):
             block.forward = torch.compile(block.forward)
     recompute(blocks, plan)
-    for part in parts:
-        shard(part, blocks[part], plan, cuts, world)
-    if plan.pipeline is not None:
-        Pipeline(model, dict(zip(numbers, parts, strict=True)), plan, world, drawn)
-    router_loss.watch(parts, of_routers, plan, world)
-    expert_capacity.watch(parts, of_experts, plan, world)
-    return model
+    data_parallel = [shard(part, blocks[part], plan, cuts, world) for part in parts]
+    stage = world.group if of_routers is None and of_experts is None else of_stage(world)
+    own = tuple(
+        ModelPart(
+            part,
+            tokens,
+            derived[at],
+            draws[at],
+            data_parallel[at],
+            None if of_routers is None else Routers(part, derived[at], of_routers, plan.run.router_loss, world, stage),
+            None if of_experts is None else Capacity(part, derived[at], of_experts, plan.run, world, stage),
+        )
+        for at, part in enumerate(parts)
+    )
+    if plan.pipeline is None:
+        return ParallelModel(model, plan, world, own)
+    pipeline = PipelineRun(model, dict(zip(numbers, own, strict=True)), plan, world, drawn)
+    return ParallelModel(model, plan, world, own, pipeline)
 
 
 def freeze(model: nn.Module, plan: Job) -> None:
@@ -154,13 +170,13 @@ def _tied(model: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def put(target: Tensor, whole: Tensor) -> None:
+def put(target: Tensor, full: Tensor) -> None:
     """Copy a whole tensor into a parameter or buffer, or this rank's part of it into a shard."""
-    if target.shape != whole.shape:
-        raise RuntimeError(f"a tensor of shape {tuple(whole.shape)} does not fit one of {tuple(target.shape)}")
+    if target.shape != full.shape:
+        raise RuntimeError(f"a tensor of shape {tuple(full.shape)} does not fit one of {tuple(target.shape)}")
     if isinstance(target, DTensor):
         # Every rank has the same whole tensor, so nothing needs to be sent.
-        part = distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+        part = distribute_tensor(full.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
         target.to_local().copy_(part.to_local())
     else:
-        target.copy_(whole)
+        target.copy_(full)

@@ -17,7 +17,7 @@ two parts, which comes by no hook, it sees nothing. A step with it takes no less
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
 
 from tangram.hardware.overheads import COPY_BUCKET_BYTES
 
@@ -33,13 +34,6 @@ BUCKET = COPY_BUCKET_BYTES
 """Bytes of a bucket."""
 FIRST = 2**20
 """Of the first one, which goes on its way early."""
-_HELD = "_tangram_copies"
-_SUMMED = "_tangram_summed"
-
-
-def copies_of(module: nn.Module) -> Copies | None:
-    """What sums the gradients of a module's copies; None where there are none, or FSDP2 does it."""
-    return cast("Copies | None", module.__dict__.get(_HELD))
 
 
 @dataclass(eq=False)
@@ -54,6 +48,8 @@ class Bucket:
     here: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
     """Those whose gradient has been brought in."""
     work: dist.Work | None = None
+    sums: Mapping[nn.Parameter, TensorWeakRef] = field(default_factory=dict[nn.Parameter, TensorWeakRef])
+    """The gradients that were summed last, which the optimiser or its user may have let go."""
 
     def __post_init__(self) -> None:
         self.places = {parameter: at for at, parameter in enumerate(self.parameters)}
@@ -95,9 +91,7 @@ class Bucket:
             for at, parameter in enumerate(self.parameters):
                 if parameter not in self.here:
                     parameter.grad = self._gradient(at) if ranks[at] else None
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                setattr(parameter.grad, _SUMMED, True)
+        self.sums = {p: TensorWeakRef(p.grad) for p in self.parameters if p.grad is not None}
         self.flat, self.parts, self.work = None, (), None
         self.here.clear()
 
@@ -123,7 +117,7 @@ class Bucket:
         )
 
 
-class Copies:
+class Replicas:
     """Sums a module's gradients over the ranks of a group that have the same parameters. All of them call alike."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, *, once: bool, in_parts: bool) -> None:
@@ -139,7 +133,6 @@ class Copies:
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._started = 0
         self._kept: dict[nn.Parameter, Tensor] = {}
-        module.__dict__[_HELD] = self
         if not in_parts:
             module.register_forward_pre_hook(self._look)
 
@@ -151,7 +144,7 @@ class Copies:
         """Sum what has come together."""
         self._find_buckets()
         for parameter in self._bucket_of:
-            if parameter.grad is not None and _is_summed(parameter.grad):
+            if self._is_summed(parameter):
                 raise RuntimeError("gradients that ranks have summed already were added to: zero them before a step")
             self._bring(parameter)
         self._end()
@@ -172,9 +165,14 @@ class Copies:
 
     def _keep(self, parameter: nn.Parameter, _: Tensor | None = None) -> None:
         """Before a gradient is added to what is there: what ranks have summed already stays apart."""
-        if parameter.grad is not None and _is_summed(parameter.grad):
+        if parameter.grad is not None and self._is_summed(parameter):
             self._kept[parameter] = parameter.grad
             parameter.grad = None
+
+    def _is_summed(self, parameter: nn.Parameter) -> bool:
+        """Whether its gradient is a sum over the ranks, and not this rank's own."""
+        summed = self._bucket_of[parameter].sums.get(parameter)
+        return summed is not None and parameter.grad is not None and summed() is parameter.grad
 
     def _come(self, parameter: Tensor) -> None:
         """A parameter has all of its gradient of this backward."""
@@ -229,11 +227,6 @@ def in_buckets(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
         found[-1].append(parameter)
         room -= size
     return [Bucket(tuple(some)) for some in found]
-
-
-def _is_summed(grad: Tensor) -> bool:
-    """Whether it is a sum over the ranks, and not a rank's own."""
-    return bool(getattr(grad, _SUMMED, False))
 
 
 def _local(x: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable, Mapping
-from typing import cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -26,24 +25,24 @@ from torch.distributed.tensor import Shard
 
 from tangram.planner.local.estimate import whole_copies
 from tangram.schema.plan import Plan
-from tangram.training.mesh.layout_to_torch import Cuts
+from tangram.training.mesh.layout_to_torch import ParameterCuts
 from tangram.training.mesh.world import World
-from tangram.training.parallel.data_parallel import Copies, copies_of
+from tangram.training.parallel.data_parallel import Replicas
 from tangram.training.parallel.precision import keep_gradients, of_one_type, policy_of
-
-_HELD = "_tangram_step_shards"
 
 
 def shard(
-    model: nn.Module, blocks: Iterable[nn.Module], plan: Plan, cuts: Mapping[nn.Parameter, Cuts], world: World
-) -> None:
-    """Cut the parameters over the data axes, each block by itself, or have their copies' gradients summed."""
+    model: nn.Module, blocks: Iterable[nn.Module], plan: Plan, cuts: Mapping[nn.Parameter, ParameterCuts], world: World
+) -> Replicas | StepShards | None:
+    """Cut the parameters over the data axes, each block by itself, or have their copies' gradients summed.
+
+    What has to hear of each micro-batch before it (`before`); None where all are alike.
+    """
     if not _needed(plan, world):
-        return
+        return None
     if whole_copies(plan):
         once, in_parts = plan.run.reduce_every == "step", plan.pipeline is not None
-        Copies(model, world.devices.get_group("replicate"), once=once, in_parts=in_parts)
-        return
+        return Replicas(model, world.devices.get_group("replicate"), once=once, in_parts=in_parts)
     dims = ("replicate", "shard") if world.devices["replicate"].size() > 1 else ("shard",)
 
     def place(parameter: nn.Parameter) -> Shard:
@@ -64,7 +63,8 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, even by one
     keep_gradients(model, plan)
     if plan.pipeline is None and (plan.run.reshard == "after step" or plan.run.reduce_every == "step"):
-        model.__dict__[_HELD] = StepShards(model, plan)
+        return StepShards(model, plan)
+    return None
 
 
 def _needed(plan: Plan, world: World) -> bool:
@@ -75,11 +75,6 @@ def _needed(plan: Plan, world: World) -> bool:
 def sharded(model: nn.Module) -> list[FSDPModule]:
     """The modules whose parameters FSDP2 gathers, each by itself."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def step_shards_of(model: nn.Module) -> StepShards | Copies | None:
-    """What is to be told of each micro-batch before it; None where all are alike."""
-    return cast("StepShards | None", model.__dict__.get(_HELD)) or copies_of(model)
 
 
 class StepShards:

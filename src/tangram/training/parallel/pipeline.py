@@ -28,30 +28,19 @@ from tangram.schema.schedule_table import Schedule
 from tangram.schema.schedules import forward_only
 from tangram.training.data import Batch
 from tangram.training.mesh.drawing import Draws
-from tangram.training.mesh.tensor_parallel import Lies
+from tangram.training.mesh.tensor_parallel import ResultPlacement
 from tangram.training.mesh.world import World
-from tangram.training.objective.expert_capacity import capacity_of
-from tangram.training.objective.loss import leaving, lies_of
-from tangram.training.objective.model_inputs import Given, given
-from tangram.training.objective.router_loss import Routers, routers_of
-from tangram.training.parallel.schedule_runtime import Stage, Table
+from tangram.training.objective.loss import leaving, logits_placement
+from tangram.training.objective.model_inputs import ModelInputs, model_inputs
+from tangram.training.objective.router_loss import Routers
+from tangram.training.parallel.data_parallel import Replicas
+from tangram.training.parallel.model_part import ModelPart
+from tangram.training.parallel.schedule_runtime import ScheduleRun, StageRun
 
-_HELD = "_tangram_pipeline"
-TokenLoss = Callable[[Tensor, Tensor, Lies | None], Tensor]
+TokenLoss = Callable[[Tensor, Tensor, ResultPlacement | None], Tensor]
 """The loss of logits (B, S, V), which lie so, and labels (B, S), summed over the labels that count."""
 RouterLoss = Callable[[Routers, Tensor], Tensor]
 """What the last stage's routers make of the sums over all layers."""
-
-
-def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """The pipeline whose stages a model has; None for a whole one."""
-    return cast("Pipeline | None", model.__dict__.get(_HELD))
-
-
-def parts_of(model: nn.Module) -> Sequence[nn.Module]:
-    """What of a model runs on this rank: it, or its stages."""
-    pipeline = pipeline_of(model)
-    return [model] if pipeline is None else [*pipeline.parts.values()]
 
 
 def own_results(part: nn.Module) -> None:
@@ -77,11 +66,11 @@ def _size(config: Any, name: str) -> int:
     return found[1]
 
 
-class Pipeline:
+class PipelineRun:
     """This rank's stages, and what they do for the micro-batches of a step. All ranks of the pipeline call alike."""
 
     def __init__(
-        self, model: nn.Module, parts: Mapping[int, nn.Module], plan: Plan, world: World, drawn: Sequence[int]
+        self, model: nn.Module, parts: Mapping[int, ModelPart], plan: Plan, world: World, drawn: Sequence[int]
     ) -> None:
         """Of a rank's model and its stages, by number. `drawn`: how often the stages before each draw in a forward."""
         self.parts = parts
@@ -91,12 +80,12 @@ class Pipeline:
         self._hidden, self._vocabulary = (_size(cast(Any, model).config, name) for name in ("hidden", "vocab"))
         self.actions: Callable[[int], Schedule] = plan.actions
         """The table for so many micro-batches."""
-        self._made: dict[tuple[Any, ...], Table] = {}
+        self._made: dict[tuple[Any, ...], ScheduleRun] = {}
         self._loss: Callable[[Tensor, Tensor], Tensor] = _no_loss
         self._draws: Draws | None = None
         self._router_loss: RouterLoss = _no_router_loss
-        self._seen: Sequence[Given] = ()
-        model.__dict__[_HELD] = self
+        self._tokens = next((part.tokens for part in parts.values()), None)
+        self._seen: Sequence[ModelInputs] = ()
 
     @property
     def is_last(self) -> bool:
@@ -104,7 +93,7 @@ class Pipeline:
         return self._last is not None
 
     @property
-    def _last(self) -> nn.Module | None:
+    def _last(self) -> ModelPart | None:
         """The stage that has them."""
         return self.parts.get(len(self._rank_of) - 1)
 
@@ -137,7 +126,7 @@ class Pipeline:
         device = self._world.device
         logits_BSV = kept[0] if kept else torch.empty(rows, length, self._vocabulary, dtype=self._dtype, device=device)
         dist.broadcast(logits_BSV, group_src=self._rank_of[-1], group=group)
-        return given(self._model, batch).in_order(logits_BSV)
+        return model_inputs(self._tokens, batch).in_order(logits_BSV)
 
     def _run_in_parts(
         self, micro: Sequence[Batch], loss: TokenLoss, draws: Draws | None, *, train: bool
@@ -146,9 +135,13 @@ class Pipeline:
         last = self._last
         if last is None:
             return self._run(micro, _no_loss, draws, train=train)
-        with leaving(last):
+        derived = last.derived
+        with leaving(derived):
             return self._run(
-                micro, lambda logits, labels: loss(logits, labels, lies_of(last, "output0")), draws, train=train
+                micro,
+                lambda logits, labels: loss(logits, labels, logits_placement(derived, "output0")),
+                draws,
+                train=train,
             )
 
     def _run(
@@ -157,20 +150,20 @@ class Pipeline:
         table = self._table(micro[0], len(micro), train)
         self._loss, self._draws = loss, draws
         for part in self.parts.values():
-            if part.training != self._model.training:
-                part.train(self._model.training)
-        seen = self._seen = [given(self._model, batch) for batch in micro]
+            if part.module.training != self._model.training:
+                part.module.train(self._model.training)
+        seen = self._seen = [model_inputs(self._tokens, batch) for batch in micro]
         for part in self.parts.values():
-            if train and (capacity := capacity_of(part)) is not None:
-                capacity.before(*seen)
+            if train and part.capacity is not None:
+                part.capacity.before(*seen)
         inputs = [torch.cat([one.batch.inputs_BS for one in seen])] if 0 in self.parts else []
-        told = {name: torch.cat([one.told[name] for one in seen]) for name in seen[0].told}
+        keywords = {name: torch.cat([one.keywords[name] for one in seen]) for name in seen[0].keywords}
         labels = torch.cat([one.batch.labels_BS for one in seen]) if self.is_last else None
         losses: list[Tensor] = []
         run = cast("Callable[..., Any]", table.step if train else table.eval)
         try:
             with quiet("torch.distributed.pipelining.schedules"):  # it logs the whole table
-                run(*inputs, target=labels, losses=losses if self.is_last else None, return_outputs=False, **told)
+                run(*inputs, target=labels, losses=losses if self.is_last else None, return_outputs=False, **keywords)
         except RuntimeError as error:  # torch tells of shapes; what went wrong is its cause
             if (cause := error.__cause__) is None:
                 raise
@@ -179,27 +172,28 @@ class Pipeline:
             self._seen = ()
         return [one.detach() for one in losses]
 
-    def _table(self, batch: Batch, count: int, train: bool) -> Table:
+    def _table(self, batch: Batch, count: int, train: bool) -> ScheduleRun:
         rows, length = batch.inputs_BS.shape
         key = (rows, length, count, train)
         if key not in self._made:
             actions = self.actions(count) if train else forward_only(self._rank_of, count)
             stages = [self._stage(number, rows, length, train) for number in self.parts]
-            self._made[key] = Table(stages, actions, self._loss_of, self._loss_of_sums)
+            self._made[key] = ScheduleRun(stages, actions, self._loss_of, self._loss_of_sums)
         return self._made[key]
 
-    def _stage(self, number: int, rows: int, length: int, train: bool) -> Stage:
+    def _stage(self, number: int, rows: int, length: int, train: bool) -> StageRun:
         """Told what comes and goes, so that nothing is run to find out."""
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
         flow = torch.empty(rows, length, self._hidden, dtype=self._dtype, device="meta", requires_grad=True)
         logits = torch.empty(rows, length, self._vocabulary, dtype=self._dtype, device="meta", requires_grad=True)
         first, last = number == 0, number + 1 == len(self._rank_of)
-        routers = routers_of(self.parts[number]) if train else None
+        part = self.parts[number]
+        routers = part.routers if train else None
         beside: tuple[Tensor, ...] = ()
         if routers is not None:
             beside = (torch.empty(routers.width, dtype=torch.float64, device="meta", requires_grad=True),)
-        stage = Stage(
-            self.parts[number],
+        stage = StageRun(
+            part.module,
             number,
             len(self._rank_of),
             self._world.device,
@@ -209,35 +203,38 @@ class Pipeline:
         )
         stage.before, stage.before_backward, stage.after_backward = self._begin, self._turn, self._end
         stage.sums = self._sums if beside else None
+        stage.replicas = part.data_parallel if isinstance(part.data_parallel, Replicas) else None
         return stage
 
     def _loss_of(self, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
         return self._loss(logits_BSV, labels_BS)
 
     def _loss_of_sums(self, sums: Tensor) -> Tensor:
-        routers = routers_of(cast(nn.Module, self._last))
-        assert routers is not None  # the sums are theirs
-        return self._router_loss(routers, sums)
+        assert self._last is not None  # the sums are its routers'
+        assert self._last.routers is not None
+        return self._router_loss(self._last.routers, sums)
 
     def _sums(self, micro: int, stage: int) -> Tensor:
-        routers = routers_of(self.parts[stage])
+        routers = self.parts[stage].routers
         assert routers is not None
         return routers.sums(self._seen[micro].batch.labels_BS)
 
     def _begin(self, micro: int, stage: int) -> None:
-        if self._draws is not None:
-            self._draws.begin(self.parts[stage], micro, self._drawn[stage])
+        source = self.parts[stage].draws
+        if self._draws is not None and source is not None:
+            self._draws.begin(micro, source, self._drawn[stage])
         self._turn(micro, stage)
 
     def _turn(self, micro: int, stage: int) -> None:
         """What runs next is of this micro-batch: a forward, or a backward that computes some of it again."""
-        if self._draws is not None:
-            self._draws.turn(self.parts[stage], micro)
-        if (capacity := capacity_of(self.parts[stage])) is not None:
-            capacity.turn(micro)
+        part = self.parts[stage]
+        if self._draws is not None and part.draws is not None:
+            self._draws.turn(micro, part.draws)
+        if part.capacity is not None:
+            part.capacity.turn(micro)
 
     def _end(self, micro: int, stage: int) -> None:
-        if (routers := routers_of(self.parts[stage])) is not None:
+        if (routers := self.parts[stage].routers) is not None:
             routers.forget()
 
 

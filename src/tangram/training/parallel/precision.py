@@ -9,6 +9,8 @@ Where gradients of micro-batches are added before ranks reduce them (`Plan.adds_
 the type in which it reduces; a plan that says anything else is refused.
 """
 
+from __future__ import annotations
+
 from typing import Any, cast
 
 import torch
@@ -17,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
-from tangram.training.parallel.fsdp_grad_dtype import leave_sums_in
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -57,3 +58,31 @@ def keep_gradients(model: nn.Module, plan: Plan) -> None:
         if isinstance(module, FSDPModule):
             for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
                 leave_sums_in(group, dtype)
+
+
+# ----------------------------------------------------------------
+# Have FSDP2 leave a rank's sums of gradients in another type than the parameters'.
+# FSDP2 rounds a reduced gradient to the type of the parameter, and has no setting for it (`foreach_reduce`
+# casts to `_orig_dtype`: https://github.com/pytorch/pytorch/blob/main/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+# So over many micro-batches small gradients are lost beside the sum of those before.
+#
+# A shim: the type is set on each group as soon as it has looked at its parameters. When torch takes it as a setting, or
+# `tests/training/test_precision.py` finds the sums right without this, it can go.
+
+
+def leave_sums_in(group: Any, dtype: torch.dtype) -> None:
+    """Set what an FSDP2 parameter group casts reduced gradients to, when it looks at the types of its parameters.
+
+    They have memory by then; before, a parameter may still be exchanged for another.
+    """
+    look = group._init_mp_dtypes
+
+    def looked() -> None:
+        look()
+        if group._orig_dtype is not None:  # a group of which something is trained
+            group._orig_dtype = dtype
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param.requires_grad:
+                parameter.sharded_param.grad_dtype = dtype
+
+    group._init_mp_dtypes = looked

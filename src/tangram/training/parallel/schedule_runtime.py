@@ -41,7 +41,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from tangram.schema.schedule_table import Row, Schedule
-from tangram.training.parallel.data_parallel import copies_of
+from tangram.training.parallel.data_parallel import Replicas
 
 Before = Callable[[int, int], None]
 """Called with a micro-batch and a stage before the stage's forward of it."""
@@ -55,7 +55,7 @@ def as_torchs(row: Row) -> list[TorchAction | None]:
     return [TorchAction.from_str(str(action)) for action in row]
 
 
-class Stage(PipelineStage):
+class StageRun(PipelineStage):
     """One stage of a rank."""
 
     before: Before
@@ -64,6 +64,8 @@ class Stage(PipelineStage):
     """Likewise, but not around the second part of a backward, in which no module runs again."""
     sums: Sums | None = None
     """None: nothing goes along."""
+    replicas: Replicas | None = None
+    """What sums gradients at the end of a step, where FSDP2 does not."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -116,8 +118,8 @@ class Stage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """After all micro-batches: FSDP2's, or of whole copies."""
         super().perform_reduce_grad(grad_scale_factor)
-        if (copies := copies_of(self.submod)) is not None:
-            copies.reduce()
+        if self.replicas is not None:
+            self.replicas.reduce()
 
     def _get_recv_ops(self, recv_infos: Any) -> Any:
         for info in recv_infos:
@@ -149,11 +151,11 @@ def _let_go(received: Any) -> None:
             info.buffer = torch.empty_like(info.buffer, device="meta")
 
 
-class Table(Runtime):
+class ScheduleRun(Runtime):
     """A schedule for the stages of this rank, and the loss of the last of all."""
 
     def __init__(
-        self, stages: list[Stage], schedule: Schedule, loss: Loss, loss_of_sums: Callable[[Tensor], Tensor]
+        self, stages: list[StageRun], schedule: Schedule, loss: Loss, loss_of_sums: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__(cast(Any, stages), schedule.micros, loss_fn=loss, scale_grads=False)
         self._loss_of: dict[int, Tensor] = {}
@@ -181,7 +183,7 @@ class Table(Runtime):
             return
         loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
         self._told_of[mb_index] = loss.detach()
-        sums = cast(Stage, stage).summed.pop(mb_index, None)
+        sums = cast(StageRun, stage).summed.pop(mb_index, None)
         self._loss_of[mb_index] = loss if sums is None else loss + self._loss_of_sums(sums)
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:

@@ -21,7 +21,7 @@ LOSS = "%{y:.4f}"
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One quantity over steps."""
 
     name: str
@@ -35,7 +35,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Level:
+class ChartLevel:
     """One value that holds for all steps, to compare with."""
 
     name: str
@@ -43,7 +43,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Mark:
+class ChartMark:
     """Something that happened after a step."""
 
     x: int
@@ -52,15 +52,15 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart; `said` is what it shows, for those who do not see it."""
+    """One chart; `caption` is what it shows, for those who do not see it."""
 
     key: str
     title: str
     unit: str
-    said: str
-    lines: Sequence[Line]
-    levels: Sequence[Level] = ()
-    marks: Sequence[Mark] = ()
+    caption: str
+    lines: Sequence[ChartLine]
+    levels: Sequence[ChartLevel] = ()
+    marks: Sequence[ChartMark] = ()
     from_zero: bool = True
     ticks: str = "~s"
     """How the numbers of the upright axis are written, in d3's notation."""
@@ -116,13 +116,13 @@ def smoothed(values: Sequence[float], width: int) -> list[float]:
 
 def _line(
     name: str, role: str, points: Mapping[int, float | None], hover: str, more: Mapping[int, float] | None = None
-) -> Line:
+) -> ChartLine:
     """A line through the points that are finite numbers, thinned."""
     known = [(step, value) for step, value in points.items() if value is not None and math.isfinite(value)]
     x, y = [step for step, _ in known], [value for _, value in known]
     kept = thinned(x, y)
     told = [more[x[at]] for at in kept] if more else []
-    return Line(
+    return ChartLine(
         name, role, [x[at] for at in kept], [_short(y[at]) for at in kept], hover, [_short(one) for one in told]
     )
 
@@ -149,9 +149,9 @@ def _loss(record: Record, summary: Summary) -> Chart | None:
     if not any(line.x for line in lines):
         return None
     entropy = summary.unigram_entropy
-    levels = [Level("unigram entropy", entropy)] if entropy is not None and math.isfinite(entropy) else []
+    levels = [ChartLevel("unigram entropy", entropy)] if entropy is not None and math.isfinite(entropy) else []
     marks = [
-        Mark(save.step, f"committed, training stood still for {figures.seconds(save.blocked_seconds)}")
+        ChartMark(save.step, f"committed, training stood still for {figures.seconds(save.blocked_seconds)}")
         for save in record.saves
     ]
     said = "No training loss is a finite number."
@@ -205,6 +205,6 @@ def _gradients(record: Record) -> Chart | None:
     return Chart("gradients", "Gradient norm", "L2", "Of the whole gradient, before clipping.", [line])
 
 
-def _predicted(summary: Summary, key: str) -> list[Level]:
+def _predicted(summary: Summary, key: str) -> list[ChartLevel]:
     value = predicted(summary, key)
-    return [] if value is None else [Level("predicted", value)]
+    return [] if value is None else [ChartLevel("predicted", value)]

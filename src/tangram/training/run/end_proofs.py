@@ -18,17 +18,20 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
 
+from tangram.hardware.machine import pick_device
 from tangram.models.attention import exactly
 from tangram.models.source import Source
 from tangram.schema.plan import Plan
 from tangram.training.data import Corpus, Tokens, held_out_batches
+from tangram.training.objective.model_inputs import logits_in_order, token_order
 from tangram.training.observe.events import Doing, Note
 from tangram.training.observe.text_tables import printable
-from tangram.training.run.rank import RankReport, probe_batch, probe_logits
+from tangram.training.run.rank import RankReport, probe_batch
 from tangram.training.run.run_folder import near
-from tangram.training.state.build_model import build_whole
+from tangram.training.state.build_model import build_unsharded
 from tangram.training.state.check_export import (
     load_exported,
     logits_difference,
@@ -39,8 +42,7 @@ from tangram.training.state.check_export import (
 )
 from tangram.training.state.checkpointer import JobState, load
 from tangram.training.state.export_hf import export
-from tangram.training.state.sample_text import sample_text
-from tangram.training.step import loop
+from tangram.training.step.evaluate import evaluate_unsharded
 
 # Relative; of a loss below one nat absolute, since rounding is of logits, which do not get smaller with the loss. The
 # sums are the same but for their order.
@@ -77,12 +79,12 @@ def prove(
     checkpoint: Path,
     out: Path,
     measured: RankReport,
-    device: torch.device,
     on_event: Callable[[object], None],
 ) -> Proved:
     """Measure all of it in this process. Raises ProofError for the first thing that is not so."""
     on_event(Doing("loading the checkpoint whole in one process"))
-    model = build_whole(plan, source, device)
+    device = pick_device(plan.run.device, 0, 1)
+    model = build_unsharded(plan, source, device)
     load(checkpoint, JobState(model, None), plan, None)
     assert measured.probe is not None  # the caller has seen to it
     computed = as_computed(model, plan)
@@ -141,7 +143,7 @@ def as_computed(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
 def same_loss(model: PreTrainedModel, plan: Plan, corpus: Corpus, before: float) -> tuple[float, float]:
     """The held-out loss of the reloaded model and how far it is from the one before; ProofError when too far."""
     batches = held_out_batches(corpus, plan.data, index=0, size=1, device=model.device)
-    after = loop.evaluate(model, batches, None)
+    after = evaluate_unsharded(model, batches, token_order(model, plan))
     relative = loss_difference(after, before)
     if not relative <= SAME_LOSS[plan.precision.compute]:
         raise ProofError(f"the reloaded checkpoint has a held-out loss of {after}, not the {before} that was measured")
@@ -155,7 +157,9 @@ def loss_difference(after: float, before: float) -> float:
 
 def same_logits(model: PreTrainedModel, plan: Plan, corpus: Corpus, before_BSV: npt.NDArray[np.float32]) -> float:
     """How far the logits of the fixed batch are from the ones before; ProofError when too far."""
-    after_BSV = probe_logits(model, corpus, plan, model.device)
+    with torch.no_grad():
+        batch = probe_batch(corpus, plan, model.device)
+        after_BSV = logits_in_order(model.eval(), token_order(model, plan), batch).float().cpu().numpy()
     difference = float(np.abs(after_BSV - before_BSV).max())
     limit = SAME_LOGITS[plan.precision.compute] * float(np.abs(before_BSV).max())
     if not difference <= limit:
@@ -163,3 +167,33 @@ def same_logits(model: PreTrainedModel, plan: Plan, corpus: Corpus, before_BSV: 
             f"the reloaded checkpoint has other logits: they differ by {difference}, at most {limit} is right"
         )
     return difference
+
+
+# ----------------------------------------------------------------
+# A sample of what a model writes: the continuation of a held-out text.
+
+
+PROMPT, LENGTH = 32, 160  # tokens
+
+
+TEMPERATURE = 0.7
+
+
+@torch.no_grad()
+def sample_text(model: PreTrainedModel, tokens: Tokens, inputs_BS: Tensor, seed: int = 0) -> tuple[str, str]:
+    """A prompt, from the first row of a batch, and how the model goes on; the same for a seed."""
+    prompt_BS = inputs_BS[:1, :PROMPT]
+    chosen = GenerationConfig(
+        max_new_tokens=LENGTH,
+        do_sample=True,
+        temperature=TEMPERATURE,
+        top_k=20,
+        eos_token_id=tokens.end,
+        pad_token_id=tokens.end,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
+        generate = cast("Callable[..., Tensor]", model.eval().generate)
+        written_BS = generate(prompt_BS, attention_mask=torch.ones_like(prompt_BS), generation_config=chosen)
+    ids = cast("list[int]", written_BS[0].tolist())
+    return tokens.decode(ids[: prompt_BS.shape[1]]), tokens.decode(ids[prompt_BS.shape[1] :])

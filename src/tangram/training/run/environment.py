@@ -10,14 +10,10 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tangram.errors import UserError
 
-if TYPE_CHECKING:
-    from tangram.training.run.torchrun import Meeting
-
-_TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 
 
 class SaidElsewhere(Exception):
@@ -30,7 +26,7 @@ class SaidElsewhere(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """This process among all that were started together."""
 
     index: int
@@ -42,7 +38,7 @@ class Place:
 
 def started_by_torchrun() -> bool:
     """Whether this process is one rank of several that somebody else has started: torchrun, or what sets the same."""
-    return all(os.environ.get(name) for name in _TOLD)
+    return all(os.environ.get(name) for name in _VARIABLES)
 
 
 def speaks() -> bool:
@@ -60,23 +56,14 @@ def leave_word(sentence: str) -> None:
         Path(file).write_text(json.dumps({"message": {"message": sentence, "extraInfo": more}}), encoding="utf-8")
 
 
-def together() -> "contextlib.AbstractContextManager[Meeting | None]":
-    """Around all that a rank does: the meeting of torchrun's ranks, or None where nobody else started them."""
-    if not started_by_torchrun():
-        return contextlib.nullcontext()
-    from tangram.training.run.torchrun import met  # loads torch
-
-    return met()
-
-
-def place() -> Place:
+def place() -> RankPlace:
     """This process's place. Raises UserError where the variables make none."""
     index, world, local_index = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     _number("MASTER_PORT")
     local_world = _number("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=1)
     if not index < world:
         raise UserError(f"RANK is {index} and WORLD_SIZE {world}: ranks count from 0 to one less than WORLD_SIZE")
-    return Place(index, world, local_index, local_world, os.environ.get("GROUP_RANK") or socket.gethostname())
+    return RankPlace(index, world, local_index, local_world, os.environ.get("GROUP_RANK") or socket.gethostname())
 
 
 def _number(*names: str, default: int | None = None) -> int:

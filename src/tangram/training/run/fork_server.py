@@ -72,7 +72,7 @@ def settle_temporary_folder() -> None:
         tempfile.tempdir = usual
 
 
-class Around:
+class Inherited:
     """What a rank takes over from its parent as it is now, and not as it was when the fork server started."""
 
     def __init__(self, environment: Mapping[str, str] | None = None, streams: Mapping[int, Any] | None = None) -> None:
@@ -81,7 +81,7 @@ class Around:
     def __reduce__(self) -> Any:
         """Pickled for a process that is being started, which alone may be given open files."""
         streams = {number: cast(Any, reduction).DupFd(number) for number in (1, 2) if _is_open(number)}
-        return Around, (dict(os.environ), streams)
+        return Inherited, (dict(os.environ), streams)
 
     def take(self) -> None:
         """In the rank: the parent's environment, and its standard output and error."""

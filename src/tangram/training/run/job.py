@@ -32,12 +32,12 @@ from tangram.training.data import (
 )
 from tangram.training.mesh.layout_to_torch import cuts_of
 from tangram.training.objective import expert_loads
-from tangram.training.observe.events import Doing, ExpertLoads, Note, Record, Table
+from tangram.training.observe.events import Doing, ExpertLoads, Note, Record, TableEvent
 from tangram.training.observe.summary import Summary, summarise
 from tangram.training.observe.tensorboard import TensorBoard
 from tangram.training.observe.text_tables import count
 from tangram.training.run.end_proofs import ProofError, prove
-from tangram.training.run.launch import RankError, computing_as_a_rank, pick_device, refuse_too_many, run_ranks
+from tangram.training.run.launch import RankError, computing_as_a_rank, refuse_too_many, run_ranks
 from tangram.training.run.rank import RankJob, RankReport, train_rank, with_packing
 from tangram.training.run.report import write_report
 from tangram.training.run.run_folder import CHECKPOINTS, SUMMARY_FILE, near
@@ -54,7 +54,7 @@ OnEvent = Callable[[object], None]
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenPlan:
     """The plan to run, with what is predicted of it."""
 
     plan: Plan
@@ -64,13 +64,13 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedJob:
     """What is known before a rank starts."""
 
     source: Source
     tokens: Tokens
     corpus: Corpus
-    costs: loop.Costs
+    costs: loop.StepCosts
     parameters: int
     begun: float
     """When the job began, by the monotonic clock."""
@@ -94,7 +94,7 @@ def run_here(job: RankJob, on_event: OnEvent) -> RankReport:
     return run_ranks(train_rank, job, world=job.plan.ranks, on_event=on_event, device=job.plan.run.device)[0]
 
 
-def train_job(job: RankJob, chosen: Chosen, ready: Prepared, on_event: OnEvent, run: Run) -> Summary | Stopped:
+def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: OnEvent, run: Run) -> Summary | Stopped:
     """Train as planned; leave checkpoints, export, report and summary in the job's folder."""
     show(chosen, ready, job.resume, on_event)
     record, board = Record(), TensorBoard(job.folder / BOARD_FOLDER, chosen.plan)
@@ -123,7 +123,7 @@ def prepare_text(plan: Plan, on_event: OnEvent) -> None:
     prepare(plan.data, load_tokens(plan.data, plan.model.path), on_event)
 
 
-def prepare_job(chosen: Chosen, on_event: OnEvent) -> Prepared:
+def prepare_job(chosen: ChosenPlan, on_event: OnEvent) -> PreparedJob:
     """Read model and text, and refuse here what would else be refused on every rank."""
     begun, plan = time.monotonic(), chosen.plan
     on_event(Doing("building the model without values"))
@@ -134,24 +134,24 @@ def prepare_job(chosen: Chosen, on_event: OnEvent) -> Prepared:
     corpus = open_corpus(plan.data, tokens)
     counted = model_costs(model, plan.data.sequence, plan.data.micro_batch)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Prepared(
+    return PreparedJob(
         source=source,
         tokens=tokens,
         corpus=corpus,
-        costs=loop.Costs(counted.flops_per_sample, chosen.peak_flops),
+        costs=loop.StepCosts(counted.flops_per_sample, chosen.peak_flops),
         parameters=parameters,
         begun=begun,
     )
 
 
-def show(chosen: Chosen, ready: Prepared, resume: Path | None, on_event: OnEvent) -> None:
+def show(chosen: ChosenPlan, ready: PreparedJob, resume: Path | None, on_event: OnEvent) -> None:
     """The machine, the model, the plan and what it is predicted to need, as short tables."""
     plan = chosen.plan
     machine = describe().in_words()
     machine["cores"] = f"cores: {machine['cores']}"
     found = versions()
     on_event(
-        Table(
+        TableEvent(
             "This run",
             ("what", "found"),
             (
@@ -166,7 +166,7 @@ def show(chosen: Chosen, ready: Prepared, resume: Path | None, on_event: OnEvent
         )
     )
     if chosen.predicted is not None:
-        on_event(Table("Predicted for a rank", ("what", "predicted"), tuple(chosen.predicted.in_words())))
+        on_event(TableEvent("Predicted for a rank", ("what", "predicted"), tuple(chosen.predicted.in_words())))
     if has_dropout(ready.source.config):
         compiled = "; run.compile compiles nothing that draws" if plan.run.compile else ""
         on_event(Note(f"the model has dropout: its masks are those of one process, at any layout{compiled}"))
@@ -190,7 +190,7 @@ def _model_words(config: PreTrainedConfig, source: Source, parameters: int) -> s
 
 
 def finish(
-    job: RankJob, chosen: Chosen, ready: Prepared, record: Record, report: RankReport, on_event: OnEvent
+    job: RankJob, chosen: ChosenPlan, ready: PreparedJob, record: Record, report: RankReport, on_event: OnEvent
 ) -> Summary | Stopped:
     """What comes after the ranks: proofs, export, report, summary."""
     plan, out = with_packing(job.plan, report.packing), job.folder
@@ -208,8 +208,7 @@ def finish(
         words = f"loss {report.held_out_loss:.6f} on {count(plan.ranks, 'rank')}; unigram entropy {entropy:.4f}"
         on_event(Note(f"held out   {words}, ratio {report.held_out_loss / entropy:.2f}"))
     with computing_as_a_rank(plan.ranks):
-        device = pick_device(plan.run.device, 0, 1)
-        proved = prove(plan, ready.source, ready.tokens, ready.corpus, checkpoint, out, report, device, on_event)
+        proved = prove(plan, ready.source, ready.tokens, ready.corpus, checkpoint, out, report, on_event)
     summary = summarise(
         plan=plan,
         record=record,
@@ -236,7 +235,9 @@ def finish(
     machine = describe().in_words()
     write_report(out / REPORT_FILE, plan=plan, record=record, summary=summary, machine=machine, sample=sample)
     summary.write(out / SUMMARY_FILE)
-    on_event(Table("Results", ("what", "where"), tuple((what, str(near(path))) for what, path in _paths(out).items())))
+    on_event(
+        TableEvent("Results", ("what", "where"), tuple((what, str(near(path))) for what, path in _paths(out).items()))
+    )
     return summary
 
 

@@ -35,10 +35,10 @@ import torch
 import torch.distributed as dist
 
 from tangram.errors import UserError
-from tangram.hardware.machine import usable_cores
+from tangram.hardware.machine import pick_device, usable_cores
 from tangram.relayout.peers import lost_peer
 from tangram.training.observe.events import Note
-from tangram.training.run.fork_server import Around, context_of_ranks, signals_held_back
+from tangram.training.run.fork_server import Inherited, context_of_ranks, signals_held_back
 from tangram.training.run.signals import POLITE, Stop, on_signals
 
 Payload = TypeVar("Payload")
@@ -77,7 +77,7 @@ class _Event:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """A rank was sent a signal of its own."""
 
     signal: str
@@ -96,19 +96,6 @@ class _Failure:
     error: str
     details: str
     by_user: bool
-
-
-def pick_device(choice: str, local_rank: int, world: int) -> torch.device:
-    """The device of a rank: the machine's accelerator when there is one for each rank, else the CPU if asked for."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True) if choice == "auto" else None
-    if accelerator is None:
-        return torch.device("cpu")
-    if torch.accelerator.device_count() < world:
-        raise UserError(
-            f"the mesh has {world} ranks but this machine has {torch.accelerator.device_count()} {accelerator.type} "
-            'device(s): set device = "cpu" in [run], or take a smaller mesh'
-        )
-    return torch.device(accelerator.type, local_rank)
 
 
 def refuse_too_many(world: int) -> None:
@@ -166,7 +153,7 @@ class _Job(Generic[Result]):
                 continue
             if isinstance(message, _Event):
                 on_event(message.value)
-            elif isinstance(message, _Asked):
+            elif isinstance(message, _Request):
                 note = f"rank {rank} was sent {message.signal}: stopping after this step"
                 self._tell_to_stop(message.signal, on_event, note)
             elif isinstance(message, _Done):
@@ -240,8 +227,8 @@ def run_ranks(
             for index in range(world):
                 receiver, sender = context.Pipe(duplex=False)
                 orders, order = context.Pipe(duplex=False)
-                place = (index, world, device, threads, Path(meeting, "store"))
-                arguments = (Around(), task, payload, *place, sender, orders)
+                start = _Start(Inherited(), index, world, device, threads, Path(meeting, "store"))
+                arguments = (start, task, payload, sender, orders)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
                 try:
                     with signals_held_back():
@@ -279,31 +266,40 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
     raise RankError(rank, world, first.error, first.details)
 
 
+@dataclass(frozen=True)
+class _Start:
+    """What the process of a rank begins with."""
+
+    inherited: Inherited
+    index: int
+    world: int
+    device: str
+    threads: int
+    store: Path
+    """A file in a folder of the job, where ranks meet."""
+
+
 def _rank_main(
-    around: Around,
+    start: _Start,
     task: Callable[[Rank, Payload], object],
     payload: Payload,
-    index: int,
-    world: int,
-    device: str,
-    threads: int,
-    store: Path,
     line: Connection,
     orders: Connection,
 ) -> None:
     """The life of one rank."""
-    _end_with_parent(store.parents[1])
-    around.take()
-    stop = Stop(orders, heard=lambda name: line.send(_Asked(name)))
+    _end_with_parent(start.store.parents[1])
+    start.inherited.take()
+    index, world = start.index, start.world
+    stop = Stop(orders, heard=lambda name: line.send(_Request(name)))
     try:
         # Of a second signal, too, it is for the parent to make something.
         with on_signals((signal.SIGTERM, signal.SIGHUP), stop.ask, again=stop.ask):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
-            torch.set_num_threads(threads)
-            here = pick_device(device, index, world)
+            torch.set_num_threads(start.threads)
+            here = pick_device(start.device, index, world)
             if here.type != "cpu":
                 torch.accelerator.set_device_index(index)
-            met = dist.FileStore(str(store), world)
+            met = dist.FileStore(str(start.store), world)
             dist.init_process_group(
                 dist.get_default_backend_for_device(here),
                 store=met,

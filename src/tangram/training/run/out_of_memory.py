@@ -31,7 +31,7 @@ class NoMemoryError(MemoryError):
 PHASES: tuple[tuple[str, str, str], ...] = (
     # a file and a function on the stack (as ends of their names), the phase; the first that is there decides
     ("training/state/checkpointer.py", "", "saving a checkpoint"),
-    ("training/step/loop.py", "held_out_loss", "measuring the held-out loss"),
+    ("training/step/evaluate.py", "held_out_loss", "measuring the held-out loss"),
     ("training/parallel/master_weights.py", "step", "the update"),
     ("torch/optim/adamw.py", "", "the update"),
     ("torch/optim/optimizer.py", "", "the update"),
@@ -68,7 +68,7 @@ def is_no_memory(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryInUse:
     """Bytes on this rank."""
 
     parameters: float
@@ -83,14 +83,14 @@ class Held:
         return self.parameters + self.gradients + self.optimiser + self.flows
 
 
-def held(model: nn.Module | None, optimiser: Optimizer | None, process: float) -> Held:
+def memory_in_use(model: nn.Module | None, optimiser: Optimizer | None, process: float) -> MemoryInUse:
     """What this rank has now. `process`: bytes that a process takes by itself."""
     parameters = [] if model is None else [*model.parameters()]
     states: Iterable[object] = () if optimiser is None else (x for s in optimiser.state.values() for x in s.values())
     known = _bytes(parameters), _bytes([p.grad for p in parameters]), _bytes(states)
     device = parameters[0].device if parameters else torch.device("cpu")
     here = 1e6 * resident_mb() - process if device.type == "cpu" else torch.accelerator.memory_allocated(device)
-    return Held(*known, max(0.0, here - sum(known)))
+    return MemoryInUse(*known, max(0.0, here - sum(known)))
 
 
 def _bytes(tensors: Iterable[object]) -> float:
@@ -99,7 +99,7 @@ def _bytes(tensors: Iterable[object]) -> float:
     return float(sum(storages.values()))
 
 
-def sentence(phase: str, here: Held, predicted: Memory | None) -> str:
+def sentence(phase: str, here: MemoryInUse, predicted: Memory | None) -> str:
     """What is told of it: the part that most exceeds its share of the prediction, and what to lower."""
     if predicted is None:
         known = f"parameters {megabytes(here.parameters)}, gradients {megabytes(here.gradients)}"
@@ -139,7 +139,7 @@ def explained(model: nn.Module | None, optimiser: Optimizer | None, predicted: M
         if isinstance(error, NoMemoryError) or not is_no_memory(error):
             raise
         process = predicted.process if predicted is not None else 0.0
-        said = sentence(phase_of(error), held(model, optimiser, process), predicted)
+        said = sentence(phase_of(error), memory_in_use(model, optimiser, process), predicted)
         raise NoMemoryError(f"{said} ({_first_line(error)})") from error
 
 

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
 
 import tangram
 from tangram.errors import UserError
@@ -25,16 +24,18 @@ from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
 from tangram.training.data import Batch, Corpus, Stream, held_out_batches, load_tokens, open_corpus, padding
 from tangram.training.mesh.world import World, make_world
-from tangram.training.objective.packing import Settled, settle
+from tangram.training.objective.packing import SettledPacking, settle
 from tangram.training.observe.events import Doing, Note, SaveFailed
 from tangram.training.observe.profiling import profiled
 from tangram.training.parallel.fsdp import resharded
+from tangram.training.parallel.model import ParallelModel
 from tangram.training.run.launch import Rank
 from tangram.training.run.out_of_memory import explained
 from tangram.training.run.run_folder import CHECKPOINTS
 from tangram.training.state.build_model import build, shallow, source_of
 from tangram.training.state.checkpointer import Checkpointer, JobState, describe, load
 from tangram.training.step import loop
+from tangram.training.step.evaluate import held_out_loss, logits_of, sum_over
 from tangram.training.step.optimiser_step import make_adamw
 
 PROBE_TOKENS = 128  # of the fixed batch whose logits are compared
@@ -48,7 +49,7 @@ class RankJob:
     folder: Path
     digest: str
     """Of the text that the parent has read; a rank that reads another one has to say so."""
-    costs: loop.Costs
+    costs: loop.StepCosts
     resume: Path | None = None
     profile: bool = False
     memory: Memory | None = None
@@ -78,17 +79,11 @@ class RankReport:
 class Begun:
     """A rank that is ready for its first step."""
 
-    plan: Plan
-    """With what was settled."""
-    world: World
+    model: ParallelModel
+    """Its plan has what was settled."""
     corpus: Corpus
     state: JobState
-    settled: Settled
-
-    @property
-    def model(self) -> nn.Module:
-        """What is trained."""
-        return self.state.model
+    settled: SettledPacking
 
 
 def begin(rank: Rank, job: RankJob) -> Begun:
@@ -109,20 +104,21 @@ def begin(rank: Rank, job: RankJob) -> Begun:
     with explained(None, None, job.memory):
         model = build(plan, source, world, values=job.resume is None)
     tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))
-    state = JobState(model, make_adamw(model, plan.optimiser, plan.precision.masters))
+    state = JobState(model.module, make_adamw(model.module, plan.optimiser, plan.precision.masters))
     if job.resume is not None:
         state.progress = load(job.resume, state, plan, world)
     tell(Doing("asking whether the model tells documents apart"))
-    settled = settled_packing(model, plan, world, job.resume, source)
+    settled = settled_packing(model, job.resume, source)
     plan = with_packing(plan, settled.packing)
     state.about = about(plan, corpus)
-    return Begun(plan, world, corpus, state, settled)
+    return Begun(replace(model, plan=plan), corpus, state, settled)
 
 
 def train_rank(rank: Rank, job: RankJob) -> RankReport:
     """The task of a rank."""
     begun = begin(rank, job)
-    plan, world, corpus, state, model = begun.plan, begun.world, begun.corpus, begun.state, begun.model
+    model, corpus, state = begun.model, begun.corpus, begun.state
+    plan, world = model.plan, model.world
     tell = rank.emit if rank.index == 0 else _nowhere
     checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world)
     tell(Doing("making ready to save"))
@@ -134,9 +130,9 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     tell(Doing("the first step"))
     first = state.progress.step
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
-        hooks = loop.Hooks(rank.emit, rank.stop.asked, after_step, job.folder)
-        with explained(model, state.optimiser, job.memory):
-            trained = loop.train_steps(state, corpus, plan, world, checkpointer, hooks, job.costs)
+        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder)
+        with explained(model.module, state.optimiser, job.memory):
+            trained = loop.train_steps(model, state, corpus, checkpointer, hooks, job.costs)
     checkpointer.save(state, wait=True)
     for event in checkpointer.close():
         rank.emit(event)
@@ -147,8 +143,8 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
         trained=trained,
         first=first,
         step=state.progress.step,
-        held_out_loss=loop.held_out_loss(model, corpus, plan, world) if plan.data.held_out and not stopped else None,
-        probe=None if stopped else probe_logits(model, corpus, plan, world.device),
+        held_out_loss=held_out_loss(model, corpus) if plan.data.held_out and not stopped else None,
+        probe=None if stopped else probe_logits(model, corpus),
         peak_rss_mb=highest(peak_resident_mb(), world),
         blocked_seconds=checkpointer.blocked_seconds,
         packing=begun.settled.packing,
@@ -193,7 +189,7 @@ def packing_of(checkpoint: Path) -> Literal["packed", "single"]:
     return describe(checkpoint).about.get("stream", {}).get("packing", "packed")
 
 
-def settled_packing(model: nn.Module, plan: Plan, world: World, resume: Path | None, source: Source) -> Settled:
+def settled_packing(model: ParallelModel, resume: Path | None, source: Source) -> SettledPacking:
     """What `data.packing` comes to, the same on all ranks; a run that goes on keeps what it had.
 
     Where no rank has the whole model, a shallow one is asked, of one block of each kind: what tells documents apart is
@@ -201,8 +197,10 @@ def settled_packing(model: nn.Module, plan: Plan, world: World, resume: Path | N
     later ones and other documents reach a token by a rounding. So with one a shallow model without them is asked.
     """
 
+    plan, world = model.plan, model.world
+
     def on_all(mine: bool) -> bool:
-        return loop.sum_over(world.group, torch.tensor([float(mine)], device=world.device)) == [float(world.size)]
+        return sum_over(world.group, torch.tensor([float(mine)], device=world.device)) == [float(world.size)]
 
     before = None if resume is None else packing_of(resume)
     if mode_of(source.config) not in (None, TOKENS):
@@ -211,11 +209,12 @@ def settled_packing(model: nn.Module, plan: Plan, world: World, resume: Path | N
         return on_first(world, lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine))
     if plan.pipeline is not None:
         return on_first(world, lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine))
-    with resharded(model):
-        return settle(model, plan.data.packing, before, on_all, device=next(model.parameters()).device)
+    with resharded(model.module):
+        device, tokens = next(model.module.parameters()).device, model.parts[0].tokens
+        return settle(model.module, plan.data.packing, before, on_all, device=device, tokens=tokens)
 
 
-def on_first(world: World, make: Callable[[], Settled]) -> Settled:
+def on_first(world: World, make: Callable[[], SettledPacking]) -> SettledPacking:
     """What rank 0 makes, on all; a UserError on all where it raises one."""
     found: list[Any] = [None]
     if world.index == 0:
@@ -234,7 +233,7 @@ def with_packing(plan: Plan, packing: Literal["packed", "single"]) -> Plan:
     return plan.model_copy(update={"data": plan.data.model_copy(update={"packing": packing})})
 
 
-def _packing_words(settled: Settled, corpus: Corpus, plan: Plan) -> str:
+def _packing_words(settled: SettledPacking, corpus: Corpus, plan: Plan) -> str:
     what = "documents share samples"
     if settled.packing == "single":
         what = f"one document to a sample, {figures.percent(padding(corpus, plan.data))} of the places hold none"
@@ -257,8 +256,9 @@ def probe_batch(corpus: Corpus, plan: Plan, device: torch.device) -> Batch:
 
 
 @torch.no_grad()
-def probe_logits(model: nn.Module, corpus: Corpus, plan: Plan, device: torch.device) -> npt.NDArray[np.float32]:
+def probe_logits(model: ParallelModel, corpus: Corpus) -> npt.NDArray[np.float32]:
     """The logits of the fixed batch, computed by all ranks of the model together."""
-    model.eval()
-    with resharded(model):
-        return loop.logits_of(model, probe_batch(corpus, plan, device)).float().cpu().numpy()
+    model.module.eval()
+    with resharded(model.module):
+        batch = probe_batch(corpus, model.plan, model.world.device)
+        return logits_of(model, batch).float().cpu().numpy()

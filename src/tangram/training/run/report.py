@@ -125,23 +125,23 @@ def _exported(summary: Summary) -> str:
     return _proof("Export proof", difference, limit, beside, "The export, loaded by transformers, is the same model.")
 
 
-def _proof(name: str, value: float, limit: float, beside: str, told: str) -> str:
+def _proof(name: str, value: float, limit: float, beside: str, proof: str) -> str:
     number = "0" if value == 0 else f"{value:.1e}"
     if value <= limit:  # not so for what is no number
-        return _verdict("good", name, number, beside, told, "holds")
-    told = "This is more than rounding: it is not the same model."
-    return _verdict("bad", name, number, beside, told, "does not hold")
+        return _verdict("good", name, number, beside, proof, "holds")
+    proof = "This is more than rounding: it is not the same model."
+    return _verdict("bad", name, number, beside, proof, "does not hold")
 
 
 _SIGNS = {"good": "✓ ", "fair": "– ", "bad": "✗ ", "unknown": ""}
 
 
-def _verdict(kind: str, name: str, number: str | None, beside: str, told: str, state: str = "not measured") -> str:
+def _verdict(kind: str, name: str, number: str | None, beside: str, proof: str, state: str = "not measured") -> str:
     return (
         f'<div class="card verdict {kind}"><div class="head"><h3>{escape(name)}</h3>'
         f'<span class="state">{_SIGNS[kind]}{escape(state)}</span></div>'
         f'<p class="big">{escape(number or "—")}</p><p class="soft">{_unbroken(beside)}</p>'
-        f"<p>{_unbroken(told)}</p></div>"
+        f"<p>{_unbroken(proof)}</p></div>"
     )
 
 
@@ -191,10 +191,10 @@ def _figure(chart: Chart, wide: bool) -> str:
     alone = "" if any(line.role == "smooth" for line in chart.lines) else " alone"
     return (
         f'<figure class="card chart{" wide" if wide else ""}{alone}"><figcaption><h3>{escape(chart.title)}'
-        f' <span class="soft">{escape(chart.unit)}</span></h3><p class="soft">{escape(chart.said)}</p>'
+        f' <span class="soft">{escape(chart.unit)}</span></h3><p class="soft">{escape(chart.caption)}</p>'
         + (f'<ul class="legend">{legend}</ul>' if len(keys) > 1 else "")
         + f'</figcaption><div class="plot" id="plot-{chart.key}" role="img" '
-        f'aria-label="{escape(f"{chart.title}. {chart.said}")}"></div></figure>'
+        f'aria-label="{escape(f"{chart.title}. {chart.caption}")}"></div></figure>'
     )
 
 

@@ -28,7 +28,7 @@ from tangram.models.source import read_source
 from tangram.schema.files import loads
 from tangram.schema.plan import Plan
 from tangram.training.data import Corpus
-from tangram.training.observe.events import Note, Table
+from tangram.training.observe.events import Note, TableEvent
 from tangram.training.run.run_folder import CHECKPOINTS, SUMMARY_FILE
 from tangram.training.state.checkpointer import describe
 from tangram.training.state.restore import Description
@@ -39,7 +39,7 @@ Condition = Literal["", "learning rate", "text", "configuration", "global micro-
 
 
 @dataclass(frozen=True)
-class Rule:
+class ResumeRule:
     """What becomes of a change of a key."""
 
     kind: Kind
@@ -47,13 +47,13 @@ class Rule:
     """Of a refusal: only where this is another. Elsewhere the change is reported."""
 
 
-_FREE, _REPORTED, _REFUSED = Rule("free"), Rule("reported"), Rule("refused")
-_RATE, _TEXT = Rule("refused", "learning rate"), Rule("refused", "text")
-_MODEL, _MICRO = Rule("refused", "configuration"), Rule("refused", "global micro-batch")
+_FREE, _REPORTED, _REFUSED = ResumeRule("free"), ResumeRule("reported"), ResumeRule("refused")
+_RATE, _TEXT = ResumeRule("refused", "learning rate"), ResumeRule("refused", "text")
+_MODEL, _MICRO = ResumeRule("refused", "configuration"), ResumeRule("refused", "global micro-batch")
 
-ON_RESUME: Mapping[str, Rule] = MappingProxyType(
+ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
     {
-        "version": Rule("refused", "unreadable"),
+        "version": ResumeRule("refused", "unreadable"),
         "seed": _REFUSED,
         "model.preset": _MODEL,
         "model.path": _MODEL,
@@ -138,7 +138,7 @@ ON_RESUME: Mapping[str, Rule] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Change:
+class ResumeChange:
     """A key whose value is not that of the run that wrote the checkpoint."""
 
     key: str
@@ -195,7 +195,7 @@ def checkpoint_to_resume(
     _refuse(found, [change for change in made if change.refused and not _named(change.key, allow)])
     if made:
         rows = tuple((change.key, change.old, change.new, change.why) for change in made)
-        tell(Table("This resume changes", ("key", "was", "is", ""), rows))
+        tell(TableEvent("This resume changes", ("key", "was", "is", ""), rows))
     return found
 
 
@@ -211,13 +211,15 @@ def newest_good(out: Path, tell: Callable[[object], None]) -> Path | None:
 
 def changes(
     path: Path, past: Description, plan: Plan, corpus: Corpus, config: PreTrainedConfig, allow: Sequence[str]
-) -> list[Change]:
+) -> list[ResumeChange]:
     """What a plan changes of the run that wrote the checkpoint at `path`, but for what is free."""
     try:
         before = loads(str(past.about.get("plan", "")))
     except UserError as error:
         if _named("version", allow):
-            return [Change("version", f"of Tangram {past.about.get('tangram')}", str(plan.version), True, str(error))]
+            return [
+                ResumeChange("version", f"of Tangram {past.about.get('tangram')}", str(plan.version), True, str(error))
+            ]
         raise UserError(
             f'the plan in "{path}", of Tangram {past.about.get("tangram")}, cannot be compared: {error}; go on without '
             "a comparison by --allow version"
@@ -235,7 +237,7 @@ def changes(
     return compared(before, plan, unlike, f"the learning rate of step {step + 1} stays {_rate(plan, step):.3g}")
 
 
-def compared(before: Plan, now: Plan, unlike: Unlike, same_rate: str = "") -> list[Change]:
+def compared(before: Plan, now: Plan, unlike: Unlike, same_rate: str = "") -> list[ResumeChange]:
     """Every key that differs and is not free. What is another although no key says so is a change of its first key.
 
     `same_rate` is told where keys of the schedule change and the learning rate does not.
@@ -243,7 +245,7 @@ def compared(before: Plan, now: Plan, unlike: Unlike, same_rate: str = "") -> li
     if now.data.packing == "auto":  # it goes on as it was, and the run knew what that is
         now = now.model_copy(update={"data": now.data.model_copy(update={"packing": before.data.packing})})
     old, new = leaves(before), leaves(now)
-    found: list[Change] = []
+    found: list[ResumeChange] = []
     for key in dict.fromkeys((*old, *new)):
         rule = ON_RESUME[_without_numbers(key)]
         if old.get(key) == new.get(key) or rule.kind == "free":
@@ -252,11 +254,11 @@ def compared(before: Plan, now: Plan, unlike: Unlike, same_rate: str = "") -> li
         refused = rule.kind == "refused" and (not rule.condition or bool(why))
         if rule.condition == "learning rate" and not refused and same_rate not in (one.why for one in found):
             why = same_rate
-        found.append(Change(key, *_unlike(old.get(key), new.get(key)), refused, why))
+        found.append(ResumeChange(key, *_unlike(old.get(key), new.get(key)), refused, why))
     for condition, key in _OF_FILES.items():
         why = unlike.get(condition, "")
         if why and not any(change.why == why for change in found):
-            found.append(Change(key, "as it was", "changed in its place", True, why))
+            found.append(ResumeChange(key, "as it was", "changed in its place", True, why))
     return found
 
 
@@ -338,7 +340,7 @@ def other_micro_batch(before: Plan, now: Plan) -> str:
     return f"routers are balanced, or experts filled, over {new} samples at a time, and were over {old}"
 
 
-def _refuse(path: Path, refused: Collection[Change]) -> None:
+def _refuse(path: Path, refused: Collection[ResumeChange]) -> None:
     if not refused:
         return
     told = [

@@ -34,7 +34,7 @@ class Stop:
         """Note the wish; this is all that a signal handler does."""
         self.signal = self.signal or name
 
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Ask this once a step. The first to see a signal of the rank itself also tells of it."""
         if self._line is not None and not self.signal and self._line.poll():
             with contextlib.suppress(EOFError, OSError):  # the parent is gone; that ends a rank by another way

@@ -29,17 +29,10 @@ import torch
 import torch.distributed as dist
 
 from tangram.errors import UserError
+from tangram.hardware.machine import pick_device
 from tangram.training.observe.events import Note
-from tangram.training.run.environment import Place, SaidElsewhere, place, speaks
-from tangram.training.run.launch import (
-    COLLECTIVE_TIMEOUT,
-    Rank,
-    RankError,
-    first_line,
-    leave,
-    pick_device,
-    threads_of_a_rank,
-)
+from tangram.training.run.environment import RankPlace, SaidElsewhere, place, speaks, started_by_torchrun
+from tangram.training.run.launch import COLLECTIVE_TIMEOUT, Rank, RankError, first_line, leave, threads_of_a_rank
 from tangram.training.run.signals import POLITE, Stop, on_signals
 
 Payload = TypeVar("Payload")
@@ -56,7 +49,7 @@ _FAILED = "failed"
 class Meeting:
     """Where the ranks of one attempt meet before, beside and after their process group."""
 
-    place: Place
+    place: RankPlace
     store: dist.Store
     """All keys under the word of this attempt."""
     works: int = 0
@@ -80,7 +73,7 @@ class Meeting:
         code, _, why = self.store.get(_FAILED).decode().split(" ", 2)
         return SaidElsewhere(int(code), why)
 
-    def told(self, error: BaseException) -> BaseException:
+    def inform(self, error: BaseException) -> BaseException:
         """What this rank is to raise: its error, or SaidElsewhere if it was not the first."""
         if isinstance(error, SaidElsewhere):
             return error
@@ -101,6 +94,11 @@ class Meeting:
                         break
 
 
+def together() -> contextlib.AbstractContextManager[Meeting | None]:
+    """Around all that a rank does: the meeting of torchrun's ranks, or None where nobody else started them."""
+    return met() if started_by_torchrun() else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def met() -> Generator[Meeting]:
     """Meet the other ranks that were started with this one, for as long as the job lasts.
@@ -119,7 +117,7 @@ def met() -> Generator[Meeting]:
         yield meeting
     except BaseException as error:
         _last_words()
-        what = meeting.told(error)
+        what = meeting.inform(error)
         meeting.part()
         if what is error:
             raise
@@ -127,7 +125,7 @@ def met() -> Generator[Meeting]:
     meeting.part()
 
 
-def _store(here: Place) -> dist.Store:
+def _store(here: RankPlace) -> dist.Store:
     """The store that torchrun holds, or that rank 0 holds where nobody else does."""
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=MEETING_SECONDS)))

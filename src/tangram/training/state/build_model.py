@@ -21,8 +21,9 @@ from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 from tangram.training.data import Tokens
 from tangram.training.mesh.world import World
-from tangram.training.objective.model_inputs import tell
+from tangram.training.objective.model_inputs import token_order
 from tangram.training.parallel.apply import apply, fill, freeze, give_storage, materialise
+from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.precision import keep_parameters
 from tangram.training.state.load_weights import load_pretrained
 
@@ -80,17 +81,18 @@ def has_dropout(config: PreTrainedConfig) -> bool:
     return any("drop" in name and isinstance(value, float) and value > 0 for name, value in fields.items())
 
 
-def build(plan: Plan, source: Source, world: World, *, values: bool) -> PreTrainedModel:
+def build(plan: Plan, source: Source, world: World, *, values: bool) -> ParallelModel:
     """This rank's part of the model. Without `values` only what no checkpoint holds has any."""
-    model = apply(build_on_meta(source.config), plan, world)
-    _fill(model, plan, source, world, world.device, values=values)
+    module = build_on_meta(source.config)
+    model = apply(module, plan, world)
+    _fill(module, plan, source, world, world.device, values=values)
     return model
 
 
-def build_whole(plan: Plan, source: Source, device: torch.device, *, values: bool = False) -> PreTrainedModel:
+def build_unsharded(plan: Plan, source: Source, device: torch.device, *, values: bool = False) -> PreTrainedModel:
     """The whole model in this process, its parameters in the type that the plan keeps them in."""
     model = build_on_meta(source.config)
-    tell(model, plan)
+    token_order(model, plan)  # raises where it does not attend as the plan says
     freeze(model, plan)
     keep_parameters(model, plan)
     _fill(model, plan, source, None, device, values=values)

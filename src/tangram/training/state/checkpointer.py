@@ -31,9 +31,9 @@ from tangram.relayout.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.training.mesh.buffers import refuse_unlike_saved
 from tangram.training.mesh.world import World
-from tangram.training.observe.events import Note, Saved, SaveFailed
+from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed
 from tangram.training.state.restore import describe, load
-from tangram.training.state.state import JobState, Places, Progress, entries
+from tangram.training.state.state import JobState, Progress, TensorPlaces, entries
 
 __all__ = ["Checkpointer", "JobState", "Progress", "describe", "load", "newest"]
 
@@ -54,7 +54,7 @@ class Checkpointer:
         self._keep = (f"last={plan.checkpoint.keep}", *plan.checkpoint.also)
         self._mesh = plan.mesh
         self._peers = world.peers if world is not None else Peers()
-        self._places, self._world = Places(plan, world), world
+        self._places, self._world = TensorPlaces(plan, world), world
         self._saver: AsyncSaver | None = None
         if plan.checkpoint.asynchronous:
             self._saver = AsyncSaver(folder, self._peers, Settings(keep=self._keep))
@@ -63,7 +63,7 @@ class Checkpointer:
         self._fenced: AdamW | None = None
         self._ring: Ring | None = None
         self._last: int | None = None
-        self._untold: list[Saved | SaveFailed | Note] = []
+        self._untold: list[CheckpointSaved | SaveFailed | Note] = []
 
     def prepare(self, state: JobState) -> None:
         """Take the memory for the copy and start what writes it, so that the first save costs no more than others."""
@@ -104,14 +104,14 @@ class Checkpointer:
         if self._saver is not None:
             self._saver.fence()
 
-    def poll(self) -> list[Saved | SaveFailed | Note]:
+    def poll(self) -> list[CheckpointSaved | SaveFailed | Note]:
         """What came of saves since the last call, on rank 0; the other ranks get nothing. Never waits."""
         for result in self._saver.poll() if self._saver is not None else ():
             self._take(result)
         told, self._untold = self._untold, []
         return told
 
-    def close(self) -> list[Saved | SaveFailed | Note]:
+    def close(self) -> list[CheckpointSaved | SaveFailed | Note]:
         """Wait for the save that is under way; what is still to be told."""
         for result in self._saver.close() if self._saver is not None else ():
             self._take(result)
@@ -177,7 +177,7 @@ class Checkpointer:
         finally:
             self.blocked_seconds += time.monotonic() - begun
         seconds = time.monotonic() - begun
-        self._tell(Saved(step, str(path), seconds, seconds, asynchronous=False))
+        self._tell(CheckpointSaved(step, str(path), seconds, seconds, asynchronous=False))
         if self._peers.index == 0:
             try:
                 retention.prune(retention.plan(self.folder, retention.parse(self._keep)))
@@ -198,11 +198,11 @@ class Checkpointer:
             self._tell(SaveFailed(result.step, result.reason))
         else:
             path = str(self.folder / result.path.name)
-            self._tell(Saved(result.step, path, result.blocked, result.seconds, asynchronous=True))
+            self._tell(CheckpointSaved(result.step, path, result.blocked, result.seconds, asynchronous=True))
         for note in result.notes:
             self._tell(Note(note))
 
-    def _tell(self, event: Saved | SaveFailed | Note) -> None:
+    def _tell(self, event: CheckpointSaved | SaveFailed | Note) -> None:
         if self._peers.index == 0:
             self._untold.append(event)
 

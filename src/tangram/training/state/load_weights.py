@@ -30,7 +30,7 @@ from tangram.schema.plan import Plan
 from tangram.training.mesh.world import World
 from tangram.training.objective.step_guard import is_finite
 from tangram.training.state import new_embedding_rows
-from tangram.training.state.state import Entry, JobState, Places, entries
+from tangram.training.state.state import Entry, JobState, TensorPlaces, entries
 
 HERE = "here"
 DEQUANTISE = "`tangram checkpoint convert DIR NEW --to hf --dequantise` makes a directory of them that can be trained"
@@ -67,7 +67,7 @@ def _planned(
     if (codes := next(matched(index.specs), None)) is not None:
         raise UserError(f'the weights in "{folder}" are quantised ({codes.members["codes"]} is codes): {DEQUANTISE}')
     targets = {
-        entry.name.removeprefix("model."): entry for entry in entries(JobState(model, None), Places(plan, world))
+        entry.name.removeprefix("model."): entry for entry in entries(JobState(model, None), TensorPlaces(plan, world))
     }
     # The directory is of the whole model; of a stage only what it has is read.
     whole = model if plan.pipeline is None else build_on_meta(cast(Any, model).config)
@@ -205,15 +205,15 @@ def _statement(
 
 
 def _cast(
-    folder: Path, sources: list[str], specs: Mapping[str, TensorSpec], wanted: str
+    folder: Path, sources: list[str], specs: Mapping[str, TensorSpec], target: str
 ) -> tuple[tuple[str, Any], ...]:
     """The option that rounds what is stored to the type of the parameter, where it has another one."""
     stored = specs[sources[0]].dtype
     for name in sources:
         dtype = specs[name].dtype
-        if dtype != wanted and (dtype not in ROUNDED or wanted not in ROUNDED):
+        if dtype != target and (dtype not in ROUNDED or target not in ROUNDED):
             raise UserError(
-                f'{name} in "{folder}" is stored as {dtype}, not as {wanted}: where the weights are quantised, '
+                f'{name} in "{folder}" is stored as {dtype}, not as {target}: where the weights are quantised, '
                 f"{DEQUANTISE}"
             )
         if dtype != stored:
@@ -221,4 +221,4 @@ def _cast(
                 f'{sources[0]} in "{folder}" is stored as {stored}, but {name}, which is a part of the same tensor, as '
                 f"{dtype}: convert both to one type"
             )
-    return (("cast", f"{stored}:{wanted}"),) if stored != wanted else ()
+    return (("cast", f"{stored}:{target}"),) if stored != target else ()

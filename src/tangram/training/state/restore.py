@@ -16,7 +16,7 @@ from tangram.errors import UserError
 from tangram.relayout import TensorSpec
 from tangram.schema.plan import Plan
 from tangram.training.mesh.world import World
-from tangram.training.state.state import JobState, Places, Progress, entries, frozen
+from tangram.training.state.state import JobState, Progress, TensorPlaces, entries, frozen
 
 
 def load(path: Path, state: JobState, plan: Plan, world: World | None) -> Progress:
@@ -28,7 +28,7 @@ def load(path: Path, state: JobState, plan: Plan, world: World | None) -> Progre
     """
     manifest = read_manifest(path)
     progress = _progress(path, manifest)
-    targets = entries(state, Places(plan, world))
+    targets = entries(state, TensorPlaces(plan, world))
     specs = {entry.name: entry.spec for entry in targets}
     stored = {name: tensor.spec for name, tensor in manifest.tensors.items() if _is_here(name, plan, world)}
     if state.optimiser is None:
@@ -103,11 +103,11 @@ def _refuse_other_frozen(path: Path, before: tuple[str, ...], now: tuple[str, ..
         )
 
 
-def _refuse_other_model(path: Path, found: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]) -> None:
-    differences = [f"it lacks {name}" for name in wanted if name not in found]
-    differences += [f"it has {name}" for name in found if name not in wanted]
-    for name in (name for name in wanted if name in found):
-        a, b = found[name], wanted[name]
+def _refuse_other_model(path: Path, found: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]) -> None:
+    differences = [f"it lacks {name}" for name in target if name not in found]
+    differences += [f"it has {name}" for name in found if name not in target]
+    for name in (name for name in target if name in found):
+        a, b = found[name], target[name]
         if a != b:
             differences.append(f"its {name} is {a.dtype} {list(a.shape)}, not {b.dtype} {list(b.shape)}")
     if differences:

@@ -63,7 +63,7 @@ class JobState:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor lies, as one rank sees it."""
 
     region: Region
@@ -76,34 +76,34 @@ class Place:
     """As an entry has it."""
 
 
-class Places:
+class TensorPlaces:
     """Where tensors lie on this rank, worked out once each. Without a world everything is whole in this process."""
 
     def __init__(self, plan: Plan, world: World | None) -> None:
         self._plan = plan
         self._world = world
-        self._known: dict[tuple[str, tuple[int, ...], bool], Place] = {}
+        self._known: dict[tuple[str, tuple[int, ...], bool], TensorPlace] = {}
 
-    def of(self, name: str, shape: tuple[int, ...], *, alike: bool) -> Place:
+    def of(self, name: str, shape: tuple[int, ...], *, alike: bool) -> TensorPlace:
         """The place of a tensor that lies like the parameter `name`, or else whole on every rank that has that."""
         known = self._known.get((name, shape, alike))
         if known is None:
             known = self._known[name, shape, alike] = self._found(name, shape, alike)
         return known
 
-    def _found(self, name: str, shape: tuple[int, ...], like: bool) -> Place:
+    def _found(self, name: str, shape: tuple[int, ...], like: bool) -> TensorPlace:
         if self._world is None:
-            return Place(Region.full(shape), (0,), "")
+            return TensorPlace(Region.full(shape), (0,), "")
         mesh, rank = self._world.mesh, self._world.index
         if not like:
             there = tuple(mesh.ranks(tuple((axis, at[0]) for axis, at in self._plan.held_at(name))))
-            return Place(Region.full(shape), there, "")
+            return TensorPlace(Region.full(shape), there, "")
         layout = bound_layout(self._plan, name, shape)
         alike, share = replicas(mesh, layout.axes, rank, layout.at), uneven_share(layout, mesh, rank)
-        return Place(region(layout, mesh, rank), alike, str(layout), share)
+        return TensorPlace(region(layout, mesh, rank), alike, str(layout), share)
 
 
-def entries(state: JobState, places: Places) -> list[Entry]:
+def entries(state: JobState, places: TensorPlaces) -> list[Entry]:
     """Every tensor of the state, as it lies on this rank."""
     reshard(state.model)  # after an evaluation some parameters stand there whole
     parameters = dict(state.model.named_parameters())
@@ -123,7 +123,7 @@ def entries(state: JobState, places: Places) -> list[Entry]:
     return found
 
 
-def _entry(name: str, tensor: Tensor, owner: str, places: Places, *, alike: bool = True) -> Entry:
+def _entry(name: str, tensor: Tensor, owner: str, places: TensorPlaces, *, alike: bool = True) -> Entry:
     """`owner`: the parameter (or buffer) whose ranks have it, and that it lies like if it is `alike`."""
     shape = tuple(tensor.shape)
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

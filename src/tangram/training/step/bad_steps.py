@@ -54,7 +54,7 @@ def _documents(corpus: Corpus, plan: Plan, source: int, window: int) -> list[int
     return list(range(int(low), int(high) + 1))
 
 
-def told_of(
+def located(
     error: AstrayError, folder: Path | None, corpus: Corpus, plan: Plan, world: World, progress: Progress
 ) -> AstrayError:
     """The error with the step, and the file that says what it was trained on, which is there when this returns.

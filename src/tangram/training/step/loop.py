@@ -14,44 +14,39 @@ bit for bit.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW
 
 from tangram.errors import UserError
 from tangram.hardware.machine import resident_mb
 from tangram.schema.plan import Plan
-from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, held_out_batches, step_batches
+from tangram.training.data import Corpus, RankBatches, step_batches
 from tangram.training.mesh import buffers
-from tangram.training.mesh.check_replicas import refuse_unlike_gradients
+from tangram.training.mesh.buffers import refuse_unlike_gradients
 from tangram.training.mesh.drawing import Draws, drawing
-from tangram.training.mesh.tensor_parallel import Lies, derived_of
+from tangram.training.mesh.tensor_parallel import ResultPlacement
 from tangram.training.mesh.world import World
-from tangram.training.objective.expert_capacity import capacity_of
 from tangram.training.objective.expert_loads import Loads
-from tangram.training.objective.loss import leaving, lies_of, token_loss
-from tangram.training.objective.model_inputs import given
-from tangram.training.objective.router_loss import routers_of
-from tangram.training.objective.step_guard import AstrayError, Guard, guard_for, must_be_finite
-from tangram.training.observe.events import Evaluated, Skipped, StepDone
-from tangram.training.parallel.fsdp import resharded, step_shards_of
-from tangram.training.parallel.pipeline import Pipeline, parts_of, pipeline_of
+from tangram.training.objective.loss import token_loss
+from tangram.training.objective.model_inputs import model_inputs
+from tangram.training.objective.step_guard import AstrayError, Guard, guard_for
+from tangram.training.observe.events import Evaluated, StepDone, StepSkipped
+from tangram.training.parallel.model import ParallelModel
+from tangram.training.parallel.model_part import ModelPart
+from tangram.training.parallel.pipeline import PipelineRun
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
-from tangram.training.step.bad_steps import told_of, write_samples
+from tangram.training.step.bad_steps import located, write_samples
+from tangram.training.step.evaluate import LossSum, held_out_loss, loss_of, sum_over
 from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, set_lr, square_sum
-
-LossSum = Callable[[nn.Module, Batch], Tensor]
-"""The loss of a batch, summed over its counted tokens."""
 
 
 @dataclass(frozen=True)
-class Costs:
+class StepCosts:
     """What a step computes and what the devices could, for the progress line; 0 is unknown."""
 
     flops_per_sample: float = 0.0
@@ -63,7 +58,7 @@ class Hooks:
     """What the loop tells and asks: where events go, whether to stop, what happens around a step."""
 
     emit: Callable[[object], None]
-    stop_asked: Callable[[], bool]
+    stop_requested: Callable[[], bool]
     after_step: Callable[[], None] = lambda: None
     folder: Path | None = None
     """Of the run: where it is written what a step was trained on that has gone astray."""
@@ -81,75 +76,57 @@ class Trained:
 
 
 def train_steps(
+    model: ParallelModel,
     state: JobState,
     corpus: Corpus,
-    plan: Plan,
-    world: World,
     checkpointer: Checkpointer,
     hooks: Hooks,
-    costs: Costs = Costs(),
+    costs: StepCosts = StepCosts(),
 ) -> Trained:
-    """Train from where `state` stands until the plan's steps or its time are used up, or somebody asks to stop."""
-    model, optimiser = state.model, state.optimiser
-    if optimiser is None:
-        raise ValueError("a state without an optimiser cannot be trained")
-    model.train()
+    """Train from where `state` stands until the plan's steps or its time are used up, or somebody asks to stop.
+
+    `state`: of the model's module.
+    """
+    plan, world, optimiser = model.plan, model.world, state.optimiser
+    if optimiser is None or state.model is not model.module:
+        raise ValueError("a state without an optimiser, or of another model, cannot be trained")
+    model.module.train()
     started = time.monotonic()
     first, before = state.progress.step, state.progress.seconds
     losses: list[float] = []
     stopped: str | None = None
     tokens = 0
-    loads = Loads(parts_of(model), world.device, plan.run.count_experts)
+    loads = Loads([part.module for part in model.parts], world.device, plan.run.count_experts)
     guard = Guard(plan, state.progress.scale, state.progress.good, state.progress.skipped)
     while state.progress.step < plan.run.steps and stopped is None:
         step = state.progress.step
-        batches = step_batches(
-            corpus,
-            plan.data,
-            seed=plan.seed,
-            first_sample=state.progress.samples,
-            index=world.data_index,
-            size=world.data_size,
-            micro_steps=plan.micro_steps,
-            device=world.device,
-        )
+        batches = _batches(corpus, state.progress, plan, world)
         late = world.index == 0 and time.monotonic() - started >= plan.run.max_seconds
         lr = lr_at(step, plan.run.steps, plan.optimiser)
-        asks = (late, hooks.stop_asked())
+        stops = (late, hooks.stop_requested())
         try:
-            done = train_step(
-                model, optimiser, batches, plan, world, lr=lr, asks=asks, check=step == first, guard=guard
-            )
+            done = train_step(model, optimiser, batches, lr=lr, stop_requests=stops, check=step == first, guard=guard)
         except AstrayError as error:
-            raise told_of(error, hooks.folder, corpus, plan, world, state.progress) from error
+            raise located(error, hooks.folder, corpus, plan, world, state.progress) from error
         losses.append(done.loss)
         tokens += batches.counted
         seconds = time.monotonic() - started
-        state.progress = replace(
-            state.progress,
-            step=step + 1,
-            samples=state.progress.samples + plan.data.global_batch,
-            tokens=state.progress.tokens + batches.counted,
-            seconds=before + seconds,
-            scale=guard.scale.value if guard.scaled else 0.0,
-            good=guard.scale.good,
-            skipped=guard.skipped,
-        )
+        state.progress = _advanced(state.progress, batches.counted, plan, guard, before + seconds)
         if world.index == 0:
             if done.skipped is not None:
                 hooks.emit(skipped_event(done, hooks.folder, corpus, plan, state.progress, guard))
             else:
-                hooks.emit(_told(plan, costs, done, step + 1, first + 1, lr, batches.counted, seconds, guard))
+                hooks.emit(_event_of(plan, costs, done, step + 1, first + 1, batches.counted, seconds, guard))
         loads.after(step + 1, batches.micro, world, hooks.emit)
-        stopped = "signal" if done.asked[1] else "time" if done.asked[0] else None
+        stopped = "signal" if done.stop_requests[1] else "time" if done.stop_requests[0] else None
         last = stopped is not None or step + 1 == plan.run.steps
         if done.skipped is None:
             state.metrics["loss"] = done.loss
         if not last and plan.data.held_out and _due(step + 1, plan.run.evaluate_every):
-            loss = state.metrics["held_out_loss"] = held_out_loss(model, corpus, plan, world)
+            loss = state.metrics["held_out_loss"] = held_out_loss(model, corpus)
             if world.index == 0:
                 hooks.emit(Evaluated(step + 1, loss, time.monotonic() - started))
-            model.train()
+            model.module.train()
         if not last and _due(step + 1, plan.checkpoint.every_steps):
             checkpointer.save(state)
         for event in checkpointer.poll():
@@ -159,13 +136,39 @@ def train_steps(
     return Trained(tuple(losses), tokens, time.monotonic() - started, stopped)
 
 
-def _told(
+def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World) -> RankBatches:
+    """This rank's micro-batches of the next step."""
+    return step_batches(
+        corpus,
+        plan.data,
+        seed=plan.seed,
+        first_sample=progress.samples,
+        index=world.data_index,
+        size=world.data_size,
+        micro_steps=plan.micro_steps,
+        device=world.device,
+    )
+
+
+def _advanced(progress: Progress, counted: int, plan: Plan, guard: Guard, seconds: float) -> Progress:
+    """By a step that has counted so many tokens. `seconds`: over all runs."""
+    return Progress(
+        step=progress.step + 1,
+        samples=progress.samples + plan.data.global_batch,
+        tokens=progress.tokens + counted,
+        seconds=seconds,
+        scale=guard.scale.value if guard.scaled else 0.0,
+        good=guard.scale.good,
+        skipped=guard.skipped,
+    )
+
+
+def _event_of(
     plan: Plan,
-    costs: Costs,
+    costs: StepCosts,
     done: "StepResult",
     step: int,
     first: int,
-    lr: float,
     tokens: int,
     seconds: float,
     guard: Guard,
@@ -178,7 +181,7 @@ def _told(
         gradient_norm=done.norm,
         router_loss=done.router_loss,
         dropped=done.dropped,
-        lr=lr,
+        lr=lr_at(step - 1, plan.run.steps, plan.optimiser),
         tokens=tokens,
         seconds=seconds,
         first=first,
@@ -193,7 +196,7 @@ def _told(
 
 def skipped_event(
     done: "StepResult", folder: Path | None, corpus: Corpus, plan: Plan, progress: Progress, guard: Guard
-) -> Skipped:
+) -> StepSkipped:
     """A step that was not applied, and where its samples are written; those of an overflow are not.
 
     `progress`: as it is after the step. Samples that cannot be written stop nothing: the event says why.
@@ -205,7 +208,7 @@ def skipped_event(
             path = str(write_samples(folder, corpus, plan, progress.step - 1, first, reason))
         except (OSError, UserError) as failure:
             reason = f"{reason}; its samples could not be written: {failure}"
-    return Skipped(progress.step, reason, guard.skipped, path)
+    return StepSkipped(progress.step, reason, guard.skipped, path)
 
 
 def _due(step: int, every: int) -> bool:
@@ -218,7 +221,7 @@ class StepResult:
 
     loss: float
     norm: float
-    asked: tuple[bool, ...]
+    stop_requests: tuple[bool, ...]
     skipped: str | None = None
     """Why the step was not applied; None: it was."""
     astray: bool = False
@@ -230,100 +233,99 @@ class StepResult:
 
 
 def train_step(
-    model: nn.Module,
+    model: ParallelModel,
     optimiser: AdamW,
     batches: RankBatches,
-    plan: Plan,
-    world: World,
     *,
     lr: float,
     loss_sum: LossSum | None = None,
-    asks: tuple[bool, ...] = (),
+    stop_requests: tuple[bool, ...] = (),
     check: bool = False,
     guard: Guard | None = None,
 ) -> StepResult:
     """One step on a global batch; `loss_sum` is next-token prediction unless said otherwise.
 
-    `asks` are wishes of single ranks, of which all ranks learn. `check` compares the gradients that tensor-parallel
-    ranks should have in common. `guard` judges whether the step is applied; in float16, where it scales the loss, one
-    has to be given to all steps. Raises AstrayError, a FloatingPointError, where the plan stops at a loss or a norm
-    that is not finite or has diverged, before anything is updated.
+    `stop_requests` are those of single ranks, of which all ranks learn. `check` compares the gradients that
+    tensor-parallel ranks should have in common. `guard` judges whether the step is applied; in float16, where it
+    scales the loss, one has to be given to all steps. Raises AstrayError, a FloatingPointError, where the plan stops
+    at a loss or a norm that is not finite or has diverged, before anything is updated.
     """
+    plan, world = model.plan, model.world
     guard = guard_for(plan, guard)
     scale = guard.scale.value
     optimiser.zero_grad()
-    parts = parts_of(model)
-    before = buffers.before_step(parts)
-    part = backward(model, batches, loss_sum or next_token_loss, plan.seed, scale)
-    for some in parts:
-        if (derived := derived_of(some)) is not None:
-            derived.sum_gradients()
-    buffers.synchronise(parts, before, world)
+    modules = [part.module for part in model.parts]
+    before = buffers.before_step(modules)
+    loss_part = backward(model, batches, loss_sum, scale)
+    model.sum_gradients()
+    buffers.synchronise(modules, before, world)
     if check and world.model_size > 1:
-        refuse_unlike_gradients(model, world)
-    gradients = local_gradients(model)
-    sums = torch.zeros(4 + len(asks), dtype=torch.float64, device=world.device)
-    sums[0] = part / world.model_size  # the ranks of model axes have all computed the same part
+        refuse_unlike_gradients(model.module, world)
+    gradients = local_gradients(model.module)
+    sums = torch.zeros(4 + len(stop_requests), dtype=torch.float64, device=world.device)
+    sums[0] = loss_part / world.model_size  # the ranks of model axes have all computed the same part
     sums[1] = square_sum(gradients, world.size // world.stages)
-    for some in parts:
-        if (routers := routers_of(some)) is not None:
-            sums[2] += routers.taken()
-        if (capacity := capacity_of(some)) is not None:
-            sums[3] += capacity.taken() * world.stages / world.size  # all ranks of a stage have the same
-    sums[4:] = torch.tensor(asks, dtype=torch.float64, device=world.device)
-    loss, square, of_routers, dropped, *asked = sum_over(world.group, sums)
+    for part in model.parts:
+        if part.routers is not None:
+            sums[2] += part.routers.pop_loss()
+        if part.capacity is not None:
+            sums[3] += part.capacity.pop_dropped() * world.stages / world.size  # all ranks of a stage have the same
+    sums[4:] = torch.tensor(stop_requests, dtype=torch.float64, device=world.device)
+    loss, square, of_routers, dropped, *wishes = sum_over(world.group, sums)
     norm = math.sqrt(square) / scale if square >= 0 else math.nan
-    asked = tuple(wish > 0 for wish in asked)
+    stops = tuple(wish > 0 for wish in wishes)
     strayed = guard.astray
     if (reason := guard.judge(loss, norm)) is not None:
-        buffers.undo(parts, before)
-        return StepResult(loss, norm, asked, reason, guard.astray > strayed, of_routers, dropped)
+        buffers.undo(modules, before)
+        return StepResult(loss, norm, stops, reason, guard.astray > strayed, of_routers, dropped)
     clip(gradients, norm, plan.optimiser.clip_norm, scale)
     set_lr(optimiser, lr)
     optimiser.step()
-    return StepResult(loss, norm, asked, router_loss=of_routers, dropped=dropped)
+    return StepResult(loss, norm, stops, router_loss=of_routers, dropped=dropped)
 
 
-def backward(model: nn.Module, batches: RankBatches, loss_sum: LossSum, seed: int, scale: float = 1.0) -> Tensor:
+def backward(model: ParallelModel, batches: RankBatches, loss_sum: LossSum | None = None, scale: float = 1.0) -> Tensor:
     """Add the gradients of this rank's micro-batches; its part of the global batch's loss, a float64 scalar.
 
     The gradients are `scale` times as large; a power of two rounds nothing.
     """
-    pipeline = pipeline_of(model)
-    with drawing(parts_of(model), seed, batches) as draws:
-        if pipeline is not None:
-            return _backward_of_stage(pipeline, batches, loss_sum, draws, scale)
-        return _backward_of_model(model, batches, loss_sum, draws, scale)
+    with drawing(model.draw_sources, model.plan.seed, batches) as draws:
+        if model.pipeline is not None:
+            return _backward_of_stage(model.pipeline, batches, loss_sum, draws, scale)
+        return _backward_of_model(model.parts[0], batches, loss_sum, draws, scale)
 
 
-def _backward_of_model(model: nn.Module, batches: RankBatches, loss_sum: LossSum, draws: Draws, scale: float) -> Tensor:
-    parts: list[Tensor] = []
-    shards, routers, capacity = step_shards_of(model), routers_of(model), capacity_of(model)
+def _backward_of_model(
+    part: ModelPart, batches: RankBatches, loss_sum: LossSum | None, draws: Draws, scale: float
+) -> Tensor:
+    losses: list[Tensor] = []
+    routers, capacity = part.routers, part.capacity
     for micro, batch in enumerate(batches.micro):
-        draws.begin(model, micro)
-        if shards is not None:
-            shards.before(last=micro + 1 == len(batches.micro))
+        draws.begin(micro)
+        if part.data_parallel is not None:
+            part.data_parallel.before(last=micro + 1 == len(batches.micro))
         if capacity is not None:
-            capacity.before(given(model, batch))
-        loss = whole = loss_sum(model, batch) / max(1, batches.counted)
+            capacity.before(model_inputs(part.tokens, batch))
+        loss = trained = loss_of(part, batch, loss_sum) / max(1, batches.counted)
         if routers is not None:
-            whole = loss + routers.loss(routers.sums(given(model, batch).batch.labels_BS), batches.counted)
-        (whole * scale if scale != 1 else whole).backward()
+            ordered = model_inputs(part.tokens, batch).batch
+            trained = loss + routers.loss(routers.sums(ordered.labels_BS), batches.counted)
+        (trained * scale if scale != 1 else trained).backward()
         if routers is not None:
             routers.forget()
-        parts.append(loss.detach())
-    return _summed(parts, batches.micro[0].inputs_BS.device)
+        losses.append(loss.detach())
+    return _summed(losses, batches.micro[0].inputs_BS.device)
 
 
 def _backward_of_stage(
-    pipeline: Pipeline, batches: RankBatches, loss_sum: LossSum, draws: Draws, scale: float
+    pipeline: PipelineRun, batches: RankBatches, loss_sum: LossSum | None, draws: Draws, scale: float
 ) -> Tensor:
     """The same for a stage; its part of the loss is nothing but on the last."""
-    if loss_sum is not next_token_loss:
+    if loss_sum is not None:
         raise UserError("stages of a pipeline are trained on the next token: this version takes no loss of one's own")
 
-    def loss(logits_BSV: Tensor, labels_BS: Tensor, lies: Lies | None) -> Tensor:
-        return token_loss(logits_BSV, labels_BS, lies) * (scale / max(1, batches.counted))
+    def loss(logits_BSV: Tensor, labels_BS: Tensor, placement: ResultPlacement | None) -> Tensor:
+        return token_loss(logits_BSV, labels_BS, placement) * (scale / max(1, batches.counted))
 
     losses = pipeline.backward(batches.micro, loss, draws, lambda r, sums: r.loss(sums, batches.counted) * scale)
     return _summed(losses, batches.micro[0].inputs_BS.device) / scale
@@ -331,67 +333,3 @@ def _backward_of_stage(
 
 def _summed(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([*parts]).double().sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
-
-
-def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The cross-entropy in nats of the next token, summed over the tokens that count.
-
-    Of a derived model the logits stay in parts (`training.objective.loss`).
-    """
-    seen = given(model, batch)
-    with leaving(model):
-        logits: Tensor = model(input_ids=seen.batch.inputs_BS, use_cache=False, **seen.told).logits
-    return token_loss(logits, seen.batch.labels_BS, lies_of(model))
-
-
-def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """A Hugging Face model's logits, whole and in the order of the batch.
-
-    Of a stage of a pipeline without gradients, and on every stage.
-    """
-    if (pipeline := pipeline_of(model)) is not None:
-        return pipeline.logits(batch)
-    seen = given(model, batch)
-    return seen.in_order(model(input_ids=seen.batch.inputs_BS, use_cache=False, **seen.told).logits)
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], world: World | None, loss_sum: LossSum | None = None) -> float:
-    """The mean loss per counted token over all DP ranks' batches; without a world, over these alone."""
-    model.eval()
-    totals: Tensor | None = None
-    for batch in batches:
-        loss = _loss_of(model, batch, loss_sum).double()
-        counted = (batch.labels_BS != IGNORE).sum().double()
-        if (pipeline := pipeline_of(model)) is not None and not pipeline.is_last:
-            counted = torch.zeros_like(counted)
-        pair = torch.stack([loss, counted])
-        totals = pair if totals is None else totals + pair
-    if totals is None:
-        raise ValueError("there is no batch to evaluate")
-    total, counted = sum_over(world.group if world else None, totals)  # of tensor-parallel ranks both are multiples
-    return total / counted
-
-
-def _loss_of(model: nn.Module, batch: Batch, loss_sum: LossSum | None) -> Tensor:
-    """The summed loss of a batch; of a stage that is not the last, 0."""
-    if (pipeline := pipeline_of(model)) is not None:
-        losses = pipeline.losses([batch], token_loss)
-        return losses[0] if losses else torch.zeros((), device=batch.inputs_BS.device)
-    return (loss_sum or next_token_loss)(model, batch)
-
-
-def held_out_loss(model: nn.Module, corpus: Corpus, plan: Plan, world: World) -> float:
-    """The held-out loss, measured by all ranks together."""
-    batches = held_out_batches(corpus, plan.data, index=world.data_index, size=world.data_size, device=world.device)
-    with resharded(model):
-        loss = evaluate(model, batches, world)
-    must_be_finite("the held-out loss", loss)
-    return loss
-
-
-def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> list[float]:
-    """Each value summed over the ranks of a group, which get the same numbers."""
-    if group is not None:
-        dist.all_reduce(values, group=group)
-    return cast("list[float]", values.tolist())

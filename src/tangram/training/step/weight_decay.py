@@ -42,7 +42,7 @@ _SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Group:
+class DecayGroup:
     """Parameters that decay or do not, for one reason."""
 
     why: str
@@ -81,14 +81,14 @@ def _is_bias_of(one: nn.Parameter, other: nn.Parameter) -> bool:
     return len(weights) == len(shape) + 1 and weights[:-2] == shape[:-1] and shape[-1] in weights[-2:]
 
 
-def groups(model: nn.Module, plan: OptimiserPlan) -> list[Group]:
+def groups(model: nn.Module, plan: OptimiserPlan) -> list[DecayGroup]:
     """The groups of a model: those that decay first, then the others by reason."""
     whys, sizes = why_not(model, plan), {name: one.numel() for name, one in model.named_parameters()}
-    found: list[Group] = []
+    found: list[DecayGroup] = []
     for why in sorted(set(whys.values())):
         names = [name for name, own in whys.items() if own == why]
         folded = tuple(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
-        found.append(Group(why, folded, len(names), sum(sizes[name] for name in names)))
+        found.append(DecayGroup(why, folded, len(names), sum(sizes[name] for name in names)))
     return found
 
 
@@ -102,7 +102,7 @@ def rows(plan: Job) -> list[tuple[str, str]]:
     return list(_rows(groups(model, plan.optimiser), plan.optimiser.weight_decay))
 
 
-def _rows(found: list[Group], decay: float) -> Iterator[tuple[str, str]]:
+def _rows(found: list[DecayGroup], decay: float) -> Iterator[tuple[str, str]]:
     for group in found:
         what = f"no weight decay: {group.why}" if group.why else f"weight decay {decay:g}"
         more = f" and {len(group.names) - _SHOWN} more" if len(group.names) > _SHOWN else ""

@@ -49,10 +49,7 @@ def words_of(ranked: Ranked) -> str:
 
 def _entry(ranked: Ranked, trial: Trial, before: History, here: Here, name: str) -> Entry:
     assert ranked.estimate is not None  # of a plan that fits
-    return entry_of(
-        ranked.taken, ranked.estimate, here, before, kind="trial", name=name, outcome=trial.outcome,
-        seconds=trial.seconds, used=trial.used, why=trial.why,
-    )  # fmt: skip
+    return entry_of(ranked.taken, ranked.estimate, here, before, trial, kind="trial", name=name)
 
 
 def _outcome(ranked: Ranked, trial: Trial) -> str:

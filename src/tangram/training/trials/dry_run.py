@@ -47,12 +47,9 @@ from tangram.relayout.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.schema.schedule_table import Action, Kind, Schedule, kept
 from tangram.training.data import Batch, RankBatches, list_files, load_tokens
-from tangram.training.mesh.tensor_parallel import derived_of
-from tangram.training.mesh.world import World, make_world
-from tangram.training.objective.expert_capacity import capacity_of
-from tangram.training.objective.router_loss import routers_of
+from tangram.training.mesh.world import make_world
 from tangram.training.parallel.apply import apply, freeze, give_storage
-from tangram.training.parallel.pipeline import parts_of, pipeline_of
+from tangram.training.parallel.model import ParallelModel
 from tangram.training.state.build_model import source_of
 from tangram.training.step import loop
 from tangram.training.step.optimiser_step import clip, local_gradients, make_adamw, square_sum
@@ -65,7 +62,7 @@ parameters that FSDP has put together, with its buffers; all else, which is acti
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RankTraffic:
     """Collectives of one kind over one axis that a rank takes part in, in a step."""
 
     axis: str
@@ -86,7 +83,7 @@ class Needs:
     """Bytes at the highest moment, by `KINDS`."""
     kept: float
     """Micro-batches whose activations it keeps at a time, at most."""
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[RankTraffic, ...]
 
     @property
     def peak(self) -> float:
@@ -95,7 +92,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Run:
+class CountedRun:
     """A step that is counted: so many micro-batches, of which a stage of a pipeline keeps so many at a time."""
 
     micros: int
@@ -103,10 +100,10 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedStep:
     """What one such step took."""
 
-    run: Run
+    run: CountedRun
     memory: Mapping[str, int]
     times: Mapping[tuple[str, str], int]
     nbytes: Mapping[tuple[str, str], float]
@@ -129,7 +126,7 @@ def dry_run(plan: Plan, tell: Callable[[str], None] = lambda text: None) -> tupl
     model = build_on_meta(source.config)
     freeze(model, plan)
     legal(plan, model)
-    known: dict[object, list[Counted]] = {}
+    known: dict[object, list[CountedStep]] = {}
     found: list[Needs] = []
     for place, alive in enumerate(_kept(plan)):
         rank, kind = _first_rank(plan, place), _kind(plan, model, place)
@@ -163,13 +160,13 @@ def _kind(plan: Plan, model: nn.Module, place: int) -> object:
     return place == 0, place == plan.stage_ranks - 1, tuple(own)
 
 
-def _needs(plan: Plan, counted: Sequence[Counted], rank: int, place: int, alive: float) -> Needs:
+def _needs(plan: Plan, counted: Sequence[CountedStep], rank: int, place: int, alive: float) -> Needs:
     """Of a whole step, from two that differ by a micro-batch; from one where there is but one."""
     first, last = counted[0], counted[-1]
     more = (plan.micro_steps - first.run.micros) / max(1, last.run.micros - first.run.micros)
     full = (alive - first.run.kept) / (last.run.kept - first.run.kept) if last.run.kept > first.run.kept else 1.0
     traffic = [
-        Traffic(*key, round(before + more * (times - before)), nbytes + more * (last.nbytes[key] - nbytes))
+        RankTraffic(*key, round(before + more * (times - before)), nbytes + more * (last.nbytes[key] - nbytes))
         for key, times in last.times.items()
         for before, nbytes in [(first.times.get(key, 0), first.nbytes.get(key, 0.0))]
     ]
@@ -177,61 +174,61 @@ def _needs(plan: Plan, counted: Sequence[Counted], rank: int, place: int, alive:
     return Needs(rank, place, memory, alive, tuple(sorted(traffic, key=lambda one: -one.nbytes)))
 
 
-def _runs(plan: Plan) -> tuple[Run, ...]:
+def _runs(plan: Plan) -> tuple[CountedRun, ...]:
     if plan.pipeline is not None:
-        return Run(2, 1), Run(3, 2)
-    return (Run(1, 1), Run(2, 1)) if plan.micro_steps > 1 else (Run(1, 1),)
+        return CountedRun(2, 1), CountedRun(3, 2)
+    return (CountedRun(1, 1), CountedRun(2, 1)) if plan.micro_steps > 1 else (CountedRun(1, 1),)
 
 
-def counted_alone(plan: Plan, source: Source, rank: int) -> list[Counted]:
+def counted_alone(plan: Plan, source: Source, rank: int) -> list[CountedStep]:
     """The steps of one rank, of which there is no other and nothing has memory."""
     cpu = torch.device("cpu")
     with _fake_ranks(plan.ranks, rank) as group:
         world = make_world(plan, rank, cpu, group, Peers())
         model = apply(build_on_meta(source.config), plan, world)
-        with FakeTensorMode(allow_non_fake_inputs=True), said_of_values():
-            give_storage(model, cpu)
-            return counted_steps(model, plan, world)
+        with FakeTensorMode(allow_non_fake_inputs=True), refusing_values():
+            give_storage(model.module, cpu)
+            return counted_steps(model)
 
 
-def counted_steps(model: nn.Module, plan: Plan, world: World) -> list[Counted]:
+def counted_steps(model: ParallelModel) -> list[CountedStep]:
     """The steps of a rank whose model has storage, of whatever kind. Collective."""
-    optimiser = make_adamw(model, plan.optimiser, plan.precision.masters)
-    model.train()
+    plan, module = model.plan, model.module
+    optimiser = make_adamw(module, plan.optimiser, plan.precision.masters)
+    module.train()
     with Tally() as tally:
-        tally.watch(_local([*model.parameters(), *model.buffers()]))
-        for parameter in model.parameters():
+        tally.watch(_local([*module.parameters(), *module.buffers()]))
+        for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimiser.step()  # makes its states
         optimiser.zero_grad()
-        found: list[Counted] = []
+        found: list[CountedStep] = []
         for run in _runs(plan):
-            if (pipeline := pipeline_of(model)) is not None:
-                pipeline.actions = partial(in_turn, plan.rank_of_stage, run.kept)
+            if model.pipeline is not None:
+                model.pipeline.actions = partial(in_turn, plan.rank_of_stage, run.kept)
             tally.begin()
-            gradients = _step(model, optimiser, plan, world, run.micros, tally)
+            gradients = _step(model, optimiser, run.micros, tally)
             optimiser.zero_grad()
             states = [x for state in optimiser.state.values() for x in state.values() if isinstance(x, Tensor)]
             lasting = {  # asked after the step: FSDP changes where parameters lie at its first one
-                "parameters": tally.watch(_local([*model.parameters(), *model.buffers()])),
+                "parameters": tally.watch(_local([*module.parameters(), *module.buffers()])),
                 "gradients": gradients,
                 "optimiser": tally.watch(_local(states)),
             }
-            found.append(_sorted_out(run, tally, lasting, _axes_of_groups(world, model)))
+            found.append(_sorted_out(run, tally, lasting, _axes_of_groups(model)))
     return found
 
 
-def _step(model: nn.Module, optimiser: AdamW, plan: Plan, world: World, micros: int, tally: Tally) -> list[int]:
+def _step(model: ParallelModel, optimiser: AdamW, micros: int, tally: Tally) -> list[int]:
     """As `loop.train_step`, but for what reads a value; the numbers of the gradients' storages."""
+    plan, world = model.plan, model.world
     rows, length = plan.data.micro_batch, plan.data.sequence
     ids_BS = torch.zeros(rows, length, dtype=torch.long)
     batch = Batch(ids_BS, ids_BS.clone(), None if plan.data.packing == "single" else ids_BS.clone())
     batches = RankBatches((batch,) * micros, rows * length, tuple(range(micros)))
-    part = loop.backward(model, batches, loop.next_token_loss, plan.seed)
-    for some in parts_of(model):
-        if (derived := derived_of(some)) is not None:
-            derived.sum_gradients()
-    gradients = local_gradients(model)
+    part = loop.backward(model, batches)
+    model.sum_gradients()
+    gradients = local_gradients(model.module)
     sums = torch.stack([part, square_sum(gradients, world.size // world.stages)])
     dist.all_reduce(sums, group=world.group)
     clip(gradients, math.inf, plan.optimiser.clip_norm)
@@ -240,7 +237,9 @@ def _step(model: nn.Module, optimiser: AdamW, plan: Plan, world: World, micros: 
     return numbers
 
 
-def _sorted_out(run: Run, tally: Tally, known: Mapping[str, Sequence[int]], axes: Mapping[str, str]) -> Counted:
+def _sorted_out(
+    run: CountedRun, tally: Tally, known: Mapping[str, Sequence[int]], axes: Mapping[str, str]
+) -> CountedStep:
     """Bytes at the peak by what they were, collectives by axis."""
     kinds = {number: kind for kind, numbers in {"gathered": [*tally.gathered], **known}.items() for number in numbers}
     memory: dict[str, int] = dict.fromkeys(KINDS, 0)
@@ -252,22 +251,23 @@ def _sorted_out(run: Run, tally: Tally, known: Mapping[str, Sequence[int]], axes
         key = axes.get(one.group, "other ranks"), one.kind
         times[key] += count
         moved[key] += tally.step.nbytes[one]
-    return Counted(run, memory, times, moved)
+    return CountedStep(run, memory, times, moved)
 
 
 def _local(found: Sequence[Tensor]) -> list[Tensor]:
     return [x.to_local() if isinstance(x, DTensor) else x for x in found]
 
 
-def _axes_of_groups(world: World, model: nn.Module) -> dict[str, str]:
+def _axes_of_groups(model: ParallelModel) -> dict[str, str]:
     """What the groups of a world are called in its mesh, and those that a derived model has made over several axes."""
+    world = model.world
     dims = zip(world.devices.mesh_dim_names or (), world.axes.in_order, strict=True)
     names = {dim: " x ".join(own) for dim, own in dims}
     found = {world.devices.get_group(dim).group_name: name for dim, name in names.items()}
-    several = [derived.together for some in parts_of(model) if (derived := derived_of(some)) is not None]
+    several = [part.derived.together for part in model.parts if part.derived is not None]
     found |= {group.group_name: " x ".join(axes) for own in several for axes, group in own.items()}
     name = " x ".join(axis for own in world.axes.in_order[1:] for axis in own)
-    watching = [watch for some in parts_of(model) for watch in (routers_of(some), capacity_of(some))]
+    watching = [watch for part in model.parts for watch in (part.routers, part.capacity)]
     stage = {watch.group.group_name: name for watch in watching if watch is not None}
     # An axis over all of them has the world's own group, and that of a stage may be an axis's.
     return {**stage, world.group.group_name: "all ranks", **found}
@@ -302,7 +302,7 @@ def _fake_ranks(count: int, rank: int) -> Generator[dist.ProcessGroup]:
 
 
 @contextmanager
-def said_of_values() -> Generator[None]:
+def refusing_values() -> Generator[None]:
     """A UserError where something reads a tensor's value, which is not there."""
     try:
         yield

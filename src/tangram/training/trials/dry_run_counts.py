@@ -70,7 +70,7 @@ class Collective:
 
 
 @dataclass
-class Step:
+class TallyStep:
     """What happened in one stretch of a run."""
 
     times: Counter[Collective] = field(default_factory=Counter[Collective])
@@ -87,7 +87,7 @@ class Tally(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.step = Step()
+        self.step = TallyStep()
         self._sizes: dict[int, int] = {}
         self._refs: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}  # of a storage, by its address while it is alive
@@ -112,7 +112,7 @@ class Tally(TorchDispatchMode):
     def begin(self) -> None:
         """Count a new stretch. What is in use stays so."""
         self._read_again()
-        self.step = Step()
+        self.step = TallyStep()
         self._note_peak()
 
     def watch(self, tensors: Iterable[Tensor]) -> list[int]:

@@ -6,48 +6,33 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-import torch
-
 from tangram.errors import UserError
-from tangram.hardware.machine import usable_cores
-from tangram.hardware.rates import Rates, rates
+from tangram.hardware.machine import pick_device
+from tangram.hardware.rates import rates
 from tangram.planner.cost import history
 from tangram.planner.cost.history import Entry, History
 from tangram.planner.cost.history_correction import Here, likely
-from tangram.planner.local import estimate
 from tangram.planner.local.estimate import Estimate
 from tangram.planner.local.rerank import asked_of
+from tangram.planner.local.trials import Trial
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
 from tangram.training.observe.events import Note
 from tangram.training.observe.summary import Summary
-from tangram.training.run.launch import RankError, pick_device
+from tangram.training.run.launch import RankError
 from tangram.training.run.out_of_memory import NoMemoryError
+from tangram.training.trials.local_plans import here_of, known
 
-__all__ = ["entry_of", "here_of", "known", "remember", "remembering"]
+__all__ = ["entry_of", "remember", "remembering"]
 
 LEAST = 8
 """Steps of a training that says how long one takes."""
 
 
-def here_of(rates: Rates) -> Here:
-    """This machine as one of so many ranks sees it."""
-    cores = "" if rates.device != "cpu" else f", {usable_cores():g} cores"
-    place = f"{rates.name}{cores}, {rates.processes} processes, torch {torch.__version__}"
-    return Here(rates.name, place, rates.memory, estimate.VERSION)
-
-
-def known() -> History:
-    """All that is there. Raises UserError for a file that is no history."""
-    file = history.path()
-    return history.read(file) if file is not None else History()
-
-
 def entry_of(
-    plan: Plan, predicted: Estimate, here: Here, before: History, *, kind: str, name: str, outcome: str,
-    seconds: float | None, used: float | None, why: str = "",
-) -> Entry:  # fmt: skip
-    """A row of a plan that ran, or did not. `before`: what was known when it was predicted."""
+    plan: Plan, predicted: Estimate, here: Here, before: History, trial: Trial, *, kind: str, name: str
+) -> Entry:
+    """A row of a plan that ran, or did not: what came of it. `before`: what was known when it was predicted."""
     asked = asked_of(plan, predicted)
     expected = likely(before.entries, here, [asked])[0]
     return Entry(
@@ -67,10 +52,10 @@ def entry_of(
         high=expected.high,
         held=asked.held,
         room=here.room,
-        outcome=outcome,
-        seconds=seconds,
-        used=used,
-        why=why,
+        outcome=trial.outcome,
+        seconds=trial.seconds,
+        used=trial.used,
+        why=trial.why,
     )
 
 
@@ -91,7 +76,7 @@ def remembering(
 ) -> Generator[Callable[[Summary], None]]:
     """Around a training: what is called with its summary writes it down, and so does running out of memory."""
 
-    def add(outcome: str, seconds: float | None, used: float | None, why: str = "") -> None:
+    def add(trial: Trial) -> None:
         if predicted is None or history.path() is None:
             return
         here = here_of(rates(pick_device(plan.run.device, 0, 1).type, plan.ranks))
@@ -100,21 +85,18 @@ def remembering(
         except UserError as error:
             on_event(Note(f"this run is not remembered: {error}"))
             return
-        entry = entry_of(
-            plan, predicted, here, before, kind="training", name=name, outcome=outcome, seconds=seconds, used=used,
-            why=why,
-        )  # fmt: skip
+        entry = entry_of(plan, predicted, here, before, trial, kind="training", name=name)
         remember(entry, lambda text: on_event(Note(text)))
 
     def done(summary: Summary) -> None:
         steps = summary.steps - (summary.resumed_from or 0)
         if summary.step_seconds and steps >= LEAST:
             used = summary.peak_rss_mb and 1e6 * summary.peak_rss_mb
-            add("measured", summary.step_seconds, used)
+            add(Trial("measured", summary.step_seconds, used))
 
     try:
         yield done
     except RankError as error:
         if NoMemoryError.__name__ in str(error):
-            add("out of memory", None, None, str(error))
+            add(Trial("out of memory", why=str(error)))
         raise

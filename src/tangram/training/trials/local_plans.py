@@ -1,12 +1,19 @@
 """The plans for a job on the machine at hand: its tokens and model, the machine's rates, the planner's ranking, and
 what this machine's history says of it."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
+import torch
+
 from tangram.errors import UserError
-from tangram.hardware.rates import rates
+from tangram.hardware.machine import pick_device, usable_cores
+from tangram.hardware.rates import Rates, rates
+from tangram.planner.cost import history
 from tangram.planner.cost.history import History
 from tangram.planner.cost.history_correction import Here
+from tangram.planner.local import estimate
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.rank import MOST_PROCESSES, rank
 from tangram.planner.local.ranking_table import Ranking
@@ -14,9 +21,20 @@ from tangram.planner.local.rerank import by_history
 from tangram.planner.local.strategies import PIPELINE
 from tangram.schema.job import Job
 from tangram.training.data import load_tokens
-from tangram.training.run.launch import pick_device
 from tangram.training.state.build_model import source_of
-from tangram.training.trials.history_rows import here_of, known
+
+
+def here_of(rates: Rates) -> Here:
+    """This machine as one of so many ranks sees it."""
+    cores = "" if rates.device != "cpu" else f", {usable_cores():g} cores"
+    place = f"{rates.name}{cores}, {rates.processes} processes, torch {torch.__version__}"
+    return Here(rates.name, place, rates.memory, estimate.VERSION)
+
+
+def known() -> History:
+    """All that is there. Raises UserError for a file that is no history."""
+    file = history.path()
+    return history.read(file) if file is not None else History()
 
 
 @dataclass(frozen=True)

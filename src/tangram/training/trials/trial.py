@@ -86,7 +86,7 @@ def _run(plan: Plan, folder: Path) -> Trial:
     record = Record()
     tokens = load_tokens(plan.data, plan.model.path)
     prepare(plan.data, tokens, record)
-    job = RankJob(plan, folder, open_corpus(plan.data, tokens).digest, loop.Costs(0.0, 0.0))
+    job = RankJob(plan, folder, open_corpus(plan.data, tokens).digest, loop.StepCosts(0.0, 0.0))
     used = run_ranks(rank_of_trial, job, world=plan.ranks, on_event=record, device=plan.run.device)
     seconds = throughput.step_seconds(record)
     if seconds is None:
@@ -97,10 +97,10 @@ def _run(plan: Plan, folder: Path) -> Trial:
 def rank_of_trial(rank: Rank, job: RankJob) -> float:
     """The task of a rank: its steps. The most bytes that any rank has had."""
     begun = begin(rank, job)
-    hooks = loop.Hooks(rank.emit, rank.stop.asked, folder=job.folder)
-    idle = Checkpointer(job.folder / "never", begun.plan, begun.world)
-    with explained(begun.model, begun.state.optimiser, job.memory):
-        loop.train_steps(begun.state, begun.corpus, begun.plan, begun.world, idle, hooks, job.costs)
+    hooks = loop.Hooks(rank.emit, rank.stop.requested, folder=job.folder)
+    idle = Checkpointer(job.folder / "never", begun.model.plan, begun.model.world)
+    with explained(begun.model.module, begun.state.optimiser, job.memory):
+        loop.train_steps(begun.model, begun.state, begun.corpus, idle, hooks, job.costs)
     idle.close()
     most = 1e6 * peak_resident_mb() if rank.device.type == "cpu" else float(torch.accelerator.max_memory_reserved())
-    return highest(most, begun.world)
+    return highest(most, begun.model.world)

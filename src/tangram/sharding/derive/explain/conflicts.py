@@ -16,12 +16,12 @@ import numpy as np
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
 from tangram.sharding.derive.collectives_between import label_of, legal, place_of
-from tangram.sharding.derive.derive import ConflictError, Derived, Over, Problem, Rates, derive, fixed_by
+from tangram.sharding.derive.derive import AxisProblem, ConflictError, Derived, Over, WorkRates, derive, fixed_by
 from tangram.sharding.derive.explain.operators import VIEWS, factor_names, line_of, module_of, title, written
 from tangram.sharding.derive.explain.show import amount, folded_name, short, total
 from tangram.sharding.derive.layouts import layout_of, used
 from tangram.sharding.derive.marking.marks import Mark, matched, states
-from tangram.sharding.derive.problem.folding import Folded, Step, fold
+from tangram.sharding.derive.problem.folding import Folded, FoldedStep, fold
 from tangram.sharding.derive.problem.states import SAME, State
 from tangram.sharding.derive.solve.bounded import bounded
 
@@ -71,7 +71,7 @@ class Conflict:
 
 
 def conflict(
-    graph: Graph, marks: Sequence[Mark], mesh: Mesh, error: ConflictError, rates: Rates | None = None
+    graph: Graph, marks: Sequence[Mark], mesh: Mesh, error: ConflictError, rates: WorkRates | None = None
 ) -> Conflict:
     """What `derive` refused with this error, in full."""
     needed = [*marks]
@@ -80,9 +80,9 @@ def conflict(
         if _derived(graph, fewer, mesh, rates) is None:
             needed = fewer
     folded = fold(graph)
-    asked = _asked(folded, needed, mesh, error.axis)
+    asked = _marked_states(folded, needed, mesh, error.axis)
     twice = [v for v, own in asked.items() if len({state for _, _, state in own}) > 1]
-    at = twice[:1] or _together(folded, asked, mesh, needed, error.axis, rates or Rates())
+    at = twice[:1] or _together(folded, asked, mesh, needed, error.axis, rates or WorkRates())
     plain = Derived(folded, mesh, tuple(marks))
     own = {v: asked[v] for v in at}
     exact = {(name, i) for v in at for i, name, _ in own[v]}
@@ -104,18 +104,18 @@ def conflict(
     )
 
 
-def _derived(graph: Graph, marks: Sequence[Mark], mesh: Mesh, rates: Rates | None) -> Derived | None:
+def _derived(graph: Graph, marks: Sequence[Mark], mesh: Mesh, rates: WorkRates | None) -> Derived | None:
     try:
         return derive(graph, marks, mesh, rates=rates)
     except ConflictError:
         return None
 
 
-Asked = Mapping[int, list[tuple[int, str, State]]]
+MarkedStates = Mapping[int, list[tuple[int, str, State]]]
 """By class: the number of the mark, the name that it matches, and the state that it asks for."""
 
 
-def _asked(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str) -> Asked:
+def _marked_states(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str) -> MarkedStates:
     found: dict[int, list[tuple[int, str, State]]] = {}
     for i, mark in enumerate(marks, 1):
         for name, v in matched(folded.graph, mark).items():
@@ -125,20 +125,22 @@ def _asked(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str) -> Aske
     return found
 
 
-def _together(folded: Folded, asked: Asked, mesh: Mesh, marks: Sequence[Mark], axis: str, rates: Rates) -> list[int]:
+def _together(
+    folded: Folded, requested: MarkedStates, mesh: Mesh, marks: Sequence[Mark], axis: str, rates: WorkRates
+) -> list[int]:
     """The fewest marked classes that no layouts over the axis fit together."""
     done = _before(folded, marks, mesh, axis, rates)
     wanted = fixed_by(folded, marks, mesh)
     fixed = {v: own[axis] for v, own in wanted.items() if axis in own}
-    for v in asked:
+    for v in requested:
         fewer = {w: state for w, state in fixed.items() if w != v}
-        problem = Problem(folded, axis, mesh.axes[axis][0], done, fewer, rates.along(mesh, axis))
+        problem = AxisProblem(folded, axis, mesh.axes[axis][0], done, fewer, rates.along(mesh, axis))
         if not np.isfinite(bounded(problem.costs()).bound):
             fixed = fewer
-    return [v for v in asked if v in fixed]
+    return [v for v in requested if v in fixed]
 
 
-def _before(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str, rates: Rates) -> list[Over]:
+def _before(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str, rates: WorkRates) -> list[Over]:
     """What was derived for the axes before."""
     wanted = fixed_by(folded, marks, mesh)
     named = {one for own in wanted.values() for one, state in own.items() if state != SAME}
@@ -148,13 +150,13 @@ def _before(folded: Folded, marks: Sequence[Mark], mesh: Mesh, axis: str, rates:
             break
         if k > 1 and one in named:
             fixed = {v: own[one] for v, own in wanted.items() if one in own}
-            done.append(Problem(folded, one, k, done, fixed, rates.along(mesh, one)).solved())
+            done.append(AxisProblem(folded, one, k, done, fixed, rates.along(mesh, one)).solved())
     return done
 
 
-def _between(folded: Folded, at: Sequence[int]) -> list[Step]:
+def _between(folded: Folded, at: Sequence[int]) -> list[FoldedStep]:
     """The operators on the shortest way from the first of some classes to the last; of one class, all that take it."""
-    near: dict[int, list[Step]] = {}
+    near: dict[int, list[FoldedStep]] = {}
     for step in folded.steps:
         for v in dict.fromkeys((*step.inputs, *step.outputs)):
             if v is not None:
@@ -162,7 +164,7 @@ def _between(folded: Folded, at: Sequence[int]) -> list[Step]:
     if len(at) == 1:
         takers = [step for step in near.get(at[0], ()) if at[0] in step.inputs]
         return takers or near.get(at[0], [])
-    came: dict[int, tuple[int, Step] | None] = {at[0]: None}
+    came: dict[int, tuple[int, FoldedStep] | None] = {at[0]: None}
     queue = deque([at[0]])
     while queue and at[-1] not in came:
         v = queue.popleft()
@@ -171,7 +173,7 @@ def _between(folded: Folded, at: Sequence[int]) -> list[Step]:
                 if w is not None and w not in came:
                     came[w] = (v, step)
                     queue.append(w)
-    steps: list[Step] = []
+    steps: list[FoldedStep] = []
     link = came.get(at[-1])
     while link is not None:
         steps.insert(0, link[1])
@@ -179,7 +181,7 @@ def _between(folded: Folded, at: Sequence[int]) -> list[Step]:
     return steps
 
 
-def _refuses(step: Step, own: Asked, k: int) -> bool:
+def _refuses(step: FoldedStep, own: MarkedStates, k: int) -> bool:
     """Whether an operator cannot take a tensor as a mark says."""
     for v, dims in zip(step.inputs, step.bound.inputs, strict=True):
         for _, _, state in own.get(v, ()) if v is not None and dims is not None else ():
@@ -189,7 +191,7 @@ def _refuses(step: Step, own: Asked, k: int) -> bool:
     return False
 
 
-def _behind(folded: Folded, steps: list[Step], own: Asked) -> tuple[list[Step], Asked]:
+def _behind(folded: Folded, steps: list[FoldedStep], own: MarkedStates) -> tuple[list[FoldedStep], MarkedStates]:
     """Behind a parameter that is only transposed or cast the operator that computes, and what is asked for there."""
     while steps and title(steps[0]) in VIEWS and folded.standing.issuperset(steps[0].outputs):
         step = steps[0]
@@ -212,7 +214,7 @@ def _behind(folded: Folded, steps: list[Step], own: Asked) -> tuple[list[Step], 
 # ------------------------------------------------------------ the factor table
 
 
-def _table(plain: Derived, step: Step, asked: Asked, axis: str, k: int) -> str:
+def _table(plain: Derived, step: FoldedStep, requested: MarkedStates, axis: str, k: int) -> str:
     """The factors of each tensor of an operator, with what the marks cut of them."""
     bound, names = step.bound, factor_names(step)
     factors = [f for f in names if any(f in dim for dims in (*bound.inputs, *bound.outputs) for dim in dims or ())]
@@ -224,7 +226,7 @@ def _table(plain: Derived, step: Step, asked: Asked, axis: str, k: int) -> str:
     ]
     sides += [("result", v, dims) for v, dims in zip(step.outputs, bound.outputs, strict=False)]
     for name, v, dims in sides:
-        for mark, _, state in asked.get(v, [(0, "", SAME)]):
+        for mark, _, state in requested.get(v, [(0, "", SAME)]):
             label = label_of(bound, dims, state) if state.kind == "cut" else None
             cells = [
                 ""
@@ -246,7 +248,7 @@ def _table(plain: Derived, step: Step, asked: Asked, axis: str, k: int) -> str:
     return "\n".join([f"  {title(step)} in {where}: {written(step, ())}", *dict.fromkeys(shown)])
 
 
-def _kept(step: Step, factor: str) -> str:
+def _kept(step: FoldedStep, factor: str) -> str:
     return "whole" if factor in step.bound.whole else "."
 
 
@@ -260,7 +262,7 @@ def _fixes(
     needed: Sequence[Mark],
     at: Sequence[int],
     mesh: Mesh,
-    rates: Rates | None,
+    rates: WorkRates | None,
 ) -> Iterator[Fix]:
     for i, mark in enumerate(needed, 1):
         found = _derived(graph, [one for one in marks if one is not mark], mesh, rates)

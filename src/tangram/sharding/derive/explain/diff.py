@@ -15,7 +15,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Lies:
+class LayoutDifference:
     """A tensor that lies otherwise."""
 
     name: str
@@ -28,7 +28,7 @@ class Lies:
 
 
 @dataclass(frozen=True)
-class Moves:
+class CommunicationDifference:
     """Where something else moves."""
 
     place: str
@@ -42,12 +42,12 @@ class Moves:
 
 
 @dataclass(frozen=True)
-class Difference:
+class DerivationDifference:
     """What is unlike in two derivations of the same graph."""
 
-    parameters: tuple[Lies, ...]
-    modules: tuple[Lies, ...]
-    moves: tuple[Moves, ...]
+    parameters: tuple[LayoutDifference, ...]
+    modules: tuple[LayoutDifference, ...]
+    moves: tuple[CommunicationDifference, ...]
     one_bytes: float
     """All that a rank receives."""
     other_bytes: float
@@ -62,28 +62,30 @@ class Difference:
         }
 
 
-def difference(one: Derived, other: Derived) -> Difference:
+def difference(one: Derived, other: Derived) -> DerivationDifference:
     """Compare two derivations of one graph."""
     graph = one.folded.graph
     parameters = {folded_name(one, value.name): v for v, value in reversed([*graph.of_kind("parameter")])}
     modules = {folded_name(one, name) or "the model": v for name, v in reversed([*graph.results.items()])}
-    return Difference(
-        tuple(_lies(one, other, dict(reversed(parameters.items())))),
-        tuple(_lies(one, other, dict(reversed(modules.items())))),
-        tuple(_moves(one, other)),
+    return DerivationDifference(
+        tuple(_layout_differences(one, other, dict(reversed(parameters.items())))),
+        tuple(_layout_differences(one, other, dict(reversed(modules.items())))),
+        tuple(_communication_differences(one, other)),
         total(one),
         total(other),
     )
 
 
-def _lies(one: Derived, other: Derived, named: dict[str, int]) -> Iterator[Lies]:
+def _layout_differences(one: Derived, other: Derived, named: dict[str, int]) -> Iterator[LayoutDifference]:
     graph, times = one.folded.graph, one.folded.times
     for name, v in named.items():
         layouts = value_layout(one, v), value_layout(other, v)
         if layouts[0] != layouts[1]:
             n = times[one.folded.classes[v]] * graph.values[v].nbytes
             texts = [short(layout) or "()" for layout in layouts]
-            yield Lies(name, graph.values[v].shape, texts[0], texts[1], n / _parts(one, v), n / _parts(other, v))
+            yield LayoutDifference(
+                name, graph.values[v].shape, texts[0], texts[1], n / _parts(one, v), n / _parts(other, v)
+            )
 
 
 def _parts(found: Derived, v: int) -> int:
@@ -95,14 +97,14 @@ def _parts(found: Derived, v: int) -> int:
     return parts
 
 
-def _moves(one: Derived, other: Derived) -> Iterator[Moves]:
+def _communication_differences(one: Derived, other: Derived) -> Iterator[CommunicationDifference]:
     """By place and axis; where several tensors move at one place, they are counted together."""
     sides = [_by_place(found) for found in (one, other)]
     for key in dict.fromkeys((*sides[0], *sides[1])):
         here, there = (side.get(key, []) for side in sides)
-        said = [_said(some) for some in (here, there)]
+        said = [_described(some) for some in (here, there)]
         if said[0] != said[1]:
-            yield Moves(*key, said[0][0], said[1][0], said[0][1], said[1][1])
+            yield CommunicationDifference(*key, said[0][0], said[1][0], said[0][1], said[1][1])
 
 
 def _by_place(found: Derived) -> dict[Key, list[Moved]]:
@@ -113,12 +115,12 @@ def _by_place(found: Derived) -> dict[Key, list[Moved]]:
     return some
 
 
-def _said(some: Sequence[Moved]) -> tuple[str, float]:
+def _described(some: Sequence[Moved]) -> tuple[str, float]:
     each = dict.fromkeys(ways(one.forward, one.backward) for one in some)
     return ", ".join(each), sum(one.nbytes for one in some)
 
 
-def tables(found: Difference, names: tuple[str, str]) -> Iterator[tuple[str, Row, list[Row]]]:
+def tables(found: DerivationDifference, names: tuple[str, str]) -> Iterator[tuple[str, Row, list[Row]]]:
     """Title, headers and rows of each table that has any. `names`: what the two are called."""
     for title, some in (("Parameters", found.parameters), ("What modules give", found.modules)):
         rows = [
@@ -135,7 +137,7 @@ def tables(found: Difference, names: tuple[str, str]) -> Iterator[tuple[str, Row
         yield "What moves otherwise, forward / backward", ("where", "axis", *names, "a rank receives"), rows
 
 
-def summary(found: Difference, names: tuple[str, str]) -> str:
+def summary(found: DerivationDifference, names: tuple[str, str]) -> str:
     """The bytes of both, in a line."""
     if not (found.parameters or found.modules or found.moves):
         return f"{names[0]} and {names[1]} give the same: a rank receives {amount(found.one_bytes)}"

@@ -14,7 +14,7 @@ from string import ascii_lowercase
 from tangram.sharding.derive.derive import Derived, Over
 from tangram.sharding.derive.explain.show import folded_name, short
 from tangram.sharding.derive.layouts import layout_of
-from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import SUM, State
 from tangram.sharding.ops.bind import Dims
 
@@ -23,7 +23,7 @@ VIEWS = frozenset(f"{_VIEWS} detach _to_copy split split_with_sizes chunk".split
 """Operators that compute nothing: what a reader may pass over."""
 
 
-def title(step: Step) -> str:
+def title(step: FoldedStep) -> str:
     """The operator's name without its namespace and overload, as `mm`."""
     return step.node.operator.name().partition("::")[2].partition(".")[0]
 
@@ -33,7 +33,7 @@ def line_of(source: str) -> str:
     return source.rpartition("/")[2]
 
 
-def written(step: Step, axes: Sequence[Over]) -> str:
+def written(step: FoldedStep, axes: Sequence[Over]) -> str:
     """The rule of an operator in this call, with what each axis cuts."""
     bound, names = step.bound, factor_names(step)
     cuts: dict[str, list[tuple[str, int]]] = {}
@@ -65,13 +65,13 @@ def written(step: Step, axes: Sequence[Over]) -> str:
     return f"{', '.join(taken)} -> {', '.join(made)}"
 
 
-def states_in(step: Step, axes: Sequence[Over], place: int) -> dict[str, State]:
+def states_in(step: FoldedStep, axes: Sequence[Over], place: int) -> dict[str, State]:
     """By axis, how an operator needs one of its tensors, where it reads it."""
     found = {over.axis: over.moves[step.number].inputs[place] for over in axes}
     return {axis: state for axis, state in found.items() if state is not None}
 
 
-def states_out(step: Step, axes: Sequence[Over], output: int) -> dict[str, State]:
+def states_out(step: FoldedStep, axes: Sequence[Over], output: int) -> dict[str, State]:
     """By axis, how an operator gives one of its results."""
     return {over.axis: over.moves[step.number].outputs[output] for over in axes}
 
@@ -81,7 +81,7 @@ def _shape(dims: Dims, sizes: Mapping[str, int]) -> list[int]:
     return [max((sizes[f] for f in factors), default=1) for factors in dims]
 
 
-def factor_names(step: Step) -> dict[str, str]:
+def factor_names(step: FoldedStep) -> dict[str, str]:
     """By factor, what a person reads: its own name where it is a word, else the next letter."""
     bound = step.bound
     every = [f for dims in (*bound.inputs, *bound.outputs) for dim in dims or () for f in dim]
@@ -104,13 +104,13 @@ def _cut(name: str, cuts: Sequence[tuple[str, int]]) -> str:
     return texts[0] if len(texts) == 1 else f"({' '.join(texts)})"
 
 
-def lies(shape: Sequence[int], states: Mapping[str, State]) -> str:
+def layout_text(shape: Sequence[int], states: Mapping[str, State]) -> str:
     """A layout, and over which axes the gradient is a pending sum."""
     several = [axis for axis, state in states.items() if state.kind == "several"]
     pending = f" (grad {' '.join(f'sum:{axis}' for axis in several)})" if several else ""
     return (short(layout_of(shape, states)) or "()") + pending
 
 
-def module_of(found: Derived, step: Step) -> str:
+def module_of(found: Derived, step: FoldedStep) -> str:
     """The module that runs an operator, equal layers as one."""
     return folded_name(found, step.node.module) or "the model"

@@ -10,23 +10,33 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from tangram.errors import UserError
-from tangram.sharding.derive.derive import Derived, Over, Rates, derive
-from tangram.sharding.derive.explain.alternatives import Alternative, alternatives
-from tangram.sharding.derive.explain.operators import lies, line_of, module_of, states_in, states_out, title, written
+from tangram.sharding.derive.derive import AxisProblem, Derived, Over, WorkRates, derive, fixed_by
+from tangram.sharding.derive.explain.operators import (
+    layout_text,
+    line_of,
+    module_of,
+    states_in,
+    states_out,
+    title,
+    written,
+)
 from tangram.sharding.derive.explain.show import Row, amount, folded_name, short, signed, total, ways
-from tangram.sharding.derive.layouts import between, layout_of, lying, made, needed, used
+from tangram.sharding.derive.layouts import between, input_states, layout_of, made, moved, needed, used
 from tangram.sharding.derive.marking.marks import Mark, matched
 from tangram.sharding.derive.marking.nodes import value_of
-from tangram.sharding.derive.problem.folding import Step
-from tangram.sharding.derive.problem.states import State
+from tangram.sharding.derive.problem.folding import FoldedStep
+from tangram.sharding.derive.problem.states import SAME, SUM, State
+from tangram.sharding.derive.solve.bounded import bounded
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainLink:
     """An operator of a chain."""
 
     module: str
@@ -49,7 +59,7 @@ class Chain:
     mark: str
     tensor: str
     """The marked one."""
-    links: tuple[Link, ...]
+    links: tuple[ChainLink, ...]
     """From the mark on; none where the tensor itself is marked."""
 
 
@@ -93,7 +103,7 @@ class Why:
         return told
 
 
-def why(found: Derived, node: str, rates: Rates | None = None) -> Why:
+def why(found: Derived, node: str, rates: WorkRates | None = None) -> Why:
     """Explain one tensor. Raises UserError where `node` names none, or several (`nodes`)."""
     graph, folded = found.folded.graph, found.folded
     value = value_of(graph, node)
@@ -133,9 +143,9 @@ def _uses(found: Derived, v: int) -> Iterator[Row]:
     """Each operator that makes or takes a class: how it gives or needs it, and what is done in between."""
     shape, axes = found.folded.value(v).shape, found.axes
     as_used = used(found, v)
-    kept = lying(found, v)
+    kept = input_states(found, v)
     if kept:
-        yield "lies", "", lies(shape, kept), _moves(found, v, kept, as_used), ""
+        yield "lies", "", layout_text(shape, kept), _communication(found, v, kept, as_used), ""
     for step in found.folded.steps:
         for i, w in enumerate(step.outputs):
             if w == v:
@@ -143,28 +153,28 @@ def _uses(found: Derived, v: int) -> Iterator[Row]:
                 yield (
                     "made",
                     _place(found, step),
-                    lies(shape, states),
-                    _moves(found, v, states, as_used),
+                    layout_text(shape, states),
+                    _communication(found, v, states, as_used),
                     written(step, axes),
                 )
-    yield "used", "", lies(shape, as_used), "", ""
+    yield "used", "", layout_text(shape, as_used), "", ""
     for step in found.folded.steps:
         for i, w in enumerate(step.inputs):
             if w == v and (states := needed(found, step, i)):
                 yield (
                     "needed",
                     _place(found, step),
-                    lies(shape, states),
-                    _moves(found, v, as_used, states),
+                    layout_text(shape, states),
+                    _communication(found, v, as_used, states),
                     written(step, axes),
                 )
 
 
-def _place(found: Derived, step: Step) -> str:
+def _place(found: Derived, step: FoldedStep) -> str:
     return f"{module_of(found, step)}:{title(step)} ({line_of(step.node.source)})"
 
 
-def _moves(found: Derived, v: int, source: Mapping[str, State], target: Mapping[str, State]) -> str:
+def _communication(found: Derived, v: int, source: Mapping[str, State], target: Mapping[str, State]) -> str:
     """What is done between two layouts, forward / backward, by axis."""
     moves = between(found, v, source, target, 1, None)
     return ", ".join(f"{text} over {one.axis}" for one in moves if (text := ways(one.forward, one.backward)))
@@ -180,14 +190,14 @@ def chain_of(found: Derived, v: int, over: Over) -> Chain | None:
     is moved or that only stands between counts more.
     """
     marked = _marked(found, over.axis)
-    near: dict[int, list[Step]] = {}
+    near: dict[int, list[FoldedStep]] = {}
     for step in found.folded.steps:
         for w in dict.fromkeys((*step.inputs, *step.outputs)):
             if w is not None:
                 near.setdefault(w, []).append(step)
     queue: list[tuple[int, int]] = [(0, v)]
     far = {v: 0}
-    came: dict[int, tuple[int, Step]] = {}
+    came: dict[int, tuple[int, FoldedStep]] = {}
     while queue:
         d, at = heapq.heappop(queue)
         if d > far[at]:
@@ -206,10 +216,12 @@ def chain_of(found: Derived, v: int, over: Over) -> Chain | None:
     return None
 
 
-def _links(found: Derived, v: int, at: int, came: Mapping[int, tuple[int, Step]], over: Over) -> Iterator[Link]:
+def _links(
+    found: Derived, v: int, at: int, came: Mapping[int, tuple[int, FoldedStep]], over: Over
+) -> Iterator[ChainLink]:
     while at != v:
         at, step = came[at]
-        yield Link(module_of(found, step), title(step), written(step, [over]), line_of(step.node.source))
+        yield ChainLink(module_of(found, step), title(step), written(step, [over]), line_of(step.node.source))
 
 
 def _marked(found: Derived, axis: str) -> dict[int, tuple[Mark, str]]:
@@ -223,7 +235,7 @@ def _marked(found: Derived, axis: str) -> dict[int, tuple[Mark, str]]:
     return marked
 
 
-def _length(step: Step, one: int, other: int, over: Over) -> int:
+def _length(step: FoldedStep, one: int, other: int, over: Over) -> int:
     """How far two tensors of an operator are from each other, over an axis."""
     sides: dict[int, State] = {}
     for i, w in enumerate(step.inputs):
@@ -243,7 +255,7 @@ def _length(step: Step, one: int, other: int, over: Over) -> int:
 # ------------------------------------------------------------ without a mark
 
 
-def _without(found: Derived, v: int, rates: Rates | None) -> Iterator[Without]:
+def _without(found: Derived, v: int, rates: WorkRates | None) -> Iterator[Without]:
     """What the class would be without each of the marks."""
     graph, shape = found.folded.graph, found.folded.value(v).shape
     before = used(found, v)
@@ -293,3 +305,70 @@ def lines(told: Why) -> Iterator[tuple[str, Sequence[str], list[Row]]]:
 
 def _state(state: State, shape: Sequence[int], axis: str) -> str:
     return short(layout_of(shape, {axis: state})) or "()"
+
+
+# ----------------------------------------------------------------
+# What it would cost if one tensor lay otherwise: the problem of an axis solved again with that state forced.
+# All else is free to follow, at the prices of the derivation, so a difference is the least that state costs. Only the
+# axis itself is solved again; those after it are not asked.
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way for a tensor to be used over one axis."""
+
+    axis: str
+    state: State
+    """`same` stands for `several`, too: whole."""
+    chosen: bool
+    more: float
+    """What the axis costs more than as derived, as the derivation weighs it (work and all); infinite: it cannot be."""
+    received: float
+    """The bytes that a rank receives more over this axis, forward and backward."""
+
+
+def alternatives(found: Derived, v: int, rates: WorkRates | None = None) -> Iterator[Alternative]:
+    """Every state that a class could have, over each axis, that of the derivation first."""
+    wanted = fixed_by(found.folded, found.marks, found.mesh)
+    for i, over in enumerate(found.axes):
+        if v not in over.used:
+            continue
+        fixed = {w: own[over.axis] for w, own in wanted.items() if over.axis in own}
+        own_rates = (rates or WorkRates()).along(found.mesh, over.axis)
+        problem = AxisProblem(found.folded, over.axis, over.k, found.axes[:i], fixed, own_rates, opened=v)
+        chosen = _plain(over.used[v])
+        options: dict[State, list[int]] = {}
+        standing = v in found.folded.standing
+        for place, state in enumerate(problem.used[v]):
+            if not standing or state != SUM:  # a parameter is no sum of what ranks hold
+                options.setdefault(_plain(state), []).append(place)
+        as_it_is, _ = _forced(problem, v, options[chosen])
+        before = _received(found, i, over)
+        for state in sorted(options, key=lambda one: one != chosen):
+            if state == chosen:
+                yield Alternative(over.axis, state, True, 0.0, 0.0)
+                continue
+            cost, other = _forced(problem, v, options[state])
+            more = 0.0 if other is None else _received(found, i, other) - before
+            yield Alternative(over.axis, state, False, cost - as_it_is, more)
+
+
+def _plain(state: State) -> State:
+    return SAME if state.kind == "several" else state
+
+
+def _forced(problem: AxisProblem, v: int, places: Sequence[int]) -> tuple[float, Over | None]:
+    """The least cost with a class in one of some states, and what is done then."""
+    costs = problem.costs()
+    own = costs.tables[("used", v),]
+    barred = np.full(own.shape, np.inf)
+    barred[[*places]] = 0.0
+    costs.tables[("used", v),] = own + barred
+    best = bounded(costs).choice
+    cost = costs.of(best)
+    return cost, problem.over(best) if np.isfinite(cost) else None
+
+
+def _received(found: Derived, i: int, over: Over) -> float:
+    upto = replace(found, axes=(*found.axes[:i], over))
+    return sum(one.nbytes for one in moved(upto) if over.axis in one.axes)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.graph import Graph
-from tangram.sharding.derive.marking.marks import Mark, lying, matched, refuse_unlike
+from tangram.sharding.derive.marking.marks import Mark, marked_states, matched, refuse_unlike
 from tangram.sharding.derive.problem.folding import Folded
 from tangram.sharding.derive.problem.states import SAME, State
 
@@ -30,7 +30,7 @@ def fixed_by(
     for mark in marks:
         for name, v in matched(graph, mark).items():
             own = found.setdefault(folded.classes[v], {})
-            lies = _lies(mark, name, graph, v, mesh)
+            lies = _states_of(mark, name, graph, v, mesh)
             for axis, state in lies.items():
                 k = mesh.axes[axis][0]
                 if k == 1:  # whatever a mark says, the one rank has all
@@ -48,8 +48,8 @@ def fixed_by(
     return found
 
 
-def _lies(mark: Mark, name: str, graph: Graph, value: int, mesh: Mesh) -> dict[str, State]:
+def _states_of(mark: Mark, name: str, graph: Graph, value: int, mesh: Mesh) -> dict[str, State]:
     try:
-        return lying(mark, graph, value, mesh)
+        return marked_states(mark, graph, value, mesh)
     except UserError as error:
         raise UserError(f"the mark `{mark}` does not fit {name}: {error}") from None

@@ -29,7 +29,7 @@ from tangram.layout.sizes import check_cut
 from tangram.layout.syntax import Dim
 from tangram.models.graph import Graph
 from tangram.sharding.derive.marking.nodes import operators
-from tangram.sharding.derive.problem.states import SAME, SUM, Cutting, Kept, State, beside, cut, parts_of
+from tangram.sharding.derive.problem.states import SAME, SUM, Cutting, Gathered, State, beside, cut, parts_of
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _closest(pattern: str, known: Mapping[str, int]) -> str:
     return f"; the nearest is {tails[near[0]]}" if near else ""
 
 
-def lying(mark: Mark, graph: Graph, value: int, mesh: Mesh) -> dict[str, State]:
+def marked_states(mark: Mark, graph: Graph, value: int, mesh: Mesh) -> dict[str, State]:
     """By axis, how a tensor lies by a mark; by one that names no axis it is whole. Raises UserError."""
     of = graph.values[value]
     found = states(mark.layout, of.shape, mesh) or dict.fromkeys(mesh.axes, SAME)
@@ -138,7 +138,7 @@ def lying(mark: Mark, graph: Graph, value: int, mesh: Mesh) -> dict[str, State]:
     gathered = {axis: state for axis, state in found.items() if axis not in used}
     if of.kind != "parameter" or any(found.get(axis) != state for axis, state in used.items()) or not gathered:
         raise UserError("behind an arrow stands how a parameter is used: the same layout with fewer axes")
-    return {axis: Kept(*state) if axis in gathered else state for axis, state in found.items()}
+    return {axis: Gathered(*state) if axis in gathered else state for axis, state in found.items()}
 
 
 def states(layout: Layout, shape: Sequence[int], mesh: Mesh) -> dict[str, State]:

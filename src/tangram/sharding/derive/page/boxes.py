@@ -8,16 +8,16 @@ from html import escape
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.explain.operators import VIEWS, line_of, title
 from tangram.sharding.derive.explain.show import amount, folded_name
-from tangram.sharding.derive.layouts import layout_of, lying, used, value_layout
+from tangram.sharding.derive.layouts import input_states, layout_of, used, value_layout
 from tangram.sharding.derive.page import details
 from tangram.sharding.derive.page.details import Colours, where
-from tangram.sharding.derive.page.tree import Box, Parameter, Pill, Run
+from tangram.sharding.derive.page.tree import Box, Pill, TreeParameter, TreeRun
 
 _SHOWN = 9
 """Operators of a run that are named."""
 
 
-class Drawing:
+class BoxDrawing:
     """Boxes as they are drawn. `details` and `places` fill as they are."""
 
     def __init__(self, found: Derived, root: Box) -> None:
@@ -47,10 +47,10 @@ class Drawing:
         given = self.found.folded.graph.results.get(box.path)
         chip = "" if given is None else self.colours.layout(value_layout(self.found, given))
         name = where(self.found, box.path)
-        own = [step for item in box.items if isinstance(item, Run) for step in item.steps]
+        own = [step for item in box.items if isinstance(item, TreeRun) for step in item.steps]
         leaf = not any(isinstance(item, Box) for item in box.items)
         parameters = "".join(self._parameter(one) for one in box.parameters)
-        alone = [item for item in box.items if isinstance(item, Run)] if len(box.items) == 1 else []
+        alone = [item for item in box.items if isinstance(item, TreeRun)] if len(box.items) == 1 else []
         only = "".join(self._run(run, box, leaf) for run in alone)
         items = "" if alone else "".join(self._item(item, box, depth, leaf) for item in box.items)
         inner = f'<div class="parameters">{parameters}</div>' if parameters else ""
@@ -63,12 +63,12 @@ class Drawing:
         line = f'<div class="line">{row}{only}<span class="side">{self._bar(box.received())}{chip}</span></div>'
         return f'<section class="box depth{depth % 3}{" leaf" * leaf}">{line}{inner}</section>'
 
-    def _item(self, item: Box | Run | Pill, box: Box, depth: int, leaf: bool) -> str:
+    def _item(self, item: Box | TreeRun | Pill, box: Box, depth: int, leaf: bool) -> str:
         if isinstance(item, Box):
             return self._box(item, depth + 1)
         return self._pill(item) if isinstance(item, Pill) else self._run(item, box, leaf)
 
-    def _run(self, run: Run, box: Box, leaf: bool) -> str:
+    def _run(self, run: TreeRun, box: Box, leaf: bool) -> str:
         names = [title(step) for step in run.steps]
         flows = self.found.folded.differentiable
         shown = [title(s) for s in run.steps if not flows.isdisjoint(s.outputs) and title(s) not in VIEWS]
@@ -83,10 +83,10 @@ class Drawing:
         inner = f'<span class="name">{escape(said)}</span>'
         return self._row(kind, heading, body, " ".join([*names, *lines]), inner)
 
-    def _parameter(self, one: Parameter) -> str:
+    def _parameter(self, one: TreeParameter) -> str:
         value = self.found.folded.value(one.value)
         full = folded_name(self.found, value.name)
-        layout = layout_of(value.shape, lying(self.found, one.value) or used(self.found, one.value))
+        layout = layout_of(value.shape, input_states(self.found, one.value) or used(self.found, one.value))
         inner = f'<span class="name">{escape(one.name)}</span>{self.colours.layout(layout)}'
         row = self._row(
             "row parameter",

@@ -13,9 +13,9 @@ from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.explain.operators import VIEWS, line_of, module_of, states_in, title, written
 from tangram.sharding.derive.explain.show import amount, folded_name
 from tangram.sharding.derive.explain.why import named
-from tangram.sharding.derive.layouts import layout_of, lying, used, value_layout
+from tangram.sharding.derive.layouts import input_states, layout_of, used, value_layout
 from tangram.sharding.derive.page.tree import Box, Pill
-from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import State, part_dim
 
 COLOURS = 6
@@ -59,7 +59,7 @@ def sized(layout: Layout) -> str:
     return " ".join([*map(text, layout.dims), *pending]) or "()"
 
 
-def of_module(found: Derived, colours: Colours, name: str, box: Box, steps: Sequence[Step]) -> str:
+def of_module(found: Derived, colours: Colours, name: str, box: Box, steps: Sequence[FoldedStep]) -> str:
     """A module: what it receives, how its result lies, its own operators."""
     graph = found.folded.graph
     value = graph.results.get(box.path)
@@ -79,7 +79,7 @@ def of_module(found: Derived, colours: Colours, name: str, box: Box, steps: Sequ
 def of_tensor(found: Derived, colours: Colours, v: int, name: str) -> str:
     """A parameter, a buffer or an input: how it lies, and who needs it how."""
     value = found.folded.value(v)
-    states = lying(found, v) or used(found, v)
+    states = input_states(found, v) or used(found, v)
     nbytes = float(value.nbytes)
     for over in found.axes:
         nbytes /= over.k if v in over.used and part_dim(over.used[v]) is not None else 1
@@ -98,7 +98,9 @@ def of_pill(found: Derived, colours: Colours, pill: Pill) -> str:
     others = used(found, one.value)
     before, after = ({**others, **dict(zip(one.axes, side, strict=True))} for side in (one.source, one.target))
     told = _fact("tensor", escape(named(found, one.value)))
-    told += _fact("from", _lies(colours, value.shape, before)) + _fact("to", _lies(colours, value.shape, after))
+    told += _fact("from", _placement(colours, value.shape, before)) + _fact(
+        "to", _placement(colours, value.shape, after)
+    )
     for way, what, nbytes in (
         ("forward", one.forward, one.forward_bytes),
         ("backward", one.backward, one.backward_bytes),
@@ -114,7 +116,7 @@ def of_pill(found: Derived, colours: Colours, pill: Pill) -> str:
     return f"<dl>{told}</dl>{own}<h3>Taken by</h3>{operators(found, colours, takers)}"
 
 
-def operators(found: Derived, colours: Colours, steps: Sequence[Step]) -> str:
+def operators(found: Derived, colours: Colours, steps: Sequence[FoldedStep]) -> str:
     """Operators with their rules, source lines, and how each of their tensors is needed."""
     rows: list[str] = []
     for step in steps:
@@ -129,7 +131,7 @@ def operators(found: Derived, colours: Colours, steps: Sequence[Step]) -> str:
     return f'<ol class="operators">{"".join(rows)}</ol>'
 
 
-def _gathered(found: Derived, colours: Colours, step: Step) -> str:
+def _gathered(found: Derived, colours: Colours, step: FoldedStep) -> str:
     """What the operator needs otherwise than it is used."""
     texts: list[str] = []
     for i, v in enumerate(step.inputs):
@@ -138,12 +140,12 @@ def _gathered(found: Derived, colours: Colours, step: Step) -> str:
         needs, has = states_in(step, found.axes, i), used(found, v)
         if any(state != has.get(axis, state) and state.kind in ("cut", "sum", "same") for axis, state in needs.items()):
             shape = found.folded.value(v).shape
-            both = _lies(colours, shape, needs), _lies(colours, shape, has)
+            both = _placement(colours, shape, needs), _placement(colours, shape, has)
             texts.append(f'<p class="need">needs {both[0]}, is {both[1]}</p>')
     return "".join(texts)
 
 
-def _lies(colours: Colours, shape: Sequence[int], states: Mapping[str, State]) -> str:
+def _placement(colours: Colours, shape: Sequence[int], states: Mapping[str, State]) -> str:
     """A layout, and over which axes its gradient is a pending sum."""
     several = [axis for axis, state in states.items() if state.kind == "several"]
     pending = f" its gradient {colours.text(' '.join(f'sum:{axis}' for axis in several))}" if several else ""

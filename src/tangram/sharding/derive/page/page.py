@@ -20,7 +20,7 @@ import tangram
 from tangram.errors import UserError
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.explain.show import amount, place
-from tangram.sharding.derive.page.boxes import Drawing
+from tangram.sharding.derive.page.boxes import BoxDrawing
 from tangram.sharding.derive.page.tree import tree
 from tangram.sharding.derive.problem.states import part_dim
 
@@ -39,7 +39,7 @@ def write_page(path: Path, found: Derived, model: str) -> None:
 
 def page(found: Derived, model: str) -> str:
     """The page."""
-    drawing = Drawing(found, tree(found))
+    drawing = BoxDrawing(found, tree(found))
     body = drawing.drawn()
     return Template(_part("page.html")).substitute(
         title=escape(f"{model}: layouts over {found.mesh}"),
@@ -57,11 +57,11 @@ def _part(name: str) -> str:
     return resources.files("tangram.sharding.derive.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def _head(found: Derived, model: str, drawing: Drawing) -> str:
+def _head(found: Derived, model: str, drawing: BoxDrawing) -> str:
     """The name, the marks, and what moves by axis and collective."""
     graph = found.folded.graph
     whole = sum(value.nbytes for _, value in graph.of_kind("parameter"))
-    held = sum(_held(found, v) for v, _ in graph.of_kind("parameter"))
+    held = sum(_bytes_of(found, v) for v, _ in graph.of_kind("parameter"))
     marks = "".join(f"<li><code>{drawing.colours.text(str(mark))}</code></li>" for mark in found.marks)
     inputs = ", ".join(f"{value.name} {' x '.join(map(str, value.shape))}" for _, value in graph.of_kind("input"))
     plural = "s" if len(found.marks) != 1 else ""
@@ -74,7 +74,7 @@ def _head(found: Derived, model: str, drawing: Drawing) -> str:
     )
 
 
-def _held(found: Derived, v: int) -> float:
+def _bytes_of(found: Derived, v: int) -> float:
     nbytes, own = float(found.folded.graph.values[v].nbytes), found.folded.classes[v]
     for over in found.axes:
         if own in over.used and part_dim(over.used[own]) is not None:
@@ -82,7 +82,7 @@ def _held(found: Derived, v: int) -> float:
     return nbytes
 
 
-def _axes(found: Derived, drawing: Drawing) -> Iterator[str]:
+def _axes(found: Derived, drawing: BoxDrawing) -> Iterator[str]:
     """A line for each axis, and for axes that something moves over at once: bytes, by collective."""
     ways: dict[str, dict[str, float]] = {axis: {} for axis in found.mesh.axes}
     for pill in drawing.root.pills():
@@ -104,7 +104,7 @@ def _axes(found: Derived, drawing: Drawing) -> Iterator[str]:
         )
 
 
-def _most(found: Derived, drawing: Drawing) -> str:
+def _most(found: Derived, drawing: BoxDrawing) -> str:
     """The largest moves, each a way to its place."""
     some = sorted(drawing.root.pills(), key=lambda pill: -pill.moved.nbytes)[:_MOST]
     rows = "".join(

@@ -16,7 +16,7 @@ from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.explain.operators import VIEWS, title
 from tangram.sharding.derive.explain.show import folded_name
 from tangram.sharding.derive.layouts import Moved, made, moved
-from tangram.sharding.derive.problem.folding import Step
+from tangram.sharding.derive.problem.folding import FoldedStep
 
 
 @dataclass
@@ -24,21 +24,21 @@ class Pill:
     """A tensor that moves over one axis, or over some at once, with bytes."""
 
     moved: Moved
-    step: Step | None
+    step: FoldedStep | None
     """The operator that gives it so, or needs it so; None for a parameter, a buffer or an input."""
 
 
 @dataclass
-class Run:
+class TreeRun:
     """Operators of one module in a row."""
 
-    steps: list[Step]
+    steps: list[FoldedStep]
     aside: bool
     """Masks and positions: nothing that gradients flow through."""
 
 
 @dataclass
-class Parameter:
+class TreeParameter:
     """A parameter (or a buffer, an input) of a module, with its gradient's way."""
 
     value: int
@@ -55,8 +55,8 @@ class Box:
     name: str
     """Within its box, equal layers as `layers.{0..60}`."""
     times: int
-    items: list[Box | Run | Pill] = field(default_factory=list["Box | Run | Pill"])
-    parameters: list[Parameter] = field(default_factory=list[Parameter])
+    items: list[Box | TreeRun | Pill] = field(default_factory=list["Box | TreeRun | Pill"])
+    parameters: list[TreeParameter] = field(default_factory=list[TreeParameter])
 
     def pills(self) -> Iterator[Pill]:
         """All that moves in it."""
@@ -68,12 +68,12 @@ class Box:
             elif isinstance(item, Pill):
                 yield item
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[FoldedStep]:
         """All that runs in it."""
         for item in self.items:
             if isinstance(item, Box):
                 yield from item.steps()
-            elif isinstance(item, Run):
+            elif isinstance(item, TreeRun):
                 yield from item.steps
 
     def received(self) -> dict[str, float]:
@@ -103,20 +103,20 @@ def tree(found: Derived) -> Box:
     for step in folded.steps:
         inside, aside = box(step.node.module), folded.differentiable.isdisjoint(step.outputs)
         last = inside.items[-1] if inside.items else None
-        if isinstance(last, Run) and last.aside == aside:
+        if isinstance(last, TreeRun) and last.aside == aside:
             last.steps.append(step)
         else:
-            inside.items.append(Run([step], aside))
+            inside.items.append(TreeRun([step], aside))
     for one in boxes.values():
         one.items = _joined(one.items)
     standing = {v: None for v, _ in graph.of_kind("parameter") if folded.classes[v] == v}
     pills = [*_placed(found)]
     moving = {pill.moved.value for pill, _, _ in pills if pill.step is None}
-    held: dict[int, Parameter] = {}
+    held: dict[int, TreeParameter] = {}
     for v in [*standing, *(v for v in sorted(moving) if v not in standing)]:
         name = graph.values[v].name
         inside = box(name.rpartition(".")[0])
-        held[v] = Parameter(v, name.removeprefix(f"{inside.path}.") if inside.path else name)
+        held[v] = TreeParameter(v, name.removeprefix(f"{inside.path}.") if inside.path else name)
         inside.parameters.append(held[v])
     for pill, level, after in pills:
         if pill.step is None:
@@ -126,28 +126,28 @@ def tree(found: Derived) -> Box:
     return boxes[""]
 
 
-def _joined(items: list[Box | Run | Pill]) -> list[Box | Run | Pill]:
+def _joined(items: list[Box | TreeRun | Pill]) -> list[Box | TreeRun | Pill]:
     """Without runs of a few operators beside the others, as a detached copy."""
-    found: list[Box | Run | Pill] = []
+    found: list[Box | TreeRun | Pill] = []
     for item in items:
         last = found[-1] if found else None
-        if isinstance(item, Run) and isinstance(last, Run) and _alike(last, item):
-            found[-1] = Run([*last.steps, *item.steps], all(one.aside or _views(one) for one in (last, item)))
+        if isinstance(item, TreeRun) and isinstance(last, TreeRun) and _alike(last, item):
+            found[-1] = TreeRun([*last.steps, *item.steps], all(one.aside or _views(one) for one in (last, item)))
         else:
             found.append(item)
     return found
 
 
-def _alike(one: Run, other: Run) -> bool:
+def _alike(one: TreeRun, other: TreeRun) -> bool:
     return one.aside == other.aside or _slight(one) or _slight(other)
 
 
-def _slight(run: Run) -> bool:
+def _slight(run: TreeRun) -> bool:
     """Whether it is no run of its own: a few operators that no gradient flows through, or views."""
     return (run.aside and len(run.steps) <= _FEW) or _views(run)
 
 
-def _views(run: Run) -> bool:
+def _views(run: TreeRun) -> bool:
     return all(title(step) in VIEWS for step in run.steps)
 
 
@@ -165,9 +165,9 @@ def _times(found: Derived, path: str) -> int:
 
 def _placed(found: Derived) -> Iterator[tuple[Pill, str, bool]]:
     """Everything that moves, the module that it stands in, and whether behind its operator or before it."""
-    makers: dict[int, list[Step]] = {}
+    makers: dict[int, list[FoldedStep]] = {}
     takers: dict[int, list[str]] = {}
-    by_number: dict[int, Step] = {}
+    by_number: dict[int, FoldedStep] = {}
     for step in found.folded.steps:
         by_number[step.number] = step
         for v in step.outputs:
@@ -189,7 +189,7 @@ def _placed(found: Derived) -> Iterator[tuple[Pill, str, bool]]:
             yield Pill(one, step), _common([step.node.module, *takers.get(one.value, ())]), True
 
 
-def _maker(found: Derived, one: Moved, makers: Mapping[int, list[Step]]) -> Step:
+def _maker(found: Derived, one: Moved, makers: Mapping[int, list[FoldedStep]]) -> FoldedStep:
     """Of those that make a class (a layer's result is the next one's input), the one that gives it as it moves."""
     some = makers[one.value]
     given = ((step, made(found, step, step.outputs.index(one.value))) for step in some)
@@ -208,12 +208,12 @@ def _common(paths: list[str]) -> str:
     return ".".join(same)
 
 
-def _insert(box: Box, pill: Pill, step: Step, after: bool) -> None:
+def _insert(box: Box, pill: Pill, step: FoldedStep, after: bool) -> None:
     """Put what moves behind the operator, or the module that runs it, or before it."""
     for i, item in enumerate(box.items):
-        if isinstance(item, Run) and step in item.steps:
+        if isinstance(item, TreeRun) and step in item.steps:
             cut = item.steps.index(step) + after
-            parts = [Run(some, item.aside) for some in (item.steps[:cut], item.steps[cut:])]
+            parts = [TreeRun(some, item.aside) for some in (item.steps[:cut], item.steps[cut:])]
             box.items[i : i + 1] = [one for one in (parts[0], pill, parts[1]) if isinstance(one, Pill) or one.steps]
             return
         if isinstance(item, Box) and any(own is step for own in item.steps()):

@@ -21,20 +21,20 @@ from tangram.layout.rule import Operand, Rule
 from tangram.models.fold import pairs
 from tangram.models.graph import Graph, Node, Value, filled
 from tangram.sharding.ops import find_rule
-from tangram.sharding.ops.bind import Bound
-from tangram.sharding.ops.calls import Call
-from tangram.sharding.ops.rule_table import Table, table_of
+from tangram.sharding.ops.bind import BoundOp
+from tangram.sharding.ops.calls import OpCall
+from tangram.sharding.ops.rule_table import RuleTable, table_of
 
 
 @dataclass(frozen=True)
-class Step:
+class FoldedStep:
     """A node, and how often it runs."""
 
     number: int
     node: Node
     times: int
-    call: Call
-    bound: Bound
+    call: OpCall
+    bound: BoundOp
     inputs: tuple[int | None, ...]
     """The class of each tensor, by place."""
     outputs: tuple[int, ...]
@@ -47,7 +47,7 @@ class Folded:
     graph: Graph
     classes: tuple[int, ...]
     """Of each value, the value that stands for its class."""
-    steps: tuple[Step, ...]
+    steps: tuple[FoldedStep, ...]
     differentiable: frozenset[int]
     """The classes that gradients flow through."""
     standing: frozenset[int]
@@ -90,12 +90,12 @@ TOGETHER: Mapping[str, tuple[int, ...]] = {"tangram.attend": (1, 2)}
 """Operators, and the places of tensors that a runtime may move and take at once: keys and values that go round."""
 
 
-def far_at_taker(step: Step, place: int, far: int) -> int:
+def far_at_taker(step: FoldedStep, place: int, far: int) -> int:
     """How far it is from there to move a tensor only for one operator that takes it; `far`: for all."""
     return 0 if place in TOGETHER.get(step.call.name, ()) else 1 + far
 
 
-def fold(graph: Graph, table: Table | None = None) -> Folded:
+def fold(graph: Graph, table: RuleTable | None = None) -> Folded:
     """Fold a graph, by the built-in rules and its own where no table is given.
 
     Raises UserError for an operator without a rule, with the line that runs it.
@@ -128,9 +128,9 @@ def meta(value: Value) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
 
 
-def _step(graph: Graph, number: int, times: int, classes: tuple[int, ...], table: Table) -> Step:
+def _step(graph: Graph, number: int, times: int, classes: tuple[int, ...], table: RuleTable) -> FoldedStep:
     node = graph.nodes[number]
-    call = Call(node.operator, filled(node.arguments, lambda v: meta(graph.values[v])))
+    call = OpCall(node.operator, filled(node.arguments, lambda v: meta(graph.values[v])))
     by_place = filled(node.arguments, lambda v: v)
     inputs: list[int | None] = []
     for (name, i), tensor in zip(call.places, call.tensors, strict=True):
@@ -141,20 +141,20 @@ def _step(graph: Graph, number: int, times: int, classes: tuple[int, ...], table
     except UserError as error:
         raise UserError(f"{node.source or node.module}: {error}") from None
     outputs = tuple(classes[v] for v in node.results if v is not None)
-    return Step(number, node, times, call, bound, tuple(inputs), outputs)
+    return FoldedStep(number, node, times, call, bound, tuple(inputs), outputs)
 
 
-def _from_nothing(graph: Graph, node: Node, call: Call) -> Bound:
+def _from_nothing(graph: Graph, node: Node, call: OpCall) -> BoundOp:
     """Of an operator without tensors, as `arange`: every rank makes all of it, and takes the part that it needs.
 
     Also of one that draws, as `rand`: ranks have generators in one state while a model runs.
     """
     made = [graph.values[v] for v in node.results if v is not None]
     outputs = tuple(tuple(() for _ in value.shape) for value in made)
-    return Bound(Rule((call.name,), (Operand(()),), (Operand(()),)), (), outputs, {}, frozenset())
+    return BoundOp(Rule((call.name,), (Operand(()),), (Operand(()),)), (), outputs, {}, frozenset())
 
 
-def _standing(graph: Graph, classes: tuple[int, ...], steps: tuple[Step, ...]) -> frozenset[int]:
+def _standing(graph: Graph, classes: tuple[int, ...], steps: tuple[FoldedStep, ...]) -> frozenset[int]:
     found = {classes[i] for i, _ in graph.of_kind("parameter")}
     for step in steps:
         given = {v for v in step.inputs if v is not None}

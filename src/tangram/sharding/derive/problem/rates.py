@@ -13,12 +13,12 @@ from typing import NamedTuple
 from tangram.hardware.cluster import Cluster
 from tangram.hardware.cluster import rates as rates_of
 from tangram.layout import Mesh
-from tangram.sharding.derive.problem.folding import Folded, Step
+from tangram.sharding.derive.problem.folding import Folded, FoldedStep
 from tangram.sharding.propagation import op_cost
 
 
 @dataclass(frozen=True)
-class Rates:
+class WorkRates:
     """What work is worth in bytes that a rank receives."""
 
     flops_per_byte: float = 2200.0
@@ -36,7 +36,7 @@ class Rates:
     cluster: Cluster | None = None
     """Whose rates count, in place of the first two numbers."""
 
-    def along(self, mesh: Mesh, axis: str) -> Rates:
+    def along(self, mesh: Mesh, axis: str) -> WorkRates:
         """Those of an axis, by its size and its stride. Raises UserError for a mesh that is larger than the cluster."""
         if self.cluster is None:
             return self
@@ -54,14 +54,14 @@ class Effort(NamedTuple):
     product: bool
     """Whether operations count, and not bytes."""
 
-    def worth(self, rates: Rates) -> float:
+    def worth(self, rates: WorkRates) -> float:
         """In bytes that are received."""
         if not self.flops:
             return 0.0
         return self.flops / rates.flops_per_byte if self.product else self.touched / rates.moved_per_byte
 
 
-def effort(folded: Folded, step: Step) -> Effort:
+def effort(folded: Folded, step: FoldedStep) -> Effort:
     """What an operator does, once; remembered with its call."""
     known = vars(step.call)
     if "_effort" not in known:

@@ -37,7 +37,7 @@ class Cutting(NamedTuple):
     k: int
 
 
-class Kept(State):
+class Gathered(State):
     """How a parameter lies that is put together to be used, and its gradient cut again: equal to the cut that it is."""
 
     __slots__ = ()
@@ -140,14 +140,14 @@ def part_dim(state: State) -> int | None:
     return state.dim if state.kind == "cut" or (isinstance(state, Routed) and state.dim >= 0) else None
 
 
-class Way(NamedTuple):
+class Transition(NamedTuple):
     """What is done between two states; "" where nothing is."""
 
     forward: str
     backward: str
 
 
-def way(source: State, target: State) -> Way | None:
+def way(source: State, target: State) -> Transition | None:
     """The steps from one state to another. None: there is no sense in it."""
     if isinstance(source, Routed) or isinstance(target, Routed):
         return _way_of_rows(source, target)
@@ -155,20 +155,20 @@ def way(source: State, target: State) -> Way | None:
         return None  # a move can do it, and nothing is won by it
     if target.kind == "sum" and target not in (SUM, source):
         return None  # operators alone know what comes from one rank
-    return Way(*collectives.way(plain(source), plain(target)))
+    return Transition(*collectives.way(plain(source), plain(target)))
 
 
-def _way_of_rows(source: State, target: State) -> Way | None:
+def _way_of_rows(source: State, target: State) -> Transition | None:
     pair = source.kind, target.kind
     if source == target:
-        return Way("", "")
+        return Transition("", "")
     if source.outer != target.outer or not (isinstance(source, Routed) and isinstance(target, Routed)):
         return None
     if pair == (SORTED, OWN_IDS):
-        return Way(NOTED, "")
+        return Transition(NOTED, "")
     there = pair[0] in _DISPATCHED and _DISPATCHED[pair[0]] == pair[1]
     back = pair == (SENT, OWN)
-    return Way(ALL_TO_ALL, ALL_TO_ALL if OWN in pair else "") if there or back else None
+    return Transition(ALL_TO_ALL, ALL_TO_ALL if OWN in pair else "") if there or back else None
 
 
 def received(what: str, nbytes: float, k: int) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tangram.sharding.derive.solve.prune_dominated import Kept, reduced, restricted
-from tangram.sharding.derive.solve.solve import LIMIT, Costs, Found, Name, TooWideError, eliminated
+from tangram.sharding.derive.solve.solve import LIMIT, Name, Solution, SolverCosts, TooWideError, eliminated
 
 ROUNDS = 12
 """How often variables are chosen anew at most."""
@@ -23,7 +23,7 @@ CLOSE = 1e-9
 """A gap that is none."""
 
 
-def bounded(costs: Costs, limit: int = LIMIT) -> Found:
+def bounded(costs: SolverCosts, limit: int = LIMIT) -> Solution:
     """The least choice, or a good one, and the bound; an infinite bound: there is none.
 
     Raises TooWideError where some may be and none was found.
@@ -35,16 +35,16 @@ def bounded(costs: Costs, limit: int = LIMIT) -> Found:
     seen = _within(costs, kept, limit)
     bound = max(found.bound, seen.bound)
     if not np.isfinite(bound):
-        return Found(seen.choice, bound)
+        return Solution(seen.choice, bound)
     best = min((found.choice, seen.choice), key=costs.of)
     if seen.parted:
-        best = _improved(costs, kept, best, Found(best, bound, seen.parted), limit)
+        best = _improved(costs, kept, best, Solution(best, bound, seen.parted), limit)
     if not np.isfinite(costs.of(best)):
         raise TooWideError("the marks leave so much open that no layouts were found that fit them: mark more tensors")
-    return Found(best, min(bound, costs.of(best)))
+    return Solution(best, min(bound, costs.of(best)))
 
 
-def gap(costs: Costs, found: Found) -> float:
+def gap(costs: SolverCosts, found: Solution) -> float:
     """By how much a choice may be dearer than the least there is, as a part of it."""
     own = costs.of(found.choice)
     if not math.isfinite(own):
@@ -53,20 +53,22 @@ def gap(costs: Costs, found: Found) -> float:
     return 0.0 if more <= CLOSE * abs(own) else more / found.bound if found.bound > 0 else math.inf
 
 
-def _within(costs: Costs, kept: Kept, limit: int) -> Found:
+def _within(costs: SolverCosts, kept: Kept, limit: int) -> Solution:
     """The choice among some, as one among all."""
     found = eliminated(restricted(costs, kept), limit)
     choice = {name: int(kept[name][i]) for name, i in found.choice.items()}
-    return Found(choice, found.bound, found.parted)
+    return Solution(choice, found.bound, found.parted)
 
 
-def _improved(costs: Costs, kept: Kept, start: Mapping[Name, int], known: Found, limit: int) -> Mapping[Name, int]:
+def _improved(
+    costs: SolverCosts, kept: Kept, start: Mapping[Name, int], known: Solution, limit: int
+) -> Mapping[Name, int]:
     """A choice that is no dearer, with other choices of the variables whose tables were too large.
 
     What cannot be costs much instead, so that a choice that cannot be is left by steps.
     """
     most = 1.0 + sum(float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for table in costs.tables.values())
-    soft = Costs(costs.sizes, {n: np.where(np.isfinite(table), table, most) for n, table in costs.tables.items()})
+    soft = SolverCosts(costs.sizes, {n: np.where(np.isfinite(table), table, most) for n, table in costs.tables.items()})
     now, parted = dict(start), [*known.parted]
     for _ in range(ROUNDS):
         before = soft.of(now)
@@ -76,7 +78,7 @@ def _improved(costs: Costs, kept: Kept, start: Mapping[Name, int], known: Found,
             found = _within(soft, {**own, **fixed}, limit)
             if soft.of(found.choice) < soft.of(now) * (1 - CLOSE):
                 now = dict(found.choice)
-        if soft.of(now) >= before * (1 - CLOSE) or gap(costs, Found(now, known.bound)) == 0.0:
+        if soft.of(now) >= before * (1 - CLOSE) or gap(costs, Solution(now, known.bound)) == 0.0:
             break
     return now
 

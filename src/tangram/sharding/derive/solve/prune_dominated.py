@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.sharding.derive.solve.solve import Costs, Name
+from tangram.sharding.derive.solve.solve import Name, SolverCosts
 
 Kept = Mapping[Name, NDArray[np.intp]]
 """Of each variable, the choices that are left."""
@@ -21,18 +21,18 @@ LARGEST = 1 << 22
 """Entries of what is compared at once."""
 
 
-def all_of(costs: Costs) -> dict[Name, NDArray[np.intp]]:
+def all_of(costs: SolverCosts) -> dict[Name, NDArray[np.intp]]:
     """Every choice."""
     return {name: np.arange(n) for name, n in costs.sizes.items()}
 
 
-def restricted(costs: Costs, kept: Kept) -> Costs:
+def restricted(costs: SolverCosts, kept: Kept) -> SolverCosts:
     """The same costs of the choices that are left."""
     tables = {names: table[np.ix_(*(kept[name] for name in names))] for names, table in costs.tables.items()}
-    return Costs({name: len(kept[name]) for name in costs.sizes}, tables)
+    return SolverCosts({name: len(kept[name]) for name in costs.sizes}, tables)
 
 
-def reduced(every: Sequence[Costs], stop: float) -> dict[Name, NDArray[np.intp]]:
+def reduced(every: Sequence[SolverCosts], stop: float) -> dict[Name, NDArray[np.intp]]:
     """What is left, by the clock's `stop` (`time.monotonic`)."""
     kept = all_of(every[0])
     near: dict[Name, list[tuple[Name, ...]]] = {name: [] for name in kept}
@@ -52,7 +52,7 @@ def reduced(every: Sequence[Costs], stop: float) -> dict[Name, NDArray[np.intp]]
     return kept
 
 
-def _needed(every: Sequence[Costs], name: Name, near: Sequence[tuple[Name, ...]], kept: Kept) -> NDArray[np.intp]:
+def _needed(every: Sequence[SolverCosts], name: Name, near: Sequence[tuple[Name, ...]], kept: Kept) -> NDArray[np.intp]:
     n = len(kept[name])
     worse = [np.zeros((n, n)) for _ in every]  # by how much one is dearer than another at most
     for names in near:

@@ -31,7 +31,7 @@ class TooWideError(UserError):
 
 
 @dataclass
-class Costs:
+class SolverCosts:
     """What is to be made small."""
 
     sizes: dict[Name, int] = field(default_factory=dict[Name, int])
@@ -63,7 +63,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Found:
+class Solution:
     """A choice for every variable."""
 
     choice: Mapping[Name, int]
@@ -73,13 +73,13 @@ class Found:
     """The variables whose table would have been too large, and those that it would have been over. None: exact."""
 
 
-def least(costs: Costs) -> dict[Name, int]:
+def least(costs: SolverCosts) -> dict[Name, int]:
     """The choice of least cost; of several the first. Raises TooWideError."""
     found = eliminated(costs, LIMIT, exact=True)
     return dict(found.choice)
 
 
-def eliminated(costs: Costs, limit: int, *, exact: bool = False, buckets: list[Table] | None = None) -> Found:
+def eliminated(costs: SolverCosts, limit: int, *, exact: bool = False, buckets: list[Table] | None = None) -> Solution:
     """A choice, the least where no table of more than `limit` entries is needed, and below what none can cost.
 
     A variable whose table would be larger is taken out of its costs in several parts, each with its own least, which
@@ -123,10 +123,10 @@ def eliminated(costs: Costs, limit: int, *, exact: bool = False, buckets: list[T
         for other in others:
             near[other] = {o for names, _ in tables[other] for o in names if o != other}
             size[other] = _room(other, near, costs.sizes)
-    return Found(_read_back(solved), bound, tuple(parted))
+    return Solution(_read_back(solved), bound, tuple(parted))
 
 
-def _by_variable(costs: Costs) -> tuple[dict[Name, list[Table]], dict[Name, set[Name]]]:
+def _by_variable(costs: SolverCosts) -> tuple[dict[Name, list[Table]], dict[Name, set[Name]]]:
     """Of each variable the tables that name it, and the variables that they name beside."""
     tables: dict[Name, list[Table]] = {name: [] for name in costs.sizes}
     near: dict[Name, set[Name]] = {name: set() for name in costs.sizes}

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tangram.errors import UserError
-from tangram.sharding.ops.calls import DIM_ARGUMENTS, Call
+from tangram.sharding.ops.calls import DIM_ARGUMENTS, OpCall
 from tangram.sharding.proof.samples import extra_samples
 
 SAMPLES = 40
@@ -32,12 +32,12 @@ ALIKE = 3
 """Of those, with tensors of the same numbers of dims."""
 
 
-class Recorder(TorchDispatchMode):
+class SampleRecorder(TorchDispatchMode):
     """Notes the calls of operators, with their tensors as they were then."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[str, list[Call]] = {}
+        self.calls: dict[str, list[OpCall]] = {}
         self._seen: set[str] = set()
         self._alike: dict[Any, int] = {}
 
@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        call = Call.of(func, args, kwargs)
+        call = OpCall.of(func, args, kwargs)
         kept = self.calls.setdefault(call.name, [])
         flags = tuple(value for value in call.arguments.values() if isinstance(value, bool))
         dims = call.name, flags, tuple(-1 if t is None else t.ndim for t in call.tensors)
@@ -53,24 +53,24 @@ class Recorder(TorchDispatchMode):
             self._note(call, dims, kept)
         return func(*args, **kwargs)
 
-    def _note(self, call: Call, dims: Any, kept: list[Call]) -> None:
+    def _note(self, call: OpCall, dims: Any, kept: list[OpCall]) -> None:
         if str(call) not in self._seen:
             self._seen.add(str(call))
             self._alike[dims] = self._alike.get(dims, 0) + 1
             kept.append(_frozen(call))
 
 
-def _frozen(call: Call) -> Call:
+def _frozen(call: OpCall) -> OpCall:
     def copy(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         made = value.detach().clone(memory_format=torch.contiguous_format)
         return made if made.is_contiguous() else made.contiguous()
 
-    return Call(call.operator, cast("dict[str, Any]", tree_map(copy, dict(call.arguments))))
+    return OpCall(call.operator, cast("dict[str, Any]", tree_map(copy, dict(call.arguments))))
 
 
-def recorded(names: Sequence[str] = ()) -> dict[str, list[Call]]:
+def recorded(names: Sequence[str] = ()) -> dict[str, list[OpCall]]:
     """Calls by the operator's name. `names`: of these operators at least; the entries that bear a name go first, and
     nothing more is run once each name has calls.
 
@@ -82,7 +82,7 @@ def recorded(names: Sequence[str] = ()) -> dict[str, list[Call]]:
         raise UserError(f"torch's samples cannot be loaded ({error}): install tangram-train[proof]") from None
     infos = cast("list[Any]", op_db)
     first = [info for info in infos if any(_alike(info.name, name) for name in names)]
-    recorder, state = Recorder(), torch.get_rng_state()
+    recorder, state = SampleRecorder(), torch.get_rng_state()
     extra_samples.run(recorder)
     for info in [*first, *(info for info in infos if info not in first)]:
         if names and info not in first and all(_has(recorder, name) for name in names):
@@ -104,11 +104,11 @@ def _alike(entry: str, name: str) -> bool:
     return entry.rpartition(".")[2].strip("_") == name.partition(".")[0].strip("_")
 
 
-def _has(recorder: Recorder, name: str) -> bool:
+def _has(recorder: SampleRecorder, name: str) -> bool:
     return any(calls and is_named([name], own) for own, calls in recorder.calls.items())
 
 
-def _record(recorder: Recorder, info: Any) -> None:
+def _record(recorder: SampleRecorder, info: Any) -> None:
     """Run the samples of one entry."""
     dtype = next((d for d in (torch.float64, torch.float32, torch.int64) if info.supports_dtype(d, "cpu")), None)
     if dtype is None:
@@ -132,7 +132,7 @@ def _elements(sample: Any) -> int:
     return sum(t.numel() for t in tree_leaves(found) if isinstance(t, Tensor))
 
 
-def drawn(call: Call, seed: int) -> Call:
+def drawn(call: OpCall, seed: int) -> OpCall:
     """The same call with other values of its numbers, of both signs, and of its truths. Integers may be indices."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -146,7 +146,7 @@ def drawn(call: Call, seed: int) -> Call:
     return call.with_tensors([t if t is None else draw(t) for t in call.tensors])
 
 
-def of_dtype(call: Call, dtype: torch.dtype) -> Call | None:
+def of_dtype(call: OpCall, dtype: torch.dtype) -> OpCall | None:
     """The same call with its floating tensors as another type; None where it has none."""
     if not any(t is not None and t.is_floating_point() for t in call.tensors):
         return None
@@ -168,7 +168,7 @@ def of_dtype(call: Call, dtype: torch.dtype) -> Call | None:
     return call.with_tensors([cast_to(t) for t in call.tensors])
 
 
-def respelled(call: Call) -> Iterator[Call]:
+def respelled(call: OpCall) -> Iterator[OpCall]:
     """The same call with its dims counted from the other end, where it names any."""
     first = next((t for t in call.tensors if t is not None), None)
     if first is None or not first.ndim or call.name.startswith("_"):  # private ones are called with dims from 0 on
@@ -177,9 +177,9 @@ def respelled(call: Call) -> Iterator[Call]:
         value = call.arguments[name]
         if isinstance(value, int) and not isinstance(value, bool) and -first.ndim <= value < first.ndim:
             other = value - first.ndim if value >= 0 else value + first.ndim
-            yield Call(call.operator, {**call.arguments, name: other})
+            yield OpCall(call.operator, {**call.arguments, name: other})
         elif isinstance(value, list) and value and all(isinstance(v, int) for v in cast("list[Any]", value)):
-            yield Call(
+            yield OpCall(
                 call.operator,
                 {
                     **call.arguments,

@@ -1,0 +1,43 @@
+"""A model that was made parallel for a run, as a value that is passed to those who need it.
+
+Made once, by `training.parallel.apply`. Nothing is hidden on the module: whoever has that alone (an optimiser, a
+checkpoint) sees parameters and buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from tangram.schema.plan import Plan
+from tangram.training.mesh.drawing import DrawSource
+from tangram.training.mesh.world import World
+from tangram.training.parallel.model_part import ModelPart
+from tangram.training.parallel.pipeline import PipelineRun
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelModel:
+    """This rank's part of a model, and how it is one."""
+
+    module: nn.Module
+    """With all that this rank has; of a pipeline its forward is not called, but those of its stages."""
+    plan: Plan
+    world: World
+    parts: tuple[ModelPart, ...]
+    """What runs here: the model, or its stages of this rank in order."""
+    pipeline: PipelineRun | None = None
+    """What runs the stages; None where the model has none."""
+
+    @property
+    def draw_sources(self) -> Sequence[DrawSource]:
+        """For `training.mesh.drawing.drawing`."""
+        return [part.draws for part in self.parts if part.draws is not None]
+
+    def sum_gradients(self) -> None:
+        """Add up, once a step, gradients of which the ranks of model axes have a part each. Collective over them."""
+        for part in self.parts:
+            if part.derived is not None:
+                part.derived.sum_gradients()
