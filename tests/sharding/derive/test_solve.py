@@ -58,7 +58,7 @@ def test_what_is_too_wide_gets_a_choice_and_what_no_choice_costs_less_than(data:
 
 def test_variables_of_one_choice_need_no_dims() -> None:
     """As of a model with a state that 67 operators share: NumPy's arrays have at most 64 dims."""
-    costs = CostTables()
+    costs = SolverCosts()
     costs.variable("shared", [3.0, 1.0])
     for i in range(70):
         costs.variable(i, [1.0])
