@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-status durations slow matrix peers kernels interop lint bench docs rules mutants clean
+.PHONY: help install train test test-all test-status durations walks slow matrix peers kernels interop lint bench docs rules mutants clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -57,6 +57,9 @@ durations: $(STAMP) ## measure every test anew, for the selection: tests/duratio
 	@mkdir -p .pytest_cache
 	@$(PYTEST) $(SPREAD) --all -p tests.selection.cpu --record .pytest_cache/seconds.tsv || test -s .pytest_cache/seconds.tsv
 	@$(BIN)/python -m tests.selection.durations .pytest_cache/seconds.tsv --everything
+
+walks: $(STAMP) ## how many files a call crosses, and how often it climbs
+	$(BIN)/python -m tests.house.walks
 
 slow: $(STAMP) ## run some of the slow tests, others with every commit (SAMPLE=100000 for all)
 	@$(BIN)/python -m pytest -n 2 -m slow --sample $(SAMPLE)
