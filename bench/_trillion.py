@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tangram.layout import Mapping
 from tangram.relayout import Bound, Sharding, TensorSpec, shard
-from tangram.relayout.states import SAME, with_states
+from tangram.relayout.mapping.states import SAME, with_states
 
 LAYERS, DENSE, EXPERTS = 61, 1, 384
 H, F, DENSE_F, VOCAB = 7168, 2048, 18432, 163840

@@ -28,7 +28,7 @@ from tangram.checkpoint.saving.save import About, save
 from tangram.checkpoint.state.entries import Held, describe
 from tangram.checkpoint.store import commits, retention
 from tangram.hardware.workers import Channel, Detached
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tests.checkpoint.stored import random_tensor, same
 
 RANKS = 2

@@ -20,7 +20,7 @@ from torch import Tensor
 from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
 from tangram.checkpoint.saving.save import About
 from tangram.checkpoint.state.entries import Held, describe
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 
 ROWS, COLUMNS = 8, 5
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tangram.checkpoint.state.entries import Held
 from tangram.layout import Layout, Mesh, Region, region
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tests.checkpoint.stored import elements, random_tensor
 
 PARAMETERS: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {

@@ -18,7 +18,7 @@ from tangram.checkpoint.saving.save import About, save
 from tangram.checkpoint.state.entries import describe
 from tangram.checkpoint.store import commits
 from tangram.hardware import hostmemory
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 
 QUICK = Settings(pause=0.05, limit=60, retries=1)
 

@@ -22,7 +22,7 @@ from tangram.checkpoint.loading.shared_windows import Shape, Window
 from tangram.checkpoint.store import commits
 from tangram.hardware import shared
 from tangram.layout import Region, intervals
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tangram.training.run.fork_server import context_of_ranks
 from tests.checkpoint.loading import LARGE, large
 from tests.checkpoint.stored import store, with_small_blocks

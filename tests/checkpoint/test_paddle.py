@@ -36,7 +36,7 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, RelayoutError, bind, execute, plan
-from tangram.relayout.states import ADAM_8BIT
+from tangram.relayout.mapping.states import ADAM_8BIT
 from tests.checkpoint.peers.models import save
 
 FIXTURES = Path(__file__).parent / "fixtures" / "paddle"

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-from tangram.relayout.collectives import DUALS, Place, dual, move
-from tangram.relayout.errors import RelayoutError
+from tangram.relayout.collectives.one_collective import DUALS, Place, dual, move
+from tangram.relayout.mapping.errors import RelayoutError
 
 RANKS = 4
 PLACES = (

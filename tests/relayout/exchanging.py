@@ -24,15 +24,13 @@ from tangram.relayout import (
     Sharding,
     TensorSpec,
     bind,
-    exchange,
     execute,
     plan,
-    rounds,
-    transports,
 )
-from tangram.relayout.exchange import move
-from tangram.relayout.peers import Peers
-from tangram.relayout.rounds import Report
+from tangram.relayout.exchange import between_ranks, rounds, transports
+from tangram.relayout.exchange.between_ranks import move
+from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.exchange.rounds import Report
 from tests.relayout.exchange_jobs import JOBS, rows
 from tests.relayout.generate import Case
 from tests.relayout.moving import Buffers, Side, all_buffers, as_torch, specs
@@ -208,7 +206,7 @@ def every_row(world: World) -> Any:
             what = f"{name} by {way} on {nodes} nodes with {memory} bytes"
             given: list[tuple[int, int]] = []
             here = f"node {me * nodes // 4}"
-            with patched((exchange, "node", lambda here=here: here), (rounds, "ENOUGH", 1)), measured(given):
+            with patched((between_ranks, "node", lambda here=here: here), (rounds, "ENOUGH", 1)), measured(given):
                 found, report = moved(bound, source, own, have, peers, way=way, memory=memory)
             bad += [f"{what}: {x}" for x in found]
             near = {i for i in range(4) if i != me and i * nodes // 4 == me * nodes // 4}

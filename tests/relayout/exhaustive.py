@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tangram.relayout.digits import WAITING, Digit, Problem, Spot, State
+from tangram.relayout.collectives.digits import WAITING, Digit, Problem, Spot, State
 
 
 def problem(shape: tuple[int, ...], ks: Sequence[int], source: State, target: State) -> Problem:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tangram.layout import Layout, Mesh, region
-from tangram.relayout.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SLICE, ZERO
-from tangram.relayout.sequences import Step
-from tangram.relayout.steps import members, pack, sizes, unpack
+from tangram.relayout.collectives.one_collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SLICE, ZERO
+from tangram.relayout.collectives.run_sequence import members, pack, sizes, unpack
+from tangram.relayout.collectives.sequences import Step
 
 NAMES = "abcd"
 

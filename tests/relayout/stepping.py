@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from tangram.layout import Layout, Mesh
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.sequences import Step, sequence
-from tangram.relayout.steps import members, relayout, run
+from tangram.relayout.collectives.run_sequence import members, relayout, run
+from tangram.relayout.collectives.sequences import Step, sequence
+from tangram.relayout.mapping.errors import RelayoutError
 from tests.relayout.collecting import World
 from tests.relayout.sequencing import laid, part
 

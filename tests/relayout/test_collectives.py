@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.multiprocessing as mp
 
-from tangram.relayout.collectives import DUALS, WAYS, Place, dual, way
+from tangram.relayout.collectives.one_collective import DUALS, WAYS, Place, dual, way
 from tests.relayout import collecting, ringing, routing, stepping
 from tests.relayout.collecting import PLACES, RANKS, play
 

@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 
 from tangram.hardware import shared
 from tangram.layout import intervals
-from tangram.relayout import TensorSpec, bind, lanes, rounds
-from tangram.relayout.errors import PeerError
-from tangram.relayout.exchange import move
-from tangram.relayout.messages import Request, cut, decoded, encoded
-from tangram.relayout.peers import Peers
-from tangram.relayout.rounds import ENOUGH, ROOM, Load, Report, Way, decide
-from tangram.relayout.transports import Traffic, choose
+from tangram.relayout import TensorSpec, bind
+from tangram.relayout.exchange import rounds, shared_lanes
+from tangram.relayout.exchange.between_ranks import move
+from tangram.relayout.exchange.messages import Request, cut, decoded, encoded
+from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.exchange.rounds import ENOUGH, ROOM, Load, Report, Way, decide
+from tangram.relayout.exchange.transports import Traffic, choose
+from tangram.relayout.mapping.errors import PeerError
 from tests.relayout.exchange_jobs import QKV, job
 
 
@@ -117,7 +118,7 @@ def _dying(rank: int, folder: str, way: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real(*arguments)
 
-    rounds.pack = lanes.pack = pack
+    rounds.pack = shared_lanes.pack = pack
     try:
         move(bound, source, target, have, out, Peers(dist.group.WORLD), memory=800, way=way)
     except PeerError as error:
@@ -127,21 +128,21 @@ def _dying(rank: int, folder: str, way: str) -> None:
 
 def test_who_was_killed_is_blamed_by_all() -> None:
     """Also by a rank that looks only after another one has missed it, and has ended for that."""
-    here, plot = [3, 5, 7], lanes.Plot(64, 2, 3)
+    here, plot = [3, 5, 7], shared_lanes.Plot(64, 2, 3)
     ended = multiprocessing.get_context("spawn").Process()
     ended.start()
     ended.join()
     nowhere, alive = ended.pid or 0, shared.process()
-    every = [lanes.Lane(mmap.mmap(-1, plot.size), plot) for _ in here]
+    every = [shared_lanes.Lane(mmap.mmap(-1, plot.size), plot) for _ in here]
     for me, processes in ((3, [alive, nowhere, alive]), (7, [nowhere, nowhere, alive])):
-        mine = lanes.Lanes(every, here, processes, me, plot)
+        mine = shared_lanes.Lanes(every, here, processes, me, plot)
         with pytest.raises(PeerError, match="rank 5 ended"), mine.held():
             mine._until(lambda: False)
-    every = [lanes.Lane(mmap.mmap(-1, plot.size), plot) for _ in here]
-    with pytest.raises(ZeroDivisionError), lanes.Lanes(every, here, [alive] * 3, 7, plot).held():
+    every = [shared_lanes.Lane(mmap.mmap(-1, plot.size), plot) for _ in here]
+    with pytest.raises(ZeroDivisionError), shared_lanes.Lanes(every, here, [alive] * 3, 7, plot).held():
         _ = 1 / 0
     with pytest.raises(PeerError, match="rank 7 ended"):
-        lanes.Lanes(every, here, [alive] * 3, 3, plot)._until(lambda: False)
+        shared_lanes.Lanes(every, here, [alive] * 3, 3, plot)._until(lambda: False)
 
 
 @pytest.mark.parametrize("way", ["shared memory", "all-to-all", "pairs"])

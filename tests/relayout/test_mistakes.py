@@ -10,7 +10,7 @@ import torch
 
 from tangram.layout import Layout, LayoutError, Mesh, Region
 from tangram.relayout import Bound, Piece, RelayoutError, TensorSpec, bind, execute, plan, shard
-from tangram.relayout.states import ADAMW, COLUMN, ROW, StateSpec, state_layout, with_states
+from tangram.relayout.mapping.states import ADAMW, COLUMN, ROW, StateSpec, state_layout, with_states
 from tests.counting import lines_run
 
 THREE = TensorSpec((3,))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tangram.layout import Mesh
-from tangram.relayout.collectives import Place, dual, joined, parted
+from tangram.relayout.collectives.one_collective import Place, dual, joined, parted
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, cut
 from tangram.sharding.derive.transitions import Joint, change, costs, ordered, wanted
 from tangram.training.mesh.local_parts import own_part

@@ -40,7 +40,7 @@ from tangram.layout.intervals import span
 from tangram.layout.region import stretch
 from tangram.models.directory import hub_hint
 from tangram.relayout import Bound, Piece, PieceIndex, TensorSpec, bind, execute, plan
-from tangram.relayout.states import States
+from tangram.relayout.mapping.states import States
 
 __all__ = ["IDENTITY", "LEAST", "MEMORY", "TARGETS", "Filler", "Restructured", "Way", "restructure", "steps_of"]
 
@@ -252,7 +252,11 @@ class Filler:
             execute(steps, self._source.read, {(_OUT, name): into})
             if into is not out:
                 out.copy_(into)
-        self._read += into.nbytes
+        self._let_go(into.nbytes)
+
+    def _let_go(self, nbytes: int) -> None:
+        """Count bytes that were read, and let go of them where they are many."""
+        self._read += nbytes
         if self._read > self._keep:
             self._source.release()
             self._read = 0
@@ -267,6 +271,11 @@ class Filler:
         """Bytes of a tensor in row-major order, from the byte `first` on."""
         spec = self._specs[name]
         itemsize = DTYPES[spec.dtype]
+        values = self._as_it_is(name) if spec.dtype == self._own[name].dtype else None
+        if values is not None and values.is_contiguous():
+            torch.from_numpy(out).copy_(values.reshape(-1).view(torch.uint8)[first : first + len(out)])
+            self._let_go(len(out))
+            return
         flat = torch.from_numpy(out).view(getattr(torch, spec.dtype))
         at = 0
         for box in stretch(tuple(span(0, n) for n in spec.shape), first // itemsize, (first + len(out)) // itemsize):

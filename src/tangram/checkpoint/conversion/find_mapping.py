@@ -17,8 +17,8 @@ from tangram.layout.syntax import TensorPattern
 from tangram.models.families import Family, family_of, fields_of, mapping_of, megatrons_embedding
 from tangram.models.structures import FRAMEWORKS, family_in
 from tangram.relayout import Bound, RelayoutError, TensorSpec, bind, inverse
-from tangram.relayout.names import NameTable, template_of
-from tangram.relayout.states import with_states
+from tangram.relayout.mapping.names import NameTable, template_of
+from tangram.relayout.mapping.states import with_states
 
 FUSED = ("mlp.experts.gate_up_proj",)
 """What a module of transformers has in memory, and so a checkpoint of Tangram, where files have experts one by one."""

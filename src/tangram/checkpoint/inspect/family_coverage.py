@@ -17,8 +17,8 @@ from tangram.layout.syntax import Mapping as MappingText
 from tangram.layout.syntax import TensorPattern
 from tangram.models.families import Family, Mapped, mapping_of, megatrons_embedding
 from tangram.relayout import RelayoutError, bind, inverse
-from tangram.relayout.names import Family as Members
-from tangram.relayout.names import NameTable, TensorSpec, known_size, template_of
+from tangram.relayout.mapping.names import Family as Members
+from tangram.relayout.mapping.names import NameTable, TensorSpec, known_size, template_of
 
 HF, CORE, LOCAL = "Hugging Face", "Megatron-core", "Megatron-core without Transformer Engine"
 

@@ -27,7 +27,7 @@ from tangram.checkpoint.loading.scatter import Item
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK
 from tangram.errors import UserError
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 
 _WORD = 256
 """Bytes of a word: how it is, and a sentence."""

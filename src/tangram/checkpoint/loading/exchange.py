@@ -28,7 +28,7 @@ from tangram.checkpoint.store.manifest import BLOCK, Manifest, blocks_of
 from tangram.errors import UserError
 from tangram.hardware import shared
 from tangram.hardware.shared import Shared
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 
 LIMIT = 900.0
 """Seconds without any progress after which a rank gives up: longer than storage stalls and recovers."""

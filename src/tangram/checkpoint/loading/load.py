@@ -27,7 +27,7 @@ from tangram.checkpoint.state.entries import Described, Entry, Held, State, desc
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import Manifest
 from tangram.errors import UserError
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 
 IMPORTED = "imported"
 """The object that a checkpoint of another format has, once it is converted."""

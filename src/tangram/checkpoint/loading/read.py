@@ -20,7 +20,7 @@ from tangram.checkpoint.loading.scatter import Want, moves
 from tangram.checkpoint.store.manifest import Manifest
 from tangram.errors import UserError
 from tangram.layout import Region
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 
 __all__ = ["MEMORY", "DamagedError", "Want", "read_wants", "tensor"]
 

@@ -21,7 +21,7 @@ from tangram.errors import UserError
 from tangram.layout import Region, intervals
 from tangram.layout.intervals import IntSet
 from tangram.relayout import Bound, Copy, CoverageError, Piece, PieceIndex, bind, plan
-from tangram.relayout.lower import Block, View, blocks, view
+from tangram.relayout.copies.lower import Block, View, blocks, view
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """A type that numpy has, by the bytes of an element: only bits are moved."""

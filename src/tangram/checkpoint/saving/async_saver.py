@@ -34,7 +34,7 @@ from tangram.checkpoint.state.entries import Described, Entry
 from tangram.hardware.hostmemory import Shared
 from tangram.hardware.workers import Detached, Job, start_detached
 from tangram.relayout import TensorSpec
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 
 START = 120.0
 """Seconds that a new process has for its imports."""

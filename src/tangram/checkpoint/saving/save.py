@@ -24,7 +24,7 @@ from tangram.checkpoint.state.entries import Described, Entry, State, describe
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import Manifest
 from tangram.errors import UserError
-from tangram.relayout.peers import PeerLostError, Peers
+from tangram.relayout.exchange.peers import PeerLostError, Peers
 
 
 class SaveError(UserError):

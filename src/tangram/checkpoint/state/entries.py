@@ -26,8 +26,8 @@ from tangram.checkpoint.state.replicas import replicas, uneven_share
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.relayout import TensorSpec
-from tangram.relayout.dtensor import layout_of, mesh_of
-from tangram.relayout.peers import Peers
+from tangram.relayout.copies.dtensor import layout_of, mesh_of
+from tangram.relayout.exchange.peers import Peers
 
 State = Mapping[str, Any]
 """Sections by their names."""

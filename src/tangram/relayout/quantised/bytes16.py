@@ -6,7 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, cast
 
-from tangram.relayout.errors import RelayoutError
+from tangram.relayout.mapping.errors import RelayoutError
 from tangram.relayout.quantised.grids import gridded, numbers, of_blocks, spread, stored
 from tangram.relayout.quantised.groups import Box, Form, Group, Read, Settings, ceil, unfit
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.names import TensorSpec
+from tangram.relayout.mapping.errors import RelayoutError
+from tangram.relayout.mapping.names import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

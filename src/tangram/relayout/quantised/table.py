@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.names import TensorSpec
+from tangram.relayout.mapping.errors import RelayoutError
+from tangram.relayout.mapping.names import TensorSpec
 from tangram.relayout.quantised.bytes16 import (
     bind_blockwise,
     bind_fp4,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from tangram.relayout.errors import RelayoutError
+from tangram.relayout.mapping.errors import RelayoutError
 from tangram.relayout.quantised.grids import gridded, of_blocks, schemes, spread, stored
 from tangram.relayout.quantised.groups import Box, Form, Group, Read, Settings, ceil, unfit
 

@@ -1,7 +1,7 @@
 """How a tensor is brought from one way to lie over the axes of a mesh to another: what ranks do, and what it costs.
 
     Step     over one axis: a collective and its dual
-    Joint    over several at once: the cheapest sequence that `relayout.sequences` knows, there and back
+    Joint    over several at once: the cheapest sequence that `relayout.collectives.sequences` knows, there and back
 
 One rule: what one axis after the other takes several steps for is asked of `sequences`, and done so where ranks then
 receive fewer bytes or, of as many, take part in fewer collectives. Rows in orders of their own (`states.Routed`) and
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tangram.layout import Mesh
 from tangram.layout.intervals import size
-from tangram.relayout import collectives, digits, sequences
+from tangram.relayout.collectives import digits, one_collective, sequences
 from tangram.sharding.derive.problem.states import (
     SAME,
     SEVERAL,
@@ -158,7 +158,7 @@ def _joint(
 ) -> Joint | None:
     """The cheapest sequences between two states; None where one axis after the other is as cheap, or there is none."""
     there = _sequence(shape, itemsize, lies)
-    turned = tuple((digit, axis, collectives.dual(b), collectives.dual(a)) for digit, axis, a, b in lies)
+    turned = tuple((digit, axis, one_collective.dual(b), one_collective.dual(a)) for digit, axis, a, b in lies)
     back = _sequence(shape, itemsize, turned) if differentiable else ()
     if there is None or back is None:
         return None
@@ -304,7 +304,7 @@ def costs(
 
 def _cost(step: Step, own: float, k: int, *, differentiable: bool) -> Cost:
     """Of a step over an axis of `k` ranks, each of which has `own` bytes before it."""
-    found = way(step.source, step.target) or collectives.way(step.source, step.target)
+    found = way(step.source, step.target) or one_collective.way(step.source, step.target)
     forward, backward = found[0], found[1] if differentiable else ""
     together = own * (k if part_dim(step.source) is not None else 1)
     return Cost((step.axis,), forward, backward, received(forward, together, k), received(backward, together, k))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import Tensor
 
-from tangram.relayout.routed import Route
+from tangram.relayout.collectives.grouped_rows import Route
 from tangram.sharding.derive.problem.states import OWN, OWN_IDS, SENT, SENT_IDS, SORTED, Routed
 
 

@@ -27,7 +27,7 @@ from tangram.checkpoint.state.entries import Described, Entry
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.commits import newest
 from tangram.errors import UserError
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.training.mesh.buffers import refuse_unlike_saved
 from tangram.training.mesh.world import World

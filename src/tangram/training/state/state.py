@@ -2,8 +2,8 @@
 
 `model.<name>` is a parameter or a persistent buffer, `optim.<name>.<state>` what the optimiser keeps for a parameter.
 Where they lie is what the plan says, which is checked against what is there, and not asked of torch.
-Which states there are and how each lies is declared in `tangram.relayout.states`, not guessed from names. Parameters
-that are not trained have no states. Randomness is no part of it: the loop draws it from (seed, sample), and
+Which states there are and how each lies is declared in `tangram.relayout.mapping.states`, not guessed from names.
+Parameters that are not trained have no states. Randomness is no part of it: the loop draws it from (seed, sample), and
 the learning rate is a function of the step.
 """
 
@@ -21,7 +21,7 @@ from tangram.checkpoint.state.replicas import replicas, uneven_share
 from tangram.layout import Region, region
 from tangram.planner.legality.check_plan import bound_layout
 from tangram.relayout import TensorSpec
-from tangram.relayout.states import ADAMW, SAME, States
+from tangram.relayout.mapping.states import ADAMW, SAME, States
 from tangram.schema.plan import Plan
 from tangram.training.mesh.world import World
 from tangram.training.parallel.fsdp import reshard

@@ -21,7 +21,7 @@ from tangram.checkpoint.formats.common.optimiser_names import KNOWN, STEP
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
-from tangram.relayout.states import SAME
+from tangram.relayout.mapping.states import SAME
 
 PARALLEL = "module."
 """What DDP puts before all of them."""

@@ -19,7 +19,7 @@ from tangram.checkpoint.formats.common.opened import Opened
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
-from tangram.relayout.states import ADAFACTOR, ADAFACTOR_HF, ADAM_8BIT, ADAMW, MUON, SAME, SHARED, States
+from tangram.relayout.mapping.states import ADAFACTOR, ADAFACTOR_HF, ADAM_8BIT, ADAMW, MUON, SAME, SHARED, States
 
 MASTER, STEP = "master", "step"
 POWERS: States = {"beta1_pow": SHARED, "beta2_pow": SHARED}

@@ -21,7 +21,7 @@ from tangram.checkpoint.store.digest import Bytes
 from tangram.layout import Region
 from tangram.layout.intervals import span
 from tangram.relayout import TensorSpec
-from tangram.relayout.states import States
+from tangram.relayout.mapping.states import States
 
 
 @dataclass(frozen=True)

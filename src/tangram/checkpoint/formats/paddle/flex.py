@@ -40,7 +40,7 @@ from tangram.layout import Region, coverage
 from tangram.layout.intervals import span
 from tangram.layout.region import flat_boxes
 from tangram.relayout import Piece, TensorSpec
-from tangram.relayout.states import SAME, SHARED, States
+from tangram.relayout.mapping.states import SAME, SHARED, States
 
 _INDEX = re.compile(r"(\d+)\.metadata")
 STATES: States = {
@@ -256,7 +256,7 @@ def write(task: Task) -> list[str]:
     ring = Ring()
     for file, some in zip(files, cuts, strict=True):
         image, owners = _image(file, some)
-        write_from(folder, image, _taking(image, owners, task), ring, checked=False)
+        write_from(folder, image, _taking(image, owners, task), ring, checked=False, summed=False)
     pieces = (cut.stored(file) for file, some in zip(files, cuts, strict=True) for cut in some)
     beside = {**task.small, "0.metadata": metadata(pieces)}
     return [*files, *write_side_files(folder, beside)]

@@ -20,7 +20,7 @@ from tangram.checkpoint.formats.common.opened import Opened
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
-from tangram.relayout.states import SHARED
+from tangram.relayout.mapping.states import SHARED
 
 POWERS = ("beta1_pow", "beta2_pow")
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from tangram.relayout.buffers import Buffers, Side, bits, check_fill, coded, refuse_shared
-from tangram.relayout.codecs import Codec, fill_value
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.lower import NOWHERE, blocks
-from tangram.relayout.plan import Check, Copy, Plan
+from tangram.relayout.copies.buffers import Buffers, Side, bits, check_fill, coded, refuse_shared
+from tangram.relayout.copies.lower import NOWHERE, blocks
+from tangram.relayout.copies.plan import Check, Copy, Plan
+from tangram.relayout.mapping.codecs import Codec, fill_value
+from tangram.relayout.mapping.errors import RelayoutError
 
 Step = tuple[Copy, Tensor | None, Tensor]
 """A copy, and one block of it in the source and in the target; no source where elements are created."""

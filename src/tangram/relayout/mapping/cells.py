@@ -18,7 +18,7 @@ from tangram.layout import intervals
 from tangram.layout.intervals import IntSet
 from tangram.layout.region import Box
 from tangram.layout.syntax import VOID, Dim, Option
-from tangram.relayout.errors import RelayoutError
+from tangram.relayout.mapping.errors import RelayoutError
 
 
 @dataclass(frozen=True)

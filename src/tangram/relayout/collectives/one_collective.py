@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.layout.intervals import IntSet, size
-from tangram.relayout import uneven
-from tangram.relayout.errors import RelayoutError
+from tangram.relayout.collectives import uneven
+from tangram.relayout.mapping.errors import RelayoutError
 
 ALL_TO_ALL, ALL_GATHER, ALL_REDUCE = "all-to-all", "all-gather", "all-reduce"
 REDUCE_SCATTER, SLICE, ZERO = "reduce-scatter", "slice", "zero"

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.layout import Mesh
-from tangram.relayout.collectives import (
+from tangram.relayout.collectives.digits import WAITING, Spot
+from tangram.relayout.collectives.one_collective import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
@@ -29,9 +30,8 @@ from tangram.relayout.collectives import (
     summed_parts,
     swapped_flat,
 )
-from tangram.relayout.digits import WAITING, Spot
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.sequences import Step
+from tangram.relayout.collectives.sequences import Step
+from tangram.relayout.mapping.errors import RelayoutError
 
 Groups = Mapping[tuple[str, ...], dist.ProcessGroup]
 """By the axes of a step the group of this rank, whose ranks are in the order of the mesh."""

@@ -20,17 +20,17 @@ from torch import Tensor
 from tangram.hardware.shared import node
 from tangram.layout import Region
 from tangram.layout.region import Box, box_size
-from tangram.relayout.agreement import agreed, noticed, tried
-from tangram.relayout.bind import Bound
-from tangram.relayout.buffers import Buffers, Side, refuse_shared
-from tangram.relayout.cells import Part
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.execute import Step, compare, steps
-from tangram.relayout.messages import DIGEST, Message, Request, Segment, Wire, decoded, digest, encoded
-from tangram.relayout.peers import Peers
-from tangram.relayout.pieces import Holders, Piece, PieceIndex, Sharding
-from tangram.relayout.plan import Check, Copy, first_member, plan
-from tangram.relayout.rounds import Report, Route
+from tangram.relayout.copies.buffers import Buffers, Side, refuse_shared
+from tangram.relayout.copies.execute import Step, compare, steps
+from tangram.relayout.copies.pieces import Holders, Piece, PieceIndex, Sharding
+from tangram.relayout.copies.plan import Check, Copy, first_member, plan
+from tangram.relayout.exchange.agreement import agreed, noticed, tried
+from tangram.relayout.exchange.messages import DIGEST, Message, Request, Segment, Wire, decoded, digest, encoded
+from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.exchange.rounds import Report, Route
+from tangram.relayout.mapping.bind import Bound
+from tangram.relayout.mapping.cells import Part
+from tangram.relayout.mapping.errors import RelayoutError
 
 MEMORY = 64 << 20
 """Bytes of packed data that a rank holds at a time, if nobody says otherwise."""

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from tangram.hardware import shared
-from tangram.relayout.agreement import noticed, tried
-from tangram.relayout.codecs import Codec
-from tangram.relayout.errors import PeerError
-from tangram.relayout.messages import ALIGNED, Message, pack, unpack
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.agreement import noticed, tried
+from tangram.relayout.exchange.messages import ALIGNED, Message, pack, unpack
+from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.mapping.codecs import Codec
+from tangram.relayout.mapping.errors import PeerError
 
 _GONE, _PACKED, _WORDS = range(3)
 _PAGE = 4096

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tangram.relayout.collectives import swapped, swapped_flat
+from tangram.relayout.collectives.one_collective import swapped, swapped_flat
 
 
 @dataclass(frozen=True)

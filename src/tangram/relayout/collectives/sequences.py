@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from tangram.hardware.cluster import AxisLink
 from tangram.layout import Layout, Mesh
-from tangram.relayout.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, ZERO
-from tangram.relayout.digits import WAITING, Digit, Problem, Spot, State, fits, layout_of, problem
-from tangram.relayout.shares import in_common
+from tangram.relayout.collectives.digits import WAITING, Digit, Problem, Spot, State, fits, layout_of, problem
+from tangram.relayout.collectives.one_collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, ZERO
+from tangram.relayout.collectives.shares import in_common
 
 PERMUTE = "permute"
 Link = AxisLink

@@ -6,7 +6,7 @@ layouts hold the same elements exactly where their spots are the same, in whatev
 b at outer |a|, `(2 f/tp)/dp` with dp=4 splits dp into two digits around tp.
 
 The trade-off: cuts that leave a remainder, maps as `zigzag`, sums of factors that are cut inside, `//` and `@` are
-no digits and are refused here; `tangram.relayout.exchange` moves those.
+no digits and are refused here; `tangram.relayout.exchange.between_ranks` moves those.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from tangram.layout import Layout, Mesh, validate
 from tangram.layout.syntax import Cut, Dim
-from tangram.relayout.errors import RelayoutError
+from tangram.relayout.mapping.errors import RelayoutError
 
 
 class Spot(NamedTuple):

@@ -18,11 +18,11 @@ from tangram.layout.intervals import span
 from tangram.layout.sizes import name_voids, solve, whole
 from tangram.layout.syntax import Dim, Statement, TensorPattern
 from tangram.layout.syntax import Mapping as MappingText
-from tangram.relayout.cells import Cell, Monomial, Part, match, monomials
-from tangram.relayout.codecs import CODECS, Codec, arithmetic, fill_value, result_dtype
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.names import Family, NameTable, TensorSpec, extents, known_size, template_of
-from tangram.relayout.wilds import fill_wilds
+from tangram.relayout.mapping.cells import Cell, Monomial, Part, match, monomials
+from tangram.relayout.mapping.codecs import CODECS, Codec, arithmetic, fill_value, result_dtype
+from tangram.relayout.mapping.errors import RelayoutError
+from tangram.relayout.mapping.names import Family, NameTable, TensorSpec, extents, known_size, template_of
+from tangram.relayout.mapping.wild_cards import fill_wilds
 
 Specs = Mapping[str, TensorSpec]
 
@@ -205,10 +205,14 @@ class _Binder:
         if pair is None or spec is None:
             return False
         like = _plain_part(spec.shape)
-        a, b = (Part(pattern.name, like.dims, like.slots) for pattern in pair)
-        for part, families, used in ((a, self.source, self.used_source), (b, self.target, self.used_target)):
-            family = families[part.tensor] = Family(part.tensor, (part.tensor,), (), spec)
-            _claim(family, used, statement)
+        before, after = pair[0].name, pair[1].name
+        a, source = Part(before, like.dims, like.slots), Family(before, (before,), (), spec)
+        b, target = (a, source)
+        if after != before:
+            b, target = Part(after, like.dims, like.slots), Family(after, (after,), (), spec)
+        self.source[before], self.target[after] = source, target
+        _claim(source, self.used_source, statement)
+        _claim(target, self.used_target, statement)
         factors = tuple(digit.factor for dim in like.dims for digit in dim.digits)
         self.cells.setdefault(b.tensor, []).append(Cell(factors, spec.shape, b, a))
         self.solved.append(dict(self.known))
@@ -291,9 +295,15 @@ def _copied(statement: Statement) -> tuple[TensorPattern, TensorPattern] | None:
     sides = (statement.source, statement.target)
     if statement.options or any(len(side) != 1 or len(side[0]) != 1 for side in sides):
         return None
-    a, b = (side[0][0] for side in sides)
-    plain = all(p.dims is None and p.alias is None and all(isinstance(x, str) for x in p.parts) for p in (a, b))
-    return (a, b) if plain else None
+    a, b = sides[0][0][0], sides[1][0][0]
+    return (a, b) if _is_plain(a) and (a is b or _is_plain(b)) else None
+
+
+def _is_plain(pattern: TensorPattern) -> bool:
+    """Whether it is a name alone."""
+    if pattern.dims is not None or pattern.alias is not None:
+        return False
+    return all(isinstance(part, str) for part in pattern.parts)
 
 
 @lru_cache(1 << 12)
@@ -389,7 +399,7 @@ def _check_fill(value: float, dtypes: Iterable[str]) -> None:
 
 
 def _claim(family: Family, used: dict[str, Statement], statement: Statement) -> None:
-    for name in {family.name: None, **dict.fromkeys(family.members)}:
+    for name in {family.name: None, **dict.fromkeys(family.members)} if family.family_dims else (family.name,):
         if name in used:
             raise RelayoutError(f"{name} stands twice, here and in `{used[name]}`: tie copies with `=`")
         used[name] = statement

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from tangram.layout import Layout, Mesh
 from tangram.layout import Mapping as MappingText
 from tangram.layout.syntax import REST, VOID, Dim
-from tangram.relayout.bind import Specs, Tensors, bind
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.names import NameTable
-from tangram.relayout.state_rules import Job, derived, flattened
-from tangram.relayout.state_specs import (
+from tangram.relayout.mapping.bind import Specs, Tensors, bind
+from tangram.relayout.mapping.errors import RelayoutError
+from tangram.relayout.mapping.names import NameTable
+from tangram.relayout.mapping.state_rules import Job, derived, flattened
+from tangram.relayout.mapping.state_specs import (
     ADAFACTOR,
     ADAFACTOR_HF,
     ADAM_4BIT,

@@ -17,7 +17,7 @@ from functools import cached_property
 
 from tangram.layout.sizes import solve
 from tangram.layout.syntax import Dim, Index, TensorPattern, Wild
-from tangram.relayout.errors import RelayoutError
+from tangram.relayout.mapping.errors import RelayoutError
 
 _NUMBERS = re.compile(r"(?<!\d)(0|[1-9]\d*)(?!\d)")
 """Numbers as indices write them; the 007 in a name is text."""
@@ -71,6 +71,8 @@ class Family:
     @property
     def members(self) -> Iterator[str]:
         """The real names."""
+        if not self.offsets:
+            return iter(self.template)
         return map(self.member, itertools.product(*[range(n) for n in self.spec.shape[: self.family_dims]]))
 
     @cached_property

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from tangram.errors import UserError
 from tangram.layout import Region
-from tangram.relayout.errors import CoverageError, PeerError, RelayoutError
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.mapping.errors import CoverageError, PeerError, RelayoutError
 
 T = TypeVar("T")
 

@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tangram.layout import region
-from tangram.relayout.agreement import agreed, tried
-from tangram.relayout.bind import bind
-from tangram.relayout.dtensor import layout_of, mesh_of
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.exchange import MEMORY, move
-from tangram.relayout.names import TensorSpec
-from tangram.relayout.peers import Peers
-from tangram.relayout.pieces import Piece
-from tangram.relayout.rounds import Report
+from tangram.relayout.copies.dtensor import layout_of, mesh_of
+from tangram.relayout.copies.pieces import Piece
+from tangram.relayout.exchange.agreement import agreed, tried
+from tangram.relayout.exchange.between_ranks import MEMORY, move
+from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.exchange.rounds import Report
+from tangram.relayout.mapping.bind import bind
+from tangram.relayout.mapping.errors import RelayoutError
+from tangram.relayout.mapping.names import TensorSpec
 
 DTensors = Mapping[str, DTensor]
 

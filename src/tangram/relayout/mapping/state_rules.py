@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tangram.layout.syntax import VOID, Dim, Index, Side, Statement, TensorPattern
-from tangram.relayout.codecs import FILL
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.names import NameTable, template_of
-from tangram.relayout.state_specs import States, StateSpec
+from tangram.relayout.mapping.codecs import FILL
+from tangram.relayout.mapping.errors import RelayoutError
+from tangram.relayout.mapping.names import NameTable, template_of
+from tangram.relayout.mapping.state_specs import States, StateSpec
 
 
 @dataclass(frozen=True)

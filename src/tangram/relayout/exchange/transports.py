@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from tangram.relayout.errors import RelayoutError
+from tangram.relayout.mapping.errors import RelayoutError
 
 
 @dataclass(frozen=True)

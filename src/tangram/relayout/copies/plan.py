@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from tangram.layout import Region
 from tangram.layout.region import Box, box_size, box_subtract
-from tangram.relayout.bind import Bound
-from tangram.relayout.cells import Cell, Part
-from tangram.relayout.errors import CoverageError, RelayoutError
-from tangram.relayout.names import Family
-from tangram.relayout.pieces import Holders, Piece, PieceIndex, Sharding, stands_there
+from tangram.relayout.copies.pieces import Holders, Piece, PieceIndex, Sharding, stands_there
+from tangram.relayout.mapping.bind import Bound
+from tangram.relayout.mapping.cells import Cell, Part
+from tangram.relayout.mapping.errors import CoverageError, RelayoutError
+from tangram.relayout.mapping.names import Family
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from tangram.layout.syntax import Side, Statement, TensorPattern, Wild
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.names import NameTable, known_size, template_of
+from tangram.relayout.mapping.errors import RelayoutError
+from tangram.relayout.mapping.names import NameTable, known_size, template_of
 
 
 def fill_wilds(
@@ -56,10 +55,12 @@ def _claimed(statements: Iterable[Statement], side: int, table: NameTable | None
 
 def _filled(statement: Statement, values: Mapping[str, str]) -> Statement:
     def tensor(t: TensorPattern) -> TensorPattern:
-        parts = (values[p.name] if isinstance(p, Wild) else p for p in t.parts)
-        return replace(t, parts=tuple(parts))
+        return TensorPattern(tuple([values[p.name] if isinstance(p, Wild) else p for p in t.parts]), t.alias, t.dims)
 
     def side(s: Side) -> Side:
-        return tuple(tuple(tensor(t) for t in group) for group in s)
+        return tuple([tuple([tensor(t) for t in group]) for group in s])
 
-    return replace(statement, source=side(statement.source), target=side(statement.target))
+    source = side(statement.source)
+    # what keeps its name is the same value on both sides: there may be a million
+    target = source if statement.target == statement.source else side(statement.target)
+    return Statement(source, target, statement.options)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from tangram.relayout.digits import WAITING, Problem, State
+from tangram.relayout.collectives.digits import WAITING, Problem, State
 
 _GRID = 1 << 20
 """Blocks that are counted one by one where digits do not nest; of more the share counts as none."""

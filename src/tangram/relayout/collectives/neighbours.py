@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.layout.intervals import IntSet, elements, intersect, rank, size
-from tangram.relayout.collectives import swapped_flat
-from tangram.relayout.errors import RelayoutError
+from tangram.relayout.collectives.one_collective import swapped_flat
+from tangram.relayout.mapping.errors import RelayoutError
 
 
 class _Plan(NamedTuple):

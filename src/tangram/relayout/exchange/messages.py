@@ -23,12 +23,12 @@ from torch import Tensor
 from tangram.layout import intervals
 from tangram.layout.intervals import IntSet
 from tangram.layout.region import Box, box_intersect, box_size
-from tangram.relayout.bind import Bound
-from tangram.relayout.buffers import Side, coded, strided
-from tangram.relayout.cells import Cell, Part
-from tangram.relayout.codecs import Codec
-from tangram.relayout.lower import Block, blocks, packed
-from tangram.relayout.pieces import Piece
+from tangram.relayout.copies.buffers import Side, coded, strided
+from tangram.relayout.copies.lower import Block, blocks, packed
+from tangram.relayout.copies.pieces import Piece
+from tangram.relayout.mapping.bind import Bound
+from tangram.relayout.mapping.cells import Cell, Part
+from tangram.relayout.mapping.codecs import Codec
 
 ALIGNED = 16
 """Bytes of the longest element; all others are as long as a part of it. Segments of a message are sorted by the length

@@ -19,9 +19,9 @@ import numpy as np
 from tangram.layout import Region, intervals
 from tangram.layout.intervals import IntSet
 from tangram.layout.region import Box
-from tangram.relayout.cells import DimIndex, Part
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.names import Family, TensorSpec
+from tangram.relayout.mapping.cells import DimIndex, Part
+from tangram.relayout.mapping.errors import RelayoutError
+from tangram.relayout.mapping.names import Family, TensorSpec
 
 Range = tuple[int, int]
 Grid = np.ndarray[Any, np.dtype[np.int64]]

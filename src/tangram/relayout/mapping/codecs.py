@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tangram.layout.syntax import Option
-from tangram.relayout.errors import NotInvertibleError, RelayoutError
+from tangram.relayout.mapping.errors import NotInvertibleError, RelayoutError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from tangram.layout.syntax import Mapping as MappingText
 from tangram.layout.syntax import Option, Side, Statement
-from tangram.relayout.bind import Bound, bind
-from tangram.relayout.codecs import CODECS, FILL, Codec
-from tangram.relayout.errors import NotInvertibleError, RelayoutError
+from tangram.relayout.mapping.bind import Bound, bind
+from tangram.relayout.mapping.codecs import CODECS, FILL, Codec
+from tangram.relayout.mapping.errors import NotInvertibleError, RelayoutError
 
 
 def inverse(mapping: str | MappingText, *, lossy: bool = False, codecs: Mapping[str, Codec] = CODECS) -> MappingText:

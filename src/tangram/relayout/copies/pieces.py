@@ -18,10 +18,10 @@ from tangram.layout import Coords, Layout, Mesh, Region, intervals, nearest_hold
 from tangram.layout.intervals import IntSet
 from tangram.layout.locate import dim_owners, flat_owners, held, validate
 from tangram.layout.region import Box, box_intersect, box_subtract
-from tangram.relayout.bind import Tensors
-from tangram.relayout.cells import DimIndex, Part
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.names import Family
+from tangram.relayout.mapping.bind import Tensors
+from tangram.relayout.mapping.cells import DimIndex, Part
+from tangram.relayout.mapping.errors import RelayoutError
+from tangram.relayout.mapping.names import Family
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from tangram.layout.syntax import Option
-from tangram.relayout.bind import Bound, Tensors
-from tangram.relayout.cells import Part
-from tangram.relayout.codecs import Codec, arithmetic, fill_value
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.lower import Block, View, view
-from tangram.relayout.pieces import Piece
+from tangram.relayout.copies.lower import Block, View, view
+from tangram.relayout.copies.pieces import Piece
+from tangram.relayout.mapping.bind import Bound, Tensors
+from tangram.relayout.mapping.cells import Part
+from tangram.relayout.mapping.codecs import Codec, arithmetic, fill_value
+from tangram.relayout.mapping.errors import RelayoutError
 
 Key = tuple[Hashable, str]
 Buffers = Mapping[Any, Any] | Callable[[Hashable, str], Any]

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from tangram.relayout.agreement import noticed
-from tangram.relayout.codecs import Codec
-from tangram.relayout.errors import PeerError, RelayoutError
-from tangram.relayout.execute import Step, write
-from tangram.relayout.lanes import Lanes, open_lanes
-from tangram.relayout.messages import ALIGNED, Message, pack, unpack
-from tangram.relayout.peers import Peers
-from tangram.relayout.transports import NEAR, Staged, Traffic, Transport, by_rank, choose
+from tangram.relayout.copies.execute import Step, write
+from tangram.relayout.exchange.agreement import noticed
+from tangram.relayout.exchange.messages import ALIGNED, Message, pack, unpack
+from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.exchange.shared_lanes import Lanes, open_lanes
+from tangram.relayout.exchange.transports import NEAR, Staged, Traffic, Transport, by_rank, choose
+from tangram.relayout.mapping.codecs import Codec
+from tangram.relayout.mapping.errors import PeerError, RelayoutError
 
 ENOUGH = 16 << 20
 """Bytes that a rank has for others of its node, from which on it is worth while to open memory for them."""
