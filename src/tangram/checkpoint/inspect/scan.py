@@ -4,7 +4,6 @@ Threads share the blocks; each has memory for one, so memory does not grow with 
 cache where the file system lets them: what counts is what the disk has, and a job beside it keeps its cache.
 """
 
-import bisect
 import fcntl
 import os
 import threading
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram.checkpoint.loading.page_memory import pages
-from tangram.checkpoint.saving.file_layout import Outgoing, add_piece
+from tangram.checkpoint.saving.file_layout import Image, Outgoing, Placed, add_sums, parts
 from tangram.checkpoint.store import digest, safetensors_header
 from tangram.checkpoint.store.commits import MANIFEST, MARKER
 from tangram.checkpoint.store.digest import Bytes, Sums
@@ -69,27 +68,20 @@ class Scan:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._pieces: dict[str, list[tuple[int, int, Outgoing]]] = {name: [] for name in self.manifest.files}
+        placed: dict[str, list[Placed]] = {name: [] for name in self.manifest.files}
         for name, tensor in self.manifest.tensors.items():
             for piece in tensor.pieces:
-                stop = piece.offset + piece.region.size * tensor.itemsize
-                own = Outgoing(name, tensor.spec, piece.region)
-                self._pieces[piece.file].append((piece.offset, stop, own))
-        for pieces in self._pieces.values():
-            pieces.sort(key=lambda item: item[0])
+                placed[piece.file].append(Placed(Outgoing(name, tensor.spec, piece.region), piece.offset))
+        self._images = {
+            name: Image(name, b"", tuple(sorted(some, key=lambda one: one.offset)), self.manifest.files[name].size)
+            for name, some in placed.items()
+        }
         self._there: dict[str, int] = {}
         """Bytes of each plain file that is there, as far as the manifest wants them."""
 
-    def touched(self, file: str, start: int, stop: int) -> list[tuple[int, int, Outgoing]]:
-        """The pieces that have bytes of a file there: (offset, stop, piece)."""
-        pieces = self._pieces[file]
-        first = bisect.bisect_right(pieces, start, key=lambda item: item[1])
-        last = bisect.bisect_left(pieces, stop, key=lambda item: item[0])
-        return pieces[first:last]
-
     def _finding(self, kind: str, text: str, file: str, start: int = 0, stop: int | None = None) -> Finding:
         stop = self.manifest.files[file].size if stop is None else stop
-        names = tuple(dict.fromkeys(piece.name for _, _, piece in self.touched(file, start, stop)))
+        names = tuple(dict.fromkeys(placed.piece.name for placed, _, _ in parts(self._images[file], start, stop)))
         self.unsure.update(names)
         return Finding(kind, text, file, start, stop, names)
 
@@ -142,7 +134,7 @@ class Scan:
         if metadata.get(SAVE) != self.manifest.id:
             return f"{name} is of another save: {metadata.get(SAVE, 'none')!r}, not {self.manifest.id!r}"
         said = {slot.name: (slot.dtype, slot.shape, slot.offset) for slot in slots}
-        meant = {piece.key: (*_stored(piece), offset) for offset, _, piece in self._pieces[name]}
+        meant = {one.piece.key: (*_stored(one.piece), one.offset) for one in self._images[name].placed}
         for key, place in meant.items():
             if said.get(key) != place:
                 return f"the header of {name} has {key} as {said.get(key)}, the manifest as {place}"
@@ -194,9 +186,7 @@ class Scan:
         right = checksum(data.data) == self.manifest.files[name].sums[start // BLOCK]
         sums: dict[str, Sums] = {}
         if right:
-            for offset, end, piece in self.touched(name, start, stop):
-                first, last = max(start, offset), min(stop, end)
-                add_piece(piece, first - offset, data[first - start : last - start], sums)
+            add_sums(self._images[name], start, data, sums)
         with self._lock:
             if not right:
                 said = f"bytes {start:,} to {stop:,} of {name} are not those that were written"
