@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tangram.layout import Mapping
-from tangram.relayout import Bound, Sharding, TensorSpec, shard
+from tangram.relayout import BoundMapping, Sharding, TensorSpec, shard
 from tangram.relayout.mapping.states import SAME, with_states
 
 LAYERS, DENSE, EXPERTS = 61, 1, 384
@@ -133,7 +133,7 @@ def _layouts(side: str) -> dict[str, tuple[str, str]]:
     return out
 
 
-def sharding(bound: Bound, side: str) -> Sharding:
+def sharding(bound: BoundMapping, side: str) -> Sharding:
     """The source or the target, weights and states, over its mesh."""
     texts: dict[str, str] = {}
     for family, (weight, state) in _layouts(side).items():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tangram.checkpoint.conversion.convert import IDENTITY, config_of, restructure, steps_of
 from tangram.checkpoint.conversion.find_mapping import choose
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.inspect import diff_across_formats, tree, verify
 from tangram.checkpoint.store import commits
@@ -122,7 +122,7 @@ def test_verifying_and_inspecting(made: Path) -> None:
 def test_a_look_at_all_for_each_is_seen(root: Path) -> None:
     """Planted: a reader that goes through all pieces to find one."""
 
-    def slow(opened: Opened) -> Opened:
+    def slow(opened: OpenCheckpoint) -> OpenCheckpoint:
         def read(place: Hashable, name: str) -> Tensor:
             for piece in opened.pieces:
                 if piece.tensor == name:

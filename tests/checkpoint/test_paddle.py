@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tangram.checkpoint.conversion.convert import IDENTITY, restructure
 from tangram.checkpoint.conversion.find_mapping import choose
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.formats.paddle import flex
 from tangram.checkpoint.formats.paddle.pickles import MODULE, Stored, metadata, read_metadata
@@ -50,7 +50,7 @@ TENSORS = {
 }
 
 
-def tensors(source: Opened) -> dict[str, Tensor]:
+def tensors(source: OpenCheckpoint) -> dict[str, Tensor]:
     """All of a checkpoint, through the engine."""
     bound = bind(IDENTITY, source.specs)
     out = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in source.specs.items()}

@@ -18,13 +18,13 @@ from torch.distributed import checkpoint as torch_checkpoint
 
 from tangram.checkpoint.conversion.convert import IDENTITY, LEAST, restructure
 from tangram.checkpoint.formats import torch_dist
-from tangram.checkpoint.formats.archives.archive import Opaque, Place, read_archive, tensors
+from tangram.checkpoint.formats.archives.archive import Opaque, TensorPlace, read_archive, tensors
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.common.outgoing import boxes
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.formats.hf_export import bytes_of
 from tangram.checkpoint.loading.prefetch import fetched
-from tangram.checkpoint.saving.file_writer import Ring, Stream
+from tangram.checkpoint.saving.file_writer import FileStream, Ring
 from tangram.checkpoint.store.manifest import BLOCK
 from tangram.cli import main
 from tangram.errors import UserError
@@ -109,7 +109,7 @@ def test_a_stream_of_small_writes_is_a_file(
 ) -> None:
     data = [*some, bytes(n * BLOCK), *some]
     file = tmp_path_factory.mktemp("stream") / "x"
-    with Stream(file, Ring()) as stream:
+    with FileStream(file, Ring()) as stream:
         for one in data:
             assert stream.write(one) == len(one)
         assert stream.tell() == sum(map(len, data))
@@ -188,8 +188,8 @@ def test_an_archive_is_read_and_nothing_of_it_is_run(tmp_path: Path, monkeypatch
         "low.0": tree["low"][0], "low.1": base.T,
     }  # fmt: skip
     assert same(views, {name: t.detach() for name, t in expected.items()})
-    assert isinstance(found["strange"].state["tensor"], Place)
-    assert isinstance(found["several"].items[0], Place)
+    assert isinstance(found["strange"].state["tensor"], TensorPlace)
+    assert isinstance(found["several"].items[0], TensorPlace)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

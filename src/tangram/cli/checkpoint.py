@@ -12,7 +12,7 @@ from tangram.errors import UserError
 from tangram.training.observe.text_tables import count, printable
 
 if TYPE_CHECKING:
-    from tangram.checkpoint.inspect.verify import Report
+    from tangram.checkpoint.inspect.verify import VerifyReport
 
 __all__ = ["checkpoint"]
 
@@ -268,7 +268,7 @@ def prune(
     _table(str(folder), ("checkpoint", "what", "why"), rows)
 
 
-def _print(report: "Report") -> None:
+def _print(report: "VerifyReport") -> None:
     rate = f", {size(report.nbytes / report.seconds)}/s" if report.nbytes else ""
     said = "sound" if report.sound else f"DAMAGED, {count(len(report.findings), 'finding')}"
     print(

@@ -11,12 +11,12 @@ from tangram.errors import UserError
 from tangram.training.observe.text_tables import count, printable
 
 if TYPE_CHECKING:
-    from tangram.checkpoint.conversion.convert import Restructured, Way
+    from tangram.checkpoint.conversion.convert import NewTensor, Restructured
     from tangram.checkpoint.conversion.converting import ConvertOptions
-    from tangram.checkpoint.conversion.find_mapping import Chosen
-    from tangram.checkpoint.formats.common.opened import Opened
+    from tangram.checkpoint.conversion.find_mapping import ChosenMapping
+    from tangram.checkpoint.formats.common.opened import OpenCheckpoint
     from tangram.checkpoint.formats.hf_export import Converted
-    from tangram.checkpoint.inspect.diff import Comparison
+    from tangram.checkpoint.inspect.diff import CheckpointDiff
 
 __all__ = ["Asked", "compared", "run"]
 
@@ -92,7 +92,7 @@ def _options(asked: Asked, room: Mapping[str, int]) -> "ConvertOptions":
     )  # fmt: skip
 
 
-def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
+def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDiff":
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
     from tangram.checkpoint.conversion.convert import config_of, small_of
     from tangram.checkpoint.conversion.converting import rare_collections
@@ -154,7 +154,7 @@ def _beside(made: "Converted | Restructured") -> None:
         print(printable(f"beside the weights, not carried: {', '.join(made.left_beside[:SKIPPED])}{more}"))
 
 
-def _convert(source: "Opened", target: str, asked: Asked, options: "ConvertOptions", local: bool) -> None:
+def _convert(source: "OpenCheckpoint", target: str, asked: Asked, options: "ConvertOptions", local: bool) -> None:
     from tangram.checkpoint.conversion.converting import prepare
 
     found = prepare(source, asked.to, options)
@@ -174,7 +174,7 @@ def _convert(source: "Opened", target: str, asked: Asked, options: "ConvertOptio
         print(found.dequantised)
 
 
-def _skipped(source: "Opened", notes: Sequence[str]) -> None:
+def _skipped(source: "OpenCheckpoint", notes: Sequence[str]) -> None:
     """What stands in the source and is not taken, with the reason where it has one, and what was noted of it."""
     for note in notes:
         print(printable(note))
@@ -186,13 +186,15 @@ def _skipped(source: "Opened", notes: Sequence[str]) -> None:
         print(printable(f"not taken: {', '.join(source.skipped[:SKIPPED])}{more}"))
 
 
-def _how(chosen: "Chosen") -> str:
+def _how(chosen: "ChosenMapping") -> str:
     from tangram.checkpoint.conversion.find_mapping import KEPT
 
     return chosen.said if chosen.said.startswith(KEPT) else f"by {chosen.said}"
 
 
-def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened", notes: Sequence[str]) -> None:
+def _said(
+    made: "Restructured", chosen: "ChosenMapping", asked: Asked, source: "OpenCheckpoint", notes: Sequence[str]
+) -> None:
     cast = f", {made.cast:,} cast to {asked.dtype}" if made.cast else ""
     rate = size(made.nbytes / made.seconds)
     tensors = count(made.tensors, "tensor")
@@ -210,11 +212,11 @@ def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened"
 
 
 def _planned(
-    source: "Opened",
+    source: "OpenCheckpoint",
     target: str,
     asked: Asked,
-    chosen: "Chosen",
-    ways: Sequence["Way"],
+    chosen: "ChosenMapping",
+    ways: Sequence["NewTensor"],
     total: int,
     notes: Sequence[str],
     rate: float | None,
@@ -247,7 +249,7 @@ def _planned(
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states would not be converted")
 
 
-def _disk(source: "Opened", target: Path) -> float | None:
+def _disk(source: "OpenCheckpoint", target: Path) -> float | None:
     """Bytes a second that go from the source to where the target will lie; None where nothing is there to read."""
     import os
     import tempfile

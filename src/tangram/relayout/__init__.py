@@ -9,31 +9,31 @@ execute(copies, source_buffers, target_buffers)        # {(place, name): tensor 
 
 from tangram.relayout.copies.execute import execute
 from tangram.relayout.copies.pieces import Holders, Piece, PieceIndex, Sharding, shard
-from tangram.relayout.copies.plan import Check, Copy, Plan, plan
+from tangram.relayout.copies.plan import Copy, CopyPlan, TieCheck, plan
 from tangram.relayout.exchange.peers import Peers
-from tangram.relayout.mapping.bind import Bound, Tensors, bind
+from tangram.relayout.mapping.bind import BoundMapping, bind
 from tangram.relayout.mapping.codecs import CODECS, Codec
 from tangram.relayout.mapping.errors import CoverageError, NotInvertibleError, RelayoutError
 from tangram.relayout.mapping.inverse import inverse, invert
-from tangram.relayout.mapping.names import TensorSpec
+from tangram.relayout.mapping.names import Tensors, TensorSpec
 
 __all__ = [
     "CODECS",
-    "Bound",
-    "Check",
+    "BoundMapping",
     "Codec",
     "Copy",
+    "CopyPlan",
     "CoverageError",
     "Holders",
     "NotInvertibleError",
     "Peers",
     "Piece",
     "PieceIndex",
-    "Plan",
     "RelayoutError",
     "Sharding",
     "TensorSpec",
     "Tensors",
+    "TieCheck",
     "bind",
     "execute",
     "inverse",

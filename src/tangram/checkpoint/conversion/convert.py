@@ -25,12 +25,12 @@ from torch import Tensor
 from tangram import __version__
 from tangram.checkpoint.conversion.object_store import placing
 from tangram.checkpoint.formats.common.config_json import true_of
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import split
-from tangram.checkpoint.formats.common.outgoing import Task
+from tangram.checkpoint.formats.common.outgoing import WriteTask
 from tangram.checkpoint.formats.common.side_files import side_files, small_files, with_provenance
 from tangram.checkpoint.formats.hf_export import SHARD, cast_of, with_dtype
-from tangram.checkpoint.formats.targets import TARGETS, Target
+from tangram.checkpoint.formats.targets import TARGETS, WriteFormat
 from tangram.checkpoint.saving.file_writer import RING
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK, DTYPES
@@ -39,10 +39,10 @@ from tangram.layout import Region
 from tangram.layout.intervals import span
 from tangram.layout.region import stretch
 from tangram.models.directory import hub_hint
-from tangram.relayout import Bound, Piece, PieceIndex, TensorSpec, bind, execute, plan
+from tangram.relayout import BoundMapping, Piece, PieceIndex, TensorSpec, bind, execute, plan
 from tangram.relayout.mapping.states import States
 
-__all__ = ["IDENTITY", "LEAST", "MEMORY", "TARGETS", "Filler", "Restructured", "Way", "restructure", "steps_of"]
+__all__ = ["IDENTITY", "LEAST", "MEMORY", "TARGETS", "Filler", "NewTensor", "Restructured", "restructure", "steps_of"]
 
 IDENTITY = "{name*} -> {name*}"
 """The mapping that leaves everything as it is."""
@@ -55,7 +55,7 @@ _OUT = "out"
 
 
 @dataclass(frozen=True)
-class Way:
+class NewTensor:
     """What becomes of a tensor."""
 
     name: str
@@ -97,12 +97,12 @@ class Restructured:
         return {**vars(self), **lists, "seconds": round(self.seconds, 3)}
 
 
-def bound_of(source: Opened, mapping: str, sizes: Mapping[str, int]) -> Bound:
+def bound_of(source: OpenCheckpoint, mapping: str, sizes: Mapping[str, int]) -> BoundMapping:
     """A mapping bound to a checkpoint's tensors. Raises UserError for one that does not fit."""
     return bind(mapping, source.specs, sizes=sizes)
 
 
-def cast_specs(bound: Bound, dtype: str | None, states: States, rounded: bool = False) -> dict[str, TensorSpec]:
+def cast_specs(bound: BoundMapping, dtype: str | None, states: States, rounded: bool = False) -> dict[str, TensorSpec]:
     """The tensors that are made, in a natural order; those of a model in another type where that is asked.
 
     `states`: of the optimiser, which are never cast. Raises UserError where bits would be lost and `rounded` is not
@@ -116,9 +116,9 @@ def cast_specs(bound: Bound, dtype: str | None, states: States, rounded: bool = 
     return made
 
 
-def steps_of(bound: Bound, made: Mapping[str, TensorSpec]) -> list[Way]:
+def steps_of(bound: BoundMapping, made: Mapping[str, TensorSpec]) -> list[NewTensor]:
     """Every new tensor, as it is cast, and what it is made of."""
-    found: list[Way] = []
+    found: list[NewTensor] = []
     for name, spec in made.items():
         family, region = bound.target.lift(name, Region.full(spec.shape))
         sources: dict[str, None] = {}
@@ -126,13 +126,13 @@ def steps_of(bound: Bound, made: Mapping[str, TensorSpec]) -> list[Way]:
             hit = any(cell.target.boxes(box) for box in region.boxes)
             if hit and cell.source is not None:
                 sources[cell.source.tensor] = None
-        found.append(Way(name, spec, tuple(sources)))
+        found.append(NewTensor(name, spec, tuple(sources)))
     return found
 
 
 def restructure(
-    source: Opened,
-    bound: Bound,
+    source: OpenCheckpoint,
+    bound: BoundMapping,
     target: Path | str,
     to: str,
     *,
@@ -182,7 +182,7 @@ def restructure(
     filler = Filler(source, bound, specs, max(1, memory // 4))
     chunk = min(CHUNK, (memory - LEAST) // 4 + BLOCK)
     with placing(str(target), nbytes + sum(map(len, beside.values()))) as (folder, done):
-        task = Task(
+        task = WriteTask(
             folder, specs, source.states, filler.fill, filler.bytes_of, chunk, shard, stack, experts_apart, beside,
             source.objects, told or _deaf, done,
         )  # fmt: skip
@@ -194,7 +194,7 @@ def restructure(
     )
 
 
-def target_of(to: str) -> Target:
+def target_of(to: str) -> WriteFormat:
     """How a format is written. Raises UserError for one that is not."""
     if to not in TARGETS:
         raise UserError(f"--to {to}: give one of {', '.join(TARGETS)}")
@@ -231,7 +231,7 @@ def _deaf(_: int) -> None:
 class Filler:
     """Boxes of new tensors, made of what a source's pieces have."""
 
-    def __init__(self, source: Opened, bound: Bound, specs: Mapping[str, TensorSpec], keep: int) -> None:
+    def __init__(self, source: OpenCheckpoint, bound: BoundMapping, specs: Mapping[str, TensorSpec], keep: int) -> None:
         """`keep`: bytes that are read before what was read is let go."""
         self._source, self._bound, self._specs, self._keep = source, bound, specs, keep
         self._holders = PieceIndex(source.pieces, bound.source)
@@ -285,14 +285,14 @@ class Filler:
             at += size
 
 
-def _lines(bound: Bound) -> list[str]:
+def _lines(bound: BoundMapping) -> list[str]:
     """The statements of a mapping; one for all tensors that keep their names, as what takes the rest."""
     other = [s for s in bound.mapping.statements if s.source != s.target or s.options]
     kept = len(other) < len(bound.mapping.statements)
     return [*map(str, other), *([IDENTITY] if kept else [])]
 
 
-def _copies_of(source: Opened, bound: Bound) -> dict[str, Piece]:
+def _copies_of(source: OpenCheckpoint, bound: BoundMapping) -> dict[str, Piece]:
     """The pieces that are a new tensor as they are: whole, alone, and of the same shape without any codec."""
     whole: dict[str, Piece | None] = {}
     for piece in source.pieces:

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tangram.checkpoint.formats.archives.mapped_files import Maps
-from tangram.checkpoint.formats.common.opened import Opened
-from tangram.checkpoint.formats.common.outgoing import Task, taking
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
+from tangram.checkpoint.formats.common.outgoing import WriteTask, taking
 from tangram.checkpoint.formats.common.side_files import small_files, write_side_files
 from tangram.checkpoint.formats.hf_export import index_of, planned_images
 from tangram.checkpoint.saving.file_writer import Ring, write_from
@@ -156,10 +156,10 @@ def mapped_reader(path: Path) -> Callable[[Hashable, str], Tensor]:
     return read
 
 
-def open_folder(path: Path, maps: Maps) -> Opened:
+def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """A directory with its configuration. Raises UserError for one that is not whole."""
     index = read_index(path)
-    slots: dict[tuple[str, str], safetensors_header.Slot] = {}
+    slots: dict[tuple[str, str], safetensors_header.TensorSlot] = {}
     for file in dict.fromkeys(str(piece.place) for piece in index.pieces):
         size = (path / file).stat().st_size
         data = maps.data(file)
@@ -172,10 +172,10 @@ def open_folder(path: Path, maps: Maps) -> Opened:
         slot = slots[str(place), name]
         return maps.view(str(place), slot.offset, slot.dtype, slot.shape)
 
-    return Opened("hf", path, index.specs, index.pieces, read, maps.release, small=small_files(path))
+    return OpenCheckpoint("hf", path, index.specs, index.pieces, read, maps.release, small=small_files(path))
 
 
-def write(task: Task) -> list[str]:
+def write(task: WriteTask) -> list[str]:
     """Write safetensors, with an index where they are several, and the small files; the names of all."""
     ring = Ring()
     names = {f"{MODEL}.{name}": name for name in task.specs}

@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from tangram.checkpoint.formats.archives.mapped_files import Maps
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.side_files import small_files
 from tangram.checkpoint.store import safetensors_header
 from tangram.errors import UserError
@@ -37,11 +37,11 @@ def is_shards(path: Path) -> bool:
     return path.is_dir() and bool(_files(path))
 
 
-def open_folder(path: Path, maps: Maps) -> Opened:
+def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """All tensors of all files. Raises UserError where a file or a part is missing, or a tensor there twice."""
     files = _files(path)
     _refuse_missing(path, files)
-    slots: dict[tuple[str, str], safetensors_header.Slot] = {}
+    slots: dict[tuple[str, str], safetensors_header.TensorSlot] = {}
     regions: dict[str, list[tuple[str, Region]]] = {}
     for file in files:
         size = (path / file).stat().st_size
@@ -68,7 +68,7 @@ def open_folder(path: Path, maps: Maps) -> Opened:
         slot = slots[str(place), name]
         return maps.view(str(place), slot.offset, slot.dtype, slot.shape)
 
-    return Opened("hf", path, specs, tuple(pieces), read, maps.release, small=small_files(path))
+    return OpenCheckpoint("hf", path, specs, tuple(pieces), read, maps.release, small=small_files(path))
 
 
 def _files(path: Path) -> list[str]:

@@ -18,12 +18,12 @@ from typing import Any, cast
 from torch import Tensor
 
 from tangram.checkpoint.formats import dcp
-from tangram.checkpoint.formats.archives.archive import Opaque, Place, read_archive
+from tangram.checkpoint.formats.archives.archive import Opaque, TensorPlace, read_archive
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.archives.state_dicts import (
-    Found,
     Number,
-    Optimiser,
+    OptimiserStates,
+    StateDict,
     leaves,
     optimiser_of,
     plain_names,
@@ -32,7 +32,7 @@ from tangram.checkpoint.formats.archives.state_dicts import (
     whole,
 )
 from tangram.checkpoint.formats.common.model_part import DEEPEST, model_part
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.side_files import small_files
 from tangram.checkpoint.formats.huggingface import PICKLED, chooses_index
 from tangram.errors import UserError
@@ -65,18 +65,18 @@ def is_torch(path: Path) -> bool:
     return (path.is_file() and path.suffix in SUFFIXES) or any((path / name).is_file() for name in PICKLED)
 
 
-def open_path(path: Path, maps: Maps) -> Opened:
+def open_path(path: Path, maps: Maps) -> OpenCheckpoint:
     """A file, or a directory with its configuration. Raises UserError for what is not whole, or no state dict."""
     if path.is_dir():
         return _folder(path, maps)
     maps = Maps(path.parent)
     parts = _parts(read_archive(maps, path.name), path)
-    found = Found()
+    found = StateDict()
     found.add(parts.model, path.name)
     names = plain_names(found.places, parts.lead)
-    places: dict[str, Place | Number] = {names[raw]: place for raw, place in found.places.items()}
+    places: dict[str, TensorPlace | Number] = {names[raw]: place for raw, place in found.places.items()}
     params = {name: whole(name, place)[0] for name, place in places.items()}
-    trained = Optimiser()
+    trained = OptimiserStates()
     skipped = [*found.skipped, *parts.skipped]
     for key, tree in parts.optimisers.items():
         trained = optimiser_of(tree, key, maps, params, parts.lead)
@@ -91,7 +91,7 @@ def open_path(path: Path, maps: Maps) -> Opened:
     return model_part(opened, dcp.NAMING, skipped)
 
 
-def _opened(path: Path, maps: Maps, places: Mapping[str, Place | Number], skipped: list[str]) -> Opened:
+def _opened(path: Path, maps: Maps, places: Mapping[str, TensorPlace | Number], skipped: list[str]) -> OpenCheckpoint:
     specs: dict[str, TensorSpec] = {}
     pieces: list[Piece] = []
     for name, place in places.items():
@@ -101,15 +101,15 @@ def _opened(path: Path, maps: Maps, places: Mapping[str, Place | Number], skippe
     def read(place: Hashable, name: str) -> Tensor:
         return view(maps, place)
 
-    return Opened("torch", path, specs, tuple(pieces), read, maps.release, tuple(skipped))
+    return OpenCheckpoint("torch", path, specs, tuple(pieces), read, maps.release, tuple(skipped))
 
 
-def _folder(path: Path, maps: Maps) -> Opened:
+def _folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """One file, or several with an index that says which tensor is where."""
     index = _index(path) if (path / INDEX).is_file() or not (path / SINGLE).is_file() else {}
     if (path / SINGLE).is_file() and not chooses_index(path, SINGLE, set(index.values())):
         index = {}
-    found = Found()
+    found = StateDict()
     for file in sorted(set(index.values())) or [SINGLE]:
         parts = _parts(read_archive(maps, file), path / file)
         found.add(parts.model, file)
@@ -118,7 +118,7 @@ def _folder(path: Path, maps: Maps) -> Opened:
         if name not in found.places or found.places[name].file != file:
             raise UserError(f'the index "{path / INDEX}" says that {name} is in {file}, but it is not')
     names = plain_names(found.places)
-    places: dict[str, Place | Number] = {names[raw]: place for raw, place in found.places.items()}
+    places: dict[str, TensorPlace | Number] = {names[raw]: place for raw, place in found.places.items()}
     opened = _opened(path, maps, places, found.skipped)
     return replace(opened, small=small_files(path))
 
@@ -183,7 +183,7 @@ def _inside(fields: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def _has_tensors(tree: Any) -> bool:
-    return any(isinstance(value, Place) or tensor_kind(value) for _, value in leaves(tree))
+    return any(isinstance(value, TensorPlace) or tensor_kind(value) for _, value in leaves(tree))
 
 
 def _attribute(model: Mapping[Any, Any]) -> str:

@@ -22,7 +22,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 @dataclass(frozen=True)
-class Change:
+class TensorChange:
     """A tensor that is not the same in both."""
 
     name: str
@@ -58,10 +58,10 @@ class ObjectChange:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CheckpointDiff:
     """All differences of two checkpoints."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[TensorChange, ...]
     objects: tuple[ObjectChange, ...]
     equal: int
     """Tensors that are the same in both."""
@@ -92,31 +92,31 @@ def to_read(a: Manifest, b: Manifest, pattern: str = "*") -> int:
     return sum(one.nbytes + other.nbytes for one, other in pairs if not _equal(one, other) and _alike(one, other))
 
 
-def compare(a: Side, b: Side, pattern: str = "*", told: Callable[[int], None] | None = None) -> Comparison:
+def compare(a: Side, b: Side, pattern: str = "*", told: Callable[[int], None] | None = None) -> CheckpointDiff:
     """Compare two checkpoints, each given as its folder and its manifest.
 
     `pattern`: only tensors and objects whose names fit; `told` hears how many more bytes have been read. Raises
     UserError where no tensor fits, DamagedError where bytes that must be read are not those that were written.
     """
-    changes: list[Change] = []
+    changes: list[TensorChange] = []
     differing: list[StoredTensor] = []
     equal = 0
     for name in _names(a[1], b[1], pattern):
         one, other = a[1].tensors.get(name), b[1].tensors.get(name)
         if other is None:
             assert one is not None
-            changes.append(Change(name, "a", a=_said(one)))
+            changes.append(TensorChange(name, "a", a=_said(one)))
         elif one is None:
-            changes.append(Change(name, "b", b=_said(other)))
+            changes.append(TensorChange(name, "b", b=_said(other)))
         elif _equal(one, other):
             equal += 1
         elif not _alike(one, other):
-            changes.append(Change(name, "shape", _said(one), _said(other)))
+            changes.append(TensorChange(name, "shape", _said(one), _said(other)))
         else:
             differing.append(one)
     changes += _compared(a, b, differing, told or (lambda count: None))
     changes.sort(key=lambda change: change.name)
-    return Comparison(tuple(changes), _objects(a[1], b[1], pattern), equal)
+    return CheckpointDiff(tuple(changes), _objects(a[1], b[1], pattern), equal)
 
 
 def _names(a: Manifest, b: Manifest, pattern: str) -> list[str]:
@@ -139,13 +139,13 @@ def _alike(one: StoredTensor, other: StoredTensor) -> bool:
     return one.spec.shape == other.spec.shape
 
 
-def _compared(a: Side, b: Side, differing: Sequence[StoredTensor], told: Callable[[int], None]) -> list[Change]:
+def _compared(a: Side, b: Side, differing: Sequence[StoredTensor], told: Callable[[int], None]) -> list[TensorChange]:
     """What differs in tensors that have the same shapes in both."""
-    found: dict[str, Change] = {}
+    found: dict[str, TensorChange] = {}
     for one in differing:
         other = b[1].tensors[one.name]
         kind = "values" if one.spec.dtype == other.spec.dtype else "dtype"
-        found[one.name] = Change(one.name, kind, _said(one), _said(other))
+        found[one.name] = TensorChange(one.name, kind, _said(one), _said(other))
     for batch in batches(in_file_order(differing), CHUNK):
         for span, left, right in zip(batch, read_spans(*a, batch), read_spans(*b, batch), strict=True):
             found[span.name] = compared(found[span.name], left, right)
@@ -153,7 +153,7 @@ def _compared(a: Side, b: Side, differing: Sequence[StoredTensor], told: Callabl
     return list(found.values())
 
 
-def compared(found: Change, left: Tensor, right: Tensor) -> Change:
+def compared(found: TensorChange, left: Tensor, right: Tensor) -> TensorChange:
     """What is known of a tensor, with some more elements of both sides."""
     wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
     if left.dtype == right.dtype:

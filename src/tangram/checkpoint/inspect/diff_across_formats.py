@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from tangram.checkpoint.conversion.convert import IDENTITY, Filler
-from tangram.checkpoint.conversion.find_mapping import Chosen, choose, model_of
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.conversion.find_mapping import ChosenMapping, choose, model_of
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.outgoing import boxes
-from tangram.checkpoint.inspect.diff import CHUNK, Change, Comparison, compared
+from tangram.checkpoint.inspect.diff import CHUNK, CheckpointDiff, TensorChange, compared
 from tangram.checkpoint.inspect.tree import fits
 from tangram.checkpoint.store.manifest import DTYPES
 from tangram.errors import UserError
@@ -28,7 +28,9 @@ KEEP = 128 << 20
 """Bytes that are read before what was read is let go."""
 
 
-def seen_as(a: Opened, b: Opened, config: Mapping[str, Any] | None) -> tuple[Chosen, Opened]:
+def seen_as(
+    a: OpenCheckpoint, b: OpenCheckpoint, config: Mapping[str, Any] | None
+) -> tuple[ChosenMapping, OpenCheckpoint]:
     """A with a mapping to B's structure, and B; without the optimiser's states unless both have some.
 
     Raises UserError where no mapping leads there.
@@ -47,7 +49,7 @@ def seen_as(a: Opened, b: Opened, config: Mapping[str, Any] | None) -> tuple[Cho
     return best, other
 
 
-def to_read(way: Chosen, other: Opened, pattern: str = "*") -> int:
+def to_read(way: ChosenMapping, other: OpenCheckpoint, pattern: str = "*") -> int:
     """The bytes that a comparison will read of both."""
     mine = way.bound.target.specs
     both = [
@@ -57,12 +59,12 @@ def to_read(way: Chosen, other: Opened, pattern: str = "*") -> int:
 
 
 def compare(
-    way: Chosen,
-    other: Opened,
+    way: ChosenMapping,
+    other: OpenCheckpoint,
     pattern: str = "*",
     told: Callable[[int], None] | None = None,
     among: Collection[str] | None = None,
-) -> Comparison:
+) -> CheckpointDiff:
     """Compare what a mapping makes of a checkpoint with another. Raises UserError where no tensor fits the pattern.
 
     `among`: names that come into question; all unless given.
@@ -74,25 +76,25 @@ def compare(
         raise UserError(f"no tensor of either fits {pattern!r}")
     left = Filler(way.source, way.bound, mine, KEEP)
     right = Filler(other, bind(IDENTITY, theirs), theirs, KEEP)
-    changes: list[Change] = []
+    changes: list[TensorChange] = []
     for name in names:
         if name not in theirs:
-            changes.append(Change(name, "a", a=_said(mine[name])))
+            changes.append(TensorChange(name, "a", a=_said(mine[name])))
         elif name not in mine:
-            changes.append(Change(name, "b", b=_said(theirs[name])))
+            changes.append(TensorChange(name, "b", b=_said(theirs[name])))
         elif not _alike(mine[name], theirs[name]):
-            changes.append(Change(name, "shape", _said(mine[name]), _said(theirs[name])))
+            changes.append(TensorChange(name, "shape", _said(mine[name]), _said(theirs[name])))
         else:
             changes += _values(name, mine[name], theirs[name], left, right, told)
     both = [name for name in names if name in mine and name in theirs]
-    return Comparison(tuple(changes), (), len(both) - sum(one.kind not in ("a", "b") for one in changes))
+    return CheckpointDiff(tuple(changes), (), len(both) - sum(one.kind not in ("a", "b") for one in changes))
 
 
 def _values(
     name: str, mine: TensorSpec, theirs: TensorSpec, left: Filler, right: Filler, told: Callable[[int], None] | None
-) -> list[Change]:
+) -> list[TensorChange]:
     kind = "values" if mine.dtype == theirs.dtype else "dtype"
-    found = Change(name, kind, _said(mine), _said(theirs))
+    found = TensorChange(name, kind, _said(mine), _said(theirs))
     for box in boxes(mine.shape, CHUNK // max(DTYPES[mine.dtype], DTYPES[theirs.dtype])):
         region, shape = Region.of([tuple(span(a, b) for a, b in box)]), [b - a for a, b in box]
         one, two = (torch.empty(shape, dtype=getattr(torch, spec.dtype)) for spec in (mine, theirs))

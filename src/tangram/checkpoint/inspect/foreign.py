@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tangram.checkpoint.conversion.convert import IDENTITY, Filler
 from tangram.checkpoint.conversion.quantised import quantisation_of
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.outgoing import boxes
 from tangram.checkpoint.formats.detect import FORMATS, open_any
 from tangram.checkpoint.formats.own import is_own
@@ -77,7 +77,7 @@ def refuse_unknown(path: Path) -> None:
         open_any(path)
 
 
-def tensors_of(opened: Opened) -> list[StoredTensor]:
+def tensors_of(opened: OpenCheckpoint) -> list[StoredTensor]:
     """Its tensors as those of Tangram's own checkpoints are, without digests."""
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in opened.specs}
     for piece in opened.pieces:
@@ -85,7 +85,7 @@ def tensors_of(opened: Opened) -> list[StoredTensor]:
     return [StoredTensor(name, spec, "", tuple(pieces[name])) for name, spec in opened.specs.items()]
 
 
-def values_of(opened: Opened, name: str) -> tree.Values:
+def values_of(opened: OpenCheckpoint, name: str) -> tree.Values:
     """Look at the values of one tensor, in parts. Raises UserError where it is not there."""
     opened = quantised_weights.with_weights(opened, name)
     if name not in opened.specs:
@@ -95,7 +95,7 @@ def values_of(opened: Opened, name: str) -> tree.Values:
 
 def values_of_own(path: Path, manifest: Manifest, name: str) -> tree.Values:
     """The same of a checkpoint of Tangram's own; of a quantised weight what its codes stand for."""
-    if isinstance(manifest.tensors.get(name), tree.Together):
+    if isinstance(manifest.tensors.get(name), tree.QuantisedTensor):
         return values_of(open_any(path), name.removeprefix(f"{MODEL}."))
     return tree.values_of(path, manifest, name)
 
@@ -125,11 +125,11 @@ def read_all(path: Path, told: Callable[[int], None]) -> Reading:
     return Reading(path, opened.format, tensors, nbytes, tuple(findings), time.perf_counter() - begin, weights)
 
 
-def _filler(opened: Opened) -> Filler:
+def _filler(opened: OpenCheckpoint) -> Filler:
     return Filler(opened, bind(IDENTITY, opened.specs), opened.specs, KEEP)
 
 
-def _parts(filler: Filler, opened: Opened, name: str) -> Iterator[Tensor]:
+def _parts(filler: Filler, opened: OpenCheckpoint, name: str) -> Iterator[Tensor]:
     spec = opened.specs[name]
     for box in boxes(spec.shape, max(1, CHUNK // DTYPES[spec.dtype])):
         values = torch.empty([b - a for a, b in box], dtype=getattr(torch, spec.dtype))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram.checkpoint.loading.page_memory import pages
-from tangram.checkpoint.saving.file_layout import Image, Outgoing, Placed, add_sums, parts
+from tangram.checkpoint.saving.file_layout import Image, Outgoing, PlacedPiece, add_sums, parts
 from tangram.checkpoint.store import digest, safetensors_header
 from tangram.checkpoint.store.commits import MANIFEST, MARKER
 from tangram.checkpoint.store.digest import Bytes, Sums
@@ -68,10 +68,10 @@ class Scan:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        placed: dict[str, list[Placed]] = {name: [] for name in self.manifest.files}
+        placed: dict[str, list[PlacedPiece]] = {name: [] for name in self.manifest.files}
         for name, tensor in self.manifest.tensors.items():
             for piece in tensor.pieces:
-                placed[piece.file].append(Placed(Outgoing(name, tensor.spec, piece.region), piece.offset))
+                placed[piece.file].append(PlacedPiece(Outgoing(name, tensor.spec, piece.region), piece.offset))
         self._images = {
             name: Image(name, b"", tuple(sorted(some, key=lambda one: one.offset)), self.manifest.files[name].size)
             for name, some in placed.items()

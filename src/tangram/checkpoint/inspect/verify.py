@@ -27,7 +27,7 @@ from tangram.errors import UserError
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """What was verified, and all that is wrong."""
 
     path: Path
@@ -60,7 +60,7 @@ class Report:
         }
 
 
-def verify(path: Path, told: Told | None = None, threads: int = THREADS) -> Report:
+def verify(path: Path, told: Told | None = None, threads: int = THREADS) -> VerifyReport:
     """Read the whole checkpoint `path`. Raises UserError where there is none of this format, and for nothing else."""
     begin = time.perf_counter()
     marker, manifest, findings = _described(path)
@@ -77,7 +77,7 @@ def verify(path: Path, told: Told | None = None, threads: int = THREADS) -> Repo
         findings += [*scan.damaged, *scan.digests()]
     of = manifest or marker
     findings.sort(key=lambda f: (f.file not in (MARKER, MANIFEST), f.file, f.start or 0, f.kind))
-    return Report(
+    return VerifyReport(
         path=path,
         id=of.id if of else "",
         step=of.step if of else 0,

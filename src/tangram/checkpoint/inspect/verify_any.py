@@ -3,17 +3,18 @@
 from pathlib import Path
 
 from tangram.checkpoint.inspect.foreign import Reading, format_of, read_all, refuse_unknown
-from tangram.checkpoint.inspect.verify import Report
+from tangram.checkpoint.inspect.verify import VerifyReport
 from tangram.checkpoint.inspect.verify import verify as verify_own
 
-__all__ = ["Reading", "Report", "verify"]
+__all__ = ["Reading", "VerifyReport", "verify"]
 
 
-def verify(path: Path | str) -> Report | Reading:
+def verify(path: Path | str) -> VerifyReport | Reading:
     """Read every byte of the checkpoint `path` once; `.sound` says whether nothing is wrong, `.findings` what is.
 
-    Of Tangram's own format that is proved by checksums and digests (`Report`). Other formats have none: there it is
-    proved that every element is there once and can be read (`Reading`). Raises UserError where there is no checkpoint.
+    Of Tangram's own format that is proved by checksums and digests (`VerifyReport`). Other formats have none: there it
+    is proved that every element is there once and can be read (`Reading`). Raises UserError where there is no
+    checkpoint.
     """
     path = Path(path)
     if format_of(path) is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram.checkpoint.loading.page_memory import pages
-from tangram.checkpoint.loading.scatter import Moves
+from tangram.checkpoint.loading.scatter import BlockCopies
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK, Manifest, StoredFile, checksum
 from tangram.checkpoint.store.safetensors_header import PAGE
@@ -34,7 +34,7 @@ class DamagedError(UserError):
 class Sources:
     """The open files of one checkpoint. Several threads may read from it."""
 
-    def __init__(self, path: Path, manifest: Manifest, wanted: Moves) -> None:
+    def __init__(self, path: Path, manifest: Manifest, wanted: BlockCopies) -> None:
         """`wanted`: what is read of it, for errors that name tensors."""
         self._path = path
         self._manifest = manifest

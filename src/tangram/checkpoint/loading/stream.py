@@ -19,7 +19,7 @@ from tangram.relayout import TensorSpec
 
 
 @dataclass(frozen=True)
-class Span:
+class ElementSpan:
     """Elements `start <= i < stop` of a tensor in row-major order."""
 
     name: str
@@ -32,16 +32,16 @@ def in_file_order(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
     return sorted(tensors, key=lambda t: min(((p.file, p.offset) for p in t.pieces), default=("", 0)))
 
 
-def spans(spec: TensorSpec, name: str, nbytes: int) -> Iterator[Span]:
+def spans(spec: TensorSpec, name: str, nbytes: int) -> Iterator[ElementSpan]:
     """All elements of a tensor, in parts of so many bytes."""
     size = math.prod(spec.shape)
     step = max(1, nbytes // DTYPES[spec.dtype])
-    return (Span(name, start, min(start + step, size)) for start in range(0, size, step))
+    return (ElementSpan(name, start, min(start + step, size)) for start in range(0, size, step))
 
 
-def batches(tensors: Iterable[StoredTensor], nbytes: int) -> Iterator[list[Span]]:
+def batches(tensors: Iterable[StoredTensor], nbytes: int) -> Iterator[list[ElementSpan]]:
     """All elements of the tensors, in their order, in lists of at most so many bytes."""
-    batch: list[Span] = []
+    batch: list[ElementSpan] = []
     room = nbytes
     for tensor in tensors:
         itemsize, size = tensor.itemsize, math.prod(tensor.spec.shape)
@@ -51,14 +51,14 @@ def batches(tensors: Iterable[StoredTensor], nbytes: int) -> Iterator[list[Span]
                 yield batch
                 batch, room = [], max(nbytes, itemsize)
             stop = min(size, start + room // itemsize)
-            batch.append(Span(tensor.name, start, stop))
+            batch.append(ElementSpan(tensor.name, start, stop))
             room -= (stop - start) * itemsize
             start = stop
     if batch:
         yield batch
 
 
-def read_spans(path: Path, manifest: Manifest, wanted: Sequence[Span]) -> list[Tensor]:
+def read_spans(path: Path, manifest: Manifest, wanted: Sequence[ElementSpan]) -> list[Tensor]:
     """The elements of each span, as one dim, every byte proved by its block's checksum. Raises as `read_wants` does."""
     wants: list[Want] = []
     for span in wanted:

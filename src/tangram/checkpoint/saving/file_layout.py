@@ -68,7 +68,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedPiece:
     """A piece and the byte of the file that it begins at."""
 
     piece: Outgoing
@@ -86,7 +86,7 @@ class Image:
 
     name: str
     head: bytes
-    placed: tuple[Placed, ...]
+    placed: tuple[PlacedPiece, ...]
     size: int
 
     @cached_property
@@ -112,20 +112,20 @@ def _image(name: str, pieces: Sequence[Outgoing], save_id: str) -> Image:
     ordered = sorted(pieces, key=lambda piece: -piece.itemsize)
     rows = [(piece.key, piece.spec.dtype, piece.shape) for piece in ordered]
     head, slots = safetensors_header.build(rows, {"format": "pt", "tangram_save": save_id})
-    placed = tuple(Placed(piece, slot.offset) for piece, slot in zip(ordered, slots, strict=True))
+    placed = tuple(PlacedPiece(piece, slot.offset) for piece, slot in zip(ordered, slots, strict=True))
     return Image(name, head, placed, placed[-1].stop if placed else len(head))
 
 
 # ---------------------------------------------------------------- the bytes between two offsets
 
 
-def parts(image: Image, start: int, stop: int) -> Iterator[tuple[Placed, int, int]]:
+def parts(image: Image, start: int, stop: int) -> Iterator[tuple[PlacedPiece, int, int]]:
     """The pieces that have bytes between two offsets of the file, and those bytes' offsets in the piece."""
     for _, placed, first, last in _numbered(image, start, stop):
         yield placed, first, last
 
 
-def _numbered(image: Image, start: int, stop: int) -> Iterator[tuple[int, Placed, int, int]]:
+def _numbered(image: Image, start: int, stop: int) -> Iterator[tuple[int, PlacedPiece, int, int]]:
     """The same with each piece's number. A file may have a million pieces, and is looked at block by block."""
     begin = max(0, bisect_right(image.offsets, start) - 1)
     for i in range(begin, bisect_left(image.offsets, stop)):
@@ -186,7 +186,7 @@ class _Alike(NamedTuple):
     nbytes: int
 
 
-def _alike(part: tuple[Placed, int, int]) -> _Alike | None:
+def _alike(part: tuple[PlacedPiece, int, int]) -> _Alike | None:
     piece, first, last = part[0].piece, part[1], part[2]
     shape, itemsize = piece.spec.shape, piece.itemsize
     if first or last != piece.nbytes or not digest.is_one_block(shape, itemsize):

@@ -34,7 +34,7 @@ RING = 6
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """A file that is on the disk, and what its pieces add to the digests of their tensors."""
 
     name: str
@@ -42,7 +42,7 @@ class Written:
     sums: Mapping[str, Sums]
 
 
-def write_image(folder: Path, image: Image, values: Sequence[Tensor], ring: "Ring | None" = None) -> Written:
+def write_image(folder: Path, image: Image, values: Sequence[Tensor], ring: "Ring | None" = None) -> WrittenFile:
     """Write a file of pieces whose elements are `values`, in the order of `image.placed`.
 
     Raises OSError as the disk does; what was written by then is left to the caller to remove.
@@ -55,7 +55,7 @@ def write_image(folder: Path, image: Image, values: Sequence[Tensor], ring: "Rin
     return write_from(folder, image, take, ring or Ring())
 
 
-def write_mapped(folder: Path, image: Image, memory: Bytes) -> Written:
+def write_mapped(folder: Path, image: Image, memory: Bytes) -> WrittenFile:
     """Write a file that lies in memory as it will lie on the disk; `memory` begins on a page and ends on one."""
 
     def take(start: int, out: Bytes) -> Bytes:
@@ -82,7 +82,7 @@ def write_from(
     ring: Ring,
     checked: bool = True,
     summed: bool = True,
-) -> Written:
+) -> WrittenFile:
     """Write a file whose bytes come block by block, in their order, from `take(start, room)`.
 
     `take` fills the room, a block of the ring, and returns it; or other memory, which nobody may change meanwhile.
@@ -101,10 +101,10 @@ def write_from(
                 add_sums(image, start, block, sums)
             sink.put(start, room, block)
         sink.finish(image.size)
-    return Written(image.name, StoredFile(image.size, tuple(found)), sums)
+    return WrittenFile(image.name, StoredFile(image.size, tuple(found)), sums)
 
 
-class Stream:
+class FileStream:
     """A new file that is written in its order, by writes of any size that are gathered into blocks."""
 
     def __init__(self, path: Path, ring: Ring) -> None:
@@ -112,7 +112,7 @@ class Stream:
         self._room: Bytes | None = None
         self._at = 0
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> "FileStream":
         return self
 
     def __exit__(self, *_: object) -> None:

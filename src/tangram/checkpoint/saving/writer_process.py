@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 from tangram.checkpoint.saving import rank_parts
 from tangram.checkpoint.saving.file_layout import Outgoing
-from tangram.checkpoint.saving.file_writer import Written, write_mapped
+from tangram.checkpoint.saving.file_writer import WrittenFile, write_mapped
 from tangram.checkpoint.saving.save import About, finish, sentence
-from tangram.checkpoint.saving.snapshot import Places, Share, places
+from tangram.checkpoint.saving.snapshot import FilePlaces, RankShare, places
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.manifest import region_fields, region_of
 from tangram.errors import UserError
@@ -76,7 +76,7 @@ def attempt_id(save_id: str, attempt: int) -> str:
     return hashlib.sha256(f"{save_id} {attempt}".encode()).hexdigest()[:32] if attempt else save_id
 
 
-def share_fields(own: Share, index: int, writers: int) -> dict[str, Any]:
+def share_fields(own: RankShare, index: int, writers: int) -> dict[str, Any]:
     """What a writer must know of the memory, as JSON."""
     return {
         "index": index,
@@ -90,7 +90,7 @@ def serve(channel: Channel) -> None:
     """The process's main function: save what it is told to until the caller is gone."""
     caller = os.getppid()
     channel.send({"ready": True})
-    writer = Writer(channel)
+    writer = SaveWriter(channel)
     with contextlib.suppress(EOFError):
         while True:
             alive = os.getppid() == caller  # a process that the caller forked may hold the channel open
@@ -100,7 +100,7 @@ def serve(channel: Channel) -> None:
                 return
 
 
-class Writer:
+class SaveWriter:
     """What one rank's writer knows and does."""
 
     def __init__(self, channel: Channel) -> None:
@@ -181,7 +181,7 @@ class Writer:
         try:
             self._write(order, partial, save_id, problem)
 
-            def look() -> list[rank_parts.Part] | None:
+            def look() -> list[rank_parts.RankPart] | None:
                 _refuse_failed(partial)
                 return rank_parts.found_parts(partial, self._writers)
 
@@ -246,7 +246,7 @@ class Writer:
                     (partial / file.name).unlink(missing_ok=True)
             raise _FailedError(f"rank {self._index} cannot write: {sentence(error)}") from None
 
-    def _file(self, partial: Path, found: Places, number: int) -> Written:
+    def _file(self, partial: Path, found: FilePlaces, number: int) -> WrittenFile:
         file, start = found.files[number], found.starts[number]
         stop = found.starts[number + 1] if number + 1 < len(found.starts) else found.size
         memory = self._memory[start:stop]
@@ -254,7 +254,7 @@ class Writer:
         return write_mapped(partial, file, memory)
 
     @contextlib.contextmanager
-    def _telling(self, partial: Path, found: Places) -> Generator[None]:
+    def _telling(self, partial: Path, found: FilePlaces) -> Generator[None]:
         """Say how many bytes are written, while they are; nothing while nothing moves."""
         ended = threading.Event()
 

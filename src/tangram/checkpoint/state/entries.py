@@ -3,8 +3,8 @@
     {"model": model, "optim": optimiser, "rng": {"cpu": tensor}, "progress": {"step": 100}}
 
 A section is a module, an optimiser, or a table of tensors and of anything that JSON can say. Tensors are DTensors, as
-FSDP2 makes them, plain ones, which are whole on every rank, numpy arrays, or `Held`: a part with its layout. The states
-of an optimiser go by the names of its parameters, so its module must be in the same state.
+FSDP2 makes them, plain ones, which are whole on every rank, numpy arrays, or `LocalPart`: a part with its layout. The
+states of an optimiser go by the names of its parameters, so its module must be in the same state.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ State = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalPart:
     """A part of a tensor, with where it lies said in the notation: for who cuts by hand."""
 
     local: Tensor | np.ndarray[Any, Any]
@@ -47,7 +47,7 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class StateEntry:
     """One tensor of the state, as it lies on this rank."""
 
     name: str
@@ -75,7 +75,7 @@ class Entry:
 class Described:
     """A state as entries, and the rest of it."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[StateEntry, ...]
     objects: Mapping[str, Any]
     """What is no tensor, by section and name."""
 
@@ -93,7 +93,7 @@ def describe(state: State, peers: Peers | None = None) -> Described:
         if not section or "." in section or section.startswith("__"):
             raise UserError(f"the section {section!r} of the state needs a name without dots")
         for name, value in _leaves(section, content, state):
-            if isinstance(value, Tensor | np.ndarray | Held):
+            if isinstance(value, Tensor | np.ndarray | LocalPart):
                 tensors[name] = value
             else:
                 objects[name] = _json(name, value)
@@ -102,7 +102,7 @@ def describe(state: State, peers: Peers | None = None) -> Described:
     return Described(tuple(_with_replicas(entries, peers)), objects)
 
 
-def _with_replicas(entries: list[Entry], peers: Peers) -> list[Entry]:
+def _with_replicas(entries: list[StateEntry], peers: Peers) -> list[StateEntry]:
     """Fill in who holds the same of the entries whose layout does not say it: their `replicas` are empty.
 
     Mostly every rank has all of them, which a few bytes tell; only else are names exchanged.
@@ -147,7 +147,7 @@ def _of_table(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]
 def _has_tensor(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_has_tensor(v) for v in cast("Mapping[str, Any]", value).values())
-    return isinstance(value, Tensor | np.ndarray | Held)
+    return isinstance(value, Tensor | np.ndarray | LocalPart)
 
 
 def _of_module(section: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -214,17 +214,17 @@ class _Places:
         some = any(peers.all_words(bool(own))) if any(isinstance(t, DTensor) for t in tensors.values()) else False
         self._shapes: list[dict[str, list[int]]] = peers.all_words(own) if some else []
 
-    def entry(self, name: str, value: Any) -> Entry:
-        if isinstance(value, Held):
+    def entry(self, name: str, value: Any) -> StateEntry:
+        if isinstance(value, LocalPart):
             return self._held(name, value)
         if isinstance(value, DTensor):
             return self._dtensor(name, value)
         local = _as_tensor(value)
         if local.layout != torch.strided or local.is_meta:
             raise UserError(f"{name} is a {local.layout} tensor on {local.device}: a checkpoint holds dense values")
-        return Entry(name, _spec(local, tuple(local.shape)), Region.full(local.shape), local)
+        return StateEntry(name, _spec(local, tuple(local.shape)), Region.full(local.shape), local)
 
-    def _dtensor(self, name: str, tensor: DTensor) -> Entry:
+    def _dtensor(self, name: str, tensor: DTensor) -> StateEntry:
         mesh, ranks = mesh_of(tensor.device_mesh)
         me = self._ranks[self._peers.index]
         if me not in ranks:
@@ -239,7 +239,7 @@ class _Places:
         places = [self._ranks.index(rank) if rank in self._ranks else -1 for rank in ranks]
         return self._cut(name, local, tuple(tensor.shape), layout, mesh, position, places)
 
-    def _held(self, name: str, held: Held) -> Entry:
+    def _held(self, name: str, held: LocalPart) -> StateEntry:
         mesh, layout = Mesh.parse(held.mesh), Layout.parse(held.layout).bind(held.shape)
         local = _as_tensor(held.local)
         if self._peers.size not in (1, mesh.size):
@@ -249,7 +249,7 @@ class _Places:
 
     def _cut(
         self, name: str, local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh, at: int, places: list[int]
-    ) -> Entry:
+    ) -> StateEntry:
         if layout.pending:
             raise UserError(f"{name} has a pending reduction ({layout}): reduce it before it is saved")
         here, text = _place(layout, mesh, at)
@@ -263,7 +263,7 @@ class _Places:
         if len(places) == self._peers.size:
             alike = tuple(sorted(places[i] for i in replicas(mesh, layout.axes, at, layout.at)))
             share = uneven_share(layout, mesh, at)
-        return Entry(name, _spec(local, shape), here, local, alike, text, share)
+        return StateEntry(name, _spec(local, shape), here, local, alike, text, share)
 
 
 @lru_cache(1 << 12)

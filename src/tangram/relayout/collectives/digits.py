@@ -1,9 +1,9 @@
 """Even layouts as digits: which digit of which dim each digit of the rank is; so plans are arithmetic on few numbers.
 
 A dim of n elements is a number with digits, in any mixed radix that divides it; an even cut says that one of them is a
-digit of the rank. Where it stands is `Spot(dim, outer)`: `outer` blocks stand before it, counted in the whole dim. Two
-layouts hold the same elements exactly where their spots are the same, in whatever words they were written: `x/a/b` puts
-b at outer |a|, `(2 f/tp)/dp` with dp=4 splits dp into two digits around tp.
+digit of the rank. Where it stands is `DigitSpot(dim, outer)`: `outer` blocks stand before it, counted in the whole dim.
+Two layouts hold the same elements exactly where their spots are the same, in whatever words they were written: `x/a/b`
+puts b at outer |a|, `(2 f/tp)/dp` with dp=4 splits dp into two digits around tp.
 
 The trade-off: cuts that leave a remainder, maps as `zigzag`, sums of factors that are cut inside, `//` and `@` are
 no digits and are refused here; `tangram.relayout.exchange.between_ranks` moves those.
@@ -22,7 +22,7 @@ from tangram.layout.syntax import Cut, Dim
 from tangram.relayout.mapping.errors import RelayoutError
 
 
-class Spot(NamedTuple):
+class DigitSpot(NamedTuple):
     """Where in a tensor a digit of the rank stands."""
 
     dim: int
@@ -30,14 +30,14 @@ class Spot(NamedTuple):
     """How many blocks of the whole dim stand before it."""
 
 
-WAITING = Spot(-1, 0)
+WAITING = DigitSpot(-1, 0)
 """Of a digit over which a sum is pending."""
 
-State = tuple[Spot | None, ...]
+State = tuple[DigitSpot | None, ...]
 """For each digit of the rank, where it stands; None: all of its ranks have the same."""
 
 
-class Digit(NamedTuple):
+class RankDigit(NamedTuple):
     """A digit of the rank: `rank // stride % k`."""
 
     stride: int
@@ -45,11 +45,11 @@ class Digit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class DigitProblem:
     """Two layouts of one tensor over the digits of the rank that either uses, most significant first."""
 
     shape: tuple[int, ...]
-    digits: tuple[Digit, ...]
+    digits: tuple[RankDigit, ...]
     names: tuple[str, ...]
     """The axis that each digit is; `dp.0`, `dp.1` of an axis that is several."""
     axes: tuple[str, ...]
@@ -58,10 +58,10 @@ class Problem:
     target: State
 
 
-_Piece = tuple[Digit, Spot]
+_Piece = tuple[RankDigit, DigitSpot]
 
 
-def problem(shape: Sequence[int], source: Layout, target: Layout, mesh: Mesh, *, idle: bool = False) -> Problem:
+def problem(shape: Sequence[int], source: Layout, target: Layout, mesh: Mesh, *, idle: bool = False) -> DigitProblem:
     """Both layouts as digits. Raises RelayoutError, LayoutError for what is none.
 
     `idle`: with the other axes of the mesh, which may help; without it, only where sums are reduced.
@@ -78,20 +78,20 @@ def problem(shape: Sequence[int], source: Layout, target: Layout, mesh: Mesh, *,
     digits = tuple(sorted(used, reverse=True))
     found = [_axis(digit, mesh, source, target) for digit in digits]
     states = [tuple(side.get(digit) for digit in digits) for side in split]
-    return Problem(whole, digits, _names(found), tuple(found), states[0], states[1])
+    return DigitProblem(whole, digits, _names(found), tuple(found), states[0], states[1])
 
 
 _MOVE = "; tangram.relayout.exchange moves any two layouts"
 
 
-def _idle(used: Iterable[Digit], mesh: Mesh) -> set[Digit]:
+def _idle(used: Iterable[RankDigit], mesh: Mesh) -> set[RankDigit]:
     """The axes of the first view of the mesh that share no rank's digit with those in use."""
     own = list(used)
-    found = [Digit(mesh.axes[axis][1], k) for axis, k in mesh.views[0] if k > 1]
+    found = [RankDigit(mesh.axes[axis][1], k) for axis, k in mesh.views[0] if k > 1]
     return {a for a in found if all(a.stride * a.k <= b.stride or b.stride * b.k <= a.stride for b in own)}
 
 
-def _axis(digit: Digit, mesh: Mesh, source: Layout, target: Layout) -> str:
+def _axis(digit: RankDigit, mesh: Mesh, source: Layout, target: Layout) -> str:
     used = [a for layout in (source, target) for a in (*sorted(layout.axes), *(a for _, a in layout.pending))]
     for axis in (*used, *mesh.axes):
         k, stride = mesh.axes[axis]
@@ -110,7 +110,7 @@ def _split(piece: _Piece, borders: Iterable[int]) -> list[_Piece]:
     found: list[_Piece] = []
     for low, high in itertools.pairwise(inside):
         outer = spot.outer * (stride * k // high) if spot != WAITING else 0
-        found.append((Digit(low, high // low), Spot(spot.dim, outer)))
+        found.append((RankDigit(low, high // low), DigitSpot(spot.dim, outer)))
     return found
 
 
@@ -123,17 +123,17 @@ def _pieces(layout: Layout, mesh: Mesh) -> list[_Piece]:
         if op != "sum":
             raise RelayoutError(f"{layout}: only sums are reduced here, and {op}:{axis} is none; reduce it first")
         k, stride = mesh.axes[axis]
-        found += [(Digit(stride, k), WAITING)] if k > 1 else []
+        found += [(RankDigit(stride, k), WAITING)] if k > 1 else []
     for d, dim in enumerate(layout.dims):
         outer = 1
         for n, digit in _digits(dim, mesh, layout):
             if digit is not None:
-                found.append((digit, Spot(d, outer)))
+                found.append((digit, DigitSpot(d, outer)))
             outer *= n
     return found
 
 
-_Run = tuple[int, Digit | None]
+_Run = tuple[int, RankDigit | None]
 """A digit of a dim: its size, and which digit of the rank it is."""
 
 
@@ -165,13 +165,13 @@ def _cut(runs: Sequence[_Run], cut: Cut, mesh: Mesh, layout: Layout) -> list[_Ru
         if max(n, left) % own:
             break
         left //= own
-        out += [(own, Digit(stride * left, own)), (n // own, None)]
+        out += [(own, RankDigit(stride * left, own)), (n // own, None)]
     if left > 1:
         raise RelayoutError(f"{layout}: /{cut} does not cut into {k} even parts{_MOVE}")
     return out
 
 
-def fits(problem: Problem, state: State) -> bool:
+def fits(problem: DigitProblem, state: State) -> bool:
     """Whether the digits stand beside each other in a tensor of this shape."""
     ends: dict[int, list[tuple[int, int]]] = {}
     for (_, k), spot in zip(problem.digits, state, strict=True):
@@ -188,7 +188,7 @@ def fits(problem: Problem, state: State) -> bool:
     return True
 
 
-def local_shape(problem: Problem, state: State) -> tuple[int, ...]:
+def local_shape(problem: DigitProblem, state: State) -> tuple[int, ...]:
     """What a rank has."""
     shape = list(problem.shape)
     for (_, k), spot in zip(problem.digits, state, strict=True):
@@ -197,8 +197,8 @@ def local_shape(problem: Problem, state: State) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def layout_of(problem: Problem, state: State) -> Layout:
-    """A state in the notation. A digit that is only part of an axis is named as in `Problem.names`."""
+def layout_of(problem: DigitProblem, state: State) -> Layout:
+    """A state in the notation. A digit that is only part of an axis is named as in `DigitProblem.names`."""
     cuts: Mapping[int, list[tuple[int, int, str]]] = {d: [] for d in range(len(problem.shape))}
     for (_, k), spot, name in zip(problem.digits, state, problem.names, strict=True):
         if spot is not None and spot != WAITING:
@@ -225,6 +225,6 @@ def _written(n: int, cuts: Sequence[tuple[int, int, str]]) -> Dim:
     return factors[0] if len(factors) == 1 else Dim(terms=(factors,))
 
 
-def elements(problem: Problem, state: State) -> float:
+def elements(problem: DigitProblem, state: State) -> float:
     """How many elements a rank has, and of a state with digits that stand nowhere all of them."""
     return math.prod(local_shape(problem, state))

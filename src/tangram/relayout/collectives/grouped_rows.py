@@ -42,7 +42,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Route:
+class RowRoute:
     """Of rows that were sorted by `ids`, numbers from 0 up to `groups`, over the ranks of `group`.
 
     What its methods do is collective; all ranks call them in one order. Without memory (fake tensors) as many rows go
@@ -103,7 +103,7 @@ class Route:
 
 class _Sent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route: Route, there: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, route: RowRoute, there: bool) -> Tensor:
         ctx.route, ctx.there = route, there
         return _sent(x, route) if there else _back(x, route)
 
@@ -113,12 +113,12 @@ class _Sent(torch.autograd.Function):
         return _Sent.apply(gradient, ctx.route, not ctx.there), None, None
 
 
-def _sent(x: Tensor, route: Route) -> Tensor:
+def _sent(x: Tensor, route: RowRoute) -> Tensor:
     sizes = route.sizes
     return _swapped_rows(x[: sum(sizes.to)], sizes.to, sizes.of, route.group).index_select(0, sizes.order)
 
 
-def _back(x: Tensor, route: Route) -> Tensor:
+def _back(x: Tensor, route: RowRoute) -> Tensor:
     sizes = route.sizes
     found = _swapped_rows(x.index_select(0, sizes.back), sizes.of, sizes.to, route.group)
     rest = route.ids.shape[0] - found.shape[0]

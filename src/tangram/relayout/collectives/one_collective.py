@@ -9,8 +9,8 @@
 a's. So the table has one column, a backward is a `move` like any other, and gradients of gradients need nothing more.
 
 Tensors are plain local ones, groups are given, and nothing is asked of the other ranks beforehand: all call it alike,
-with their parts of one tensor. A cut that is not in even chunks says what each rank has (`Place.parts`): what backends
-send only in one size is padded to the largest part, which is the trade-off.
+with their parts of one tensor. A cut that is not in even chunks says what each rank has (`RankPlacement.parts`): what
+backends send only in one size is padded to the largest part, which is the trade-off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALL_TO_ALL, ALL_GATHER, ALL_REDUCE = "all-to-all", "all-gather", "all-reduce"
 REDUCE_SCATTER, SLICE, ZERO = "reduce-scatter", "slice", "zero"
 
 
-class Place(NamedTuple):
+class RankPlacement(NamedTuple):
     """How a tensor lies over the ranks of a group. Any tuple of this form is taken for one."""
 
     kind: str
@@ -82,10 +82,10 @@ WAYS: dict[tuple[str, str], str] = {
 cut every rank keeps its part among zeros."""
 
 
-def dual(place: AnyPlace) -> Place:
+def dual(place: AnyPlace) -> RankPlacement:
     """How the gradient lies of a tensor that lies so."""
     kind, *where = place
-    return Place(DUALS[kind], *where)
+    return RankPlacement(DUALS[kind], *where)
 
 
 def way(source: AnyPlace, target: AnyPlace) -> tuple[str, str]:
@@ -114,7 +114,7 @@ def move(
     Raises RelayoutError for a cut into parts that are not even, of a dim that `x` lacks, or an unknown kind.
     """
     k = dist.get_world_size(group)
-    source, target = Place(*source), Place(*target)
+    source, target = RankPlacement(*source), RankPlacement(*target)
     shape = _whole_shape(x, source, k)
     _refuse(shape, source, k)
     _refuse(shape, target, k)
@@ -128,7 +128,7 @@ def move(
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Place, target: Place, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, source: RankPlacement, target: RankPlacement, group: dist.ProcessGroup) -> Tensor:
         ctx.back = dual(target), dual(source), group
         return _moved(x, source, target, group)
 
@@ -138,7 +138,7 @@ class _Move(torch.autograd.Function):
         return _Move.apply(gradient, *ctx.back), None, None, None
 
 
-def _moved(x: Tensor, source: Place, target: Place, group: dist.ProcessGroup) -> Tensor:
+def _moved(x: Tensor, source: RankPlacement, target: RankPlacement, group: dist.ProcessGroup) -> Tensor:
     k, me = dist.get_world_size(group), dist.get_rank(group)
     what = WAYS[source.kind, target.kind]
     if source.parts or target.parts:
@@ -164,7 +164,9 @@ def _moved(x: Tensor, source: Place, target: Place, group: dist.ProcessGroup) ->
     return x.view_as(x)
 
 
-def _moved_uneven(x: Tensor, what: str, source: Place, target: Place, group: dist.ProcessGroup) -> Tensor:
+def _moved_uneven(
+    x: Tensor, what: str, source: RankPlacement, target: RankPlacement, group: dist.ProcessGroup
+) -> Tensor:
     """`_moved` where what ranks have of a cut dim are no even chunks."""
     k, me = dist.get_world_size(group), dist.get_rank(group)
     whole = _whole_shape(x, source, k)
@@ -192,7 +194,7 @@ def _moved_uneven(x: Tensor, what: str, source: Place, target: Place, group: dis
     return out.index_copy_(source.dim, torch.tensor(have[me].tolist(), dtype=torch.int64, device=x.device), x)
 
 
-def _indices(place: Place, whole: Sequence[int], k: int) -> tuple[uneven.Places, ...]:
+def _indices(place: RankPlacement, whole: Sequence[int], k: int) -> tuple[uneven.Places, ...]:
     """Of each rank, the places of what it has of a dim that is cut; of another place none."""
     return uneven.indices(place.outer, whole[place.dim], k, place.parts) if place.kind == "cut" else ()
 
@@ -239,7 +241,7 @@ def joined(parts: Tensor, dim: int, outer: int) -> Tensor:
     return blocks.reshape(*before, k * n, *after).contiguous()
 
 
-def _recut(x: Tensor, source: Place, outer: int, group: dist.ProcessGroup) -> Tensor:
+def _recut(x: Tensor, source: RankPlacement, outer: int, group: dist.ProcessGroup) -> Tensor:
     """From parts of `source.outer` blocks of a dim to parts of `outer` blocks of it: what two ranks share is uneven."""
     dim, k, me = source.dim, dist.get_world_size(group), dist.get_rank(group)
     n = x.shape[dim]
@@ -337,7 +339,7 @@ def _wire(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------- refusals
 
 
-def _whole_shape(x: Tensor, source: Place, k: int) -> tuple[int, ...]:
+def _whole_shape(x: Tensor, source: RankPlacement, k: int) -> tuple[int, ...]:
     """The shape of what the ranks have together."""
     shape = list(x.shape)
     if source.kind == "cut" and 0 <= source.dim < x.dim():
@@ -345,7 +347,7 @@ def _whole_shape(x: Tensor, source: Place, k: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _refuse(shape: tuple[int, ...], place: Place, k: int) -> None:
+def _refuse(shape: tuple[int, ...], place: RankPlacement, k: int) -> None:
     if place.kind not in DUALS:
         raise RelayoutError(f"a tensor lies as same, several, sum or cut, and not as {place.kind!r}")
     if place.kind != "cut":

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.layout import Mesh
-from tangram.relayout.collectives.digits import WAITING, Spot
+from tangram.relayout.collectives.digits import WAITING, DigitSpot
 from tangram.relayout.collectives.one_collective import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -30,14 +30,14 @@ from tangram.relayout.collectives.one_collective import (
     summed_parts,
     swapped_flat,
 )
-from tangram.relayout.collectives.sequences import Step
+from tangram.relayout.collectives.sequences import CollectiveStep
 from tangram.relayout.mapping.errors import RelayoutError
 
 Groups = Mapping[tuple[str, ...], dist.ProcessGroup]
 """By the axes of a step the group of this rank, whose ranks are in the order of the mesh."""
 
 
-def members(step: Step, mesh: Mesh) -> list[list[int]]:
+def members(step: CollectiveStep, mesh: Mesh) -> list[list[int]]:
     """The ranks of the mesh that talk with each other in a step: each list is to be a group, in this order."""
     found: dict[int, list[int]] = {}
     for rank in range(mesh.size):
@@ -46,7 +46,7 @@ def members(step: Step, mesh: Mesh) -> list[list[int]]:
     return list(found.values())
 
 
-def run(steps: Sequence[Step], x: Tensor, groups: Groups) -> Tensor:
+def run(steps: Sequence[CollectiveStep], x: Tensor, groups: Groups) -> Tensor:
     """What this rank has of a tensor after all steps, given what it has before. No gradient passes.
 
     All ranks of the mesh call it with the same steps. Raises RelayoutError where a group is missing or of another size,
@@ -58,7 +58,7 @@ def run(steps: Sequence[Step], x: Tensor, groups: Groups) -> Tensor:
     return x
 
 
-def relayout(x: Tensor, there: Sequence[Step], back: Sequence[Step], groups: Groups) -> Tensor:
+def relayout(x: Tensor, there: Sequence[CollectiveStep], back: Sequence[CollectiveStep], groups: Groups) -> Tensor:
     """`run`, and on the way back what `back` does with the gradient: steps from the target's gradient to the source's.
 
     A gradient lies as its tensor, but whole where a sum is pending.
@@ -68,7 +68,9 @@ def relayout(x: Tensor, there: Sequence[Step], back: Sequence[Step], groups: Gro
 
 class _Relayout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Sequence[Step], back: Sequence[Step], groups: Groups) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, there: Sequence[CollectiveStep], back: Sequence[CollectiveStep], groups: Groups
+    ) -> Tensor:
         ctx.turned = back, there, groups
         return run(there, x, groups) if there else x.view_as(x)
 
@@ -78,7 +80,7 @@ class _Relayout(torch.autograd.Function):
         return _Relayout.apply(gradient, *ctx.turned), None, None, None
 
 
-def _run(step: Step, x: Tensor, groups: Groups) -> Tensor:
+def _run(step: CollectiveStep, x: Tensor, groups: Groups) -> Tensor:
     if step.collective in (SLICE, ZERO):
         at = _at(step, groups)
         return unpack(step, at, pack(step, at, x))
@@ -93,7 +95,7 @@ def _run(step: Step, x: Tensor, groups: Groups) -> Tensor:
     return unpack(step, at, swapped_flat(sent, *sizes(step, at), group))
 
 
-def _at(step: Step, groups: Groups) -> int:
+def _at(step: CollectiveStep, groups: Groups) -> int:
     group = groups.get(step.axes)
     size = math.prod(k for _, k in step.digits)
     if group is None:
@@ -131,14 +133,14 @@ class _Local(NamedTuple):
 
 
 @lru_cache(1 << 12)
-def _local(step: Step) -> _Local:
+def _local(step: CollectiveStep) -> _Local:
     rows = list(zip(step.of.digits, step.source, step.target, strict=True))
     rest = [(spot, digit.k) for digit, spot, _ in rows if digit not in step.digits and spot and spot != WAITING]
     shape = list(step.of.shape)
     for spot, k in rest:
         shape[spot.dim] //= k
 
-    def inside(spot: Spot | None, k: int) -> _Place | None:
+    def inside(spot: DigitSpot | None, k: int) -> _Place | None:
         if spot is None or spot == WAITING:
             return None
         before = math.prod(m for other, m in rest if other.dim == spot.dim and other.outer < spot.outer)
@@ -175,7 +177,7 @@ def _held(local: _Local, places: Sequence[_Place | None]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def pack(step: Step, at: int, x: Tensor) -> Tensor:
+def pack(step: CollectiveStep, at: int, x: Tensor) -> Tensor:
     """What member `at` of the group gives to the collective: its tensor, its parts for all, or a flat row of them."""
     local = _local(step)
     if tuple(x.shape) != _held(local, local.source):
@@ -192,7 +194,7 @@ def pack(step: Step, at: int, x: Tensor) -> Tensor:
     return torch.cat(wanted) if wanted else x.new_empty(0)
 
 
-def unpack(step: Step, member: int, got: Tensor) -> Tensor:
+def unpack(step: CollectiveStep, member: int, got: Tensor) -> Tensor:
     """What a member has after the collective has given it `got`. What it had itself comes that way, too."""
     local = _local(step)
     if step.collective in (ALL_REDUCE, REDUCE_SCATTER, SLICE):
@@ -217,7 +219,7 @@ def unpack(step: Step, member: int, got: Tensor) -> Tensor:
     return out
 
 
-def sizes(step: Step, at: int) -> tuple[list[int], list[int]]:
+def sizes(step: CollectiveStep, at: int) -> tuple[list[int], list[int]]:
     """Of an exchange: the elements that member `at` sends to each member, and those that it receives."""
     local = _local(step)
     if local.apart:
@@ -334,7 +336,7 @@ def _from(local: _Local, to: int, by: Sequence[int]) -> int | None:
 
 
 @lru_cache(1 << 12)
-def _taken_from(step: Step, to: int) -> dict[int, tuple[_Where, _Where]]:
+def _taken_from(step: CollectiveStep, to: int) -> dict[int, tuple[_Where, _Where]]:
     """By member: the elements that member `to` has from it, numbered in the giver's tensor and in the taker's."""
     local = _local(step)
     target = [_along(n, d, local.target, _digits(local.ks, to)) for d, n in enumerate(local.shape)]
@@ -354,12 +356,12 @@ def _taken_from(step: Step, to: int) -> dict[int, tuple[_Where, _Where]]:
     return found
 
 
-def _sends(step: Step, at: int) -> list[_Where | None]:
+def _sends(step: CollectiveStep, at: int) -> list[_Where | None]:
     every = [_taken_from(step, to).get(at) for to in range(math.prod(_local(step).ks))]
     return [None if found is None else found[0] for found in every]
 
 
-def _receives(step: Step, at: int) -> list[_Where | None]:
+def _receives(step: CollectiveStep, at: int) -> list[_Where | None]:
     own = _taken_from(step, at)
     return [own[giver][1] if giver in own else None for giver in range(math.prod(_local(step).ks))]
 

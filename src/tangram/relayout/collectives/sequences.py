@@ -22,7 +22,16 @@ from typing import NamedTuple
 
 from tangram.hardware.cluster import AxisLink
 from tangram.layout import Layout, Mesh
-from tangram.relayout.collectives.digits import WAITING, Digit, Problem, Spot, State, fits, layout_of, problem
+from tangram.relayout.collectives.digits import (
+    WAITING,
+    DigitProblem,
+    DigitSpot,
+    RankDigit,
+    State,
+    fits,
+    layout_of,
+    problem,
+)
 from tangram.relayout.collectives.one_collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, ZERO
 from tangram.relayout.collectives.shares import in_common
 
@@ -35,7 +44,7 @@ EXPANDED = 40
 
 
 @dataclass(frozen=True)
-class Step:
+class CollectiveStep:
     """One collective, and how the tensor lies before and after it."""
 
     collective: str
@@ -43,7 +52,7 @@ class Step:
     slice and zero, which send nothing."""
     axes: tuple[str, ...]
     """The axes of its group, flattened in the order of the mesh; `dp.0` is a digit of an axis that is several."""
-    digits: tuple[Digit, ...]
+    digits: tuple[RankDigit, ...]
     """The same as digits of the rank."""
     source: State
     target: State
@@ -53,10 +62,10 @@ class Step:
     """By the links that were given; without links: bytes."""
     layout: Layout
     """After it."""
-    of: Problem
+    of: DigitProblem
 
     @property
-    def dims(self) -> tuple[tuple[Spot | None, Spot | None], ...]:
+    def dims(self) -> tuple[tuple[DigitSpot | None, DigitSpot | None], ...]:
         """Of each of its axes, the dim and the blocks before it where it stood and where it stands then."""
         return tuple(
             (a, b) for digit, a, b in zip(self.of.digits, self.source, self.target, strict=True) if digit in self.digits
@@ -74,7 +83,7 @@ def sequence(
     mesh: Mesh,
     itemsize: int = 1,
     links: tuple[tuple[str, Link], ...] | None = None,
-) -> tuple[Step, ...]:
+) -> tuple[CollectiveStep, ...]:
     """The cheapest steps from one layout to another; none where they hold the same. Cached.
 
     `links`: for every axis of the mesh its link, `tuple(mapping.items())`; None: bytes count, and the fewest
@@ -85,12 +94,14 @@ def sequence(
     return cheapest(wanted, itemsize, dict(links) if links is not None else None)
 
 
-def cheapest(wanted: Problem, itemsize: int = 1, links: Mapping[str, Link] | None = None) -> tuple[Step, ...]:
+def cheapest(
+    wanted: DigitProblem, itemsize: int = 1, links: Mapping[str, Link] | None = None
+) -> tuple[CollectiveStep, ...]:
     """`sequence` of layouts that are digits already; not cached."""
     return _Search(wanted, itemsize, links).steps()
 
 
-def received(steps: Sequence[Step]) -> float:
+def received(steps: Sequence[CollectiveStep]) -> float:
     """Bytes that a rank receives in all steps, on average."""
     return sum(step.received for step in steps)
 
@@ -106,7 +117,7 @@ class _Found(NamedTuple):
 class _Search:
     """The search for one problem."""
 
-    def __init__(self, wanted: Problem, itemsize: int, links: Mapping[str, Link] | None) -> None:
+    def __init__(self, wanted: DigitProblem, itemsize: int, links: Mapping[str, Link] | None) -> None:
         self.of, self.itemsize = wanted, itemsize
         self.ks = [digit.k for digit in wanted.digits]
         self.ranks, self.total = math.prod(self.ks), math.prod(wanted.shape)
@@ -123,10 +134,10 @@ class _Search:
 
     # ------------------------------------------------------------ where a digit may stand on the way
 
-    def _options(self, i: int) -> tuple[Spot | None, ...]:
+    def _options(self, i: int) -> tuple[DigitSpot | None, ...]:
         """Beside its place in the source: each the goal of one kind of edge; the target first."""
         a, b = self.of.source[i], self.of.target[i]
-        own: list[Spot | None] = []
+        own: list[DigitSpot | None] = []
         if b != WAITING:
             own.append(b)
         elif a is not None and a != b:  # whole, then all but the first rank forget theirs
@@ -139,17 +150,19 @@ class _Search:
                 own.append(None)
         return tuple(own)
 
-    def _own_places(self, i: int) -> list[Spot]:
+    def _own_places(self, i: int) -> list[DigitSpot]:
         """Where no other digit stands in the source, the target, or at its own place; of two digits all that differ."""
         k, before = self.ks[i], math.prod(self.ks[:i])
-        free = [Spot(d, end * before) for d, end in enumerate(self.ends) if self.of.shape[d] % (end * before * k) == 0]
+        free = [
+            DigitSpot(d, end * before) for d, end in enumerate(self.ends) if self.of.shape[d] % (end * before * k) == 0
+        ]
         if len(self.ks) > 2 and free:
             return free[:1]
         some = free[:1]
         for d, n in enumerate(self.of.shape):
             if self.ends[d] > 1 or n % math.prod(self.ks) or not free or d == free[0].dim:
                 border = self.ends[d] * math.prod(self.ks)
-                some += [Spot(d, o) for o in range(1, border + 1) if border % o == 0 and n % (o * k) == 0]
+                some += [DigitSpot(d, o) for o in range(1, border + 1) if border % o == 0 and n % (o * k) == 0]
         return list(dict.fromkeys(some if len(self.ks) <= 2 else some[:1]))
 
     def _ends(self) -> list[int]:
@@ -163,7 +176,7 @@ class _Search:
 
     # ------------------------------------------------------------ the search
 
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[CollectiveStep, ...]:
         """A* from the source; a layout whose bound is no better than what was found is not looked at."""
         start, goal = self.of.source, self.of.target
         best: dict[State, float] = {start: 0.0}
@@ -192,8 +205,8 @@ class _Search:
                     heapq.heappush(queue, (bound, next(count), after))
         return tuple(self._path(came, goal))
 
-    def _path(self, came: Mapping[State, tuple[State, _Found]], goal: State) -> list[Step]:
-        found: list[Step] = []
+    def _path(self, came: Mapping[State, tuple[State, _Found]], goal: State) -> list[CollectiveStep]:
+        found: list[CollectiveStep] = []
         state = goal
         while state != self.of.source:
             before, edge = came[state]
@@ -201,11 +214,13 @@ class _Search:
             state = before
         return found[::-1]
 
-    def _step(self, before: State, edge: _Found) -> Step:
+    def _step(self, before: State, edge: _Found) -> CollectiveStep:
         names = tuple(self.of.names[i] for i in edge.changed)
         digits = tuple(self.of.digits[i] for i in edge.changed)
         layout = layout_of(self.of, edge.target)
-        return Step(edge.collective, names, digits, before, edge.target, edge.received, edge.seconds, layout, self.of)
+        return CollectiveStep(
+            edge.collective, names, digits, before, edge.target, edge.received, edge.seconds, layout, self.of
+        )
 
     def _left(self, state: State) -> float:
         """Less than what is left to do costs, by the fastest link.
@@ -244,7 +259,7 @@ class _Search:
         seen: set[State] = {state}
         if len(self.ks) <= 2:
             choices = [(state[i], *self.options[i]) for i in some]
-            goals: Iterator[Sequence[Spot | None]] = itertools.product(*choices)
+            goals: Iterator[Sequence[DigitSpot | None]] = itertools.product(*choices)
             groups = ((some, own) for own in goals)
         else:
             groups = self._kinds(state, some)
@@ -254,14 +269,14 @@ class _Search:
                 seen.add(after)
                 yield tuple([i for i in group if after[i] != state[i]]), after
 
-    def _kinds(self, state: State, some: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[Spot | None]]]:
+    def _kinds(self, state: State, some: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[DigitSpot | None]]]:
         """Of each kind of goal, any of those that it would change."""
         for kind in range(max((len(self.options[i]) for i in some), default=0)):
             goals = {i: self.options[i][min(kind, len(self.options[i]) - 1)] for i in some}
             for group in _subsets(tuple(i for i, goal in goals.items() if goal != state[i])):
                 yield group, [goals[i] for i in group]
 
-    def _put(self, state: State, some: Sequence[int], goals: Sequence[Spot | None]) -> State:
+    def _put(self, state: State, some: Sequence[int], goals: Sequence[DigitSpot | None]) -> State:
         after = list(state)
         for i, goal in zip(some, goals, strict=True):
             after[i] = goal

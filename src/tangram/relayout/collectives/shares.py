@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from tangram.relayout.collectives.digits import WAITING, Problem, State
+from tangram.relayout.collectives.digits import WAITING, DigitProblem, State
 
 _GRID = 1 << 20
 """Blocks that are counted one by one where digits do not nest; of more the share counts as none."""
@@ -17,7 +17,7 @@ _Cut = tuple[int, int, int]
 """A digit of a dim: dim, blocks before it, size."""
 
 
-def in_common(problem: Problem, a: State, b: State) -> float:
+def in_common(problem: DigitProblem, a: State, b: State) -> float:
     """The share of the whole tensor. An element counts on the ranks whose digits are the element's own in both."""
     parts = 1
     pairs: list[tuple[_Cut, _Cut]] = []

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from tangram.layout.syntax import Option
-from tangram.relayout.copies.lower import Block, View, view
+from tangram.relayout.copies.lower import StridedBlock, View, view
 from tangram.relayout.copies.pieces import Piece
-from tangram.relayout.mapping.bind import Bound, Tensors
-from tangram.relayout.mapping.cells import Part
+from tangram.relayout.mapping.bind import BoundMapping
+from tangram.relayout.mapping.cells import CellPart
 from tangram.relayout.mapping.codecs import Codec, arithmetic, fill_value
 from tangram.relayout.mapping.errors import RelayoutError
+from tangram.relayout.mapping.names import Tensors
 
 Key = tuple[Hashable, str]
 Buffers = Mapping[Any, Any] | Callable[[Hashable, str], Any]
@@ -38,11 +39,11 @@ class Side:
     written: bool
     ready: dict[Key, Tensor]
 
-    def view(self, part: Part, piece: Piece) -> View:
+    def view(self, part: CellPart, piece: Piece) -> View:
         """How a part lies in the buffers of a piece."""
         return view(part, piece.region, self.tensors.families[piece.tensor])
 
-    def block(self, at: View, piece: Piece, name: str, extents: tuple[int, ...], block: Block) -> Tensor:
+    def block(self, at: View, piece: Piece, name: str, extents: tuple[int, ...], block: StridedBlock) -> Tensor:
         """A block as a strided view of its buffer, one dim per factor."""
         t = self.ready.get((piece.place, name))
         if t is None:
@@ -72,7 +73,7 @@ class Side:
         return self.buffers[place, name]
 
 
-def strided(t: Tensor, extents: tuple[int, ...], block: Block) -> Tensor:
+def strided(t: Tensor, extents: tuple[int, ...], block: StridedBlock) -> Tensor:
     """A block as a view of its tensor, one dim per factor."""
     offset = t.storage_offset() + sum(b * st for b, st in zip(block.base, t.stride(), strict=True))
     strides = [t.stride(d) * step if d >= 0 else 0 for d, step in zip(block.dims, block.steps, strict=True)]
@@ -136,7 +137,7 @@ def bits(x: Tensor) -> Tensor:
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-def refuse_shared(bound: Bound, sources: Side, targets: Side) -> None:
+def refuse_shared(bound: BoundMapping, sources: Side, targets: Side) -> None:
     """Refuse a target that shares memory with a source, or with another target that it is not tied to.
 
     Looks at the whole span of each buffer, so interleaved views of one tensor are refused too: copy one of them first.
@@ -159,7 +160,7 @@ def refuse_shared(bound: Bound, sources: Side, targets: Side) -> None:
             last[side] = span
 
 
-def _same_tie(bound: Bound, x: Key, y: Key) -> bool:
+def _same_tie(bound: BoundMapping, x: Key, y: Key) -> bool:
     tied = bound.tied
     if not tied or any(name not in bound.target for name in (x[1], y[1])):
         return False

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tangram.relayout.copies.buffers import Buffers, Side, bits, check_fill, coded, refuse_shared
 from tangram.relayout.copies.lower import NOWHERE, blocks
-from tangram.relayout.copies.plan import Check, Copy, Plan
+from tangram.relayout.copies.plan import Copy, CopyPlan, TieCheck
 from tangram.relayout.mapping.codecs import Codec, fill_value
 from tangram.relayout.mapping.errors import RelayoutError
 
@@ -21,7 +21,7 @@ Step = tuple[Copy, Tensor | None, Tensor]
 """A copy, and one block of it in the source and in the target; no source where elements are created."""
 
 
-def execute(plan: Plan, source: Buffers, target: Buffers) -> None:
+def execute(plan: CopyPlan, source: Buffers, target: Buffers) -> None:
     """Move the bytes: write every wanted element of the target buffers.
 
     All buffers are looked at before the first byte moves: RelayoutError when one is missing, has another shape or dtype
@@ -62,7 +62,7 @@ def steps(copy: Copy, sources: Side, targets: Side) -> Iterator[Step]:
             yield copy, read, targets.block(to, copy.target, name, extents, b)
 
 
-def compare(check: Check, sources: Side) -> None:
+def compare(check: TieCheck, sources: Side) -> None:
     """Refuse tied copies that differ in any bit."""
     if check.cell.source is None:
         return

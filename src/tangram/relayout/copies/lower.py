@@ -19,9 +19,9 @@ import numpy as np
 from tangram.layout import Region, intervals
 from tangram.layout.intervals import IntSet
 from tangram.layout.region import Box
-from tangram.relayout.mapping.cells import DimIndex, Part
+from tangram.relayout.mapping.cells import CellPart, DimIndex
 from tangram.relayout.mapping.errors import RelayoutError
-from tangram.relayout.mapping.names import Family, TensorSpec
+from tangram.relayout.mapping.names import TensorFamily, TensorSpec
 
 Range = tuple[int, int]
 Grid = np.ndarray[Any, np.dtype[np.int64]]
@@ -41,7 +41,7 @@ class _Axis:
 class View:
     """A part of a cell in the buffers of one piece: family indices first (they choose the buffer), then its dims."""
 
-    family: Family
+    family: TensorFamily
     index: tuple[_Axis, ...]
     axes: tuple[_Axis, ...]
     local_shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class View:
         return self.family.member(tuple(at))
 
 
-NOWHERE = View(Family("", ("",), (), TensorSpec(())), (), (), ())
+NOWHERE = View(TensorFamily("", ("",), (), TensorSpec(())), (), (), ())
 """The other side of elements that are created: no buffer, no factors."""
 
 
@@ -68,7 +68,7 @@ def packed(box: Box) -> View:
 
 
 @lru_cache(1 << 12)
-def view(part: Part, region: Region, family: Family) -> View:
+def view(part: CellPart, region: Region, family: TensorFamily) -> View:
     """How a part lies in buffers that hold `region`. Raises RelayoutError where members hold different regions."""
     n = family.family_dims
     leads = {box[:n] for box in region.boxes}
@@ -99,7 +99,7 @@ def _flattened(axes: Sequence[_Axis], shape: Sequence[int], runs: IntSet) -> _Ax
 
 
 @dataclass(frozen=True)
-class Block:
+class StridedBlock:
     """A strided block of a buffer: `base` per buffer dim; per factor the buffer dim it moves along and its step."""
 
     base: tuple[int, ...]
@@ -107,7 +107,7 @@ class Block:
     steps: tuple[int, ...]
 
 
-def blocks(a: View, b: View, box: Box) -> Iterator[tuple[str, str, tuple[int, ...], Block, Block]]:
+def blocks(a: View, b: View, box: Box) -> Iterator[tuple[str, str, tuple[int, ...], StridedBlock, StridedBlock]]:
     """`(name in a, name in b, extents, block of a, block of b)` of everything in `box`, over the cell's factors."""
     chosen = a.name_slots | b.name_slots
     choices = [[(i, i + 1) for i in intervals.elements(s)] if k in chosen else list(s) for k, s in enumerate(box)]
@@ -119,15 +119,15 @@ def blocks(a: View, b: View, box: Box) -> Iterator[tuple[str, str, tuple[int, ..
                 yield *names, extents, _moved(block_a, outer, inner), block_b
 
 
-def _moved(block: Block, outer: Sequence[Range], inner: Sequence[Range]) -> Block:
+def _moved(block: StridedBlock, outer: Sequence[Range], inner: Sequence[Range]) -> StridedBlock:
     base = list(block.base)
     for (start, _), (lo, _), dim, step in zip(outer, inner, block.dims, block.steps, strict=True):
         if dim >= 0:
             base[dim] += (lo - start) * step
-    return Block(tuple(base), block.dims, block.steps)
+    return StridedBlock(tuple(base), block.dims, block.steps)
 
 
-def _blocks(axes: Sequence[_Axis], ranges: Sequence[Range]) -> Iterator[tuple[tuple[Range, ...], Block]]:
+def _blocks(axes: Sequence[_Axis], ranges: Sequence[Range]) -> Iterator[tuple[tuple[Range, ...], StridedBlock]]:
     """Sub-ranges on which every buffer index is affine. A factor moves along one dim, so dims split on their own."""
     per_axis = [_affine(axis, tuple(ranges[k] for k in axis.slots)) for axis in axes]
     for combo in itertools.product(*per_axis):
@@ -136,7 +136,7 @@ def _blocks(axes: Sequence[_Axis], ranges: Sequence[Range]) -> Iterator[tuple[tu
         for at, (axis, (subs, _, moves)) in enumerate(zip(axes, combo, strict=True)):
             for slot, sub, step in zip(axis.slots, subs, moves, strict=True):
                 inner[slot], dims[slot], steps[slot] = sub, at, step
-        yield tuple(inner), Block(tuple(base for _, base, _ in combo), tuple(dims), tuple(steps))
+        yield tuple(inner), StridedBlock(tuple(base for _, base, _ in combo), tuple(dims), tuple(steps))
 
 
 _Affine = tuple[tuple[Range, ...], int, tuple[int, ...]]

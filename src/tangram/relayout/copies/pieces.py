@@ -18,10 +18,9 @@ from tangram.layout import Coords, Layout, Mesh, Region, intervals, nearest_hold
 from tangram.layout.intervals import IntSet
 from tangram.layout.locate import dim_owners, flat_owners, held, validate
 from tangram.layout.region import Box, box_intersect, box_subtract
-from tangram.relayout.mapping.bind import Tensors
-from tangram.relayout.mapping.cells import DimIndex, Part
+from tangram.relayout.mapping.cells import CellPart, DimIndex
 from tangram.relayout.mapping.errors import RelayoutError
-from tangram.relayout.mapping.names import Family
+from tangram.relayout.mapping.names import TensorFamily, Tensors
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Piece:
     region: Region
 
 
-def stands_there(seen: set[tuple[Hashable, str]], piece: Piece, family: Family) -> bool:
+def stands_there(seen: set[tuple[Hashable, str]], piece: Piece, family: TensorFamily) -> bool:
     """Whether a buffer of this piece is another's, be it once by its name and once with its whole family; marks it."""
     mark = (piece.place, piece.tensor)
     whole = (piece.place, family.name)
@@ -52,7 +51,7 @@ def stands_there(seen: set[tuple[Hashable, str]], piece: Piece, family: Family) 
 class Holders(Protocol):
     """The source of a plan."""
 
-    def find(self, part: Part, box: Box, near: Hashable) -> list[tuple[Piece, Box]]:
+    def find(self, part: CellPart, box: Box, near: Hashable) -> list[tuple[Piece, Box]]:
         """Pieces of families with disjoint sub-boxes (over the cell's factors) of `box`, those at `near` first."""
         ...
 
@@ -67,7 +66,7 @@ class _Memo:
     Owners along a dim by part (which is kept, so that its id stays its own), sets along a dim by coordinates, pieces.
     """
 
-    dims: dict[tuple[int, int], tuple[Part, dict[Box, list[tuple[Coords, Box]]]]]
+    dims: dict[tuple[int, int], tuple[CellPart, dict[Box, list[tuple[Coords, Box]]]]]
     sets: dict[tuple[str, int, tuple[int, ...]], IntSet]
     pieces: dict[tuple[str, int], Piece]
 
@@ -114,7 +113,7 @@ class Sharding:
         found = [self.piece(name, rank) for name in self.layouts]
         return [p for p in found if p.region]
 
-    def find(self, part: Part, box: Box, near: Hashable) -> list[tuple[Piece, Box]]:
+    def find(self, part: CellPart, box: Box, near: Hashable) -> list[tuple[Piece, Box]]:
         """`Holders.find`. A rank `near` picks the replica: itself where it is one, else spread over the ranks."""
         layout = self._layout(part.tensor)
         to = near if isinstance(near, int) else 0
@@ -132,7 +131,7 @@ class Sharding:
                 out.append((self.piece(part.tensor, nearest_holder(layout, self.mesh, coords, to)), tuple(values)))
         return out
 
-    def _dim(self, part: Part, i: int, sets: Box) -> list[tuple[Coords, Box]]:
+    def _dim(self, part: CellPart, i: int, sets: Box) -> list[tuple[Coords, Box]]:
         """Who holds these factor values along one dim: a proved partition. Kept, as ranks repeat it."""
         _, known = self._memo.dims.setdefault((id(part), i), (part, {}))
         found = known.get(sets)
@@ -140,7 +139,7 @@ class Sharding:
             found = known[sets] = _owners_of(part.dims[i], self.layouts[part.tensor], i, sets, self.mesh)
         return found
 
-    def _flat(self, part: Part, coords: Coords, box: Box, to: int) -> list[tuple[Piece, Box]]:
+    def _flat(self, part: CellPart, coords: Coords, box: Box, to: int) -> list[tuple[Piece, Box]]:
         layout, lead = self.layouts[part.tensor], self.tensors.families[part.tensor].family_dims
         out: list[tuple[Piece, Box]] = []
         known = dict(coords)
@@ -233,7 +232,7 @@ class PieceIndex:
                 lifted.setdefault(family.name, []).append(Piece(p.place, family.name, held))
         return {name: _node(pieces, 0) for name, pieces in lifted.items()}
 
-    def find(self, part: Part, box: Box, near: Hashable) -> list[tuple[Piece, Box]]:
+    def find(self, part: CellPart, box: Box, near: Hashable) -> list[tuple[Piece, Box]]:
         """`Holders.find`. Pieces at `near` come first; an element that several hold is taken from one of them."""
         root = self._by_tensor.get(part.tensor)
         wanted = part.indices(box)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from tangram.layout import Region
 from tangram.layout.region import Box, box_size, box_subtract
 from tangram.relayout.copies.pieces import Holders, Piece, PieceIndex, Sharding, stands_there
-from tangram.relayout.mapping.bind import Bound
-from tangram.relayout.mapping.cells import Cell, Part
+from tangram.relayout.mapping.bind import BoundMapping
+from tangram.relayout.mapping.cells import Cell, CellPart
 from tangram.relayout.mapping.errors import CoverageError, RelayoutError
-from tangram.relayout.mapping.names import Family
+from tangram.relayout.mapping.names import TensorFamily
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,23 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Check:
+class TieCheck:
     """Elements that a tied copy must have equal, bit for bit, to the copy that is read."""
 
     cell: Cell
     source: Piece
     other: Piece
-    part: Part
+    part: CellPart
     boxes: tuple[Box, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class CopyPlan:
     """The copies that fill the wanted pieces, and the checks of tied copies."""
 
-    bound: Bound
+    bound: BoundMapping
     copies: tuple[Copy, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[TieCheck, ...]
 
     @property
     def size(self) -> int:
@@ -62,7 +62,9 @@ class Plan:
         return sum(copy.size for copy in self.copies)
 
 
-def plan(bound: Bound, source: Holders | Iterable[Piece], wanted: Iterable[Piece], *, check_tied: bool = True) -> Plan:
+def plan(
+    bound: BoundMapping, source: Holders | Iterable[Piece], wanted: Iterable[Piece], *, check_tied: bool = True
+) -> CopyPlan:
     """The copy plan that fills `wanted` from `source`.
 
     `source` is a `Sharding`, pieces, or anything with `find`. `check_tied`: also compare the tied copies that are not
@@ -71,7 +73,7 @@ def plan(bound: Bound, source: Holders | Iterable[Piece], wanted: Iterable[Piece
     holders = source if not isinstance(source, Iterable) else PieceIndex(tuple(source), bound.source)
     _refuse_foreign(bound, holders)
     copies: list[Copy] = []
-    checks: list[Check] = []
+    checks: list[TieCheck] = []
     seen: set[tuple[Hashable, str]] = set()
     for want in wanted:
         family, region = bound.target.lift(want.tensor, want.region)
@@ -90,10 +92,10 @@ def plan(bound: Bound, source: Holders | Iterable[Piece], wanted: Iterable[Piece
             raise CoverageError(
                 want.tensor, region, f"{want.tensor}: the mapping writes {total} of {region.size} elements"
             )
-    return Plan(bound, tuple(copies), tuple(checks))
+    return CopyPlan(bound, tuple(copies), tuple(checks))
 
 
-def _refuse_foreign(bound: Bound, source: Holders) -> None:
+def _refuse_foreign(bound: BoundMapping, source: Holders) -> None:
     """Refuse a sharding of tensors that have the names of the mapping's source but other shapes: of the target, say."""
     if not isinstance(source, Sharding) or source.tensors is bound.source:
         return
@@ -104,7 +106,7 @@ def _refuse_foreign(bound: Bound, source: Holders) -> None:
             raise RelayoutError(f"{name} has shape {shape}, but in the sharding {found}; make it from bound.source")
 
 
-def _copies(bound: Bound, cell: Cell, holders: Holders, target: Piece, boxes: Sequence[Box]) -> list[Copy]:
+def _copies(bound: BoundMapping, cell: Cell, holders: Holders, target: Piece, boxes: Sequence[Box]) -> list[Copy]:
     if cell.source is None:
         return [Copy(cell, None, target, tuple(boxes))]
     found = _holders(bound, cell.source, holders, target, boxes)
@@ -112,7 +114,7 @@ def _copies(bound: Bound, cell: Cell, holders: Holders, target: Piece, boxes: Se
 
 
 def _holders(
-    bound: Bound, part: Part, holders: Holders, target: Piece, boxes: Sequence[Box]
+    bound: BoundMapping, part: CellPart, holders: Holders, target: Piece, boxes: Sequence[Box]
 ) -> list[tuple[Piece, list[Box]]]:
     """Which pieces hold these boxes of a part, all of them, or CoverageError."""
     found: dict[int, tuple[Piece, list[Box]]] = {}  # by identity: hashing a region costs more than finding it
@@ -126,7 +128,7 @@ def _holders(
     return list(found.values())
 
 
-def _missing(bound: Bound, part: Part, target: Piece, box: Box, got: Sequence[Box]) -> CoverageError:
+def _missing(bound: BoundMapping, part: CellPart, target: Piece, box: Box, got: Sequence[Box]) -> CoverageError:
     left = [box]
     for b in got:
         left = [z for x in left for z in box_subtract(x, b)]
@@ -137,7 +139,7 @@ def _missing(bound: Bound, part: Part, target: Piece, box: Box, got: Sequence[Bo
     return CoverageError(name, region, f"{target.tensor} at {target.place!r}: no source holds {region} of {name}")
 
 
-def first_member(family: Family, region: Region) -> tuple[str, Region]:
+def first_member(family: TensorFamily, region: Region) -> tuple[str, Region]:
     """The first real tensor that a region of a family touches, and the region inside it."""
     if not family.family_dims or not region:
         return family.name, region
@@ -149,12 +151,12 @@ def first_member(family: Family, region: Region) -> tuple[str, Region]:
     return family.member(index), Region.of(inside)
 
 
-def _checks(bound: Bound, cell: Cell, holders: Holders, target: Piece, boxes: Sequence[Box]) -> list[Check]:
+def _checks(bound: BoundMapping, cell: Cell, holders: Holders, target: Piece, boxes: Sequence[Box]) -> list[TieCheck]:
     if cell.source is None or not cell.tied:
         return []
     read = _holders(bound, cell.source, holders, target, boxes)
     return [
-        Check(cell, piece, other, part, tuple(common))
+        TieCheck(cell, piece, other, part, tuple(common))
         for part in cell.tied
         for piece, got in read
         for other, common in _holders(bound, part, holders, target, got)

@@ -23,13 +23,13 @@ from tangram.layout.region import Box, box_size
 from tangram.relayout.copies.buffers import Buffers, Side, refuse_shared
 from tangram.relayout.copies.execute import Step, compare, steps
 from tangram.relayout.copies.pieces import Holders, Piece, PieceIndex, Sharding
-from tangram.relayout.copies.plan import Check, Copy, first_member, plan
+from tangram.relayout.copies.plan import Copy, TieCheck, first_member, plan
 from tangram.relayout.exchange.agreement import agreed, noticed, tried
-from tangram.relayout.exchange.messages import DIGEST, Message, Request, Segment, Wire, decoded, digest, encoded
+from tangram.relayout.exchange.messages import DIGEST, BoxRequest, Message, Segment, Wire, decoded, digest, encoded
 from tangram.relayout.exchange.peers import Peers
-from tangram.relayout.exchange.rounds import Report, Route
-from tangram.relayout.mapping.bind import Bound
-from tangram.relayout.mapping.cells import Part
+from tangram.relayout.exchange.rounds import ExchangeReport, ExchangeRoute
+from tangram.relayout.mapping.bind import BoundMapping
+from tangram.relayout.mapping.cells import CellPart
 from tangram.relayout.mapping.errors import RelayoutError
 
 MEMORY = 64 << 20
@@ -37,7 +37,7 @@ MEMORY = 64 << 20
 
 
 def move(
-    bound: Bound,
+    bound: BoundMapping,
     source: Holders | Iterable[Piece],
     target: Sharding | Iterable[Piece],
     have: Buffers,
@@ -47,7 +47,7 @@ def move(
     memory: int = MEMORY,
     check_tied: bool = True,
     way: str | None = None,
-) -> Report:
+) -> ExchangeReport:
     """Fill what every rank wants from what all of them have. Collective over `peers`.
 
     Places are ranks of the group: `source` says who holds what (a `Sharding`, or all pieces with the rank as their
@@ -70,7 +70,7 @@ def move(
         with noticed():
             answers = peers.swap(digests or [])
         _, fault = tried(lambda: job.refuse_ties(answers))
-    route = Route(peers, [word["node"] for word in words], job.sends, job.takes, _alike(asked, peers.index))
+    route = ExchangeRoute(peers, [word["node"] for word in words], job.sends, job.takes, _alike(asked, peers.index))
     rows = agreed(peers, fault, route.word())
     route.choose(rows, memory, way)
     _, fault = tried(lambda: route.run(job.local, bound.codecs))
@@ -94,12 +94,12 @@ def _alike(asked: Sequence[Tensor], me: int) -> bool:
 class _Job:
     """One rank's part: what it wants of whom, and what the others want of it."""
 
-    def __init__(self, bound: Bound, peers: Peers, memory: int) -> None:
+    def __init__(self, bound: BoundMapping, peers: Peers, memory: int) -> None:
         self._bound, self._peers, self._memory = bound, peers, memory
         self._cells = [cell for cells in bound.cells.values() for cell in cells]
         self._numbers = {id(cell): i for i, cell in enumerate(self._cells)}
-        self._ties: list[tuple[Check, Box, int, int]] = []
-        self.wants: dict[int, list[Request]] = {}
+        self._ties: list[tuple[TieCheck, Box, int, int]] = []
+        self.wants: dict[int, list[BoxRequest]] = {}
         self.takes: dict[int, Message] = {}
         self.sends: dict[int, Message] = {}
         self.local: list[Step] = []
@@ -122,7 +122,7 @@ class _Job:
         _refuse_larger("target", target, n)
         self._sources, self._targets = Side(bound.source, have, False, {}), Side(bound.target, out, True, {})
         copies = plan(bound, self._holders, _wanted(target, me), check_tied=check_tied)
-        segments: dict[int, list[tuple[Request, Segment]]] = {}
+        segments: dict[int, list[tuple[BoxRequest, Segment]]] = {}
         for copy in copies.copies:
             place = me if copy.source is None else self._rank(copy.source)
             if place == me:
@@ -142,17 +142,17 @@ class _Job:
             raise RelayoutError(f"{piece.tensor} is held at {piece.place!r}, which is no rank of the group")
         return piece.place
 
-    def _remote(self, copy: Copy) -> list[tuple[Request, Segment]]:
+    def _remote(self, copy: Copy) -> list[tuple[BoxRequest, Segment]]:
         cell, wire, number = copy.cell, Wire.of(self._bound, copy.cell), self._numbers[id(copy.cell)]
         return [
             (
-                Request(number, box, 0, False),
+                BoxRequest(number, box, 0, False),
                 Segment.of(cell, box, wire, self._targets, cell.target, [(copy.target, box)]),
             )
             for box in copy.boxes
         ]
 
-    def _check(self, check: Check) -> None:
+    def _check(self, check: TieCheck) -> None:
         """Compare tied copies that are here; ask for digests of those of which one is elsewhere."""
         places = self._rank(check.source), self._rank(check.other)
         if places == (self._peers.index,) * 2:
@@ -165,7 +165,7 @@ class _Job:
             for place, part in zip(places, (0, tied), strict=True):
                 asked = self.wants.setdefault(place, [])
                 at.append(sum(r.digest for r in asked))
-                asked.append(Request(number, box, part, True))
+                asked.append(BoxRequest(number, box, part, True))
             self._ties.append((check, box, at[0], at[1]))
 
     def word(self, settings: list[Any]) -> Any:
@@ -181,7 +181,7 @@ class _Job:
 
     def serve(self, asked: Sequence[Tensor]) -> list[Tensor]:
         """Find what each rank wants of this one; returns the digests for each. Raises RelayoutError."""
-        known: dict[Request, bytes] = {}
+        known: dict[BoxRequest, bytes] = {}
         answers: list[Tensor] = []
         for rank, numbers in enumerate(asked):
             segments: list[Segment] = []
@@ -201,7 +201,7 @@ class _Job:
         refuse_shared(self._bound, self._sources, self._targets)
         return answers
 
-    def _found(self, r: Request, rank: int) -> Segment:
+    def _found(self, r: BoxRequest, rank: int) -> Segment:
         cell, me = self._cells[r.cell], self._peers.index
         part = cell.source if r.part == 0 else cell.tied[r.part - 1]
         wire = Wire.of(self._bound, cell)
@@ -215,7 +215,7 @@ class _Job:
             )
         return Segment.of(cell, r.box, wire.raw if r.digest else wire, self._sources, part, lies)
 
-    def _names(self, part: Part, box: Box) -> tuple[str, Region]:
+    def _names(self, part: CellPart, box: Box) -> tuple[str, Region]:
         return first_member(self._bound.source.families[part.tensor], Region.of([part.indices(box)]))
 
     def refuse_ties(self, answers: Sequence[Tensor]) -> None:

@@ -24,10 +24,10 @@ from tangram.layout import intervals
 from tangram.layout.intervals import IntSet
 from tangram.layout.region import Box, box_intersect, box_size
 from tangram.relayout.copies.buffers import Side, coded, strided
-from tangram.relayout.copies.lower import Block, blocks, packed
+from tangram.relayout.copies.lower import StridedBlock, blocks, packed
 from tangram.relayout.copies.pieces import Piece
-from tangram.relayout.mapping.bind import Bound
-from tangram.relayout.mapping.cells import Cell, Part
+from tangram.relayout.mapping.bind import BoundMapping
+from tangram.relayout.mapping.cells import Cell, CellPart
 from tangram.relayout.mapping.codecs import Codec
 
 ALIGNED = 16
@@ -39,7 +39,7 @@ of their elements, longest first, so none lies across a multiple of this."""
 
 
 @dataclass(frozen=True)
-class Request:
+class BoxRequest:
     """A box that a rank wants of another: its elements, or, of a copy that is tied, a digest of them.
 
     `part` counts the cell's copies: 0 is the one that is read, i the i-th tied to it.
@@ -51,7 +51,7 @@ class Request:
     digest: bool
 
 
-def encoded(requests: Sequence[Request]) -> list[int]:
+def encoded(requests: Sequence[BoxRequest]) -> list[int]:
     """Requests as numbers."""
     out: list[int] = []
     for r in requests:
@@ -62,9 +62,9 @@ def encoded(requests: Sequence[Request]) -> list[int]:
     return out
 
 
-def decoded(numbers: Sequence[int], cells: Sequence[Cell]) -> list[Request]:
+def decoded(numbers: Sequence[int], cells: Sequence[Cell]) -> list[BoxRequest]:
     """The requests that these numbers are."""
-    out: list[Request] = []
+    out: list[BoxRequest] = []
     at = 0
     while at < len(numbers):
         cell, part, digest = numbers[at : at + 3]
@@ -74,7 +74,7 @@ def decoded(numbers: Sequence[int], cells: Sequence[Cell]) -> list[Request]:
             end = at + 1 + 2 * numbers[at]
             box.append(tuple(zip(numbers[at + 1 : end : 2], numbers[at + 2 : end : 2], strict=True)))
             at = end
-        out.append(Request(cell, tuple(box), part, bool(digest)))
+        out.append(BoxRequest(cell, tuple(box), part, bool(digest)))
     return out
 
 
@@ -90,7 +90,7 @@ class Wire:
     early: bool
 
     @staticmethod
-    def of(bound: Bound, cell: Cell) -> Wire:
+    def of(bound: BoundMapping, cell: Cell) -> Wire:
         """What both sides work out alike."""
         if cell.source is None:
             raise TypeError("what is created does not travel")
@@ -113,7 +113,7 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-Lowered = list[tuple[Tensor, tuple[int, ...], Block]]
+Lowered = list[tuple[Tensor, tuple[int, ...], StridedBlock]]
 """Blocks of the buffers, and where each lies in the packed box: extents and block."""
 
 
@@ -125,13 +125,13 @@ class Segment:
     box: Box
     wire: Wire
     side: Side
-    part: Part
+    part: CellPart
     lies: Sequence[tuple[Piece, Box]]
     size: int
     _whole: Lowered
 
     @staticmethod
-    def of(cell: Cell, box: Box, wire: Wire, side: Side, part: Part, lies: Sequence[tuple[Piece, Box]]) -> Segment:
+    def of(cell: Cell, box: Box, wire: Wire, side: Side, part: CellPart, lies: Sequence[tuple[Piece, Box]]) -> Segment:
         """With all buffers that it touches looked at: raises RelayoutError."""
         made = Segment(cell, box, wire, side, part, lies, box_size(box), [])
         made._whole.extend(made._lowered(box))
@@ -142,7 +142,7 @@ class Segment:
         """On its way."""
         return self.size * self.wire.dtype.itemsize
 
-    def _lowered(self, box: Box) -> Iterator[tuple[Tensor, tuple[int, ...], Block]]:
+    def _lowered(self, box: Box) -> Iterator[tuple[Tensor, tuple[int, ...], StridedBlock]]:
         into = packed(box)
         for piece, inside in self.lies:
             common = box_intersect(inside, box)

@@ -14,7 +14,7 @@ from tangram.relayout.copies.pieces import Piece
 from tangram.relayout.exchange.agreement import agreed, tried
 from tangram.relayout.exchange.between_ranks import MEMORY, move
 from tangram.relayout.exchange.peers import Peers
-from tangram.relayout.exchange.rounds import Report
+from tangram.relayout.exchange.rounds import ExchangeReport
 from tangram.relayout.mapping.bind import bind
 from tangram.relayout.mapping.errors import RelayoutError
 from tangram.relayout.mapping.names import TensorSpec
@@ -24,7 +24,7 @@ DTensors = Mapping[str, DTensor]
 
 def redistribute(
     have: DTensors, want: DTensors, peers: Peers, *, mapping: str = "{name*} -> {name*}", memory: int = MEMORY
-) -> Report:
+) -> ExchangeReport:
     """Fill the DTensors of one state from those of another. Collective over `peers`, which has all ranks of all meshes.
 
     Names, shapes and dtypes may change as the mapping says; meshes and placements as they like, and from tensor to

@@ -19,7 +19,7 @@ from tangram.relayout.exchange.agreement import noticed
 from tangram.relayout.exchange.messages import ALIGNED, Message, pack, unpack
 from tangram.relayout.exchange.peers import Peers
 from tangram.relayout.exchange.shared_lanes import Lanes, open_lanes
-from tangram.relayout.exchange.transports import NEAR, Staged, Traffic, Transport, by_rank, choose
+from tangram.relayout.exchange.transports import NEAR, RankTraffic, Staged, Transport, by_rank, choose
 from tangram.relayout.mapping.codecs import Codec
 from tangram.relayout.mapping.errors import PeerError, RelayoutError
 
@@ -34,7 +34,7 @@ Messages = Mapping[int, Message]
 
 
 @dataclass(frozen=True)
-class Report:
+class ExchangeReport:
     """What one rank moved: bytes to others and from others, copied from its own pieces; the way to and from each."""
 
     sent: int
@@ -49,12 +49,12 @@ class Load:
     """What one rank has to move: bytes to ranks of its node, its traffic with ranks of others, and with all."""
 
     near: int
-    far: Traffic
-    all: Traffic
+    far: RankTraffic
+    all: RankTraffic
 
 
 @dataclass(frozen=True)
-class Way:
+class RoundChoice:
     """How all ranks move: whether those of a node share memory, the row for what is left, and in how many rounds."""
 
     near: bool
@@ -62,7 +62,7 @@ class Way:
     rounds: int
 
 
-def decide(loads: Sequence[Load], memory: int, way: str | None, *, shared: bool = True) -> Way:
+def decide(loads: Sequence[Load], memory: int, way: str | None, *, shared: bool = True) -> RoundChoice:
     """The way for these loads, which are the same on all ranks. `shared`: whether ranks can have memory in common.
 
     Raises RelayoutError where the `way` that is asked for does not fit.
@@ -70,7 +70,7 @@ def decide(loads: Sequence[Load], memory: int, way: str | None, *, shared: bool 
     most = max(load.near for load in loads)
     near = shared and most > 0 and (way == NEAR or (way is None and most >= ENOUGH))
     row = choose([load.far if near else load.all for load in loads], None if way == NEAR else way)
-    return Way(near, row, max(_rounds(load, near, row, memory) for load in loads))
+    return RoundChoice(near, row, max(_rounds(load, near, row, memory) for load in loads))
 
 
 def _rounds(load: Load, near: bool, row: Transport, memory: int) -> int:
@@ -88,7 +88,7 @@ def _rounds(load: Load, near: bool, row: Transport, memory: int) -> int:
     return max(-(-load.near // ROOM), -(-(2 * load.near + staged) // room))
 
 
-class Route:
+class ExchangeRoute:
     """The messages of one rank, and the way that they take."""
 
     def __init__(self, peers: Peers, nodes: Sequence[str], sends: Messages, takes: Messages, alike: bool) -> None:
@@ -113,7 +113,7 @@ class Route:
 
     def choose(self, words: Sequence[Any], memory: int, way: str | None) -> None:
         """Find the way, the same on all ranks, and open it. Raises RelayoutError where `way` does not fit."""
-        loads = [Load(near, Traffic(*far), Traffic(*every)) for near, far, every in words]
+        loads = [Load(near, RankTraffic(*far), RankTraffic(*every)) for near, far, every in words]
         self._way = decide(loads, memory, way)
         if not self._way.near:
             return
@@ -180,14 +180,14 @@ class Route:
                 if i in takes:
                     unpack(takes[i], k, rounds, part, codecs)
 
-    def report(self, local: int) -> Report:
+    def report(self, local: int) -> ExchangeReport:
         """What was moved."""
         sends, takes = self._all
         ways = {
             i: NEAR if i in {**self._near[0], **self._near[1]} else self._way.row.name for i in sorted({*sends, *takes})
         }
         sent, received = (sum(m.nbytes for m in some.values()) for some in (sends, takes))
-        return Report(sent, received, local, self._way.rounds, ways)
+        return ExchangeReport(sent, received, local, self._way.rounds, ways)
 
 
 def _traffic(of: tuple[Messages, Messages], alike: bool) -> list[int]:

@@ -17,7 +17,7 @@ from tangram.relayout.mapping.errors import RelayoutError
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RankTraffic:
     """Of one rank: to and from how many others it has messages, how many bytes in all, the bytes that all others want
     alike (-1 where they want different ones)."""
 
@@ -50,23 +50,23 @@ class Transport:
     """
 
     name: str
-    fits: Callable[[Sequence[Traffic]], bool]
+    fits: Callable[[Sequence[RankTraffic]], bool]
     carry: Callable[[Staged], None]
     once: bool = False
     own: bool = False
     idle: bool = False
 
 
-def _one_to_all(ranks: Sequence[Traffic]) -> bool:
+def _one_to_all(ranks: Sequence[RankTraffic]) -> bool:
     senders = [r for r in ranks if r.sent]
     return len(ranks) > 2 and len(senders) == 1 and senders[0].alike > 0
 
 
-def _all_to_all_alike(ranks: Sequence[Traffic]) -> bool:
+def _all_to_all_alike(ranks: Sequence[RankTraffic]) -> bool:
     return len(ranks) > 2 and ranks[0].alike > 0 and len({r.alike for r in ranks}) == 1
 
 
-def _dense(ranks: Sequence[Traffic]) -> bool:
+def _dense(ranks: Sequence[RankTraffic]) -> bool:
     return 2 * sum(r.targets for r in ranks) >= len(ranks) * (len(ranks) - 1)
 
 
@@ -117,7 +117,7 @@ ALWAYS = ("all-to-all", "pairs")
 """Rows that move any traffic, if they are asked for."""
 
 
-def choose(ranks: Sequence[Traffic], way: str | None = None) -> Transport:
+def choose(ranks: Sequence[RankTraffic], way: str | None = None) -> Transport:
     """The row for this traffic; or the one that is asked for by `way`: RelayoutError where it does not fit."""
     if way is None:
         return next(row for row in TRANSPORTS if row.fits(ranks))

@@ -13,83 +13,29 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from tangram.layout import LayoutError, Region
-from tangram.layout.intervals import span
+from tangram.layout import LayoutError
 from tangram.layout.sizes import name_voids, solve, whole
 from tangram.layout.syntax import Dim, Statement, TensorPattern
 from tangram.layout.syntax import Mapping as MappingText
-from tangram.relayout.mapping.cells import Cell, Monomial, Part, match, monomials
+from tangram.relayout.mapping.cells import Cell, CellPart, Monomial, match, monomials
 from tangram.relayout.mapping.codecs import CODECS, Codec, arithmetic, fill_value, result_dtype
 from tangram.relayout.mapping.errors import RelayoutError
-from tangram.relayout.mapping.names import Family, NameTable, TensorSpec, extents, known_size, template_of
+from tangram.relayout.mapping.names import (
+    NameTable,
+    TensorFamily,
+    Tensors,
+    TensorSpec,
+    extents,
+    known_size,
+    template_of,
+)
 from tangram.relayout.mapping.wild_cards import fill_wilds
 
 Specs = Mapping[str, TensorSpec]
 
 
 @dataclass(frozen=True)
-class Tensors:
-    """The tensors of one side, as families by the name of their pattern."""
-
-    families: Mapping[str, Family]
-
-    def locate(self, name: str) -> tuple[Family, tuple[int, ...] | None]:
-        """The family of a tensor and its place there (None for a whole family). Raises RelayoutError."""
-        if name in self.families:
-            return self.families[name], None
-        for family in self._by_head.get(_head(name), ()):
-            index = family.index(name)
-            if index is not None:
-                return family, index
-        raise RelayoutError(f"the mapping has no tensor {name}")
-
-    def __contains__(self, name: str) -> bool:
-        """Whether a tensor of this name is on this side."""
-        try:
-            self.locate(name)
-        except RelayoutError:
-            return False
-        return True
-
-    def lift(self, name: str, region: Region) -> tuple[Family, Region]:
-        """A region of a real tensor as a region of its family. Raises RelayoutError when it is outside the tensor."""
-        family, index = self.locate(name)
-        shape = family.spec.shape if index is None else family.member_shape
-        if not region.within(shape):
-            raise RelayoutError(f"{name} has shape {list(shape)}; the region {region} is outside it")
-        if index is None or not index:
-            return family, region
-        lead = tuple(span(i, i + 1) for i in index)
-        return family, Region.of([(*lead, *box) for box in region.boxes])
-
-    @cached_property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """Every real tensor with its shape and dtype, families written out (once: there may be a million)."""
-        out: dict[str, TensorSpec] = {}
-        for family in self.families.values():
-            spec = TensorSpec(family.member_shape, family.spec.dtype)
-            out.update(dict.fromkeys(family.members, spec))
-        return out
-
-    @cached_property
-    def _by_head(self) -> dict[str, list[Family]]:
-        out: dict[str, list[Family]] = {}
-        for family in self.families.values():
-            if family.family_dims:
-                out.setdefault(_skeleton(family), []).append(family)
-        return out
-
-
-def _head(name: str) -> str:
-    return "".join("#" if numeric else "".join(chars) for numeric, chars in itertools.groupby(name, str.isdigit))
-
-
-def _skeleton(family: Family) -> str:
-    return _head("0".join(family.template))
-
-
-@dataclass(frozen=True)
-class Bound:
+class BoundMapping:
     """A mapping whose every size is known.
 
     `cells` by target family; `dropped` are source elements that go nowhere, `(tensor, how many)`; `sizes` the solved
@@ -121,7 +67,7 @@ def bind(
     partial: bool = False,
     sizes: Mapping[str, int] | None = None,
     **more: int,
-) -> Bound:
+) -> BoundMapping:
     """Give a mapping its tensors.
 
     `source` and `target` are the global shapes and dtypes by real name, or by the name of a family's pattern with its
@@ -140,7 +86,7 @@ def bind(
     _refuse_unused("source", source, binder.used_source, "say where it goes, or drop it with `-> _`", partial)
     if target is not None:
         _refuse_unused("target", target, binder.used_target, "say what it is made of", False)
-    return Bound(
+    return BoundMapping(
         text,
         Tensors(binder.source),
         Tensors(binder.target),
@@ -179,8 +125,8 @@ class _Binder:
     target_table: NameTable | None
     known: Mapping[str, int]
     codecs: Mapping[str, Codec]
-    source: dict[str, Family]
-    target: dict[str, Family]
+    source: dict[str, TensorFamily]
+    target: dict[str, TensorFamily]
     cells: dict[str, list[Cell]]
     dropped: list[tuple[str, int]]
     solved: list[Mapping[str, int]]
@@ -206,10 +152,10 @@ class _Binder:
             return False
         like = _plain_part(spec.shape)
         before, after = pair[0].name, pair[1].name
-        a, source = Part(before, like.dims, like.slots), Family(before, (before,), (), spec)
+        a, source = CellPart(before, like.dims, like.slots), TensorFamily(before, (before,), (), spec)
         b, target = (a, source)
         if after != before:
-            b, target = Part(after, like.dims, like.slots), Family(after, (after,), (), spec)
+            b, target = CellPart(after, like.dims, like.slots), TensorFamily(after, (after,), (), spec)
         self.source[before], self.target[after] = source, target
         _claim(source, self.used_source, statement)
         _claim(target, self.used_target, statement)
@@ -284,7 +230,7 @@ class _Binder:
         ):
             for p in (p for group in side for p in group):
                 spec = TensorSpec(shapes[id(p)], p.dtype or kind)
-                family = families[p.pattern.name] = Family(p.pattern.name, p.template, p.offsets, spec)
+                family = families[p.pattern.name] = TensorFamily(p.pattern.name, p.template, p.offsets, spec)
                 _claim(family, used, statement)
         for cell in cells:
             self.cells.setdefault(cell.target.tensor, []).append(cell)
@@ -307,7 +253,7 @@ def _is_plain(pattern: TensorPattern) -> bool:
 
 
 @lru_cache(1 << 12)
-def _plain_part(shape: tuple[int, ...]) -> Part:
+def _plain_part(shape: tuple[int, ...]) -> CellPart:
     """All of a tensor, a factor for each dim."""
     (found,) = monomials("", [Dim(f"#{i}", n) for i, n in enumerate(shape)], frozenset(), frozenset())
     return found.part(found.factors)
@@ -398,7 +344,7 @@ def _check_fill(value: float, dtypes: Iterable[str]) -> None:
         raise RelayoutError(f"fill={value:g} is no value of a tensor of {exact[0]}")
 
 
-def _claim(family: Family, used: dict[str, Statement], statement: Statement) -> None:
+def _claim(family: TensorFamily, used: dict[str, Statement], statement: Statement) -> None:
     for name in {family.name: None, **dict.fromkeys(family.members)} if family.family_dims else (family.name,):
         if name in used:
             raise RelayoutError(f"{name} stands twice, here and in `{used[name]}`: tie copies with `=`")

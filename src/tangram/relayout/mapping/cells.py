@@ -22,7 +22,7 @@ from tangram.relayout.mapping.errors import RelayoutError
 
 
 @dataclass(frozen=True)
-class Digit:
+class IndexDigit:
     """One factor inside a dim: it adds `offset + stride * value` to the index, `0 <= value < size`."""
 
     offset: int
@@ -35,7 +35,7 @@ class Digit:
 class DimIndex:
     """The index along one tensor dim as a function of factors: `tail` plus the digits, strides descending."""
 
-    digits: tuple[Digit, ...]
+    digits: tuple[IndexDigit, ...]
     tail: int
 
     def boxes(self, s: IntSet) -> list[Box]:
@@ -56,7 +56,7 @@ class DimIndex:
         return s
 
 
-def _restrict(s: IntSet, digits: Sequence[Digit], tail: int) -> list[Box]:
+def _restrict(s: IntSet, digits: Sequence[IndexDigit], tail: int) -> list[Box]:
     if not digits:
         return [()] if intervals.intersect(s, ((tail, tail + 1),)) else []
     d = digits[0]
@@ -70,7 +70,7 @@ def _restrict(s: IntSet, digits: Sequence[Digit], tail: int) -> list[Box]:
 
 
 @dataclass(frozen=True)
-class Part:
+class CellPart:
     """Where the elements of a cell lie in one tensor. `slots` are each dim's factors in the cell's order."""
 
     tensor: str
@@ -103,9 +103,9 @@ class Cell:
 
     factors: tuple[str, ...]
     sizes: tuple[int, ...]
-    target: Part
-    source: Part | None
-    tied: tuple[Part, ...] = ()
+    target: CellPart
+    source: CellPart | None
+    tied: tuple[CellPart, ...] = ()
     options: tuple[Option, ...] = ()
 
     @cached_property
@@ -123,7 +123,7 @@ class Monomial:
     dims: tuple[DimIndex, ...]
 
     @cached_property
-    def digits(self) -> tuple[Digit, ...]:
+    def digits(self) -> tuple[IndexDigit, ...]:
         """All digits, dim by dim."""
         return tuple(d for dim in self.dims for d in dim.digits)
 
@@ -142,11 +142,11 @@ class Monomial:
         """The factors in the order of this tensor: the order a cell keeps its boxes in."""
         return tuple(d.factor for d in self.digits)
 
-    def part(self, factors: Sequence[str]) -> Part:
+    def part(self, factors: Sequence[str]) -> CellPart:
         """This monomial as a part of a cell over these factors."""
         place = {name: i for i, name in enumerate(factors)}
         slots = tuple(tuple(place[d.factor] for d in dim.digits) for dim in self.dims)
-        return Part(self.tensor, self.dims, slots)
+        return CellPart(self.tensor, self.dims, slots)
 
     def __str__(self) -> str:
         return " ".join([*sorted(self.labels), *self.factors]) or "one element"
@@ -185,7 +185,9 @@ def _leaf(dim: Dim, labels: frozenset[str]) -> tuple[DimIndex, frozenset[str]]:
         raise RelayoutError(f"the literal {dim.n} in a mapping says what nothing is; name the factor")
     if not dim.name or dim.name in labels:
         return DimIndex((), 0), frozenset([dim.name] if dim.name else [])
-    digit = Digit(0, dim.n, 1, dim.name)  # also of size 1: whether two parts look alike must not depend on the shapes
+    digit = IndexDigit(
+        0, dim.n, 1, dim.name
+    )  # also of size 1: whether two parts look alike must not depend on the shapes
     return DimIndex((digit,), 0), frozenset([dim.name] if void else [])
 
 
@@ -193,13 +195,13 @@ def _compose(
     base: int, n: int, term: Sequence[Dim], parts: Iterable[tuple[DimIndex, frozenset[str]]]
 ) -> tuple[DimIndex, frozenset[str]]:
     """A product of indices, row-major, at `base`. Offsets ride on the next digit, so that they restrict in order."""
-    digits: list[Digit] = []
+    digits: list[IndexDigit] = []
     tags: frozenset[str] = frozenset()
     rest, carry = n, base
     for x, (index, labels) in zip(term, parts, strict=True):
         rest = rest // x.n if x.n else 0
         for d in index.digits:
-            digits.append(Digit(d.offset * rest + carry, d.size, d.stride * rest, d.factor))
+            digits.append(IndexDigit(d.offset * rest + carry, d.size, d.stride * rest, d.factor))
             carry = 0
         carry += index.tail * rest
         tags |= labels

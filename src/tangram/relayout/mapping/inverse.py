@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tangram.layout.syntax import Mapping as MappingText
 from tangram.layout.syntax import Option, Side, Statement
-from tangram.relayout.mapping.bind import Bound, bind
+from tangram.relayout.mapping.bind import BoundMapping, bind
 from tangram.relayout.mapping.codecs import CODECS, FILL, Codec
 from tangram.relayout.mapping.errors import NotInvertibleError, RelayoutError
 
@@ -26,7 +26,7 @@ def inverse(mapping: str | MappingText, *, lossy: bool = False, codecs: Mapping[
     return MappingText(tuple(_backwards(s, lossy, codecs) for s in text.statements))
 
 
-def invert(bound: Bound, *, lossy: bool = False) -> Bound:
+def invert(bound: BoundMapping, *, lossy: bool = False) -> BoundMapping:
     """The bound way back: from the target's tensors to the source's. Raises as `inverse` does."""
     text = inverse(bound.mapping, lossy=lossy, codecs=bound.codecs)
     return bind(text, bound.target.specs, bound.source.specs, codecs=bound.codecs, sizes=bound.known)

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from tangram.layout import Region
+from tangram.layout.intervals import span
 from tangram.layout.sizes import solve
 from tangram.layout.syntax import Dim, Index, TensorPattern, Wild
 from tangram.relayout.mapping.errors import RelayoutError
@@ -39,7 +41,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Family:
+class TensorFamily:
     """A tensor whose leading dims are the indices in its name. A plain tensor is a family without indices.
 
     `template` is the name between the numbers, `offsets` what a position adds up to in the name, `spec` the whole
@@ -86,6 +88,67 @@ class Family:
             return None
         index = tuple(int(x) - o for x, o in zip(found.groups(), self.offsets, strict=True))
         return index if all(0 <= i < n for i, n in zip(index, self.spec.shape, strict=False)) else None
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of one side, as families by the name of their pattern."""
+
+    families: Mapping[str, TensorFamily]
+
+    def locate(self, name: str) -> tuple[TensorFamily, tuple[int, ...] | None]:
+        """The family of a tensor and its place there (None for a whole family). Raises RelayoutError."""
+        if name in self.families:
+            return self.families[name], None
+        for family in self._by_head.get(_head(name), ()):
+            index = family.index(name)
+            if index is not None:
+                return family, index
+        raise RelayoutError(f"the mapping has no tensor {name}")
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a tensor of this name is on this side."""
+        try:
+            self.locate(name)
+        except RelayoutError:
+            return False
+        return True
+
+    def lift(self, name: str, region: Region) -> tuple[TensorFamily, Region]:
+        """A region of a real tensor as a region of its family. Raises RelayoutError when it is outside the tensor."""
+        family, index = self.locate(name)
+        shape = family.spec.shape if index is None else family.member_shape
+        if not region.within(shape):
+            raise RelayoutError(f"{name} has shape {list(shape)}; the region {region} is outside it")
+        if index is None or not index:
+            return family, region
+        lead = tuple(span(i, i + 1) for i in index)
+        return family, Region.of([(*lead, *box) for box in region.boxes])
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every real tensor with its shape and dtype, families written out (once: there may be a million)."""
+        out: dict[str, TensorSpec] = {}
+        for family in self.families.values():
+            spec = TensorSpec(family.member_shape, family.spec.dtype)
+            out.update(dict.fromkeys(family.members, spec))
+        return out
+
+    @cached_property
+    def _by_head(self) -> dict[str, list[TensorFamily]]:
+        out: dict[str, list[TensorFamily]] = {}
+        for family in self.families.values():
+            if family.family_dims:
+                out.setdefault(_skeleton(family), []).append(family)
+        return out
+
+
+def _head(name: str) -> str:
+    return "".join("#" if numeric else "".join(chars) for numeric, chars in itertools.groupby(name, str.isdigit))
+
+
+def _skeleton(family: TensorFamily) -> str:
+    return _head("0".join(family.template))
 
 
 def template_of(pattern: TensorPattern) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -193,7 +256,7 @@ def extents(
     if len(inside) != math.prod(sizes):
         have = {tuple([x - o for x, o in zip(numbers, offsets, strict=True)]) for numbers, _ in inside}
         index = next(i for i in itertools.product(*map(range, sizes)) if i not in have)
-        missing = Family("", template, offsets, TensorSpec(sizes)).member(index)
+        missing = TensorFamily("", template, offsets, TensorSpec(sizes)).member(index)
         raise RelayoutError(
             f"{len(inside)} of {math.prod(sizes)} tensors are there; the first that is missing is {missing}"
         )

@@ -15,7 +15,7 @@ from tangram.relayout.mapping.state_specs import States, StateSpec
 
 
 @dataclass(frozen=True)
-class Job:
+class StateStatements:
     """One parameter statement, with what it takes to write its states' statements."""
 
     statement: Statement
@@ -40,7 +40,7 @@ class Job:
         return RelayoutError(f"{self.statement}: the state {state} does not follow: {why}")
 
 
-def derived(job: Job) -> Iterator[Statement]:
+def derived(job: StateStatements) -> Iterator[Statement]:
     for state, spec in job.states.items():
         tensors = [t for group in job.statement.source for t in group]
         have = [t for t in tensors if job.has(t, state)]
@@ -65,7 +65,7 @@ def _is_rename(statement: Statement) -> bool:
 
 
 def _statement(
-    job: Job, state: str, target_state: str, dims: Callable[[TensorPattern], tuple[Dim, ...] | None]
+    job: StateStatements, state: str, target_state: str, dims: Callable[[TensorPattern], tuple[Dim, ...] | None]
 ) -> Statement:
     """The parameter's statement with other names and dims. Elements without a counterpart are zero in a state."""
 
@@ -85,14 +85,14 @@ def _has_void(tensors: Sequence[TensorPattern]) -> bool:
     return any(leaf.name == VOID for t in tensors for d in t.dims or () for leaf in d.leaves)
 
 
-def _same(job: Job, state: str, spec: StateSpec) -> Iterator[Statement]:
+def _same(job: StateStatements, state: str, spec: StateSpec) -> Iterator[Statement]:
     yield _statement(job, state, state, lambda t: t.dims)
 
 
 # ---------------------------------------------------------------- reduced over dims
 
 
-def _reduced(job: Job, state: str, spec: StateSpec) -> Iterator[Statement]:
+def _reduced(job: StateStatements, state: str, spec: StateSpec) -> Iterator[Statement]:
     tensors = list(job.statement.tensors)
     gone = {_gone(job, state, t, spec) for group in job.statement.source for t in group}
     if len(gone) != 1:
@@ -119,7 +119,7 @@ def _positions(t: TensorPattern, spec: StateSpec) -> set[int]:
     return {d + n if d < 0 else d for d in spec.dims}
 
 
-def _gone_or_none(job: Job, t: TensorPattern, spec: StateSpec) -> frozenset[str] | None:
+def _gone_or_none(job: StateStatements, t: TensorPattern, spec: StateSpec) -> frozenset[str] | None:
     """The factors that a reduction loses; None when a dim is a concatenation, whose sum is not that of its parts."""
     dims, at = t.dims or (), _positions(t, spec)
     if any(not 0 <= i < len(dims) for i in at) or any(len(node.terms) > 1 for i in at for node in dims[i].nodes):
@@ -127,7 +127,7 @@ def _gone_or_none(job: Job, t: TensorPattern, spec: StateSpec) -> frozenset[str]
     return frozenset(leaf.name for i in at for leaf in dims[i].leaves if job.sizes.get(leaf.name, leaf.size) != 1)
 
 
-def _gone(job: Job, state: str, t: TensorPattern, spec: StateSpec) -> frozenset[str]:
+def _gone(job: StateStatements, state: str, t: TensorPattern, spec: StateSpec) -> frozenset[str]:
     if t.dims is None:
         raise job.refuse(state, "write out the dims of the parameter")
     found = _gone_or_none(job, t, spec)
@@ -149,7 +149,7 @@ def _names(factors: frozenset[str]) -> str:
 # ---------------------------------------------------------------- blocks of the flattened parameter
 
 
-def _blocks(job: Job, state: str, spec: StateSpec) -> Iterator[Statement]:
+def _blocks(job: StateStatements, state: str, spec: StateSpec) -> Iterator[Statement]:
     cut: dict[int, tuple[frozenset[tuple[str, int]], tuple[Dim, ...]]] = {}
     for t in job.statement.tensors:
         if t.dims is None:
@@ -202,7 +202,7 @@ def flattened(dims: Sequence[Dim]) -> tuple[Dim, ...]:
 # ---------------------------------------------------------------- one tensor for the whole parameter
 
 
-def _shared(job: Job, state: str, spec: StateSpec) -> Iterator[Statement]:
+def _shared(job: StateStatements, state: str, spec: StateSpec) -> Iterator[Statement]:
     """All parts tied. Indices that every tensor has stay; the members along others are written out as tied copies."""
     tensors = list(job.statement.tensors)
     common = [i for i in tensors[0].index if all(_has_index(t, i.dim) for t in tensors)]
@@ -237,7 +237,7 @@ def _factors(dim: Dim) -> set[str]:
 
 
 def _classes(
-    job: Job, tensors: Sequence[TensorPattern], common: Sequence[Index]
+    job: StateStatements, tensors: Sequence[TensorPattern], common: Sequence[Index]
 ) -> list[list[tuple[TensorPattern, int]]]:
     """Real tensors grouped by which share elements: `[[(tensor, id of its pattern)]]`."""
     open_ = sorted({f for t in tensors for i in t.index if not _has(common, i) for f in _factors(i.dim)})
@@ -263,13 +263,13 @@ def _has(common: Sequence[Index], index: Index) -> bool:
     return any(c.dim == index.dim for c in common)
 
 
-def _size(job: Job, factor: str) -> int:
+def _size(job: StateStatements, factor: str) -> int:
     if factor not in job.sizes:
         raise RelayoutError(f"{job.statement}: the size of {factor} is not known")
     return job.sizes[factor]
 
 
-def _member(job: Job, t: TensorPattern, common: Sequence[Index], at: Mapping[str, int]) -> TensorPattern:
+def _member(job: StateStatements, t: TensorPattern, common: Sequence[Index], at: Mapping[str, int]) -> TensorPattern:
     """A tensor with numbers in place of the indices that are not common."""
     parts = [
         str(_position(job, p.dim, at) + p.offset) if isinstance(p, Index) and not _has(common, p) else p
@@ -278,7 +278,7 @@ def _member(job: Job, t: TensorPattern, common: Sequence[Index], at: Mapping[str
     return TensorPattern(tuple(parts), None, None)
 
 
-def _position(job: Job, dim: Dim, at: Mapping[str, int]) -> int:
+def _position(job: StateStatements, dim: Dim, at: Mapping[str, int]) -> int:
     """The row-major position of factor values along an index. Only products number a tensor's names."""
     if len(dim.terms) > 1:
         raise RelayoutError(f"{job.statement}: an index that is a sum cannot be written out")
@@ -291,7 +291,7 @@ def _position(job: Job, dim: Dim, at: Mapping[str, int]) -> int:
     return position
 
 
-_RULES: Mapping[str, Callable[[Job, str, StateSpec], Iterator[Statement]]] = {
+_RULES: Mapping[str, Callable[[StateStatements, str, StateSpec], Iterator[Statement]]] = {
     "same": _same,
     "reduced": _reduced,
     "blocks": _blocks,

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from tangram.layout import Layout, Mesh
 from tangram.layout import Mapping as MappingText
 from tangram.layout.syntax import REST, VOID, Dim
-from tangram.relayout.mapping.bind import Specs, Tensors, bind
+from tangram.relayout.mapping.bind import Specs, bind
 from tangram.relayout.mapping.errors import RelayoutError
-from tangram.relayout.mapping.names import NameTable
-from tangram.relayout.mapping.state_rules import Job, derived, flattened
+from tangram.relayout.mapping.names import NameTable, Tensors
+from tangram.relayout.mapping.state_rules import StateStatements, derived, flattened
 from tangram.relayout.mapping.state_specs import (
     ADAFACTOR,
     ADAFACTOR_HF,
@@ -70,7 +70,7 @@ def with_states(
     out = list(bound.mapping.statements)
     for statement, known in zip(bound.mapping.statements, bound.sizes, strict=True):
         if statement.source:
-            out += derived(Job(statement, known, states, name, table))
+            out += derived(StateStatements(statement, known, states, name, table))
     return MappingText(tuple(out))
 
 

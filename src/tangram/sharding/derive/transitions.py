@@ -55,8 +55,8 @@ class Joint:
 
     apart: tuple[Step, ...]
     """The same, one axis after the other."""
-    there: tuple[sequences.Step, ...] = field(compare=False)
-    back: tuple[sequences.Step, ...] | None = field(compare=False)
+    there: tuple[sequences.CollectiveStep, ...] = field(compare=False)
+    back: tuple[sequences.CollectiveStep, ...] | None = field(compare=False)
     """What is done with the gradient; None where there is none."""
 
 
@@ -133,7 +133,7 @@ def change(
     unlike = any(isinstance(s, Routed) or s.parts for s in sides)
     if len(steps) == 1 or unlike or not at_once:
         return steps
-    lies = tuple((digits.Digit(mesh.axes[a][1], mesh.axes[a][0]), a, own[a], goals.get(a, own[a])) for a in source)
+    lies = tuple((digits.RankDigit(mesh.axes[a][1], mesh.axes[a][0]), a, own[a], goals.get(a, own[a])) for a in source)
     found = _joint(tuple(shape), itemsize, lies, steps, differentiable)
     return steps if found is None else (found,)
 
@@ -152,7 +152,7 @@ def change_of(part: Tensor, source: States, target: States, mesh: Mesh, *, diffe
 def _joint(
     shape: tuple[int, ...],
     itemsize: int,
-    lies: tuple[tuple[digits.Digit, str, State, State], ...],
+    lies: tuple[tuple[digits.RankDigit, str, State, State], ...],
     steps: tuple[Step, ...],
     differentiable: bool,
 ) -> Joint | None:
@@ -173,14 +173,14 @@ def _joint(
     return found if paid[0] < paid[1] else None
 
 
-def _sent(steps: Sequence[sequences.Step]) -> list[str]:
+def _sent(steps: Sequence[sequences.CollectiveStep]) -> list[str]:
     """The collectives that send something."""
     return [step.collective for step in steps if step.collective not in NOTHING_SENT]
 
 
 def _sequence(
-    shape: tuple[int, ...], itemsize: int, lies: Sequence[tuple[digits.Digit, str, State, State]]
-) -> tuple[sequences.Step, ...] | None:
+    shape: tuple[int, ...], itemsize: int, lies: Sequence[tuple[digits.RankDigit, str, State, State]]
+) -> tuple[sequences.CollectiveStep, ...] | None:
     sides = _spots([(digit.k, a) for digit, _, a, _ in lies]), _spots([(digit.k, b) for digit, _, _, b in lies])
     summed = any(a == digits.WAITING != b for a, b in zip(*sides, strict=True))
     rows = [row for row in zip(lies, *sides, strict=True) if summed or row[1] is not None or row[2] is not None]
@@ -188,21 +188,21 @@ def _sequence(
     names = tuple(axis for (_, axis, *_), _, _ in rows)
     own = tuple(digit for (digit, *_), _, _ in rows)
     source, target = tuple(a for _, a, _ in rows), tuple(b for _, _, b in rows)
-    problem = digits.Problem(shape, own, names, names, source, target)
+    problem = digits.DigitProblem(shape, own, names, names, source, target)
     if not (digits.fits(problem, source) and digits.fits(problem, target)):
         return None
     return sequences.cheapest(problem, itemsize)
 
 
-def _spots(lies: Sequence[tuple[int, State]]) -> list[digits.Spot | None]:
+def _spots(lies: Sequence[tuple[int, State]]) -> list[digits.DigitSpot | None]:
     """Where the digits of axes (ranks and state of each, in the order of the mesh) stand in a tensor."""
     before: dict[tuple[int, int], int] = {}
-    found: list[digits.Spot | None] = []
+    found: list[digits.DigitSpot | None] = []
     for k, state in lies:
         if state.kind == "cut":
             at = before.get((state.dim, state.outer), 1)
             before[state.dim, state.outer] = at * k
-            found.append(digits.Spot(state.dim, state.outer * at))
+            found.append(digits.DigitSpot(state.dim, state.outer * at))
         else:
             found.append(digits.WAITING if state.kind == "sum" else None)
     return found
@@ -310,6 +310,6 @@ def _cost(step: Step, own: float, k: int, *, differentiable: bool) -> Cost:
     return Cost((step.axis,), forward, backward, received(forward, together, k), received(backward, together, k))
 
 
-def _said(steps: Sequence[sequences.Step]) -> str:
+def _said(steps: Sequence[sequences.CollectiveStep]) -> str:
     """The collectives that send something; what a rank does by itself where none does."""
     return " + ".join(_sent(steps) or [step.collective for step in steps])

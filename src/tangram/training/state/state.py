@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from tangram.checkpoint.state.entries import Entry
+from tangram.checkpoint.state.entries import StateEntry
 from tangram.checkpoint.state.replicas import replicas, uneven_share
 from tangram.layout import Region, region
 from tangram.planner.legality.check_plan import bound_layout
@@ -103,7 +103,7 @@ class Places:
         return Place(region(layout, mesh, rank), alike, str(layout), share)
 
 
-def entries(state: JobState, places: Places) -> list[Entry]:
+def entries(state: JobState, places: Places) -> list[StateEntry]:
     """Every tensor of the state, as it lies on this rank."""
     reshard(state.model)  # after an evaluation some parameters stand there whole
     parameters = dict(state.model.named_parameters())
@@ -123,7 +123,7 @@ def entries(state: JobState, places: Places) -> list[Entry]:
     return found
 
 
-def _entry(name: str, tensor: Tensor, owner: str, places: Places, *, alike: bool = True) -> Entry:
+def _entry(name: str, tensor: Tensor, owner: str, places: Places, *, alike: bool = True) -> StateEntry:
     """`owner`: the parameter (or buffer) whose ranks have it, and that it lies like if it is `alike`."""
     shape = tuple(tensor.shape)
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -133,7 +133,7 @@ def _entry(name: str, tensor: Tensor, owner: str, places: Places, *, alike: bool
             f"{name} has a part of shape {tuple(local.shape)} here, but by the plan this rank has {place.region}"
         )
     spec = TensorSpec(shape, str(tensor.dtype).removeprefix("torch."))
-    return Entry(name, spec, place.region, local, place.replicas, place.layout, place.uneven_share)
+    return StateEntry(name, spec, place.region, local, place.replicas, place.layout, place.uneven_share)
 
 
 def trained(state: JobState) -> list[str]:

@@ -20,7 +20,7 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenCheckpoint:
     """What a format's module gives of a directory or file."""
 
     format: str

@@ -1,7 +1,7 @@
 """What a writer of a format is given: tensors to make, a function that fills a box of one, and room for its buffers.
 
-Every writer takes the same `Task`, writes into a folder that appears whole or not at all, and names its files. Tensors
-come under the names that they have here; a writer says what its format calls them.
+Every writer takes the same `WriteTask`, writes into a folder that appears whole or not at all, and names its files.
+Tensors come under the names that they have here; a writer says what its format calls them.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from tangram.relayout.mapping.states import States
 
 
 @dataclass(frozen=True)
-class Task:
+class WriteTask:
     """A conversion as a writer sees it."""
 
     folder: Path
@@ -85,7 +85,7 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, int], 
         yield ((first, min(first + step, shape[0])), *((0, n) for n in shape[1:]))
 
 
-def filled(task: Task, name: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+def filled(task: WriteTask, name: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """A tensor in blocks of the task's size: where each begins, and its values in memory of their own."""
     spec = task.specs[name]
     kind = getattr(torch, spec.dtype)
@@ -97,7 +97,7 @@ def filled(task: Task, name: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         task.told(values.nbytes)
 
 
-def taking(image: Image, task: Task, names: Mapping[str, str]) -> Callable[[int, Bytes], Bytes]:
+def taking(image: Image, task: WriteTask, names: Mapping[str, str]) -> Callable[[int, Bytes], Bytes]:
     """A function that gives a file's bytes block by block. `names`: of the tensors, by those that the file has."""
 
     def take(start: int, out: Bytes) -> Bytes:

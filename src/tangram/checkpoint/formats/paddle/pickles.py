@@ -203,11 +203,11 @@ class Array:
     kind: str
     """numpy's: f4, u2 ..."""
     shape: tuple[int, ...]
-    data: "bytes | Skipped"
+    data: "bytes | BytesInFile"
 
 
 @dataclass(frozen=True)
-class Skipped:
+class BytesInFile:
     """Bytes that were left in their file."""
 
     offset: int
@@ -245,7 +245,7 @@ class _Leaving:
         if size < 0 or start + size > len(self._data):
             raise EOFError("it is cut off")
         self._at += size
-        return Skipped(start, size) if size >= SKIPPED else self._data[start : self._at]
+        return BytesInFile(start, size) if size >= SKIPPED else self._data[start : self._at]
 
     def readline(self) -> bytes:
         stop = self._data.find(b"\n", self._at, self._at + SKIPPED) + 1
@@ -268,7 +268,7 @@ class _Array:
     def array(self, said: str) -> Array:
         """What it is. Raises UserError where it is none that Paddle writes."""
         state: tuple[Any, ...] = cast("tuple[Any, ...]", self.state) if isinstance(self.state, tuple) else ()
-        if len(state) != 5 or not isinstance(state[2], _Dtype) or not isinstance(state[4], bytes | Skipped):
+        if len(state) != 5 or not isinstance(state[2], _Dtype) or not isinstance(state[4], bytes | BytesInFile):
             raise UserError(f"{said} is no array of numbers that is read")
         try:
             shape = _sizes(state[1], said)

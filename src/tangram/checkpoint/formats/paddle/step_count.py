@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
@@ -35,7 +35,7 @@ def betas_of(objects: Mapping[str, Any]) -> tuple[float, float] | None:
     return found.pop() if len(found) == 1 else None
 
 
-def with_betas(source: Opened, betas: Sequence[float]) -> Opened:
+def with_betas(source: OpenCheckpoint, betas: Sequence[float]) -> OpenCheckpoint:
     """A checkpoint of which somebody says the betas: with counts of steps where it had powers."""
     settings: Any = source.objects.get("settings", {})
     known = replace(source, objects={**source.objects, "settings": {**settings, "betas": tuple(betas)}})
@@ -49,7 +49,7 @@ class _Count:
     param: str
 
 
-def with_steps(source: Opened, betas: Sequence[float]) -> Opened:
+def with_steps(source: OpenCheckpoint, betas: Sequence[float]) -> OpenCheckpoint:
     """The same with the number of steps that each parameter has taken, instead of the powers of the betas.
 
     Raises UserError, where one is looked at, for powers that are none of these betas', or that say the count no more.

@@ -20,7 +20,7 @@ from tangram.layout.intervals import IntSet, product, size, span
 from tangram.layout.maps import MAPS
 from tangram.relayout.collectives import one_collective
 from tangram.relayout.collectives.one_collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
-from tangram.relayout.collectives.one_collective import Place as State
+from tangram.relayout.collectives.one_collective import RankPlacement as State
 
 NOTED = "noted"
 """What is done with the groups of sorted rows, so that they can be sent: nothing is sent yet."""
