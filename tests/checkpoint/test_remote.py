@@ -17,8 +17,7 @@ from tangram.checkpoint.conversion import object_store
 from tangram.checkpoint.conversion.convert import IDENTITY, restructure
 from tangram.checkpoint.conversion.object_store import opening
 from tangram.checkpoint.formats.common.outgoing import WriteTask
-from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.formats.targets import TARGETS, WriteFormat
+from tangram.checkpoint.formats.detect import TARGETS, WriteFormat, open_any
 from tangram.checkpoint.saving.save import save as save_own
 from tangram.cli import main
 from tangram.relayout import bind

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from tangram.checkpoint.conversion.convert import Restructured
     from tangram.checkpoint.conversion.converting import ConvertOptions
     from tangram.checkpoint.formats.hf_export import Converted
-    from tangram.checkpoint.inspect.verify_any import Reading, VerifyReport
+    from tangram.checkpoint.inspect.foreign import Reading
+    from tangram.checkpoint.inspect.verify import VerifyReport
     from tangram.checkpoint.loading.block_source import DamagedError
     from tangram.checkpoint.loading.load import Loaded, LoadError, load
     from tangram.checkpoint.saving.async_saver import AsyncSaver, SaveResult, Settings
@@ -68,6 +69,7 @@ else:
             "tangram.checkpoint.saving.save": ["About", "SaveError", "save"],
             "tangram.checkpoint.loading.block_source": ["DamagedError"],
             "tangram.checkpoint.state.entries": ["Described", "LocalPart", "describe"],
-            "tangram.checkpoint.inspect.verify_any": ["Reading", "VerifyReport"],
+            "tangram.checkpoint.inspect.foreign": ["Reading"],
+            "tangram.checkpoint.inspect.verify": ["VerifyReport"],
         },
     )

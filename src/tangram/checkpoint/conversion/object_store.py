@@ -22,7 +22,7 @@ from typing import Any
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.store.atomic_directory import appearing
+from tangram.checkpoint.store.commits import appearing
 from tangram.errors import UserError
 
 WHOLE = 16 << 20

@@ -11,7 +11,6 @@ makes opaque objects of all else, so nothing of it is run.
 import io
 import os
 import pickle
-import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,27 +180,6 @@ def mapped_chunks(maps: Maps) -> Callable[[Hashable, str], Tensor]:
     return read
 
 
-def chunk_reader(path: Path, sums: Mapping[str, Mapping[int, int]] | None = None) -> Callable[[Hashable, str], Tensor]:
-    """A function from the place and tensor of a piece to its values, read when asked for.
-
-    `sums`: the crc32 of the chunks by file and offset, which are then compared.
-    """
-
-    def read(place: Hashable, name: str) -> Tensor:
-        assert isinstance(place, ByteSpan)
-        file = path / place.file
-        with file.open("rb") as stream:
-            stream.seek(place.offset)
-            data = stream.read(place.length)
-        if len(data) != place.length:
-            raise UserError(f'"{name}" in "{file}" is cut off: it has {len(data)} of {place.length} bytes')
-        if sums is not None and sums.get(place.file, {}).get(place.offset) != zlib.crc32(data):
-            raise UserError(f'"{name}" in "{file}" is damaged: its bytes are not those that were written')
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-    return read
-
-
 # ---------------------------------------------------------------- writing
 
 
@@ -243,30 +221,17 @@ class WrittenChunk:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     span: ByteSpan
-    crc32: int
-
-
-def write_chunks(file: Path, chunks: Iterable[Chunk]) -> list[WrittenChunk]:
-    """Write blocks one behind the other into a new file, and wait until they are on the disk."""
-    with file.open("xb") as stream:
-        written = _written(stream, file.name, chunks, summed=True)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return written
 
 
 def stream_chunks(task: WriteTask, chunks: Iterator[Chunk]) -> tuple[list[WrittenChunk], list[str]]:
-    """The same past the page cache, for more than fits in it, in files of a task's size; without the crc32 of each.
-
-    Returns the names of the files, too.
-    """
+    """Write blocks one behind the other past the page cache, in files of a task's size, whose names come back, too."""
     written: list[WrittenChunk] = []
     files: list[str] = []
     ring, first = Ring(), next(chunks, None)
     while first is not None:
         name, after = DATA.format(len(files)), list[Chunk]()
         with FileStream(task.folder / name, ring) as stream:
-            written += _written(stream, name, _until(stream, first, chunks, task.shard, after), summed=False)
+            written += write_chunks(stream, name, _until(stream, first, chunks, task.shard, after))
             stream.finish()
         task.done(name)
         files.append(name)
@@ -284,12 +249,13 @@ def _until(stream: FileStream, first: Chunk, chunks: Iterator[Chunk], most: int,
         yield chunk
 
 
-def _written(stream: Any, name: str, chunks: Iterable[Chunk], summed: bool) -> list[WrittenChunk]:
+def write_chunks(stream: FileStream, name: str, chunks: Iterable[Chunk]) -> list[WrittenChunk]:
+    """Write blocks into the file `name`, each as `torch.save` would. Raises OSError as the disk does."""
     found: list[WrittenChunk] = []
     for chunk in chunks:
         stream.write(bytes(-stream.tell() % ALIGNED))
         start = stream.tell()
-        sink, small = _Sink(stream, summed), archived(chunk.values)
+        sink, small = _Sink(stream), archived(chunk.values)
         if small is not None:
             sink.write(small)
         else:
@@ -297,21 +263,19 @@ def _written(stream: Any, name: str, chunks: Iterable[Chunk], summed: bool) -> l
         if sink.error is not None:
             raise sink.error
         span = ByteSpan(name, start, sink.size)
-        found.append(WrittenChunk(chunk.name, chunk.offsets, tuple(chunk.values.shape), span, sink.crc32))
+        found.append(WrittenChunk(chunk.name, chunk.offsets, tuple(chunk.values.shape), span))
     return found
 
 
 class _Sink:
-    """The stream that torch.save writes into: adds up size and checksum.
+    """The stream that torch.save writes into: adds up its size.
 
     An error of the disk is kept for after torch.save, whose writer in C++ is not made to be left in the middle.
     """
 
-    def __init__(self, stream: Any, summed: bool) -> None:
+    def __init__(self, stream: FileStream) -> None:
         self.stream = stream
-        self.summed = summed
         self.size = 0
-        self.crc32 = 0
         self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
@@ -323,7 +287,6 @@ class _Sink:
             except OSError as error:
                 self.error = error
             self.size += n
-            self.crc32 = zlib.crc32(data, self.crc32) if self.summed else 0
         return n
 
     def flush(self) -> None:
@@ -344,8 +307,8 @@ def write_index(
     specs: Mapping[str, TensorSpec],
     written: Iterable[WrittenChunk],
     objects: Mapping[str, ByteSpan] | None = None,
-) -> tuple[int, int]:
-    """Write the `.metadata` of the directory `path`, as torch's own reader wants it; its size and crc32.
+) -> None:
+    """Write the `.metadata` of the directory `path`, as torch's own reader wants it.
 
     `objects`: what is no tensor, by name; several may lie in the same bytes.
     """
@@ -369,4 +332,3 @@ def write_index(
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-    return len(data), zlib.crc32(data)

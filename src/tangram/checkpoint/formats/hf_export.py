@@ -25,12 +25,12 @@ from tangram.checkpoint.formats.common.config_json import true_of
 from tangram.checkpoint.formats.common.side_files import of_checkpoint, side_files, with_provenance, write_side_files
 from tangram.checkpoint.formats.read_ahead import Ahead
 from tangram.checkpoint.loading.block_source import DamagedError
-from tangram.checkpoint.loading.stream import in_file_order
+from tangram.checkpoint.loading.read import in_file_order
 from tangram.checkpoint.saving.file_layout import Image, Outgoing, images
 from tangram.checkpoint.saving.file_writer import RING, Ring, write_from
 from tangram.checkpoint.saving.rank_parts import INDEX, MODEL
 from tangram.checkpoint.store import commits, digest, safetensors_header
-from tangram.checkpoint.store.atomic_directory import appearing
+from tangram.checkpoint.store.commits import appearing
 from tangram.checkpoint.store.digest import Bytes, Sums
 from tangram.checkpoint.store.manifest import BLOCK, DTYPES, Manifest, StoredTensor
 from tangram.errors import UserError

@@ -9,7 +9,6 @@ Trade-off: an optimiser's states are taken where the file says the parameters' n
 module is refused: its tensors are known only to its class.
 """
 
-import json
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from tangram.checkpoint.formats.archives.state_dicts import (
 from tangram.checkpoint.formats.common.model_part import DEEPEST, model_part
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.side_files import small_files
-from tangram.checkpoint.formats.huggingface import PICKLED, chooses_index
+from tangram.checkpoint.formats.huggingface import PICKLED, chooses_index, weight_map
 from tangram.errors import UserError
 from tangram.relayout import Piece, TensorSpec
 
@@ -106,7 +105,7 @@ def _opened(path: Path, maps: Maps, places: Mapping[str, TensorPlace | Number], 
 
 def _folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """One file, or several with an index that says which tensor is where."""
-    index = _index(path) if (path / INDEX).is_file() or not (path / SINGLE).is_file() else {}
+    index = weight_map(path / INDEX) if (path / INDEX).is_file() or not (path / SINGLE).is_file() else {}
     if (path / SINGLE).is_file() and not chooses_index(path, SINGLE, set(index.values())):
         index = {}
     found = StateDict()
@@ -121,21 +120,6 @@ def _folder(path: Path, maps: Maps) -> OpenCheckpoint:
     places: dict[str, TensorPlace | Number] = {names[raw]: place for raw, place in found.places.items()}
     opened = _opened(path, maps, places, found.skipped)
     return replace(opened, small=small_files(path))
-
-
-def _index(path: Path) -> dict[str, str]:
-    file = path / INDEX
-    try:
-        fields: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f'the index "{file}" cannot be read: {error}') from None
-    table: Any = cast("dict[str, Any]", fields).get("weight_map") if isinstance(fields, dict) else None
-    if not isinstance(table, dict) or not table:
-        raise UserError(f'the index "{file}" has no table weight_map')
-    for name, home in cast("dict[str, Any]", table).items():
-        if not isinstance(home, str) or Path(home).name != home:
-            raise UserError(f'the index "{file}" says that {name} is in {home!r}, which is no name of a file beside it')
-    return cast("dict[str, str]", table)
 
 
 def _parts(tree: Any, path: Path) -> _Parts:

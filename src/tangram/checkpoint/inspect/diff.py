@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tangram.checkpoint.inspect.tree import chosen, fits
-from tangram.checkpoint.loading.stream import batches, in_file_order, read_spans
+from tangram.checkpoint.loading.read import batches, in_file_order, read_spans
 from tangram.checkpoint.store.manifest import Manifest, StoredTensor
 
 CHUNK = 1 << 24

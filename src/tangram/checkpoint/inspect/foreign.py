@@ -20,6 +20,8 @@ from tangram.checkpoint.formats.common.outgoing import boxes
 from tangram.checkpoint.formats.detect import FORMATS, open_any
 from tangram.checkpoint.formats.own import is_own
 from tangram.checkpoint.inspect import quantised_weights, tree
+from tangram.checkpoint.inspect.verify import VerifyReport
+from tangram.checkpoint.inspect.verify import verify as verify_own
 from tangram.checkpoint.saving.rank_parts import MODEL
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import DTYPES, Manifest, StoredPiece, StoredTensor
@@ -136,3 +138,21 @@ def _parts(filler: Filler, opened: OpenCheckpoint, name: str) -> Iterator[Tensor
         if values.numel():
             filler.fill(name, Region.of([tuple(span(a, b) for a, b in box)]), values)
             yield values.reshape(-1)
+
+
+def verify(path: Path | str) -> VerifyReport | Reading:
+    """Read every byte of the checkpoint `path` once; `.sound` says whether nothing is wrong, `.findings` what is.
+
+    Of Tangram's own format that is proved by checksums and digests (`VerifyReport`). Other formats have none: there it
+    is proved that every element is there once and can be read (`Reading`). Raises UserError where there is no
+    checkpoint.
+    """
+    path = Path(path)
+    if format_of(path) is not None:
+        return read_all(path, _no_progress)
+    refuse_unknown(path)
+    return verify_own(path)
+
+
+def _no_progress(_: int) -> None:
+    """Nobody watches."""

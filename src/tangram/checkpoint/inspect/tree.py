@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.loading.stream import read_spans, spans
+from tangram.checkpoint.loading.read import read_spans, spans
 from tangram.checkpoint.store.manifest import Manifest, StoredTensor
 from tangram.errors import UserError
 from tangram.layout import Region, intervals

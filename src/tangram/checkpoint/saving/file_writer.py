@@ -13,7 +13,7 @@ import fcntl
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -240,8 +240,3 @@ def _padded(block: Bytes, size: int) -> Bytes:
     base = block.base if isinstance(block.base, np.ndarray) else block
     start = block.__array_interface__["data"][0] - base.__array_interface__["data"][0]
     return base[start : start + size]
-
-
-def each_block(size: int) -> Iterator[tuple[int, int]]:
-    """The blocks of a file of this size: (start, stop)."""
-    return ((start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tangram.checkpoint.state.replicas import replicas, uneven_share
 from tangram.errors import UserError
-from tangram.layout import Layout, Mesh, Region, region
+from tangram.layout import Layout, Mesh, Region, owners, ranks_of, region
 from tangram.relayout import TensorSpec
 from tangram.relayout.copies.dtensor import layout_of, mesh_of
 from tangram.relayout.exchange.peers import Peers
@@ -290,3 +289,32 @@ def _group_ranks(peers: Peers) -> list[int]:
     if peers.group is not None:
         return dist.get_process_group_ranks(peers.group)
     return [dist.get_rank() if dist.is_initialized() else 0]
+
+
+@lru_cache(1 << 12)
+def replicas(
+    mesh: Mesh, cut: frozenset[str], rank: int, held: tuple[tuple[str, tuple[int, ...]], ...] = ()
+) -> tuple[int, ...]:
+    """The ranks of a mesh that differ from one in no axis that cuts, that one included.
+
+    `held`: the coordinates of the ranks that hold the tensor at all, as a layout's `at` has them; empty: all do.
+    """
+    own = mesh.coords(rank)
+    alike = mesh.ranks(tuple((axis, own[axis]) for axis in sorted(cut)))
+    return tuple(r for r in alike if all(mesh.coords(r)[axis] in where for axis, where in held))
+
+
+@lru_cache(1 << 12)
+def uneven_share(layout: Layout, mesh: Mesh, rank: int) -> Region | None:
+    """What a rank writes of what it holds, where other ranks hold some of that and not the rest: what no lower one has.
+
+    So with `(g/kv (r/rep + 1 + 1) d) h`, where the query heads of a group are cut and its key and value are not. None
+    where whoever holds any of it holds all of it: then the replicas take turns.
+    """
+    here = region(layout, mesh, rank)
+    if len(layout.axes) < 2 or not here:
+        return None
+    holders = [(tuple(sorted(ranks_of(layout, mesh, owner))), owner.boxes) for owner in owners(layout, mesh, here)]
+    if all(ranks == holders[0][0] for ranks, _ in holders):
+        return None
+    return here - Region.of([box for ranks, boxes in holders if ranks[0] < rank for box in boxes])

@@ -40,7 +40,7 @@ NAMES: Mapping[str, str] = {
     "float64": "F64",
     "complex64": "C64",
 }
-_TYPES = {theirs: ours for ours, theirs in NAMES.items()}
+TYPES = {theirs: ours for ours, theirs in NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def header_length(data: bytes, size: int, file: str) -> int:
 
 def _slot(name: str, row: Any, begin: int, size: int, file: str) -> TensorSlot:
     fields = cast("dict[str, Any]", row) if isinstance(row, dict) else {}
-    dtype, shape, span = _TYPES.get(str(fields.get("dtype"))), fields.get("shape"), fields.get("data_offsets")
+    dtype, shape, span = TYPES.get(str(fields.get("dtype"))), fields.get("shape"), fields.get("data_offsets")
     if dtype is None:
         raise ManifestError(f"{name} in {file} has the type {fields.get('dtype')!r}, which this version does not read")
     sizes, places = _numbers(shape), _numbers(span)

@@ -7,14 +7,14 @@ the column state of a fused tensor is not a function of its parts' column states
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tangram.layout import Layout, Mesh
 from tangram.layout import Mapping as MappingText
 from tangram.layout.syntax import REST, VOID, Dim
 from tangram.relayout.mapping.bind import Specs, bind
 from tangram.relayout.mapping.errors import RelayoutError
-from tangram.relayout.mapping.names import NameTable, Tensors
+from tangram.relayout.mapping.names import NameTable
 from tangram.relayout.mapping.state_rules import StateStatements, derived, flattened
 from tangram.relayout.mapping.state_specs import (
     ADAFACTOR,
@@ -47,7 +47,6 @@ __all__ = [
     "StateSpec",
     "States",
     "state_layout",
-    "state_layouts",
     "with_states",
 ]
 
@@ -136,15 +135,3 @@ def _aligned(dim: Dim, mesh: Mesh, block: int) -> bool:
             return False
         sizes = {size for n, c in chunks.items() for size in (c, n % c)}
     return True
-
-
-def state_layouts(
-    layouts: Mapping[str, Layout], mesh: Mesh, tensors: Tensors, states: States, name: str = "{param}.{state}"
-) -> dict[str, Layout]:
-    """Layouts for the states in `tensors` of the parameters in `layouts` (bound, by family name): for `shard`."""
-    return {
-        key: state_layout(base, mesh, spec, tensors.families[key].family_dims)
-        for param, base in layouts.items()
-        for state, spec in states.items()
-        if (key := _state_name(name, param, state)) in tensors.families
-    }

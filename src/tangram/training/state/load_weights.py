@@ -22,8 +22,7 @@ from tangram.layout import Mapping as MappingText
 from tangram.layout import Statement
 from tangram.models.build import build_on_meta
 from tangram.models.conversions import Conversion, Part, read_conversion
-from tangram.relayout import CopyPlan as CopyPlan
-from tangram.relayout import Piece, TensorSpec, bind, execute
+from tangram.relayout import CopyPlan, Piece, TensorSpec, bind, execute
 from tangram.relayout import plan as plan_copies
 from tangram.relayout.quantised.table import GROUP_CODECS, matched
 from tangram.schema.plan import Plan

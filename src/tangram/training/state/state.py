@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from tangram.checkpoint.state.entries import StateEntry
-from tangram.checkpoint.state.replicas import replicas, uneven_share
+from tangram.checkpoint.state.entries import StateEntry, replicas, uneven_share
 from tangram.layout import Region, region
 from tangram.planner.legality.check_plan import bound_layout
 from tangram.relayout import TensorSpec

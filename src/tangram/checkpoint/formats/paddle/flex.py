@@ -26,6 +26,7 @@ from torch import Tensor
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.archives.overlaps import same_bits
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
+from tangram.checkpoint.formats.common.optimiser_names import renamed
 from tangram.checkpoint.formats.common.outgoing import WriteTask, boxes
 from tangram.checkpoint.formats.common.side_files import small_files, write_side_files
 from tangram.checkpoint.formats.paddle.pickles import Array, BytesInFile, Stored, metadata, read_arrays, read_metadata
@@ -127,10 +128,7 @@ def _contents(maps: Maps, file: str) -> Mapping[str, safetensors_header.TensorSl
     """The tensors of a file by name."""
     if file.endswith(".distcp"):
         return read_arrays(maps, file)
-    data, path = maps.data(file), maps.folder / file
-    length = safetensors_header.header_length(data[:8], len(data), str(path))
-    slots, _ = safetensors_header.parse(data[: 8 + length], len(data), str(path))
-    return {slot.name: slot for slot in slots}
+    return {slot.name: slot for slot in maps.header(file)[0]}
 
 
 def _refuse_other(path: Path, one: Stored, slot: safetensors_header.TensorSlot | Array | None) -> None:
@@ -206,30 +204,16 @@ def _reader(
 
 def _named(raw: OpenCheckpoint) -> OpenCheckpoint:
     """The same with torch's names of states, where their parameter is there."""
-    raws: dict[str, str] = {}
+    words = {word: state for state, word in SUFFIXES.items()}
+    names: dict[str, str] = {}
     states: dict[str, None] = {}
     for name in raw.specs:
         param, _, suffix = name.rpartition(".")
-        state = next((state for state, word in SUFFIXES.items() if word == suffix), None)
-        if state is not None and param in raw.specs:
+        state = words.get(suffix) if param in raw.specs else None
+        if state is not None:
             states[state] = None
-            own = f"{param}.{state}"
-        else:
-            own = name
-        if raws.setdefault(own, name) != name:
-            raise UserError(f'"{raw.path}" has {own} under two names: {raws[own]} and {name}')
-    back = {name: own for own, name in raws.items()}
-
-    def read(place: Hashable, name: str) -> Tensor:
-        return raw.read(place, raws[name])
-
-    return replace(
-        raw,
-        specs={own: raw.specs[name] for own, name in raws.items()},
-        pieces=tuple(replace(piece, tensor=back[piece.tensor]) for piece in raw.pieces),
-        read=read,
-        states={state: STATES[state] for state in states},
-    )
+        names[name] = name if state is None else f"{param}.{state}"
+    return replace(renamed(raw, names), states={state: STATES[state] for state in states})
 
 
 # ---------------------------------------------------------------- writing
