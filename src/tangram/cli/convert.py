@@ -109,17 +109,17 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDi
         one, other = ((Path(path), commits.read_manifest(Path(path))) for path in (a, b))
         if (codes := quantised_weights.of_two_own(one, other, pattern)) is not None:
             return codes
-        with byte_bar("comparing", diff.to_read(one[1], other[1], pattern)) as told:
-            return diff.compare(one, other, pattern, told)
+        with byte_bar("comparing", diff.to_read(one[1], other[1], pattern)) as on_bytes:
+            return diff.compare(one, other, pattern, on_bytes)
     with rare_collections(), opening(a) as one_side, opening(b) as other:
         if (known := quantised_weights.both_quantised(one_side, other)) is not None:
-            with byte_bar("comparing", None) as told:
-                return quantised_weights.compare(one_side, other, known, pattern, told)
+            with byte_bar("comparing", None) as on_bytes:
+                return quantised_weights.compare(one_side, other, known, pattern, on_bytes)
         small = small_of(config) if config else {**other.small, **one_side.small}
         left, right = alike(one_side, other)
         way, other_side = diff_across_formats.seen_as(left, right, config_of(small))
-        with byte_bar("comparing", diff_across_formats.to_read(way, other_side, pattern)) as told:
-            return diff_across_formats.compare(way, other_side, pattern, told)
+        with byte_bar("comparing", diff_across_formats.to_read(way, other_side, pattern)) as on_bytes:
+            return diff_across_formats.compare(way, other_side, pattern, on_bytes)
 
 
 def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -> None:
@@ -127,9 +127,9 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
     from tangram.checkpoint.formats import hf_export as of
     from tangram.checkpoint.formats.common.side_files import is_of_tokenizer
 
-    with byte_bar("exporting", of.size_of(source, asked.dtype, asked.rounded)) as told:
+    with byte_bar("exporting", of.size_of(source, asked.dtype, asked.rounded)) as on_bytes:
         made = of.to_hugging_face(
-            source, target, dtype=asked.dtype, rounded=asked.rounded, config=asked.config, told=told, **room
+            source, target, dtype=asked.dtype, rounded=asked.rounded, config=asked.config, on_bytes=on_bytes, **room
         )
     if asked.json:
         print_json(made.as_json())
@@ -162,8 +162,8 @@ def _convert(source: "OpenCheckpoint", target: str, asked: Asked, options: "Conv
         rate = _disk(found.source, Path(target)) if local else None
         _planned(found.source, target, asked, found.chosen, found.ways, found.nbytes, found.notes, rate)
         return
-    with byte_bar("converting", found.nbytes) as told:
-        made = found.write(target, told)
+    with byte_bar("converting", found.nbytes) as on_bytes:
+        made = found.write(target, on_bytes)
     if asked.json:
         decoded = {"dequantised": found.dequantised.as_json()} if found.dequantised else {}
         counts = {"by": found.chosen.said, "left_out": len(found.chosen.left), "skipped": found.source.skipped}

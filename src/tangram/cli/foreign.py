@@ -67,8 +67,8 @@ def verify_foreign(path: Path, json: bool) -> int:
     """Read all of a checkpoint of another format; 1 where something cannot be."""
     from tangram.checkpoint.inspect import foreign
 
-    with byte_bar("reading", None) as told:
-        found = foreign.read_all(path, told)
+    with byte_bar("reading", None) as on_bytes:
+        found = foreign.read_all(path, on_bytes)
     if json:
         print_json({"sound": found.sound, "checkpoints": [found.as_json()], "offer": None})
         return 0 if found.sound else 1

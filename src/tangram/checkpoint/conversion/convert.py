@@ -144,16 +144,16 @@ def restructure(
     experts_apart: bool = True,
     small: Mapping[str, bytes] | None = None,
     config: Path | None = None,
-    told: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> Restructured:
     """Write what a mapping makes of a checkpoint as the new directory `target`, or at an address of an object store.
 
     `to`: one of TARGETS. `dtype`: floating-point tensors of the model are cast to it; `rounded` says that this may lose
     bits. `shard`: bytes of a file at most. `memory`: bytes for all buffers. `stack`: layers that are alike lie stacked
     in a torch_dist, as Megatron-core has them. `experts_apart`: experts have an optimiser of their own there. `small`:
-    side files, the source's own unless given; `config`: the directory that they are of then. `told` hears how many more
-    bytes are written. Raises UserError for what cannot be done and DamagedError for damage; nothing is left of the
-    target then.
+    side files, the source's own unless given; `config`: the directory that they are of then. `on_bytes` is called with
+    how many more bytes are written. Raises UserError for what cannot be done and DamagedError for damage; nothing is
+    left of the target then.
     """
     begin = time.perf_counter()
     writer = target_of(to)
@@ -184,7 +184,7 @@ def restructure(
     with placing(str(target), nbytes + sum(map(len, beside.values()))) as (folder, done):
         task = WriteTask(
             folder, specs, source.states, filler.fill, filler.bytes_of, chunk, shard, stack, experts_apart, beside,
-            source.objects, told or _deaf, done,
+            source.objects, on_bytes or _deaf, done,
         )  # fmt: skip
         files = writer.write(task)
     cast = sum(bound.target.specs[name] != spec for name, spec in specs.items())

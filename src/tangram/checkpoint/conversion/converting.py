@@ -121,7 +121,7 @@ class PreparedConversion:
         return restructure(
             self.chosen.source, self.chosen.bound, target, self.to, dtype=one.dtype, rounded=one.rounded,
             shard=one.shard, memory=one.memory, stack=one.stack, experts_apart=one.experts_apart, small=self.small,
-            config=one.config, told=on_bytes,
+            config=one.config, on_bytes=on_bytes,
         )  # fmt: skip
 
 

@@ -92,10 +92,10 @@ def to_read(a: Manifest, b: Manifest, pattern: str = "*") -> int:
     return sum(one.nbytes + other.nbytes for one, other in pairs if not _equal(one, other) and _alike(one, other))
 
 
-def compare(a: Side, b: Side, pattern: str = "*", told: Callable[[int], None] | None = None) -> CheckpointDiff:
+def compare(a: Side, b: Side, pattern: str = "*", on_bytes: Callable[[int], None] | None = None) -> CheckpointDiff:
     """Compare two checkpoints, each given as its folder and its manifest.
 
-    `pattern`: only tensors and objects whose names fit; `told` hears how many more bytes have been read. Raises
+    `pattern`: only tensors and objects whose names fit; `on_bytes` is called with how many more have been read. Raises
     UserError where no tensor fits, DamagedError where bytes that must be read are not those that were written.
     """
     changes: list[TensorChange] = []
@@ -114,7 +114,7 @@ def compare(a: Side, b: Side, pattern: str = "*", told: Callable[[int], None] | 
             changes.append(TensorChange(name, "shape", _said(one), _said(other)))
         else:
             differing.append(one)
-    changes += _compared(a, b, differing, told or (lambda count: None))
+    changes += _compared(a, b, differing, on_bytes or (lambda count: None))
     changes.sort(key=lambda change: change.name)
     return CheckpointDiff(tuple(changes), _objects(a[1], b[1], pattern), equal)
 
@@ -139,7 +139,9 @@ def _alike(one: StoredTensor, other: StoredTensor) -> bool:
     return one.spec.shape == other.spec.shape
 
 
-def _compared(a: Side, b: Side, differing: Sequence[StoredTensor], told: Callable[[int], None]) -> list[TensorChange]:
+def _compared(
+    a: Side, b: Side, differing: Sequence[StoredTensor], on_bytes: Callable[[int], None]
+) -> list[TensorChange]:
     """What differs in tensors that have the same shapes in both."""
     found: dict[str, TensorChange] = {}
     for one in differing:
@@ -149,7 +151,7 @@ def _compared(a: Side, b: Side, differing: Sequence[StoredTensor], told: Callabl
     for batch in batches(in_file_order(differing), CHUNK):
         for span, left, right in zip(batch, read_spans(*a, batch), read_spans(*b, batch), strict=True):
             found[span.name] = compared(found[span.name], left, right)
-            told(left.nbytes + right.nbytes)
+            on_bytes(left.nbytes + right.nbytes)
     return list(found.values())
 
 

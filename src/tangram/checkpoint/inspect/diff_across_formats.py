@@ -62,7 +62,7 @@ def compare(
     way: ChosenMapping,
     other: OpenCheckpoint,
     pattern: str = "*",
-    told: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
     among: Collection[str] | None = None,
 ) -> CheckpointDiff:
     """Compare what a mapping makes of a checkpoint with another. Raises UserError where no tensor fits the pattern.
@@ -85,13 +85,13 @@ def compare(
         elif not _alike(mine[name], theirs[name]):
             changes.append(TensorChange(name, "shape", _said(mine[name]), _said(theirs[name])))
         else:
-            changes += _values(name, mine[name], theirs[name], left, right, told)
+            changes += _values(name, mine[name], theirs[name], left, right, on_bytes)
     both = [name for name in names if name in mine and name in theirs]
     return CheckpointDiff(tuple(changes), (), len(both) - sum(one.kind not in ("a", "b") for one in changes))
 
 
 def _values(
-    name: str, mine: TensorSpec, theirs: TensorSpec, left: Filler, right: Filler, told: Callable[[int], None] | None
+    name: str, mine: TensorSpec, theirs: TensorSpec, left: Filler, right: Filler, on_bytes: Callable[[int], None] | None
 ) -> list[TensorChange]:
     kind = "values" if mine.dtype == theirs.dtype else "dtype"
     found = TensorChange(name, kind, _said(mine), _said(theirs))
@@ -102,8 +102,8 @@ def _values(
             left.fill(name, region, one)
             right.fill(name, region, two)
             found = compared(found, one.reshape(-1), two.reshape(-1))
-        if told:
-            told(one.nbytes + two.nbytes)
+        if on_bytes:
+            on_bytes(one.nbytes + two.nbytes)
     return [found] if found.differing or kind == "dtype" else []
 
 

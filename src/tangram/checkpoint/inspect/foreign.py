@@ -102,7 +102,7 @@ def values_of_own(path: Path, manifest: Manifest, name: str) -> tree.Values:
     return tree.values_of(path, manifest, name)
 
 
-def read_all(path: Path, told: Callable[[int], None]) -> Reading:
+def read_all(path: Path, on_bytes: Callable[[int], None]) -> Reading:
     """Read every tensor of a checkpoint. What keeps one from being read is a finding."""
     begin, kind = time.perf_counter(), format_of(path) or ""
     try:
@@ -115,7 +115,7 @@ def read_all(path: Path, told: Callable[[int], None]) -> Reading:
         try:
             for part in _parts(filler, opened, name):
                 nbytes += part.nbytes
-                told(part.nbytes)
+                on_bytes(part.nbytes)
         except UserError as error:
             findings.append(str(error))
     tensors, weights = len(opened.specs), 0

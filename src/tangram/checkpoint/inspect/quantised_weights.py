@@ -105,7 +105,7 @@ def compare(
     b: OpenCheckpoint,
     quantised: tuple[Quantisation, Quantisation],
     pattern: str = "*",
-    told: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> CheckpointDiff:
     """Compare two quantised checkpoints weight by weight: equal where all that is stored of it has the same bits.
 
@@ -115,8 +115,8 @@ def compare(
     stored = {name for side in _sides((a.specs, b.specs), quantised, pattern, "") for name in side}
     if not stored:
         raise UserError(f"no tensor of either fits {pattern!r}")
-    found = diff_across_formats.compare(*diff_across_formats.seen_as(a, b, None), told=told, among=stored)
-    return by_weights(found, (a, b), (a.specs, b.specs), quantised, pattern, told)
+    found = diff_across_formats.compare(*diff_across_formats.seen_as(a, b, None), on_bytes=on_bytes, among=stored)
+    return by_weights(found, (a, b), (a.specs, b.specs), quantised, pattern, on_bytes)
 
 
 def by_weights(
@@ -125,7 +125,7 @@ def by_weights(
     names: tuple[Collection[str], Collection[str]],
     quantised: tuple[Quantisation, Quantisation],
     pattern: str = "*",
-    told: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
     front: str = "",
 ) -> CheckpointDiff:
     """A comparison of stored tensors (of all `names` that fit) as one of weights.
@@ -139,7 +139,7 @@ def by_weights(
     owners = {name: {side[name] for side in known if name in side} & weights for name in changes}
     plain = [one for name, one in changes.items() if not owners[name]]
     differ = {name.removeprefix(front) for some in owners.values() for name in some}
-    values = _of_values(sides, quantised, differ, told) if differ else []
+    values = _of_values(sides, quantised, differ, on_bytes) if differ else []
     changed = [*plain, *(replace(one, name=front + one.name) for one in values)]
     equal = len(both - {one.name for one in changed})
     return CheckpointDiff(tuple(sorted(changed, key=lambda one: one.name)), found.objects, equal)
@@ -163,11 +163,11 @@ def _of_values(
     sides: tuple[OpenCheckpoint, OpenCheckpoint],
     quantised: tuple[Quantisation, Quantisation],
     names: Collection[str],
-    told: Callable[[int], None] | None,
+    on_bytes: Callable[[int], None] | None,
 ) -> list[TensorChange]:
     """The changes of weights of which some bits differ: in values, or in codes alone."""
     left, right = (dequantised(one, known, WIDE)[0] for one, known in zip(sides, quantised, strict=True))
-    found = diff_across_formats.compare(*diff_across_formats.seen_as(left, right, None), told=told, among=names)
+    found = diff_across_formats.compare(*diff_across_formats.seen_as(left, right, None), on_bytes=on_bytes, among=names)
     changes = {one.name: one for one in found.changes}
     first, second = (
         {group.name: f"{group.codec} {list(group.form.shape)}" for group in one.groups} for one in quantised

@@ -25,7 +25,7 @@ THREADS = max(4, min(16, os.cpu_count() or 1))
 DATA = ".safetensors"
 SAVE = "tangram_save"
 
-Told = Callable[[int], None]
+OnBytes = Callable[[int], None]
 """Is called, from any thread, with how many more bytes have been read."""
 
 
@@ -141,16 +141,18 @@ class Scan:
         others = [slot.name for slot in slots if slot.name not in meant]
         return f"the header of {name} has {others[0]}, which is not in the manifest" if others else ""
 
-    def read(self, told: Told, threads: int) -> int:
+    def read(self, on_bytes: OnBytes, threads: int) -> int:
         """Sum all blocks. Returns how many bytes were read."""
         jobs = self._jobs()
         with ThreadPoolExecutor(threads, "tangram-verify") as pool:
-            return sum([worker.result() for worker in [pool.submit(self._work, jobs, told) for _ in range(threads)]])
+            return sum(
+                [worker.result() for worker in [pool.submit(self._work, jobs, on_bytes) for _ in range(threads)]]
+            )
 
     def _jobs(self) -> Iterator[tuple[str, int]]:
         return ((name, start) for name, size in self._there.items() for start in range(0, size, BLOCK))
 
-    def _work(self, jobs: Iterator[tuple[str, int]], told: Told) -> int:
+    def _work(self, jobs: Iterator[tuple[str, int]], on_bytes: OnBytes) -> int:
         room = pages(BLOCK)
         opened: tuple[str, int] | None = None
         done = 0
@@ -176,7 +178,7 @@ class Scan:
                     continue
                 self._block(name, start, room[:length])
                 done += length
-                told(length)
+                on_bytes(length)
         finally:
             if opened is not None:
                 os.close(opened[1])

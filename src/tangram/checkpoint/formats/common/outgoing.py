@@ -48,7 +48,7 @@ class WriteTask:
     """An optimiser of their own for experts, as Megatron-core has it where expert-parallel ranks cut them."""
     small: Mapping[str, bytes]
     objects: Mapping[str, Any]
-    told: Callable[[int], None]
+    on_bytes: Callable[[int], None]
     """Hears of bytes that are written."""
     done: Callable[[str], None]
     """Hears of each data file that is whole, which may go elsewhere then."""
@@ -94,7 +94,7 @@ def filled(task: WriteTask, name: str) -> Iterator[tuple[tuple[int, ...], Tensor
         if values.numel():
             task.fill(name, Region.of([tuple(span(a, b) for a, b in box)]), values)
         yield tuple(a for a, _ in box), values
-        task.told(values.nbytes)
+        task.on_bytes(values.nbytes)
 
 
 def taking(image: Image, task: WriteTask, names: Mapping[str, str]) -> Callable[[int, Bytes], Bytes]:
@@ -106,7 +106,7 @@ def taking(image: Image, task: WriteTask, names: Mapping[str, str]) -> Callable[
         for placed, first, last in parts(image, start, start + len(out)):
             begin = placed.offset + first - start
             task.fill_bytes(names[placed.piece.name], first, out[begin : begin + last - first])
-        task.told(len(out))
+        task.on_bytes(len(out))
         return out
 
     return take

@@ -340,7 +340,7 @@ def _taking(image: Image, cuts: Mapping[str, _Cut], task: WriteTask) -> Callable
                 room[:] = np.frombuffer(cut.out.value, np.uint8)[first:last]
             else:
                 task.fill_bytes(cut.out.source, cut.first + first, room)
-        task.told(len(out))
+        task.on_bytes(len(out))
         return out
 
     return take
