@@ -166,7 +166,7 @@ def _convert(source: "OpenCheckpoint", target: str, asked: Asked, options: "Conv
         made = found.write(target, on_bytes)
     if asked.json:
         decoded = {"dequantised": found.dequantised.as_json()} if found.dequantised else {}
-        counts = {"by": found.chosen.said, "left_out": len(found.chosen.left), "skipped": found.source.skipped}
+        counts = {"by": found.chosen.description, "left_out": len(found.chosen.left), "skipped": found.source.skipped}
         print_json({**made.as_json(), **counts, "beside": found.source.beside, "notes": found.notes, **decoded})
         return
     _said(made, found.chosen, asked, found.source, found.notes)
@@ -189,7 +189,7 @@ def _skipped(source: "OpenCheckpoint", notes: Sequence[str]) -> None:
 def _how(chosen: "ChosenMapping") -> str:
     from tangram.checkpoint.conversion.find_mapping import KEPT
 
-    return chosen.said if chosen.said.startswith(KEPT) else f"by {chosen.said}"
+    return chosen.description if chosen.description.startswith(KEPT) else f"by {chosen.description}"
 
 
 def _said(
@@ -226,8 +226,8 @@ def _planned(
 
     files = len(by_size(ways, bytes_of(asked.shard_size), lambda way: way.nbytes))
     fields: dict[str, Any] = {
-        "from": source.format, "to": asked.to, "by": chosen.said, "tensors": len(ways), "bytes": total, "files": files,
-        "left_out": list(chosen.left), "skipped": source.skipped, "seconds": round(total / rate, 1) if rate else None,
+        "from": source.format, "to": asked.to, "by": chosen.description, "tensors": len(ways), "bytes": total,
+        "files": files, "left_out": list(chosen.left), "skipped": source.skipped, "seconds": round(total / rate, 1) if rate else None,
     }  # fmt: skip
     if asked.json:
         print_json({"dry_run": True, **fields, "ways": [way.as_json() for way in ways]})

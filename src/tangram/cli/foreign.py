@@ -38,7 +38,7 @@ def inspect_foreign(
         fields |= {"quantised": quantised.method} if quantised else {}
         print_json({**fields, "beside": opened.beside, "skipped": opened.skipped})
         return
-    about = [("format", FORMATS[kind].said), ("tensors", f"{len(every):,}, {size(nbytes)}")]
+    about = [("format", FORMATS[kind].title), ("tensors", f"{len(every):,}, {size(nbytes)}")]
     about += quantised_rows(quantised)
     about += [("states", ", ".join(opened.states))] if opened.states else []
     about += [("not the model's", _some(opened.beside))] if opened.beside else []

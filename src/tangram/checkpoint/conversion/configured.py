@@ -169,14 +169,14 @@ def unlike_elements(source: OpenCheckpoint, one: str, other: str) -> tuple[int, 
 
 def facts(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> list[str]:
     """Numbers of a configuration that the shapes of a directory's tensors contradict: a short sentence each."""
-    said = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
-    found = [fact(specs, said) for fact in FACTS]
+    configured = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
+    found = [fact(specs, configured) for fact in FACTS]
     return [one for one in found if one]
 
 
-def _layers(specs: Mapping[str, TensorSpec], said: Mapping[str, int]) -> str:
+def _layers(specs: Mapping[str, TensorSpec], configured: Mapping[str, int]) -> str:
     numbers = {int(match[1]) for name in specs if (match := re.match(r"(?:model\.)?layers\.(\d+)\.", name))}
-    layers, later = said.get("num_hidden_layers"), said.get("num_nextn_predict_layers", 0)
+    layers, later = configured.get("num_hidden_layers"), configured.get("num_nextn_predict_layers", 0)
     if layers is None or not numbers:
         return ""
     there = max(numbers) + 1
@@ -187,14 +187,14 @@ def _layers(specs: Mapping[str, TensorSpec], said: Mapping[str, int]) -> str:
     return ""
 
 
-def _groups(specs: Mapping[str, TensorSpec], said: Mapping[str, int]) -> str:
+def _groups(specs: Mapping[str, TensorSpec], configured: Mapping[str, int]) -> str:
     key = next((name for name in specs if name.endswith("self_attn.k_proj.weight")), None)
     query = next((name for name in specs if name.endswith("self_attn.q_proj.weight")), None)
-    heads = said.get("num_attention_heads")
+    heads = configured.get("num_attention_heads")
     if key is None or query is None or not heads or not specs[key].shape:
         return ""
-    dim = said.get("head_dim") or specs[query].shape[0] // heads
-    rows, groups = specs[key].shape[0], said.get("num_key_value_heads")
+    dim = configured.get("head_dim") or specs[query].shape[0] // heads
+    rows, groups = specs[key].shape[0], configured.get("num_key_value_heads")
     there = rows // dim if dim and rows % dim == 0 else None
     if there is None or there == (groups or heads):
         return ""
@@ -202,8 +202,8 @@ def _groups(specs: Mapping[str, TensorSpec], said: Mapping[str, int]) -> str:
     return f"config.json {what}, but the weights have {there} (k_proj has {rows} rows, {dim} each)"
 
 
-def _words(specs: Mapping[str, TensorSpec], said: Mapping[str, int]) -> str:
-    spec, rows = specs.get("model.embed_tokens.weight"), said.get("vocab_size")
+def _words(specs: Mapping[str, TensorSpec], configured: Mapping[str, int]) -> str:
+    spec, rows = specs.get("model.embed_tokens.weight"), configured.get("vocab_size")
     if spec is None or rows is None or not spec.shape or spec.shape[0] == rows:
         return ""
     return f"config.json has vocab_size {rows:,}, but the embeddings have {spec.shape[0]:,} rows"

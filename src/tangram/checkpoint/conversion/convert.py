@@ -164,7 +164,7 @@ def restructure(
         raise UserError(f'"{source.path}" has no tensors to convert')
     for name, spec in specs.items():
         if spec.dtype not in writer.dtypes:
-            raise UserError(f"{name} is {spec.dtype}, which {writer.said} cannot hold: give a --dtype")
+            raise UserError(f"{name} is {spec.dtype}, which {writer.title} cannot hold: give a --dtype")
     beside = dict(source.small if small is None else small)
     if dtype is not None and "config.json" in beside:
         beside["config.json"] = with_dtype(beside["config.json"], dtype)

@@ -185,7 +185,7 @@ def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> Prepare
     if options.adapter:
         number = source.objects["adapter"]["tensors"]
         merged = f'with "{options.adapter}" merged into {number:,} tensor{"" if number == 1 else "s"}'
-        chosen = replace(chosen, said=f"{chosen.said}, {merged}", left=left)
+        chosen = replace(chosen, description=f"{chosen.description}, {merged}", left=left)
     made = cast_specs(chosen.bound, options.dtype, chosen.source.states, options.rounded)
     return PreparedConversion(source, chosen, small, to, options, steps_of(chosen.bound, made), notes, rounding)
 

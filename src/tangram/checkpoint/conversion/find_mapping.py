@@ -34,7 +34,8 @@ class ChosenMapping:
     source: OpenCheckpoint
     """Without what is left."""
     bound: BoundMapping
-    said: str
+    description: str
+    """Of where it comes from, as a sentence has it."""
     left: tuple[str, ...]
     """Tensors that are not converted: the optimiser's states, where the format has no place for them."""
 

@@ -359,7 +359,7 @@ def prepared(
     reasons = [f"a cast to {dtype}"] if dtype else []
     reasons += also
     if target_of(to).structure not in ("", "hf"):
-        reasons.append(f"the structure of {target_of(to).said}")
+        reasons.append(f"the structure of {target_of(to).title}")
     if reasons:
         how = f"add --dequantise, which makes {quantised.dtype} of them"
         if reasons == [f"a cast to {quantised.dtype}"]:

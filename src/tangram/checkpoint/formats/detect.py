@@ -20,7 +20,7 @@ from tangram.models.directory import hub_hint, refuse_pointers, unread_weights
 class ReadFormat:
     """How a format is known and opened."""
 
-    said: str
+    title: str
     fits: Callable[[Path], bool]
     open: Callable[[Path, Maps], OpenCheckpoint]
 
@@ -54,7 +54,7 @@ def open_any(path: Path, maps: Maps | None = None) -> OpenCheckpoint:
             return known.open(path, maps or Maps(path))
     if path.is_dir() and (other := unread_weights(path)):
         raise UserError(f'"{path}" is in no format that is read: its weights {other}')
-    what = _seen(path, {one.said: one.fits for one in FORMATS.values()})
+    what = _seen(path, {one.title: one.fits for one in FORMATS.values()})
     raise UserError(f'"{path}" is no checkpoint in a format that is read: {what}')
 
 
@@ -102,7 +102,7 @@ SPECIAL: tuple[tuple[Callable[[str], bool], str], ...] = (
 class WriteFormat:
     """How a format is written."""
 
-    said: str
+    title: str
     write: Callable[[WriteTask], list[str]]
     """Writes everything into the task's folder; the names of the files."""
     states: bool

@@ -17,7 +17,7 @@ import torch
 from tangram.checkpoint.loading.block_source import Sources
 from tangram.checkpoint.loading.block_threads import WorkQueue, in_threads
 from tangram.checkpoint.loading.page_memory import pages
-from tangram.checkpoint.loading.scatter import BlockCopies, Item, Want, moves
+from tangram.checkpoint.loading.scatter import BlockCopies, Item, Want, block_copies
 from tangram.checkpoint.saving.file_layout import Image, parts
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK, Manifest
@@ -112,7 +112,7 @@ class Ahead:
             into = torch.from_numpy(buffer[at : at + last - first]).view(getattr(torch, piece.spec.dtype))
             region = Region.flat(piece.spec.shape, first // piece.itemsize, last // piece.itemsize)
             wants.append(Want(piece.name, region, into))
-        return moves(self._manifest, wants, cast=True)
+        return block_copies(self._manifest, wants, cast=True)
 
     def _read(self, sources: Sources, number: int, wanted: BlockCopies, following: BlockCopies) -> None:
         window, buffer = self._windows[number], self._buffers[number % 2]

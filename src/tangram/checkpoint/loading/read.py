@@ -18,7 +18,7 @@ from torch import Tensor
 from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.checkpoint.loading.block_threads import MEMORY, read_blocks
 from tangram.checkpoint.loading.exchange import read_together
-from tangram.checkpoint.loading.scatter import Want, moves
+from tangram.checkpoint.loading.scatter import Want, block_copies
 from tangram.checkpoint.store.manifest import DTYPES, Manifest, StoredTensor
 from tangram.errors import UserError
 from tangram.layout import Region
@@ -44,9 +44,9 @@ def read_wants(
     a want does not fit the manifest, and DamagedError, which names tensor and file, for what is not as it was written.
     """
     if peers is None or peers.size == 1:
-        read_blocks(path, manifest, moves(manifest, wants, cast=cast), memory)
+        read_blocks(path, manifest, block_copies(manifest, wants, cast=cast), memory)
     else:
-        read_together(path, manifest, lambda: moves(manifest, wants, cast=cast), peers, memory)
+        read_together(path, manifest, lambda: block_copies(manifest, wants, cast=cast), peers, memory)
 
 
 def tensor(path: Path, manifest: Manifest, name: str, region: Region | None = None) -> Tensor:

@@ -136,7 +136,7 @@ class BlockCopies:
                 move.target.put(data, first - start, dims, at)
 
 
-def moves(manifest: Manifest, wants: Sequence[Want], *, cast: bool = False) -> BlockCopies:
+def block_copies(manifest: Manifest, wants: Sequence[Want], *, cast: bool = False) -> BlockCopies:
     """The moves that fill what is wanted. Nothing is read or written.
 
     Raises UserError where a tensor is not in the manifest or does not fit, or its coverage cannot be proved.

@@ -95,7 +95,7 @@ class _Task:
     blocked: float = 0.0
     handed_over: bool = False
     done: threading.Event = field(default_factory=threading.Event)
-    told: dict[str, Any] | None = None
+    verdict: dict[str, Any] | None = None
     """How it ended, by the first rank's word."""
     ended: float = 0.0
     result: str = ""
@@ -241,10 +241,10 @@ class AsyncSaver:
         task = self._task
         return None if task is None else {"id": task.id, "path": task.result, "reason": task.reason}
 
-    def _conclude(self, told: dict[str, Any] | None) -> None:
+    def _conclude(self, verdict: dict[str, Any] | None) -> None:
         """Let the last save be as the first rank says; its writer may not have seen that yet."""
         if self._task is not None and not self._task.done.is_set():
-            self._task.told = told
+            self._task.verdict = verdict
             self._task.done.wait()
 
     # ------------------------------------------------------------ in the thread that copies and listens
@@ -343,8 +343,8 @@ class AsyncSaver:
                     return message["path"], message["reason"]
             elif time.monotonic() - heard > self.settings.limit:
                 raise EOFError("nothing was heard of it")
-            if task.told is not None and not passed_on:
-                process.channel.send({"told": task.told})
+            if task.verdict is not None and not passed_on:
+                process.channel.send({"verdict": task.verdict})
                 passed_on = True
 
     # ------------------------------------------------------------ the process

@@ -1,6 +1,6 @@
 """The process that writes what a rank has copied, and goes on alone when the rank dies.
 
-    caller -> memory (an open file, what lies in it), save, told        writer -> ready, bytes, done
+    caller -> memory (an open file, what lies in it), save, verdict     writer -> ready, bytes, done
 
 The writers of a save say nothing to each other: they look at its folder. The first makes it, every one writes its files
 from the shared memory and leaves its part, or the reason why it cannot; when all parts are there the first commits. An
@@ -67,7 +67,7 @@ class _FailedError(Exception):
     """An attempt came to nothing."""
 
 
-class _ToldError(Exception):
+class _VerdictError(Exception):
     """The caller knows how the save ended."""
 
 
@@ -124,8 +124,8 @@ class SaveWriter:
             order = Order(**message["save"])
             try:
                 path, reason, notes = self._save(order)
-            except _ToldError as told:
-                path, reason, notes = told.args
+            except _VerdictError as verdict:
+                path, reason, notes = verdict.args
             except Exception as error:  # noqa: BLE001  whatever it is, the caller is told
                 path, reason, notes = "", sentence(error), []
             self._say({"done": order.id, "path": path, "reason": reason, "notes": notes})
@@ -295,12 +295,12 @@ class SaveWriter:
     def _until(self, folder: Path, limit: float, look: Callable[[], T | None]) -> T:
         """What `look` finds at last. Raises _FailedError when nothing in the folder moves for `limit` seconds."""
         seen = _movement(folder)
-        since = told = time.monotonic()
+        since = reported = time.monotonic()
         while (found := look()) is None:
             self._listen(LOOK)
             now = time.monotonic()
-            if now - told > TELL:
-                told = now
+            if now - reported > TELL:
+                reported = now
                 self._say({"waiting": True})
                 if (movement := _movement(folder)) != seen:
                     seen, since = movement, now
@@ -324,9 +324,9 @@ class SaveWriter:
         except EOFError:
             self._gone = True
             return
-        if received is not None and "told" in received[0]:
-            told: Any = received[0]["told"]
-            raise _ToldError(told["path"], told["reason"], [])
+        if received is not None and "verdict" in received[0]:
+            verdict: Any = received[0]["verdict"]
+            raise _VerdictError(verdict["path"], verdict["reason"], [])
 
     def _retained(self, folder: Path, keep: tuple[str, ...]) -> list[str]:
         """Remove what no rule keeps; what the caller should know of it."""

@@ -100,9 +100,9 @@ def _by_keys(params: Mapping[str, TensorSpec], objects: Collection[str]) -> str:
             return lead
         (key,) = keys
         known = {name.partition(".")[0] for name in there} - {key}
-        told = bool(others) or any(one.startswith(STARTS) for one in known)
+        is_known = bool(others) or any(one.startswith(STARTS) for one in known)
         twice = any(name.startswith(f"{key}.{key}.") for name in inside)
-        if not (told or twice or key in HOLDERS or key == "module"):
+        if not (is_known or twice or key in HOLDERS or key == "module"):
             return lead
         lead += f"{key}."
     return lead
