@@ -227,7 +227,8 @@ def _planned(
     files = len(by_size(ways, bytes_of(asked.shard_size), lambda way: way.nbytes))
     fields: dict[str, Any] = {
         "from": source.format, "to": asked.to, "by": chosen.description, "tensors": len(ways), "bytes": total,
-        "files": files, "left_out": list(chosen.left), "skipped": source.skipped, "seconds": round(total / rate, 1) if rate else None,
+        "files": files, "left_out": list(chosen.left), "skipped": source.skipped,
+        "seconds": round(total / rate, 1) if rate else None,
     }  # fmt: skip
     if asked.json:
         print_json({"dry_run": True, **fields, "ways": [way.as_json() for way in ways]})
