@@ -9,7 +9,6 @@ written padded and the file is cut to its length afterwards. `write_image` retur
 
 import contextlib
 import errno
-import fcntl
 import os
 import queue
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from tangram.checkpoint.loading.page_memory import pages
+from tangram.checkpoint.loading.page_memory import DIRECT, pages, through_the_cache
 from tangram.checkpoint.saving.file_layout import Image, add_sums, fill
 from tangram.checkpoint.store.digest import Bytes, Sums
 from tangram.checkpoint.store.manifest import BLOCK, StoredFile, checksum
@@ -154,7 +153,7 @@ class _Sink:
         self._direct = True
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
-            self._descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
+            self._descriptor = os.open(path, flags | DIRECT, 0o644)
         except OSError:  # a file system without it, as tmpfs; another reason is found again
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
@@ -222,15 +221,10 @@ class _Sink:
             except OSError as error:
                 if not self._direct or error.errno != errno.EINVAL:  # it was taken at opening, but not here
                     raise
-                self._buffered()
+                through_the_cache(self._descriptor)
+                self._direct = False
                 continue
             data, start = data[done:], start + done
-
-    def _buffered(self) -> None:
-        """Go on through the page cache."""
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
-        self._direct = False
 
 
 def _padded(block: Bytes, size: int) -> Bytes:
