@@ -16,7 +16,7 @@ from tangram.checkpoint.conversion.converting import rare_collections
 from tangram.checkpoint.conversion.find_mapping import choose
 from tangram.checkpoint.formats.detect import TARGETS as FORMATS
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.inspect import diff_across_formats, foreign, tree
+from tangram.checkpoint.inspect import diff, foreign, tree
 from tangram.hardware.measure import Row
 
 TARGETS = {20_000: 10.0, 300_000: 60.0}
@@ -81,7 +81,7 @@ def _inspected(path: Path) -> None:
 
 
 def _refuse_unlike(a: Path, b: Path) -> None:
-    if not diff_across_formats.compare(*diff_across_formats.seen_as(open_any(a), open_any(b), None)).same:
+    if not diff.compare_across(*diff.seen_as(open_any(a), open_any(b), None)).same:
         raise RuntimeError("other tensors came back than went")
 
 

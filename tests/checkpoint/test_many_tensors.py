@@ -19,7 +19,7 @@ from tangram.checkpoint.conversion.convert import IDENTITY, config_of, restructu
 from tangram.checkpoint.conversion.find_mapping import choose
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.inspect import diff_across_formats, tree, verify
+from tangram.checkpoint.inspect import diff, tree, verify
 from tangram.checkpoint.store import commits
 from tests.checkpoint import zero
 
@@ -106,7 +106,7 @@ def test_deepspeed(root: Path) -> None:
 def test_comparing(made: Path) -> None:
     def work(n: int) -> None:
         a, b = open_any(made / f"dcp-{n}"), open_any(made / f"tangram-{n}")
-        assert diff_across_formats.compare(*diff_across_formats.seen_as(a, b, None)).same
+        assert diff.compare_across(*diff.seen_as(a, b, None)).same
 
     assert grows(work) < MOST
 

@@ -98,7 +98,7 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDi
     from tangram.checkpoint.conversion.converting import rare_collections
     from tangram.checkpoint.conversion.object_store import is_remote, opening
     from tangram.checkpoint.conversion.quantised import alike
-    from tangram.checkpoint.inspect import diff, diff_across_formats, quantised_weights
+    from tangram.checkpoint.inspect import diff, quantised_weights
     from tangram.checkpoint.inspect.foreign import is_foreign
     from tangram.checkpoint.store import commits
 
@@ -117,9 +117,9 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDi
                 return quantised_weights.compare(one_side, other, known, pattern, on_bytes)
         small = small_of(config) if config else {**other.small, **one_side.small}
         left, right = alike(one_side, other)
-        way, other_side = diff_across_formats.seen_as(left, right, config_of(small))
-        with byte_bar("comparing", diff_across_formats.to_read(way, other_side, pattern)) as on_bytes:
-            return diff_across_formats.compare(way, other_side, pattern, on_bytes)
+        way, other_side = diff.seen_as(left, right, config_of(small))
+        with byte_bar("comparing", diff.to_read_across(way, other_side, pattern)) as on_bytes:
+            return diff.compare_across(way, other_side, pattern, on_bytes)
 
 
 def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tangram.checkpoint.conversion.quantised import Quantisation, dequantised, quantisation_of
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.inspect import diff, diff_across_formats
+from tangram.checkpoint.inspect import diff
 from tangram.checkpoint.inspect.diff import CheckpointDiff, Side, TensorChange
 from tangram.checkpoint.inspect.tree import QuantisedTensor, fits
 from tangram.checkpoint.saving.rank_parts import MODEL
@@ -115,7 +115,7 @@ def compare(
     stored = {name for side in _sides((a.specs, b.specs), quantised, pattern, "") for name in side}
     if not stored:
         raise UserError(f"no tensor of either fits {pattern!r}")
-    found = diff_across_formats.compare(*diff_across_formats.seen_as(a, b, None), on_bytes=on_bytes, among=stored)
+    found = diff.compare_across(*diff.seen_as(a, b, None), on_bytes=on_bytes, among=stored)
     return by_weights(found, (a, b), (a.specs, b.specs), quantised, pattern, on_bytes)
 
 
@@ -167,7 +167,7 @@ def _of_values(
 ) -> list[TensorChange]:
     """The changes of weights of which some bits differ: in values, or in codes alone."""
     left, right = (dequantised(one, known, WIDE)[0] for one, known in zip(sides, quantised, strict=True))
-    found = diff_across_formats.compare(*diff_across_formats.seen_as(left, right, None), on_bytes=on_bytes, among=names)
+    found = diff.compare_across(*diff.seen_as(left, right, None), on_bytes=on_bytes, among=names)
     changes = {one.name: one for one in found.changes}
     first, second = (
         {group.name: f"{group.codec} {list(group.form.shape)}" for group in one.groups} for one in quantised
